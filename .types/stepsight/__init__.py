@@ -1,0 +1,1 @@
+../../stepsight/__init__.py

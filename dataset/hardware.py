@@ -1,0 +1,157 @@
+"""Hardware: what devices and links are.  Facts only, in SI units, per device and per direction."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from stepsight.dataset.errors import JobError
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One device's way to others.
+
+    Attributes:
+        bandwidth_bytes_per_s: Per device and per direction.
+        latency_s: Time for an empty message between two devices.
+    """
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+    def __post_init__(self) -> None:
+        if not (self.bandwidth_bytes_per_s > 0 and self.latency_s >= 0):
+            raise JobError(
+                "a link needs bandwidth_bytes_per_s > 0 and latency_s >= 0, got "
+                f"{self.bandwidth_bytes_per_s} and {self.latency_s}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """Links within a node and between nodes."""
+
+    name: str
+    intra_node: Link
+    inter_node: Link
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of device.
+
+    Attributes:
+        name: As in ``[cluster] hardware``.
+        kind: ``gpu`` or ``cpu``.
+        peak_flops: FLOP/s by dtype.
+        memory_bandwidth_bytes_per_s: Of the device's main memory.
+        memory_bytes: Capacity.
+        compute_efficiency: Fraction of the peak that large matrix products reach (for the roofline alone).
+        memory_efficiency: Fraction of the bandwidth that streaming kernels reach (likewise).
+        op_latency_s: Time of an op that does nothing, launch included.
+        comm_compute_share: Part of an overlapped collective's time that it takes from the device's compute
+            (1: nothing is gained by overlap, 0: communication is free while hidden).
+        source: Where the numbers come from, with a date.
+    """
+
+    name: str
+    kind: str
+    peak_flops: dict[str, float] = field(hash=False)
+    memory_bandwidth_bytes_per_s: float
+    memory_bytes: float
+    compute_efficiency: float = 1.0
+    memory_efficiency: float = 1.0
+    op_latency_s: float = 0.0
+    comm_compute_share: float = 0.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        positive = {
+            "memory_bandwidth_bytes_per_s": self.memory_bandwidth_bytes_per_s,
+            "memory_bytes": self.memory_bytes,
+            **{f"peak_flops.{dtype}": value for dtype, value in self.peak_flops.items()},
+        }
+        for name, value in positive.items():
+            if not value > 0:
+                raise JobError(f"hardware {self.name}: {name} must be > 0, got {value}")
+        for name, value in (
+            ("compute_efficiency", self.compute_efficiency),
+            ("memory_efficiency", self.memory_efficiency),
+        ):
+            if not 0 < value <= 1:
+                raise JobError(f"hardware {self.name}: {name} must lie in (0, 1], got {value}")
+        if not 0 <= self.comm_compute_share <= 1:
+            raise JobError(f"hardware {self.name}: comm_compute_share must lie in [0, 1], got {self.comm_compute_share}")
+
+    def flops_per_s(self, dtype: str) -> float:
+        """Peak for a dtype."""
+        if dtype not in self.peak_flops:
+            raise JobError(f"hardware {self.name} states no peak for {dtype}; it has {', '.join(self.peak_flops)}")
+        return self.peak_flops[dtype]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def hardware_from_dict(value: dict[str, Any]) -> Hardware:
+    """Read what ``Hardware.to_dict`` wrote, or a preset's table."""
+    try:
+        return Hardware(**value)
+    except TypeError as error:
+        raise JobError(f"a hardware table holds the fields of Hardware, got {sorted(value)} ({error})") from None
+
+
+@cache
+def _presets() -> dict[str, dict[str, Any]]:
+    text = resources.files("stepsight.dataset").joinpath("presets/hardware.toml").read_text("utf-8")
+    return tomllib.loads(text)
+
+
+def hardware_names() -> tuple[str, ...]:
+    """Names of the presets."""
+    return tuple(_presets()["hardware"])
+
+
+def find_hardware(name: str) -> Hardware | None:
+    """The preset of that name, or None."""
+    table = _presets()["hardware"].get(name)
+    return None if table is None else hardware_from_dict({"name": name, **table})
+
+
+def fabric_names() -> tuple[str, ...]:
+    return tuple(_presets()["fabric"])
+
+
+def find_fabric(name: str) -> Fabric:
+    """The preset fabric of that name.
+
+    Raises:
+        JobError: If there is none; the message lists those there are.
+    """
+    table = _presets()["fabric"].get(name)
+    if table is None:
+        raise JobError(f"fabric must be one of {', '.join(fabric_names())} or a table of links, got {name!r}")
+    return fabric_from_dict(name, table)
+
+
+def fabric_from_dict(name: str, table: dict[str, Any]) -> Fabric:
+    """A fabric from a table with ``intra_node`` and ``inter_node`` links in Gbyte/s per device and microseconds."""
+    links = {}
+    for key in ("intra_node", "inter_node"):
+        link = table.get(key)
+        if not isinstance(link, dict) or set(link) != {"bandwidth_gbytes_per_s", "latency_us"}:
+            raise JobError(
+                f"fabric.{key} must be a table of bandwidth_gbytes_per_s (per device, per direction) and latency_us, got {link!r}"
+            )
+        for field_name, number in link.items():
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                raise JobError(f"fabric.{key}.{field_name} must be a number, got {number!r}")
+        links[key] = Link(link["bandwidth_gbytes_per_s"] * 1e9, link["latency_us"] * 1e-6)
+    unknown = set(table) - set(links) - {"source"}
+    if unknown:
+        raise JobError(f"fabric has keys intra_node and inter_node, got also {', '.join(sorted(unknown))}")
+    return Fabric(name, links["intra_node"], links["inter_node"])

@@ -1,0 +1,32 @@
+"""What facts alone imply: roofline time of an op, latency-bandwidth time of a collective.
+
+Both carry the scale that the learned parts correct.
+"""
+
+from __future__ import annotations
+
+from stepsight.dataset.hardware import Fabric, Hardware
+from stepsight.dataset.op import Collective, Op
+
+
+def roofline_seconds(op: Op, hardware: Hardware) -> float:
+    """Seconds of one op at the hardware's reachable peaks (Williams et al. 2009, doi:10.1145/1498765.1498785)."""
+    compute = op.flops / (hardware.flops_per_s(op.dtype) * hardware.compute_efficiency)
+    memory = op.num_bytes / (hardware.memory_bandwidth_bytes_per_s * hardware.memory_efficiency)
+    return max(compute, memory) + hardware.op_latency_s
+
+
+def alpha_beta_seconds(collective: Collective, fabric: Fabric) -> float:
+    """Seconds of one collective by steps and bytes on the slowest link it crosses.
+
+    Ring costs as in Thakur et al. 2005 (doi:10.1177/1094342005051521) with a hierarchical latency: a group of
+    ``n`` ranks on ``m`` nodes pays ``n / m`` steps within a node and ``m`` between nodes.
+    """
+    size, nodes = collective.group_size, collective.num_nodes
+    link = fabric.inter_node if nodes > 1 else fabric.intra_node
+    if collective.kind == "send_recv":
+        return link.latency_s + collective.num_bytes / link.bandwidth_bytes_per_s
+    steps = (size - 1) / size
+    latency = (collective.ranks_per_node - 1) * fabric.intra_node.latency_s + (nodes - 1) * fabric.inter_node.latency_s
+    passes = 2.0 if collective.kind == "all_reduce" else 1.0
+    return passes * (latency + steps * collective.num_bytes / link.bandwidth_bytes_per_s)

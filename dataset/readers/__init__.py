@@ -1,0 +1,1 @@
+"""Readers of traces, one small file per format."""

@@ -1,0 +1,55 @@
+"""How long things take, as the simulator asks for it; and the answer from hardware facts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.hardware import Fabric, Hardware
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.physics import alpha_beta_seconds, roofline_seconds
+from stepsight.dataset.program import Program
+
+Seconds = NDArray[np.float64]
+
+
+class LatencyModel(Protocol):
+    """Durations for one job's hardware.  Every call is batched.
+
+    Attributes:
+        hardware: What the durations are for.
+    """
+
+    hardware: Hardware
+
+    def op_seconds(self, ops: Sequence[Op]) -> Seconds:
+        """Seconds of each op on its own, shape ``(len(ops),)``, all > 0."""
+        ...
+
+    def collective_seconds(self, collectives: Sequence[Collective]) -> Seconds:
+        """Seconds of each collective on its own, shape ``(len(collectives),)``, all > 0."""
+        ...
+
+    def in_context(self, programs: Sequence[Program], seconds: Sequence[Seconds]) -> Sequence[Seconds]:
+        """Seconds of every node of each program within it, from the seconds alone; same shapes."""
+        ...
+
+
+class RooflineLatency:
+    """Roofline and latency-bandwidth from hardware facts: the fallback where nothing was measured."""
+
+    def __init__(self, hardware: Hardware, fabric: Fabric) -> None:
+        self.hardware = hardware
+        self.fabric = fabric
+
+    def op_seconds(self, ops: Sequence[Op]) -> Seconds:
+        return np.array([roofline_seconds(op, self.hardware) for op in ops], dtype=np.float64)
+
+    def collective_seconds(self, collectives: Sequence[Collective]) -> Seconds:
+        return np.array([alpha_beta_seconds(c, self.fabric) for c in collectives], dtype=np.float64)
+
+    def in_context(self, programs: Sequence[Program], seconds: Sequence[Seconds]) -> Sequence[Seconds]:
+        return seconds
