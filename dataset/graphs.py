@@ -26,7 +26,11 @@ def edge_types() -> list[tuple[str, str, str]]:
     """Every edge type a graph may have, in a fixed order; each graph carries all of them, empty or not."""
     work = ("op", "collective")
     between = [(source, relation, target) for relation in WORK_RELATIONS for source in work for target in work]
-    return [*between, *((source, "runs_on", "stream") for source in work), *(("stream", "runs", source) for source in work)]
+    return [
+        *between,
+        *((source, "runs_on", "stream") for source in work),
+        *(("stream", "runs", source) for source in work),
+    ]
 
 
 def to_hetero(program: Program, max_concurrent: int = 16) -> HeteroData:

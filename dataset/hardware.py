@@ -85,7 +85,9 @@ class Hardware:
             if not 0 < value <= 1:
                 raise JobError(f"hardware {self.name}: {name} must lie in (0, 1], got {value}")
         if not 0 <= self.comm_compute_share <= 1:
-            raise JobError(f"hardware {self.name}: comm_compute_share must lie in [0, 1], got {self.comm_compute_share}")
+            raise JobError(
+                f"hardware {self.name}: comm_compute_share must lie in [0, 1], got {self.comm_compute_share}"
+            )
 
     def flops_per_s(self, dtype: str) -> float:
         """Peak for a dtype."""

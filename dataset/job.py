@@ -106,11 +106,7 @@ class Job:
     cluster: ClusterSpec
 
     def __post_init__(self) -> None:
-        problems = [
-            problem
-            for section in _SECTIONS
-            for problem in _type_problems(section, getattr(self, section))
-        ]
+        problems = [problem for section in _SECTIONS for problem in _type_problems(section, getattr(self, section))]
         if problems:
             raise JobError("; ".join(problems))
         model = self.model
@@ -150,7 +146,13 @@ class Job:
         kind = f"z{p.zero_stage}" if p.zero_stage else ""
         sp = "sp" if p.sequence_parallel else ""
         pipe = p.schedule if p.pp > 1 else ""
-        words = [model, f"tp{p.tp}{sp}", f"pp{p.pp}{pipe}", f"dp{p.dp}{kind}", f"mb{b.micro_batch}x{self.num_micro_batches}"]
+        words = [
+            model,
+            f"tp{p.tp}{sp}",
+            f"pp{p.pp}{pipe}",
+            f"dp{p.dp}{kind}",
+            f"mb{b.micro_batch}x{self.num_micro_batches}",
+        ]
         return " ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
@@ -174,7 +176,9 @@ class Job:
             if section == "model" and table.get("name") in MODELS:
                 table = {**MODELS[table["name"]], **table}
             elif section == "model" and "name" in table and not {"layers", "hidden"} & set(table):
-                problems.append(f"model.name must be one of {', '.join(MODELS)} or come with sizes, got {table['name']!r}")
+                problems.append(
+                    f"model.name must be one of {', '.join(MODELS)} or come with sizes, got {table['name']!r}"
+                )
                 continue
             names = {f.name for f in fields(spec)}
             unknown = sorted(set(table) - names)
@@ -204,7 +208,9 @@ class Job:
         except ValueError as error:
             raise JobError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from None
         if not isinstance(tables, dict):
-            raise JobError(f"{path} must hold tables [model], [parallel], [batch], [cluster], got {type(tables).__name__}")
+            raise JobError(
+                f"{path} must hold tables [model], [parallel], [batch], [cluster], got {type(tables).__name__}"
+            )
         try:
             return cls.from_dict(tables)
         except JobError as error:
@@ -224,9 +230,9 @@ def _type_problems(section: str, spec: object) -> list[str]:
         if hint is Any:
             if not isinstance(value, str | Mapping):
                 problems.append(f"{section}.{name} must be a preset's name or a table, got {value!r}")
-        elif isinstance(value, bool) != (bool in allowed) and value is not None:
-            problems.append(f"{section}.{name} must be {_words(allowed)}, got {value!r}")
-        elif not isinstance(value, (*allowed, int) if float in allowed else allowed):
+        elif (isinstance(value, bool) != (bool in allowed) and value is not None) or not isinstance(
+            value, (*allowed, int) if float in allowed else allowed
+        ):
             problems.append(f"{section}.{name} must be {_words(allowed)}, got {value!r}")
     return problems
 
@@ -245,7 +251,10 @@ def _problems(job: Job) -> list[str]:
             problems.append(text)
 
     sizes = {
-        **{f"model.{key}": getattr(m, key) for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len")},
+        **{
+            f"model.{key}": getattr(m, key)
+            for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len")
+        },
         **{f"parallel.{key}": getattr(p, key) for key in ("tp", "pp", "dp", "virtual_stages", "bucket_mbytes")},
         **{f"batch.{key}": getattr(b, key) for key in ("micro_batch", "global_batch")},
         **{f"cluster.{key}": getattr(c, key) for key in ("nodes", "devices_per_node")},
@@ -272,8 +281,13 @@ def _problems(job: Job) -> list[str]:
         devices == c.num_devices,
         f"tp * pp * dp must equal the number of devices, got {p.tp} * {p.pp} * {p.dp} = {devices} != {c.num_devices}",
     )
-    require(m.hidden % m.heads == 0, f"model.heads must divide hidden, got {m.hidden} % {m.heads} = {m.hidden % m.heads}")
-    require(m.heads % m.kv_heads == 0, f"model.kv_heads must divide heads, got {m.heads} % {m.kv_heads} = {m.heads % m.kv_heads}")
+    require(
+        m.hidden % m.heads == 0, f"model.heads must divide hidden, got {m.hidden} % {m.heads} = {m.hidden % m.heads}"
+    )
+    require(
+        m.heads % m.kv_heads == 0,
+        f"model.kv_heads must divide heads, got {m.heads} % {m.kv_heads} = {m.heads % m.kv_heads}",
+    )
     for key, value in (("heads", m.heads), ("kv_heads", m.kv_heads), ("ffn", m.ffn), ("vocab", m.vocab)):
         require(value % p.tp == 0, f"parallel.tp must divide model.{key}, got {value} % {p.tp} = {value % p.tp}")
     require(

@@ -77,7 +77,9 @@ def _kinds() -> dict[str, OpKind]:
             lambda b, h, g, q, k, d, c: 10.0 * b * h * d * _attention_pairs(q, k, c),
             lambda b, h, g, q, k, d, c: 2.0 * _attention_elements(b, h, g, q, k, d),
         ),
-        OpKind("embedding", "embedding", ("tokens", "hidden", "vocab"), lambda t, h, v: 0.0, lambda t, h, v: 2.0 * t * h),
+        OpKind(
+            "embedding", "embedding", ("tokens", "hidden", "vocab"), lambda t, h, v: 0.0, lambda t, h, v: 2.0 * t * h
+        ),
         OpKind(
             "embedding_backward",
             "embedding",
@@ -96,9 +98,7 @@ def _kinds() -> dict[str, OpKind]:
         ("rms_norm", 5.0, 2.0),
         ("rms_norm_backward", 10.0, 3.0),
     ):
-        kinds.append(
-            OpKind(name, "norm", _ROWS, lambda r, h, f=flops: f * r * h, lambda r, h, e=moved: e * r * h)
-        )
+        kinds.append(OpKind(name, "norm", _ROWS, lambda r, h, f=flops: f * r * h, lambda r, h, e=moved: e * r * h))
     # Element-wise kinds: dims are the elements of one operand; (FLOP, operands read and written) per element.
     for name, flops, moved in (
         ("gelu", 10.0, 2.0),
@@ -115,9 +115,7 @@ def _kinds() -> dict[str, OpKind]:
         ("reduce", 1.0, 1.0),
         ("elementwise", 1.0, 2.0),
     ):
-        kinds.append(
-            OpKind(name, "elementwise", _NUMEL, lambda n, f=flops: f * n, lambda n, e=moved: e * n)
-        )
+        kinds.append(OpKind(name, "elementwise", _NUMEL, lambda n, f=flops: f * n, lambda n, e=moved: e * n))
     return {kind.name: kind for kind in kinds}
 
 

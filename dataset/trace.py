@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import math
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import JobError, TraceError
 from stepsight.dataset.job import Job
 from stepsight.dataset.program import Program
 

@@ -1,0 +1,80 @@
+"""``stepsight collect``: job files to a plan, the plan to the harness."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.errors import CollectError
+from stepsight.dataset.files import write_json
+from stepsight.dataset.job import Job
+from stepsight.training.planning import collectable, make_plan
+
+
+def available_ranks() -> int:
+    """Ranks that may compute at the same time here: GPUs, else cores."""
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            return torch.cuda.device_count()
+    except ImportError:
+        pass
+    return len(os.sched_getaffinity(0))
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """A plan written by ``collect --plan-only``."""
+    try:
+        plan = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CollectError(f"cannot read plan {path}: {error}") from None
+    if not isinstance(plan, dict) or not {"schema", "runs", "events"} <= set(plan):
+        raise CollectError(f"a plan holds schema, runs and events, got {path}")
+    return plan
+
+
+def run_plan(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[str, Any]:
+    """Run a plan with the harness; its refusals become ``CollectError``."""
+    from stepsight.dataset.harness.launch import HarnessError, collect
+
+    try:
+        return dict(collect(plan, out, progress=progress))
+    except HarnessError as error:
+        raise CollectError(str(error)) from None
+
+
+def collect_jobs(
+    paths: Sequence[Path],
+    out: Path,
+    *,
+    role: str,
+    counts: dict[str, int],
+    event_seconds: float,
+    plan_only: bool,
+    progress: bool,
+) -> dict[str, Any]:
+    """Plan and run job files, or run one plan file; the summary says what was measured."""
+    if len(paths) == 1 and paths[0].name.endswith("plan.json"):
+        plan = read_plan(paths[0])
+    else:
+        jobs = [Job.from_file(path) for path in paths]
+        for job in jobs:
+            collectable(job, None if plan_only else available_ranks())
+        plan = make_plan([(role, job, counts) for job in jobs], profile_jobs=jobs, event_seconds=event_seconds)
+    if plan_only:
+        write_json(out / "plan.json", plan)
+        where = out / "plan.json"
+        return {"plan": str(where), "text": f"wrote {where}; run it with: python -m harness {where} --out DIR"}
+    summary = run_plan(plan, out, progress=progress)
+    return {**summary, "text": collection_text(out)}
+
+
+def collection_text(out: Path) -> str:
+    """A table of the runs of a collection."""
+    from stepsight.experiments.showing import describe_collection
+
+    return str(describe_collection(out)["text"])

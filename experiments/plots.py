@@ -1,0 +1,69 @@
+"""Plots for people who would rather look than read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def _figure(width: float = 6.0, height: float = 5.0) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def predicted_against_measured(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Scatter with intervals; rows carry ``measured_s``, ``predicted_s``, ``low_s``, ``high_s`` and ``job``."""
+    figure, axes = _figure()
+    measured = [row["measured_s"] * 1e3 for row in rows]
+    predicted = [row["predicted_s"] * 1e3 for row in rows]
+    below = [max(0.0, row["predicted_s"] - row["low_s"]) * 1e3 for row in rows]
+    above = [max(0.0, row["high_s"] - row["predicted_s"]) * 1e3 for row in rows]
+    axes.errorbar(measured, predicted, yerr=(below, above), fmt="o", ms=4, lw=0.8, capsize=2, color="tab:blue")
+    lowest, highest = min(measured + predicted) * 0.8, max(measured + predicted) * 1.25
+    line = [lowest, highest]
+    axes.plot(line, line, color="black", lw=0.8, label="exact")
+    axes.fill_between(
+        line, [x * 0.9 for x in line], [x * 1.1 for x in line], color="grey", alpha=0.15, label="within 10 %"
+    )
+    axes.set(xscale="log", yscale="log", xlim=line, ylim=line, title=title)
+    axes.set_xlabel("measured iteration time (ms)")
+    axes.set_ylabel("predicted iteration time (ms), with interval")
+    axes.legend(loc="upper left", frameon=False)
+    _save(figure, path)
+
+
+def search_result(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Iteration time against peak memory of every strategy asked about."""
+    figure, axes = _figure(7.0, 4.5)
+    for fits, colour, label in ((True, "tab:blue", "fits"), (False, "lightgrey", "does not fit")):
+        chosen = [row for row in rows if row["fits"] is fits]
+        axes.scatter(
+            [row["memory_bytes"] / 1e9 for row in chosen],
+            [row["iteration_time_s"] for row in chosen],
+            s=14,
+            color=colour,
+            label=f"{label} ({len(chosen)})",
+        )
+    best = next((row for row in rows if row["fits"]), None)
+    if best is not None:
+        axes.scatter(
+            [best["memory_bytes"] / 1e9], [best["iteration_time_s"]], s=90, marker="*", color="tab:red", label="best"
+        )
+    axes.set(xscale="log", yscale="log", title=title)
+    axes.set_xlabel("peak memory of the fullest stage (GB)")
+    axes.set_ylabel("predicted iteration time (s)")
+    axes.legend(frameon=False)
+    _save(figure, path)

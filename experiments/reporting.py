@@ -1,0 +1,108 @@
+"""What the verbs print: a dict for ``--json`` with a ``text`` for people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepsight.dataset.job import Job
+from stepsight.experiments.tables import Number, table
+
+if TYPE_CHECKING:
+    from stepsight.experiments.search import SearchResult
+    from stepsight.training.prediction import Prediction
+    from stepsight.training.predictor import Predictor
+
+
+def seconds_text(seconds: float) -> str:
+    """``12.3 ms`` or ``4.56 s``."""
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
+    """Time, interval, breakdown and memory of one job."""
+    whole = prediction.iteration_time_s
+    lines = [
+        f"job        {job.name} on {job.cluster.num_devices} x {job.cluster.hardware}",
+        f"source     {prediction.source}",
+        f"iteration  {seconds_text(whole)}   interval {seconds_text(prediction.low_s)} to {seconds_text(prediction.high_s)}",
+        table(
+            ["where the time goes", "time", "%"],
+            [[k, seconds_text(v), Number(100 * v / whole)] for k, v in prediction.breakdown.items() if v > 0],
+        ),
+        f"memory     {prediction.memory.peak_bytes / 1e9:.2f} GB of {prediction.memory.capacity_bytes / 1e9:.2f} GB on the fullest stage",
+    ]
+    if not prediction.memory.fits:
+        lines.append(f"does not fit: {prediction.memory.reason}")
+    if prediction.unsupported:
+        shown = prediction.unsupported[:5]
+        more = (
+            f" and {len(prediction.unsupported) - len(shown)} more" if len(prediction.unsupported) > len(shown) else ""
+        )
+        lines.append(f"outside what was measured: {', '.join(map(str, shown))}{more}")
+    return {"job": job.name, **prediction.to_dict(), "text": "\n".join(lines)}
+
+
+def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
+    """The best strategies."""
+    rows = [choice.to_dict() for choice in result.choices[:top]]
+    cells = [
+        [
+            i + 1,
+            *(row[key] for key in ("tp", "pp", "dp", "micro_batch")),
+            row["schedule"] if row["pp"] > 1 else "-",
+            row["zero_stage"],
+            row["recompute"],
+            "yes" if row["sequence_parallel"] else "no",
+            seconds_text(row["iteration_time_s"]),
+            f"{seconds_text(row['low_s'])} to {seconds_text(row['high_s'])}",
+            Number(row["memory_bytes"] / 1e9, 2),
+            "yes" if row["fits"] else "NO",
+        ]
+        for i, row in enumerate(rows)
+    ]
+    header = ["#", "tp", "pp", "dp", "mb", "schedule", "zero", "recompute", "sp", "iteration", "interval", "GB", "fits"]
+    text = f"{job.name}: {result.evaluated} of {result.legal} legal strategies evaluated\n" + table(header, cells)
+    best = rows[0] if result.choices and result.choices[0].fits else None
+    if best is None:
+        text += "\nno strategy fits in memory"
+    return {"best": best, "evaluated": result.evaluated, "legal": result.legal, "top": rows, "text": text}
+
+
+def training_report(predictor: Predictor, out: Path) -> dict[str, Any]:
+    """Errors per op family of a freshly trained predictor."""
+    manifest = predictor.manifest
+    metrics = manifest.get("metrics", {})
+    cells = [[name, Number(value, 2)] for name, value in sorted(metrics.items()) if isinstance(value, int | float)]
+    text = f"predictor {out} for {predictor.hardware.name}\n" + table(["metric", "value"], cells)
+    return {"predictor": str(out), "hardware": predictor.hardware.name, "metrics": metrics, "text": text}
+
+
+def summary_text(summary: dict[str, Any]) -> str:
+    """The demo's summary as tables."""
+    cells = [
+        [
+            row["job"],
+            seconds_text(row["measured_s"]),
+            Number(row["spread_percent"]),
+            seconds_text(row["predicted_s"]),
+            f"{seconds_text(row['low_s'])} to {seconds_text(row['high_s'])}",
+            Number(row["error_percent"]),
+        ]
+        for row in summary["heldout"]
+    ]
+    gnn, best = summary["gnn"], summary["search"]["best"]
+    strategy = " ".join(f"{key}={best[key]}" for key in ("tp", "pp", "dp", "micro_batch", "zero_stage", "recompute"))
+    return "\n".join(
+        [
+            "held-out runs (no training run had their shapes):",
+            table(["run", "measured", "spread %", "predicted", "interval", "error %"], cells),
+            f"iteration time: MAPE {summary['mape']:.1f} %, Spearman {summary['spearman']:.3f}, "
+            f"interval holds {summary['coverage']:.0f} % of the runs",
+            f"ops in context: error {gnn['op_error_regressor']:.1f} % by regressors alone, "
+            f"{gnn['op_error_with_gnn']:.1f} % with the GNN",
+            f"search: {strategy}: {seconds_text(best['iteration_time_s'])} predicted, "
+            f"best of {summary['search']['evaluated']} strategies on {summary['search']['devices']} devices",
+            f"MLflow run {summary['mlflow_run_id']}; took {summary['seconds']:.0f} s",
+        ]
+    )

@@ -1,0 +1,249 @@
+"""Strategy search: an Optuna study that asks ``predict`` about the legal strategies of a model on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepsight.dataset.errors import JobError, StepsightError
+from stepsight.dataset.job import Job
+from stepsight.training.prediction import Prediction, predict
+
+if TYPE_CHECKING:
+    import optuna
+
+    from stepsight.training.predictor import Predictor
+
+SAMPLERS = ("auto", "tpe", "random", "brute")
+
+
+@dataclass(frozen=True)
+class Space:
+    """The choices of a search.  What does not fit a model and cluster is left out, never suggested.
+
+    Attributes:
+        max_tp: Largest tensor-parallel degree; by default the devices of a node.
+        micro_batches: Sizes to try.
+    """
+
+    max_tp: int = 0
+    micro_batches: tuple[int, ...] = (1, 2, 4, 8)
+    schedules: tuple[str, ...] = ("1f1b", "gpipe")
+    zero_stages: tuple[int, ...] = (0, 1, 3)
+    recompute: tuple[str, ...] = ("none", "selective", "full")
+    sequence_parallel: tuple[bool, ...] = (False, True)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One strategy that was asked about."""
+
+    job: Job
+    prediction: Prediction
+    fits: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        parallel, batch = self.job.parallel, self.job.batch
+        return {
+            "tp": parallel.tp,
+            "pp": parallel.pp,
+            "dp": parallel.dp,
+            "micro_batch": batch.micro_batch,
+            "schedule": parallel.schedule,
+            "zero_stage": parallel.zero_stage,
+            "recompute": parallel.recompute,
+            "sequence_parallel": parallel.sequence_parallel,
+            "iteration_time_s": self.prediction.iteration_time_s,
+            "low_s": self.prediction.low_s,
+            "high_s": self.prediction.high_s,
+            "memory_bytes": self.prediction.memory.peak_bytes,
+            "fits": self.fits,
+        }
+
+
+@dataclass
+class SearchResult:
+    """Distinct strategies, best first; those that do not fit in memory come last."""
+
+    choices: list[Choice] = field(default_factory=list)
+    evaluated: int = 0
+    legal: int = 0
+
+    @property
+    def best(self) -> Choice:
+        if not self.choices or not self.choices[0].fits:
+            raise JobError(f"no strategy fits in memory: {self.evaluated} tried of {self.legal} legal ones")
+        return self.choices[0]
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def layouts(job: Job, space: Space) -> list[tuple[int, int, int]]:
+    """Legal ``(tp, pp, dp)`` for the job's model, batch and cluster."""
+    model, devices = job.model, job.cluster.num_devices
+    found = []
+    for tp in _divisors(devices):
+        if tp > (space.max_tp or job.cluster.devices_per_node):
+            continue
+        if any(size % tp for size in (model.heads, model.kv_heads, model.ffn, model.vocab)):
+            continue
+        for pp in _divisors(devices // tp):
+            dp = devices // (tp * pp)
+            if pp <= model.layers and job.batch.global_batch % dp == 0:
+                found.append((tp, pp, dp))
+    return found
+
+
+def _options(job: Job, space: Space, layout: tuple[int, int, int]) -> dict[str, list[Any]]:
+    """The further choices that are legal and differ under one layout."""
+    tp, pp, dp = layout
+    per_replica = job.batch.global_batch // dp
+    return {
+        "micro_batch": [size for size in space.micro_batches if per_replica % size == 0],
+        "schedule": list(space.schedules) if pp > 1 else [space.schedules[0]],
+        "zero_stage": list(space.zero_stages) if dp > 1 else [0],
+        "recompute": list(space.recompute),
+        "sequence_parallel": [
+            sp for sp in (space.sequence_parallel if tp > 1 else (False,)) if not sp or job.model.seq_len % tp == 0
+        ],
+    }
+
+
+def _build(job: Job, layout: tuple[int, int, int], chosen: dict[str, Any]) -> Job:
+    tp, pp, dp = layout
+    rest = {key: value for key, value in chosen.items() if key != "micro_batch"}
+    return replace(
+        job,
+        parallel=replace(job.parallel, tp=tp, pp=pp, dp=dp, virtual_stages=1, **rest),
+        batch=replace(job.batch, micro_batch=chosen["micro_batch"]),
+    )
+
+
+def strategies(job: Job, space: Space | None = None) -> Iterator[Job]:
+    """Every legal strategy for the job's model, global batch and cluster."""
+    import itertools
+
+    space = space or Space()
+    for layout in layouts(job, space):
+        options = _options(job, space, layout)
+        for values in itertools.product(*options.values()):
+            yield _build(job, layout, dict(zip(options, values, strict=True)))
+
+
+def _storage(storage: str | None) -> Any:
+    """Optuna storage: none (memory), a database URL, or the path of a journal file."""
+    if storage is None or "://" in storage:
+        return storage
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    Path(storage).parent.mkdir(parents=True, exist_ok=True)
+    return JournalStorage(JournalFileBackend(storage))
+
+
+def _sampler(name: str, legal: int, trials: int, seed: int) -> optuna.samplers.BaseSampler:
+    import optuna
+
+    if name == "auto":
+        name = "brute" if legal <= trials else "tpe"
+    if name == "brute":
+        return optuna.samplers.BruteForceSampler(seed=seed)
+    if name == "random":
+        return optuna.samplers.RandomSampler(seed=seed)
+    return optuna.samplers.TPESampler(seed=seed)
+
+
+def search(
+    job: Job,
+    predictor: Predictor | None = None,
+    *,
+    space: Space | None = None,
+    trials: int = 200,
+    sampler: str = "auto",
+    seed: int = 0,
+    storage: str | None = None,
+    study_name: str | None = None,
+    on_trial: Callable[[int, float | None], None] | None = None,
+) -> SearchResult:
+    """Find the strategy with the shortest predicted iteration that fits in memory.
+
+    Args:
+        job: Gives the model, global batch and cluster; its own strategy is only the template for what the
+            space does not vary.
+        trials: At most so many trials; a space that is not larger is enumerated whole (``auto``).
+        sampler: ``auto``, ``tpe``, ``random`` or ``brute``.
+        storage: None, a database URL, or a journal file's path; a stored study of that name goes on.
+        on_trial: Called with the trial's number and the best time so far.
+
+    Raises:
+        JobError: If no legal strategy exists.
+    """
+    import optuna
+
+    space = space or Space()
+    if trials < 1 or sampler not in SAMPLERS:
+        raise StepsightError(
+            f"trials must be >= 1 and sampler one of {', '.join(SAMPLERS)}, got {trials} and {sampler!r}"
+        )
+    found = {f"tp{tp}-pp{pp}-dp{dp}": (tp, pp, dp) for tp, pp, dp in layouts(job, space)}
+    options = {name: _options(job, space, layout) for name, layout in found.items()}
+    options = {name: option for name, option in options.items() if all(option.values())}
+    legal = 0
+    for option in options.values():
+        count = 1
+        for values in option.values():
+            count *= len(values)
+        legal += count
+    if not legal:
+        raise JobError(
+            f"no legal strategy for {job.cluster.num_devices} devices and global_batch {job.batch.global_batch}"
+        )
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(
+        storage=_storage(storage),
+        study_name=study_name,
+        load_if_exists=study_name is not None,
+        sampler=_sampler(sampler, legal, trials, seed),
+    )
+    seen: dict[Job, Choice] = {}
+    best: float | None = None
+
+    def objective(trial: optuna.Trial) -> float:
+        name = trial.suggest_categorical("layout", list(options))
+        # A parameter's choices may not change within a study: where they depend on the layout, so does its name.
+        chosen = {}
+        for key, values in options[name].items():
+            label = f"{key}[{'|'.join(map(str, values))}]"
+            chosen[key] = trial.suggest_categorical(label, values) if len(values) > 1 else values[0]
+        candidate = _build(job, found[name], chosen)
+        if candidate not in seen:
+            prediction = predict(candidate, predictor)
+            seen[candidate] = Choice(candidate, prediction, prediction.memory.fits)
+        choice = seen[candidate]
+        trial.set_constraint("memory", choice.prediction.memory.peak_bytes - choice.prediction.memory.capacity_bytes)
+        return choice.prediction.iteration_time_s
+
+    def report(_: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
+        nonlocal best
+        fitting = [c.prediction.iteration_time_s for c in seen.values() if c.fits]
+        best = min(fitting, default=None)
+        if on_trial is not None:
+            on_trial(trial.number, best)
+
+    study.optimize(objective, n_trials=trials, callbacks=[report])
+    choices = sorted(seen.values(), key=lambda c: (not c.fits, c.prediction.iteration_time_s))
+    return SearchResult(choices, len(seen), legal)
+
+
+def exhaustive(job: Job, predictor: Predictor | None = None, space: Space | None = None) -> SearchResult:
+    """Ask about every legal strategy: the reference for ``search``."""
+    choices = []
+    for candidate in strategies(job, space):
+        prediction = predict(candidate, predictor)
+        choices.append(Choice(candidate, prediction, prediction.memory.fits))
+    choices.sort(key=lambda c: (not c.fits, c.prediction.iteration_time_s))
+    return SearchResult(choices, len(choices), len(choices))

@@ -1,0 +1,110 @@
+"""``stepsight show``: what a file or folder is."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.job import Job
+from stepsight.experiments.tables import Number, table
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """A description with a ``text`` for people.
+
+    Raises:
+        StepsightError: If nothing of ours is there.
+    """
+    if not path.exists():
+        raise StepsightError(f"show needs an existing file or folder, got {path}")
+    if path.is_dir():
+        if (path / "runs").is_dir():
+            return describe_collection(path)
+        manifest = _json(path / "manifest.json") if (path / "manifest.json").is_file() else {}
+        if "rounds" in manifest:
+            return _run(path)
+        if manifest:
+            return _predictor(path)
+        raise StepsightError(f"{path} is no collection (runs/), run or predictor (manifest.json)")
+    if path.suffix == ".json" and "heldout" in (value := _json(path)):
+        from stepsight.experiments.reporting import summary_text
+
+        return {**value, "text": summary_text(value)}
+    job = Job.from_file(path)
+    parallel = job.parallel
+    rows = [[section, key, value] for section, keys in job.to_dict().items() for key, value in keys.items()]
+    rows.append(["", "micro-batches", job.num_micro_batches])
+    text = f"job {job.name}\n" + table(["table", "key", "value"], [[str(c) for c in row] for row in rows])
+    return {
+        "job": job.to_dict(),
+        "devices": parallel.tp * parallel.pp * parallel.dp,
+        "micro_batches": job.num_micro_batches,
+        "text": text,
+    }
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise StepsightError(f"cannot read {path}: {error}") from None
+    if not isinstance(value, dict):
+        raise StepsightError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def run_row(manifest: dict[str, Any]) -> dict[str, Any]:
+    """One line about a run: median of the unprofiled steps and their spread over all."""
+    seconds = [s for steps in manifest["rounds"] for s in steps]
+    medians = [statistics.median(steps) for steps in manifest["rounds"]]
+    return {
+        "name": manifest["name"],
+        "role": manifest["role"],
+        "ranks": manifest["world_size"],
+        "steps": len(seconds),
+        "measured_s": statistics.median(seconds),
+        "spread_percent": 100 * (max(medians) - min(medians)) / statistics.median(seconds),
+    }
+
+
+def describe_collection(path: Path) -> dict[str, Any]:
+    """Runs and event profiles of a collection."""
+    rows = [run_row(_json(p)) for p in sorted(path.glob("runs/*/manifest.json")) if not p.parent.name.startswith(".")]
+    events = {p.stem: len(_json(p)["records"]) for p in sorted(path.glob("events/*.json")) if p.name[0] != "."}
+    cells = [
+        [r["name"], r["role"], r["ranks"], r["steps"], Number(1e3 * r["measured_s"]), Number(r["spread_percent"])]
+        for r in rows
+    ]
+    text = f"collection {path}\n" + table(["run", "role", "ranks", "steps", "median ms", "spread % over rounds"], cells)
+    for name, count in events.items():
+        text += f"\nevents {name}: {count} distinct signatures measured"
+    return {"collection": str(path), "runs": rows, "events": events, "text": text}
+
+
+def _run(path: Path) -> dict[str, Any]:
+    from stepsight.dataset.trace import read_run
+
+    trace = read_run(path)
+    totals: dict[str, list[float]] = {}
+    for segment in trace.segments():
+        for node, seconds in zip(segment.program.nodes, segment.slot_s, strict=True):
+            entry = totals.setdefault(node.work.kind, [0, 0.0])
+            entry[0] += 1
+            entry[1] += float(seconds)
+    whole = sum(seconds for _, seconds in totals.values()) or 1.0
+    ordered = sorted(totals.items(), key=lambda item: -item[1][1])
+    row = run_row(_json(path / "manifest.json"))
+    cells = [[kind, int(n), Number(1e3 * s, 2), Number(100 * s / whole)] for kind, (n, s) in ordered]
+    text = f"run {row['name']}: {1e3 * row['measured_s']:.1f} ms on {row['ranks']} rank(s)\n"
+    text += table(["kind", "calls traced", "ms", "%"], cells)
+    return {**row, "kinds": {kind: {"calls": int(n), "seconds": s} for kind, (n, s) in ordered}, "text": text}
+
+
+def _predictor(path: Path) -> dict[str, Any]:
+    from stepsight.training.predictor import Predictor
+
+    manifest = Predictor.load(path).manifest
+    return {"predictor": str(path), **manifest, "text": f"predictor {path}\n{json.dumps(manifest, indent=2)}"}

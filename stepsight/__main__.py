@@ -1,0 +1,5 @@
+"""``python -m stepsight``."""
+
+from stepsight.cli import main
+
+main()

@@ -1,0 +1,233 @@
+"""The command line.  Every verb has ``--json``; progress goes to stderr, the answer to stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stepsight.dataset.errors import StepsightError
+
+if TYPE_CHECKING:
+    from stepsight.training.predictor import Predictor
+
+app = typer.Typer(
+    name="stepsight",
+    help="Predict the time of one training iteration of a large hybrid-parallel job.\n\n"
+    "A usual session: collect traces, train a predictor, predict jobs, search a strategy. "
+    "`stepsight demo` does all of it on this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON, and nothing else, on stdout.")]
+PredictorPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--predictor",
+        "-p",
+        help="Folder of a trained predictor. Without it the answer is a roofline from hardware facts, and says so.",
+    ),
+]
+
+
+def _answer(value: dict[str, Any], text: str, as_json: bool) -> None:
+    typer.echo(json.dumps(value, allow_nan=False) if as_json else text)
+
+
+def _load(path: Path | None) -> Predictor | None:
+    if path is None:
+        return None
+    from stepsight.training.predictor import Predictor
+
+    return Predictor.load(path)
+
+
+@app.command()
+def collect(
+    jobs: Annotated[
+        list[Path], typer.Argument(help="Job files (.toml or .json) to run for real, or one plan (plan.json).")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Collection folder. A killed collection resumes there.")],
+    role: Annotated[
+        str, typer.Option(help="What the runs are for: only `train` runs may train a predictor.")
+    ] = "train",
+    rounds: Annotated[int, typer.Option(min=1, help="Repeats, interleaved over the runs so that drift shows.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per round, without a profiler.")] = 4,
+    warmup: Annotated[int, typer.Option(min=2, help="Steps before each round's timing (2 or more).")] = 2,
+    profile_steps: Annotated[int, typer.Option(min=1, help="Profiled steps in the last round.")] = 2,
+    event_seconds: Annotated[
+        float, typer.Option(min=0, help="Time for measuring every distinct op and collective once; 0: none.")
+    ] = 30.0,
+    plan_only: Annotated[
+        bool, typer.Option(help="Only write plan.json, to be run elsewhere with the harness folder alone.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Run jobs for real under torchrun, time and trace them, and measure their ops one by one.
+
+    Needs one core (or GPU) per rank. Example:
+
+        stepsight collect examples/local-gpt-tp2.toml --out runs/mine
+    """
+    from stepsight.experiments.collecting import collect_jobs
+
+    counts = {"rounds": rounds, "steps": steps, "warmup": warmup, "profile_steps": profile_steps}
+    summary = collect_jobs(
+        jobs, out, role=role, counts=counts, event_seconds=event_seconds, plan_only=plan_only, progress=True
+    )
+    _answer(summary, summary["text"], as_json)
+
+
+@app.command()
+def train(
+    collections: Annotated[list[Path], typer.Argument(help="Collection folders written by `stepsight collect`.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the predictor to write.")],
+    hardware: Annotated[
+        str, typer.Option(help="Name that jobs give this hardware in [cluster] hardware.")
+    ] = "local-cpu",
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    tracking_uri: Annotated[
+        str | None, typer.Option(help="MLflow tracking URI; by default sqlite beside the predictor.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Learn kernel and collective regressors and the context GNN from collections; track all in MLflow.
+
+    Example:
+
+        stepsight train runs/mine --out runs/predictor
+    """
+    from stepsight.experiments.reporting import training_report
+    from stepsight.training.fit import train as fit
+
+    predictor = fit(collections, out, hardware_name=hardware, seed=seed, tracking_uri=tracking_uri, progress=True)
+    report = training_report(predictor, out)
+    _answer(report, report["text"], as_json)
+
+
+@app.command()
+def predict(
+    jobs: Annotated[list[Path], typer.Argument(help="Job files (.toml or .json).")],
+    predictor: PredictorPath = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write the predicted timeline here; open it at ui.perfetto.dev. One job only.")
+    ] = None,
+    level: Annotated[str, typer.Option(help="Detail of the timeline: `segment` or `op`.")] = "op",
+    as_json: Json = False,
+) -> None:
+    """Predict iteration time, interval, breakdown and memory of jobs.
+
+    Example:
+
+        stepsight predict examples/gpt3-175b-1024.toml --timeline timeline.json
+    """
+    from stepsight.dataset.files import write_text
+    from stepsight.dataset.job import Job
+    from stepsight.experiments.reporting import prediction_report
+    from stepsight.training.prediction import predict as ask
+
+    if level not in ("segment", "op"):
+        raise StepsightError(f"--level must be segment or op, got {level!r}")
+    if timeline is not None and len(jobs) != 1:
+        raise StepsightError(f"--timeline takes one job, got {len(jobs)}")
+    loaded = _load(predictor)
+    read = [Job.from_file(path) for path in jobs]
+    predictions = [ask(job, loaded) for job in read]
+    reports = [prediction_report(job, prediction) for job, prediction in zip(read, predictions, strict=True)]
+    if timeline is not None:
+        write_text(timeline, json.dumps(predictions[0].timeline(level)))
+    text = "\n\n".join(report.pop("text") for report in reports)
+    _answer(reports[0] if len(reports) == 1 else {"predictions": reports}, text, as_json)
+
+
+@app.command()
+def search(
+    job: Annotated[Path, typer.Argument(help="Job file: its model, global batch and cluster are kept.")],
+    predictor: PredictorPath = None,
+    trials: Annotated[int, typer.Option(min=1, help="Trials; a space that is not larger is tried whole.")] = 200,
+    sampler: Annotated[str, typer.Option(help="auto, tpe, random or brute.")] = "auto",
+    top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 10,
+    seed: Annotated[int, typer.Option(help="Seed of the sampler.")] = 0,
+    storage: Annotated[
+        str | None, typer.Option(help="Study storage: a database URL or the path of a journal file; default: memory.")
+    ] = None,
+    study: Annotated[str | None, typer.Option(help="Name of the study in the storage; goes on if it exists.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write time against memory of all strategies here (.png, .svg).")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Search the parallel strategy with the shortest predicted iteration that fits in memory.
+
+    Example:
+
+        stepsight search examples/gpt3-175b-1024.toml --trials 300 --plot search.png
+    """
+    from stepsight.dataset.job import Job
+    from stepsight.experiments.plots import search_result
+    from stepsight.experiments.reporting import search_report
+    from stepsight.experiments.search import search as find
+
+    read = Job.from_file(job)
+    loaded = _load(predictor)
+    on_trial = _trial_progress(trials)
+    result = find(
+        read, loaded, trials=trials, sampler=sampler, seed=seed, storage=storage, study_name=study, on_trial=on_trial
+    )
+    typer.echo("", err=True)
+    report = search_report(read, result, top)
+    if plot is not None:
+        search_result([choice.to_dict() for choice in result.choices], plot, read.name)
+    _answer(report, report.pop("text"), as_json)
+
+
+def _trial_progress(trials: int) -> Any:
+    def show(number: int, best: float | None) -> None:
+        if sys.stderr.isatty() or (number + 1) % 50 == 0:
+            text = "none fits yet" if best is None else f"best {best:.4g} s"
+            typer.echo(f"\rtrial {number + 1}/{trials}  {text}   ", nl=not sys.stderr.isatty(), err=True)
+
+    return show
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where everything is written.")] = Path("runs/demo"),
+    as_json: Json = False,
+) -> None:
+    """The whole product on this machine: measure, train, predict held-out runs, search (about four minutes)."""
+    from stepsight.experiments.demo import run_demo
+
+    summary, text = run_demo(out)
+    _answer(summary, text, as_json)
+
+
+@app.command()
+def show(
+    path: Annotated[Path, typer.Argument(help="A job file, collection, run folder, predictor or summary.json.")],
+    as_json: Json = False,
+) -> None:
+    """Say what a file or folder is and what is in it."""
+    from stepsight.experiments.showing import describe
+
+    description = describe(path)
+    _answer(description, description.pop("text"), as_json)
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one line on stderr and exit code 2."""
+    try:
+        app(standalone_mode=True)
+    except StepsightError as error:
+        typer.echo(f"stepsight: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

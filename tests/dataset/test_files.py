@@ -1,0 +1,28 @@
+"""Files and folders are complete or absent."""
+
+from pathlib import Path
+
+import pytest
+
+from stepsight.dataset.files import digest_files, new_folder, write_json
+
+
+def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    """NaN is refused, and neither the file nor a temporary one remains."""
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(tmp_path / "a.json", {"x": float("nan")})
+    with pytest.raises(RuntimeError), new_folder(tmp_path / "b") as folder:
+        (folder / "half").write_text("x")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_new_folder_replaces(tmp_path: Path) -> None:
+    """A finished folder takes the place of the old one; the digest follows the content."""
+    digests = []
+    for text in ("one", "two"):
+        with new_folder(tmp_path / "b") as folder:
+            (folder / "file").write_text(text)
+        digests.append(digest_files([tmp_path / "b" / "file"]))
+    assert digests[0] != digests[1]
+    assert [p.name for p in tmp_path.iterdir()] == ["b"]

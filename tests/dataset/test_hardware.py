@@ -1,0 +1,72 @@
+"""Hardware facts and what follows from them."""
+
+import pytest
+
+from stepsight.dataset.errors import JobError
+from stepsight.dataset.hardware import (
+    fabric_from_dict,
+    fabric_names,
+    find_fabric,
+    find_hardware,
+    hardware_from_dict,
+    hardware_names,
+)
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.physics import alpha_beta_seconds, roofline_seconds
+
+
+def test_presets_are_sound() -> None:
+    """Every preset can be built, and round-trips."""
+    for name in hardware_names():
+        hardware = find_hardware(name)
+        assert hardware is not None and hardware_from_dict(hardware.to_dict()) == hardware and hardware.source
+    for name in fabric_names():
+        assert find_fabric(name).intra_node.bandwidth_bytes_per_s > 0
+    assert find_hardware("abacus") is None
+
+
+def test_ring_cost() -> None:
+    """A ring all-reduce moves 2 (n - 1) / n of the buffer over the slowest link."""
+    fabric = fabric_from_dict(
+        "f",
+        {
+            "intra_node": {"bandwidth_gbytes_per_s": 10, "latency_us": 0},
+            "inter_node": {"bandwidth_gbytes_per_s": 1, "latency_us": 0},
+        },
+    )
+    within = alpha_beta_seconds(Collective("all_reduce", 10**9, 4, 4), fabric)
+    across = alpha_beta_seconds(Collective("all_reduce", 10**9, 4, 2), fabric)
+    assert within == pytest.approx(2 * 3 / 4 / 10) and across == pytest.approx(10 * within)
+
+
+def test_roofline() -> None:
+    """A large product is bound by compute, a large copy by memory."""
+    hardware = hardware_from_dict(
+        {
+            "name": "h",
+            "kind": "gpu",
+            "peak_flops": {"bf16": 1e12},
+            "memory_bandwidth_bytes_per_s": 1e9,
+            "memory_bytes": 1e9,
+        }
+    )
+    assert roofline_seconds(Op("linear", (4096, 4096, 4096)), hardware) == pytest.approx(2 * 4096**3 / 1e12)
+    assert roofline_seconds(Op("copy", (10**9,)), hardware) == pytest.approx(4.0)
+    with pytest.raises(JobError, match="no peak for fp8"):
+        roofline_seconds(Op("copy", (1,), "fp8"), hardware)
+
+
+@pytest.mark.parametrize(
+    "change", [{"peak_flops": {"bf16": 0}}, {"memory_efficiency": 1.5}, {"comm_compute_share": 2}, {"zoo": 1}]
+)
+def test_bad_hardware(change: dict[str, object]) -> None:
+    """Impossible facts are refused."""
+    table = {
+        "name": "h",
+        "kind": "gpu",
+        "peak_flops": {"bf16": 1e12},
+        "memory_bandwidth_bytes_per_s": 1e9,
+        "memory_bytes": 1e9,
+    }
+    with pytest.raises(JobError):
+        hardware_from_dict({**table, **change})

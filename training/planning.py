@@ -1,0 +1,100 @@
+"""What to measure so that a predictor can be trained: runs, and every distinct signature once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from stepsight.dataset.errors import CollectError
+from stepsight.dataset.hardware import Hardware, find_hardware
+from stepsight.dataset.job import Job
+from stepsight.dataset.op import Collective, Op
+from stepsight.simulator.lowering import signatures
+
+SCHEMA = 1
+
+
+def run_name(job: Job) -> str:
+    """A folder name that tells the job: ``gpt-4L-256h-s128-tp2-pp1-dp1-mb4x2`` and what else differs."""
+    model = job.model
+    words = f"{job.name} s{model.seq_len} v{model.vocab} f{model.ffn}"
+    if model.kv_heads != model.heads:
+        words += f" kv{model.kv_heads}"
+    return re.sub(r"[^A-Za-z0-9.]+", "-", words)
+
+
+def collectable(job: Job, max_ranks: int | None = None) -> None:
+    """Check that the harness can run a job as it stands.
+
+    Raises:
+        CollectError: With the rule and the values.
+    """
+    parallel = job.parallel
+    if parallel.zero_stage not in (0, 3):
+        raise CollectError(f"collect runs zero_stage 0 (DDP) or 3 (FSDP), got {parallel.zero_stage}")
+    if parallel.recompute == "selective":
+        raise CollectError("collect runs recompute none or full, got 'selective'")
+    if parallel.pp > 1 and parallel.zero_stage == 3:
+        raise CollectError("collect runs pipeline stages with zero_stage 0, got pp > 1 with zero_stage 3")
+    if max_ranks is not None and job.cluster.num_devices > max_ranks:
+        raise CollectError(
+            f"a run needs a core (or GPU) for each rank: ranks <= {max_ranks} here, got {job.cluster.num_devices}"
+        )
+
+
+def event_plan(jobs: Iterable[Job], seconds: float) -> list[dict[str, Any]]:
+    """Every distinct signature that the jobs need, by world size, sharing a time budget evenly per signature."""
+    ops: dict[int, set[Op]] = {}
+    collectives: dict[int, set[Collective]] = {}
+    for job in jobs:
+        world = job.cluster.num_devices
+        found_ops, found_collectives = signatures(job, _facts(job))
+        ops.setdefault(world, set()).update(found_ops)
+        collectives.setdefault(world, set()).update(found_collectives)
+    total = sum(map(len, ops.values())) + sum(map(len, collectives.values()))
+    return [
+        {
+            "name": f"world{world}",
+            "world_size": world,
+            "ops": [asdict(op) for op in sorted(ops[world], key=str)],
+            "collectives": [asdict(c) for c in sorted(collectives[world], key=str)],
+            "seconds": seconds * (len(ops[world]) + len(collectives[world])) / max(1, total),
+        }
+        for world in sorted(ops)
+    ]
+
+
+def make_plan(
+    runs: Sequence[tuple[str, Job, dict[str, int]]],
+    *,
+    profile_jobs: Sequence[Job] = (),
+    event_seconds: float = 30.0,
+) -> dict[str, Any]:
+    """A plan for the harness, as plain JSON.
+
+    Args:
+        runs: Role, job and step counts (``rounds``, ``steps``, ``warmup``, ``profile_steps``) of each real run.
+        profile_jobs: Jobs whose distinct ops and collectives are measured on their own.
+        event_seconds: Time budget of those measurements; 0 leaves them out.
+    """
+    planned: dict[str, dict[str, Any]] = {}
+    for role, job, counts in runs:
+        collectable(job)
+        name = run_name(job)
+        if name in planned:
+            raise CollectError(f"every run of a plan must differ, got {name} twice")
+        planned[name] = {"name": name, "role": role, "job": job.to_dict(), **counts}
+    events = event_plan(profile_jobs, event_seconds) if event_seconds > 0 else []
+    return {"schema": SCHEMA, "runs": list(planned.values()), "events": events}
+
+
+def _facts(job: Job) -> Hardware:
+    name = job.cluster.hardware
+    hardware = find_hardware(name)
+    if hardware is None:
+        # Signatures do not depend on speeds, only on whether communication overlaps: any GPU or CPU will do.
+        hardware = find_hardware("local-cpu" if "cpu" in name else "a100-sxm-80gb")
+    assert hardware is not None
+    return hardware
