@@ -20,7 +20,7 @@ def write_text(path: Path, text: str) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
-        os.replace(temporary, path)
+        Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
@@ -41,7 +41,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         yield temporary
         if path.exists():
             shutil.rmtree(path)
-        os.replace(temporary, path)
+        Path(temporary).replace(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -147,7 +147,8 @@ def fabric_from_dict(name: str, table: dict[str, Any]) -> Fabric:
         link = table.get(key)
         if not isinstance(link, dict) or set(link) != {"bandwidth_gbytes_per_s", "latency_us"}:
             raise JobError(
-                f"fabric.{key} must be a table of bandwidth_gbytes_per_s (per device, per direction) and latency_us, got {link!r}"
+                f"fabric.{key} must be a table of bandwidth_gbytes_per_s (per device, per direction) and latency_us, "
+                f"got {link!r}"
             )
         for field_name, number in link.items():
             if isinstance(number, bool) or not isinstance(number, int | float):

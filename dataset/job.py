@@ -230,9 +230,10 @@ def _type_problems(section: str, spec: object) -> list[str]:
         if hint is Any:
             if not isinstance(value, str | Mapping):
                 problems.append(f"{section}.{name} must be a preset's name or a table, got {value!r}")
-        elif (isinstance(value, bool) != (bool in allowed) and value is not None) or not isinstance(
-            value, (*allowed, int) if float in allowed else allowed
-        ):
+            continue
+        accepted = (*allowed, int) if float in allowed else allowed
+        mistaken_bool = isinstance(value, bool) and bool not in allowed  # bool is a subclass of int
+        if mistaken_bool or not isinstance(value, accepted):
             problems.append(f"{section}.{name} must be {_words(allowed)}, got {value!r}")
     return problems
 
@@ -299,6 +300,7 @@ def _problems(job: Job) -> list[str]:
     replica = b.micro_batch * p.dp
     require(
         b.global_batch % replica == 0,
-        f"micro_batch * dp must divide global_batch, got {b.global_batch} % ({b.micro_batch} * {p.dp}) = {b.global_batch % replica}",
+        f"micro_batch * dp must divide global_batch, got {b.global_batch} % ({b.micro_batch} * {p.dp}) "
+        f"= {b.global_batch % replica}",
     )
     return problems

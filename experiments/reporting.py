@@ -25,12 +25,14 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
     lines = [
         f"job        {job.name} on {job.cluster.num_devices} x {job.cluster.hardware}",
         f"source     {prediction.source}",
-        f"iteration  {seconds_text(whole)}   interval {seconds_text(prediction.low_s)} to {seconds_text(prediction.high_s)}",
+        f"iteration  {seconds_text(whole)}   "
+        f"interval {seconds_text(prediction.low_s)} to {seconds_text(prediction.high_s)}",
         table(
             ["where the time goes", "time", "%"],
             [[k, seconds_text(v), Number(100 * v / whole)] for k, v in prediction.breakdown.items() if v > 0],
         ),
-        f"memory     {prediction.memory.peak_bytes / 1e9:.2f} GB of {prediction.memory.capacity_bytes / 1e9:.2f} GB on the fullest stage",
+        f"memory     {prediction.memory.peak_bytes / 1e9:.2f} GB of "
+        f"{prediction.memory.capacity_bytes / 1e9:.2f} GB on the fullest stage",
     ]
     if not prediction.memory.fits:
         lines.append(f"does not fit: {prediction.memory.reason}")
