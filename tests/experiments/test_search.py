@@ -1,0 +1,79 @@
+"""The search finds what enumeration finds."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.job import Job
+from stepsight.experiments.search import Space, exhaustive, layouts, search, strategies
+
+SMALL = Space(schedules=("1f1b",), zero_stages=(0, 1), recompute=("none", "full"), micro_batches=(1, 2))
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job.from_dict(
+        {
+            "model": {"family": "gpt", "layers": 8, "hidden": 1024, "heads": 8, "vocab": 1024, "seq_len": 512},
+            "batch": {"micro_batch": 1, "global_batch": 32},
+            "cluster": {"hardware": "a100-sxm-80gb", "nodes": 2, "devices_per_node": 4},
+        }
+    )
+
+
+def test_same_best_as_enumeration(job: Job) -> None:
+    """On a small space the study is exhaustive and finds the same best."""
+    found, reference = search(job, space=SMALL, trials=500), exhaustive(job, space=SMALL)
+    assert found.evaluated == reference.evaluated == found.legal
+    assert found.best.prediction.iteration_time_s == reference.best.prediction.iteration_time_s
+
+
+def test_tpe_comes_close(job: Job) -> None:
+    """With fewer trials than strategies, TPE is within 10 % of the best."""
+    found, reference = search(job, space=SMALL, trials=40, sampler="tpe"), exhaustive(job, space=SMALL)
+    assert found.best.prediction.iteration_time_s <= 1.1 * reference.best.prediction.iteration_time_s
+
+
+def test_strategies_are_legal_and_distinct(job: Job) -> None:
+    """Everything suggested uses all devices and keeps model, batch and cluster."""
+    jobs = list(strategies(job))
+    assert len(set(jobs)) == len(jobs) > 50
+    for candidate in jobs:
+        parallel = candidate.parallel
+        assert parallel.tp * parallel.pp * parallel.dp == 8 and parallel.tp <= 4
+        assert (candidate.model, candidate.batch.global_batch) == (job.model, 32)
+
+
+def test_memory_is_a_constraint(job: Job) -> None:
+    """A model too large for one device is only placed where it fits; too large for all is an error."""
+    large = replace(job, model=replace(job.model, layers=64, hidden=8192, heads=64, ffn=32768, kv_heads=64))
+    found = search(large, space=SMALL, trials=500)
+    assert any(not choice.fits for choice in found.choices)
+    with pytest.raises(StepsightError, match="no strategy fits"):
+        _ = found.best
+
+
+def test_storage_goes_on(job: Job, tmp_path: Path) -> None:
+    """A study in a journal file or database is continued under its name."""
+    for storage in (str(tmp_path / "study.log"), f"sqlite:///{tmp_path / 'study.db'}"):
+        for _ in range(2):
+            search(job, space=SMALL, trials=3, sampler="random", storage=storage, study_name="s")
+        import optuna
+
+        from stepsight.experiments.search import _storage
+
+        study = optuna.load_study(study_name="s", storage=_storage(storage))
+        assert len(study.trials) == 6
+
+
+def test_bad_input(job: Job) -> None:
+    """Unknown samplers and impossible spaces are refused."""
+    with pytest.raises(StepsightError, match="got 0"):
+        search(job, trials=0)
+    with pytest.raises(StepsightError, match="sampler"):
+        search(job, sampler="magic")
+    with pytest.raises(StepsightError, match="no legal strategy"):
+        search(job, space=Space(micro_batches=(64,)))
+    assert layouts(job, Space(max_tp=1)) == [(1, 1, 8), (1, 2, 4), (1, 4, 2), (1, 8, 1)]
