@@ -1,0 +1,1 @@
+"""The context model: PyTorch Geometric modules and losses.  Knows tensors, not files."""

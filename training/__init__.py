@@ -1,0 +1,1 @@
+"""How it learns: regressors, fitting, calibration, evaluation, tracking, the saved predictor."""

@@ -1,0 +1,92 @@
+"""Numbers from ops: physical quantities that take time, and features for the trees.
+
+Pure functions of nouns; every array has one row per op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.op import DTYPE_BYTES, OP_KINDS, Op
+from stepsight.dataset.physics import roofline_seconds
+
+Array = NDArray[np.float64]
+
+KIND_IDS = {kind: index for index, kind in enumerate(OP_KINDS)}
+FAMILIES = tuple(dict.fromkeys(kind.family for kind in OP_KINDS.values()))
+FAMILY_IDS = {family: index for index, family in enumerate(FAMILIES)}
+MAX_DIMS = max(len(kind.dim_names) for kind in OP_KINDS.values())
+
+OP_TERMS = ("calls", "flop", "bytes", "bytes_b", "bytes_c", "rows")
+OP_FEATURES = (
+    "kind",
+    "dtype_bytes",
+    "log_busy",
+    "log_flops",
+    "log_bytes",
+    "log_intensity",
+    "log_roofline_s",
+    *(f"log_dim{i}" for i in range(MAX_DIMS)),
+    "alignment",
+)
+
+
+def op_terms(op: Op) -> tuple[float, ...]:
+    """Quantities whose weighted sum is an op's time, in the order of ``OP_TERMS``.
+
+    A matrix product moves three operands that caches treat differently, so each has a term of its own;
+    row-wise kinds pay per row, fused optimizers per tensor.
+    """
+    size = DTYPE_BYTES[op.dtype]
+    family = op.family
+    if family == "gemm":
+        m, n, k = op.dims
+        return (1.0, op.flops, float(m * k * size), float(n * k * size), float(m * n * size), 0.0)
+    if family == "attention":
+        batch, heads, _, q_len, kv_len, _, _ = op.dims
+        return (1.0, op.flops, op.num_bytes, float(batch * heads * q_len * kv_len * size), 0.0, float(batch * heads))
+    if family in ("norm", "loss", "embedding"):
+        return (1.0, op.flops, op.num_bytes, 0.0, 0.0, float(op.dims[0]))
+    if family == "optimizer":
+        return (1.0, op.flops, op.num_bytes, 0.0, 0.0, float(op.dims[1]))
+    return (1.0, op.flops, op.num_bytes, 0.0, 0.0, 0.0)
+
+
+def _alignment(op: Op) -> int:
+    """Logarithm of the largest power of two, up to 64, that divides every dim of a matrix product; 0 for others."""
+    if op.family != "gemm":
+        return 0
+    return min(min((dim & -dim).bit_length() - 1, 6) for dim in op.dims)
+
+
+def op_features(ops: Sequence[Op], hardware: Hardware, busy: Sequence[int] | int) -> Array:
+    """Features for trees, shape ``(len(ops), len(OP_FEATURES))``.
+
+    Args:
+        busy: Devices of the node that compute at the same time, one number or one per op.
+    """
+    busies = np.broadcast_to(np.asarray(busy, dtype=np.float64), (len(ops),))
+    rows = np.zeros((len(ops), len(OP_FEATURES)))
+    for row, op, num_busy in zip(rows, ops, busies, strict=True):
+        flops, num_bytes = max(op.flops, 1.0), max(op.num_bytes, 1.0)
+        row[:7] = (
+            KIND_IDS[op.kind],
+            DTYPE_BYTES[op.dtype],
+            np.log(num_busy),
+            np.log(flops),
+            np.log(num_bytes),
+            np.log(flops / num_bytes),
+            np.log(roofline_seconds(op, hardware) + 1e-9),
+        )
+        row[7 : 7 + len(op.dims)] = np.log1p(op.dims)
+        row[-1] = _alignment(op)
+    return rows
+
+
+def op_position(op: Op) -> Array:
+    """Where an op lies among its kind: log of every dim and of its bytes, for distances and supports."""
+    return np.log(np.maximum([*op.dims, op.flops, op.num_bytes], 1.0))

@@ -1,0 +1,47 @@
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from stepsight.dataset.op import Op
+from stepsight.dataset.physics import roofline_seconds
+from stepsight.training.predictor import Predictor
+
+Truth = Callable[[Op, int], float]
+
+
+@pytest.mark.parametrize("busy", [1, 2])
+def test_shapes_that_were_never_measured_are_predicted(predictor: Predictor, op_truth: Truth, busy: int) -> None:
+    unseen = [
+        Op("linear", (160, 224, 320), "fp32"),
+        Op("gelu", (50_000,), "fp32"),
+        Op("layer_norm", (160, 320), "fp32"),
+    ]
+    expected = [op_truth(op, busy) for op in unseen]
+    assert predictor.kernel.seconds(unseen, busy) == pytest.approx(expected, rel=0.06)
+
+
+def test_far_beyond_the_measured_sizes_physics_carries_on(predictor: Predictor, op_truth: Truth) -> None:
+    large = Op("linear", (8192, 8192, 8192), "fp32")
+    assert predictor.kernel.seconds([large], 1)[0] == pytest.approx(op_truth(large, 1), rel=0.15)
+
+
+def test_a_kind_never_measured_falls_back_on_the_roofline_and_is_reported(predictor: Predictor) -> None:
+    op = Op("rope", (4096,), "fp32")
+    assert predictor.kernel.seconds([op], 1)[0] == roofline_seconds(op, predictor.hardware)
+    assert predictor.unsupported([op]) == ["rope[4096]fp32: no rope was measured"]
+
+
+def test_sizes_outside_the_measured_range_are_reported(predictor: Predictor) -> None:
+    assert predictor.unsupported([Op("gelu", (50_000,), "fp32")]) == []
+    assert "outside the measured range" in predictor.unsupported([Op("gelu", (5_000_000,), "fp32")])[0]
+
+
+def test_errors_by_family_are_cross_validated(predictor: Predictor) -> None:
+    assert set(predictor.kernel.regressor.errors) == {"gemm", "elementwise", "norm"}
+    assert max(predictor.kernel.regressor.errors.values()) < 0.05
+
+
+def test_no_op_takes_no_time(predictor: Predictor) -> None:
+    assert predictor.kernel.seconds([], 1).shape == (0,)
+    assert np.isfinite(predictor.kernel.seconds([Op("gelu", (0,), "fp32")], 1)).all()

@@ -1,0 +1,62 @@
+"""How far to trust a prediction: conformal intervals from runs that were held back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+COVERAGE = 0.9
+ROOFLINE_LOG = math.log(3.0)  # facts alone are within a factor of three, rarely worse
+UNSUPPORTED_LOG = math.log(2.0)  # added in full when nothing of an iteration lies within what was measured
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Symmetric interval in log-seconds.
+
+    Attributes:
+        half_width_log: Half of its width.
+        coverage: Part of held-back runs that it is meant to hold.
+        num_runs: From how many held-back runs it comes; 0: not from measurement.
+    """
+
+    half_width_log: float = ROOFLINE_LOG
+    coverage: float = COVERAGE
+    num_runs: int = 0
+
+    def interval(self, seconds: float, unsupported_share: float = 0.0) -> tuple[float, float]:
+        """Low and high seconds; wider by the share of the time that lies outside of what was measured."""
+        half = self.half_width_log + UNSUPPORTED_LOG * min(max(unsupported_share, 0.0), 1.0)
+        return seconds * math.exp(-half), seconds * math.exp(half)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"half_width_log": self.half_width_log, "coverage": self.coverage, "num_runs": self.num_runs}
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> Intervals:
+        half_width, coverage = float(value["half_width_log"]), float(value["coverage"])
+        if not (half_width >= 0 and 0 < coverage < 1):
+            raise ValueError(f"half_width_log >= 0 and 0 < coverage < 1 must hold, got {half_width} and {coverage}")
+        return cls(half_width, coverage, int(value["num_runs"]))
+
+
+def conformal(log_residuals: NDArray[np.float64], spread_log: float, coverage: float = COVERAGE) -> Intervals:
+    """Split-conformal interval with the finite-sample correction (Vovk et al. 2005; Lei et al. 2018).
+
+    Args:
+        log_residuals: ``log(measured / predicted)`` of runs that were held back, ``(runs,)``.
+        spread_log: The measurement's own spread, below which no interval can be honest.
+        coverage: Aim.
+    """
+    count = len(log_residuals)
+    if not count:
+        return Intervals()
+    sizes = np.sort(np.abs(log_residuals))
+    rank = math.ceil((count + 1) * coverage)
+    # With too few runs for the aim, the largest residual stretched by what is missing.
+    half_width = sizes[rank - 1] if rank <= count else sizes[-1] * rank / count
+    return Intervals(float(max(half_width, spread_log)), coverage, count)

@@ -1,0 +1,88 @@
+"""Learned durations as the simulator asks for them: each signature and each program is worked out once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.hardware import Fabric, Hardware
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.program import Program
+from stepsight.training.collective import CollectiveModel
+from stepsight.training.kernel import KernelModel
+
+if TYPE_CHECKING:
+    from stepsight.gnn.inference import ContextWeights
+
+Seconds = NDArray[np.float64]
+MAX_PROGRAMS = 4096
+
+
+class LearnedLatency:
+    """A ``LatencyModel`` bound to one fabric and number of busy devices per node."""
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        kernel: KernelModel,
+        collective: CollectiveModel,
+        context: ContextWeights | None,
+        fabric: Fabric,
+        busy: int,
+    ) -> None:
+        self.hardware = hardware
+        self.fabric = fabric
+        self.busy = busy
+        self._kernel = kernel
+        self._collective = collective
+        self._context = context
+        self._ops: dict[Op, float] = {}
+        self._collectives: dict[Collective, float] = {}
+        self._programs: dict[int, tuple[Program, Seconds, Seconds]] = {}
+        self._reasons: dict[Op | Collective, str] = {}
+
+    def op_seconds(self, ops: Sequence[Op]) -> Seconds:
+        """Seconds of each op alone, shape ``(len(ops),)``."""
+        missing = [op for op in dict.fromkeys(ops) if op not in self._ops]
+        if missing:
+            self._ops.update(zip(missing, self._kernel.seconds(missing, self.busy).tolist(), strict=True))
+        return np.array([self._ops[op] for op in ops], dtype=np.float64)
+
+    def collective_seconds(self, collectives: Sequence[Collective]) -> Seconds:
+        """Seconds of each collective alone, shape ``(len(collectives),)``."""
+        missing = [c for c in dict.fromkeys(collectives) if c not in self._collectives]
+        if missing:
+            self._collectives.update(zip(missing, self._collective.seconds(missing, self.fabric).tolist(), strict=True))
+        return np.array([self._collectives[c] for c in collectives], dtype=np.float64)
+
+    def in_context(self, programs: Sequence[Program], seconds: Sequence[Seconds]) -> Sequence[Seconds]:
+        """Seconds of every node within its program, from the seconds alone; same shapes."""
+        if self._context is None:
+            return seconds
+        return [self._one(program, alone) for program, alone in zip(programs, seconds, strict=True)]
+
+    def _one(self, program: Program, alone: Seconds) -> Seconds:
+        known = self._programs.get(id(program))
+        if known is not None and (known[1] is alone or np.array_equal(known[1], alone)):
+            return known[2]
+        assert self._context is not None
+        inside: Seconds = alone * np.exp(self._context.log_correction(program, alone, self.hardware, self.busy))
+        if len(self._programs) >= MAX_PROGRAMS:
+            self._programs.clear()
+        self._programs[id(program)] = (program, alone, inside)  # the program is kept, so that its id stays its own
+        return inside
+
+    def unsupported(self, work: Op | Collective) -> str:
+        """Why a signature lies outside what was measured; empty if it does not."""
+        if work not in self._reasons:
+            model = self._kernel if isinstance(work, Op) else self._collective
+            self._reasons[work] = model.unsupported(work)  # type: ignore[arg-type]
+        return self._reasons[work]
+
+    def alone_seconds(self, work: Op | Collective) -> float:
+        """Seconds of one signature alone."""
+        seconds = self.op_seconds([work]) if isinstance(work, Op) else self.collective_seconds([work])
+        return float(seconds[0])

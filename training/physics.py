@@ -1,0 +1,107 @@
+"""Physics of one kind: seconds are a weighted sum of physical quantities, with positive bounded constants.
+
+``seconds = sum_j exp(log_constants[j]) * busy ** busy_exponents[j] * terms[:, j]``, fitted in log space with a
+prior, so that a handful of points suffices and no constant leaves what physics allows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+NOISE = 0.05  # log-seconds that repeated measurements differ by
+HUBER = 2.0  # residuals beyond this many noises count linearly
+CONSTANT_PRIOR_STD = 2.0  # log units
+BUSY_PRIOR_STD = 0.5
+MAX_BUSY_EXPONENT = 1.2  # 1: the quantity is fully shared among the busy devices of a node
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Where the constants may lie: prior, lowest and highest seconds per unit of each term, ``(terms,)``."""
+
+    prior: Array
+    low: Array
+    high: Array
+
+
+@dataclass(frozen=True)
+class Physics:
+    """Fitted constants of one kind, shapes ``(terms,)``."""
+
+    log_constants: Array
+    busy_exponents: Array
+
+    def seconds(self, terms: Array, busy: Array) -> Array:
+        """Seconds of each row; ``terms`` is ``(rows, terms)``, ``busy`` is ``(rows,)``."""
+        return np.asarray(self._parts(terms, busy).sum(axis=1) + 1e-12)
+
+    def _parts(self, terms: Array, busy: Array) -> Array:
+        weights = self.log_constants + np.log(busy)[:, None] * self.busy_exponents
+        return np.asarray(terms * np.exp(weights))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"log_constants": self.log_constants.tolist(), "busy_exponents": self.busy_exponents.tolist()}
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> Physics:
+        return cls(np.array(value["log_constants"], float), np.array(value["busy_exponents"], float))
+
+
+def fit_physics(terms: Array, busy: Array, seconds: Array, bounds: Bounds, steps: int = 80) -> Physics:
+    """Robust maximum a posteriori by projected Levenberg-Marquardt.
+
+    Args:
+        terms: Physical quantities, ``(rows, terms)``.
+        busy: Devices computing at once, ``(rows,)``.
+        seconds: Measured, ``(rows,)``.
+        bounds: Prior and range of every constant.
+    """
+    count = terms.shape[1]
+    low = np.concatenate([np.log(bounds.low), np.zeros(count)])
+    high = np.concatenate([np.log(bounds.high), np.full(count, MAX_BUSY_EXPONENT)])
+    prior = np.concatenate([np.log(bounds.prior), np.zeros(count)])
+    stds = np.concatenate([np.full(count, CONSTANT_PRIOR_STD), np.full(count, BUSY_PRIOR_STD)])
+    log_seconds, log_busy = np.log(seconds), np.log(busy)[:, None]
+    theta, damping = prior.copy(), 1.0
+    loss, gradient, hessian = _objective(theta, terms, busy, log_seconds, log_busy, prior, stds)
+    for _ in range(steps):
+        step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), -gradient)
+        candidate = np.clip(theta + np.clip(step, -1.5, 1.5), low, high)
+        result = _objective(candidate, terms, busy, log_seconds, log_busy, prior, stds)
+        if result[0] < loss:
+            converged = loss - result[0] < 1e-7 * loss
+            theta, (loss, gradient, hessian) = candidate, result
+            damping = max(damping / 3, 1e-6)
+            if converged:
+                break
+        else:
+            damping *= 4
+            if damping > 1e9:
+                break
+    return Physics(theta[:count], theta[count:])
+
+
+def _objective(
+    theta: Array, terms: Array, busy: Array, log_seconds: Array, log_busy: Array, prior: Array, stds: Array
+) -> tuple[float, Array, Array]:
+    """Loss, its gradient and a Gauss-Newton Hessian."""
+    count = terms.shape[1]
+    physics = Physics(theta[:count], theta[count:])
+    parts = physics._parts(terms, busy)
+    total = parts.sum(axis=1) + 1e-12
+    residual = (np.log(total) - log_seconds) / NOISE
+    shares = parts / total[:, None]
+    jacobian = np.concatenate([shares, shares * log_busy], axis=1) / NOISE
+    size = np.abs(residual)
+    weight = np.minimum(1.0, HUBER / np.maximum(size, 1e-12))
+    off = (theta - prior) / stds
+    loss = float(np.where(size < HUBER, 0.5 * size**2, HUBER * (size - 0.5 * HUBER)).sum() + 0.5 * off @ off)
+    gradient = jacobian.T @ (weight * residual) + off / stds
+    hessian = (jacobian * weight[:, None]).T @ jacobian + np.diag(1.0 / stds**2)
+    return loss, gradient, hessian

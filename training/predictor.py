@@ -1,0 +1,199 @@
+"""The saved predictor: what was learned for one hardware, in a folder of text and tensors.
+
+::
+
+    manifest.json       schema, hardware, provenance, digests of the training data, versions, metrics
+    hardware.json       measured facts
+    kernel.json         physics, neighbours and supports of ops;        kernel.<family>.txt  LightGBM
+    collective.json     the same for collectives;                       collective.<label>.txt
+    gnn.json            shape of the context model, where there is one; gnn.safetensors      its weights
+    intervals.json      held-back residuals, calibration
+
+Loading reads numbers and never executes code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from stepsight.dataset.errors import PredictorError, StepsightError
+from stepsight.dataset.files import new_folder, write_json, write_text
+from stepsight.dataset.hardware import Hardware, hardware_from_dict
+from stepsight.dataset.job import Job
+from stepsight.dataset.op import Collective, Op
+from stepsight.training.calibration import Calibration
+from stepsight.training.collective import CollectiveModel
+from stepsight.training.intervals import Intervals
+from stepsight.training.kernel import KernelModel
+from stepsight.training.latency import LearnedLatency
+from stepsight.training.regressor import Regressor
+from stepsight.training.trees import Trees
+
+if TYPE_CHECKING:
+    from stepsight.gnn.inference import ContextWeights
+
+FORMAT = "stepsight-predictor"
+SCHEMA = 1
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Learned for one hardware: durations for ops and collectives, alone and in context.
+
+    Attributes:
+        hardware: Measured facts; its name is what ``[cluster] hardware`` must say.
+        kernel: Ops on their own.
+        collective: Collectives on their own.
+        context: Correction of every node within its program; None: durations in context are those alone.
+        calibration: Correction of whole iterations.
+        intervals: How far to trust it.
+        manifest: Provenance, as in ``manifest.json``.
+    """
+
+    hardware: Hardware
+    kernel: KernelModel
+    collective: CollectiveModel
+    context: ContextWeights | None = None
+    calibration: Calibration = field(default_factory=Calibration)
+    intervals: Intervals = field(default_factory=Intervals)
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    _bound: dict[Any, LearnedLatency] = field(default_factory=dict, compare=False, repr=False)
+
+    def latency(self, job: Job) -> LearnedLatency:
+        """The durations that the simulator asks for, bound to the job's fabric and busy devices per node.
+
+        Raises:
+            PredictorError: If the job runs on other hardware.
+        """
+        if job.cluster.hardware != self.hardware.name:
+            raise PredictorError(
+                f"a predictor serves its own hardware: cluster.hardware must be {self.hardware.name!r}, "
+                f"got {job.cluster.hardware!r}"
+            )
+        busy = min(job.cluster.devices_per_node, job.cluster.num_devices)
+        key = (busy, job.fabric)
+        if key not in self._bound:
+            self._bound[key] = LearnedLatency(
+                self.hardware, self.kernel, self.collective, self.context, job.fabric, busy
+            )
+        return self._bound[key]
+
+    @property
+    def source(self) -> str:
+        """Where its durations come from, for people."""
+        digest = self.manifest.get("digest", "")
+        context = "with context" if self.context is not None else "without context"
+        return f"predictor {self.hardware.name}{f' {digest}' if digest else ''}, {context}"
+
+    def unsupported(self, works: Iterable[Op | Collective]) -> list[str]:
+        """Which ops and collectives lie outside what was measured, and why."""
+        reasons = (
+            self.kernel.unsupported(work) if isinstance(work, Op) else self.collective.unsupported(work)
+            for work in works
+        )
+        return [reason for reason in reasons if reason]
+
+    def save(self, folder: Path) -> None:
+        """Write the folder whole or not at all."""
+        with new_folder(folder) as new:
+            write_json(new / "hardware.json", self.hardware.to_dict())
+            for name, regressor in (("kernel", self.kernel.regressor), ("collective", self.collective.regressor)):
+                trees = {label: f"{name}.{label.replace('/', '-')}.txt" for label in regressor.trees}
+                write_json(new / f"{name}.json", {**regressor.to_dict(), "trees": trees})
+                for label, file in trees.items():
+                    write_text(new / file, regressor.trees[label].text)
+            write_json(
+                new / "intervals.json",
+                {"intervals": self.intervals.to_dict(), "calibration": self.calibration.to_dict()},
+            )
+            if self.context is not None:
+                self.context.save(new)
+            write_json(
+                new / "manifest.json",
+                {**self.manifest, "format": FORMAT, "schema": SCHEMA, "hardware": self.hardware.name},
+            )
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Predictor:
+        """Read a folder that ``save`` wrote.
+
+        Raises:
+            PredictorError: If it is no predictor, has another schema, or a file is missing or broken.
+        """
+        folder = Path(folder)
+        if not (folder / "manifest.json").is_file():
+            raise PredictorError(f"a predictor is a folder with manifest.json, got {folder}")
+        manifest = _read(folder / "manifest.json", _manifest)
+        hardware = _read(folder / "hardware.json", hardware_from_dict)
+        if hardware.name != manifest["hardware"]:
+            raise PredictorError(
+                f"{folder}: manifest.json and hardware.json must name the same hardware, "
+                f"got {manifest['hardware']!r} and {hardware.name!r}"
+            )
+        kernel, collective = (_read(folder / f"{name}.json", _regressor) for name in ("kernel", "collective"))
+        tables = _read(folder / "intervals.json", dict)
+        context = None
+        if (folder / "gnn.json").exists():
+            from stepsight.gnn.inference import ContextWeights
+
+            context = ContextWeights.load(folder)
+        return cls(
+            hardware,
+            KernelModel(hardware, kernel),
+            CollectiveModel(collective),
+            context,
+            _made(folder / "intervals.json", Calibration.from_dict, tables.get("calibration")),
+            _made(folder / "intervals.json", Intervals.from_dict, tables.get("intervals")),
+            manifest,
+        )
+
+
+def _read(path: Path, make: Callable[[Any], T]) -> T:
+    """Parse one JSON file of a predictor."""
+    try:
+        table = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise PredictorError(f"every file of a predictor must be readable, got {path}: {error}") from None
+    if isinstance(table, dict) and "trees" in table:
+        table["trees"] = {label: _text(path.parent, name) for label, name in table["trees"].items()}
+    return _made(path, make, table)
+
+
+def _made(path: Path, make: Callable[[Any], T], table: Any) -> T:
+    try:
+        return make(table)
+    except StepsightError as error:
+        raise PredictorError(f"{path}: {error}") from None
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise PredictorError(f"{path} must be what Predictor.save wrote, got {type(error).__name__}: {error}") from None
+
+
+def _text(folder: Path, name: Any) -> str:
+    path = folder / Path(str(name)).name  # never outside of the folder
+    try:
+        return path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise PredictorError(f"every file of a predictor must be readable, got {path}: {error}") from None
+
+
+def _regressor(table: dict[str, Any]) -> Regressor:
+    trees = {label: Trees(text) for label, text in table["trees"].items()}
+    for model in trees.values():
+        model.check()
+    return Regressor.from_dict(table, trees)
+
+
+def _manifest(table: dict[str, Any]) -> dict[str, Any]:
+    if table.get("format") != FORMAT or table.get("schema") != SCHEMA:
+        raise PredictorError(
+            f"a predictor must have format {FORMAT!r} and schema {SCHEMA}, "
+            f"got {table.get('format')!r} and {table.get('schema')!r}"
+        )
+    if not isinstance(table.get("hardware"), str):
+        raise PredictorError(f"a predictor must name its hardware, got {table.get('hardware')!r}")
+    return table

@@ -1,0 +1,228 @@
+"""Seconds from three layers: physics carries the scale, trees the shape, neighbours what was measured near by.
+
+Used for ops and for collectives alike.  What a layer may do is decided by cross-validation over signatures,
+so that no layer makes unseen signatures worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.training.neighbours import LENGTHS, Neighbours, fit_neighbours
+from stepsight.training.physics import Bounds, Physics, fit_physics
+from stepsight.training.trees import MIN_ROWS, Trees, fit_trees
+
+Array = NDArray[np.float64]
+
+FOLDS = 5
+MIN_GAIN = 0.02  # a layer must lower the cross-validated error by this part to be used
+UNKNOWN = 1.0  # log-error charged where nothing of a kind is left to learn from
+FADE = 0.7  # log units outside the support after which the trees' say falls to 1/e
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Signatures as numbers.
+
+    Attributes:
+        kinds: Kind of each row; physics is fitted per kind.
+        families: Family of each row; trees are fitted per family.
+        terms: Physical quantities, ``(rows, terms)``.
+        busy: Devices of a node that compute at once, ``(rows,)``.
+        positions: Where each row lies among its kind, one array ``(axes,)`` per row.
+        features: For the trees, ``(rows, features)``.
+    """
+
+    kinds: tuple[str, ...]
+    families: tuple[str, ...]
+    terms: Array
+    busy: Array
+    positions: tuple[Array, ...]
+    features: Array
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def take(self, index: NDArray[np.int64]) -> Rows:
+        return Rows(
+            tuple(self.kinds[i] for i in index),
+            tuple(self.families[i] for i in index),
+            self.terms[index],
+            self.busy[index],
+            tuple(self.positions[i] for i in index),
+            self.features[index],
+        )
+
+    def by_kind(self) -> dict[str, NDArray[np.int64]]:
+        return _groups(self.kinds)
+
+    def by_family(self) -> dict[str, NDArray[np.int64]]:
+        return _groups(self.families)
+
+    def places(self, index: NDArray[np.int64]) -> Array:
+        """Positions of rows of one kind, with the busy devices as the last axis, ``(len(index), axes + 1)``."""
+        return np.array([np.append(self.positions[i], np.log(self.busy[i])) for i in index], float)
+
+
+def _groups(labels: tuple[str, ...]) -> dict[str, NDArray[np.int64]]:
+    groups: dict[str, list[int]] = {}
+    for index, label in enumerate(labels):
+        groups.setdefault(label, []).append(index)
+    return {label: np.array(rows, dtype=np.int64) for label, rows in groups.items()}
+
+
+@dataclass(frozen=True)
+class Regressor:
+    """Fitted layers; see the module.
+
+    Attributes:
+        physics: By kind; a kind that is not here was never measured.
+        trees: By family, where they help.
+        neighbours: By kind.
+        support: By kind, lowest and highest position that was measured, two arrays ``(axes,)``.
+        errors: By family, mean absolute log-error on signatures left out in turn.
+    """
+
+    physics: Mapping[str, Physics]
+    trees: Mapping[str, Trees]
+    neighbours: Mapping[str, Neighbours]
+    support: Mapping[str, tuple[Array, Array]]
+    errors: Mapping[str, float] = field(default_factory=dict)
+
+    def seconds(self, rows: Rows) -> Array:
+        """Seconds of each row; NaN for kinds that were never measured."""
+        log_seconds = self.log_without_neighbours(rows)
+        for kind, index in rows.by_kind().items():
+            if kind in self.neighbours:
+                log_seconds[index] += self.neighbours[kind].residual(rows.places(index))
+        return np.exp(log_seconds)
+
+    def log_without_neighbours(self, rows: Rows) -> Array:
+        """Logarithm of the seconds by physics and trees, ``(rows,)``; NaN for kinds that were never measured."""
+        log_seconds = np.full(len(rows), np.nan)
+        for kind, index in rows.by_kind().items():
+            if kind not in self.physics:
+                continue
+            log_seconds[index] = np.log(self.physics[kind].seconds(rows.terms[index], rows.busy[index]))
+            trees = self.trees.get(rows.families[index[0]])
+            if trees is not None:
+                fade = np.exp(-np.array([self.excess(kind, rows.positions[i]) for i in index]) / FADE)
+                log_seconds[index] += trees.predict(rows.features[index]) * fade
+        return log_seconds
+
+    def excess(self, kind: str, position: Array) -> float:
+        """How far outside the measured range a position lies, in log units summed over axes; 0 within."""
+        low, high = self.support[kind]
+        return float(np.maximum(np.maximum(low - position, position - high), 0.0).sum())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the trees, which are LightGBM text."""
+        return {
+            "physics": {kind: value.to_dict() for kind, value in self.physics.items()},
+            "neighbours": {kind: value.to_dict() for kind, value in self.neighbours.items()},
+            "support": {
+                kind: {"low": low.tolist(), "high": high.tolist()} for kind, (low, high) in self.support.items()
+            },
+            "errors": dict(self.errors),
+        }
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any], trees: Mapping[str, Trees]) -> Regressor:
+        return cls(
+            {kind: Physics.from_dict(table) for kind, table in value["physics"].items()},
+            trees,
+            {kind: Neighbours.from_dict(table) for kind, table in value["neighbours"].items()},
+            {kind: (np.array(s["low"], float), np.array(s["high"], float)) for kind, s in value["support"].items()},
+            {family: float(error) for family, error in value["errors"].items()},
+        )
+
+
+def fit_regressor(
+    rows: Rows, seconds: Array, bounds: Mapping[str, Bounds], names: tuple[str, ...], seed: int
+) -> Regressor:
+    """Fit every layer; trees and reach of the neighbours are chosen per family by cross-validation.
+
+    Args:
+        rows: Measured signatures; the same signature may occur with several numbers of busy devices.
+        seconds: Measured, ``(rows,)``, all > 0.
+        bounds: Physical range of the constants, by kind.
+        names: Names of the features.
+        seed: Of folds and trees.
+    """
+    physics: dict[str, Physics] = {}
+    trees: dict[str, Trees] = {}
+    neighbours: dict[str, Neighbours] = {}
+    support: dict[str, tuple[Array, Array]] = {}
+    errors: dict[str, float] = {}
+    for family, index in rows.by_family().items():
+        own, measured = rows.take(index), seconds[index]
+        use_trees, length, errors[family] = _choose(own, measured, bounds, names, seed)
+        fitted = _fit_bare(own, measured, bounds, names, seed, use_trees)
+        residual = np.log(measured) - fitted.log_without_neighbours(own)
+        physics |= fitted.physics
+        trees |= fitted.trees
+        support |= fitted.support
+        neighbours |= {k: fit_neighbours(own.places(i), residual[i], length) for k, i in own.by_kind().items()}
+    return Regressor(physics, trees, neighbours, support, errors)
+
+
+def _fit_bare(
+    rows: Rows, seconds: Array, bounds: Mapping[str, Bounds], names: tuple[str, ...], seed: int, use_trees: bool
+) -> Regressor:
+    """Physics and trees of one family, without neighbours."""
+    kinds = rows.by_kind()
+    physics = {k: fit_physics(rows.terms[i], rows.busy[i], seconds[i], bounds[k]) for k, i in kinds.items()}
+    support = {}
+    for kind, index in kinds.items():
+        positions = np.array([rows.positions[i] for i in index])
+        support[kind] = (positions.min(axis=0), positions.max(axis=0))
+    fitted = Regressor(physics, {}, {}, support)
+    if not use_trees:
+        return fitted
+    residual = np.log(seconds) - fitted.log_without_neighbours(rows)
+    return Regressor(physics, {rows.families[0]: fit_trees(rows.features, residual, names, seed)}, {}, support)
+
+
+def _choose(
+    rows: Rows, seconds: Array, bounds: Mapping[str, Bounds], names: tuple[str, ...], seed: int
+) -> tuple[bool, float, float]:
+    """Whether trees help, how far neighbours reach, and the error of that choice on signatures left out."""
+    folds = _folds(rows, seed)
+    with_trees = (False, True) if len(rows) >= MIN_ROWS else (False,)
+    errors = {(trees, length): np.full(len(rows), UNKNOWN) for trees in with_trees for length in LENGTHS}
+    for fold in range(FOLDS):
+        train, test = np.flatnonzero(folds != fold), np.flatnonzero(folds == fold)
+        if not len(train) or not len(test):
+            continue
+        kept, left_out = rows.take(train), rows.take(test)
+        for trees in with_trees:
+            bare = _fit_bare(kept, seconds[train], bounds, names, seed, trees)
+            residual = np.log(seconds[train]) - bare.log_without_neighbours(kept)
+            off = np.log(seconds[test]) - bare.log_without_neighbours(left_out)
+            kinds = kept.by_kind()
+            for kind, index in left_out.by_kind().items():
+                if kind not in kinds:
+                    continue
+                places, near = left_out.places(index), kept.places(kinds[kind])
+                for length in LENGTHS:
+                    neighbours = fit_neighbours(near, residual[kinds[kind]], length)
+                    errors[trees, length][test[index]] = np.abs(off[index] - neighbours.residual(places))
+    best = (False, LENGTHS[0])
+    for choice, error in errors.items():
+        if error.mean() < errors[best].mean() * (1 - MIN_GAIN):
+            best = choice
+    return (*best, float(errors[best].mean()))
+
+
+def _folds(rows: Rows, seed: int) -> NDArray[np.int64]:
+    """Fold of each row; all rows of one signature share a fold."""
+    keys = [(kind, tuple(np.round(position, 6))) for kind, position in zip(rows.kinds, rows.positions, strict=True)]
+    distinct = sorted(set(keys))
+    shuffled = np.random.default_rng(seed).permutation(len(distinct))
+    fold_of = {distinct[place]: turn % FOLDS for turn, place in enumerate(shuffled)}
+    return np.array([fold_of[key] for key in keys], dtype=np.int64)
