@@ -18,6 +18,7 @@ help:
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(INSTALL) torch
 	@$(INSTALL) -e .
+	@$(BIN)/python -m compileall -q -j 0 .venv/lib > /dev/null || true  # quicker than pip's own, one file at a time
 	@touch $@
 
 .venv/.developing: .venv/.installed
