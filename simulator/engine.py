@@ -1,0 +1,150 @@
+"""The clock: longest paths over static graphs given as arrays, in issue order.
+
+Ties are broken towards the dependency that is listed first, so results never depend on chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
+F = TypeVar("F", bound=Callable[..., Any])
+
+NEVER = -np.inf
+
+
+def compiled(function: F) -> F:
+    """Compile with a cache on disk, or without one where no folder can be written."""
+    try:
+        return numba.njit(cache=True, nogil=True)(function)  # type: ignore[no-any-return]
+    except RuntimeError:  # numba finds no place for its cache
+        return numba.njit(nogil=True)(function)  # type: ignore[no-any-return]
+
+
+@compiled
+def longest_paths(seconds: Floats, pointer: Ints, before: Ints, ready: Floats, finish: Floats, critical: Ints) -> None:
+    """Finish of every node of a graph and the dependency that it waited for longest.
+
+    Args:
+        seconds: Duration of each node, shape ``(n,)``; a node only depends on earlier ones.
+        pointer, before: Dependencies in CSR: those of node ``i`` are ``before[pointer[i]:pointer[i + 1]]``.
+        ready: Earliest start of each node by itself, ``-inf`` where its dependencies alone decide.
+        finish: Filled, shape ``(n,)``; ``-inf`` for nodes that nothing ready leads to.
+        critical: Filled, shape ``(n,)``: the dependency that decided the start, -1 if ``ready`` did.
+    """
+    for node in range(len(seconds)):
+        start = ready[node]
+        cause = -1
+        for at in range(pointer[node], pointer[node + 1]):
+            if finish[before[at]] > start:
+                start = finish[before[at]]
+                cause = before[at]
+        finish[node] = start + seconds[node]
+        critical[node] = cause
+
+
+@compiled
+def add_path(critical: Ints, node: int, work: Ints, amount: Floats, weight: float, counts: Floats) -> None:
+    """Walk back from a node and add ``weight * amount`` of every node on its critical path to ``counts[work]``."""
+    while node >= 0:
+        counts[work[node]] += weight * amount[node]
+        node = critical[node]
+
+
+@compiled
+def run_schedule(
+    stage: Ints,
+    segment: Ints,
+    source: Ints,
+    message: Ints,
+    transition: Floats,
+    message_seconds: Floats,
+    gated: NDArray[np.bool_],
+    start: Floats,
+    finish: Floats,
+    cause: Ints,
+) -> None:
+    """Run segments in a global order on stages that pass messages.
+
+    Every stage has two clocks: when its computation is free, and when its data-parallel stream is.
+
+    Args:
+        stage, segment: Of each action, shape ``(n,)``.
+        source: Action whose message it waits for, -1 if none.
+        message: Index into ``message_seconds`` of that message, -1 if it needs no transfer.
+        transition: Shape ``(num_segments, 2, 2)``: longest path from the start of a clock (last axis; 0 computation,
+            1 data-parallel stream) to the end of a clock; ``-inf`` where none leads.
+        message_seconds: Of each distinct message.
+        gated: Whether a segment starts only when its stage's data-parallel stream is done as well.
+        start: Filled, shape ``(n, 2)``: each clock where the action starts.
+        finish: Filled, shape ``(n, 2)``.
+        cause: Filled, shape ``(n, 4)``: 0/1 the clock that decided each finish; 2 the action that decided the start
+            (-1 none); 3 what of it: 0 the computation, 1 the data-parallel stream of the stage's previous action,
+            2 a message.
+    """
+    num_stages = 0
+    for action in range(len(stage)):
+        num_stages = max(num_stages, stage[action] + 1)
+    clocks = np.zeros((num_stages, 2))
+    last = np.full(num_stages, -1, dtype=np.int32)
+    for action in range(len(stage)):
+        s = stage[action]
+        begin, who, how = clocks[s, 0], last[s], 0
+        if gated[segment[action]] and clocks[s, 1] > begin:
+            begin, how = clocks[s, 1], 1
+        if source[action] >= 0:
+            arrival = finish[source[action], 0]
+            if message[action] >= 0:
+                arrival += message_seconds[message[action]]
+            if arrival > begin:
+                begin, who, how = arrival, source[action], 2
+        start[action, 0] = begin
+        start[action, 1] = clocks[s, 1]
+        cause[action, 2] = who
+        cause[action, 3] = how
+        for clock in range(2):
+            by_compute = begin + transition[segment[action], clock, 0]
+            by_data = clocks[s, 1] + transition[segment[action], clock, 1]
+            finish[action, clock] = max(by_compute, by_data)
+            cause[action, clock] = 1 if by_data > by_compute else 0
+        clocks[s, 0] = finish[action, 0]
+        clocks[s, 1] = finish[action, 1]
+        last[s] = action
+
+
+@compiled
+def walk_schedule(
+    action: int,
+    clock: int,
+    segment: Ints,
+    message: Ints,
+    previous: Ints,
+    cause: Ints,
+    uses: Floats,
+    message_uses: Floats,
+) -> None:
+    """Walk back along the critical path and count what lies on it.
+
+    Args:
+        action, clock: Where the path ends.
+        segment, message, cause: As in ``run_schedule``.
+        previous: The action before on the same stage, -1 if none.
+        uses: Added to, shape ``(num_segments, 2, 2)``: passages from a clock to a clock of each segment.
+        message_uses: Added to, shape ``(num_messages,)``.
+    """
+    while action >= 0:
+        entered = cause[action, clock]
+        uses[segment[action], clock, entered] += 1.0
+        if entered == 1:
+            action, clock = previous[action], 1
+        else:
+            how = cause[action, 3]
+            if how == 2 and message[action] >= 0:
+                message_uses[message[action]] += 1.0
+            action, clock = cause[action, 2], 1 if how == 1 else 0
