@@ -1,0 +1,172 @@
+"""Annotations in traces: segments, composite ops, collectives and waits.
+
+PyTorch's profiler sees kernels, but not what they are for: with gloo a trace names no group, no message
+size and no wait.  ``install`` wraps the c10d calls of ``torch.distributed`` and ``Work.wait`` once; while
+``recording`` is off (every step whose time counts) a wrapped call costs one extra Python call.  Names are
+free of quotes, so that they survive in JSON as they are::
+
+    stepsight::segment label=forward micro_batch=0 stage=0
+    stepsight::op kind=swiglu dims=4096 dtype=fp32
+    stepsight::collective kind=all_reduce num_bytes=4096 ranks=0,1 group=tp seq=3 async=0
+    stepsight::collective kind=send_recv num_bytes=4096 ranks=0,1 group=pp seq=0 async=1 direction=send
+    stepsight::wait seq=3 group=tp
+
+``seq`` counts the calls of one rank in one group: equal for all ranks of a collective, and for a
+point-to-point message only an identity (the n-th send to a peer meets the peer's n-th receive).
+
+The all-reduces that DDP issues from C++ cannot be wrapped; in a gloo trace they are the ``gloo:all_reduce``
+spans, in an NCCL trace ``record_param_comms``.  A Python hook would show them, and would change their timing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class _State(threading.local):
+    inside = False  # within a wrapped call: c10d functions call each other
+
+
+class _Recorder:
+    """What is being recorded; one per process, as the profiler itself."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.group_names: dict[str, str] = {}
+        self.sequence: dict[str, int] = {}
+        self.pending: dict[int, tuple[Any, str]] = {}  # id of a work -> (the work, kept alive; its wait's name)
+        self.installed = False
+
+
+_recorder = _Recorder()
+_state = _State()
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Annotate what happens in the block."""
+    _recorder.active = True
+    _recorder.sequence.clear()
+    try:
+        yield
+    finally:
+        _recorder.active = False
+        _recorder.pending.clear()
+
+
+def name_group(group: dist.ProcessGroup, name: str) -> None:
+    """Name a process group in annotations (``tp``, ``dp``, ``pp``); others are called ``world``."""
+    _recorder.group_names[group.group_name] = name
+
+
+def segment(label: str, **facts: int) -> AbstractContextManager[Any]:
+    """A part of a step: ``forward``, ``backward``, ``optimizer``, or the ``step`` itself."""
+    if not _recorder.active:
+        return _NOTHING
+    words = [f"label={label}", *(f"{key}={value}" for key, value in facts.items())]
+    return torch.profiler.record_function("stepsight::segment " + " ".join(words))
+
+
+def op(kind: str, dims: Iterable[int], dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """A composite op: everything within is one op of this signature."""
+    if not _recorder.active:
+        return _NOTHING
+    sizes = "x".join(map(str, dims))
+    return torch.profiler.record_function(f"stepsight::op kind={kind} dims={sizes} dtype={DTYPE_NAMES[dtype]}")
+
+
+def install() -> None:
+    """Wrap the c10d calls; safe to call more than once."""
+    if _recorder.installed:
+        return
+    _recorder.installed = True
+    for name, (kind, tensor, direction) in _WRAPPED.items():
+        original = getattr(c10d, name, None)
+        if original is None:  # newer or older PyTorch
+            continue
+        wrapper = _wrap(original, kind, tensor, direction)
+        setattr(c10d, name, wrapper)
+        if hasattr(dist, name):
+            setattr(dist, name, wrapper)
+    wait = dist.Work.wait
+
+    @wraps(wait)
+    def annotated_wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        pending = _recorder.pending.pop(id(self), None) if _recorder.pending else None
+        if pending is None:
+            return wait(self, *args, **kwargs)
+        with torch.profiler.record_function(pending[1]):
+            return wait(self, *args, **kwargs)
+
+    dist.Work.wait = annotated_wait  # type: ignore[method-assign]
+
+
+def _wrap(original: Callable[..., Any], kind: str, tensor: str, direction: str) -> Callable[..., Any]:
+    names = tuple(inspect.signature(original).parameters)
+
+    @wraps(original)
+    def annotated(*args: Any, **kwargs: Any) -> Any:
+        if not _recorder.active or _state.inside:
+            return original(*args, **kwargs)
+        called = {**dict(zip(names, args, strict=False)), **kwargs}
+        group = called.get("group") or dist.group.WORLD
+        payload = called.get(tensor, args[0] if args else None)
+        num_bytes = payload.numel() * payload.element_size()
+        ranks = _ranks(called, group, direction)
+        name = _recorder.group_names.get(group.group_name, "world")
+        seq = _recorder.sequence.get(name, 0)
+        _recorder.sequence[name] = seq + 1
+        is_async = 1 if direction or called.get("async_op") else 0
+        words = f"kind={kind} num_bytes={num_bytes} ranks={ranks} group={name} seq={seq} async={is_async}"
+        words += f" direction={direction}" if direction else ""
+        _state.inside = True
+        try:
+            with torch.profiler.record_function(f"stepsight::collective {words}"):
+                work = original(*args, **kwargs)
+        finally:
+            _state.inside = False
+        if work is not None and is_async:
+            _recorder.pending[id(work)] = (work, f"stepsight::wait seq={seq} group={name}")
+        return work
+
+    return annotated
+
+
+def _ranks(called: dict[str, Any], group: dist.ProcessGroup, direction: str) -> str:
+    """Global ranks that take part: of the group, or the sender and the receiver."""
+    members = dist.get_process_group_ranks(group)
+    if not direction:
+        return ",".join(map(str, members))
+    local, everywhere = ("group_dst", "dst") if direction == "send" else ("group_src", "src")
+    peer = called.get(everywhere)
+    if peer is None:
+        peer = members[called[local]]
+    pair = (dist.get_rank(), peer) if direction == "send" else (peer, dist.get_rank())
+    return ",".join(map(str, pair))
+
+
+# c10d function -> (kind of collective, parameter that holds the full buffer, direction of a point-to-point)
+_WRAPPED = {
+    "all_reduce": ("all_reduce", "tensor", ""),
+    "all_gather_into_tensor": ("all_gather", "output_tensor", ""),
+    "all_gather_single": ("all_gather", "output_tensor", ""),
+    "reduce_scatter_tensor": ("reduce_scatter", "input", ""),
+    "reduce_scatter_single": ("reduce_scatter", "input", ""),
+    "all_to_all_single": ("all_to_all", "input", ""),
+    "broadcast": ("broadcast", "tensor", ""),
+    "isend": ("send_recv", "tensor", "send"),
+    "irecv": ("send_recv", "tensor", "recv"),
+}

@@ -1,0 +1,117 @@
+"""One round of one run: build, warm up, time steps, and in the last round profile some.
+
+The iteration time of a step is the longest that any rank took from the end of its previous step to the end of this
+one, steps following each other without a barrier (one barrier before the first): the steady state.  On CUDA the ends
+are events on the compute stream.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, schedule
+
+from . import annotate
+from .parallel import Training
+
+
+def barrier() -> None:
+    """Wait for all ranks (and for this rank's device)."""
+    if torch.cuda.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
+        torch.cuda.synchronize()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's value, on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+class _StepClock:
+    """Ends of steps on this rank's device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.marks: list[Any] = []
+
+    def mark(self) -> None:
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Between consecutive marks."""
+        pairs = list(zip(self.marks, self.marks[1:], strict=False))
+        if self.cuda:
+            torch.cuda.synchronize()
+            return [start.elapsed_time(end) * 1e-3 for start, end in pairs]
+        return [end - start for start, end in pairs]
+
+
+def timed_steps(training: Training, steps: int) -> tuple[list[float], list[Any]]:
+    """Iteration time of each step over all ranks, and this rank's losses (still on the device)."""
+    barrier()
+    clock, losses = _StepClock(training.device), []
+    clock.mark()
+    for _ in range(steps):
+        losses.append(training.step())
+        clock.mark()
+    return [max(column) for column in zip(*gather(clock.seconds()), strict=True)], losses
+
+
+def profiled_steps(training: Training, steps: int, folder: Path, rank: int) -> tuple[list[float], dict[str, str]]:
+    """Profile some steps; the traces' names within the folder are the second result."""
+    names = {"kineto": f"rank{rank}.kineto.json", "et": f"rank{rank}.et.json"}
+    activities = [ProfilerActivity.CPU]
+    config = None
+    if training.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+        config = torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True)
+    observer = ExecutionTraceObserver()
+    observer.register_callback(str(folder / names["et"]))
+    profiler = profile(
+        activities=activities,
+        schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
+        on_trace_ready=lambda p: p.export_chrome_trace(str(folder / names["kineto"])),
+        record_shapes=True,
+        experimental_config=config,
+        execution_trace_observer=observer,
+    )
+    clock = _StepClock(training.device)
+    with annotate.recording(), profiler:
+        barrier()
+        for index in range(steps + 1):
+            training.step()
+            if index == 0:
+                clock.mark()
+            else:
+                clock.mark()
+            profiler.step()
+    seconds = [max(column) for column in zip(*gather(clock.seconds()), strict=True)]
+    for key, name in list(names.items()):
+        names[key] = _compress(folder / name)
+    return seconds, names
+
+
+def _compress(path: Path) -> str:
+    packed = path.with_name(path.name + ".gz")
+    with path.open("rb") as source, gzip.open(packed, "wb", compresslevel=3) as target:
+        shutil.copyfileobj(source, target, 2**20)
+    path.unlink()
+    return packed.name
