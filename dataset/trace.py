@@ -115,6 +115,7 @@ class RankTrace:
         spans: Segments in order of time.
         tail_s: ``(len(spans),)``, wait of the compute stream after the last node of each segment.
         meets: Rendezvous of collective nodes, by node index.
+        num_events: ``(n,)``, calls that the profiler recorded in the slot: what its overhead grows with.
         unclassified_s: Time in ops of no known kind (they count as ``elementwise``).
     """
 
@@ -128,6 +129,7 @@ class RankTrace:
     spans: tuple[Span, ...] = ()
     tail_s: Seconds = field(default_factory=lambda: np.zeros(0))
     meets: Mapping[int, Rendezvous] = field(default_factory=dict)
+    num_events: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     unclassified_s: float = 0.0
 
 

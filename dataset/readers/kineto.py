@@ -1,0 +1,205 @@
+"""Kineto traces: one rank's program with its times.
+
+On a CPU every classified call of a host thread is a node, and the thread that carries the segments is the ``compute``
+stream.  Where the trace holds kernels, a node is what one call launched on one stream, and host calls are not nodes.
+Collectives lie on a stream of their own, named by their group.
+
+Dependencies are stream order, which a program implies, and *synchronisation*: a collective starts when the compute
+stream has come to it, and what follows its wait needs it.  Data dependencies within a stream are not told apart from
+its order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepsight.dataset.errors import TraceError
+from stepsight.dataset.op import Op
+from stepsight.dataset.program import Dependency, Node, Program
+from stepsight.dataset.readers.device import device_work, event_waits
+from stepsight.dataset.readers.events import Events, read_events
+from stepsight.dataset.readers.host import Wait, host_collectives, merge, overlap, waited
+from stepsight.dataset.readers.sweep import Swept, Work, sweep
+from stepsight.dataset.trace import RankTrace, Span
+
+_US = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What a trace does not say of its rank.
+
+    Attributes:
+        rank: Which rank, None if the trace is to be asked.
+        devices_per_node: Ranks that share a node, filled in rank order; 0: all share one.
+    """
+
+    rank: int | None = None
+    devices_per_node: int = 0
+
+    def ranks_per_node(self, ranks: Sequence[int], size: int) -> int:
+        """``ceil(size / nodes)`` of a group."""
+        if not self.devices_per_node or not ranks:
+            return size
+        return -(-size // len({rank // self.devices_per_node for rank in ranks}))
+
+
+def read_kineto(path: Path, placement: Placement | None = None) -> RankTrace:
+    """Read one rank's ``.json`` or ``.json.gz``.
+
+    Raises:
+        TraceError: If it is no whole Kineto trace, or holds nothing that could be a node.
+    """
+    events = read_events(path)
+    try:
+        return rank_trace(events, placement or Placement())
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        if isinstance(error, TraceError):
+            raise
+        raise TraceError(f"{path} must hold well-formed events, got {type(error).__name__}: {error}") from None
+
+
+def rank_trace(events: Events, placement: Placement) -> RankTrace:
+    """Turn the events of one rank into its trace."""
+    swept = sweep(events)
+    info = events.header.get("distributedInfo") or {}
+    rank = placement.rank if placement.rank is not None else int(info.get("rank", 0))
+    groups = [g for g in info.get("pg_config") or [] if isinstance(g, dict)]
+    per_node = placement.ranks_per_node
+    main = _main_thread(swept)
+    waits: list[Wait] = []
+    if swept.device:
+        works = device_work(swept, int(info.get("world_size", 1)), per_node)
+    else:
+        collectives, waits = host_collectives(swept, main, groups, rank, per_node)
+        works = _name_threads(swept.host, main) + collectives
+        works.sort(key=lambda work: work.issue)
+    if not works:
+        raise TraceError("a trace must hold at least one op or collective, got none")
+    spans = _spans(swept, events)
+    index = {id(work): i for i, work in enumerate(works)}
+    edges = event_waits(swept, works) if swept.device else _edges(works, waits, index)
+    program = Program(tuple(Node(w.work, w.stream, w.name) for w in works), edges)
+    return _timed(rank, program, works, spans, waits, _host_starts(events, main), on_host=not swept.device)
+
+
+def _main_thread(swept: Swept) -> Any:
+    """The thread of the segments, or that with the most calls."""
+    if swept.segment_thread is not None:
+        return swept.segment_thread
+    return max(swept.threads, key=lambda tid: len(swept.threads[tid]), default=None)
+
+
+def _name_threads(host: list[Work], main: Any) -> list[Work]:
+    names = {main: "compute"}
+    for work in host:
+        work.stream = names.setdefault(work.stream, f"host{len(names)}")
+    return host
+
+
+def _spans(swept: Swept, events: Events) -> tuple[Span, ...]:
+    """Segments in order of time with their step; whole steps, or the whole trace, where there are none."""
+    steps = np.array([start for start, _ in sorted(swept.steps)])
+    found = sorted(swept.spans, key=lambda span: span.start_s)
+    if steps.size and any(span.label != "step" for span in found):
+        found = [span for span in found if span.label != "step"]
+    elif steps.size:
+        found = [Span("step", *bounds) for bounds in sorted(swept.steps)]
+    if not found:
+        found = [Span("step", float(events.start_us[0]), float(events.end_us.max()))]
+    out = []
+    for position, span in enumerate(found):
+        step = (
+            int(np.searchsorted(steps, span.start_s, "right")) - 1
+            if steps.size
+            else (position if span.label == "step" else 0)
+        )
+        out.append(Span(span.label, span.start_s * _US, span.end_s * _US, max(step, 0), span.micro_batch, span.stage))
+    return tuple(out)
+
+
+def _edges(works: list[Work], waits: list[Wait], index: dict[int, int]) -> tuple[tuple[int, int, Dependency], ...]:
+    """Synchronisation as the host thread issues it: the newest awaited work precedes what comes next."""
+    ends: dict[int, float] = {}
+    for wait in waits:
+        ends[index[id(wait.work)]] = max(wait.end, ends.get(index[id(wait.work)], 0.0))
+    pending = sorted((end, i) for i, end in ends.items())
+    edges: list[tuple[int, int, Dependency]] = []
+    last, awaited, at = -1, [], 0
+    for i, work in enumerate(works):
+        while at < len(pending) and pending[at][0] <= work.issue:
+            awaited.append(pending[at][1])
+            at += 1
+        is_compute = isinstance(work.work, Op)
+        if is_compute and work.stream != "compute":
+            continue
+        before = set(awaited) if is_compute else {*awaited, *([last] if last >= 0 else [])}
+        edges.extend((b, i, Dependency.SYNCHRONISATION) for b in sorted(before) if b < i)
+        if is_compute or work.blocks:
+            last, awaited = i, []
+    return tuple(edges)
+
+
+def _host_starts(events: Events, main: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """When recorded calls of the main thread started, weightless ones included (those of any thread), in order."""
+    rows = [i for i, row in enumerate(events.rows) if row.get("tid") == main]
+    return np.sort(np.concatenate([events.start_us[rows], events.dropped_us]))
+
+
+def _timed(
+    rank: int,
+    program: Program,
+    works: list[Work],
+    spans: tuple[Span, ...],
+    waits: list[Wait],
+    host_starts: np.ndarray[Any, np.dtype[np.float64]],
+    on_host: bool,
+) -> RankTrace:
+    start = np.array([work.start for work in works])
+    end = np.array([work.end for work in works])
+    issue = np.array([work.issue for work in works])
+    slot = np.array([work.own for work in works])
+    begins = np.array([span.start_s for span in spans]) / _US
+    ends = np.array([span.end_s for span in spans]) / _US
+    span = np.searchsorted(begins, issue, "right") - 1
+    span[(span >= 0) & (issue >= ends[span])] = -1
+    wait, tail = np.zeros(len(works)), np.zeros(len(spans))
+    num_events = np.zeros(len(works))
+    if on_host:
+        idle = merge([(w.start, w.end) for w in waits])
+        own = np.array([isinstance(work.work, Op) and work.stream == "compute" for work in works])
+        inner = np.flatnonzero(own)
+        slot[inner] -= overlap(idle, start[inner], end[inner])
+        for i in range(len(spans)):
+            nodes = inner[span[inner] == i]
+            if not len(nodes):
+                continue
+            upto = end[nodes]
+            upto[-1] = max(upto[-1], ends[i])  # what follows the last node is its own
+            since = np.concatenate([[begins[i]], upto[:-1]])
+            wait[nodes] = overlap(idle, since, upto)
+            slot[nodes] = np.maximum(upto - since - wait[nodes], 0.0)
+            tail[i] = waited(idle, end[nodes[-1]], ends[i])
+            wait[nodes[-1]] -= tail[i]
+            num_events[nodes] = np.searchsorted(host_starts, upto) - np.searchsorted(host_starts, since)
+    meets = {i: work.meets for i, work in enumerate(works) if work.meets is not None}
+    unknown = sum(work.own for work in works if not work.known)
+    return RankTrace(
+        rank=rank,
+        program=program,
+        start_s=start * _US,
+        duration_s=np.array([work.own for work in works]) * _US,
+        slot_s=slot * _US,
+        wait_s=wait * _US,
+        span=span.astype(np.int64),
+        spans=spans,
+        tail_s=tail * _US,
+        meets=meets,
+        num_events=num_events,
+        unclassified_s=unknown * _US,
+    )

@@ -1,0 +1,326 @@
+"""One pass over the events in order of time: what is work, what is scope, what is an annotation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.readers.classify import (
+    ELEMENT_BYTES,
+    MERGED,
+    TABLE,
+    Scope,
+    annotated_op,
+    classify,
+    classify_unknown,
+    count,
+    intern_op,
+)
+from stepsight.dataset.readers.events import WEIGHTLESS, Event, Events
+from stepsight.dataset.trace import Rendezvous, Span
+
+_EVALUATE = "autograd::engine::evaluate_function: "
+_OURS = "stepsight::"
+# Wrappers that are no work of their own even where nothing within them is.
+_WRAPPERS = frozenset(
+    f"aten::{name}"
+    for name in [
+        "to",
+        "linear",
+        "matmul",
+        "layer_norm",
+        "scaled_dot_product_attention",
+        "zeros",
+        "ones",
+        "full",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_zeros",
+        "new_full",
+        "type_as",
+        "dropout",
+        "lift",
+        "requires_grad_",
+        "_fused_sdp_choice",
+        "is_same_size",
+        "pin_memory",
+        "_pin_memory",
+        "_nested_tensor_size",
+        "conj",
+        "conj_physical",
+    ]
+)
+_BOOKKEEPING = ("autograd::", "torch::", "c10d::", "profiler::", "gloo:", "nccl:", "torch.distributed", "record_param")
+# c10d calls that a Python wrapper cannot see (DDP's): kind, input that holds the full buffer.
+_C10D = {
+    "c10d::allreduce_": ("all_reduce", 0),
+    "c10d::_allgather_base_": ("all_gather", 0),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+    "c10d::alltoall_base_": ("all_to_all", 1),
+    "c10d::broadcast_": ("broadcast", 0),
+}
+_RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "runtime", "driver"})
+_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+
+
+@dataclass(slots=True)
+class Work:
+    """One op or collective while it is being read; microseconds.
+
+    Attributes:
+        work: Signature.
+        name: Call it comes from.
+        issue: When the host came to it.
+        start: When it began, on host or device.
+        end: When it ended.
+        own: Time within it that is its own.
+        stream: Host thread, device stream or group.
+        known: False for a call of no known kind.
+        meets: Of a collective.
+        blocks: Of a collective: the host waited for it on the spot.
+    """
+
+    work: Op | Collective
+    name: str
+    issue: float
+    start: float
+    end: float
+    own: float
+    stream: Any
+    known: bool = True
+    meets: Rendezvous | None = None
+    blocks: bool = False
+
+
+@dataclass(slots=True)
+class Call:
+    """An annotated or recorded communication call on the host."""
+
+    values: dict[str, Any]
+    start: float
+    end: float
+    thread: Any
+
+
+@dataclass(slots=True)
+class _Thread:
+    node: Work | None = None  # classified call that is running
+    node_end: float = -1.0
+    maybe: Work | None = None  # call of no known kind that is running
+    maybe_end: float = -1.0
+    last: Work | None = None
+    scope: Scope = field(default_factory=Scope)
+    scope_end: float = -1.0
+    comm: Call | None = None
+    comm_end: float = -1.0
+    top: list[tuple[float, float]] = field(default_factory=list)
+    top_end: float = -1.0
+
+
+@dataclass(slots=True)
+class Swept:
+    """What one pass found; times in microseconds.
+
+    Attributes:
+        host: Compute calls by order of start.
+        spans: Annotated segments.
+        steps: Bounds of whole steps.
+        calls: ``stepsight::collective`` annotations, and c10d calls that no annotation encloses.
+        waits: ``stepsight::wait`` annotations.
+        workers: ``gloo:*`` spans: kind, start, end.
+        device: Kernels and copies.
+        launches: By correlation id: when launched, by which call, within which communication.
+        external: Likewise by external id.
+        threads: Outermost calls (start, end) by host thread.
+        segment_thread: Thread that carries our segments, None if there are none.
+    """
+
+    host: list[Work] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    waits: list[Call] = field(default_factory=list)
+    workers: list[tuple[str, float, float]] = field(default_factory=list)
+    device: list[Event] = field(default_factory=list)
+    syncs: list[Event] = field(default_factory=list)
+    launches: dict[int, tuple[float, Work | None, Call | None]] = field(default_factory=dict)
+    external: dict[int, tuple[float, Work | None, Call | None]] = field(default_factory=dict)
+    threads: dict[Any, list[tuple[float, float]]] = field(default_factory=dict)
+    segment_thread: Any = None
+
+
+def parse_annotation(name: str) -> dict[str, str]:
+    """``stepsight::op kind=add dims=8`` to its keys and values."""
+    return dict(part.split("=", 1) for part in name.split(" ")[1:] if "=" in part)
+
+
+def sweep(events: Events) -> Swept:
+    """Sort out the events of one rank.
+
+    Raises:
+        ValueError: If one of our own annotations is malformed.
+    """
+    out = Swept()
+    threads: dict[Any, _Thread] = {}
+    forward_dims: dict[int, tuple[int, ...]] = {}
+    ends = events.end_us.tolist()
+    for row, start, end in zip(events.rows, events.start_us.tolist(), ends, strict=True):
+        category = row.get("cat")
+        if category == "cpu_op":
+            tid = row["tid"]
+            thread = threads.get(tid)
+            if thread is None:
+                thread = threads[tid] = _Thread()
+            if start >= thread.top_end:
+                thread.top.append((start, end))
+                thread.top_end = end
+            if start < thread.node_end:
+                continue
+            name = row["name"]
+            if name in TABLE:
+                _known_call(out, thread, forward_dims, row, name, start, end)
+            elif name.startswith(_EVALUATE):
+                sequence = row.get("args", {}).get("Sequence number", -1)
+                thread.scope = Scope(name[len(_EVALUATE) :], forward_dims.get(sequence, ()))
+                thread.scope_end = end
+            elif name == "record_param_comms":
+                thread.comm, thread.comm_end = Call(row.get("args", {}), start, end, tid), end
+            elif name in _C10D:
+                if start >= thread.comm_end:
+                    out.calls.append(_c10d_call(name, row.get("args", {}), start, end, tid))
+            elif start >= thread.maybe_end and "::" in name and name not in _WRAPPERS and name not in WEIGHTLESS:
+                if not name.startswith(_BOOKKEEPING):
+                    _unknown_call(out, thread, row, name, start, end)
+        elif category == "user_annotation":
+            tid = row["tid"]
+            _annotation(out, threads.setdefault(tid, _Thread()), row, start, end, tid)
+        elif category in _RUNTIME:
+            _launch(out, threads.get(row["tid"]), row.get("args", {}), start)
+        elif category in _DEVICE:
+            out.device.append(row)
+        elif category == "cuda_sync":
+            out.syncs.append(row)
+    for tid, thread in threads.items():
+        _commit(out, thread)
+        if thread.top:
+            out.threads[tid] = thread.top
+    out.host.sort(key=lambda node: node.start)
+    return out
+
+
+def _commit(out: Swept, thread: _Thread) -> None:
+    """Nothing known was found within the call of no known kind: it is work itself."""
+    if thread.maybe is not None:
+        out.host.append(thread.maybe)
+        thread.last, thread.maybe = thread.maybe, None
+
+
+def _known_call(
+    out: Swept,
+    thread: _Thread,
+    forward_dims: dict[int, tuple[int, ...]],
+    row: Event,
+    name: str,
+    start: float,
+    end: float,
+) -> None:
+    args = row.get("args", {})
+    sequence = args.get("Sequence number", -1)
+    scope = thread.scope if start < thread.scope_end and sequence < 0 else Scope()
+    op = classify(name, args, scope)
+    if op is None:
+        return
+    if op.kind == "linear" and sequence >= 0:
+        forward_dims[sequence] = op.dims
+    if start < thread.maybe_end:
+        thread.maybe = None
+    _commit(out, thread)
+    last = thread.last
+    if last is not None and op.kind in MERGED and last.work == op:
+        last.end, last.own = end, last.own + end - start
+        thread.node, thread.node_end = last, end
+        return
+    node = Work(op, name, start, start, end, end - start, row["tid"])
+    out.host.append(node)
+    thread.node, thread.node_end, thread.last = node, end, node
+
+
+def _unknown_call(out: Swept, thread: _Thread, row: Event, name: str, start: float, end: float) -> None:
+    _commit(out, thread)
+    op = classify_unknown(row.get("args", {}))
+    if op is not None:
+        thread.maybe = Work(op, name, start, start, end, end - start, row["tid"], known=False)
+        thread.maybe_end = end
+
+
+def _annotation(out: Swept, thread: _Thread, row: Event, start: float, end: float, tid: Any) -> None:
+    name: str = row["name"]
+    if name.startswith(_OURS):
+        word = name[len(_OURS) :].split(" ", 1)[0]
+        values = parse_annotation(name)
+        if word == "op":
+            if start < thread.node_end:
+                return
+            if start < thread.maybe_end:
+                thread.maybe = None
+            _commit(out, thread)
+            node = Work(annotated_op(values), f"{_OURS}{values['kind']}", start, start, end, end - start, tid)
+            out.host.append(node)
+            thread.node, thread.node_end, thread.last = node, end, node
+        elif word == "segment":
+            out.segment_thread = tid
+            if values["label"] == "step":
+                out.steps.append((start, end))
+            else:
+                numbers = (int(values.get("micro_batch", 0)), int(values.get("stage", 0)))
+                out.spans.append(Span(values["label"], start, end, 0, *numbers))
+        elif word == "collective":
+            call = Call(dict(values), start, end, tid)
+            out.calls.append(call)
+            thread.comm, thread.comm_end = call, end
+        elif word == "wait":
+            out.waits.append(Call(dict(values), start, end, tid))
+    elif name.startswith("gloo:"):
+        out.workers.append((name[5:], start, end))
+    elif name.startswith("nccl:") and start >= thread.comm_end:
+        args = row.get("args", {})
+        shapes, types = args.get("Input Dims") or [[]], args.get("Input type") or [""]
+        values = {"Collective name": name[5:], "shape": shapes[0], "type": types[0]}
+        thread.comm, thread.comm_end = Call(values, start, end, tid), end
+    elif name.startswith("ProfilerStep#") and not out.steps:
+        out.spans.append(Span("step", start, end))
+
+
+def _c10d_call(name: str, args: dict[str, Any], start: float, end: float, tid: Any) -> Call:
+    kind, index = _C10D[name]
+    dims = args.get("Input Dims") or []
+    shape = dims[index] if index < len(dims) else []
+    types = args.get("Input type") or []
+    dtype = types[index] if index < len(types) else ""
+    values = {"kind": kind, "num_bytes": count(shape) * ELEMENT_BYTES.get(dtype, 4), "async": "1"}
+    return Call(values, start, end, tid)
+
+
+def _launch(out: Swept, thread: _Thread | None, args: dict[str, Any], start: float) -> None:
+    correlation = args.get("correlation")
+    if correlation is None:
+        return
+    owner, comm = None, None
+    if thread is not None:
+        if start < thread.node_end:
+            owner = thread.node
+        elif start < thread.maybe_end:
+            owner = thread.maybe
+        if start < thread.comm_end:
+            comm = thread.comm
+    out.launches[correlation] = (start, owner, comm)
+    external = args.get("External id")
+    if external is not None:
+        out.external[external] = out.launches[correlation]
+
+
+def orphan(name: str) -> Op:
+    """A kernel that no recorded call launched: its size is unknown."""
+    return intern_op("copy" if "mem" in name.lower()[:6] else "elementwise", (0,), "fp32")
