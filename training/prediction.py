@@ -12,7 +12,8 @@ from stepsight.dataset.errors import JobError
 from stepsight.dataset.hardware import find_hardware, hardware_names
 from stepsight.dataset.job import Job
 from stepsight.simulator.latency import RooflineLatency
-from stepsight.simulator.simulate import Memory, Simulation, simulate
+from stepsight.simulator.memory import Memory
+from stepsight.simulator.simulate import Simulation, simulate
 from stepsight.training.intervals import Intervals
 from stepsight.training.latency import LearnedLatency
 from stepsight.training.predictor import Predictor
@@ -55,11 +56,9 @@ class Prediction:
             "low_s": self.low_s,
             "high_s": self.high_s,
             "breakdown": dict(self.breakdown),
-            "memory": {
-                "peak_bytes": self.memory.peak_bytes,
-                "capacity_bytes": self.memory.capacity_bytes,
-                "fits": self.memory.fits,
-            },
+            "memory": self.memory.to_dict(),
+            "num_micro_batches": self.job.num_micro_batches,
+            "tokens_per_s": self.job.batch.global_batch * self.job.model.seq_len / self.iteration_time_s,
             "unsupported": list(self.unsupported),
             "source": self.source,
         }

@@ -1,0 +1,118 @@
+"""The context model without PyTorch: its weights, and its forward pass in numpy.
+
+Prediction must start fast, and a forward pass over a few hundred nodes is a handful of matrix products.
+``tests/gnn`` holds it to the PyTorch Geometric model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.errors import PredictorError
+from stepsight.dataset.files import write_json
+from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.program import Program
+from stepsight.features.graphs import NODE_FEATURES, RELATIONS, Topology, node_features, topology
+
+Array = NDArray[np.float64]
+
+SCHEMA = 1
+WEIGHTS = "gnn.safetensors"
+CONFIG = "gnn.json"
+
+
+@dataclass(frozen=True)
+class ContextWeights:
+    """Weights of ``gnn.model.ContextModel``.
+
+    Attributes:
+        bound: Largest absolute log-correction.
+        num_layers: Rounds of message passing.
+        tensors: By name, as in the PyTorch model's ``state_dict``.
+    """
+
+    bound: float
+    num_layers: int
+    tensors: Mapping[str, Array]
+
+    def log_correction(self, program: Program, alone: Array, hardware: Hardware, busy: int) -> Array:
+        """Log of seconds in context over seconds alone for every node, ``(len(program),)``, within ``+-bound``."""
+        return self.forward(node_features(program, alone, hardware, busy), topology(program))
+
+    def forward(self, features: Array, graph: Topology) -> Array:
+        """The same from features, ``(nodes, NODE_FEATURES)``, of one or several joined programs."""
+        hidden = _silu(self._linear("encode", features))
+        for layer in range(self.num_layers):
+            heard = [hidden, _stream_mean(hidden, graph)]
+            for relation in RELATIONS:
+                source, target = graph.edges[relation]
+                heard.append(_mean(hidden, source, target, graph.num_nodes))
+                if relation != "may_run_concurrently":
+                    heard.append(_mean(hidden, target, source, graph.num_nodes))
+            hidden = hidden + _silu(self._linear(f"layers.{layer}.combine", np.concatenate(heard, axis=1)))
+        raw = self._linear("decode", hidden) + self._linear("direct", features)
+        return np.asarray(self.bound * np.tanh(raw[:, 0] / self.bound))
+
+    def _linear(self, name: str, value: Array) -> Array:
+        return np.asarray(value @ self.tensors[f"{name}.weight"].T + self.tensors[f"{name}.bias"])
+
+    def save(self, folder: Path) -> None:
+        """Write ``gnn.json`` and ``gnn.safetensors`` into a predictor's folder."""
+        from safetensors.numpy import save_file
+
+        save_file({name: np.asarray(t, np.float32) for name, t in self.tensors.items()}, folder / WEIGHTS)
+        config = {"schema": SCHEMA, "bound": self.bound, "num_layers": self.num_layers, "features": list(NODE_FEATURES)}
+        write_json(folder / CONFIG, config)
+
+    @classmethod
+    def load(cls, folder: Path) -> ContextWeights:
+        """Read what ``save`` wrote.
+
+        Raises:
+            PredictorError: If a file is missing or broken, or the features are not today's.
+        """
+        from safetensors import SafetensorError
+        from safetensors.numpy import load_file
+
+        try:
+            config = json.loads((folder / CONFIG).read_text("utf-8"))
+            tensors = {name: np.asarray(t, np.float64) for name, t in load_file(folder / WEIGHTS).items()}
+            if config["schema"] != SCHEMA or config["features"] != list(NODE_FEATURES):
+                raise PredictorError(
+                    f"{folder / CONFIG} must have schema {SCHEMA} and this version's {len(NODE_FEATURES)} features, "
+                    f"got schema {config['schema']} and {len(config['features'])} features: train the predictor again"
+                )
+            model = cls(float(config["bound"]), int(config["num_layers"]), tensors)
+            model.forward(np.zeros((1, len(NODE_FEATURES))), _ONE_NODE)
+        except PredictorError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise PredictorError(f"{folder / WEIGHTS} must be what Predictor.save wrote, got {error}") from None
+        return model
+
+
+_ONE_NODE = Topology(1, {r: np.zeros((2, 0), np.int64) for r in RELATIONS}, np.zeros(1, np.int64), 1)
+
+
+def _silu(value: Array) -> Array:
+    return np.asarray(value / (1.0 + np.exp(-np.clip(value, -60, 60))))
+
+
+def _mean(hidden: Array, source: NDArray[np.int64], target: NDArray[np.int64], num_targets: int) -> Array:
+    """Mean of the sources of each target, ``(num_targets, hidden)``; zero where there is none."""
+    total = np.zeros((num_targets, hidden.shape[1]))
+    np.add.at(total, target, hidden[source])
+    count = np.bincount(target, minlength=num_targets)
+    return np.asarray(total / np.maximum(count, 1)[:, None])
+
+
+def _stream_mean(hidden: Array, graph: Topology) -> Array:
+    """What each node's stream looks like on average."""
+    state = _mean(hidden, np.arange(graph.num_nodes), graph.stream, graph.num_streams)
+    return state[graph.stream]

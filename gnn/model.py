@@ -1,0 +1,92 @@
+"""The context model: how much longer a node takes within its program than on its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch_geometric.nn import SimpleConv
+
+from stepsight.features.graphs import NODE_FEATURES, RELATIONS, Topology
+from stepsight.gnn.inference import ContextWeights
+
+BOUND = 1.0  # an op in context takes between 1/e and e times as long as alone
+HIDDEN = 24
+LAYERS = 2
+
+
+@dataclass(frozen=True)
+class GraphTensors:
+    """A topology as tensors, edges in both directions where the direction matters."""
+
+    edges: tuple[Tensor, ...]
+    stream_edges: Tensor  # (2, nodes), node -> stream
+    stream: Tensor  # (nodes,)
+    num_streams: int
+
+
+def graph_tensors(graph: Topology) -> GraphTensors:
+    """Tensors of one or several joined programs."""
+    edges = []
+    for relation in RELATIONS:
+        forward = torch.from_numpy(np.ascontiguousarray(graph.edges[relation]))
+        edges.append(forward)
+        if relation != "may_run_concurrently":
+            edges.append(forward.flip(0))
+    stream = torch.from_numpy(graph.stream)
+    return GraphTensors(tuple(edges), torch.stack([torch.arange(graph.num_nodes), stream]), stream, graph.num_streams)
+
+
+class RelationalLayer(nn.Module):
+    """One round of messages: the mean over each relation, each direction, and over the node's stream.
+
+    Shapes:
+        ``hidden`` ``(nodes, channels)`` -> ``(nodes, channels)``.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        relations = 2 * len(RELATIONS) - 1
+        self.mean = SimpleConv(aggr="mean")
+        self.combine = nn.Linear((2 + relations) * channels, channels)
+
+    def forward(self, hidden: Tensor, graph: GraphTensors) -> Tensor:
+        streams = self.mean((hidden, hidden.new_zeros(graph.num_streams, hidden.shape[1])), graph.stream_edges)
+        heard = [hidden, streams[graph.stream]]
+        for edges in graph.edges:
+            heard.append(self.mean(hidden, edges) if edges.numel() else torch.zeros_like(hidden))
+        return hidden + functional.silu(self.combine(torch.cat(heard, dim=1)))
+
+
+class ContextModel(nn.Module):
+    """Bounded log-correction of every op and collective.  Untrained it is the identity: all corrections are zero.
+
+    Shapes:
+        ``features`` ``(nodes, NODE_FEATURES)`` -> ``(nodes,)``, within ``+-bound``.
+    """
+
+    def __init__(self, channels: int = HIDDEN, num_layers: int = LAYERS, bound: float = BOUND) -> None:
+        super().__init__()
+        self.bound = bound
+        self.encode = nn.Linear(len(NODE_FEATURES), channels)
+        self.layers = nn.ModuleList(RelationalLayer(channels) for _ in range(num_layers))
+        self.decode = nn.Linear(channels, 1)
+        self.direct = nn.Linear(len(NODE_FEATURES), 1)
+        for head in (self.decode, self.direct):
+            nn.init.zeros_(head.weight)
+            nn.init.zeros_(head.bias)
+
+    def forward(self, features: Tensor, graph: GraphTensors) -> Tensor:
+        hidden = functional.silu(self.encode(features))
+        for layer in self.layers:
+            hidden = layer(hidden, graph)
+        raw = self.decode(hidden) + self.direct(features)
+        return self.bound * torch.tanh(raw[:, 0] / self.bound)
+
+    def weights(self) -> ContextWeights:
+        """A copy for inference without PyTorch."""
+        tensors = {name: value.detach().double().numpy().copy() for name, value in self.state_dict().items()}
+        return ContextWeights(self.bound, len(self.layers), tensors)

@@ -1,0 +1,52 @@
+import json
+
+import pytest
+
+from stepsight.dataset.errors import JobError, PredictorError
+from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.training.prediction import predict, predict_many
+from stepsight.training.predictor import Predictor
+
+
+def _job(hardware: str = "toy", **parallel: int) -> Job:
+    return Job(
+        model=ModelSpec(layers=2, hidden=128, heads=4, vocab=512, seq_len=64),
+        parallel=ParallelSpec(**parallel),
+        batch=BatchSpec(micro_batch=1, global_batch=4, precision="fp32"),
+        cluster=ClusterSpec(hardware=hardware, devices_per_node=2, fabric="loopback"),
+    )
+
+
+def test_without_a_predictor_it_says_so_and_is_wide() -> None:
+    prediction = predict(_job("local-cpu", dp=2))
+    assert "roofline from hardware facts alone" in prediction.source
+    assert prediction.low_s < 0.5 * prediction.iteration_time_s < 2 * prediction.iteration_time_s < prediction.high_s
+
+
+def test_hardware_that_is_neither_measured_nor_a_preset_is_refused() -> None:
+    with pytest.raises(JobError, match=r"must be a preset \(.*a100-sxm-80gb.*\), got 'toy'"):
+        predict(_job())
+
+
+def test_a_predictor_for_another_hardware_is_refused(predictor: Predictor) -> None:
+    with pytest.raises(PredictorError, match="serves its own hardware"):
+        predict(_job("local-cpu"), predictor)
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2}, {"dp": 2}, {"dp": 2, "zero_stage": 3}])
+def test_the_breakdown_adds_up_and_json_is_plain(predictor: Predictor, parallel: dict[str, int]) -> None:
+    prediction = predict(_job(**parallel), predictor)
+    assert sum(prediction.breakdown.values()) == pytest.approx(prediction.iteration_time_s)
+    assert prediction.low_s < prediction.iteration_time_s < prediction.high_s
+    assert json.loads(json.dumps(prediction.to_dict()))["memory"]["fits"] is True
+
+
+def test_what_was_never_measured_is_named(predictor: Predictor) -> None:
+    prediction = predict(_job(dp=2), predictor)
+    assert any("no embedding was measured" in reason for reason in prediction.unsupported)
+
+
+def test_asking_for_many_is_asking_for_each(predictor: Predictor) -> None:
+    jobs = [_job(dp=2), _job(tp=2)]
+    many = predict_many(jobs, predictor)
+    assert [p.iteration_time_s for p in many] == [predict(job, predictor).iteration_time_s for job in jobs]
