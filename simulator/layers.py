@@ -27,6 +27,7 @@ class Step:
         backward: Work that gives the gradient of the input, in order.
         weight_grad: Work that gives the gradients of the parameters; nothing else waits for it.
         parameters: Elements of each parameter tensor on one rank, in the order in which gradients arrive.
+        saved_bytes: Activations that the forward keeps for the backward; each tensor is counted by one step.
         attention_core: Whether selective recomputation repeats this step.
     """
 
@@ -35,6 +36,7 @@ class Step:
     backward: tuple[Work, ...] = ()
     weight_grad: tuple[Work, ...] = ()
     parameters: tuple[int, ...] = ()
+    saved_bytes: int = 0
     attention_core: bool = False
 
 
@@ -83,7 +85,8 @@ class RankShape:
         return Collective(kind, num_bytes, self.tp, self.tp_per_node)
 
 
-def _linear(shape: RankShape, name: str, n: int, k: int) -> Step:
+def _linear(shape: RankShape, name: str, n: int, k: int, input_rows: int | None = None) -> Step:
+    """A linear layer; it keeps its input (``input_rows`` of it: what entered, before an all-gather)."""
     m, bias = shape.rows, shape.model.has_bias
     weight_grad = (shape.op("linear_wgrad", m, n, k), *([shape.op("bias_grad", m, n)] if bias else []))
     return Step(
@@ -92,6 +95,7 @@ def _linear(shape: RankShape, name: str, n: int, k: int) -> Step:
         (shape.op("linear_dgrad", m, n, k),),
         weight_grad,
         (n * k, n) if bias else (n * k,),
+        saved_bytes=(input_rows or m) * k * DTYPE_BYTES[shape.dtype],
     )
 
 
@@ -104,6 +108,7 @@ def _norm(shape: RankShape, name: str) -> Step:
         (shape.op(kind, rows, hidden),),
         (shape.op(f"{kind}_backward", rows, hidden),),
         parameters=parameters,
+        saved_bytes=rows * hidden * DTYPE_BYTES[shape.dtype],
     )
 
 
@@ -149,13 +154,14 @@ def _attention(shape: RankShape) -> Block:
         "attention",
         (shape.op("attention", *dims),),
         (shape.op("attention_backward", *dims),),
+        saved_bytes=shape.rows * ((heads + 2 * kv_heads) * head_dim * DTYPE_BYTES[shape.dtype] + heads * 4),
         attention_core=True,
     )
     rotary: tuple[Step, ...] = ()
     if model.family == "llama":
         numel = shape.rows * (heads + kv_heads) * head_dim
         rotary = (Step("rope", (shape.op("rope", numel),), (shape.op("rope_backward", numel),)),)
-    qkv = _linear(shape, "qkv", (heads + 2 * kv_heads) * head_dim, model.hidden)
+    qkv = _linear(shape, "qkv", (heads + 2 * kv_heads) * head_dim, model.hidden, shape.local_rows)
     out = _linear(shape, "out", model.hidden, heads * head_dim)
     return (
         _fork(shape), _norm(shape, "norm1"), *_enter(shape), qkv, *rotary, core, out, *_leave(shape), _join(shape),
@@ -170,8 +176,13 @@ def _mlp(shape: RankShape) -> Block:
         _fork(shape),
         _norm(shape, "norm2"),
         *_enter(shape),
-        _linear(shape, first, width, model.hidden),
-        Step(kind, (shape.op(kind, numel),), (shape.op(f"{kind}_backward", numel),)),
+        _linear(shape, first, width, model.hidden, shape.local_rows),
+        Step(
+            kind,
+            (shape.op(kind, numel),),
+            (shape.op(f"{kind}_backward", numel),),
+            saved_bytes=shape.rows * width * DTYPE_BYTES[shape.dtype],
+        ),
         _linear(shape, "down" if model.gated_mlp else "fc2", model.hidden, ffn),
         *_leave(shape),
         _join(shape),
@@ -220,6 +231,7 @@ def head_block(shape: RankShape, shared: bool = False) -> Block:
         (Op("linear_dgrad", (rows, vocab, model.hidden), dtype),),
         (Op("linear_wgrad", (rows, vocab, model.hidden), dtype),),
         () if shared else (vocab * model.hidden,),
+        saved_bytes=shape.local_rows * model.hidden * DTYPE_BYTES[dtype],
     )
     statistics: tuple[Work, ...] = ()
     if shape.tp > 1:  # largest logit, logit of the target, sum of exponentials
@@ -228,5 +240,6 @@ def head_block(shape: RankShape, shared: bool = False) -> Block:
         "loss",
         (Op("cross_entropy", (rows, vocab), "fp32"), *statistics),
         (Op("cross_entropy_backward", (rows, vocab), "fp32"),),
+        saved_bytes=rows * vocab * 4,
     )
     return (_norm(shape, "final_norm"), *_enter(shape), logits, loss)

@@ -158,33 +158,31 @@ def lower(job: Job, hardware: Hardware) -> Lowered:
 
     Ranks of one stage are alike, so one stands for all.  Only the hardware's kind and ``comm_compute_share`` matter.
     """
-    batch, cluster = job.batch, job.cluster
     return _lower(
-        job.model,
         job.parallel,
-        batch.micro_batch,
         job.num_micro_batches,
-        batch.precision,
-        cluster.devices_per_node,
+        job.cluster.devices_per_node,
+        rank_shape(job),
         hardware.kind != "cpu",
         hardware.comm_compute_share,
     )
 
 
+def rank_shape(job: Job) -> RankShape:
+    """What one rank of a job sees of a micro-batch."""
+    p = job.parallel
+    near = ranks_per_node(p.tp, p.dp, p.pp, job.cluster.devices_per_node, "tp")
+    sequence_parallel = p.sequence_parallel and p.tp > 1
+    return RankShape(job.model, job.batch.micro_batch, job.batch.precision, p.tp, near, sequence_parallel)
+
+
 @lru_cache(maxsize=256)
 def _lower(
-    model: ModelSpec,
-    parallel: ParallelSpec,
-    micro_batch: int,
-    num_micro_batches: int,
-    precision: str,
-    devices_per_node: int,
-    overlaps: bool,
-    compute_share: float,
+    p: ParallelSpec, num_micro_batches: int, devices_per_node: int, shape: RankShape, overlaps: bool, share: float
 ) -> Lowered:
-    p = parallel
-    shape, dp = _rank(model, p, micro_batch, precision, devices_per_node, overlaps, compute_share)
-    stages = stage_shapes(model, p.pp)
+    near = ranks_per_node(p.tp, p.dp, p.pp, devices_per_node, "dp")
+    dp = DataParallel(p.dp, near, p.zero_stage, int(p.bucket_mbytes * 2**20), overlaps, share)
+    stages = stage_shapes(shape.model, p.pp)
     schedule, order = _ordered(p.schedule, p.pp, num_micro_batches)
     programs: dict[int, Program] = {}  # by identity: equal programs are the same object, their makers are cached
 
@@ -218,22 +216,6 @@ def _lower(
         stages=stages,
         joined=dp.fully_sharded and not dp.overlaps,
     )
-
-
-def _rank(
-    model: ModelSpec,
-    p: ParallelSpec,
-    micro_batch: int,
-    precision: str,
-    devices_per_node: int,
-    overlaps: bool,
-    compute_share: float,
-) -> tuple[RankShape, DataParallel]:
-    near = ranks_per_node(p.tp, p.dp, p.pp, devices_per_node, "tp")
-    shape = RankShape(model, micro_batch, precision, p.tp, near, p.sequence_parallel and p.tp > 1)
-    near = ranks_per_node(p.tp, p.dp, p.pp, devices_per_node, "dp")
-    bucket = int(p.bucket_mbytes * 2**20)
-    return shape, DataParallel(p.dp, near, p.zero_stage, bucket, overlaps, compute_share)
 
 
 @lru_cache(maxsize=256)

@@ -13,11 +13,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
 from stepsight.simulator.engine import add_path, longest_paths, run_schedule, walk_schedule
 from stepsight.simulator.latency import LatencyModel
 from stepsight.simulator.lowering import Graph, Lowered, lower
+from stepsight.simulator.memory import Memory as Memory
+from stepsight.simulator.memory import estimate_memory
 
 Floats = NDArray[np.float64]
 
@@ -48,6 +51,7 @@ class Simulation:
 
     Attributes:
         job: What was asked.
+        hardware: What it runs on.
         lowered: Its programs and schedule.
         work_seconds: Of each distinct signature, ops then collectives, as in ``lowered.all_works``.
         segments: Op-level times of the distinct segments.
@@ -57,6 +61,7 @@ class Simulation:
     """
 
     job: Job
+    hardware: Hardware
     lowered: Lowered
     work_seconds: Floats
     segments: SegmentTimes
@@ -82,6 +87,11 @@ class Simulation:
         from stepsight.simulator.breakdown import break_down
 
         return break_down(self)
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes that each stage needs."""
+        return estimate_memory(self.job, self.hardware)
 
     @cached_property
     def op_counts(self) -> dict[Op | Collective, float]:
@@ -137,7 +147,7 @@ def simulate_seconds(job: Job, lowered: Lowered, latency: LatencyModel, work_sec
     segments = time_segments(lowered, latency, work_seconds)
     message_seconds = work_seconds[lowered.message_work]
     start, finish, cause = time_schedule(lowered, segments.transition, message_seconds)
-    return Simulation(job, lowered, work_seconds, segments, start, finish, cause)
+    return Simulation(job, latency.hardware, lowered, work_seconds, segments, start, finish, cause)
 
 
 def time_segments(lowered: Lowered, latency: LatencyModel, work_seconds: Floats) -> SegmentTimes:

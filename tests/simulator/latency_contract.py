@@ -1,0 +1,81 @@
+"""What every ``LatencyModel`` must do.  Subclass ``LatencyContract`` and give it a ``latency`` fixture."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.program import Program, ProgramBuilder
+from stepsight.simulator.latency import LatencyModel
+
+OPS = (
+    Op("linear", (64, 128, 256), "fp32"),
+    Op("linear_wgrad", (512, 128, 256), "fp32"),
+    Op("layer_norm", (64, 256), "fp32"),
+    Op("add", (65536,), "fp32"),
+    Op("attention", (2, 4, 4, 64, 64, 32, 1), "fp32"),
+    Op("adamw", (100_000, 12), "fp32"),
+)
+COLLECTIVES = (
+    Collective("all_reduce", 2**20, 2, 2),
+    Collective("all_gather", 2**16, 2, 2),
+    Collective("reduce_scatter", 2**24, 4, 2),
+    Collective("send_recv", 2**18, 2, 1),
+)
+
+
+def small_program() -> Program:
+    builder = ProgramBuilder("backward")
+    first = builder.add(OPS[0])
+    sent = builder.add(COLLECTIVES[0], "dp", after=[first])
+    builder.add(OPS[1], after=[first])
+    builder.add(OPS[3], after=[sent])
+    return builder.build()
+
+
+class LatencyContract:
+    """Shared tests of latency models."""
+
+    @pytest.fixture
+    def latency(self) -> LatencyModel:
+        raise NotImplementedError("a subclass gives its latency model")
+
+    def test_states_its_hardware(self, latency: LatencyModel) -> None:
+        assert isinstance(latency.hardware, Hardware)
+
+    def test_seconds_are_positive_and_finite(self, latency: LatencyModel) -> None:
+        for seconds, works in ((latency.op_seconds(OPS), OPS), (latency.collective_seconds(COLLECTIVES), COLLECTIVES)):
+            assert seconds.shape == (len(works),)
+            assert seconds.dtype == np.float64
+            assert np.isfinite(seconds).all()
+            assert (seconds > 0).all()
+
+    def test_a_batch_is_its_parts(self, latency: LatencyModel) -> None:
+        """Asking together or one by one, in any order, gives the same seconds."""
+        together = latency.op_seconds(OPS)
+        assert together[::-1] == pytest.approx(np.concatenate([latency.op_seconds([op]) for op in OPS[::-1]]))
+        together = latency.collective_seconds(COLLECTIVES)
+        apart = np.concatenate([latency.collective_seconds([work]) for work in COLLECTIVES])
+        assert together == pytest.approx(apart)
+
+    def test_asking_twice_gives_the_same(self, latency: LatencyModel) -> None:
+        assert np.array_equal(latency.op_seconds(OPS), latency.op_seconds(OPS))
+
+    def test_nothing_takes_no_time_to_ask(self, latency: LatencyModel) -> None:
+        assert latency.op_seconds([]).shape == (0,)
+        assert latency.collective_seconds([]).shape == (0,)
+
+    def test_more_bytes_never_take_less(self, latency: LatencyModel) -> None:
+        sizes = [Collective("all_reduce", 2**power, 2, 2) for power in range(10, 28, 2)]
+        assert (np.diff(latency.collective_seconds(sizes)) >= -1e-12).all()
+
+    def test_context_keeps_shapes_and_stays_positive(self, latency: LatencyModel) -> None:
+        program = small_program()
+        alone = [np.full(len(program), 1e-3), np.full(1, 2e-3)]
+        short = ProgramBuilder("forward")
+        short.add(OPS[0])
+        inside = latency.in_context([program, short.build()], alone)
+        assert [part.shape for part in inside] == [part.shape for part in alone]
+        assert all((part > 0).all() and np.isfinite(part).all() for part in inside)

@@ -1,0 +1,91 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepsight.dataset.errors import JobError
+from stepsight.simulator.schedules import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Schedule,
+    find_schedule,
+    one_f_one_b,
+    order_actions,
+)
+
+
+def words(schedule: Schedule, stage: int) -> str:
+    return " ".join("FBIW"[kind] + str(micro) for kind, micro, _ in schedule.actions[stage].tolist())
+
+
+def test_one_f_one_b_as_published() -> None:
+    schedule = one_f_one_b(3, 4)
+    assert words(schedule, 0) == "F0 F1 F2 B0 F3 B1 B2 B3"
+    assert words(schedule, 1) == "F0 F1 B0 F2 B1 F3 B2 B3"
+    assert words(schedule, 2) == "F0 B0 F1 B1 F2 B2 F3 B3"
+
+
+def test_gpipe_runs_all_forwards_first() -> None:
+    assert words(find_schedule("gpipe", 2, 2), 1) == "F0 F1 B0 B1"
+
+
+def test_one_stage_alternates_whatever_the_schedule() -> None:
+    assert words(find_schedule("gpipe", 1, 2), 0) == "F0 B0 F1 B1"
+
+
+def test_unknown_schedules_are_refused() -> None:
+    with pytest.raises(JobError, match="schedule must be one of gpipe, 1f1b, got 'zigzag'"):
+        find_schedule("zigzag", 2, 2)
+
+
+@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 9), st.integers(1, 17))
+def test_every_dependency_comes_first(name: str, stages: int, micro_batches: int) -> None:
+    schedule = find_schedule(name, stages, micro_batches)
+    order = order_actions(schedule)
+    assert len(order) == 2 * stages * micro_batches
+    assert (order.source < np.arange(len(order))).all()
+    for at, source in enumerate(order.source.tolist()):
+        if source >= 0:
+            assert order.micro_batch[source] == order.micro_batch[at]
+            assert abs(order.part[source] - order.part[at]) == 1
+    for stage in range(stages):
+        own = order.stage == stage
+        rows = np.stack([order.kind[own], order.micro_batch[own]], axis=1)
+        assert (rows == schedule.actions[stage][:, :2]).all()
+
+
+def table(*stages: list[tuple[int, int]], parts: int | None = None) -> Schedule:
+    actions = tuple(np.array([(kind, micro, 0) for kind, micro in rows], dtype=np.int32) for rows in stages)
+    placement = np.array([(stage, 0) for stage in range(len(stages))], dtype=np.int32)
+    return Schedule(actions, 1 + max(micro for rows in stages for _, micro in rows), placement)
+
+
+def test_a_circle_is_explained() -> None:
+    """Stage 0 wants the gradient before it has sent the activation."""
+    schedule = table([(BACKWARD, 0), (FORWARD, 0)], [(FORWARD, 0), (BACKWARD, 0)])
+    with pytest.raises(JobError, match=r"stage 0 at B0 of part 0 waits for .*F0 of part 0; stage 1 at F0 of part 1 waits"):
+        order_actions(schedule)
+
+
+def test_missing_and_repeated_actions_are_refused() -> None:
+    with pytest.raises(JobError, match=r"once backward .*, got 1 F, 0 B, 0 I, 0 W for part 0, micro-batch 0"):
+        order_actions(table([(FORWARD, 0)]))
+    with pytest.raises(JobError, match="got 2 F, 1 B"):
+        order_actions(table([(FORWARD, 0), (FORWARD, 0), (BACKWARD, 0)]))
+
+
+def test_actions_out_of_range_are_refused() -> None:
+    schedule = Schedule((np.array([[0, 5, 0]], dtype=np.int32),), 1, np.array([[0, 0]], dtype=np.int32))
+    with pytest.raises(JobError, match=r"micro_batch < 1 .* got \(0, 5, 0\) on stage 0"):
+        order_actions(schedule)
+
+
+def test_split_backwards_are_understood() -> None:
+    """Zero-bubble tables: the weight gradient comes any time after the input's."""
+    split = [(FORWARD, 0), (BACKWARD_INPUT, 0), (BACKWARD_WEIGHT, 0)]
+    order = order_actions(table(split, split))
+    before = {(int(p), int(k)): i for i, (p, k) in enumerate(zip(order.part, order.kind, strict=True))}
+    assert before[1, BACKWARD_INPUT] < before[0, BACKWARD_INPUT] < before[0, BACKWARD_WEIGHT]
+    assert order.source[before[0, BACKWARD_INPUT]] == before[1, BACKWARD_INPUT]
