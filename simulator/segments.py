@@ -95,38 +95,43 @@ class _Emitter:
         self.dp = dp
         self._last: int | None = None  # newest node of the computation (compute or blocking)
         self._awaited: list[int] = []  # nodes that the next compute node waits for
+        self._taken: dict[int, tuple[Collective, str]] = {}  # sent, and no computation issued since
 
     def emit(self, work: Work, name: str) -> None:
         """An op, or a collective of the tensor-parallel group that blocks."""
         if isinstance(work, Op):
-            self._last = self.builder.add(work, "compute", name, after=self._awaited, why=Dependency.SYNCHRONISATION)
-            self._awaited = []
+            for collective, of in self._taken.values():
+                self._compute(collective, f"{of} (cores)", self.dp.compute_share)
+            self._taken.clear()
+            self._compute(work, name)
         else:
             self.block(work, "tp", name)
 
     def block(self, work: Collective, stream: str, name: str) -> None:
         """A collective that starts when the computation reaches it and that the computation waits for."""
-        after = set(self._awaited) | ({self._last} if self._last is not None else set())
-        self._last = self.builder.add(work, stream, name, after=sorted(after), why=Dependency.SYNCHRONISATION)
+        self._last = self.builder.add(work, stream, name, after=self._reached(), why=Dependency.SYNCHRONISATION)
         self._awaited = [self._last]
 
-    def send(self, work: Collective, name: str, *, alone: bool = False) -> int:
-        """A data-parallel collective beside the computation, which loses ``compute_share`` of its time.
-
-        ``alone``: no computation follows, so nothing is lost.
-        """
-        after = set(self._awaited) | ({self._last} if self._last is not None else set())
-        index = self.builder.add(work, "dp", name, after=sorted(after), why=Dependency.SYNCHRONISATION)
-        if self.dp.compute_share > 0 and not alone:
-            self._last = self.builder.add(
-                work, "compute", f"{name} (cores)", after=self._awaited, why=Dependency.SYNCHRONISATION,
-                share=self.dp.compute_share,
-            )  # fmt: skip
-            self._awaited = []
+    def send(self, work: Collective, name: str) -> int:
+        """A data-parallel collective beside the computation; what follows loses ``compute_share`` of its time."""
+        index = self.builder.add(work, "dp", name, after=self._reached(), why=Dependency.SYNCHRONISATION)
+        if self.dp.compute_share > 0:
+            self._taken[index] = (work, name)
         return index
 
+    def _reached(self) -> list[int]:
+        return sorted({*self._awaited, *([] if self._last is None else [self._last])})
+
+    def _compute(self, work: Work, name: str, share: float = 1.0) -> None:
+        self._last = self.builder.add(
+            work, "compute", name, after=self._awaited, why=Dependency.SYNCHRONISATION, share=share
+        )
+        self._awaited = []
+
     def wait(self, index: int) -> None:
+        """The next op or blocking collective waits for a node; if nothing runs beside it, nothing is lost."""
         self._awaited.append(index)
+        self._taken.pop(index, None)
 
     def forward(self, unit: Unit) -> None:
         for step in unit.block:
@@ -197,9 +202,9 @@ class _Reducer:
 
     def finish(self) -> None:
         """The backward pass is over."""
-        self._flush(alone=True)
+        self._flush()
 
-    def _flush(self, *, alone: bool = False) -> None:
+    def _flush(self) -> None:
         numel, self._numel = self._numel, 0
         if not (self._active and numel):
             return
@@ -212,7 +217,7 @@ class _Reducer:
         if self._dp.zero_stage == 3 and not self._dp.overlaps:
             self._emitter.block(work, "dp", name)
         else:
-            self._emitter.send(work, name, alone=alone)
+            self._emitter.send(work, name)
         if self._dp.zero_stage >= 2 and self._accumulate:
             self._emitter.emit(Op("add", (-(-numel // self._dp.size),), "fp32"), f"{name}.accumulate")
 

@@ -5,7 +5,9 @@ from hypothesis import strategies as st
 from stepsight.simulator.engine import add_path, longest_paths
 
 
-def run(seconds: list[float], edges: list[list[int]], ready: list[float] | None = None) -> tuple[np.ndarray, np.ndarray]:
+def run(
+    seconds: list[float], edges: list[list[int]], ready: list[float] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     pointer = np.cumsum([0, *map(len, edges)]).astype(np.int32)
     before = np.array([need for needs in edges for need in needs], dtype=np.int32)
     finish, critical = np.empty(len(seconds)), np.empty(len(seconds), dtype=np.int32)

@@ -65,7 +65,9 @@ def table(*stages: list[tuple[int, int]], parts: int | None = None) -> Schedule:
 def test_a_circle_is_explained() -> None:
     """Stage 0 wants the gradient before it has sent the activation."""
     schedule = table([(BACKWARD, 0), (FORWARD, 0)], [(FORWARD, 0), (BACKWARD, 0)])
-    with pytest.raises(JobError, match=r"stage 0 at B0 of part 0 waits for .*F0 of part 0; stage 1 at F0 of part 1 waits"):
+    with pytest.raises(
+        JobError, match=r"stage 0 at B0 of part 0 waits for .*F0 of part 0; stage 1 at F0 of part 1 waits"
+    ):
         order_actions(schedule)
 
 

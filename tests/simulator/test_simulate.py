@@ -1,0 +1,202 @@
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from stepsight.dataset.hardware import Fabric, Hardware, Link
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.program import Program
+from stepsight.simulator.latency import RooflineLatency
+from stepsight.simulator.simulate import Simulation, simulate, simulate_seconds
+from tests.simulator.conftest import JobMaker
+
+Seconds = NDArray[np.float64]
+FABRIC = Fabric("toy", Link(1e11, 3e-6), Link(2e10, 1e-5))
+
+
+class FlatLatency:
+    """Every segment of a kind takes the same time, whatever it holds."""
+
+    def __init__(self, hardware: Hardware, forward: float, backward: float, message: float = 0.0) -> None:
+        self.hardware = hardware
+        self._seconds = {"forward": forward, "backward": backward, "optimizer": 0.0}
+        self._message = message
+
+    def op_seconds(self, ops: Sequence[Op]) -> Seconds:
+        return np.ones(len(ops))
+
+    def collective_seconds(self, collectives: Sequence[Collective]) -> Seconds:
+        return np.full(len(collectives), self._message)
+
+    def in_context(self, programs: Sequence[Program], seconds: Sequence[Seconds]) -> Sequence[Seconds]:
+        return [np.full(len(p), self._seconds[p.label] / len(p)) for p in programs]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (4, 4), (4, 8), (8, 32)])
+def test_bubble_of_equal_stages(
+    make_job: JobMaker, gpu: Hardware, schedule: str, stages: int, micro_batches: int
+) -> None:
+    """GPipe and 1F1B idle for (p - 1) / m of the ideal time (Narayanan et al. 2021, section 2.2)."""
+    job = make_job(pp=stages, micro_batches=micro_batches, schedule=schedule, model={"layers": 8})
+    result = simulate(job, FlatLatency(gpu, 1.0, 2.0))
+    assert result.iteration_time_s == pytest.approx(3.0 * (micro_batches + stages - 1))
+    assert result.breakdown["bubble"] == pytest.approx(3.0 * (stages - 1))
+    assert result.breakdown["compute"] == pytest.approx(3.0 * micro_batches)
+
+
+def test_messages_of_one_micro_batch(make_job: JobMaker, gpu: Hardware) -> None:
+    """One micro-batch passes every boundary forth and back."""
+    result = simulate(make_job(pp=4, micro_batches=1), FlatLatency(gpu, 1.0, 2.0, message=0.25))
+    assert result.iteration_time_s == pytest.approx(4 * 3.0 + 6 * 0.25)
+    assert result.breakdown["pp_communication"] == pytest.approx(6 * 0.25)
+
+
+def test_one_rank_is_the_sum_of_its_ops(make_job: JobMaker, cpu: Hardware) -> None:
+    result = simulate(make_job(micro_batches=3), RooflineLatency(cpu, FABRIC))
+    low = result.lowered
+    total = sum(
+        float(seconds.sum()) * int((low.segment == index).sum())
+        for index, seconds in enumerate(np.split(result.segments.seconds, low.graph.bounds[1:-1]))
+    )
+    assert result.iteration_time_s == pytest.approx(total)
+    assert result.breakdown["bubble"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_gradients_hide_behind_backward_on_fast_links(make_job: JobMaker, gpu: Hardware) -> None:
+    """All but the last bucket of DDP is free when links are fast and communication takes no cores."""
+    device = replace(gpu, comm_compute_share=0.0)
+    job = make_job(dp=8, micro_batches=1, bucket_mbytes=0.05, micro_batch=8)
+    result = simulate(job, RooflineLatency(device, Fabric("fast", Link(1e13, 1e-7), Link(1e13, 1e-7))))
+    last = [w for w, n in result.op_counts.items() if isinstance(w, Collective)]
+    assert sum(result.op_counts[work] for work in last) == 1.0
+
+
+def test_communication_takes_cores(make_job: JobMaker, cpu: Hardware) -> None:
+    """On CPU an overlapped all-reduce costs its share of the computation."""
+    job = make_job(dp=2, micro_batches=1, bucket_mbytes=0.05, micro_batch=8)
+    fast = Fabric("fast", Link(1e9, 1e-6), Link(1e9, 1e-6))
+    free = simulate(job, RooflineLatency(replace(cpu, comm_compute_share=0.0), fast))
+    dear = simulate(job, RooflineLatency(replace(cpu, comm_compute_share=1.0), fast))
+    assert dear.iteration_time_s > free.iteration_time_s
+    assert dear.breakdown["compute"] == pytest.approx(free.breakdown["compute"])
+    assert dear.breakdown["dp_communication"] > free.breakdown["dp_communication"]
+
+
+def test_fsdp_on_cpu_waits_for_every_collective(make_job: JobMaker, cpu: Hardware) -> None:
+    result = simulate(make_job(dp=2, zero_stage=3, micro_batches=2), RooflineLatency(cpu, FABRIC))
+    low, seconds = result.lowered, result.segments.seconds
+    runs = np.repeat(np.bincount(low.segment, minlength=len(low.programs)), np.diff(low.graph.bounds))
+    assert result.iteration_time_s == pytest.approx(float(runs @ seconds))
+
+
+STRATEGIES: list[dict[str, Any]] = [
+    {},
+    {"dp": 2},
+    {"dp": 4, "zero_stage": 1, "bucket_mbytes": 0.05},
+    {"dp": 2, "zero_stage": 2, "pp": 2},
+    {"dp": 2, "zero_stage": 3},
+    {"tp": 2},
+    {"tp": 4, "sequence_parallel": True, "recompute": "full"},
+    {"pp": 2, "schedule": "gpipe"},
+    {"pp": 4, "dp": 2, "tp": 2, "recompute": "selective", "bucket_mbytes": 0.02},
+    {"pp": 3, "dp": 2, "zero_stage": 3},
+]
+
+
+def strategies() -> st.SearchStrategy[dict[str, Any]]:
+    return st.builds(lambda s, m, f: {**s, "micro_batches": m, "model": {"family": f, "layers": 5}},
+                     st.sampled_from(STRATEGIES), st.integers(1, 5), st.sampled_from(["gpt", "llama"]))  # fmt: skip
+
+
+def run(make_job: JobMaker, hardware: Hardware, strategy: dict[str, Any], fabric: Fabric = FABRIC) -> Simulation:
+    return simulate(make_job(**strategy), RooflineLatency(hardware, fabric))
+
+
+QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@QUICK
+@given(strategy=strategies(), on_gpu=st.booleans())
+def test_what_adds_up(make_job: JobMaker, gpu: Hardware, cpu: Hardware, strategy: dict[str, Any], on_gpu: bool) -> None:
+    """The breakdown adds up to the iteration time, and so does n_i * t_i."""
+    result = run(make_job, gpu if on_gpu else cpu, strategy)
+    assert sum(result.breakdown.values()) == pytest.approx(result.iteration_time_s, rel=1e-12)
+    assert min(result.breakdown.values()) > -1e-9
+    seconds = dict(zip(result.lowered.all_works, result.work_seconds, strict=True))
+    total = sum(count * seconds[work] for work, count in result.op_counts.items())
+    assert total == pytest.approx(result.iteration_time_s, rel=1e-9)
+
+
+@QUICK
+@given(strategy=strategies(), data=st.data())
+def test_counts_are_the_derivative(
+    make_job: JobMaker, gpu: Hardware, strategy: dict[str, Any], data: st.DataObject
+) -> None:
+    """T(t + e) - T(t) = n_i * e for a small enough e."""
+    result = run(make_job, gpu, strategy)
+    works = result.lowered.all_works
+    at = data.draw(st.integers(0, len(works) - 1))
+    step = 1e-10
+    nudged = result.work_seconds.copy()
+    nudged[at] += step
+    after = simulate_seconds(result.job, result.lowered, RooflineLatency(gpu, FABRIC), nudged)
+    slope = (after.iteration_time_s - result.iteration_time_s) / step
+    assert slope >= result.op_counts.get(works[at], 0.0) - 1e-2  # T is convex in every t_i
+    before = result.work_seconds.copy()
+    before[at] -= step
+    below = simulate_seconds(result.job, result.lowered, RooflineLatency(gpu, FABRIC), before)
+    assert (result.iteration_time_s - below.iteration_time_s) / step <= result.op_counts.get(works[at], 0.0) + 1e-2
+
+
+@QUICK
+@given(strategy=strategies(), factor=st.floats(1.0, 100.0))
+def test_more_bandwidth_never_slows(make_job: JobMaker, gpu: Hardware, strategy: dict[str, Any], factor: float) -> None:
+    faster = Fabric("fast", *(replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor)
+                              for link in (FABRIC.intra_node, FABRIC.inter_node)))  # fmt: skip
+    slow, fast = run(make_job, gpu, strategy), run(make_job, gpu, strategy, faster)
+    assert fast.iteration_time_s <= slow.iteration_time_s * (1 + 1e-12)
+
+
+@QUICK
+@given(strategy=strategies())
+def test_segments_compose_to_the_whole_graph(make_job: JobMaker, gpu: Hardware, strategy: dict[str, Any]) -> None:
+    """Two levels give what one walk over every op of every stage gives: no stream runs two ops at once, every
+    dependency holds, and the end is the same."""
+    result = run(make_job, gpu, strategy)
+    low, graph = result.lowered, result.lowered.graph
+    free: dict[tuple[int, str], float] = {}
+    ends = [[0.0, 0.0] for _ in low.stage]
+    clocks = [[0.0, 0.0] for _ in range(low.num_stages)]
+    for action, (stage, segment) in enumerate(zip(low.stage.tolist(), low.segment.tolist(), strict=True)):
+        begin = max(clocks[stage]) if low.gated[segment] else clocks[stage][0]
+        if low.source[action] >= 0:
+            arrival = ends[low.source[action]][0]
+            if low.message[action] >= 0:
+                arrival += result.work_seconds[low.message_work[low.message[action]]]
+            begin = max(begin, arrival)
+        program, finish = low.programs[segment], []
+        seconds = result.segments.seconds[graph.bounds[segment] : graph.bounds[segment + 1]]
+        needs: list[list[int]] = [[] for _ in program.nodes]
+        for before, after, _ in program.edges:
+            needs[after].append(before)
+        for node, duration, wait in zip(program.nodes, seconds.tolist(), needs, strict=True):
+            start = max([begin, free.get((stage, node.stream), 0.0), *(finish[n] for n in wait)])
+            finish.append(start + duration)
+            free[stage, node.stream] = finish[-1]
+            clock = int(node.stream == "dp")
+            clocks[stage][clock] = max(clocks[stage][clock], finish[-1])
+        ends[action] = list(clocks[stage])
+    assert max(map(max, clocks)) == pytest.approx(result.iteration_time_s, rel=1e-12)
+    assert result.finish == pytest.approx(np.array(ends), rel=1e-9, abs=1e-15)
+
+
+def test_equal_questions_give_equal_answers(make_job: JobMaker, gpu: Hardware) -> None:
+    one, two = (run(make_job, gpu, {"pp": 4, "dp": 2}) for _ in range(2))
+    assert one.iteration_time_s == two.iteration_time_s
+    assert one.op_counts == two.op_counts

@@ -1,0 +1,55 @@
+import json
+from collections import defaultdict
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.hardware import Fabric, Hardware, Link
+from stepsight.simulator.latency import RooflineLatency
+from stepsight.simulator.simulate import Simulation, simulate
+from tests.simulator.conftest import JobMaker
+
+
+@pytest.fixture
+def simulation(make_job: JobMaker, gpu: Hardware) -> Simulation:
+    job = make_job(pp=2, dp=2, tp=2, micro_batches=3, bucket_mbytes=0.05)
+    return simulate(job, RooflineLatency(gpu, Fabric("toy", Link(1e10, 3e-6), Link(1e10, 3e-6))))
+
+
+def events(simulation: Simulation, level: str) -> list[Any]:
+    return json.loads(json.dumps(simulation.timeline(level), allow_nan=False))["traceEvents"]
+
+
+@pytest.mark.parametrize("level", ["segment", "op"])
+def test_no_stream_does_two_things_at_once(simulation: Simulation, level: str) -> None:
+    rows = defaultdict(list)
+    for event in events(simulation, level):
+        if event["ph"] == "X" and event["cat"] != "pp":
+            rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    assert len(rows) >= 4
+    for spans in rows.values():
+        spans.sort()
+        assert all(before[1] <= after[0] + 1e-6 for before, after in pairwise(spans))
+
+
+@pytest.mark.parametrize("level", ["segment", "op"])
+def test_ends_with_the_iteration(simulation: Simulation, level: str) -> None:
+    end = max(event["ts"] + event["dur"] for event in events(simulation, level) if event["ph"] == "X")
+    assert end == pytest.approx(simulation.iteration_time_s * 1e6)
+
+
+def test_stages_and_streams_have_names(simulation: Simulation) -> None:
+    names = {event["args"]["name"] for event in events(simulation, "op") if event["ph"] == "M"}
+    assert names == {"stage 0", "stage 1", "compute", "tp", "dp", "pp"}
+
+
+def test_every_action_is_there_once(simulation: Simulation) -> None:
+    actions = [e["name"] for e in events(simulation, "segment") if e.get("cat") in ("forward", "backward", "optimizer")]
+    assert sorted(actions) == sorted(["F0", "F1", "F2", "B0", "B1", "B2", "optimizer"] * 2)
+
+
+def test_unknown_levels_are_refused(simulation: Simulation) -> None:
+    with pytest.raises(StepsightError, match="level must be one of segment, op, got 'kernel'"):
+        simulation.timeline("kernel")
