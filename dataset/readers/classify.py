@@ -270,12 +270,13 @@ _ELEMENTWISE = {
     "cumsum count_nonzero",
     "elementwise": "mul mul_ div div_ exp log log2 neg abs sqrt rsqrt reciprocal pow where sigmoid sigmoid_ "
     "sigmoid_backward silu silu_ silu_backward tanh tanh_backward relu relu_ threshold_backward softplus masked_fill "
-    "masked_fill_ eq ne lt gt le ge logical_not logical_and logical_or bitwise_and bitwise_or bitwise_not clamp clamp_ "
-    "clamp_min maximum minimum sin cos erf isnan isfinite isinf addcmul addcmul_ addcdiv addcdiv_ lerp lerp_ square "
-    "sign floor ceil round remainder _softmax _softmax_backward_data tril triu tril_ triu_ scatter scatter_ scatter_add "
-    "scatter_add_ index_add index_add_ index_put_ _index_put_impl_ arange random_ normal_ uniform_ bernoulli_ "
-    "exponential_ _foreach_mul_ _foreach_mul _foreach_div_ _foreach_addcmul_ _foreach_addcdiv_ _foreach_lerp_ "
-    "_foreach_sqrt _amp_foreach_non_finite_check_and_unscale_",
+    "masked_fill_ eq ne lt gt le ge logical_not logical_and logical_or bitwise_and bitwise_or bitwise_not "
+    "clamp clamp_ clamp_min maximum minimum sin cos erf isnan isfinite isinf addcmul addcmul_ addcdiv "
+    "addcdiv_ lerp lerp_ square sign floor ceil round remainder _softmax _softmax_backward_data tril triu "
+    "tril_ triu_ scatter scatter_ scatter_add scatter_add_ index_add index_add_ index_put_ _index_put_impl_ "
+    "arange random_ normal_ uniform_ bernoulli_ exponential_ _foreach_mul_ _foreach_mul _foreach_div_ "
+    "_foreach_addcmul_ _foreach_addcdiv_ _foreach_lerp_ _foreach_sqrt "
+    "_amp_foreach_non_finite_check_and_unscale_",
 }
 
 TABLE = MappingProxyType(_table())

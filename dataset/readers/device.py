@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from stepsight.dataset.op import Collective
 from stepsight.dataset.program import Dependency
 from stepsight.dataset.readers.classify import ELEMENT_BYTES, count
 from stepsight.dataset.readers.events import Event
+from stepsight.dataset.readers.placement import Placement
 from stepsight.dataset.readers.sweep import Call, Swept, Work, orphan
 from stepsight.dataset.trace import Rendezvous
-
-PerNode = Callable[[Sequence[int], int], int]
 
 # NCCL's and PyTorch's names of a collective -> ours, and which side of it is the full buffer.
 _KINDS = {
@@ -38,7 +36,7 @@ _KINDS = {
 }
 
 
-def device_work(swept: Swept, world_size: int, per_node: PerNode) -> list[Work]:
+def device_work(swept: Swept, world_size: int, placement: Placement) -> list[Work]:
     """What the device did, in order of issue: per call and stream one op, per NCCL kernel one collective."""
     names = _stream_names(swept.device)
     nodes: dict[tuple[int, Any], Work] = {}
@@ -51,7 +49,7 @@ def device_work(swept: Swept, world_size: int, per_node: PerNode) -> list[Work]:
         launch = swept.launches.get(args.get("correlation", -1)) or swept.external.get(args.get("External id", -1))
         issue, owner, comm = launch or (start, None, None)
         if "nccl" in name[:12].lower() or "Collective name" in args:
-            work = _collective(args, comm, world_size, per_node, numbers)
+            work = _collective(args, comm, world_size, placement, numbers)
             if work is not None:
                 work.name, work.issue, work.start, work.end, work.own = name.split("(")[0], issue, start, end, length
                 out.append(work)
@@ -94,7 +92,7 @@ def _stream_names(device: list[Event]) -> dict[tuple[Any, Any], str]:
 
 
 def _collective(
-    args: dict[str, Any], comm: Call | None, world_size: int, per_node: PerNode, numbers: dict[str, int]
+    args: dict[str, Any], comm: Call | None, world_size: int, placement: Placement, numbers: dict[str, int]
 ) -> Work | None:
     """A collective from what NCCL's kernel carries, else from the call that launched it; None if it joins no ranks."""
     values = {**(comm.values if comm else {}), **args}
@@ -123,7 +121,7 @@ def _collective(
         values.get("group") or values.get("Process Group Description") or values.get("Process Group Name") or "nccl"
     )
     number = numbers[group] = numbers.get(group, -1) + 1
-    work = Collective(kind, num_bytes, size, per_node(ranks, size))
+    work = Collective(kind, num_bytes, size, placement.ranks_per_node(ranks, size))
     return Work(work, kind, 0.0, 0.0, 0.0, 0.0, group, meets=Rendezvous(group, number, ranks))
 
 

@@ -21,72 +21,21 @@ from stepsight.dataset.errors import TraceError
 
 Event = dict[str, Any]
 
+
+def aten_names(words: str) -> frozenset[str]:
+    """Full names of ATen calls listed by their short ones."""
+    return frozenset(f"aten::{word}" for word in words.split())
+
+
 # Calls that move nothing: metadata, allocation, bookkeeping.  Their time is host gap.
-WEIGHTLESS = frozenset(
-    f"aten::{name}"
-    for name in [
-        "view",
-        "reshape",
-        "_reshape_alias",
-        "transpose",
-        "t",
-        "permute",
-        "as_strided",
-        "slice",
-        "select",
-        "narrow",
-        "expand",
-        "expand_as",
-        "squeeze",
-        "unsqueeze",
-        "detach",
-        "alias",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-        "resize_",
-        "resize_as_",
-        "resolve_conj",
-        "resolve_neg",
-        "split",
-        "split_with_sizes",
-        "chunk",
-        "unbind",
-        "unflatten",
-        "flatten",
-        "view_as",
-        "unsafe_split",
-        "unsafe_chunk",
-        "numpy_T",
-        "mT",
-        "contiguous",
-        "set_",
-        "set_data",
-        "record_stream",
-        "lift_fresh",
-        "result_type",
-        "is_nonzero",
-        "item",
-        "_local_scalar_dense",
-        "size",
-        "stride",
-        "data_ptr",
-        "is_pinned",
-        "swapaxes",
-        "movedim",
-        "_unsafe_view",
-        "view_as_real",
-        "view_as_complex",
-        "real",
-        "diagonal",
-        "to_dense",
-        "_has_compatible_shallow_copy_type",
-        "unfold",
-        "broadcast_tensors",
-        "broadcast_to",
-    ]
+WEIGHTLESS = aten_names(
+    "view reshape _reshape_alias transpose t permute as_strided slice select narrow expand expand_as squeeze "
+    "unsqueeze detach alias empty empty_like empty_strided new_empty new_empty_strided resize_ resize_as_ "
+    "resolve_conj resolve_neg split split_with_sizes chunk unbind unflatten flatten view_as unsafe_split "
+    "unsafe_chunk numpy_T mT contiguous set_ set_data record_stream lift_fresh result_type is_nonzero item "
+    "_local_scalar_dense size stride data_ptr is_pinned swapaxes movedim _unsafe_view view_as_real "
+    "view_as_complex real diagonal to_dense _has_compatible_shallow_copy_type unfold broadcast_tensors "
+    "broadcast_to"
 ) | {"detach", "detach_", "view", "slice", "torch::autograd::AccumulateGrad", "torch::autograd::GraphRoot", "aten::T"}
 
 _SEPARATOR = "\n  },\n  {"

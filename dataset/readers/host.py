@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.op import Collective
+from stepsight.dataset.readers.placement import Placement
 from stepsight.dataset.readers.sweep import Call, Swept, Work
 from stepsight.dataset.trace import Rendezvous
 
-PerNode = Callable[[Sequence[int], int], int]
 Intervals = NDArray[np.float64]
 
 # gloo's worker spans that may carry a collective (it runs reduce-scatter as an all-reduce).
@@ -38,28 +37,36 @@ class Wait:
 
 
 def host_collectives(
-    swept: Swept, main: Any, groups: list[dict[str, Any]], rank: int, per_node: PerNode
+    swept: Swept, main: Any, replicas: tuple[int, ...], placement: Placement
 ) -> tuple[list[Work], list[Wait]]:
-    """Collectives of one rank in order of issue, and when the main thread waited for them."""
+    """Collectives of one rank in order of issue, and when the main thread waited for them.
+
+    Args:
+        swept: What was found.
+        main: The thread that computes.
+        replicas: Ranks of the collectives that do not name any: DDP's.
+        placement: Where ranks lie.
+    """
     works: list[Work] = []
     waits: list[Wait] = []
     by_key: dict[tuple[str, str], Work] = {}
     implicit: list[Work] = []
     carriers = _Carriers(swept.workers)
-    unnamed = _unnamed_group(groups, rank)
     messages: dict[tuple[str, ...], int] = {}
     for call in sorted(swept.calls, key=lambda call: call.start):
         values = call.values
-        group, ranks = values.get("group", unnamed[0]), unnamed[1]
+        ranks = replicas
         if "ranks" in values:
             ranks = tuple(int(part) for part in values["ranks"].split(","))
+        group = placement.axis(ranks) or values.get("group", "dp")
         direction = values.get("direction", "")
         blocks = values.get("async", "0") == "0"
         carrier = carriers.take(direction or values["kind"], call)
         if len(ranks) < 2:
             continue
         start, end = (call.start, call.end) if blocks else carrier or (call.start, call.end)
-        collective = Collective(values["kind"], int(values["num_bytes"]), len(ranks), per_node(ranks, len(ranks)))
+        per_node = placement.ranks_per_node(ranks, len(ranks))
+        collective = Collective(values["kind"], int(values["num_bytes"]), len(ranks), per_node)
         # A message is met by its number between two ranks, everything else by its number in the group.
         key = (group, direction and values.get("ranks", ""), values["kind"] if "seq" not in values else "")
         number = messages[key] = messages.get(key, -1) + 1
@@ -70,7 +77,7 @@ def host_collectives(
         if blocks:
             waits.append(Wait(work, call.start, call.end))
         elif "seq" in values:
-            by_key[group, values["seq"]] = work
+            by_key[values["group"], values["seq"]] = work
         else:
             implicit.append(work)
     for wait in sorted(swept.waits, key=lambda wait: wait.start):
@@ -79,6 +86,10 @@ def host_collectives(
             waits.append(Wait(awaited, wait.start, wait.end))
             if awaited.end > wait.end or awaited.end == awaited.start:
                 awaited.end, awaited.own = wait.end, max(wait.end - awaited.start, 0.0)
+    for work in implicit:  # DDP hands back gradients that are reduced: it is over when its segment is
+        limit = min((span.end_s for span in swept.spans if span.start_s <= work.issue < span.end_s), default=work.end)
+        work.end = max(min(work.end, limit), work.start)
+        work.own = work.end - work.start
     waits.extend(_invisible_waits(implicit, swept.threads.get(main, [])))
     return works, waits
 
@@ -100,16 +111,6 @@ class _Carriers:
             if queue and (best is None or queue[-1] < best[-1]):
                 best = queue
         return best.pop() if best else None
-
-
-def _unnamed_group(groups: list[dict[str, Any]], rank: int) -> tuple[str, tuple[int, ...]]:
-    """Name and ranks of the group of collectives that say nothing of it: DDP's, so the data-parallel one or all."""
-    mine = [g for g in groups if rank in (g.get("ranks") or [])]
-    for group in mine:
-        if str(group.get("pg_desc", "")).endswith("dp"):
-            return "dp", tuple(group["ranks"])
-    largest = max(mine, key=lambda g: len(g["ranks"]), default=None)
-    return "dp", tuple(largest["ranks"]) if largest else ()
 
 
 def _invisible_waits(works: list[Work], calls: list[tuple[float, float]]) -> list[Wait]:

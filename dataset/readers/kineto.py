@@ -11,8 +11,6 @@ its order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +22,11 @@ from stepsight.dataset.program import Dependency, Node, Program
 from stepsight.dataset.readers.device import device_work, event_waits
 from stepsight.dataset.readers.events import Events, read_events
 from stepsight.dataset.readers.host import Wait, host_collectives, merge, overlap, waited
+from stepsight.dataset.readers.placement import Placement
 from stepsight.dataset.readers.sweep import Swept, Work, sweep
 from stepsight.dataset.trace import RankTrace, Span
 
 _US = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """What a trace does not say of its rank.
-
-    Attributes:
-        rank: Which rank, None if the trace is to be asked.
-        devices_per_node: Ranks that share a node, filled in rank order; 0: all share one.
-    """
-
-    rank: int | None = None
-    devices_per_node: int = 0
-
-    def ranks_per_node(self, ranks: Sequence[int], size: int) -> int:
-        """``ceil(size / nodes)`` of a group."""
-        if not self.devices_per_node or not ranks:
-            return size
-        return -(-size // len({rank // self.devices_per_node for rank in ranks}))
 
 
 def read_kineto(path: Path, placement: Placement | None = None) -> RankTrace:
@@ -69,19 +49,18 @@ def rank_trace(events: Events, placement: Placement) -> RankTrace:
     swept = sweep(events)
     info = events.header.get("distributedInfo") or {}
     rank = placement.rank if placement.rank is not None else int(info.get("rank", 0))
-    groups = [g for g in info.get("pg_config") or [] if isinstance(g, dict)]
-    per_node = placement.ranks_per_node
     main = _main_thread(swept)
+    spans = _spans(swept, events)
     waits: list[Wait] = []
     if swept.device:
-        works = device_work(swept, int(info.get("world_size", 1)), per_node)
+        works = device_work(swept, int(info.get("world_size", 1)), placement)
     else:
-        collectives, waits = host_collectives(swept, main, groups, rank, per_node)
-        works = _name_threads(swept.host, main) + collectives
+        replicas = placement.data_parallel_group(rank) or _largest_group(info, rank)
+        collectives, waits = host_collectives(swept, main, replicas, placement)
+        works = _name_threads(swept, main) + collectives
         works.sort(key=lambda work: work.issue)
     if not works:
         raise TraceError("a trace must hold at least one op or collective, got none")
-    spans = _spans(swept, events)
     index = {id(work): i for i, work in enumerate(works)}
     edges = event_waits(swept, works) if swept.device else _edges(works, waits, index)
     program = Program(tuple(Node(w.work, w.stream, w.name) for w in works), edges)
@@ -95,8 +74,17 @@ def _main_thread(swept: Swept) -> Any:
     return max(swept.threads, key=lambda tid: len(swept.threads[tid]), default=None)
 
 
-def _name_threads(host: list[Work], main: Any) -> list[Work]:
+def _largest_group(info: dict[str, Any], rank: int) -> tuple[int, ...]:
+    groups = [g.get("ranks") or [] for g in info.get("pg_config") or [] if isinstance(g, dict)]
+    return tuple(
+        max((ranks for ranks in groups if rank in ranks), key=len, default=range(int(info.get("world_size", 1))))
+    )
+
+
+def _name_threads(swept: Swept, main: Any) -> list[Work]:
+    """Compute of the host threads; what gloo's workers copy is part of their collectives."""
     names = {main: "compute"}
+    host = [work for work in swept.host if work.stream == main or work.stream not in swept.worker_threads]
     for work in host:
         work.stream = names.setdefault(work.stream, f"host{len(names)}")
     return host

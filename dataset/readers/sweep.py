@@ -17,40 +17,16 @@ from stepsight.dataset.readers.classify import (
     count,
     intern_op,
 )
-from stepsight.dataset.readers.events import WEIGHTLESS, Event, Events
+from stepsight.dataset.readers.events import WEIGHTLESS, Event, Events, aten_names
 from stepsight.dataset.trace import Rendezvous, Span
 
 _EVALUATE = "autograd::engine::evaluate_function: "
 _OURS = "stepsight::"
 # Wrappers that are no work of their own even where nothing within them is.
-_WRAPPERS = frozenset(
-    f"aten::{name}"
-    for name in [
-        "to",
-        "linear",
-        "matmul",
-        "layer_norm",
-        "scaled_dot_product_attention",
-        "zeros",
-        "ones",
-        "full",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "new_zeros",
-        "new_full",
-        "type_as",
-        "dropout",
-        "lift",
-        "requires_grad_",
-        "_fused_sdp_choice",
-        "is_same_size",
-        "pin_memory",
-        "_pin_memory",
-        "_nested_tensor_size",
-        "conj",
-        "conj_physical",
-    ]
+_WRAPPERS = aten_names(
+    "to linear matmul layer_norm scaled_dot_product_attention zeros ones full zeros_like ones_like full_like "
+    "new_zeros new_full type_as dropout lift requires_grad_ _fused_sdp_choice is_same_size pin_memory "
+    "_pin_memory _nested_tensor_size conj conj_physical"
 )
 _BOOKKEEPING = ("autograd::", "torch::", "c10d::", "profiler::", "gloo:", "nccl:", "torch.distributed", "record_param")
 # c10d calls that a Python wrapper cannot see (DDP's): kind, input that holds the full buffer.
@@ -61,6 +37,7 @@ _C10D = {
     "c10d::alltoall_base_": ("all_to_all", 1),
     "c10d::broadcast_": ("broadcast", 0),
 }
+_ForwardDims = dict[int, tuple[int, ...]]  # dims of a forward product by its autograd sequence number
 _RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "runtime", "driver"})
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 
@@ -130,6 +107,7 @@ class Swept:
         calls: ``stepsight::collective`` annotations, and c10d calls that no annotation encloses.
         waits: ``stepsight::wait`` annotations.
         workers: ``gloo:*`` spans: kind, start, end.
+        worker_threads: Threads of these spans.
         device: Kernels and copies.
         launches: By correlation id: when launched, by which call, within which communication.
         external: Likewise by external id.
@@ -143,6 +121,7 @@ class Swept:
     calls: list[Call] = field(default_factory=list)
     waits: list[Call] = field(default_factory=list)
     workers: list[tuple[str, float, float]] = field(default_factory=list)
+    worker_threads: set[Any] = field(default_factory=set)
     device: list[Event] = field(default_factory=list)
     syncs: list[Event] = field(default_factory=list)
     launches: dict[int, tuple[float, Work | None, Call | None]] = field(default_factory=dict)
@@ -164,7 +143,7 @@ def sweep(events: Events) -> Swept:
     """
     out = Swept()
     threads: dict[Any, _Thread] = {}
-    forward_dims: dict[int, tuple[int, ...]] = {}
+    forward_dims: _ForwardDims = {}
     ends = events.end_us.tolist()
     for row, start, end in zip(events.rows, events.start_us.tolist(), ends, strict=True):
         category = row.get("cat")
@@ -190,9 +169,8 @@ def sweep(events: Events) -> Swept:
             elif name in _C10D:
                 if start >= thread.comm_end:
                     out.calls.append(_c10d_call(name, row.get("args", {}), start, end, tid))
-            elif start >= thread.maybe_end and "::" in name and name not in _WRAPPERS and name not in WEIGHTLESS:
-                if not name.startswith(_BOOKKEEPING):
-                    _unknown_call(out, thread, row, name, start, end)
+            elif start >= thread.maybe_end and _may_be_work(name):
+                _unknown_call(out, thread, row, name, start, end)
         elif category == "user_annotation":
             tid = row["tid"]
             _annotation(out, threads.setdefault(tid, _Thread()), row, start, end, tid)
@@ -208,6 +186,10 @@ def sweep(events: Events) -> Swept:
             out.threads[tid] = thread.top
     out.host.sort(key=lambda node: node.start)
     return out
+
+
+def _may_be_work(name: str) -> bool:
+    return "::" in name and name not in _WRAPPERS and name not in WEIGHTLESS and not name.startswith(_BOOKKEEPING)
 
 
 def _commit(out: Swept, thread: _Thread) -> None:
@@ -284,6 +266,7 @@ def _annotation(out: Swept, thread: _Thread, row: Event, start: float, end: floa
             out.waits.append(Call(dict(values), start, end, tid))
     elif name.startswith("gloo:"):
         out.workers.append((name[5:], start, end))
+        out.worker_threads.add(tid)
     elif name.startswith("nccl:") and start >= thread.comm_end:
         args = row.get("args", {})
         shapes, types = args.get("Input Dims") or [[]], args.get("Input type") or [""]
