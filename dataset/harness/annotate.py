@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
@@ -67,9 +67,9 @@ def recording() -> Iterator[None]:
         _recorder.pending.clear()
 
 
-def name_group(group: dist.ProcessGroup, name: str) -> None:
-    """Name a process group in annotations (``tp``, ``dp``, ``pp``); others are called ``world``."""
-    _recorder.group_names[group.group_name] = name
+def name_groups(groups: Mapping[str, dist.ProcessGroup | None]) -> None:
+    """Name the process groups of a run in annotations (``tp``, ``dp``, ``pp``); others are called ``world``."""
+    _recorder.group_names = {group.group_name: name for name, group in groups.items() if group is not None}
 
 
 def segment(label: str, **facts: int) -> AbstractContextManager[Any]:

@@ -76,7 +76,11 @@ def timed_steps(training: Training, steps: int) -> tuple[list[float], list[Any]]
 
 
 def profiled_steps(training: Training, steps: int, folder: Path, rank: int) -> tuple[list[float], dict[str, str]]:
-    """Profile some steps; the traces' names within the folder are the second result."""
+    """Profile some steps; the traces' names within the folder are the second result.
+
+    Kineto records every step.  The execution trace, which slows small ops several times more than Kineto does, is on
+    in the last one alone: durations are to be read from the steps before it, dependencies from it.
+    """
     names = {"kineto": f"rank{rank}.kineto.json", "et": f"rank{rank}.et.json"}
     activities = [ProfilerActivity.CPU]
     config = None
@@ -91,19 +95,22 @@ def profiled_steps(training: Training, steps: int, folder: Path, rank: int) -> t
         on_trace_ready=lambda p: p.export_chrome_trace(str(folder / names["kineto"])),
         record_shapes=True,
         experimental_config=config,
-        execution_trace_observer=observer,
     )
     clock = _StepClock(training.device)
     with annotate.recording(), profiler:
-        barrier()
-        for index in range(steps + 1):
+        for index in range(steps + 1):  # the first is the profiler's own warm-up
+            if index == steps:
+                observer.start()
+            barrier()  # starting and stopping the profiler takes long, and differs between ranks
+            clock.mark()
             training.step()
-            if index == 0:
-                clock.mark()
-            else:
-                clock.mark()
+            clock.mark()
+            if index == steps:
+                observer.stop()
             profiler.step()
-    seconds = [max(column) for column in zip(*gather(clock.seconds()), strict=True)]
+    observer.unregister_callback()
+    own = clock.seconds()[2::2]
+    seconds = [max(column) for column in zip(*gather(own), strict=True)]
     for key, name in list(names.items()):
         names[key] = _compress(folder / name)
     return seconds, names

@@ -32,11 +32,7 @@ AXES = ("pp", "dp", "tp")
 @cache
 def device_mesh(device: str, pp: int, dp: int, tp: int) -> DeviceMesh:
     """The mesh of these degrees; process groups are made once and shared by all runs."""
-    mesh = init_device_mesh(device, (pp, dp, tp), mesh_dim_names=AXES)
-    for axis in AXES:
-        if mesh[axis].size() > 1:
-            annotate.name_group(mesh.get_group(axis), axis)
-    return mesh
+    return init_device_mesh(device, (pp, dp, tp), mesh_dim_names=AXES)
 
 
 class Training:
@@ -55,6 +51,7 @@ class Training:
         world = degrees["pp"] * degrees["dp"] * degrees["tp"]
         mesh = device_mesh(device.type, **degrees) if world > 1 else None
         self.groups = {axis: mesh.get_group(axis) if mesh and degrees[axis] > 1 else None for axis in AXES}
+        annotate.name_groups(self.groups)
         self.shape = shape_of(job, device, self.groups["tp"])
         self.stage_index = self._rank("pp")
         self.stage = Stage(self.shape, self.stage_index, degrees["pp"])

@@ -1,0 +1,193 @@
+"""What one world size of a plan amounts to on one rank: rounds over runs, then event files.
+
+State on disk, so that a killed collection loses at most the round it was in: ``.rounds/<name>.json`` holds a run's
+finished rounds until the run is complete and moves to ``runs/<name>/``.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import annotate, plan as plans
+from .errors import HarnessError
+from .files import new_folder, read_json, write_json
+from .measure import barrier, gather, profiled_steps, timed_steps
+from .parallel import Training
+
+
+class Collection:
+    """The part of a plan that this process group's world size runs.
+
+    Args:
+        plan: A plan, checked again here.
+        out: The collection's folder, shared by all ranks.
+        report: Called on rank 0 with what has begun: ``doing`` (text) and ``done`` (units of work).
+    """
+
+    def __init__(self, plan: dict[str, Any], out: Path, report: Callable[..., None]) -> None:
+        self.plan, self.out, self._report = plans.check_plan(plan), out, report
+        torch.set_num_threads(1)
+        local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        self.device = _device(self.plan["device"], local_rank, local_size)
+        dist.init_process_group(
+            "nccl" if self.device.type == "cuda" else "gloo",
+            timeout=timedelta(minutes=10),
+            device_id=self.device if self.device.type == "cuda" else None,
+        )
+        annotate.install()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.versions = {"torch": torch.__version__, "python": platform.python_version()}
+        self.fingerprint = fingerprint(self.device)
+
+    def run(self) -> None:
+        """Everything of this world size that is not on disk yet."""
+        if self.rank == 0 and not (self.out / "fingerprint.json").exists():
+            write_json(self.out / "fingerprint.json", self.fingerprint)
+        self._runs()
+        self._events()
+        barrier()
+        dist.destroy_process_group()
+
+    def _say(self, doing: str, done: int = 0) -> None:
+        if self.rank == 0:
+            self._report(doing=doing, done=done)
+
+    def _agreed(self, value: Any) -> Any:
+        """Rank 0's value on every rank: ranks must not decide by their own view of the file system."""
+        return gather(value if self.rank == 0 else None)[0]
+
+    def _runs(self) -> None:
+        runs = [run for run in self.plan["runs"] if plans.world_size(run["job"]) == self.size]
+        runs = [run for run in runs if not self._agreed((self.out / "runs" / run["name"] / "manifest.json").exists())]
+        state = {run["name"]: self._agreed(self._load_rounds(run)) for run in runs}
+        for number in range(max((run["rounds"] for run in runs), default=0)):
+            for run in runs:
+                if len(state[run["name"]]["rounds"]) <= number < run["rounds"]:
+                    self._round(run, number, state[run["name"]])
+
+    def _load_rounds(self, run: dict[str, Any]) -> dict[str, Any]:
+        path = self.out / ".rounds" / f"{run['name']}.json"
+        state: dict[str, Any] = read_json(path) if path.exists() else {"rounds": [], "losses": []}
+        keep = run["rounds"] - 1  # the last round also profiles, so it is done again
+        return {**state, "rounds": state["rounds"][:keep]}
+
+    def _round(self, run: dict[str, Any], number: int, state: dict[str, Any]) -> None:
+        name = run["name"]
+        self._say(f"{name} round {number + 1}/{run['rounds']}")
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        training = Training(run["job"], self.device)
+        _, losses = timed_steps(training, run["warmup"])
+        seconds, more = timed_steps(training, run["steps"])
+        state["rounds"].append(seconds)
+        if number == 0:
+            state["losses"] = self._losses(training, losses + more)
+        if number < run["rounds"] - 1:
+            if self.rank == 0:
+                write_json(self.out / ".rounds" / f"{name}.json", state)
+        else:
+            self._finish(run, state, training)
+        self._say(name, done=1)
+
+    def _losses(self, training: Training, losses: list[torch.Tensor]) -> list[float]:
+        """Loss of each step, the mean over replicas; only ranks of the last stage know theirs."""
+        known = gather([float(loss) for loss in losses] if training.stage.last else None)
+        replicas = [column for column in known if column is not None]
+        return [sum(column) / len(replicas) for column in zip(*replicas, strict=True)]
+
+    def _finish(self, run: dict[str, Any], state: dict[str, Any], training: Training) -> None:
+        """Profile, and put the run's folder in its place."""
+        target = self.out / "runs" / run["name"]
+        folder = target.parent / f".{target.name}.partial"
+        manager = new_folder(target) if self.rank == 0 else None
+        if manager is not None:
+            manager.__enter__()
+        barrier()
+        seconds: list[float] = []
+        traces: dict[str, str] | None = None
+        if run["profile_steps"]:
+            seconds, traces = profiled_steps(training, run["profile_steps"], folder, self.rank)
+        memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
+        ranks = gather((traces, memory))
+        if manager is None:
+            return
+        manifest = {
+            "schema": 1,
+            "name": run["name"],
+            "role": run["role"],
+            "job": run["job"],
+            "world_size": self.size,
+            "fingerprint": self.fingerprint,
+            "versions": self.versions,
+            "rounds": state["rounds"],
+            "profiled_seconds": seconds,
+            "losses": state["losses"],
+            "peak_memory_bytes": [m for _, m in ranks] if memory is not None else [],
+            "traces": {str(rank): t for rank, (t, _) in enumerate(ranks) if t},
+        }
+        write_json(folder / "manifest.json", manifest)
+        manager.__exit__(None, None, None)
+        (self.out / ".rounds" / f"{run['name']}.json").unlink(missing_ok=True)
+
+    def _events(self) -> None:
+        from .events import measure_events
+
+        for event in self.plan["events"]:
+            path = self.out / "events" / f"{event['name']}.json"
+            if event["world_size"] != self.size or self._agreed(path.exists()):
+                continue
+            self._say(f"events {event['name']}")
+            result = measure_events(event, self.device, self._say)
+            if self.rank == 0:
+                head = {"schema": 1, "busy": self.size, "world_size": self.size}
+                write_json(path, {**head, "fingerprint": self.fingerprint, "versions": self.versions, **result})
+
+
+def _device(wanted: str, local_rank: int, local_size: int) -> torch.device:
+    gpus = torch.cuda.device_count() if wanted != "cpu" else 0
+    if wanted == "auto" and gpus == 0 or wanted == "cpu":
+        return torch.device("cpu")
+    if local_size > gpus:
+        raise HarnessError(f"every rank needs its own GPU: ranks per node <= GPUs must hold, got {local_size} > {gpus}")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def fingerprint(device: torch.device) -> dict[str, Any]:
+    """What the machine is, as far as it bears on time."""
+    facts: dict[str, Any] = {
+        "device": "cpu",
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "torch": torch.__version__,
+        "threads_per_rank": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {"device": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
+    return facts
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text("utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

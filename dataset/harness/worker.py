@@ -1,0 +1,61 @@
+"""One rank of a collection: lives through every run and every event file of its world size.
+
+Started by ``launch`` through ``torch.distributed.run``.  On several nodes start it yourself, on each node, with the
+same plan and a folder that all nodes share::
+
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host0:29500 \
+        -m harness.worker plan.json --out DIR
+
+It does what the plan holds for exactly as many ranks as there are; rank 0 of each node computes on the node's first
+allowed core or GPU, and so on.  Rounds are interleaved over runs, so that a drift of the machine shows in every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+PROGRESS = "@stepsight "  # what begins a line of progress on standard output
+
+
+def main() -> None:
+    """Entry of one rank; its place comes from the environment that torchrun sets."""
+    parser = argparse.ArgumentParser(prog="harness.worker", description="One rank of a collection.")
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    if os.environ.get("STEPSIGHT_WATCH_STDIN"):
+        threading.Thread(target=_exit_with_launcher, daemon=True).start()
+    if not os.environ.get("STEPSIGHT_NO_PIN"):
+        _pin(int(os.environ["LOCAL_RANK"]))
+    from .collection import Collection  # imports torch, which starts threads: only once pinned
+
+    Collection(json.loads(arguments.plan.read_text("utf-8")), arguments.out, _report).run()
+
+
+def _pin(local_rank: int) -> None:
+    """Keep this rank on one core, where the platform can (a GPU's rank is pinned all the same: its host thread is one)."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
+
+
+def _exit_with_launcher() -> None:
+    """The launcher holds the other end of standard input and never writes: its end is the launcher's end."""
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+def _report(**facts: Any) -> None:
+    sys.stdout.write(f"{PROGRESS}{json.dumps(facts)}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
