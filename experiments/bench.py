@@ -53,9 +53,8 @@ def scaling(job: Job) -> list[dict[str, Any]]:
             batch=replace(job.batch, global_batch=micro_batches * dp * job.batch.micro_batch),
             cluster=replace(job.cluster, nodes=nodes),
         )
-        rows.append(
-            {"micro_batches": micro_batches, "dp": dp, "ms": 1e3 * median_seconds(lambda j=changed: predict(j))}
-        )  # type: ignore[misc]
+        seconds = median_seconds(lambda j=changed: predict(j))  # type: ignore[misc]
+        rows.append({"micro_batches": micro_batches, "dp": dp, "ms": 1e3 * seconds})
     return rows
 
 

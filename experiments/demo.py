@@ -89,5 +89,5 @@ def run_demo(out: Path) -> tuple[dict[str, Any], str]:
     text = summary_text(summary)
     write_text(out / "summary.txt", text + "\n")
     write_json(out / "summary.json", summary)
-    where = f"\nwritten to {out}: summary.json, summary.txt, predicted_vs_measured.png, search.png, predictor/, mlflow.db,\n"
-    return summary, text + where + "and timeline.json: open it at https://ui.perfetto.dev"
+    files = "summary.json, summary.txt, predicted_vs_measured.png, search.png, predictor/, mlflow.db"
+    return summary, f"{text}\nwritten to {out}: {files}\nand timeline.json: open it at https://ui.perfetto.dev"
