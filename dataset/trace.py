@@ -7,64 +7,29 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.job import Job
+from stepsight.dataset.errors import TraceError
+from stepsight.dataset.manifest import RunManifest, read_manifest, read_object
+from stepsight.dataset.op import Op
 from stepsight.dataset.program import Program
 
+__all__ = [
+    "Collection",
+    "RankTrace",
+    "Rendezvous",
+    "RunManifest",
+    "Segment",
+    "Span",
+    "Trace",
+    "read_collection",
+    "read_manifest",
+    "read_run",
+]
+
 Seconds = NDArray[np.float64]
-SCHEMA = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunManifest:
-    """What ``manifest.json`` of a run folder says, checked.
-
-    Attributes:
-        folder: The run folder.
-        name: Name of the run in its collection.
-        role: ``train``, ``heldout`` or what the plan called it.
-        job: What ran.
-        world_size: Number of ranks.
-        rounds: Seconds of each timed step without a profiler, by round.
-        profiled_seconds: Seconds of each profiled step.
-        fingerprint: Machine and software it ran on.
-        versions: Software versions.
-        traces: File names by rank and format (``kineto``, ``et``); empty for a run that was only timed.
-        peak_memory_bytes: Per rank.
-        losses: Per step.
-    """
-
-    folder: Path
-    name: str
-    role: str
-    job: Job
-    world_size: int
-    rounds: tuple[tuple[float, ...], ...]
-    profiled_seconds: tuple[float, ...] = ()
-    fingerprint: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, Any] = field(default_factory=dict)
-    traces: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    peak_memory_bytes: tuple[float, ...] = ()
-    losses: tuple[float, ...] = ()
-
-    @property
-    def step_seconds(self) -> tuple[float, ...]:
-        """All timed steps without a profiler: the truth and its spread."""
-        return tuple(seconds for steps in self.rounds for seconds in steps)
-
-    @property
-    def iteration_time_s(self) -> float:
-        """Median of the timed steps."""
-        return statistics.median(self.step_seconds)
-
-    @property
-    def busy(self) -> int:
-        """Ranks that compute at the same time on one node."""
-        return min(self.world_size, self.job.cluster.devices_per_node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +81,8 @@ class RankTrace:
         tail_s: ``(len(spans),)``, wait of the compute stream after the last node of each segment.
         meets: Rendezvous of collective nodes, by node index.
         num_events: ``(n,)``, calls that the profiler recorded in the slot: what its overhead grows with.
+        step_s: Seconds of each whole step, profiled.
+        events_per_step: Calls that the profiler recorded in a step.
         unclassified_s: Time in ops of no known kind (they count as ``elementwise``).
     """
 
@@ -130,7 +97,15 @@ class RankTrace:
     tail_s: Seconds = field(default_factory=lambda: np.zeros(0))
     meets: Mapping[int, Rendezvous] = field(default_factory=dict)
     num_events: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    step_s: tuple[float, ...] = ()
+    events_per_step: float = 0.0
     unclassified_s: float = 0.0
+
+    @cached_property
+    def is_compute(self) -> NDArray[np.bool_]:
+        """``(n,)``: which nodes are ops of the ``compute`` stream."""
+        nodes = self.program.nodes
+        return np.array([isinstance(node.work, Op) and node.stream == "compute" for node in nodes], dtype=np.bool_)
 
 
 @dataclass(frozen=True)
@@ -172,13 +147,98 @@ class Trace:
     ranks: tuple[RankTrace, ...]
 
     def segments(self) -> list[Segment]:
-        """Every forward, backward and optimizer segment, by rank and time."""
-        raise NotImplementedError
+        """Every forward, backward and optimizer segment, by rank and time; equal programs are one object."""
+        shared: dict[object, Program] = {}
+        return [segment for trace in self.ranks for segment in self._rank_segments(trace, shared)]
 
     @cached_property
     def rendezvous(self) -> list[dict[int, int]]:
-        """Matched collectives: for each, node index by rank."""
-        raise NotImplementedError
+        """Collectives that are one: node index by rank, for each that was seen on at least two ranks."""
+        found: dict[Rendezvous, dict[int, int]] = {}
+        for trace in self.ranks:
+            for node, meets in trace.meets.items():
+                found.setdefault(meets, {})[trace.rank] = node
+        return [nodes for nodes in found.values() if len(nodes) > 1]
+
+    @cached_property
+    def _together_s(self) -> dict[int, Seconds]:
+        """By rank, ``(n,)`` durations with those of a collective replaced by its shortest on any rank.
+
+        The rank that comes last waits for nobody, so its span is the communication without the skew.
+        """
+        seconds = {trace.rank: trace.duration_s.copy() for trace in self.ranks}
+        for nodes in self.rendezvous:
+            shortest = min(seconds[rank][node] for rank, node in nodes.items())
+            for rank, node in nodes.items():
+                seconds[rank][node] = shortest
+        return seconds
+
+    def clean_slots(self, trace: RankTrace) -> Seconds:
+        """``(n,)`` in-context seconds of a rank's nodes without the profiler's overhead.
+
+        Its cost is one constant per recorded call, such that a step takes what steps take without it.
+        """
+        profiled = statistics.median(trace.step_s or self.manifest.profiled_seconds or (0.0,))
+        excess = profiled - self.manifest.iteration_time_s if profiled else 0.0
+        slots = np.where(trace.is_compute, trace.slot_s, self._together_s[trace.rank])
+        if excess <= 0.0:
+            slots[trace.is_compute] *= 1.0 - excess / profiled if profiled else 1.0
+            return slots
+        per_event = excess / trace.events_per_step if trace.events_per_step else 0.0
+        return without_overhead(slots, trace.num_events, per_event)
+
+    def _rank_segments(self, trace: RankTrace, shared: dict[object, Program]) -> Iterator[Segment]:
+        slots = self.clean_slots(trace)
+        for index, span in enumerate(trace.spans):
+            nodes = np.flatnonzero(trace.span == index)
+            if span.label == "step" or not len(nodes):
+                continue
+            program = _part(trace.program, nodes, span.label)
+            program = shared.setdefault(program.digest_key, program)
+            wait = float(trace.wait_s[nodes].sum() + trace.tail_s[index])
+            compute = float(slots[nodes][trace.is_compute[nodes]].sum())
+            yield Segment(
+                program=program,
+                slot_s=slots[nodes],
+                label=span.label,
+                rank=trace.rank,
+                busy=self.manifest.busy,
+                run=self.manifest.name,
+                step=span.step,
+                micro_batch=span.micro_batch,
+                stage=span.stage,
+                wait_s=wait,
+                span_s=compute + wait,
+            )
+
+
+def _part(program: Program, nodes: NDArray[np.int64], label: str) -> Program:
+    """The nodes of a program and the edges among them."""
+    place = {int(node): position for position, node in enumerate(nodes)}
+    edges = tuple((place[b], place[a], why) for b, a, why in program.edges if b in place and a in place)
+    return Program(tuple(program.nodes[int(node)] for node in nodes), edges, label)
+
+
+def without_overhead(seconds: Seconds, num_events: Seconds, per_event: float, floor: float = 0.1) -> Seconds:
+    """Take ``per_event`` off for every event, leave at least ``floor`` of each, and keep the sum right.
+
+    Shapes: all ``(n,)``.
+    """
+    if per_event <= 0.0 or not len(seconds):
+        return seconds.copy()
+    target = max(float(seconds.sum() - per_event * num_events.sum()), floor * float(seconds.sum()))
+    low, high = per_event, per_event
+    least = floor * seconds
+    for _ in range(60):  # what the floor gave back is taken from the others
+        cleaned = np.maximum(seconds - high * num_events, least)
+        if cleaned.sum() <= target * (1.0 + 1e-9):
+            break
+        low, high = high, 2.0 * high
+    for _ in range(40):
+        middle = 0.5 * (low + high)
+        cleaned = np.maximum(seconds - middle * num_events, least)
+        low, high = (middle, high) if cleaned.sum() > target else (low, middle)
+    return np.asarray(np.maximum(seconds - high * num_events, least))
 
 
 @dataclass(frozen=True)
@@ -199,20 +259,20 @@ class Collection:
     events: tuple[Path, ...] = ()
     absent_events: tuple[str, ...] = ()
 
+    def __iter__(self) -> Iterator[RunManifest]:
+        return iter(self.runs)
+
+    @property
+    def note(self) -> str:
+        """One line on what is missing, "" if nothing is."""
+        names = [*(f"runs/{name}" for name in self.absent), *(f"events/{name}.json" for name in self.absent_events)]
+        return f"{self.folder}: planned but absent: {', '.join(names)}" if names else ""
+
     def traces(self, role: str | None = None) -> Iterator[Trace]:
         """Read the complete runs (of a role) that have traces, one after the other."""
         for manifest in self.runs:
             if manifest.traces and role in (None, manifest.role):
                 yield read_run(manifest.folder)
-
-
-def read_manifest(folder: Path) -> RunManifest:
-    """Read and check ``manifest.json`` of a run folder.
-
-    Raises:
-        TraceError: If there is none, or it is not what the harness writes.
-    """
-    raise NotImplementedError
 
 
 def read_run(folder: Path) -> Trace:
@@ -221,7 +281,20 @@ def read_run(folder: Path) -> Trace:
     Raises:
         TraceError: If the manifest, a rank or a trace is missing, truncated or inconsistent.
     """
-    raise NotImplementedError
+    from stepsight.dataset.readers.kineto import read_kineto  # it imports this module
+    from stepsight.dataset.readers.placement import Placement
+
+    manifest = read_manifest(Path(folder))
+    if not manifest.traces:
+        raise TraceError(f"a run must have traces to be read, got none in {manifest.folder}")
+    parallel, devices = manifest.job.parallel, manifest.job.cluster.devices_per_node
+    ranks = []
+    for rank, files in sorted(manifest.traces.items()):
+        if "kineto" not in files:
+            raise TraceError(f"rank {rank} must have a kineto trace, got {sorted(files)} in {manifest.folder}")
+        place = Placement(rank=rank, devices_per_node=devices, tp=parallel.tp, dp=parallel.dp)
+        ranks.append(read_kineto(manifest.folder / files["kineto"], place))
+    return Trace(manifest, tuple(ranks))
 
 
 def read_collection(folder: Path) -> Collection:
@@ -230,4 +303,26 @@ def read_collection(folder: Path) -> Collection:
     Raises:
         TraceError: If the folder is no collection or a manifest is wrong.
     """
-    raise NotImplementedError
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise TraceError(f"a collection must be a folder, got {folder}")
+    plan = read_object(folder / "plan.json") if (folder / "plan.json").exists() else {}
+    if not plan and not (folder / "runs").is_dir():
+        raise TraceError(f"a collection must hold plan.json or runs/, got neither in {folder}")
+    runs = tuple(read_manifest(path) for path in _entries(folder / "runs") if path.is_dir())
+    events = tuple(path for path in _entries(folder / "events") if path.suffix == ".json")
+    planned = [str(entry.get("name")) for entry in plan.get("runs", [])]
+    planned_events = [str(entry.get("name")) for entry in plan.get("events", [])]
+    there, there_events = {manifest.name for manifest in runs}, {path.stem for path in events}
+    return Collection(
+        folder,
+        runs,
+        tuple(name for name in planned if name not in there),
+        events,
+        tuple(name for name in planned_events if name not in there_events),
+    )
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What is in a folder, by name; what is being written has a leading dot and is not there yet."""
+    return sorted(path for path in folder.glob("*") if not path.name.startswith("."))

@@ -11,10 +11,14 @@ its order.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.op import Op
@@ -47,10 +51,10 @@ def read_kineto(path: Path, placement: Placement | None = None) -> RankTrace:
 def rank_trace(events: Events, placement: Placement) -> RankTrace:
     """Turn the events of one rank into its trace."""
     swept = sweep(events)
+    _set_aside_slowed_steps(swept, events)
     info = events.header.get("distributedInfo") or {}
     rank = placement.rank if placement.rank is not None else int(info.get("rank", 0))
     main = _main_thread(swept)
-    spans = _spans(swept, events)
     waits: list[Wait] = []
     if swept.device:
         works = device_work(swept, int(info.get("world_size", 1)), placement)
@@ -61,10 +65,12 @@ def rank_trace(events: Events, placement: Placement) -> RankTrace:
         works.sort(key=lambda work: work.issue)
     if not works:
         raise TraceError("a trace must hold at least one op or collective, got none")
+    spans = _spans(swept, events, works)
     index = {id(work): i for i, work in enumerate(works)}
     edges = event_waits(swept, works) if swept.device else _edges(works, waits, index)
     program = Program(tuple(Node(w.work, w.stream, w.name) for w in works), edges)
-    return _timed(rank, program, works, spans, waits, _host_starts(events, main), on_host=not swept.device)
+    host_starts = _host_starts(events, main)
+    return _timed(rank, program, works, spans, waits, host_starts, swept.steps, on_host=not swept.device)
 
 
 def _main_thread(swept: Swept) -> Any:
@@ -90,16 +96,32 @@ def _name_threads(swept: Swept, main: Any) -> list[Work]:
     return host
 
 
-def _spans(swept: Swept, events: Events) -> tuple[Span, ...]:
+def _set_aside_slowed_steps(swept: Swept, events: Events) -> None:
+    """Steps in which an execution-trace observer ran too are several times slower; use the others, if there are any.
+
+    The observer numbers the recorded functions; without it they are all 0.
+    """
+    numbered = []
+    for start, end in swept.steps:
+        first, last = np.searchsorted(events.start_us, [start, end])
+        ids = [row.get("args", {}).get("Record function id", 0) for row in events.rows[first:last]]
+        numbered.append(max(ids, default=0) > 0)
+    if not all(numbered):
+        swept.slowed_steps += [bounds for bounds, slow in zip(swept.steps, numbered, strict=True) if slow]
+        swept.steps = [bounds for bounds, slow in zip(swept.steps, numbered, strict=True) if not slow]
+
+
+def _spans(swept: Swept, events: Events, works: list[Work]) -> tuple[Span, ...]:
     """Segments in order of time with their step; whole steps, or the whole trace, where there are none."""
     steps = np.array([start for start, _ in sorted(swept.steps)])
     found = sorted(swept.spans, key=lambda span: span.start_s)
     if steps.size and any(span.label != "step" for span in found):
-        found = [span for span in found if span.label != "step"]
+        found = [span for span in found if span.label != "step" and not _within(span, swept.slowed_steps)]
     elif steps.size:
         found = [Span("step", *bounds) for bounds in sorted(swept.steps)]
     if not found:
         found = [Span("step", float(events.start_us[0]), float(events.end_us.max()))]
+    found = _with_loss(found, works)
     out = []
     for position, span in enumerate(found):
         step = (
@@ -109,6 +131,27 @@ def _spans(swept: Swept, events: Events) -> tuple[Span, ...]:
         )
         out.append(Span(span.label, span.start_s * _US, span.end_s * _US, max(step, 0), span.micro_batch, span.stage))
     return tuple(out)
+
+
+def _with_loss(spans: list[Span], works: list[Work]) -> list[Span]:
+    """Pipelining computes the loss between two segments: it is part of the forward one before it."""
+    issued = [work.issue for work in works]
+    out = []
+    for span, after in zip(spans, [*spans[1:], None], strict=True):
+        if span.label == "forward":
+            first, last = bisect_left(issued, span.end_s), bisect_left(issued, after.start_s if after else math.inf)
+            between = works[first:last]
+            losses = [i for i, work in enumerate(between) if work.work.kind == "cross_entropy"]
+            if losses:
+                joined = [work for work in between[losses[0] :] if work.work.kind != "send_recv"]
+                limit = after.start_s if after else math.inf
+                span = replace(span, end_s=max(span.end_s, min(limit, max(work.end for work in joined))))
+        out.append(span)
+    return out
+
+
+def _within(span: Span, bounds: list[tuple[float, float]]) -> bool:
+    return any(start <= span.start_s < end for start, end in bounds)
 
 
 def _edges(works: list[Work], waits: list[Wait], index: dict[int, int]) -> tuple[tuple[int, int, Dependency], ...]:
@@ -133,10 +176,25 @@ def _edges(works: list[Work], waits: list[Wait], index: dict[int, int]) -> tuple
     return tuple(edges)
 
 
-def _host_starts(events: Events, main: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _host_starts(events: Events, main: Any) -> NDArray[np.float64]:
     """When recorded calls of the main thread started, weightless ones included (those of any thread), in order."""
     rows = [i for i, row in enumerate(events.rows) if row.get("tid") == main]
     return np.sort(np.concatenate([events.start_us[rows], events.dropped_us]))
+
+
+def _between(sorted_times: NDArray[np.float64], since: Any, upto: Any) -> Any:
+    """How many of the times lie in each ``since <= time < upto``."""
+    return np.searchsorted(sorted_times, upto) - np.searchsorted(sorted_times, since)
+
+
+def _events_on_the_way(host_starts: NDArray[np.float64], steps: list[tuple[float, float]], waits: list[Wait]) -> float:
+    """Recorded calls that a step's time passes through: the rank's own, and while it waits for a message, its peer's."""
+    messages = merge([(wait.start, wait.end) for wait in waits if wait.work.work.kind == "send_recv"])
+    counts = [0.0]
+    for start, end in steps:
+        own_share = 1.0 - waited(messages, start, end) / (end - start)
+        counts.append(float(_between(host_starts, start, end)) / max(own_share, 0.1))
+    return sum(counts) / max(len(steps), 1)
 
 
 def _timed(
@@ -145,7 +203,8 @@ def _timed(
     works: list[Work],
     spans: tuple[Span, ...],
     waits: list[Wait],
-    host_starts: np.ndarray[Any, np.dtype[np.float64]],
+    host_starts: NDArray[np.float64],
+    steps: list[tuple[float, float]],
     on_host: bool,
 ) -> RankTrace:
     start = np.array([work.start for work in works])
@@ -174,7 +233,9 @@ def _timed(
             slot[nodes] = np.maximum(upto - since - wait[nodes], 0.0)
             tail[i] = waited(idle, end[nodes[-1]], ends[i])
             wait[nodes[-1]] -= tail[i]
-            num_events[nodes] = np.searchsorted(host_starts, upto) - np.searchsorted(host_starts, since)
+            num_events[nodes] = _between(host_starts, since, upto)
+        blocking = np.array([work.blocks for work in works])
+        num_events[blocking] = _between(host_starts, start[blocking], end[blocking])
     meets = {i: work.meets for i, work in enumerate(works) if work.meets is not None}
     unknown = sum(work.own for work in works if not work.known)
     return RankTrace(
@@ -189,5 +250,7 @@ def _timed(
         tail_s=tail * _US,
         meets=meets,
         num_events=num_events,
+        step_s=tuple((end - start) * _US for start, end in steps),
+        events_per_step=_events_on_the_way(host_starts, steps, waits),
         unclassified_s=unknown * _US,
     )

@@ -104,6 +104,7 @@ class Swept:
         host: Compute calls by order of start.
         spans: Annotated segments.
         steps: Bounds of whole steps.
+        slowed_steps: Bounds of steps that another observer slowed (``et=1``): they are not evaluated.
         calls: ``stepsight::collective`` annotations, and c10d calls that no annotation encloses.
         waits: ``stepsight::wait`` annotations.
         workers: ``gloo:*`` spans: kind, start, end.
@@ -118,6 +119,7 @@ class Swept:
     host: list[Work] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     steps: list[tuple[float, float]] = field(default_factory=list)
+    slowed_steps: list[tuple[float, float]] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     waits: list[Call] = field(default_factory=list)
     workers: list[tuple[str, float, float]] = field(default_factory=list)
@@ -254,7 +256,7 @@ def _annotation(out: Swept, thread: _Thread, row: Event, start: float, end: floa
         elif word == "segment":
             out.segment_thread = tid
             if values["label"] == "step":
-                out.steps.append((start, end))
+                (out.slowed_steps if values.get("et") == "1" else out.steps).append((start, end))
             else:
                 numbers = (int(values.get("micro_batch", 0)), int(values.get("stage", 0)))
                 out.spans.append(Span(values["label"], start, end, 0, *numbers))
