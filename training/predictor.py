@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -62,7 +63,7 @@ class Predictor:
     calibration: Calibration = field(default_factory=Calibration)
     intervals: Intervals = field(default_factory=Intervals)
     manifest: Mapping[str, Any] = field(default_factory=dict)
-    _bound: dict[Any, LearnedLatency] = field(default_factory=dict, compare=False, repr=False)
+    _bound: dict[Any, LearnedLatency] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def latency(self, job: Job) -> LearnedLatency:
         """The durations that the simulator asks for, bound to the job's fabric and busy devices per node.
@@ -89,6 +90,11 @@ class Predictor:
         digest = self.manifest.get("digest", "")
         context = "with context" if self.context is not None else "without context"
         return f"predictor {self.hardware.name}{f' {digest}' if digest else ''}, {context}"
+
+    @cached_property
+    def without_context(self) -> Predictor:
+        """The same by regressors alone, to see what the context model brings."""
+        return replace(self, context=None, calibration=Calibration())
 
     def unsupported(self, works: Iterable[Op | Collective]) -> list[str]:
         """Which ops and collectives lie outside what was measured, and why."""

@@ -104,7 +104,7 @@ class _Simulate(torch.autograd.Function):
         return seconds.new_tensor(total)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (counts,) = ctx.saved_tensors
         return grad * counts, None
 

@@ -1,0 +1,123 @@
+"""Predicted against measured, on runs that no training saw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.errors import TraceError
+from stepsight.training.measured import MeasuredRun, read_runs
+from stepsight.training.prediction import predict
+from stepsight.training.predictor import Predictor
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How good a predictor is.
+
+    Attributes:
+        rows: One per run: ``run``, ``job``, ``measured_s``, ``spread_percent``, ``num_steps``, ``predicted_s``,
+            ``low_s``, ``high_s``, ``error_percent``, ``predicted_without_gnn_s``, ``unsupported``.
+        mape: Mean absolute error of the iteration time, percent.
+        mape_without_gnn: The same by regressors alone, percent.
+        spearman: Rank correlation of predicted and measured iteration times.
+        coverage: Percent of the runs that their interval holds.
+        op_error_regressor: Time-weighted error of ops in context by regressors alone, percent; 0 without traces.
+        op_error_with_gnn: The same with the context model.
+    """
+
+    rows: list[dict[str, Any]]
+    mape: float
+    mape_without_gnn: float
+    spearman: float
+    coverage: float
+    op_error_regressor: float
+    op_error_with_gnn: float
+
+
+def evaluate(predictor: Predictor, collection: Path, *, role: str = "heldout") -> Evaluation:
+    """Predict every run of a role and set it beside what it took.
+
+    Raises:
+        TraceError: If the collection has no such run, or one of them trained the predictor.
+        PredictorError: If a run was on other hardware.
+    """
+    runs = read_runs([collection], (role,))
+    if not runs:
+        raise TraceError(f"evaluation needs runs with role {role!r}, got none in {collection}")
+    trained = set(predictor.manifest.get("runs", ())) & {run.manifest.name for run in runs}
+    if trained and role != "train":
+        raise TraceError(f"runs that trained a predictor cannot judge it, got {', '.join(sorted(trained))}")
+    rows = [_row(run, predictor) for run in runs]
+    measured = np.array([row["measured_s"] for row in rows])
+    predicted = np.array([row["predicted_s"] for row in rows])
+    alone = np.array([row["predicted_without_gnn_s"] for row in rows])
+    held = [row["low_s"] <= row["measured_s"] <= row["high_s"] for row in rows]
+    op_errors = _op_errors(runs, predictor)
+    return Evaluation(
+        rows,
+        _mape(predicted, measured),
+        _mape(alone, measured),
+        spearman(predicted, measured),
+        100.0 * float(np.mean(held)),
+        *op_errors,
+    )
+
+
+def _row(run: MeasuredRun, predictor: Predictor) -> dict[str, Any]:
+    manifest = run.manifest
+    prediction = predict(manifest.job, predictor)
+    alone = predict(manifest.job, predictor.without_context)
+    measured = manifest.iteration_time_s
+    steps = np.array(manifest.step_seconds)
+    return {
+        "run": manifest.name,
+        "job": manifest.job.name,
+        "measured_s": measured,
+        "spread_percent": 100 * float(np.std(steps) / measured),
+        "num_steps": len(steps),
+        "predicted_s": prediction.iteration_time_s,
+        "low_s": prediction.low_s,
+        "high_s": prediction.high_s,
+        "error_percent": 100 * (prediction.iteration_time_s / measured - 1),
+        "predicted_without_gnn_s": alone.iteration_time_s,
+        "unsupported": len(prediction.unsupported),
+    }
+
+
+def _op_errors(runs: list[MeasuredRun], predictor: Predictor) -> tuple[float, float]:
+    if not any(run.segments for run in runs):
+        return 0.0, 0.0
+    from stepsight.training.context import op_error
+    from stepsight.training.learning import make_examples
+
+    examples = make_examples(runs, predictor)
+    return (
+        op_error(examples, None, predictor.hardware),
+        op_error(examples, predictor.context, predictor.hardware),
+    )
+
+
+def _mape(predicted: Array, measured: Array) -> float:
+    return 100.0 * float(np.mean(np.abs(predicted / measured - 1)))
+
+
+def spearman(one: Array, two: Array) -> float:
+    """Rank correlation, ties ranked by their mean; 1 for fewer than two values."""
+    if len(one) < 2:
+        return 1.0
+    first, second = _ranks(one), _ranks(two)
+    if min(first.std(), second.std()) == 0:
+        return 0.0
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+def _ranks(values: Array) -> Array:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[inverse])

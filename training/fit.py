@@ -1,0 +1,200 @@
+"""``train``: from collections to a saved, tracked predictor."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepsight.dataset.errors import TraceError
+from stepsight.dataset.files import digest
+from stepsight.training.calibration import fit_calibration
+from stepsight.training.collective import fit_collectives
+from stepsight.training.intervals import Intervals, conformal
+from stepsight.training.kernel import fit_kernels
+from stepsight.training.measured import (
+    MeasuredRun,
+    Profile,
+    fill_from_traces,
+    read_profiles,
+    read_runs,
+    runs_digest,
+)
+from stepsight.training.predictor import Predictor
+from stepsight.training.tracking import TrackedRun, default_uri, tracked
+
+Progress = Any
+
+
+def train(
+    collections: Sequence[Path],
+    out: Path,
+    *,
+    hardware_name: str = "local-cpu",
+    seed: int = 0,
+    tracking_uri: str | None = None,
+    progress: bool = True,
+    roles: Sequence[str] = ("train",),
+) -> Predictor:
+    """Learn a predictor from collections, save it, and track it in MLflow.
+
+    Args:
+        collections: Folders that ``stepsight collect`` wrote.
+        out: Folder of the predictor to write.
+        hardware_name: What jobs call this hardware.
+        seed: Of everything random.
+        tracking_uri: Of MLflow; by default an sqlite database beside ``out``.
+        progress: Whether to tell on stderr what is going on.
+        roles: Only runs of these roles may train.
+
+    Raises:
+        TraceError: If a collection is none, or there is nothing to learn from.
+    """
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        if progress:
+            print(f"  train: [{time.monotonic() - started:4.1f} s] {text}", file=sys.stderr, flush=True)
+
+    say("reading event profiles and traces")
+    profile = read_profiles(collections)
+    runs = read_runs(collections, roles)
+    if not profile.ops and not any(run.segments for run in runs):
+        raise TraceError(
+            f"training needs event profiles or traces of runs with role {' or '.join(roles)}, "
+            f"got none in {', '.join(map(str, collections))}"
+        )
+    uri = tracking_uri or default_uri(out)
+    with tracked(uri, f"train {hardware_name}") as run:
+        predictor = _learn(profile, runs, hardware_name, seed, say)
+        manifest = _manifest(predictor, profile, runs, seed, run.run_id, uri, collections)
+        predictor = replace(predictor, manifest=manifest)
+        predictor.save(out)
+        say("tracking in MLflow")
+        _track(run, predictor, out)
+    say(f"done: {out}")
+    return Predictor.load(out)
+
+
+def _learn(profile: Profile, runs: list[MeasuredRun], name: str, seed: int, say: Progress) -> Predictor:
+    from stepsight.training.learning import check_hardware
+
+    check_hardware(runs, name)
+    from_traces = fill_from_traces(profile, runs)
+    if from_traces:
+        say(f"kinds known from traces alone: {', '.join(from_traces)}")
+    device = next((str(run.manifest.fingerprint.get("device", "cpu")) for run in runs), "cpu")
+    hardware = profile.hardware(name, device)
+    say(f"regressors: {len(profile.ops)} ops, {len(profile.collectives)} collectives")
+    kernel = fit_kernels(profile.ops, profile.op_busy, np.array(profile.op_seconds), hardware, seed=seed)
+    collective = fit_collectives(profile.collectives, np.array(profile.collective_seconds), seed=seed)
+    metrics: dict[str, float] = {
+        f"alone_error_{family.replace('/', '_')}_percent": 100 * float(np.expm1(error))
+        for model in (kernel.regressor, collective.regressor)
+        for family, error in model.errors.items()
+    }
+    predictor = Predictor(hardware, kernel, collective, manifest={"metrics": metrics})
+    return _learn_context(predictor, runs, seed, say) if runs else predictor
+
+
+def _learn_context(predictor: Predictor, runs: list[MeasuredRun], seed: int, say: Progress) -> Predictor:
+    """Context model, calibration and intervals, each judged on runs held back."""
+    from stepsight.training.context import fit_context
+    from stepsight.training.learning import MIN_RUNS, family_errors, hold_back, make_examples, make_wholes
+
+    examples, wholes = make_examples(runs, predictor), make_wholes(runs, predictor)
+    say(f"context: {len(runs)} runs, {len(examples)} distinct segments")
+    metrics = dict(predictor.manifest["metrics"])
+    if len(runs) < MIN_RUNS:
+        few = fit_context(examples, wholes, predictor.hardware, seed=seed)
+        return replace(predictor, context=few, manifest={"metrics": metrics})
+    held = hold_back(
+        runs, examples, wholes, predictor, seed=seed, on_fold=lambda at, of: say(f"context: fold {at + 1} of {of}")
+    )
+    fitted = fit_context(examples, wholes, predictor.hardware, seed=seed)
+    context = fitted if held.context_helps else None
+    predicted = held.in_context if held.context_helps else held.alone
+    calibration = fit_calibration(predicted, held.measured)
+    off = np.log(held.measured / (predicted * calibration.scale))
+    intervals = conformal(off, 2 * float(np.median([run.spread_log for run in runs])))
+    metrics |= {
+        "op_error_regressor_percent": held.op_error_alone,
+        "op_error_with_gnn_percent": held.op_error_in_context,
+        "mape_regressor_percent": _mape(held.alone, held.measured),
+        "mape_with_gnn_percent": _mape(held.in_context, held.measured),
+        "mape_percent": _mape(predicted * calibration.scale, held.measured),
+        "calibration_scale": calibration.scale,
+        "interval_half_width_percent": 100 * float(np.expm1(intervals.half_width_log)),
+    }
+    for family, error in family_errors(examples, context, predictor).items():
+        metrics[f"in_context_fit_{family}_percent"] = error
+    say(
+        f"runs held back: iteration time {metrics['mape_percent']:.1f} %, "
+        f"ops {held.op_error_alone:.1f} % by regressors, {held.op_error_in_context:.1f} % with the GNN"
+        + ("" if held.context_helps else " (so it is left out)")
+    )
+    return replace(
+        predictor, context=context, calibration=calibration, intervals=intervals, manifest={"metrics": metrics}
+    )
+
+
+def _mape(predicted: Any, measured: Any) -> float:
+    return 100 * float(np.mean(np.abs(predicted / measured - 1)))
+
+
+def _manifest(
+    predictor: Predictor,
+    profile: Profile,
+    runs: list[MeasuredRun],
+    seed: int,
+    run_id: str,
+    uri: str,
+    collections: Sequence[Path],
+) -> dict[str, Any]:
+    data = {"events": profile.digest, "runs": runs_digest(runs) if runs else ""}
+    return {
+        "digest": digest(*data.values(), str(seed), version("stepsight")),
+        "data_digests": data,
+        "collections": [str(path) for path in collections],
+        "runs": [run.manifest.name for run in runs],
+        "num_ops": len(profile.ops),
+        "num_collectives": len(profile.collectives),
+        "fingerprint": dict(runs[0].manifest.fingerprint) if runs else {},
+        "versions": {name: version(name) for name in ("stepsight", "lightgbm", "torch", "torch-geometric", "numpy")},
+        "seed": seed,
+        "metrics": predictor.manifest["metrics"],
+        "mlflow_run_id": run_id,
+        "mlflow_uri": uri,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _track(run: TrackedRun, predictor: Predictor, out: Path) -> None:
+    manifest = predictor.manifest
+    kernel = predictor.kernel.regressor
+    params = {
+        "hardware": predictor.hardware.name,
+        "seed": manifest["seed"],
+        "num_ops": manifest["num_ops"],
+        "num_collectives": manifest["num_collectives"],
+        "num_runs": len(manifest["runs"]),
+        "context_gnn": predictor.context is not None,
+        "families_with_trees": " ".join(sorted(kernel.trees)) or "none",
+        "interval_coverage": predictor.intervals.coverage if predictor.intervals != Intervals() else 0.0,
+    }
+    tags = {
+        "hardware": predictor.hardware.name,
+        "digest": manifest["digest"],
+        **{f"version.{name}": value for name, value in manifest["versions"].items()},
+    }
+    run.log(params, {key.replace("@", "_"): value for key, value in manifest["metrics"].items()}, tags)
+    for name, value in manifest["data_digests"].items():
+        if value:
+            run.log_data(name, value, "training")
+    run.publish(out, predictor.hardware.name, tags)

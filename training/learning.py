@@ -1,0 +1,153 @@
+"""From measured runs to what the context model learns from, and how well it does on runs held back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.errors import TraceError
+from stepsight.dataset.op import Op
+from stepsight.dataset.program import Node
+from stepsight.gnn.inference import ContextWeights
+from stepsight.simulator.simulate import simulate
+from stepsight.training.context import Example, Whole, fit_context, op_error
+from stepsight.training.latency import LearnedLatency
+from stepsight.training.measured import MeasuredRun, average
+from stepsight.training.predictor import Predictor
+from stepsight.training.through_simulator import Iteration
+
+Array = NDArray[np.float64]
+FOLDS = 5
+MIN_RUNS = 4  # fewer cannot be held back in turn
+
+
+def check_hardware(runs: Sequence[MeasuredRun], name: str) -> None:
+    """Every run must be on the hardware that is learned.
+
+    Raises:
+        TraceError: With the values.
+    """
+    for run in runs:
+        if run.manifest.job.cluster.hardware != name:
+            raise TraceError(
+                f"every run must be on the hardware that is learned: cluster.hardware must be {name!r}, "
+                f"got {run.manifest.job.cluster.hardware!r} in {run.manifest.folder}"
+            )
+
+
+def make_examples(runs: Sequence[MeasuredRun], predictor: Predictor) -> list[Example]:
+    """Distinct segments of the runs' traces, with the predictor's seconds alone."""
+    examples = []
+    for run in runs:
+        latency = predictor.latency(run.manifest.job)
+        for mean in average(run.segments):
+            if len(mean.program):
+                alone = seconds_alone(mean.program.nodes, latency)
+                examples.append(Example(mean.program, alone, mean.slot_s, mean.busy, mean.run, mean.repeats))
+    return examples
+
+
+def seconds_alone(nodes: Sequence[Node], latency: LearnedLatency) -> Array:
+    """Seconds of each node of a program on its own, its share included, ``(len(nodes),)``."""
+    return np.array([latency.alone_seconds(node.work) * node.share for node in nodes])
+
+
+def make_wholes(runs: Sequence[MeasuredRun], predictor: Predictor) -> list[Whole]:
+    """The runs as functions of their nodes, with their measured iteration times."""
+    wholes = []
+    for run in runs:
+        job = run.manifest.job
+        latency = predictor.latency(job)
+        wholes.append(Whole(Iteration.of(job, latency), run.manifest.iteration_time_s, latency.busy, run.manifest.name))
+    return wholes
+
+
+def iteration_times(runs: Sequence[MeasuredRun], predictor: Predictor) -> Array:
+    """Predicted seconds of each run's job, before calibration, ``(runs,)``."""
+    jobs = [run.manifest.job for run in runs]
+    return np.array([simulate(job, predictor.latency(job)).iteration_time_s for job in jobs])
+
+
+@dataclass(frozen=True)
+class HeldBack:
+    """What comes out when runs are held back in turn; shapes ``(runs,)``.
+
+    Attributes:
+        measured: Iteration times.
+        alone: Predicted by regressors alone.
+        in_context: Predicted with a context model that never saw the run.
+        op_error_alone, op_error_in_context: Of ops in traces, percent, runs held back; NaN without traces.
+    """
+
+    measured: Array
+    alone: Array
+    in_context: Array
+    op_error_alone: float
+    op_error_in_context: float
+
+    @property
+    def context_helps(self) -> bool:
+        """Whether the context model earns its place on runs that it never saw."""
+        whole = np.abs(np.log(self.in_context / self.measured)).mean() / max(
+            1e-9, float(np.abs(np.log(self.alone / self.measured)).mean())
+        )
+        ops = self.op_error_in_context / max(1e-9, self.op_error_alone) if self.op_error_alone > 0 else 1.0
+        return bool(np.sqrt(whole * ops) < 1.0)
+
+
+def hold_back(
+    runs: Sequence[MeasuredRun],
+    examples: Sequence[Example],
+    wholes: Sequence[Whole],
+    predictor: Predictor,
+    *,
+    seed: int,
+    on_fold: Callable[[int, int], None],
+) -> HeldBack:
+    """Cross-validate the context model over runs; ``predictor`` has none."""
+    folds = np.random.default_rng(seed).permutation(len(runs)) % min(FOLDS, len(runs))
+    in_context = np.zeros(len(runs))
+    before, after = [], []
+    for fold in range(folds.max() + 1):
+        on_fold(fold, int(folds.max()) + 1)
+        names = {run.manifest.name for run, at in zip(runs, folds, strict=True) if at == fold}
+        context = fit_context(
+            [example for example in examples if example.run not in names],
+            [whole for whole in wholes if whole.run not in names],
+            predictor.hardware,
+            seed=seed,
+        )
+        own = np.flatnonzero(folds == fold)
+        in_context[own] = iteration_times([runs[i] for i in own.tolist()], replace(predictor, context=context))
+        left_out = [example for example in examples if example.run in names]
+        if left_out:
+            before.append(op_error(left_out, None, predictor.hardware))
+            after.append(op_error(left_out, context, predictor.hardware))
+    return HeldBack(
+        np.array([run.manifest.iteration_time_s for run in runs]),
+        iteration_times(runs, predictor),
+        in_context,
+        float(np.mean(before)) if before else 0.0,
+        float(np.mean(after)) if after else 0.0,
+    )
+
+
+def family_errors(
+    examples: Sequence[Example], context: ContextWeights | None, predictor: Predictor
+) -> dict[str, float]:
+    """Time-weighted error of ops in context by family, percent."""
+    off: dict[str, list[tuple[float, float]]] = {}
+    for example in examples:
+        log = np.log(example.alone / np.maximum(example.inside, 1e-9))
+        if context is not None:
+            log = log + context.log_correction(example.program, example.alone, predictor.hardware, example.busy)
+        for node, error, seconds in zip(example.program.nodes, np.abs(log), example.inside, strict=True):
+            if isinstance(node.work, Op):
+                off.setdefault(node.work.family, []).append((float(error), float(seconds) * example.repeats))
+    return {
+        family: 100 * float(np.expm1(np.average([e for e, _ in pairs], weights=[w + 1e-12 for _, w in pairs])))
+        for family, pairs in off.items()
+    }

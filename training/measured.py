@@ -1,0 +1,194 @@
+"""What a predictor is trained on: event profiles and traced runs of one or several collections."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.errors import TraceError
+from stepsight.dataset.files import digest, digest_files
+from stepsight.dataset.hardware import Hardware, find_hardware, hardware_from_dict
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.program import Program
+from stepsight.dataset.trace import RunManifest, Segment, read_collection, read_run
+
+Array = NDArray[np.float64]
+FACTS = (
+    "peak_flops",
+    "memory_bandwidth_bytes_per_s",
+    "memory_bytes",
+    "comm_compute_share",
+    "op_latency_s",
+    "compute_efficiency",
+    "memory_efficiency",
+)
+
+
+@dataclass
+class Profile:
+    """Ops and collectives measured on their own, and the hardware's facts.
+
+    Attributes:
+        ops, op_busy, op_seconds: Measured ops, one entry each.
+        collectives, collective_seconds: Measured collectives.
+        facts: Fields of ``Hardware`` that were measured.
+        digest: Of the files.
+    """
+
+    ops: list[Op] = field(default_factory=list)
+    op_busy: list[int] = field(default_factory=list)
+    op_seconds: list[float] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+    collective_seconds: list[float] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    digest: str = ""
+
+    def hardware(self, name: str, device: str) -> Hardware:
+        """The hardware that was measured; what was not comes from a preset of the same name.
+
+        Raises:
+            TraceError: If neither knows the facts.
+        """
+        preset = find_hardware(name)
+        known = preset.to_dict() if preset else {"op_latency_s": 5e-6}
+        facts = {**known, **self.facts, "name": name, "kind": "cpu" if device == "cpu" else "gpu"}
+        facts["source"] = "measured by stepsight collect" if self.facts else known.get("source", "")
+        missing = {"peak_flops", "memory_bandwidth_bytes_per_s", "memory_bytes"} - set(facts)
+        if missing:
+            raise TraceError(
+                f"the collection must hold event profiles with hardware facts, or {name!r} must be a preset; "
+                f"got no {', '.join(sorted(missing))}"
+            )
+        return hardware_from_dict(facts)
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A run with its trace cut into segments (none if it was only timed)."""
+
+    manifest: RunManifest
+    segments: tuple[Segment, ...]
+
+    @property
+    def spread_log(self) -> float:
+        """Standard deviation of the logarithm of its round medians (of its steps, where there is one round)."""
+        rounds = [float(np.median(steps)) for steps in self.manifest.rounds if steps]
+        values = rounds if len(rounds) > 1 else list(self.manifest.step_seconds)
+        return float(np.std(np.log(values))) if len(values) > 1 else 0.0
+
+
+def read_profiles(collections: Iterable[Path]) -> Profile:
+    """Read every event file of some collections.
+
+    Raises:
+        TraceError: If a folder is no collection or a file is not what the harness writes.
+    """
+    profile = Profile()
+    files: list[Path] = []
+    for collection in collections:
+        for path in read_collection(collection).events:
+            files.append(path)
+            try:
+                _read_events(path, profile)
+            except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+                raise TraceError(f"{path} must be an event profile, got {type(error).__name__}: {error}") from None
+    profile.digest = digest_files(files) if files else ""
+    return profile
+
+
+def _read_events(path: Path, profile: Profile) -> None:
+    table = json.loads(path.read_text("utf-8"))
+    busy = int(table["busy"])
+    for record in table["records"]:
+        seconds = float(record["seconds"])
+        if not seconds > 0:
+            raise ValueError(f"seconds must be > 0, got {seconds}")
+        if "op" in record:
+            op = record["op"]
+            profile.ops.append(Op(op["kind"], tuple(map(int, op["dims"])), op["dtype"]))
+            profile.op_busy.append(busy)
+            profile.op_seconds.append(seconds)
+        else:
+            profile.collectives.append(Collective(**record["collective"]))
+            profile.collective_seconds.append(seconds)
+    facts = {key: value for key, value in table.get("hardware", {}).items() if key in FACTS}
+    if busy == 1:
+        profile.facts = {**profile.facts, **facts}
+    else:  # peaks are those of a device that computes alone, where both were measured
+        profile.facts = {**facts, **profile.facts}
+
+
+def read_runs(collections: Iterable[Path], roles: Sequence[str] | None) -> list[MeasuredRun]:
+    """Read the complete runs of some roles (None: all), traces included where there are any."""
+    runs = []
+    for collection in collections:
+        for manifest in read_collection(collection).runs:
+            if roles is None or manifest.role in roles:
+                segments = read_run(manifest.folder).segments() if manifest.traces else []
+                runs.append(MeasuredRun(manifest, tuple(segments)))
+    return runs
+
+
+def runs_digest(runs: Sequence[MeasuredRun]) -> str:
+    """Digest of the runs' manifests and traces."""
+    return digest(*(digest_files([p for p in run.manifest.folder.iterdir() if p.is_file()]) for run in runs))
+
+
+def fill_from_traces(profile: Profile, runs: Iterable[MeasuredRun]) -> list[str]:
+    """Add the in-context median of op and collective kinds that no event profile holds; returns those kinds."""
+    have = {op.kind for op in profile.ops} | {c.kind for c in profile.collectives}
+    found: dict[tuple[Op | Collective, int], list[float]] = {}
+    for run in runs:
+        for segment in run.segments:
+            for node, seconds in zip(segment.program.nodes, segment.slot_s.tolist(), strict=True):
+                if node.work.kind not in have and seconds > 0:
+                    found.setdefault((node.work, segment.busy), []).append(seconds)
+    for (work, busy), seconds in found.items():
+        if isinstance(work, Op):
+            profile.ops.append(work)
+            profile.op_busy.append(busy)
+            profile.op_seconds.append(float(np.median(seconds)))
+        else:
+            profile.collectives.append(work)
+            profile.collective_seconds.append(float(np.median(seconds)))
+    return sorted({work.kind for work, _ in found})
+
+
+@dataclass(frozen=True)
+class MeanSegment:
+    """Executions of one segment of one run, averaged.
+
+    Attributes:
+        program: What they have in common.
+        slot_s: Mean in-context seconds of each node, ``(n,)``, outliers held to twice the median.
+        busy: Devices that compute at once.
+        run: Name of the run.
+        repeats: How many executions.
+    """
+
+    program: Program
+    slot_s: Array
+    busy: int
+    run: str
+    repeats: int
+
+
+def average(segments: Sequence[Segment]) -> list[MeanSegment]:
+    """One mean per distinct segment of each run."""
+    groups: dict[tuple[object, ...], list[Segment]] = {}
+    for segment in segments:
+        groups.setdefault((segment.run, segment.busy, segment.program.digest_key), []).append(segment)
+    means = []
+    for group in groups.values():
+        slots = np.stack([segment.slot_s for segment in group])
+        middle = np.median(slots, axis=0)
+        first = group[0]
+        mean = np.clip(slots, 0.5 * middle, 2.0 * middle).mean(axis=0)
+        means.append(MeanSegment(first.program, mean, first.busy, first.run, len(group)))
+    return means
