@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.manifest import RunManifest, read_manifest, read_object
 from stepsight.dataset.op import Op
+from stepsight.dataset.overhead import profiling_correction, without_overhead
 from stepsight.dataset.program import Program
 
 __all__ = [
@@ -82,7 +83,8 @@ class RankTrace:
         meets: Rendezvous of collective nodes, by node index.
         num_events: ``(n,)``, calls that the profiler recorded in the slot: what its overhead grows with.
         step_s: Seconds of each whole step, profiled.
-        events_per_step: Calls that the profiler recorded in a step.
+        events_per_step: Recorded calls that a step's time passes through.
+        waited_share: Part of a step that the compute stream waited for others.
         unclassified_s: Time in ops of no known kind (they count as ``elementwise``).
     """
 
@@ -99,6 +101,7 @@ class RankTrace:
     num_events: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     step_s: tuple[float, ...] = ()
     events_per_step: float = 0.0
+    waited_share: float = 0.0
     unclassified_s: float = 0.0
 
     @cached_property
@@ -174,18 +177,17 @@ class Trace:
         return seconds
 
     def clean_slots(self, trace: RankTrace) -> Seconds:
-        """``(n,)`` in-context seconds of a rank's nodes without the profiler's overhead.
-
-        Its cost is one constant per recorded call, such that a step takes what steps take without it.
-        """
-        profiled = statistics.median(trace.step_s or self.manifest.profiled_seconds or (0.0,))
-        excess = profiled - self.manifest.iteration_time_s if profiled else 0.0
+        """``(n,)`` in-context seconds of a rank's nodes, without the profiler's overhead and the drift since."""
         slots = np.where(trace.is_compute, trace.slot_s, self._together_s[trace.rank])
-        if excess <= 0.0:
-            slots[trace.is_compute] *= 1.0 - excess / profiled if profiled else 1.0
+        profiled = statistics.median(trace.step_s or self.manifest.profiled_seconds or (0.0,))
+        if not profiled:
             return slots
-        per_event = excess / trace.events_per_step if trace.events_per_step else 0.0
-        return without_overhead(slots, trace.num_events, per_event)
+        correction = profiling_correction(
+            self.manifest.iteration_time_s, profiled, trace.events_per_step, trace.waited_share
+        )
+        slots = without_overhead(slots, trace.num_events, correction.per_event_s)
+        slots[trace.is_compute] *= correction.drift
+        return slots
 
     def _rank_segments(self, trace: RankTrace, shared: dict[object, Program]) -> Iterator[Segment]:
         slots = self.clean_slots(trace)
@@ -217,28 +219,6 @@ def _part(program: Program, nodes: NDArray[np.int64], label: str) -> Program:
     place = {int(node): position for position, node in enumerate(nodes)}
     edges = tuple((place[b], place[a], why) for b, a, why in program.edges if b in place and a in place)
     return Program(tuple(program.nodes[int(node)] for node in nodes), edges, label)
-
-
-def without_overhead(seconds: Seconds, num_events: Seconds, per_event: float, floor: float = 0.1) -> Seconds:
-    """Take ``per_event`` off for every event, leave at least ``floor`` of each, and keep the sum right.
-
-    Shapes: all ``(n,)``.
-    """
-    if per_event <= 0.0 or not len(seconds):
-        return seconds.copy()
-    target = max(float(seconds.sum() - per_event * num_events.sum()), floor * float(seconds.sum()))
-    low, high = per_event, per_event
-    least = floor * seconds
-    for _ in range(60):  # what the floor gave back is taken from the others
-        cleaned = np.maximum(seconds - high * num_events, least)
-        if cleaned.sum() <= target * (1.0 + 1e-9):
-            break
-        low, high = high, 2.0 * high
-    for _ in range(40):
-        middle = 0.5 * (low + high)
-        cleaned = np.maximum(seconds - middle * num_events, least)
-        low, high = (middle, high) if cleaned.sum() > target else (low, middle)
-    return np.asarray(np.maximum(seconds - high * num_events, least))
 
 
 @dataclass(frozen=True)

@@ -81,10 +81,10 @@ def _main_thread(swept: Swept) -> Any:
 
 
 def _largest_group(info: dict[str, Any], rank: int) -> tuple[int, ...]:
+    largest = range(int(info.get("world_size", 1)))
     groups = [g.get("ranks") or [] for g in info.get("pg_config") or [] if isinstance(g, dict)]
-    return tuple(
-        max((ranks for ranks in groups if rank in ranks), key=len, default=range(int(info.get("world_size", 1))))
-    )
+    sizes = [(len(ranks), tuple(ranks)) for ranks in [list(largest), *groups] if rank in ranks]
+    return max(sizes, default=(0, ()))[1]
 
 
 def _name_threads(swept: Swept, main: Any) -> list[Work]:
@@ -188,13 +188,19 @@ def _between(sorted_times: NDArray[np.float64], since: Any, upto: Any) -> Any:
 
 
 def _events_on_the_way(host_starts: NDArray[np.float64], steps: list[tuple[float, float]], waits: list[Wait]) -> float:
-    """Recorded calls that a step's time passes through: the rank's own, and while it waits for a message, its peer's."""
+    """Recorded calls that a step's time passes through: the rank's own; while it waits for a message, the peer's."""
     messages = merge([(wait.start, wait.end) for wait in waits if wait.work.work.kind == "send_recv"])
     counts = [0.0]
     for start, end in steps:
         own_share = 1.0 - waited(messages, start, end) / (end - start)
         counts.append(float(_between(host_starts, start, end)) / max(own_share, 0.1))
     return sum(counts) / max(len(steps), 1)
+
+
+def _waited_share(steps: list[tuple[float, float]], waits: list[Wait]) -> float:
+    idle = merge([(wait.start, wait.end) for wait in waits])
+    total = sum(end - start for start, end in steps)
+    return sum(waited(idle, start, end) for start, end in steps) / total if total else 0.0
 
 
 def _timed(
@@ -252,5 +258,6 @@ def _timed(
         num_events=num_events,
         step_s=tuple((end - start) * _US for start, end in steps),
         events_per_step=_events_on_the_way(host_starts, steps, waits),
+        waited_share=_waited_share(steps, waits),
         unclassified_s=unknown * _US,
     )
