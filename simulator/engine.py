@@ -72,7 +72,10 @@ def run_schedule(
 ) -> None:
     """Run segments in a global order on stages that pass messages.
 
-    Every stage has two clocks: when its computation is free, and when its data-parallel stream is.
+    Every stage has two clocks: when its computation is free, and when its data-parallel stream is.  A message passes
+    when
+    its sender has finished and its receiver has asked for it, which a stage does when it has nothing else to do: so do
+    torch's schedules and Megatron's (without interleaving).  Senders do not wait.
 
     Args:
         stage, segment: Of each action, shape ``(n,)``.
@@ -86,7 +89,7 @@ def run_schedule(
         finish: Filled, shape ``(n, 2)``.
         cause: Filled, shape ``(n, 4)``: 0/1 the clock that decided each finish; 2 the action that decided the start
             (-1 none); 3 what of it: 0 the computation, 1 the data-parallel stream of the stage's previous action,
-            2 a message.
+            2 the sender of the message.
     """
     num_stages = 0
     for action in range(len(stage)):
@@ -99,11 +102,10 @@ def run_schedule(
         if gated[segment[action]] and clocks[s, 1] > begin:
             begin, how = clocks[s, 1], 1
         if source[action] >= 0:
-            arrival = finish[source[action], 0]
-            if message[action] >= 0:
-                arrival += message_seconds[message[action]]
-            if arrival > begin:
-                begin, who, how = arrival, source[action], 2
+            if finish[source[action], 0] > begin:
+                begin, who, how = finish[source[action], 0], source[action], 2
+            if message[action] >= 0:  # it starts when it is sent and asked for
+                begin += message_seconds[message[action]]
         start[action, 0] = begin
         start[action, 1] = clocks[s, 1]
         cause[action, 2] = who
@@ -144,7 +146,6 @@ def walk_schedule(
         if entered == 1:
             action, clock = previous[action], 1
         else:
-            how = cause[action, 3]
-            if how == 2 and message[action] >= 0:
+            if message[action] >= 0:
                 message_uses[message[action]] += 1.0
-            action, clock = cause[action, 2], 1 if how == 1 else 0
+            action, clock = cause[action, 2], 1 if cause[action, 3] == 1 else 0

@@ -27,6 +27,9 @@ class Step:
         backward: Work that gives the gradient of the input, in order.
         weight_grad: Work that gives the gradients of the parameters; nothing else waits for it.
         parameters: Elements of each parameter tensor on one rank, in the order in which gradients arrive.
+        weight_grad_first: Whether autograd computes the weights' gradients before the input's (linears without bias).
+        replicated: Whether tensor-parallel ranks hold the same parameters; with sequence parallelism each has a part of
+            their gradient.
         saved_bytes: Activations that the forward keeps for the backward; each tensor is counted by one step.
         attention_core: Whether selective recomputation repeats this step.
     """
@@ -36,8 +39,17 @@ class Step:
     backward: tuple[Work, ...] = ()
     weight_grad: tuple[Work, ...] = ()
     parameters: tuple[int, ...] = ()
+    weight_grad_first: bool = False
+    replicated: bool = False
     saved_bytes: int = 0
     attention_core: bool = False
+
+    @property
+    def full_backward(self) -> tuple[Work, ...]:
+        """Both parts of the backward in the order of autograd."""
+        if self.weight_grad_first:
+            return self.weight_grad + self.backward
+        return self.backward + self.weight_grad
 
 
 Block = tuple[Step, ...]
@@ -94,7 +106,8 @@ def _linear(shape: RankShape, name: str, n: int, k: int, input_rows: int | None 
         (shape.op("linear", m, n, k),),
         (shape.op("linear_dgrad", m, n, k),),
         weight_grad,
-        (n * k, n) if bias else (n * k,),
+        (n, n * k) if bias else (n * k,),
+        weight_grad_first=not bias,
         saved_bytes=(input_rows or m) * k * DTYPE_BYTES[shape.dtype],
     )
 
@@ -108,6 +121,7 @@ def _norm(shape: RankShape, name: str) -> Step:
         (shape.op(kind, rows, hidden),),
         (shape.op(f"{kind}_backward", rows, hidden),),
         parameters=parameters,
+        replicated=True,
         saved_bytes=rows * hidden * DTYPE_BYTES[shape.dtype],
     )
 
@@ -150,11 +164,12 @@ def _attention(shape: RankShape) -> Block:
     model, tp = shape.model, shape.tp
     heads, kv_heads, head_dim = model.heads // tp, model.kv_heads // tp, model.head_dim
     dims = (shape.micro_batch, heads, kv_heads, model.seq_len, model.seq_len, head_dim, 1)
-    core = Step(
+    fused = shape.rows * (heads + 2 * kv_heads) * head_dim
+    core = Step(  # its backward joins the gradients of queries, keys and values
         "attention",
         (shape.op("attention", *dims),),
-        (shape.op("attention_backward", *dims),),
-        saved_bytes=shape.rows * ((heads + 2 * kv_heads) * head_dim * DTYPE_BYTES[shape.dtype] + heads * 4),
+        (shape.op("attention_backward", *dims), shape.op("copy", fused)),
+        saved_bytes=fused * DTYPE_BYTES[shape.dtype] + shape.rows * heads * 4,
         attention_core=True,
     )
     rotary: tuple[Step, ...] = ()
@@ -212,8 +227,16 @@ def embedding_block(shape: RankShape, shared: bool = False) -> Block:
     )
     positions: tuple[Step, ...] = ()
     if model.family == "gpt":
-        add = shape.op("add", shape.local_rows * model.hidden)
-        positions = (Step("positions", (add,), parameters=(model.seq_len * model.hidden,)),)
+        numel = shape.local_rows * model.hidden
+        positions = (
+            Step(
+                "positions",
+                (shape.op("add", numel),),
+                weight_grad=(shape.op("reduce", numel),),
+                parameters=(model.seq_len * model.hidden,),
+                replicated=True,
+            ),
+        )
     return (table, *_leave(shape), *positions)
 
 
@@ -231,11 +254,13 @@ def head_block(shape: RankShape, shared: bool = False) -> Block:
         (Op("linear_dgrad", (rows, vocab, model.hidden), dtype),),
         (Op("linear_wgrad", (rows, vocab, model.hidden), dtype),),
         () if shared else (vocab * model.hidden,),
+        weight_grad_first=True,
         saved_bytes=shape.local_rows * model.hidden * DTYPE_BYTES[dtype],
     )
     statistics: tuple[Work, ...] = ()
-    if shape.tp > 1:  # largest logit, logit of the target, sum of exponentials
-        statistics = (shape.collective("all_reduce", rows * 4),) * 3
+    if shape.tp > 1:  # largest logit; sum of exponentials and logit of the target
+        reduce, scale = shape.collective("all_reduce", rows * 4), Op("elementwise", (rows,), "fp32")
+        statistics = (reduce, scale, reduce, reduce, scale)
     loss = Step(
         "loss",
         (Op("cross_entropy", (rows, vocab), "fp32"), *statistics),

@@ -13,6 +13,7 @@ from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job, ModelSpec, ParallelSpec
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
+from stepsight.simulator.emitter import DataParallel
 from stepsight.simulator.layers import RankShape
 from stepsight.simulator.layout import neighbour_ranks_per_node, ranks_per_node
 from stepsight.simulator.schedules import (
@@ -24,7 +25,6 @@ from stepsight.simulator.schedules import (
     order_actions,
 )
 from stepsight.simulator.segments import (
-    DataParallel,
     StageShape,
     backward_program,
     forward_program,
@@ -181,7 +181,8 @@ def _lower(
     p: ParallelSpec, num_micro_batches: int, devices_per_node: int, shape: RankShape, overlaps: bool, share: float
 ) -> Lowered:
     near = ranks_per_node(p.tp, p.dp, p.pp, devices_per_node, "dp")
-    dp = DataParallel(p.dp, near, p.zero_stage, int(p.bucket_mbytes * 2**20), overlaps, share)
+    after_schedule = not overlaps and p.pp > 1 and p.zero_stage == 0
+    dp = DataParallel(p.dp, near, p.zero_stage, int(p.bucket_mbytes * 2**20), overlaps, after_schedule, share)
     stages = stage_shapes(shape.model, p.pp)
     schedule, order = _ordered(p.schedule, p.pp, num_micro_batches)
     programs: dict[int, Program] = {}  # by identity: equal programs are the same object, their makers are cached

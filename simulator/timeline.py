@@ -110,7 +110,8 @@ def _message_events(simulation: Simulation, threads: _Threads) -> list[dict[str,
         source = int(low.source[action])
         stage = int(low.stage[source])
         seconds = float(simulation.work_seconds[low.message_work[low.message[action]]])
-        thread = threads.number(stage, "pp")
-        name = f"{names[source]} to stage {low.stage[action]}"
-        events.append(_event(name, stage, thread, float(simulation.finish[source, 0]), seconds, "pp"))
+        to = int(low.stage[action])
+        thread = threads.number(stage, "pp to next" if to > stage else "pp to previous")
+        begin = float(simulation.start[action, 0]) - seconds
+        events.append(_event(f"{names[source]} to stage {to}", stage, thread, begin, seconds, "pp"))
     return events

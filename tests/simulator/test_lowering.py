@@ -67,6 +67,24 @@ def test_fsdp_gathers_twice_and_scatters_once(make_job: JobMaker, gpu: Hardware)
         assert kinds(low.program("backward", 0, micro_batch), "dp") == {"all_gather": 4, "reduce_scatter": 5}
 
 
+def test_sequence_parallel_sums_replicated_gradients(make_job: JobMaker, gpu: Hardware) -> None:
+    """Norms (9 of 2 x 64) and positions: each rank saw a part of the rows."""
+    optimizer = lower(make_job(tp=2, sequence_parallel=True), gpu).program("optimizer")
+    numel = 9 * 2 * 64 + 32 * 64
+    assert [node.work for node in optimizer.nodes][:3] == [
+        Op("copy", (numel,), "fp32"), Collective("all_reduce", 4 * numel, 2, 2), Op("copy", (numel,), "fp32"),
+    ]  # fmt: skip
+
+
+def test_pipelines_on_cpu_reduce_gradients_after_the_schedule(make_job: JobMaker, cpu: Hardware) -> None:
+    low = lower(make_job(pp=2, dp=2, bucket_mbytes=0.1), cpu)
+    assert not any(kinds(low.program("backward", 0, micro), "dp") for micro in range(4))
+    optimizer = low.program("optimizer")
+    sent = [node.work.num_bytes for node in optimizer.nodes if isinstance(node.work, Collective)]
+    assert len(sent) > 1
+    assert sum(sent) == 4 * next(n.work.dims[0] for n in optimizer.nodes if n.work.kind == "adamw")
+
+
 def test_recomputation_repeats_the_forward(make_job: JobMaker, gpu: Hardware) -> None:
     none, selective, full = (
         kinds(lower(make_job(tp=2, recompute=how), gpu).program("backward")) for how in ("none", "selective", "full")

@@ -57,6 +57,12 @@ def test_messages_of_one_micro_batch(make_job: JobMaker, gpu: Hardware) -> None:
     assert result.breakdown["pp_communication"] == pytest.approx(6 * 0.25)
 
 
+def test_messages_pass_when_they_are_asked_for(make_job: JobMaker, gpu: Hardware) -> None:
+    """Two stages, two micro-batches, 1F1B: the last stage waits for each message, the first for the first gradient."""
+    result = simulate(make_job(pp=2, micro_batches=2), FlatLatency(gpu, 1.0, 1.0, message=0.25))
+    assert result.iteration_time_s == pytest.approx(1.25 + 2.0 + 0.25 + 2.0 + 0.25 + 1.0)
+
+
 def test_one_rank_is_the_sum_of_its_ops(make_job: JobMaker, cpu: Hardware) -> None:
     result = simulate(make_job(micro_batches=3), RooflineLatency(cpu, FABRIC))
     low = result.lowered
@@ -176,10 +182,9 @@ def test_segments_compose_to_the_whole_graph(make_job: JobMaker, gpu: Hardware, 
     for action, (stage, segment) in enumerate(zip(low.stage.tolist(), low.segment.tolist(), strict=True)):
         begin = max(clocks[stage]) if low.gated[segment] else clocks[stage][0]
         if low.source[action] >= 0:
-            arrival = ends[low.source[action]][0]
+            begin = max(begin, ends[low.source[action]][0])
             if low.message[action] >= 0:
-                arrival += result.work_seconds[low.message_work[low.message[action]]]
-            begin = max(begin, arrival)
+                begin += result.work_seconds[low.message_work[low.message[action]]]
         program, finish = low.programs[segment], []
         seconds = result.segments.seconds[graph.bounds[segment] : graph.bounds[segment + 1]]
         needs: list[list[int]] = [[] for _ in program.nodes]

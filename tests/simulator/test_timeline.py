@@ -26,7 +26,7 @@ def events(simulation: Simulation, level: str) -> list[Any]:
 def test_no_stream_does_two_things_at_once(simulation: Simulation, level: str) -> None:
     rows = defaultdict(list)
     for event in events(simulation, level):
-        if event["ph"] == "X" and event["cat"] != "pp":
+        if event["ph"] == "X":
             rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
     assert len(rows) >= 4
     for spans in rows.values():
@@ -42,7 +42,7 @@ def test_ends_with_the_iteration(simulation: Simulation, level: str) -> None:
 
 def test_stages_and_streams_have_names(simulation: Simulation) -> None:
     names = {event["args"]["name"] for event in events(simulation, "op") if event["ph"] == "M"}
-    assert names == {"stage 0", "stage 1", "compute", "tp", "dp", "pp"}
+    assert names == {"stage 0", "stage 1", "compute", "tp", "dp", "pp to next", "pp to previous"}
 
 
 def test_every_action_is_there_once(simulation: Simulation) -> None:
