@@ -1,0 +1,22 @@
+"""The harness: real multi-process training, traced and timed, on the machines that a predictor is for.
+
+Needs torch >= 2.6 and the standard library alone, and imports nothing else of stepsight: copy this folder to a
+cluster as ``harness`` and run ``python -m harness plan.json --out DIR`` there.  Importing it imports no torch.
+
+==============  ==================================================================================
+``launch``      ``collect(plan, out)``: checks, starts workers, shows progress, resumes
+``worker``      one rank; on several nodes, what ``torchrun`` starts
+``plan``        what a plan holds, and its rules
+``collection``  rounds over runs, run folders, event files
+``measure``     timed and profiled steps
+``parallel``    a job as a sharded model, schedule and optimizer: the training step
+``model``       the transformer; ``comm`` and ``kernels`` are its autograd functions
+``annotate``    what names segments, ops, collectives and waits in traces
+``events``      each op and collective once, by its signature; ``ops`` makes them callable
+``facts``       peaks, bandwidth, the price of overlap
+==============  ==================================================================================
+"""
+
+from .errors import HarnessError
+
+__all__ = ["HarnessError"]

@@ -1,2 +1,215 @@
-def measure_events(event, device, say):
-    return {"records": []}
+"""Event profiling: every op and collective signature of a plan once, warm, on all ranks at the same time.
+
+Ranks meet before each op and agree on how often to repeat it, so that all of them compute while any is timed
+(``busy`` ranks share caches and memory bandwidth, as they will in training).  The budget is shared out as it goes: each
+signature gets an equal part of what is left.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import comm, facts
+from .errors import HarnessError
+from .measure import barrier, gather
+from .ops import DTYPES, Call, Pool, op_call
+
+_OP_REPEATS, _COLLECTIVE_REPEATS = (3, 25), (5, 40)
+_MOST_SECONDS = 0.06  # for one signature, however large the budget
+
+
+def measure_events(event: dict[str, Any], device: torch.device, say: Callable[..., None]) -> dict[str, Any]:
+    """Records of all ops and collectives of one entry of a plan, plus measured hardware facts.
+
+    Args:
+        event: ``{"name", "world_size", "ops", "collectives", "seconds"}``.
+        say: Told what has begun, and ``done`` units (one per signature).
+    """
+    clock = _Clock(device)
+    hardware = facts.measure(device, clock)
+    ops, collectives = list(event.get("ops", ())), list(event.get("collectives", ()))
+    random.Random(0).shuffle(ops)  # neighbours in size are measured at different times
+    budget = _Budget(event["seconds"], len(ops) + len(collectives))
+    pools = {name: Pool(device, DTYPES[name]) for name in sorted({op["dtype"] for op in ops if op["dtype"] in DTYPES})}
+    records: list[dict[str, Any]] = []
+    skipped: list[dict[str, Any]] = []
+    for op in ops:
+        try:
+            samples = _time_op(op, pools, clock, budget)
+        except HarnessError as error:
+            skipped.append({"op": op, "reason": str(error)})
+        else:
+            records.append({"op": op, **samples})
+        say(f"events {event['name']}: {op['kind']}", done=1)
+    for collective in collectives:
+        try:
+            samples = _time_collective(collective, device, clock, budget)
+        except (HarnessError, RuntimeError) as error:  # RuntimeError: this backend has no such collective
+            skipped.append({"collective": collective, "reason": str(error).splitlines()[0]})
+        else:
+            records.append({"collective": collective, **samples})
+        say(f"events {event['name']}: {collective['kind']}", done=1)
+    return {"records": _merge(records), "skipped": skipped, "hardware": hardware}
+
+
+class _Clock:
+    """Seconds that a call takes on this rank's device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, call: Callable[..., object], *inputs: Tensor) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call(*inputs)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    def many(self, call: Call, count: int) -> list[float]:
+        """Seconds of each of ``count`` calls; on CUDA back to back, between events."""
+        prepared = [call.inputs() for _ in range(count)]
+        if self.device.type != "cuda":
+            return [self(call.run, *inputs) for inputs in prepared]
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        marks[0].record()
+        for inputs, mark in zip(prepared, marks[1:], strict=True):
+            call.run(*inputs)
+            mark.record()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) * 1e-3 for a, b in zip(marks, marks[1:], strict=False)]
+
+
+class _Budget:
+    """Shares out the time that is left over the signatures that are left."""
+
+    def __init__(self, seconds: float, items: int) -> None:
+        self._end, self._left = time.perf_counter() + seconds, items
+
+    def share(self) -> float:
+        left = max(0.0, self._end - time.perf_counter()) / max(1, self._left)
+        self._left -= 1
+        return min(left, _MOST_SECONDS)
+
+
+def _repeats(first: float, share: float, limits: tuple[int, int]) -> int:
+    """How often all ranks repeat what took this rank ``first`` seconds; they also meet here."""
+    count = int(share / max(first, 1e-6))
+    agreed = min(gather_numbers(count))
+    return max(limits[0], min(limits[1], agreed))
+
+
+def gather_numbers(value: int) -> list[int]:
+    """Every rank's number; cheaper than ``gather``."""
+    if dist.get_world_size() == 1:
+        return [value]
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    mine = torch.tensor([value], device=device, dtype=torch.int64)
+    everyone = torch.empty(dist.get_world_size(), device=device, dtype=torch.int64)
+    comm.all_gather(everyone, mine, dist.group.WORLD)
+    numbers: list[int] = everyone.tolist()
+    return numbers
+
+
+def _time_op(op: dict[str, Any], pools: dict[str, Pool], clock: _Clock, budget: _Budget) -> dict[str, Any]:
+    share = budget.share()
+    if op["dtype"] not in pools:
+        raise HarnessError(f"dtype must be one of {', '.join(DTYPES)}, got {op['dtype']!r}")
+    call = op_call(op["kind"], op["dims"], pools[op["dtype"]])
+    with torch.set_grad_enabled(False):
+        clock(call.run, *call.inputs())
+        count = _repeats(clock(call.run, *call.inputs()), share, _OP_REPEATS)
+        return {"samples": clock.many(call, count)}
+
+
+@cache
+def _group(group_size: int, ranks_per_node: int) -> tuple[list[int], Any]:
+    """Ranks of a group that lies on nodes as asked for, and its process group (all ranks must ask alike)."""
+    local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes = -(-group_size // ranks_per_node)
+    ranks = [node * local_size + index for node in range(nodes) for index in range(ranks_per_node)][:group_size]
+    if ranks_per_node > local_size or nodes * local_size > dist.get_world_size():
+        raise HarnessError(
+            f"a group must fit on the nodes, got {ranks_per_node} of {group_size} ranks per node on "
+            f"{dist.get_world_size() // local_size} nodes of {local_size}"
+        )
+    return ranks, dist.new_group(ranks)
+
+
+def _time_collective(
+    collective: dict[str, Any], device: torch.device, clock: _Clock, budget: _Budget
+) -> dict[str, Any]:
+    share = budget.share()
+    kind, size = collective["kind"], collective["group_size"]
+    if kind == "send_recv" and size != 2:
+        raise HarnessError(f"a send_recv has group_size 2, got {size}")
+    ranks, group = _group(size, collective["ranks_per_node"])
+    member = dist.get_rank() in ranks
+    call = _collective_call(kind, collective["num_bytes"], size, ranks, group, device)
+    first = 0.0
+    for _ in range(3):
+        barrier()
+        first = clock(call) if member else 0.0
+    count = _repeats(first, share, _COLLECTIVE_REPEATS)
+    samples: list[float] = []
+    for _ in range(count):
+        if kind == "send_recv":  # spans of the two sides are comparable only if both start together
+            barrier()
+        if member:
+            samples.append(clock(call))
+    return {"samples": samples}
+
+
+def _collective_call(
+    kind: str, num_bytes: int, size: int, ranks: list[int], group: Any, device: torch.device
+) -> Callable[[], object]:
+    numel = -(-max(1, num_bytes // 4) // size) * size
+    full, other = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
+    shard = torch.zeros(numel // size, device=device)
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(full, group=group),
+        "all_gather": lambda: comm.all_gather(full, shard, group),
+        "reduce_scatter": lambda: comm.reduce_scatter(shard, full, group),
+        "all_to_all": lambda: dist.all_to_all_single(other, full, group=group),
+        "broadcast": lambda: dist.broadcast(full, ranks[0], group=group),
+        "send_recv": lambda: _send_recv(full, ranks, group),
+    }
+    if kind not in calls:
+        raise HarnessError(f"collective kind must be one of {', '.join(calls)}, got {kind!r}")
+    return calls[kind]
+
+
+def _send_recv(message: Tensor, ranks: list[int], group: Any) -> None:
+    if dist.get_rank() == ranks[0]:
+        dist.send(message, ranks[1], group=group)
+    else:
+        dist.recv(message, ranks[0], group=group)
+
+
+def _merge(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One duration from all ranks' samples: they compute alike, a collective ends with its last rank, and a
+    message takes what the quicker of its two sides saw (the other one waited for it)."""
+    merged = []
+    for versions in zip(*gather(records), strict=True):
+        record = {key: value for key, value in versions[0].items() if key != "samples"}
+        sampled = [version["samples"] for version in versions if version["samples"]]
+        if "op" in record:
+            samples = [sample for rank in sampled for sample in rank]
+        else:
+            pick = min if record["collective"]["kind"] == "send_recv" else max
+            samples = [pick(column) for column in zip(*sampled, strict=True)]
+        merged.append(
+            {**record, "seconds": statistics.median(samples), "min_seconds": min(samples), "repeats": len(samples)}
+        )
+    return merged

@@ -137,7 +137,9 @@ class Layer(nn.Module):
         self.down = RowLinear(shape, f"{name}.down", shape.ffn)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        x = x + leave_region(self.shape, self.out(self._attend(self.qkv(enter_region(self.shape, self.attention_norm(x))), rope)))
+        x = x + leave_region(
+            self.shape, self.out(self._attend(self.qkv(enter_region(self.shape, self.attention_norm(x))), rope))
+        )
         up = self.up(enter_region(self.shape, self.mlp_norm(x)))
         active = kernels.SwiGLU.apply(up) if self.shape.gated_mlp else F.gelu(up, approximate="tanh")
         return x + leave_region(self.shape, self.down(active))
@@ -261,7 +263,18 @@ def shape_of(job: dict[str, Any], device: torch.device, group: comm.Group | None
     """Shape of a (checked) job's model on this rank."""
     model, parallel, batch = job["model"], job["parallel"], job["batch"]
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    names = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "gated_mlp", "tied_embeddings")
+    names = (
+        "family",
+        "layers",
+        "hidden",
+        "heads",
+        "kv_heads",
+        "ffn",
+        "vocab",
+        "seq_len",
+        "gated_mlp",
+        "tied_embeddings",
+    )
     return Shape(
         **{name: model[name] for name in names},
         micro_batch=batch["micro_batch"],

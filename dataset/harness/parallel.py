@@ -98,7 +98,13 @@ class Training:
             group=self.groups["pp"],
         )
         kind = ScheduleGPipe if job["parallel"]["schedule"] == "gpipe" else Schedule1F1B
-        schedule = kind(stage, self.num_micro_batches, loss_fn=self._loss, scale_grads=False)
+
+        def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+            loss = self._loss(output, target)
+            stage.end_forward()
+            return loss
+
+        schedule = kind(stage, self.num_micro_batches, loss_fn=loss_fn, scale_grads=False)
         schedule._merge_outputs = lambda chunks: None  # nobody reads the logits of a whole batch
         return schedule
 
@@ -111,7 +117,9 @@ class Training:
         return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = comm.CrossEntropy.apply(logits, targets.reshape(-1), self.groups["tp"], 1.0 / self.num_micro_batches)
+        loss: Tensor = comm.CrossEntropy.apply(
+            logits, targets.reshape(-1), self.groups["tp"], 1.0 / self.num_micro_batches
+        )
         return loss
 
     def step(self) -> Tensor:
@@ -131,7 +139,9 @@ class Training:
 
     def _micro_batches(self) -> Iterator[Tensor]:
         count = self.num_micro_batches
-        for index, (tokens, targets) in enumerate(zip(self.tokens.chunk(count), self.targets.chunk(count), strict=True)):
+        for index, (tokens, targets) in enumerate(
+            zip(self.tokens.chunk(count), self.targets.chunk(count), strict=True)
+        ):
             last = index == count - 1
             ddp = isinstance(self.model, DistributedDataParallel)
             with self.model.no_sync() if ddp and not last else nullcontext():  # type: ignore[operator]
@@ -170,11 +180,18 @@ class Training:
 
 
 class _AnnotatedStage(PipelineStage):
-    """A pipeline stage whose chunks are segments in the trace."""
+    """A pipeline stage whose chunks are segments in the trace; the last stage's forward ends with the loss."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with annotate.segment("forward", micro_batch=fwd_chunk_id, stage=self.stage_index):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._forward = annotate.segment("forward", micro_batch=fwd_chunk_id, stage=self.stage_index)
+        self._forward.__enter__()
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if not self.is_last:
+            self.end_forward()
+        return output
+
+    def end_forward(self) -> None:
+        self._forward.__exit__(None, None, None)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with annotate.segment("backward", micro_batch=bwd_chunk_id, stage=self.stage_index):
@@ -194,4 +211,6 @@ def _all_reduce_flat(tensors: list[Tensor], group: dist.ProcessGroup, divisor: i
     dist.all_reduce(flat, group=group)
     if divisor > 1:
         flat.div_(divisor)
-    torch._foreach_copy_(tensors, [p.view_as(t) for p, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)])
+    torch._foreach_copy_(
+        tensors, [p.view_as(t) for p, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
+    )

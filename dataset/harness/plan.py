@@ -69,7 +69,10 @@ def check_plan(plan: Any) -> dict[str, Any]:
     for event in events:
         problems += [f"events {event.get('name')!r}: {text}" for text in _event_problems(event)]
     for names in ([run.get("name") for run in runs], [event.get("name") for event in events]):
-        problems += [f"names must be unique, got {name!r} twice" for name in sorted({str(n) for n in names if names.count(n) > 1})]
+        problems += [
+            f"names must be unique, got {name!r} twice"
+            for name in sorted({str(n) for n in names if names.count(n) > 1})
+        ]
     if problems:
         raise HarnessError("; ".join(problems))
     return {"schema": SCHEMA, "runs": [{**OPTIONS, **run} for run in runs], "events": events, "device": device}
@@ -98,9 +101,18 @@ def _job_problems(job: dict[str, Any]) -> list[str]:
     tp, pp, dp = parallel["tp"], parallel["pp"], parallel["dp"]
     rows = batch["micro_batch"] * model["seq_len"]
     rules = [
-        (parallel["zero_stage"] in (0, 3), f"the harness runs zero_stage 0 (DDP) and 3 (FSDP2), got {parallel['zero_stage']}"),
-        (parallel["recompute"] in ("none", "full"), f"the harness runs recompute none and full, got {parallel['recompute']!r}"),
-        (parallel["schedule"] in ("gpipe", "1f1b"), f"the harness runs schedules gpipe and 1f1b, got {parallel['schedule']!r}"),
+        (
+            parallel["zero_stage"] in (0, 3),
+            f"the harness runs zero_stage 0 (DDP) and 3 (FSDP2), got {parallel['zero_stage']}",
+        ),
+        (
+            parallel["recompute"] in ("none", "full"),
+            f"the harness runs recompute none and full, got {parallel['recompute']!r}",
+        ),
+        (
+            parallel["schedule"] in ("gpipe", "1f1b"),
+            f"the harness runs schedules gpipe and 1f1b, got {parallel['schedule']!r}",
+        ),
         (parallel["virtual_stages"] == 1, f"the harness runs virtual_stages = 1, got {parallel['virtual_stages']}"),
         (
             not (model["tied_embeddings"] and pp > 1),
@@ -114,7 +126,10 @@ def _job_problems(job: dict[str, Any]) -> list[str]:
             pp == 1 or parallel["schedule"] == "gpipe" or num_micro_batches(job) >= pp,
             f"schedule 1f1b needs as many micro-batches as stages, got {num_micro_batches(job)} < {pp}",
         ),
-        (not parallel["sequence_parallel"] or rows % tp == 0, f"tp must divide micro_batch * seq_len, got {rows} % {tp}"),
+        (
+            not parallel["sequence_parallel"] or rows % tp == 0,
+            f"tp must divide micro_batch * seq_len, got {rows} % {tp}",
+        ),
         (
             model["family"] == "gpt" or (model["hidden"] // model["heads"]) % 2 == 0,
             f"rotary positions need an even head_dim, got {model['hidden']} / {model['heads']}",

@@ -1,0 +1,8 @@
+"""``python -m harness plan.json --out DIR``: see ``launch``."""
+
+import sys
+
+from .launch import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""Collect what a plan asks for: one ``torch.distributed.run`` per world size, resumable, in one folder.
+
+The launcher itself needs the standard library alone.  The folder of this package can be copied anywhere::
+
+    python -m harness plan.json --out DIR
+
+``DIR`` then holds ``plan.json``, ``fingerprint.json``, ``runs/<name>/`` and ``events/<name>.json``, each complete or
+absent, and ``logs/``.  Starting again with the same plan goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from . import plan as plans
+from .errors import HarnessError
+from .files import read_json, write_json
+from .progress import Progress
+from .worker import PROGRESS
+
+_TAIL = 30  # lines of a worker's log that an error shows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code (2: a plan that cannot be collected here)."""
+    parser = argparse.ArgumentParser(prog="harness", description="Collect traces and events for a plan.")
+    parser.add_argument("plan", type=Path, help="plan.json")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the collection; resumed where it exists")
+    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    options = parser.parse_args(arguments)
+    try:
+        try:
+            plan = read_json(options.plan)
+        except (OSError, ValueError) as error:
+            raise HarnessError(f"cannot read plan {options.plan}: {error}") from None
+        summary = collect(plan, options.out, progress=not options.quiet)
+    except HarnessError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; start again with the same plan to go on", file=sys.stderr)
+        return 130
+    print(json.dumps(summary))
+    return 0
+
+
+def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[str, Any]:
+    """Run and measure everything in a plan that is not yet in ``out``.
+
+    Returns:
+        ``{"runs", "events"}`` (how many there are) and ``{"collected", "kept"}`` (how many of them are new).
+
+    Raises:
+        HarnessError: If the plan breaks a rule, needs more ranks than there are cores, differs from the one
+            in ``out``, or a worker failed; the message names the run and ends with the worker's last lines.
+    """
+    plan = plans.check_plan(plan)
+    _check_cores(plan)
+    out = Path(out)
+    if out.exists() and not out.is_dir():
+        raise HarnessError(f"a collection is a folder, got the file {out}")
+    if (out / "plan.json").exists():
+        if read_json(out / "plan.json") != plan:
+            raise HarnessError(f"a folder holds one plan: {out} was begun with another one; choose another folder")
+    elif out.exists() and any(out.iterdir()):
+        raise HarnessError(
+            f"a new collection needs a new or empty folder, got {out} with {len(list(out.iterdir()))} entries"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    with _locked(out):
+        if not (out / "plan.json").exists():
+            write_json(out / "plan.json", plan)
+        kept = len(_complete(out, plan))
+        bar = Progress(_units(plan), _units_done(out, plan), shown=progress)
+        for size in plans.world_sizes(plan):
+            if _outstanding(out, plan, size):
+                _run_world(out, size, bar)
+        missing = [name for size in plans.world_sizes(plan) for name in _outstanding(out, plan, size)]
+        if missing:
+            raise HarnessError(f"the workers ended without {', '.join(missing)}; see {out / 'logs'}")
+        items = len(plan["runs"]) + len(plan["events"])
+        bar.close(f"{len(plan['runs'])} runs and {len(plan['events'])} event files in {out}")
+    counts = {"runs": len(plan["runs"]), "events": len(plan["events"])}
+    return {**counts, "collected": items - kept, "kept": kept}
+
+
+def _check_cores(plan: dict[str, Any]) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for item in [*plan["runs"], *plan["events"]]:
+        size = item["world_size"] if "world_size" in item else plans.world_size(item["job"])
+        if size > cores:
+            raise HarnessError(
+                f"every rank needs a core of its own: ranks <= cores must hold, got {size} > {cores} for {item['name']}"
+            )
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    with (out / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise HarnessError(f"one collection at a time writes a folder: another one is at work in {out}") from None
+        yield
+
+
+def _complete(out: Path, plan: dict[str, Any]) -> list[str]:
+    runs = [r["name"] for r in plan["runs"] if (out / "runs" / r["name"] / "manifest.json").exists()]
+    return runs + [e["name"] for e in plan["events"] if (out / "events" / f"{e['name']}.json").exists()]
+
+
+def _outstanding(out: Path, plan: dict[str, Any], size: int) -> list[str]:
+    """Names of what this world size still owes."""
+    runs = [run["name"] for run in plan["runs"] if plans.world_size(run["job"]) == size]
+    runs = [name for name in runs if not (out / "runs" / name / "manifest.json").exists()]
+    events = [event["name"] for event in plan["events"] if event["world_size"] == size]
+    return runs + [name for name in events if not (out / "events" / f"{name}.json").exists()]
+
+
+def _event_units(event: dict[str, Any]) -> int:
+    return len(event.get("ops", ())) + len(event.get("collectives", ()))
+
+
+def _units(plan: dict[str, Any]) -> int:
+    """Rounds plus signatures."""
+    return sum(run["rounds"] for run in plan["runs"]) + sum(map(_event_units, plan["events"]))
+
+
+def _units_done(out: Path, plan: dict[str, Any]) -> int:
+    done = 0
+    for run in plan["runs"]:
+        partial = out / ".rounds" / f"{run['name']}.json"
+        if (out / "runs" / run["name"] / "manifest.json").exists():
+            done += run["rounds"]
+        elif partial.exists():
+            done += len(read_json(partial)["rounds"])
+    return done + sum(_event_units(e) for e in plan["events"] if (out / "events" / f"{e['name']}.json").exists())
+
+
+def _run_world(out: Path, size: int, bar: Progress) -> None:
+    """One launch of this world size, to its end."""
+    package = __package__ or "harness"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    command += ["-m", f"{package}.worker", str(out / "plan.json"), "--out", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "STEPSIGHT_WATCH_STDIN": "1"}
+    environment["PYTHONUNBUFFERED"] = "1"
+    if "." not in package:  # copied as one folder: its parent must be importable
+        parents = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, parents))
+    log = out / "logs" / f"world{size}.log"
+    log.parent.mkdir(exist_ok=True)
+    tail: deque[str] = deque(maxlen=_TAIL)
+    doing = f"start of {size} ranks"
+    bar.update(f"starting {size} ranks")
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=environment, start_new_session=True, text=True, errors="replace",
+    )  # fmt: skip
+    try:
+        with log.open("a", encoding="utf-8") as stream:
+            for line in _lines(process):
+                if line.startswith(PROGRESS):
+                    facts = json.loads(line[len(PROGRESS) :])
+                    doing = facts["doing"]
+                    bar.update(doing, facts["done"])
+                else:
+                    stream.write(line)
+                    if line.strip():
+                        tail.append(line.rstrip())
+        code = process.wait()
+    finally:
+        _stop(process)
+    if code != 0:
+        bar.close(f"failed in {doing}")
+        text = "\n".join(tail)
+        raise HarnessError(f"a worker of {size} ranks ended with code {code} in {doing}; log {log} ends:\n{text}")
+
+
+def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
+    """Lines until the launcher process ends; what outlives it is not waited for."""
+    assert process.stdout is not None
+    lines: queue.Queue[str | None] = queue.Queue()
+    source = process.stdout
+
+    def read() -> None:
+        for line in source:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        try:
+            line = lines.get(timeout=1.0)
+        except queue.Empty:
+            if process.poll() is not None:
+                return
+            continue
+        if line is None:
+            return
+        yield line
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """End the launcher and its workers: closing standard input ends workers, the signal the rest."""
+    if process.stdin is not None:
+        process.stdin.close()
+    if process.poll() is None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            os.killpg(process.pid, number)
+            try:
+                process.wait(timeout=10)
+                return
+            except subprocess.TimeoutExpired:
+                continue
