@@ -122,8 +122,8 @@ def _wrap(original: Callable[..., Any], kind: str, tensor: str, direction: str) 
         if not _recorder.active or _state.inside:
             return original(*args, **kwargs)
         called = {**dict(zip(names, args, strict=False)), **kwargs}
-        group = called.get("group") or dist.group.WORLD
-        payload = called.get(tensor, args[0] if args else None)
+        group: dist.ProcessGroup = called.get("group") or c10d._get_default_group()
+        payload: torch.Tensor = called[tensor]
         num_bytes = payload.numel() * payload.element_size()
         ranks = _ranks(called, group, direction)
         name = _recorder.group_names.get(group.group_name, "world")

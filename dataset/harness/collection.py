@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import annotate, plan as plans
+from . import annotate
+from . import plan as plans
 from .errors import HarnessError
 from .files import new_folder, read_json, write_json
 from .measure import barrier, gather, profiled_steps, timed_steps
@@ -153,7 +154,7 @@ class Collection:
 
 def _device(wanted: str, local_rank: int, local_size: int) -> torch.device:
     gpus = torch.cuda.device_count() if wanted != "cpu" else 0
-    if wanted == "auto" and gpus == 0 or wanted == "cpu":
+    if gpus == 0 and wanted in ("auto", "cpu"):
         return torch.device("cpu")
     if local_size > gpus:
         raise HarnessError(f"every rank needs its own GPU: ranks per node <= GPUs must hold, got {local_size} > {gpus}")

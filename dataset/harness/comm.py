@@ -19,8 +19,8 @@ from . import annotate, kernels
 Group = dist.ProcessGroup
 
 
-def all_gather(output: Tensor, shard: Tensor, group: Group) -> None:
-    """Fill ``output[size * n]`` with every rank's ``shard[n]``."""
+def all_gather(output: Tensor, shard: Tensor, group: Group | None) -> None:
+    """Fill ``output[size * n]`` with every rank's ``shard[n]`` (of the group, or of all)."""
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     call(output, shard, group=group)
 

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ class _Clock:
             call.run(*inputs)
             mark.record()
         torch.cuda.synchronize()
-        return [a.elapsed_time(b) * 1e-3 for a, b in zip(marks, marks[1:], strict=False)]
+        return [a.elapsed_time(b) * 1e-3 for a, b in pairwise(marks)]
 
 
 class _Budget:
@@ -117,7 +118,7 @@ def gather_numbers(value: int) -> list[int]:
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     mine = torch.tensor([value], device=device, dtype=torch.int64)
     everyone = torch.empty(dist.get_world_size(), device=device, dtype=torch.int64)
-    comm.all_gather(everyone, mine, dist.group.WORLD)
+    comm.all_gather(everyone, mine, None)
     numbers: list[int] = everyone.tolist()
     return numbers
 

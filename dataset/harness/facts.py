@@ -105,7 +105,7 @@ def comm_compute_share(device: torch.device, clock: Clock, num_bytes: int = 2**2
 
     pairs = [(_together(compute, clock), _together(both, clock)) for _ in range(repeats)]
     t_compute, t_both = (statistics.median(column) for column in zip(*pairs, strict=True))
-    return min(1.0, max(0.0, (t_both - t_compute) / t_comm))
+    return float(min(1.0, max(0.0, (t_both - t_compute) / t_comm)))
 
 
 def _together(call: Any, clock: Clock) -> float:

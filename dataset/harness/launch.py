@@ -31,6 +31,8 @@ from .files import read_json, write_json
 from .progress import Progress
 from .worker import PROGRESS
 
+__all__ = ["HarnessError", "collect", "main"]
+
 _TAIL = 30  # lines of a worker's log that an error shows
 
 
@@ -136,11 +138,12 @@ def _event_units(event: dict[str, Any]) -> int:
 
 def _units(plan: dict[str, Any]) -> int:
     """Rounds plus signatures."""
-    return sum(run["rounds"] for run in plan["runs"]) + sum(map(_event_units, plan["events"]))
+    rounds: int = sum(run["rounds"] for run in plan["runs"])
+    return rounds + sum(map(_event_units, plan["events"]))
 
 
 def _units_done(out: Path, plan: dict[str, Any]) -> int:
-    done = 0
+    done: int = 0
     for run in plan["runs"]:
         partial = out / ".rounds" / f"{run['name']}.json"
         if (out / "runs" / run["name"] / "manifest.json").exists():

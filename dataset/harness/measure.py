@@ -8,8 +8,6 @@ are events on the compute stream.
 from __future__ import annotations
 
 import gzip
-import json
-import os
 import shutil
 import time
 from pathlib import Path

@@ -74,7 +74,7 @@ def _parameter(value: Tensor) -> nn.Parameter:
 
 
 class ColumnLinear(nn.Module):
-    """``x @ w.T + b`` where each rank holds some rows of ``w``: blocks (q, k, v; gate, up) are sharded each by itself."""
+    """``x @ w.T + b`` where each rank holds some rows of ``w``; blocks (q, k, v; gate, up) are sharded one by one."""
 
     def __init__(self, shape: Shape, name: str, blocks: list[int]) -> None:
         super().__init__()
@@ -102,7 +102,8 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.size > 1 and self.bias is not None:
-            return comm.BiasedRowLinear.apply(x, self.weight, self.bias, self.size)
+            y: Tensor = comm.BiasedRowLinear.apply(x, self.weight, self.bias, self.size)
+            return y
         return F.linear(x, self.weight, self.bias)
 
 
@@ -118,7 +119,8 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
-            return kernels.RMSNorm.apply(x, self.weight)
+            y: Tensor = kernels.RMSNorm.apply(x, self.weight)
+            return y
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, kernels.EPSILON)
 
 
@@ -164,14 +166,16 @@ def enter_region(shape: Shape, x: Tensor) -> Tensor:
     """Into a tensor-parallel region: every rank gets all rows."""
     if shape.group is None:
         return x
-    return (comm.GatherRows if shape.sequence_parallel else comm.CopyToRegion).apply(x, shape.group)
+    y: Tensor = (comm.GatherRows if shape.sequence_parallel else comm.CopyToRegion).apply(x, shape.group)
+    return y
 
 
 def leave_region(shape: Shape, x: Tensor) -> Tensor:
     """Out of a tensor-parallel region: the ranks' partial results are summed."""
     if shape.group is None:
         return x
-    return (comm.ScatterRows if shape.sequence_parallel else comm.ReduceFromRegion).apply(x, shape.group)
+    y: Tensor = (comm.ScatterRows if shape.sequence_parallel else comm.ReduceFromRegion).apply(x, shape.group)
+    return y
 
 
 class Embedding(nn.Module):
@@ -236,7 +240,7 @@ class Stage(nn.Module):
             self.rope = kernels.rope_tables(shape.seq_len, shape.head_dim, shape.device, shape.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``tokens[micro_batch, seq_len]`` or ``activation[rows, hidden]`` to an activation or ``logits[rows, vocab]``."""
+        """``tokens[micro_batch, seq_len]`` or ``activation[rows, hidden]`` to the same or ``logits[rows, vocab]``."""
         if self.embedding is not None:
             x = self.embedding(x)
         for layer in self.layers:
@@ -244,7 +248,7 @@ class Stage(nn.Module):
         return x if self.head is None else self.head(x)
 
     def replicated_parameters(self) -> list[nn.Parameter]:
-        """What every tensor-parallel rank holds alike, and under sequence parallel has only a part of the gradient of."""
+        """What every tensor-parallel rank holds alike, and under sequence parallel knows a part of the gradient of."""
         held = [module for module in self.modules() if isinstance(module, Norm)]
         parameters: list[nn.Parameter] = [p for norm in held for p in norm.parameters()]
         if self.embedding is not None and self.embedding.positions is not None:

@@ -124,7 +124,8 @@ def _embedding(pool: Pool, tokens: int, hidden: int, vocab: int) -> Call:
 
 def _embedding_backward(pool: Pool, tokens: int, hidden: int, vocab: int) -> Call:
     def run(grad: Tensor, ids: Tensor) -> Tensor:
-        return torch.ops.aten.embedding_dense_backward(grad, ids, vocab, -1, False)
+        y: Tensor = torch.ops.aten.embedding_dense_backward(grad, ids, vocab, -1, False)
+        return y
 
     return Call(run, lambda: (pool.take(tokens, hidden), pool.ids(tokens, vocab)))
 

@@ -23,7 +23,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 from . import annotate, comm
-from .model import Shape, Stage, shape_of
+from .model import Stage, shape_of
 from .plan import num_micro_batches
 
 AXES = ("pp", "dp", "tp")
@@ -74,7 +74,8 @@ class Training:
         if self.sharded:
             for layer in self.stage.layers:
                 fully_shard(layer, mesh=mesh["dp"])
-            return fully_shard(self.stage, mesh=mesh["dp"])
+            fully_shard(self.stage, mesh=mesh["dp"])
+            return self.stage
         if self.groups["pp"] is not None:
             return self.stage
         bucket = self.job["parallel"]["bucket_mbytes"]
@@ -105,7 +106,7 @@ class Training:
             return loss
 
         schedule = kind(stage, self.num_micro_batches, loss_fn=loss_fn, scale_grads=False)
-        schedule._merge_outputs = lambda chunks: None  # nobody reads the logits of a whole batch
+        schedule._merge_outputs = _no_outputs  # type: ignore[method-assign]
         return schedule
 
     def _data(self) -> tuple[Tensor, Tensor]:
@@ -196,6 +197,10 @@ class _AnnotatedStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with annotate.segment("backward", micro_batch=bwd_chunk_id, stage=self.stage_index):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+def _no_outputs(output_chunks: list[Any]) -> None:
+    """Nobody reads the logits of a whole batch: copying them together would only take time."""
 
 
 def _local(tensor: Tensor) -> Tensor:

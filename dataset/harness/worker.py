@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _pin(local_rank: int) -> None:
-    """Keep this rank on one core, where the platform can (a GPU's rank is pinned all the same: its host thread is one)."""
+    """Keep this rank on one core, where the platform can."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
