@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,8 +38,8 @@ def to_hetero(program: Program, max_concurrent: int = 16) -> HeteroData:
         max_concurrent: Per node and stream, so many nearest *may run concurrently* partners at most.
 
     Returns:
-        Node types ``op``, ``collective`` and ``stream`` with ``num_nodes``; the first two with ``index`` ``(k,)``, their
-        places in ``program.nodes``; ``stream`` with ``names``.  All of ``edge_types()`` with ``edge_index``
+        Node types ``op``, ``collective`` and ``stream`` with ``num_nodes``; the first two with ``index`` ``(k,)``,
+        their places in ``program.nodes``; ``stream`` with ``names``.  All of ``edge_types()`` with ``edge_index``
         ``(2, e)`` int64, from what precedes to what follows; *may run concurrently* runs both ways.
     """
     import torch
@@ -88,29 +87,24 @@ def concurrent_pairs(program: Program, max_concurrent: int = 16) -> Indices:
     """
     if len(program.streams) < 2:
         return np.zeros((2, 0), dtype=np.int64)
-    first, last = concurrent_ranges(program)
-    on_stream: dict[str, list[int]] = {stream: [] for stream in program.streams}
-    for node, where in enumerate(program.nodes):
-        on_stream[where.stream].append(node)
-    pairs: list[tuple[int, int]] = []
-    for column, (stream, nodes) in enumerate(on_stream.items()):
-        for node, where in enumerate(program.nodes):
-            if where.stream == stream:
-                continue
-            low, high = first[node][column], last[node][column]
-            if high - low > max_concurrent:  # the nearest in order of issue
-                middle = bisect_left(nodes, node) - max_concurrent // 2
-                low = max(low, min(middle, high - max_concurrent))
-                high = low + max_concurrent
-            pairs.extend((node, other) for other in nodes[low:high])
-    if not pairs:
-        return np.zeros((2, 0), dtype=np.int64)
-    one_way = np.array(pairs, dtype=np.int64)
-    return np.ascontiguousarray(np.unique(np.concatenate([one_way, one_way[:, ::-1]]), axis=0).T)
+    first, last = (np.array(clocks, dtype=np.int64) for clocks in concurrent_ranges(program))
+    streams = np.array([program.streams.index(node.stream) for node in program.nodes])
+    pairs = []
+    for column in range(len(program.streams)):
+        there, others = np.flatnonzero(streams == column), np.flatnonzero(streams != column)
+        low, high = first[others, column], np.maximum(last[others, column], first[others, column])
+        nearest = np.searchsorted(there, others) - max_concurrent // 2  # in order of issue
+        low = np.maximum(low, np.minimum(nearest, high - max_concurrent))
+        count = np.minimum(high - low, max_concurrent)
+        offset = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        pairs.append(np.stack([np.repeat(others, count), there[np.repeat(low, count) + offset]]))
+    one_way = np.concatenate(pairs, axis=1)
+    both = np.concatenate([one_way, one_way[::-1]], axis=1)
+    return np.stack(np.divmod(np.unique(both[0] * len(program) + both[1]), len(program)))
 
 
 def concurrent_ranges(program: Program) -> tuple[list[list[int]], list[list[int]]]:
-    """For every node and stream, which positions on that stream may run beside the node: ``first <= position < last``."""
+    """For every node and stream, the positions on it that may run beside the node: ``first <= position < last``."""
     column = {stream: number for number, stream in enumerate(program.streams)}
     before: list[list[int]] = [[] for _ in program.nodes]
     after: list[list[int]] = [[] for _ in program.nodes]
@@ -127,16 +121,16 @@ def concurrent_ranges(program: Program) -> tuple[list[list[int]], list[list[int]
     for sources in before:  # edges go forward, so one pass is enough
         clock = [0] * len(counts)
         for source in sources:
-            clock = list(map(max, clock, first[source]))
             stream, position = where[source]
+            clock = [mine if mine > other else other for mine, other in zip(clock, first[source], strict=True)]
             clock[stream] = max(clock[stream], position + 1)
         first.append(clock)
     last: list[list[int]] = [counts] * len(where)
-    for node in range(len(where) - 1, -1, -1):
+    for place in range(len(where) - 1, -1, -1):
         clock = list(counts)
-        for target in after[node]:
-            clock = list(map(min, clock, last[target]))
+        for target in after[place]:
             stream, position = where[target]
+            clock = [mine if mine < other else other for mine, other in zip(clock, last[target], strict=True)]
             clock[stream] = min(clock[stream], position)
-        last[node] = clock
+        last[place] = clock
     return first, last

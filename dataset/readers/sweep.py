@@ -92,6 +92,7 @@ class _Thread:
     scope_end: float = -1.0
     comm: Call | None = None
     comm_end: float = -1.0
+    c10d_end: float = -1.0
     top: list[tuple[float, float]] = field(default_factory=list)
     top_end: float = -1.0
 
@@ -157,8 +158,8 @@ def sweep(events: Events) -> Swept:
             if start >= thread.top_end:
                 thread.top.append((start, end))
                 thread.top_end = end
-            if start < thread.node_end:
-                continue
+            if start < thread.node_end or start < thread.c10d_end:
+                continue  # within an op, or within a communication call, whose copies are its own
             name = row["name"]
             if name in TABLE:
                 _known_call(out, thread, forward_dims, row, name, start, end)
@@ -169,8 +170,8 @@ def sweep(events: Events) -> Swept:
             elif name == "record_param_comms":
                 thread.comm, thread.comm_end = Call(row.get("args", {}), start, end, tid), end
             elif name in _C10D:
-                if start >= thread.comm_end:
-                    out.calls.append(_c10d_call(name, row.get("args", {}), start, end, tid))
+                out.calls.append(_c10d_call(name, row.get("args", {}), start, end, tid))
+                thread.c10d_end = end
             elif start >= thread.maybe_end and _may_be_work(name):
                 _unknown_call(out, thread, row, name, start, end)
         elif category == "user_annotation":
@@ -263,7 +264,7 @@ def _annotation(out: Swept, thread: _Thread, row: Event, start: float, end: floa
         elif word == "collective":
             call = Call(dict(values), start, end, tid)
             out.calls.append(call)
-            thread.comm, thread.comm_end = call, end
+            thread.comm, thread.comm_end, thread.c10d_end = call, end, end
         elif word == "wait":
             out.waits.append(Call(dict(values), start, end, tid))
     elif name.startswith("gloo:"):
