@@ -112,23 +112,19 @@ def _linear(shape: RankShape, name: str, n: int, k: int, input_rows: int | None 
     )
 
 
-def _norm(shape: RankShape, name: str) -> Step:
+def _norm(shape: RankShape, name: str, *, fork: bool = True) -> Step:
+    """A norm; where the residual forks before it, the backward adds the two gradients."""
     kind = "layer_norm" if shape.model.family == "gpt" else "rms_norm"
     rows, hidden = shape.local_rows, shape.model.hidden
     parameters = (hidden, hidden) if kind == "layer_norm" else (hidden,)
     return Step(
         name,
         (shape.op(kind, rows, hidden),),
-        (shape.op(f"{kind}_backward", rows, hidden),),
+        (shape.op(f"{kind}_backward", rows, hidden), *([shape.op("add", rows * hidden)] if fork else [])),
         parameters=parameters,
         replicated=True,
         saved_bytes=rows * hidden * DTYPE_BYTES[shape.dtype],
     )
-
-
-def _fork(shape: RankShape) -> Step:
-    """Where the residual leaves: backward adds the two gradients."""
-    return Step("residual", backward=(shape.op("add", shape.local_rows * shape.model.hidden),))
 
 
 def _join(shape: RankShape) -> Step:
@@ -178,9 +174,7 @@ def _attention(shape: RankShape) -> Block:
         rotary = (Step("rope", (shape.op("rope", numel),), (shape.op("rope_backward", numel),)),)
     qkv = _linear(shape, "qkv", (heads + 2 * kv_heads) * head_dim, model.hidden, shape.local_rows)
     out = _linear(shape, "out", model.hidden, heads * head_dim)
-    return (
-        _fork(shape), _norm(shape, "norm1"), *_enter(shape), qkv, *rotary, core, out, *_leave(shape), _join(shape),
-    )  # fmt: skip
+    return (_norm(shape, "norm1"), *_enter(shape), qkv, *rotary, core, out, *_leave(shape), _join(shape))
 
 
 def _mlp(shape: RankShape) -> Block:
@@ -188,7 +182,6 @@ def _mlp(shape: RankShape) -> Block:
     numel = shape.rows * ffn
     kind, first, width = ("swiglu", "gate_up", 2 * ffn) if model.gated_mlp else ("gelu", "fc1", ffn)
     return (
-        _fork(shape),
         _norm(shape, "norm2"),
         *_enter(shape),
         _linear(shape, first, width, model.hidden, shape.local_rows),
@@ -260,11 +253,11 @@ def head_block(shape: RankShape, shared: bool = False) -> Block:
     statistics: tuple[Work, ...] = ()
     if shape.tp > 1:  # largest logit; sum of exponentials and logit of the target
         reduce, scale = shape.collective("all_reduce", rows * 4), Op("elementwise", (rows,), "fp32")
-        statistics = (reduce, scale, reduce, reduce, scale)
+        statistics = (Op("copy", (rows,), "fp32"), reduce, scale, reduce, reduce, scale)
     loss = Step(
         "loss",
         (Op("cross_entropy", (rows, vocab), "fp32"), *statistics),
         (Op("cross_entropy_backward", (rows, vocab), "fp32"),),
         saved_bytes=rows * vocab * 4,
     )
-    return (_norm(shape, "final_norm"), *_enter(shape), logits, loss)
+    return (_norm(shape, "final_norm", fork=False), *_enter(shape), logits, loss)
