@@ -100,7 +100,7 @@ def profile_only_jobs(count: int = 24, seed: int = 0) -> list[Job]:
     jobs = []
     for index in range(count):
         hidden = rng.choice(hiddens)
-        head_dim = rng.choice([d for d in (32, 64) if hidden % (2 * d) == 0])
+        head_dim = rng.choice([d for d in (16, 32, 48, 64) if hidden % (2 * d) == 0])
         heads = hidden // head_dim
         family = ("gpt", "llama")[index % 2]
         kv_heads = heads if family == "gpt" or heads % 4 else heads // 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
     from stepsight.training.predictor import Predictor
 
-SAMPLERS = ("auto", "tpe", "random", "brute")
+SAMPLERS = ("auto", "tpe", "random")
 
 
 @dataclass(frozen=True)
@@ -125,13 +127,16 @@ def _build(job: Job, layout: tuple[int, int, int], chosen: dict[str, Any]) -> Jo
 
 def strategies(job: Job, space: Space | None = None) -> Iterator[Job]:
     """Every legal strategy for the job's model, global batch and cluster."""
-    import itertools
-
     space = space or Space()
     for layout in layouts(job, space):
         options = _options(job, space, layout)
         for values in itertools.product(*options.values()):
             yield _build(job, layout, dict(zip(options, values, strict=True)))
+
+
+def _label(key: str, values: list[Any]) -> str:
+    """A parameter's name.  Its choices may not change within a study: where they depend on the layout, so does it."""
+    return f"{key}[{'|'.join(map(str, values))}]"
 
 
 def _storage(storage: str | None) -> Any:
@@ -143,18 +148,6 @@ def _storage(storage: str | None) -> Any:
 
     Path(storage).parent.mkdir(parents=True, exist_ok=True)
     return JournalStorage(JournalFileBackend(storage))
-
-
-def _sampler(name: str, legal: int, trials: int, seed: int) -> optuna.samplers.BaseSampler:
-    import optuna
-
-    if name == "auto":
-        name = "brute" if legal <= trials else "tpe"
-    if name == "brute":
-        return optuna.samplers.BruteForceSampler(seed=seed)
-    if name == "random":
-        return optuna.samplers.RandomSampler(seed=seed)
-    return optuna.samplers.TPESampler(seed=seed)
 
 
 def search(
@@ -175,7 +168,7 @@ def search(
         job: Gives the model, global batch and cluster; its own strategy is only the template for what the
             space does not vary.
         trials: At most so many trials; a space that is not larger is enumerated whole (``auto``).
-        sampler: ``auto``, ``tpe``, ``random`` or ``brute``.
+        sampler: ``tpe``, ``random``, or ``auto``: enumeration where ``trials`` allow it, else ``tpe``.
         storage: None, a database URL, or a journal file's path; a stored study of that name goes on.
         on_trial: Called with the trial's number and the best time so far.
 
@@ -192,12 +185,7 @@ def search(
     found = {f"tp{tp}-pp{pp}-dp{dp}": (tp, pp, dp) for tp, pp, dp in layouts(job, space)}
     options = {name: _options(job, space, layout) for name, layout in found.items()}
     options = {name: option for name, option in options.items() if all(option.values())}
-    legal = 0
-    for option in options.values():
-        count = 1
-        for values in option.values():
-            count *= len(values)
-        legal += count
+    legal = sum(math.prod(map(len, option.values())) for option in options.values())
     if not legal:
         raise JobError(
             f"no legal strategy for {job.cluster.num_devices} devices and global_batch {job.batch.global_batch}"
@@ -207,18 +195,20 @@ def search(
         storage=_storage(storage),
         study_name=study_name,
         load_if_exists=study_name is not None,
-        sampler=_sampler(sampler, legal, trials, seed),
+        sampler=optuna.samplers.RandomSampler(seed) if sampler == "random" else optuna.samplers.TPESampler(seed=seed),
     )
+    if sampler == "auto" and legal <= trials:
+        trials = legal
+        for name, option in options.items():
+            for values in itertools.product(*option.values()):
+                chosen = zip(option.items(), values, strict=True)
+                study.enqueue_trial({"layout": name, **{_label(key, of): value for (key, of), value in chosen}})
     seen: dict[Job, Choice] = {}
     best: float | None = None
 
     def objective(trial: optuna.Trial) -> float:
         name = trial.suggest_categorical("layout", list(options))
-        # A parameter's choices may not change within a study: where they depend on the layout, so does its name.
-        chosen = {}
-        for key, values in options[name].items():
-            label = f"{key}[{'|'.join(map(str, values))}]"
-            chosen[key] = trial.suggest_categorical(label, values) if len(values) > 1 else values[0]
+        chosen = {key: trial.suggest_categorical(_label(key, values), values) for key, values in options[name].items()}
         candidate = _build(job, found[name], chosen)
         if candidate not in seen:
             prediction = predict(candidate, predictor)

@@ -151,7 +151,9 @@ def search(
     job: Annotated[Path, typer.Argument(help="Job file: its model, global batch and cluster are kept.")],
     predictor: PredictorPath = None,
     trials: Annotated[int, typer.Option(min=1, help="Trials; a space that is not larger is tried whole.")] = 200,
-    sampler: Annotated[str, typer.Option(help="auto, tpe, random or brute.")] = "auto",
+    sampler: Annotated[
+        str, typer.Option(help="tpe, random, or auto: enumeration if the trials allow it, else tpe.")
+    ] = "auto",
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the sampler.")] = 0,
     storage: Annotated[

@@ -63,7 +63,8 @@ def test_mistakes(arguments: tuple[object, ...], text: str, tmp_path: Path) -> N
     before = sorted(tmp_path.iterdir())
     done = run(*arguments, cwd=tmp_path)
     assert done.returncode == 2 and text in done.stderr
-    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in done.stderr and done.stderr.count("stepsight: ") == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("stepsight: ")
     assert sorted(tmp_path.iterdir()) == before and done.stdout == ""
 
 
