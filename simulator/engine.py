@@ -5,26 +5,52 @@ Ties are broken towards the dependency that is listed first, so results never de
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, ParamSpec
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
 
-NEVER = -np.inf
+PATIENCE_S = 0.1
 
 
-def compiled(function: F) -> F:
-    """Compile with a cache on disk, or without one where no folder can be written."""
-    try:
-        return numba.njit(cache=True, nogil=True)(function)  # type: ignore[no-any-return]
-    except RuntimeError:  # numba finds no place for its cache
-        return numba.njit(nogil=True)(function)  # type: ignore[no-any-return]
+class compiled(Generic[P]):  # noqa: N801  (a decorator)
+    """A loop over arrays that is interpreted at first, and compiled by numba once it has taken ``PATIENCE_S``.
+
+    Loading numba costs more than a handful of predictions do, so a single question is answered sooner without.  The
+    compiled code is kept on disk where a folder can be written.  Either way the results are the same.
+    """
+
+    def __init__(self, function: Callable[P, None]) -> None:
+        self.function = function
+        self.__doc__ = function.__doc__
+        self._native: Any = None
+        self._spent_s = 0.0
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self._native is not None:
+            self._native(*args, **kwargs)
+        elif self._spent_s > PATIENCE_S:
+            self._native = self.compile()
+            self._native(*args, **kwargs)
+        else:
+            begin = time.perf_counter()
+            self.function(*args, **kwargs)
+            self._spent_s += time.perf_counter() - begin
+
+    def compile(self) -> Callable[P, None]:
+        """The function as machine code."""
+        import numba
+
+        try:
+            return numba.njit(cache=True, nogil=True)(self.function)  # type: ignore[no-any-return]
+        except RuntimeError:  # numba finds no folder for its cache
+            return numba.njit(nogil=True)(self.function)  # type: ignore[no-any-return]
 
 
 @compiled
@@ -47,6 +73,42 @@ def longest_paths(seconds: Floats, pointer: Ints, before: Ints, ready: Floats, f
                 cause = before[at]
         finish[node] = start + seconds[node]
         critical[node] = cause
+
+
+@compiled
+def find_ends(
+    bounds: NDArray[np.int64],
+    on_data: NDArray[np.bool_],
+    joined: bool,
+    finish: Floats,
+    transition: Floats,
+    last: NDArray[np.int64],
+) -> None:
+    """Longest path through every program from a clock to a clock.
+
+    Args:
+        bounds: Nodes of program ``i`` are ``bounds[i]:bounds[i + 1]``.
+        on_data: Whether each node is on the data-parallel stream.
+        joined: Whether both clocks end together, with the last node of all.
+        finish: Longest path from each clock to the end of each node, shape ``(2, num_nodes)``.
+        transition: Filled, shape ``(num_programs, 2, 2)``: to clock, from clock; ``-inf`` where none leads, 0 for a
+            data-parallel stream that nothing is on.
+        last: Filled, same shape: the node where the path ends, -1 if none.
+    """
+    for program in range(len(bounds) - 1):
+        transition[program] = -np.inf
+        last[program] = -1
+        anything = False
+        for node in range(bounds[program], bounds[program + 1]):
+            anything |= on_data[node]
+            for to in range(2):
+                if joined or on_data[node] == (to == 1):
+                    for start in range(2):
+                        if finish[start, node] > transition[program, to, start]:
+                            transition[program, to, start] = finish[start, node]
+                            last[program, to, start] = node
+        if not anything:
+            transition[program, 1, 1] = 0.0
 
 
 @compiled

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
-from stepsight.simulator.engine import add_path, longest_paths, run_schedule, walk_schedule
+from stepsight.simulator.engine import add_path, find_ends, longest_paths, run_schedule, walk_schedule
 from stepsight.simulator.latency import LatencyModel
-from stepsight.simulator.lowering import Graph, Lowered, lower
+from stepsight.simulator.lowering import Lowered, lower
 from stepsight.simulator.memory import Memory as Memory
 from stepsight.simulator.memory import estimate_memory
 
@@ -163,28 +163,10 @@ def time_segments(lowered: Lowered, latency: LatencyModel, work_seconds: Floats)
     critical = np.empty(graph.ready.shape, dtype=np.int32)
     for clock in range(2):
         longest_paths(seconds, graph.pointer, graph.before, graph.ready[clock], finish[clock], critical[clock])
-    transition, last = _transitions(graph, finish, lowered.joined)
+    transition = np.empty((len(bounds) - 1, 2, 2))
+    last = np.empty(transition.shape, dtype=np.int64)
+    find_ends(bounds, graph.on_data_stream, lowered.joined, finish, transition, last)
     return SegmentTimes(seconds, finish, critical, transition, last)
-
-
-def _transitions(graph: Graph, finish: Floats, joined: bool) -> tuple[Floats, NDArray[np.int64]]:
-    """Longest path of every program from clock to clock, and the node where it ends."""
-    count = len(graph.bounds) - 1
-    transition = np.full((count, 2, 2), -np.inf)
-    last = np.full((count, 2, 2), -1, dtype=np.int64)
-    for program in range(count):
-        begin, end = int(graph.bounds[program]), int(graph.bounds[program + 1])
-        data = graph.on_data_stream[begin:end]
-        for start in range(2):
-            reached = finish[start, begin:end]
-            for to in range(2):
-                ends = reached if joined else np.where(data == bool(to), reached, -np.inf)
-                at = int(ends.argmax())
-                if ends[at] > -np.inf:
-                    transition[program, to, start], last[program, to, start] = ends[at], begin + at
-        if not data.any():
-            transition[program, 1, 1] = 0.0  # the data-parallel stream passes through
-    return transition, last
 
 
 def time_schedule(

@@ -1,8 +1,13 @@
+import numba
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepsight.simulator.engine import add_path, longest_paths
+from stepsight.simulator.engine import add_path, compiled, longest_paths
+
+
+NATIVE = longest_paths.compile()
 
 
 def run(
@@ -60,3 +65,35 @@ def test_a_longer_node_never_ends_earlier(graph: tuple[list[float], list[list[in
     slower = list(seconds)
     slower[data.draw(st.integers(0, len(seconds) - 1))] += 1.0
     assert (run(slower, edges)[0] >= run(seconds, edges)[0] - 1e-12).all()
+
+
+@given(graphs())
+def test_compiled_and_interpreted_agree(graph: tuple[list[float], list[list[int]]]) -> None:
+    seconds, edges = graph
+    results = []
+    for kernel in (longest_paths.function, NATIVE):
+        pointer = np.cumsum([0, *map(len, edges)]).astype(np.int32)
+        before = np.array([need for needs in edges for need in needs], dtype=np.int32)
+        finish, critical = np.empty(len(seconds)), np.empty(len(seconds), dtype=np.int32)
+        kernel(np.array(seconds), pointer, before, np.zeros(len(seconds)), finish, critical)
+        results.append((finish.tolist(), critical.tolist()))
+    assert results[0] == results[1]
+
+
+def test_compiles_without_a_place_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a read-only installation of a user without a home."""
+    njit = numba.njit
+
+    def nowhere(*args: object, **options: object) -> object:
+        if options.pop("cache", False):
+            raise RuntimeError("cannot cache function: no locator available")
+        return njit(*args, **options)
+
+    monkeypatch.setattr(numba, "njit", nowhere)
+
+    def double(x: np.ndarray) -> None:
+        x *= 2
+
+    x = np.ones(2)
+    compiled(double).compile()(x)
+    assert x.tolist() == [2.0, 2.0]
