@@ -14,6 +14,8 @@ from stepsight.dataset.readers.placement import Placement
 from stepsight.dataset.readers.sweep import Call, Swept, Work, orphan
 from stepsight.dataset.trace import Rendezvous
 
+StreamNames = dict[tuple[Any, Any], str]  # by device and stream
+
 # NCCL's and PyTorch's names of a collective -> ours, and which side of it is the full buffer.
 _KINDS = {
     "allreduce": ("all_reduce", "In"),
@@ -36,9 +38,8 @@ _KINDS = {
 }
 
 
-def device_work(swept: Swept, world_size: int, placement: Placement) -> list[Work]:
+def device_work(swept: Swept, names: StreamNames, world_size: int, placement: Placement) -> list[Work]:
     """What the device did, in order of issue: per call and stream one op, per NCCL kernel one collective."""
-    names = _stream_names(swept.device)
     nodes: dict[tuple[int, Any], Work] = {}
     out: list[Work] = []
     numbers: dict[str, int] = {}
@@ -74,7 +75,7 @@ def _stream(event: Event) -> tuple[Any, Any]:
     return args.get("device", event.get("pid")), args.get("stream", event.get("tid"))
 
 
-def _stream_names(device: list[Event]) -> dict[tuple[Any, Any], str]:
+def stream_names(device: list[Event]) -> StreamNames:
     """``compute`` is the stream that is busiest with what is not NCCL; others are named by their number."""
     busy: dict[tuple[Any, Any], float] = {}
     for event in device:
@@ -138,9 +139,8 @@ def _ranks(values: dict[str, Any]) -> tuple[int, ...]:
     return tuple(range(start, start + stride * size, stride)) if start >= 0 and stride > 0 and size > 0 else ()
 
 
-def event_waits(swept: Swept, works: list[Work]) -> tuple[tuple[int, int, Dependency], ...]:
+def event_waits(swept: Swept, names: StreamNames, works: list[Work]) -> tuple[tuple[int, int, Dependency], ...]:
     """Synchronisation: recorded waits of one stream for another, and collectives for the work issued before them."""
-    names = _stream_names(swept.device)
     edges: set[tuple[int, int]] = set()
     by_stream: dict[str, list[int]] = {}
     last_compute = -1

@@ -38,6 +38,8 @@ WEIGHTLESS = aten_names(
     "broadcast_to"
 ) | {"detach", "detach_", "view", "slice", "torch::autograd::AccumulateGrad", "torch::autograd::GraphRoot", "aten::T"}
 
+# Runtime calls that put something on a device; all others are the host's own.
+_LAUNCHES = ("Launch", "Memcpy", "Memset", "EventRecord", "WaitEvent")
 _SEPARATOR = "\n  },\n  {"
 
 
@@ -138,22 +140,42 @@ def _shape(tree: object) -> str:
 
 
 def _drop_weightless(text: str) -> tuple[str, NDArray[np.float64]]:
-    """The text without weightless events, and when the host events among those started (microseconds)."""
+    """The text without weightless events, and when the host calls among those started (microseconds)."""
     chunks = text.split(_SEPARATOR)
-    if len(chunks) < 3:
+    calls, runtime = (_prefix(text, category) for category in ("cpu_op", "cuda_runtime"))
+    if len(chunks) < 3 or not calls:
         return text, np.zeros(0)
-    kept, starts = [chunks[0]], []
+    complete = calls[: calls.index('"X"') + 3]
+    at, runtime_at = len(calls), len(runtime)
+    kept, dropped = [chunks[0]], []
     for chunk in chunks[1:-1]:
-        if chunk.find('"ph": "X"', 0, 40) < 0:
-            continue
-        at = chunk.find('"name": "', 0, 90) + 9
-        if at > 9 and chunk[at : chunk.find('"', at, at + 60)] in WEIGHTLESS:
-            at = chunk.find('"ts": ', at) + 6
-            starts.append(chunk[at : chunk.find(",", at)])
-        elif chunk.find('"cat": "python_function"', 0, 70) < 0:
+        if chunk.startswith(calls):
+            if chunk[at : chunk.find('"', at)] in WEIGHTLESS:
+                dropped.append(chunk)
+            else:
+                kept.append(chunk)
+        elif runtime and chunk.startswith(runtime):
+            name = chunk[runtime_at : chunk.find('"', runtime_at)]
+            if any(word in name for word in _LAUNCHES):
+                kept.append(chunk)
+        elif chunk.startswith(complete) and chunk.find('"cat": "python_function"', 0, 70) < 0:
             kept.append(chunk)
     kept.append(chunks[-1])
     try:
-        return _SEPARATOR.join(kept), np.array(starts, dtype=np.float64)
+        return _SEPARATOR.join(kept), np.array([_start(chunk) for chunk in dropped], dtype=np.float64)
     except ValueError:  # a layout that only looks like the profiler's
         return text, np.zeros(0)
+
+
+def _prefix(text: str, category: str) -> str:
+    """How events of a category begin in this file, up to their name; "" where there are none or it is no such file."""
+    found = text.find(f'"cat": "{category}"')
+    begin = text.rfind("{", 0, found) + 1
+    end = text.find('"name": "', found, found + 60) + 9
+    prefix = text[begin:end] if 0 < begin < found < end else ""
+    return prefix if '"ph": "X"' in prefix and text[begin - 4 : begin] == _SEPARATOR[-4:] else ""
+
+
+def _start(chunk: str) -> str:
+    at = chunk.index('"ts": ') + 6
+    return chunk[at : chunk.index(",", at)]

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.op import Op
 from stepsight.dataset.program import Dependency, Node, Program
-from stepsight.dataset.readers.device import device_work, event_waits
+from stepsight.dataset.readers.device import device_work, event_waits, stream_names
 from stepsight.dataset.readers.events import Events, read_events
 from stepsight.dataset.readers.host import Wait, host_collectives, merge, overlap, waited
 from stepsight.dataset.readers.placement import Placement
@@ -56,8 +56,9 @@ def rank_trace(events: Events, placement: Placement) -> RankTrace:
     rank = placement.rank if placement.rank is not None else int(info.get("rank", 0))
     main = _main_thread(swept)
     waits: list[Wait] = []
+    names = stream_names(swept.device) if swept.device else {}
     if swept.device:
-        works = device_work(swept, int(info.get("world_size", 1)), placement)
+        works = device_work(swept, names, int(info.get("world_size", 1)), placement)
     else:
         replicas = placement.data_parallel_group(rank) or _largest_group(info, rank)
         collectives, waits = host_collectives(swept, main, replicas, placement)
@@ -67,7 +68,7 @@ def rank_trace(events: Events, placement: Placement) -> RankTrace:
         raise TraceError("a trace must hold at least one op or collective, got none")
     spans = _spans(swept, events, works)
     index = {id(work): i for i, work in enumerate(works)}
-    edges = event_waits(swept, works) if swept.device else _edges(works, waits, index)
+    edges = event_waits(swept, names, works) if swept.device else _edges(works, waits, index)
     program = Program(tuple(Node(w.work, w.stream, w.name) for w in works), edges)
     host_starts = _host_starts(events, main)
     return _timed(rank, program, works, spans, waits, host_starts, swept.steps, on_host=not swept.device)
@@ -178,8 +179,8 @@ def _edges(works: list[Work], waits: list[Wait], index: dict[int, int]) -> tuple
 
 def _host_starts(events: Events, main: Any) -> NDArray[np.float64]:
     """When recorded calls of the main thread started, weightless ones included (those of any thread), in order."""
-    rows = [i for i, row in enumerate(events.rows) if row.get("tid") == main]
-    return np.sort(np.concatenate([events.start_us[rows], events.dropped_us]))
+    own = np.array([row["tid"] == main for row in events.rows], dtype=np.bool_)
+    return np.sort(np.concatenate([events.start_us[own], events.dropped_us]))
 
 
 def _between(sorted_times: NDArray[np.float64], since: Any, upto: Any) -> Any:
