@@ -6,9 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+
+settings.register_profile("no-deadline", deadline=None)  # the first call may load numba
+settings.load_profile("no-deadline")
 
 JobMaker = Callable[..., Job]
 

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from stepsight.simulator.engine import add_path, compiled, longest_paths
 
-
 NATIVE = longest_paths.compile()
 
 

@@ -124,7 +124,7 @@ def run(make_job: JobMaker, hardware: Hardware, strategy: dict[str, Any], fabric
     return simulate(make_job(**strategy), RooflineLatency(hardware, fabric))
 
 
-QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @QUICK
