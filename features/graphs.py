@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.graphs import relation_pairs
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS, Op
 from stepsight.dataset.physics import roofline_seconds
@@ -113,50 +114,19 @@ def node_features(program: Program, alone: Array, hardware: Hardware, busy: int)
     return features
 
 
-def topology(program: Program, max_concurrent: int = 16) -> Topology:
-    """Relations between the nodes of one program.
-
-    Args:
-        program: ``n`` nodes.
-        max_concurrent: At most so many nearest partners per node that may run concurrently with it.
-    """
-    pairs: dict[str, list[tuple[int, int]]] = {relation: [] for relation in RELATIONS}
-    for before, after, why in program.all_edges():
-        relation = why.value if why.value in pairs else Dependency.SYNCHRONISATION.value
-        pairs[relation].append((before, after))
-    pairs["may_run_concurrently"] = concurrent_pairs(program, max_concurrent)
+def topology(program: Program) -> Topology:
+    """Relations between the nodes of one program."""
     number = {stream: index for index, stream in enumerate(program.streams)}
-    return Topology(
-        len(program),
-        {relation: np.array(found, dtype=np.int64).reshape(-1, 2).T for relation, found in pairs.items()},
-        np.array([number[node.stream] for node in program.nodes], dtype=np.int64),
-        len(number),
-    )
+    stream = np.array([number[node.stream] for node in program.nodes], dtype=np.int64)
+    return make_topology(relation_pairs(program), stream, len(number))
 
 
-def concurrent_pairs(program: Program, limit: int) -> list[tuple[int, int]]:
-    """Pairs (both ways) on different streams of which neither precedes the other, nearest in issue order first."""
-    if len(program.streams) < 2:
-        return []
-    ancestors = [0] * len(program)  # as bit sets
-    for before, after, _ in sorted(program.all_edges(), key=lambda edge: edge[1]):
-        ancestors[after] |= ancestors[before] | (1 << before)
-    pairs: list[tuple[int, int]] = []
-    side = [i for i, node in enumerate(program.nodes) if node.stream != "compute"]
-    for index in side:
-        stream = program.nodes[index].stream
-        near = sorted(range(len(program)), key=lambda other: abs(other - index))
-        found = 0
-        for other in near:
-            if program.nodes[other].stream == stream:
-                continue
-            if ancestors[index] >> other & 1 or ancestors[other] >> index & 1:
-                continue
-            pairs += [(index, other), (other, index)]
-            found += 1
-            if found == limit:
-                break
-    return list(dict.fromkeys(pairs))
+def make_topology(pairs: Mapping[str, Edges], stream: Edges, num_streams: int) -> Topology:
+    """A topology of ``RELATIONS`` from all relations of a graph; the rarer ones count as synchronisation."""
+    edges = {relation: [np.zeros((2, 0), dtype=np.int64)] for relation in RELATIONS}
+    for relation, found in pairs.items():
+        edges[relation if relation in edges else Dependency.SYNCHRONISATION.value].append(found)
+    return Topology(len(stream), {r: np.concatenate(e, axis=1) for r, e in edges.items()}, stream, num_streams)
 
 
 def join(parts: list[Topology]) -> Topology:

@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch_geometric.nn import SimpleConv
 
-from stepsight.features.graphs import NODE_FEATURES, RELATIONS, Topology
+from stepsight.features.graphs import NODE_FEATURES, RELATIONS
+from stepsight.gnn.graph import GraphTensors
 from stepsight.gnn.inference import ContextWeights
 
 BOUND = 1.0  # an op in context takes between 1/e and e times as long as alone
 HIDDEN = 24
 LAYERS = 2
-
-
-@dataclass(frozen=True)
-class GraphTensors:
-    """A topology as tensors, edges in both directions where the direction matters."""
-
-    edges: tuple[Tensor, ...]
-    stream_edges: Tensor  # (2, nodes), node -> stream
-    stream: Tensor  # (nodes,)
-    num_streams: int
-
-
-def graph_tensors(graph: Topology) -> GraphTensors:
-    """Tensors of one or several joined programs."""
-    edges = []
-    for relation in RELATIONS:
-        forward = torch.from_numpy(np.ascontiguousarray(graph.edges[relation]))
-        edges.append(forward)
-        if relation != "may_run_concurrently":
-            edges.append(forward.flip(0))
-    stream = torch.from_numpy(graph.stream)
-    return GraphTensors(tuple(edges), torch.stack([torch.arange(graph.num_nodes), stream]), stream, graph.num_streams)
 
 
 class RelationalLayer(nn.Module):

@@ -10,13 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stepsight.dataset.graphs import to_hetero
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.op import Op
 from stepsight.dataset.program import Program
-from stepsight.features.graphs import Topology, join, node_features, topology
+from stepsight.features.graphs import Topology, node_features
+from stepsight.gnn.graph import GraphTensors, graph_tensors, hetero_topology
 from stepsight.gnn.inference import ContextWeights
 from stepsight.gnn.loss import iteration_loss, node_loss
-from stepsight.gnn.model import BOUND, ContextModel, GraphTensors, graph_tensors
+from stepsight.gnn.model import BOUND, ContextModel
 from stepsight.training.through_simulator import Iteration, iteration_seconds
 
 Array = NDArray[np.float64]
@@ -129,7 +131,7 @@ class _Batch:
 
         def add(program: Program, alone: Array, busy: int) -> None:
             features.append(node_features(program, alone, hardware, busy))
-            graphs.append(topology(program))
+            graphs.append(hetero_topology(to_hetero(program)))
 
         for example in examples:
             add(example.program, example.alone, example.busy)
@@ -143,7 +145,7 @@ class _Batch:
             count += len(alone)
         return cls(
             torch.from_numpy(np.concatenate(features)).float(),
-            graph_tensors(join(graphs)),
+            graph_tensors(graphs),
             torch.from_numpy(np.concatenate([e.target for e in examples] or [np.zeros(0)])).float(),
             torch.from_numpy(node_weights(examples)).float(),
             tuple(slices),

@@ -14,6 +14,7 @@ import numpy as np
 
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.files import digest
+from stepsight.dataset.hardware import Hardware
 from stepsight.training.calibration import fit_calibration
 from stepsight.training.collective import fit_collectives
 from stepsight.training.intervals import Intervals, conformal
@@ -21,6 +22,7 @@ from stepsight.training.kernel import fit_kernels
 from stepsight.training.measured import (
     MeasuredRun,
     Profile,
+    check_hardware,
     fill_from_traces,
     read_profiles,
     read_runs,
@@ -70,9 +72,12 @@ def train(
             f"training needs event profiles or traces of runs with role {' or '.join(roles)}, "
             f"got none in {', '.join(map(str, collections))}"
         )
+    check_hardware(runs, hardware_name)
+    device = next((str(run.manifest.fingerprint.get("device", "cpu")) for run in runs), "cpu")
+    hardware = profile.hardware(hardware_name, device)
     uri = tracking_uri or default_uri(out)
     with tracked(uri, f"train {hardware_name}") as run:
-        predictor = _learn(profile, runs, hardware_name, seed, say)
+        predictor = _learn(profile, runs, hardware, seed, say)
         manifest = _manifest(predictor, profile, runs, seed, run.run_id, uri, collections)
         predictor = replace(predictor, manifest=manifest)
         predictor.save(out)
@@ -82,15 +87,10 @@ def train(
     return Predictor.load(out)
 
 
-def _learn(profile: Profile, runs: list[MeasuredRun], name: str, seed: int, say: Progress) -> Predictor:
-    from stepsight.training.learning import check_hardware
-
-    check_hardware(runs, name)
+def _learn(profile: Profile, runs: list[MeasuredRun], hardware: Hardware, seed: int, say: Progress) -> Predictor:
     from_traces = fill_from_traces(profile, runs)
     if from_traces:
         say(f"kinds known from traces alone: {', '.join(from_traces)}")
-    device = next((str(run.manifest.fingerprint.get("device", "cpu")) for run in runs), "cpu")
-    hardware = profile.hardware(name, device)
     say(f"regressors: {len(profile.ops)} ops, {len(profile.collectives)} collectives")
     kernel = fit_kernels(profile.ops, profile.op_busy, np.array(profile.op_seconds), hardware, seed=seed)
     collective = fit_collectives(profile.collectives, np.array(profile.collective_seconds), seed=seed)

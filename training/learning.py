@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import TraceError
 from stepsight.dataset.op import Op
 from stepsight.dataset.program import Node
 from stepsight.gnn.inference import ContextWeights
@@ -22,20 +21,6 @@ from stepsight.training.through_simulator import Iteration
 Array = NDArray[np.float64]
 FOLDS = 5
 MIN_RUNS = 4  # fewer cannot be held back in turn
-
-
-def check_hardware(runs: Sequence[MeasuredRun], name: str) -> None:
-    """Every run must be on the hardware that is learned.
-
-    Raises:
-        TraceError: With the values.
-    """
-    for run in runs:
-        if run.manifest.job.cluster.hardware != name:
-            raise TraceError(
-                f"every run must be on the hardware that is learned: cluster.hardware must be {name!r}, "
-                f"got {run.manifest.job.cluster.hardware!r} in {run.manifest.folder}"
-            )
 
 
 def make_examples(runs: Sequence[MeasuredRun], predictor: Predictor) -> list[Example]:

@@ -135,6 +135,20 @@ def read_runs(collections: Iterable[Path], roles: Sequence[str] | None) -> list[
     return runs
 
 
+def check_hardware(runs: Sequence[MeasuredRun], name: str) -> None:
+    """Every run must be on the hardware that is learned.
+
+    Raises:
+        TraceError: With the values.
+    """
+    for run in runs:
+        if run.manifest.job.cluster.hardware != name:
+            raise TraceError(
+                f"every run must be on the hardware that is learned: cluster.hardware must be {name!r}, "
+                f"got {run.manifest.job.cluster.hardware!r} in {run.manifest.folder}"
+            )
+
+
 def runs_digest(runs: Sequence[MeasuredRun]) -> str:
     """Digest of the runs' manifests and traces."""
     return digest(*(digest_files([p for p in run.manifest.folder.iterdir() if p.is_file()]) for run in runs))

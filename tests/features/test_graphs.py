@@ -3,7 +3,7 @@ import numpy as np
 from stepsight.dataset.hardware import find_hardware
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Dependency, ProgramBuilder
-from stepsight.features.graphs import NODE_FEATURES, RELATIONS, concurrent_pairs, join, node_features, topology
+from stepsight.features.graphs import NODE_FEATURES, RELATIONS, join, node_features, topology
 
 HARDWARE = find_hardware("local-cpu")
 assert HARDWARE is not None
@@ -19,15 +19,12 @@ def _overlapping() -> ProgramBuilder:
     return builder
 
 
-def test_only_what_neither_precedes_nor_follows_may_run_concurrently() -> None:
-    assert sorted(concurrent_pairs(_overlapping().build(), 16)) == [(1, 2), (2, 1)]
-
-
 def test_relations_are_those_of_the_program() -> None:
     graph = topology(_overlapping().build())
     assert set(graph.edges) == set(RELATIONS)
     assert graph.edges["stream_order"].T.tolist() == [[0, 2], [2, 3]]
     assert graph.edges["synchronisation"].T.tolist() == [[0, 1], [1, 3]]
+    assert sorted(graph.edges["may_run_concurrently"].T.tolist()) == [[1, 2], [2, 1]]
     assert graph.stream.tolist() == [0, 1, 0, 0]
 
 
