@@ -97,18 +97,28 @@ class RankShape:
         return Collective(kind, num_bytes, self.tp, self.tp_per_node)
 
 
-def _linear(shape: RankShape, name: str, n: int, k: int, input_rows: int | None = None) -> Step:
-    """A linear layer; it keeps its input (``input_rows`` of it: what entered, before an all-gather)."""
+def _column_linear(shape: RankShape, name: str, n: int, k: int) -> Step:
+    """A column-parallel linear; it keeps its input as it was before an all-gather."""
+    return _linear(shape, name, n, k, shape.local_rows, bias_first=True)
+
+
+def _row_linear(shape: RankShape, name: str, n: int, k: int) -> Step:
+    """A row-parallel linear; with ranks that share its bias, the bias's gradient arrives last."""
+    return _linear(shape, name, n, k, shape.rows, bias_first=shape.tp == 1)
+
+
+def _linear(shape: RankShape, name: str, n: int, k: int, input_rows: int, *, bias_first: bool) -> Step:
     m, bias = shape.rows, shape.model.has_bias
+    weights = (n, n * k) if bias_first else (n * k, n)
     weight_grad = (shape.op("linear_wgrad", m, n, k), *([shape.op("bias_grad", m, n)] if bias else []))
     return Step(
         name,
         (shape.op("linear", m, n, k),),
         (shape.op("linear_dgrad", m, n, k),),
         weight_grad,
-        (n, n * k) if bias else (n * k,),
+        weights if bias else (n * k,),
         weight_grad_first=not bias,
-        saved_bytes=(input_rows or m) * k * DTYPE_BYTES[shape.dtype],
+        saved_bytes=input_rows * k * DTYPE_BYTES[shape.dtype],
     )
 
 
@@ -172,8 +182,8 @@ def _attention(shape: RankShape) -> Block:
     if model.family == "llama":
         numel = shape.rows * (heads + kv_heads) * head_dim
         rotary = (Step("rope", (shape.op("rope", numel),), (shape.op("rope_backward", numel),)),)
-    qkv = _linear(shape, "qkv", (heads + 2 * kv_heads) * head_dim, model.hidden, shape.local_rows)
-    out = _linear(shape, "out", model.hidden, heads * head_dim)
+    qkv = _column_linear(shape, "qkv", (heads + 2 * kv_heads) * head_dim, model.hidden)
+    out = _row_linear(shape, "out", model.hidden, heads * head_dim)
     return (_norm(shape, "norm1"), *_enter(shape), qkv, *rotary, core, out, *_leave(shape), _join(shape))
 
 
@@ -184,14 +194,14 @@ def _mlp(shape: RankShape) -> Block:
     return (
         _norm(shape, "norm2"),
         *_enter(shape),
-        _linear(shape, first, width, model.hidden, shape.local_rows),
+        _column_linear(shape, first, width, model.hidden),
         Step(
             kind,
             (shape.op(kind, numel),),
             (shape.op(f"{kind}_backward", numel),),
             saved_bytes=shape.rows * width * DTYPE_BYTES[shape.dtype],
         ),
-        _linear(shape, "down" if model.gated_mlp else "fc2", model.hidden, ffn),
+        _row_linear(shape, "down" if model.gated_mlp else "fc2", model.hidden, ffn),
         *_leave(shape),
         _join(shape),
     )

@@ -100,8 +100,6 @@ def backward_program(
     gathers = _gathers(emitter, units, shape.dtype, backward=True)
     reducer = Reducer(emitter, shape.dtype, accumulate, synchronise or dp.zero_stage >= 2)
     root_steps: list[tuple[Step, str]] = []
-    if gathers and stage.last:
-        gathers.ask()  # the last layer's parameters travel beside the head
     for unit in reversed(units):
         if gathers and not unit.root:
             gathers.arrive()
@@ -115,6 +113,8 @@ def backward_program(
                     emitter.emit(work, f"{name}.again")
             for work in step.full_backward:
                 emitter.emit(work, name)
+            if gathers and step.name == "loss":
+                gathers.ask()  # the last layer's parameters travel beside the head, which the loss is no part of
             if unit.root and dp.fully_sharded:
                 root_steps.append((step, name))  # the root's gradients are reduced at the end
             else:
