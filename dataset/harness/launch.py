@@ -15,13 +15,14 @@ import fcntl
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
         missing = [name for size in plans.world_sizes(plan) for name in _outstanding(out, plan, size)]
         if missing:
             raise HarnessError(f"the workers ended without {', '.join(missing)}; see {out / 'logs'}")
+        shutil.rmtree(out / ".rounds", ignore_errors=True)
         items = len(plan["runs"]) + len(plan["events"])
         bar.close(f"{len(plan['runs'])} runs and {len(plan['events'])} event files in {out}")
     counts = {"runs": len(plan["runs"]), "events": len(plan["events"])}
@@ -166,7 +168,7 @@ def _run_world(out: Path, size: int, bar: Progress) -> None:
     log = out / "logs" / f"world{size}.log"
     log.parent.mkdir(exist_ok=True)
     tail: deque[str] = deque(maxlen=_TAIL)
-    doing = f"start of {size} ranks"
+    doing, failure = f"start of {size} ranks", ""
     bar.update(f"starting {size} ranks")
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -175,21 +177,26 @@ def _run_world(out: Path, size: int, bar: Progress) -> None:
     try:
         with log.open("a", encoding="utf-8") as stream:
             for line in _lines(process):
-                if line.startswith(PROGRESS):
-                    facts = json.loads(line[len(PROGRESS) :])
+                if not line.startswith(PROGRESS):
+                    stream.write(line)
+                    if line.strip() and not failure:  # later lines are torchrun's own account of it
+                        tail.append(line.rstrip())
+                    continue
+                facts = json.loads(line[len(PROGRESS) :])
+                if "refused" in facts:
+                    raise HarnessError(facts["refused"])
+                failure = failure or facts.get("failed", "")
+                if "doing" in facts:
                     doing = facts["doing"]
                     bar.update(doing, facts["done"])
-                else:
-                    stream.write(line)
-                    if line.strip():
-                        tail.append(line.rstrip())
         code = process.wait()
     finally:
         _stop(process)
     if code != 0:
         bar.close(f"failed in {doing}")
+        why = failure or f"ended with code {code}"
         text = "\n".join(tail)
-        raise HarnessError(f"a worker of {size} ranks ended with code {code} in {doing}; log {log} ends:\n{text}")
+        raise HarnessError(f"a worker of {size} ranks failed in {doing}: {why}; its log {log} ends:\n{text}")
 
 
 def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
@@ -199,8 +206,9 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
     source = process.stdout
 
     def read() -> None:
-        for line in source:
-            lines.put(line)
+        with suppress(ValueError):  # closed, since nobody listens any more
+            for line in source:
+                lines.put(line)
         lines.put(None)
 
     threading.Thread(target=read, daemon=True).start()
@@ -218,13 +226,11 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
 
 def _stop(process: subprocess.Popen[str]) -> None:
     """End the launcher and its workers: closing standard input ends workers, the signal the rest."""
-    if process.stdin is not None:
-        process.stdin.close()
-    if process.poll() is None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
             os.killpg(process.pid, number)
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=10)
-                return
-            except subprocess.TimeoutExpired:
-                continue
+    process.stdout.close()

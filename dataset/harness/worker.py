@@ -17,8 +17,11 @@ import json
 import os
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
+
+from .errors import HarnessError
 
 PROGRESS = "@stepsight "  # what begins a line of progress on standard output
 
@@ -35,7 +38,16 @@ def main() -> None:
         _pin(int(os.environ["LOCAL_RANK"]))
     from .collection import Collection  # imports torch, which starts threads: only once pinned
 
-    Collection(json.loads(arguments.plan.read_text("utf-8")), arguments.out, _report).run()
+    try:
+        Collection(json.loads(arguments.plan.read_text("utf-8")), arguments.out, _report).run()
+    except HarnessError as error:
+        _report(refused=str(error))
+        sys.exit(2)
+    except Exception as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        _report(failed=f"{type(error).__name__}: {error}")
+        os._exit(1)  # other ranks may be waiting for this one: no clean way out through their collectives
 
 
 def _pin(local_rank: int) -> None:

@@ -1,0 +1,97 @@
+"""Tiny jobs and plans for the harness's tests, and what one rank of a parallel test runs.
+
+As a script (under ``torch.distributed.run``): train every job of a JSON list for three steps of plain SGD and let
+rank 0 write each job's losses.  SGD, unlike Adam, notices a gradient that is wrong by a factor.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+MODEL = {
+    "name": "",
+    "family": "gpt",
+    "layers": 3,
+    "hidden": 16,
+    "heads": 4,
+    "kv_heads": 4,
+    "ffn": 32,
+    "vocab": 32,
+    "seq_len": 8,
+    "gated_mlp": False,
+    "tied_embeddings": False,
+}
+LLAMA = {"family": "llama", "kv_heads": 2, "gated_mlp": True}
+PARALLEL = {
+    "tp": 1,
+    "pp": 1,
+    "dp": 1,
+    "sequence_parallel": False,
+    "zero_stage": 0,
+    "schedule": "1f1b",
+    "virtual_stages": 1,
+    "recompute": "none",
+    "bucket_mbytes": 25.0,
+}
+
+
+def job(model: dict[str, Any] | None = None, micro_batch: int = 2, **parallel: Any) -> dict[str, Any]:
+    """A job of eight sequences."""
+    degrees = {**PARALLEL, **parallel}
+    ranks = degrees["tp"] * degrees["pp"] * degrees["dp"]
+    return {
+        "model": {**MODEL, **(model or {})},
+        "parallel": degrees,
+        "batch": {"micro_batch": micro_batch, "global_batch": 8, "precision": "fp32"},
+        "cluster": {"hardware": "local-cpu", "nodes": 1, "devices_per_node": ranks, "fabric": "loopback"},
+    }
+
+
+def run(name: str, job: dict[str, Any], **options: int) -> dict[str, Any]:
+    return {
+        "name": name,
+        "role": "train",
+        "job": job,
+        "rounds": 2,
+        "steps": 2,
+        "warmup": 2,
+        "profile_steps": 2,
+        **options,
+    }
+
+
+def plan(runs: list[dict[str, Any]], events: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    return {"schema": 1, "runs": runs, "events": events or []}
+
+
+def losses(job: dict[str, Any]) -> list[float]:
+    """Mean loss of each of three SGD steps over the whole batch (on every rank)."""
+    import torch
+
+    from stepsight.dataset.harness.measure import gather
+    from stepsight.dataset.harness.parallel import Training
+
+    training = Training(job, torch.device("cpu"))
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=2.0)
+    own = [float(training.step()) for _ in range(3)]
+    known = [each for each in gather(own if training.stage.last else None) if each is not None]
+    return [sum(column) / len(known) for column in zip(*known, strict=True)]
+
+
+def main() -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = [losses(each) for each in json.loads(Path(sys.argv[1]).read_text("utf-8"))]
+    if dist.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(found), "utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

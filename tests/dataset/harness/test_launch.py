@@ -1,0 +1,126 @@
+"""Collections: refused, collected, killed, resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import harness_jobs as jobs
+import pytest
+
+from stepsight.dataset import harness
+from stepsight.dataset.harness.launch import HarnessError, collect, main
+
+COLLECTIVES = [
+    {"kind": kind, "num_bytes": 4096, "group_size": 2, "ranks_per_node": 2}
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+]
+OPS = [{"kind": "linear", "dims": [32, 32, 32], "dtype": "fp32"}, {"kind": "rope", "dims": [3], "dtype": "fp32"}]
+
+
+def _check_complete(folder: Path, ranks: int) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    assert list(manifest["traces"]) == [str(rank) for rank in range(ranks)]
+    files = {name for names in manifest["traces"].values() for name in names.values()}
+    assert {path.name for path in folder.iterdir()} == files | {"manifest.json"}
+    return manifest
+
+
+def test_too_many_ranks_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    plan = jobs.plan([jobs.run("big", jobs.job({"vocab": 32 * cores * 8, "layers": 2}, micro_batch=1, dp=8))])
+    if cores >= 8:
+        pytest.skip("this machine may run eight ranks")
+    with pytest.raises(HarnessError, match=rf"ranks <= cores must hold, got 8 > {cores} for big"):
+        collect(plan, tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_command_line_reports_a_broken_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plan.json").write_text("{")
+    assert main([str(tmp_path / "plan.json"), "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith("error: cannot read plan")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(HarnessError, match="new or empty folder"):
+        collect(jobs.plan([]), tmp_path, progress=False)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_two_ranks_collect_runs_and_events(tmp_path: Path) -> None:
+    plan = jobs.plan(
+        [jobs.run("pp", jobs.job(pp=2)), jobs.run("tp", jobs.job(tp=2), profile_steps=0)],
+        [{"name": "both", "world_size": 2, "ops": OPS, "collectives": COLLECTIVES, "seconds": 0.5}],
+    )
+    summary = collect(plan, tmp_path / "out", progress=False)
+    assert summary == {"runs": 2, "events": 1, "collected": 3, "kept": 0}
+    manifest = _check_complete(tmp_path / "out/runs/pp", ranks=2)
+    assert [len(seconds) for seconds in manifest["rounds"]] == [2, 2]
+    assert len(manifest["losses"]) == 4
+    assert len(manifest["profiled_seconds"]) == 2
+    events = json.loads((tmp_path / "out/events/both.json").read_text())
+    measured = [(record.get("op") or record["collective"])["kind"] for record in events["records"]]
+    assert measured == ["linear", *(c["kind"] for c in COLLECTIVES)]
+    assert all(0 < record["min_seconds"] <= record["seconds"] for record in events["records"])
+    assert "numel must be even" in events["skipped"][0]["reason"]
+    assert 0 <= events["hardware"]["comm_compute_share"] <= 1
+
+
+def test_killed_collection_resumes_and_keeps_what_was_complete(tmp_path: Path) -> None:
+    """A copy of the folder alone collects, is killed with -9, and goes on where it stopped."""
+    copy = tmp_path / "elsewhere" / "harness"
+    shutil.copytree(Path(harness.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    plan = jobs.plan([jobs.run("a", jobs.job()), jobs.run("b", jobs.job(), rounds=3, steps=150)])
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "harness", str(tmp_path / "plan.json"), "--out", str(out), "--quiet"]
+    process = subprocess.Popen(command, cwd=copy.parent, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not (out / "runs/a/manifest.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    first = (out / "runs/a/manifest.json").read_bytes()
+    _check_complete(out / "runs/a", ranks=1)
+    assert not (out / "runs/b").exists()
+    with pytest.raises(HarnessError, match="a folder holds one plan"):
+        collect({**plan, "runs": plan["runs"][:1]}, out, progress=False)
+    assert collect(plan, out, progress=False) == {"runs": 2, "events": 0, "collected": 1, "kept": 1}
+    assert (out / "runs/a/manifest.json").read_bytes() == first
+    assert len(_check_complete(out / "runs/b", ranks=1)["rounds"]) == 3
+    assert not list((out / "runs").glob(".*"))
+
+
+def test_failing_worker_is_reported_with_its_run_and_log(tmp_path: Path) -> None:
+    """A job that ``Job`` would refuse breaks the model: the run, the reason and the log's end reach the user."""
+    broken = jobs.job({"hidden": 18, "heads": 4, "vocab": 32})
+    with pytest.raises(HarnessError, match=r"1 ranks failed in bad round 1/2: RuntimeError: mat1 [\s\S]*ends:\n"):
+        collect(jobs.plan([jobs.run("bad", broken)]), tmp_path / "out", progress=False)
+    assert list((tmp_path / "out").glob("runs/*")) == []
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU")
+def test_a_refusal_of_the_worker_is_one_line(tmp_path: Path) -> None:
+    plan = {**jobs.plan([jobs.run("a", jobs.job())]), "device": "cuda"}
+    with pytest.raises(
+        HarnessError, match=r"^every rank needs its own GPU: ranks per node <= GPUs must hold, got 1 > 0$"
+    ):
+        collect(plan, tmp_path / "out", progress=False)
+
+
+def test_importing_the_launcher_imports_no_torch_and_no_stepsight(tmp_path: Path) -> None:
+    copy = tmp_path / "harness"
+    shutil.copytree(Path(harness.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    code = "import sys, harness.launch; print(sorted({'torch', 'stepsight', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
