@@ -100,7 +100,7 @@ class Reducer:
         else:
             self._emitter.send(work, name)
         if self._dp.zero_stage >= 2 and self._accumulate:
-            for tensor in tensors:
+            for tensor in reversed(tensors):  # as the parameters were declared
                 self._emitter.emit(Op("add", (-(-tensor // self._dp.size),), "fp32"), f"{name}.accumulate")
 
 

@@ -4,7 +4,8 @@ Conventions.  fp32 training is PyTorch's eager behaviour: gradients are accumula
 reduced in fp32; DDP scales each gradient into its bucket (``copy``) and sends a bucket once it holds ``bucket_mbytes``
 (an explicit size leaves no smaller first bucket).  bf16 and fp16 are Megatron's mixed precision:
 gradients are accumulated (inside the weight-gradient GEMM) and reduced in fp32, AdamW runs on fp32 master weights, and
-all-gathers carry parameters in the training dtype.
+all-gathers carry parameters in the training dtype.  Full recomputation repeats all of a layer in Megatron; in PyTorch
+(fp32, and FSDP) it stops before the last collective and residual.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ def backward_program(
         synchronise: Whether this is the last micro-batch, whose gradients ZeRO stages 0 and 1 reduce.
     """
     units = stage_units(shape, stage)
+    megatron = shape.dtype != "fp32" and not dp.fully_sharded
     emitter = Emitter("backward", dp)
     gathers = _gathers(emitter, units, shape.dtype, backward=True)
     reducer = Reducer(emitter, shape.dtype, accumulate, synchronise or dp.zero_stage >= 2)
@@ -105,7 +107,7 @@ def backward_program(
             gathers.arrive()
             gathers.ask()
         if recompute == "full" and not unit.root:
-            emitter.forward(unit.block, unit.name)
+            emitter.forward(unit.block if megatron else _needed_again(unit.block), f"{unit.name}.again")
         for step in reversed(unit.block):
             name = f"{unit.name}.{step.name}"
             if recompute == "selective" and step.attention_core:
@@ -125,6 +127,12 @@ def backward_program(
         reducer.ready(step, name)
     reducer.finish()
     return emitter.builder.build()
+
+
+def _needed_again(block: Block) -> Block:
+    """What PyTorch's checkpoint recomputes: it stops at the last step that keeps something for its backward."""
+    last = max(index for index, step in enumerate(block) if step.saved_bytes)
+    return block[: last + 1]
 
 
 @lru_cache(maxsize=4096)

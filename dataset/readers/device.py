@@ -118,9 +118,8 @@ def _collective(
         return None
     if len(ranks) != size:
         ranks = ()
-    group = str(
-        values.get("group") or values.get("Process Group Description") or values.get("Process Group Name") or "nccl"
-    )
+    names = (values.get(key) for key in ("group", "Process Group Description", "Process Group Name"))
+    group = placement.axis(ranks) or str(next(filter(None, names), "nccl")).removeprefix("mesh_")
     number = numbers[group] = numbers.get(group, -1) + 1
     work = Collective(kind, num_bytes, size, placement.ranks_per_node(ranks, size))
     return Work(work, kind, 0.0, 0.0, 0.0, 0.0, group, meets=Rendezvous(group, number, ranks))

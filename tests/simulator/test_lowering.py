@@ -87,11 +87,18 @@ def test_pipelines_on_cpu_reduce_gradients_after_the_schedule(make_job: JobMaker
 
 def test_recomputation_repeats_the_forward(make_job: JobMaker, gpu: Hardware) -> None:
     none, selective, full = (
-        kinds(lower(make_job(tp=2, recompute=how), gpu).program("backward")) for how in ("none", "selective", "full")
+        kinds(lower(make_job(tp=2, recompute=how, precision="bf16"), gpu).program("backward"))
+        for how in ("none", "selective", "full")
     )
     assert selective - none == {"attention": 4}
     layers = {"layer_norm": 8, "linear": 16, "attention": 4, "add": 8, "gelu": 4, "all_reduce": 8}
     assert full - none == layers
+
+
+def test_torch_stops_recomputing_early(make_job: JobMaker, cpu: Hardware) -> None:
+    """The last all-reduce and the residual after it keep nothing for the backward."""
+    none, full = (kinds(lower(make_job(tp=2, recompute=how), cpu).program("backward")) for how in ("none", "full"))
+    assert full - none == {"layer_norm": 8, "linear": 16, "attention": 4, "add": 4, "gelu": 4, "all_reduce": 4}
 
 
 def test_pipeline_stages_hold_what_they_should(make_job: JobMaker, cpu: Hardware) -> None:
