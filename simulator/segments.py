@@ -106,9 +106,10 @@ def backward_program(
         if gathers and not unit.root:
             gathers.arrive()
             gathers.ask()
-        if recompute == "full" and not unit.root:
-            emitter.forward(unit.block if megatron else _needed_again(unit.block), f"{unit.name}.again")
+        again = _needed_again(unit.block, whole=megatron) if recompute == "full" and not unit.root else ()
         for step in reversed(unit.block):
+            if again and step is again[-1]:
+                emitter.forward(again, f"{unit.name}.again")
             name = f"{unit.name}.{step.name}"
             if recompute == "selective" and step.attention_core:
                 for work in step.forward:
@@ -129,9 +130,12 @@ def backward_program(
     return emitter.builder.build()
 
 
-def _needed_again(block: Block) -> Block:
-    """What PyTorch's checkpoint recomputes: it stops at the last step that keeps something for its backward."""
-    last = max(index for index, step in enumerate(block) if step.saved_bytes)
+def _needed_again(block: Block, *, whole: bool) -> Block:
+    """What full recomputation runs again, just before the backward of its last step.
+
+    PyTorch's checkpoint (not ``whole``) stops at the last step that keeps something for its backward.
+    """
+    last = max(index for index, step in enumerate(block) if whole or step.saved_bytes)
     return block[: last + 1]
 
 
