@@ -63,9 +63,9 @@ def to_hetero(program: Program, max_concurrent: int = 16) -> HeteroData:
     number = {stream: position for position, stream in enumerate(program.streams)}
     stream = np.array([number[node.stream] for node in program.nodes], dtype=np.int64)
     for name, nodes in index.items():
-        runs_on = torch.from_numpy(np.stack([np.arange(len(nodes)), stream[nodes]]))
-        data[name, "runs_on", "stream"].edge_index = runs_on
-        data["stream", "runs", name].edge_index = runs_on.flip(0).contiguous()
+        data[name, "runs_on", "stream"].edge_index = torch.from_numpy(np.stack([np.arange(len(nodes)), stream[nodes]]))
+    for name, nodes in index.items():
+        data["stream", "runs", name].edge_index = torch.from_numpy(np.stack([stream[nodes], np.arange(len(nodes))]))
     return data
 
 

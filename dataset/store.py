@@ -60,8 +60,8 @@ def op_table(collection: Path) -> pd.DataFrame:
         rows.extend(_trace_rows(trace))
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
     for name, kind in COLUMNS.items():
-        if kind in ("int64", "double", "bool"):
-            frame[name] = frame[name].astype({"double": "float64"}.get(kind, kind))
+        if kind != "list":
+            frame[name] = frame[name].astype({"double": "float64", "string": "str"}.get(kind, kind))
     frame.attrs["digest"] = collection_digest(found)
     return frame
 

@@ -164,33 +164,33 @@ class Trace:
         return [nodes for nodes in found.values() if len(nodes) > 1]
 
     @cached_property
-    def _together_s(self) -> dict[int, Seconds]:
-        """By rank, ``(n,)`` durations with those of a collective replaced by its shortest on any rank.
+    def clean_slots(self) -> dict[int, Seconds]:
+        """By rank, ``(n,)`` in-context seconds of its nodes, without the profiler's overhead and the drift since.
 
-        The rank that comes last waits for nobody, so its span is the communication without the skew.
+        A collective takes as long as on the rank where it was shortest: the rank that comes last waits for nobody,
+        so its span is the communication without the skew.
         """
-        seconds = {trace.rank: trace.duration_s.copy() for trace in self.ranks}
+        slots = {trace.rank: self._clean(trace) for trace in self.ranks}
         for nodes in self.rendezvous:
-            shortest = min(seconds[rank][node] for rank, node in nodes.items())
+            shortest = min(slots[rank][node] for rank, node in nodes.items())
             for rank, node in nodes.items():
-                seconds[rank][node] = shortest
-        return seconds
+                slots[rank][node] = shortest
+        return slots
 
-    def clean_slots(self, trace: RankTrace) -> Seconds:
-        """``(n,)`` in-context seconds of a rank's nodes, without the profiler's overhead and the drift since."""
-        slots = np.where(trace.is_compute, trace.slot_s, self._together_s[trace.rank])
+    def _clean(self, trace: RankTrace) -> Seconds:
+        slots = np.where(trace.is_compute, trace.slot_s, trace.duration_s)
         profiled = statistics.median(trace.step_s or self.manifest.profiled_seconds or (0.0,))
         if not profiled:
             return slots
         correction = profiling_correction(
             self.manifest.iteration_time_s, profiled, trace.events_per_step, trace.waited_share
         )
-        slots = without_overhead(slots, trace.num_events, correction.per_event_s)
-        slots[trace.is_compute] *= correction.drift
+        for nodes, drift in ((trace.is_compute, correction.drift), (~trace.is_compute, 1.0)):
+            slots[nodes] = drift * without_overhead(slots[nodes], trace.num_events[nodes], correction.per_event_s)
         return slots
 
     def _rank_segments(self, trace: RankTrace, shared: dict[object, Program]) -> Iterator[Segment]:
-        slots = self.clean_slots(trace)
+        slots = self.clean_slots[trace.rank]
         for index, span in enumerate(trace.spans):
             nodes = np.flatnonzero(trace.span == index)
             if span.label == "step" or not len(nodes):

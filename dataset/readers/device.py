@@ -105,14 +105,14 @@ def _collective(
         kind, side = _KINDS.get(str(values.get("Collective name", "")), ("", ""))
         if not kind:
             return None
-        if "shape" in values:  # records of old: the shape of one side alone
-            num_bytes = count(values["shape"]) * ELEMENT_BYTES.get(str(values["type"]), 4)
+        if f"{side} msg nelems" not in values:  # records of old: the shape of one side alone
+            num_bytes = count(values.get("shape", [])) * ELEMENT_BYTES.get(str(values.get("type")), 4)
         else:
-            elements = int(values.get(f"{side} msg nelems", 0))
+            elements = int(values[f"{side} msg nelems"])
             num_bytes = elements * ELEMENT_BYTES.get(str(values.get("dtype", "")), 4)
     ranks = _ranks(values)
     size = int(values.get("Group size", 0)) or len(ranks) or world_size
-    if "shape" in values and not ours and kind == "all_gather":
+    if kind == "all_gather" and not ours and "Out msg nelems" not in values:
         num_bytes *= size
     if size < 2:
         return None

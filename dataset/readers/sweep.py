@@ -159,6 +159,8 @@ def sweep(events: Events) -> Swept:
                 thread.top.append((start, end))
                 thread.top_end = end
             if start < thread.node_end or start < thread.c10d_end:
+                if row["name"] == "record_param_comms":
+                    _record_communication(thread, row, start, end)
                 continue  # within an op, or within a communication call, whose copies are its own
             name = row["name"]
             if name in TABLE:
@@ -168,7 +170,7 @@ def sweep(events: Events) -> Swept:
                 thread.scope = Scope(name[len(_EVALUATE) :], forward_dims.get(sequence, ()))
                 thread.scope_end = end
             elif name == "record_param_comms":
-                thread.comm, thread.comm_end = Call(row.get("args", {}), start, end, tid), end
+                _record_communication(thread, row, start, end)
             elif name in _C10D:
                 out.calls.append(_c10d_call(name, row.get("args", {}), start, end, tid))
                 thread.c10d_end = end
@@ -270,13 +272,23 @@ def _annotation(out: Swept, thread: _Thread, row: Event, start: float, end: floa
     elif name.startswith("gloo:"):
         out.workers.append((name[5:], start, end))
         out.worker_threads.add(tid)
-    elif name.startswith("nccl:") and start >= thread.comm_end:
+    elif name.startswith("nccl:") and not (start < thread.comm_end and _says_what(thread.comm)):
         args = row.get("args", {})
         shapes, types = args.get("Input Dims") or [[]], args.get("Input type") or [""]
         values = {"Collective name": name[5:], "shape": shapes[0], "type": types[0]}
         thread.comm, thread.comm_end = Call(values, start, end, tid), end
     elif name.startswith("ProfilerStep#") and not out.steps:
         out.spans.append(Span("step", start, end))
+
+
+def _says_what(call: Call | None) -> bool:
+    return call is not None and not {"kind", "Collective name"}.isdisjoint(call.values)
+
+
+def _record_communication(thread: _Thread, row: Event, start: float, end: float) -> None:
+    """What NCCL's record says; our own annotation around it says more."""
+    if start >= thread.comm_end or (thread.comm is not None and "kind" not in thread.comm.values):
+        thread.comm, thread.comm_end = Call(row.get("args", {}), start, end, row["tid"]), end
 
 
 def _c10d_call(name: str, args: dict[str, Any], start: float, end: float, tid: Any) -> Call:
