@@ -35,7 +35,7 @@ WEIGHTLESS = aten_names(
     "unsafe_chunk numpy_T mT contiguous set_ set_data record_stream lift_fresh result_type is_nonzero item "
     "_local_scalar_dense size stride data_ptr is_pinned swapaxes movedim _unsafe_view view_as_real "
     "view_as_complex real diagonal to_dense _has_compatible_shallow_copy_type unfold broadcast_tensors "
-    "broadcast_to"
+    "broadcast_to detach_ squeeze_ unsqueeze_ transpose_ t_ as_strided_ swapaxes_"
 ) | {"detach", "detach_", "view", "slice", "torch::autograd::AccumulateGrad", "torch::autograd::GraphRoot", "aten::T"}
 
 # Runtime calls that put something on a device; all others are the host's own.
