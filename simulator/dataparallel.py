@@ -59,7 +59,7 @@ class Reducer:
         self._dp = emitter.dp
         self._dtype = dtype
         self._accumulate = accumulate
-        self._active = active and self._dp.size > 1 and not self._dp.after_schedule
+        self._active = active
         self._tensors: list[int] = []
         self._buckets = 0
 

@@ -14,49 +14,12 @@ from stepsight.dataset.job import Job, ModelSpec, ParallelSpec
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
 from stepsight.simulator.emitter import DataParallel
+from stepsight.simulator.graph import Graph, Segment, join
 from stepsight.simulator.layers import RankShape
 from stepsight.simulator.layout import neighbour_ranks_per_node, ranks_per_node
-from stepsight.simulator.schedules import (
-    BACKWARD,
-    FORWARD,
-    Order,
-    Schedule,
-    find_schedule,
-    order_actions,
-)
-from stepsight.simulator.segments import (
-    StageShape,
-    backward_program,
-    forward_program,
-    optimizer_program,
-)
-
-DATA_STREAM = "dp"
-
-
-@dataclass(frozen=True, eq=False)
-class Graph:
-    """All distinct programs of a job as one set of arrays; nodes of program ``i`` are ``bounds[i]:bounds[i + 1]``.
-
-    Attributes:
-        bounds: Shape ``(num_programs + 1,)``.
-        work: Index of each node's signature in ``Lowered.all_works``, shape ``(num_nodes,)``.
-        share: Part of the signature's time, same shape.
-        on_data_stream: Whether the node is on the data-parallel stream, same shape.
-        kind: 0 compute, 1 tensor-parallel, 2 data-parallel; what the breakdown books a node under.
-        pointer, before: Dependencies in CSR, stream order included.
-        ready: Shape ``(2, num_nodes)``: 0 where a node may start with its segment's computation (all nodes), or with
-            the data-parallel stream (the first node there); else ``-inf``.
-    """
-
-    bounds: NDArray[np.int64]
-    work: NDArray[np.int32]
-    share: NDArray[np.float64]
-    on_data_stream: NDArray[np.bool_]
-    kind: NDArray[np.int8]
-    pointer: NDArray[np.int32]
-    before: NDArray[np.int32]
-    ready: NDArray[np.float64]
+from stepsight.simulator.schedules import BACKWARD, FORWARD, Order, Schedule
+from stepsight.simulator.segments import StageShape, backward_segment, forward_segment, optimizer_segment
+from stepsight.simulator.track import FIRST, LAST, MIDDLE, Track, find_track
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,23 +27,18 @@ class Lowered:
     """One iteration of a job, each distinct thing once.
 
     Attributes:
-        programs: Distinct segments.
-        schedule: Order of the actions of every stage.
-        order: The same actions in one global order; the optimizer of every stage follows them in ``segment``.
-        segment: Index into ``programs`` of each action, shape ``(num_actions + num_stages,)``.
-        stage, source: As in ``Order``, with the optimizer's actions.
-        message: Index into ``messages`` of the message that each action waits for, -1 if none.
+        segments: Distinct segments: a stage's forward, its backwards, its optimizer.
+        track: The schedule's actions in one order.
+        segment: Index into ``segments`` of each action of the track, shape ``(num_actions + num_stages,)``.
+        message: Index into ``messages`` of the message that each action waits for, -1 if none; same shape.
         messages: Distinct point-to-point messages between stages.
         stages: What each stage holds.
         joined: Whether a segment ends only when its data-parallel collectives do (FSDP on CPU).
     """
 
-    programs: tuple[Program, ...]
-    schedule: Schedule
-    order: Order
+    segments: tuple[Segment, ...]
+    track: Track
     segment: NDArray[np.int32]
-    stage: NDArray[np.int32]
-    source: NDArray[np.int32]
     message: NDArray[np.int32]
     messages: tuple[Collective, ...]
     stages: tuple[StageShape, ...]
@@ -91,15 +49,44 @@ class Lowered:
         return len(self.stages)
 
     @property
+    def schedule(self) -> Schedule:
+        """Order of the actions of every stage."""
+        return self.track.schedule
+
+    @property
+    def order(self) -> Order:
+        """The same actions in one global order; the optimizers follow them."""
+        return self.track.order
+
+    @property
+    def stage(self) -> NDArray[np.int32]:
+        """Of each action and optimizer."""
+        return self.track.stage
+
+    @property
+    def source(self) -> NDArray[np.int32]:
+        """Action whose message each waits for, -1 if none."""
+        return self.track.source
+
+    @property
+    def previous(self) -> NDArray[np.int32]:
+        """The action before each on the same stage, -1 if none."""
+        return self.track.previous
+
+    @property
     def num_micro_batches(self) -> int:
+        """Per replica."""
         return self.schedule.num_micro_batches
+
+    @cached_property
+    def programs(self) -> tuple[Program, ...]:
+        """Programs of ``segments``."""
+        return tuple(segment.program for segment in self.segments)
 
     @cached_property
     def works(self) -> tuple[tuple[Op, ...], tuple[Collective, ...]]:
         """Distinct ops and distinct collectives, messages included; both in order of first use."""
-        seen: dict[Op | Collective, None] = dict.fromkeys(
-            node.work for program in self.programs for node in program.nodes
-        )
+        seen: dict[Op | Collective, None] = dict.fromkeys(work for part in self.segments for work in part.works)
         seen.update(dict.fromkeys(self.messages))
         ops = tuple(work for work in seen if isinstance(work, Op))
         return ops, tuple(work for work in seen if isinstance(work, Collective))
@@ -125,17 +112,9 @@ class Lowered:
         return np.array([program.label == "optimizer" for program in self.programs])
 
     @cached_property
-    def previous(self) -> NDArray[np.int32]:
-        """The action before each on the same stage, -1 if none."""
-        previous = np.full(len(self.stage), -1, dtype=np.int32)
-        for stage in range(self.num_stages):
-            own = np.flatnonzero(self.stage == stage)
-            previous[own[1:]] = own[:-1]
-        return previous
-
-    @cached_property
     def graph(self) -> Graph:
-        return _graph(self)
+        """All programs as arrays; ``graph.work`` points into ``all_works``."""
+        return join(self.segments, self.work_index)
 
     def program(self, label: str, stage: int = 0, micro_batch: int = 0) -> Program:
         """What a stage runs for a micro-batch (``optimizer``: whatever the micro-batch)."""
@@ -153,6 +132,14 @@ def stage_shapes(model: ModelSpec, pp: int) -> tuple[StageShape, ...]:
     return tuple(StageShape(each + (i < rest), i == 0, i == pp - 1) for i in range(pp))
 
 
+def rank_shape(job: Job) -> RankShape:
+    """What one rank of a job sees of a micro-batch."""
+    p = job.parallel
+    near = ranks_per_node(p.tp, p.dp, p.pp, job.cluster.devices_per_node, "tp")
+    sequence_parallel = p.sequence_parallel and p.tp > 1
+    return RankShape(job.model, job.batch.micro_batch, job.batch.precision, p.tp, near, sequence_parallel)
+
+
 def lower(job: Job, hardware: Hardware) -> Lowered:
     """Lower a job to the programs that its ranks run on this hardware.
 
@@ -168,14 +155,6 @@ def lower(job: Job, hardware: Hardware) -> Lowered:
     )
 
 
-def rank_shape(job: Job) -> RankShape:
-    """What one rank of a job sees of a micro-batch."""
-    p = job.parallel
-    near = ranks_per_node(p.tp, p.dp, p.pp, job.cluster.devices_per_node, "tp")
-    sequence_parallel = p.sequence_parallel and p.tp > 1
-    return RankShape(job.model, job.batch.micro_batch, job.batch.precision, p.tp, near, sequence_parallel)
-
-
 @lru_cache(maxsize=256)
 def _lower(
     p: ParallelSpec, num_micro_batches: int, devices_per_node: int, shape: RankShape, overlaps: bool, share: float
@@ -184,108 +163,53 @@ def _lower(
     after_schedule = not overlaps and p.pp > 1 and p.zero_stage == 0
     dp = DataParallel(p.dp, near, p.zero_stage, int(p.bucket_mbytes * 2**20), overlaps, after_schedule, share)
     stages = stage_shapes(shape.model, p.pp)
-    schedule, order = _ordered(p.schedule, p.pp, num_micro_batches)
-    programs: dict[int, Program] = {}  # by identity: equal programs are the same object, their makers are cached
+    track = find_track(p.schedule, p.pp, num_micro_batches)
+    numbers: dict[Segment, int] = {}  # by identity: equal segments are one object, their makers are cached
 
-    def number(program: Program) -> int:
-        programs.setdefault(id(program), program)
-        return list(programs).index(id(program))
+    def number(segment: Segment) -> int:
+        return numbers.setdefault(segment, len(numbers))
 
-    table = np.zeros((p.pp, 2, 3), dtype=np.int32)  # stage, kind, (first, middle, last) of its backwards
-    optimizers = np.zeros(p.pp, dtype=np.int32)
+    # Backwards as (accumulate, synchronise): only the first finds no gradients, only the last reduces them.
     alone = num_micro_batches == 1
+    turns = {FIRST: (False, alone), MIDDLE: (True, False), LAST: (not alone, True)}
+    if num_micro_batches < 3:
+        del turns[MIDDLE]
+    table = np.zeros((p.pp, 2, 3), dtype=np.int32)
+    optimizers = np.zeros(p.pp, dtype=np.int32)
     for at, stage in enumerate(stages):
-        table[at, FORWARD] = number(forward_program(shape, stage, dp))
-        for column, (accumulate, last) in enumerate(((False, alone), (True, False), (not alone, True))):
-            if column == 1 and num_micro_batches < 3:
-                continue
-            table[at, BACKWARD, column] = number(backward_program(shape, stage, dp, p.recompute, accumulate, last))
-        optimizers[at] = number(optimizer_program(shape, stage, dp))
-    messages, boundary = _messages(p, shape, devices_per_node)
-    upstream = np.where(order.kind == FORWARD, order.part - 1, order.part)
-    message = np.where(order.source >= 0, boundary[np.clip(upstream, 0, len(boundary) - 1)], -1)
-    no_message = np.full(p.pp, -1, dtype=np.int32)
+        table[at, FORWARD] = number(forward_segment(shape, stage, dp))
+        for turn, (accumulate, synchronise) in turns.items():
+            backward = backward_segment(shape, stage, dp, p.recompute, accumulate, synchronise)
+            table[at, BACKWARD, turn] = number(backward)
+        optimizers[at] = number(optimizer_segment(shape, stage, dp))
+    messages, message = _messages(p, shape, devices_per_node, track)
+    order = track.order
     return Lowered(
-        programs=tuple(programs.values()),
-        schedule=schedule,
-        order=order,
-        segment=np.concatenate([table[order.stage, order.kind, _turn(order)], optimizers]).astype(np.int32),
-        stage=np.concatenate([order.stage, np.arange(p.pp, dtype=np.int32)]),
-        source=np.concatenate([order.source, no_message]),
-        message=np.concatenate([message.astype(np.int32), no_message]),
+        segments=tuple(numbers),
+        track=track,
+        segment=np.concatenate([table[order.stage, order.kind, track.turn], optimizers]),
+        message=message,
         messages=messages,
         stages=stages,
         joined=dp.fully_sharded and not dp.overlaps,
     )
 
 
-@lru_cache(maxsize=256)
-def _ordered(name: str, pp: int, num_micro_batches: int) -> tuple[Schedule, Order]:
-    schedule = find_schedule(name, pp, num_micro_batches)
-    return schedule, order_actions(schedule)
-
-
-def _turn(order: Order) -> NDArray[np.int64]:
-    """0 for a part's first backward, 2 for its last (also if it is the first), 1 between; 0 for forwards."""
-    turn = np.ones(len(order), dtype=np.int64)
-    turn[order.kind == FORWARD] = 0
-    backward = order.kind != FORWARD
-    for part in range(int(order.part.max()) + 1):
-        own = np.flatnonzero(backward & (order.part == part))
-        turn[own[0]] = 0
-        turn[own[-1]] = 2
-    return turn
-
-
 def _messages(
-    p: ParallelSpec, shape: RankShape, devices_per_node: int
+    p: ParallelSpec, shape: RankShape, devices_per_node: int, track: Track
 ) -> tuple[tuple[Collective, ...], NDArray[np.int32]]:
-    """Distinct messages, and which of them crosses the boundary after each stage (at least one entry)."""
-    distinct: dict[Collective, int] = {}
-    boundary = [0]
-    if p.pp > 1:
-        near = [neighbour_ranks_per_node(p.tp, p.dp, devices_per_node, stage) for stage in range(p.pp - 1)]
-        sent = [Collective("send_recv", shape.boundary_bytes, 2, ranks) for ranks in near]
-        boundary = [distinct.setdefault(message, len(distinct)) for message in sent]
-    return tuple(distinct), np.array(boundary, dtype=np.int32)
-
-
-def _graph(lowered: Lowered) -> Graph:
-    index = lowered.work_index
-    bounds, pointer = [0], [0]
-    work: list[int] = []
-    share: list[float] = []
-    on_data: list[bool] = []
-    kind: list[int] = []
-    before: list[int] = []
-    first_data: list[bool] = []
-    for program in lowered.programs:
-        base = bounds[-1]
-        incoming: list[list[int]] = [[] for _ in program.nodes]
-        for earlier, later, _ in program.all_edges():
-            incoming[later].append(earlier)
-        seen = False
-        for node, needs in zip(program.nodes, incoming, strict=True):
-            work.append(index[node.work])
-            share.append(node.share)
-            on_data.append(node.stream == DATA_STREAM)
-            kind.append(0 if isinstance(node.work, Op) else 1 if node.stream == "tp" else 2)
-            before.extend(base + need for need in dict.fromkeys(needs))
-            pointer.append(len(before))
-            first_data.append(on_data[-1] and not seen)
-            seen |= on_data[-1]
-        bounds.append(base + len(program))
-    ready = np.stack([np.zeros(len(work)), np.where(first_data, 0.0, -np.inf)])
-    return Graph(
-        np.array(bounds),
-        np.array(work, dtype=np.int32),
-        np.array(share),
-        np.array(on_data),
-        np.array(kind, dtype=np.int8),
-        np.array(pointer, dtype=np.int32),
-        np.array(before, dtype=np.int32),
-        ready,
-    )
+    """Distinct messages, and which of them each action waits for."""
+    if p.pp == 1:
+        return (), np.full(len(track.stage), -1, dtype=np.int32)
+    near = [neighbour_ranks_per_node(p.tp, p.dp, devices_per_node, stage) for stage in range(p.pp - 1)]
+    sent = [Collective("send_recv", shape.boundary_bytes, 2, ranks) for ranks in near]
+    distinct = {message: index for index, message in enumerate(dict.fromkeys(sent))}
+    crossing = np.array([distinct[message] for message in sent], dtype=np.int32)  # after each stage
+    waits = track.source >= 0
+    boundary = np.minimum(track.stage[waits], track.stage[track.source[waits]])
+    message = np.full(len(track.stage), -1, dtype=np.int32)
+    message[waits] = crossing[boundary]
+    return tuple(distinct), message
 
 
 def signatures(job: Job, hardware: Hardware) -> tuple[set[Op], set[Collective]]:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from stepsight.dataset.op import DTYPE_BYTES, Op
-from stepsight.dataset.program import Program
 from stepsight.simulator.dataparallel import Gathers, Reducer, sum_buckets, sum_replicated
 from stepsight.simulator.emitter import DataParallel, Emitter
+from stepsight.simulator.graph import Segment
 from stepsight.simulator.layers import Block, RankShape, Step, embedding_block, head_block, layer_block
 
 
@@ -68,9 +68,31 @@ def _gathers(emitter: Emitter, units: tuple[Unit, ...], dtype: str, backward: bo
     return Gathers(emitter, order, dtype, ahead=backward)
 
 
-@lru_cache(maxsize=4096)
-def forward_program(shape: RankShape, stage: StageShape, dp: DataParallel) -> Program:
+def forward_segment(shape: RankShape, stage: StageShape, dp: DataParallel) -> Segment:
     """Forward of one micro-batch on one stage."""
+    return _forward(shape, stage, dp if dp.fully_sharded else _SILENT)
+
+
+def backward_segment(
+    shape: RankShape, stage: StageShape, dp: DataParallel, recompute: str, accumulate: bool, synchronise: bool
+) -> Segment:
+    """Backward of one micro-batch on one stage.
+
+    Args:
+        shape, stage, dp: The rank.
+        recompute: ``none``, ``selective`` (the attention core again) or ``full`` (every layer's forward again).
+        accumulate: Whether gradients of an earlier micro-batch are there.
+        synchronise: Whether this is the last micro-batch, whose gradients ZeRO stages 0 and 1 reduce.
+    """
+    talks = dp.size > 1 and (dp.zero_stage >= 2 or (synchronise and not dp.after_schedule))
+    return _backward(shape, stage, dp if talks else _SILENT, recompute, accumulate, talks)
+
+
+_SILENT = DataParallel()  # segments without data-parallel traffic are the same whatever the replicas
+
+
+@lru_cache(maxsize=512)
+def _forward(shape: RankShape, stage: StageShape, dp: DataParallel) -> Segment:
     units = stage_units(shape, stage)
     emitter = Emitter("forward", dp)
     gathers = _gathers(emitter, units, shape.dtype, backward=False)
@@ -81,26 +103,18 @@ def forward_program(shape: RankShape, stage: StageShape, dp: DataParallel) -> Pr
             gathers.arrive()
             gathers.ask()  # the next layer's parameters travel while this one computes
         emitter.forward(unit.block, unit.name)
-    return emitter.builder.build()
+    return Segment(emitter.builder.build())
 
 
-@lru_cache(maxsize=4096)
-def backward_program(
+@lru_cache(maxsize=512)
+def _backward(
     shape: RankShape, stage: StageShape, dp: DataParallel, recompute: str, accumulate: bool, synchronise: bool
-) -> Program:
-    """Backward of one micro-batch on one stage.
-
-    Args:
-        shape, stage, dp: The rank.
-        recompute: ``none``, ``selective`` (the attention core again) or ``full`` (every layer's forward again).
-        accumulate: Whether gradients of an earlier micro-batch are there.
-        synchronise: Whether this is the last micro-batch, whose gradients ZeRO stages 0 and 1 reduce.
-    """
+) -> Segment:
     units = stage_units(shape, stage)
     megatron = shape.dtype != "fp32" and not dp.fully_sharded
     emitter = Emitter("backward", dp)
     gathers = _gathers(emitter, units, shape.dtype, backward=True)
-    reducer = Reducer(emitter, shape.dtype, accumulate, synchronise or dp.zero_stage >= 2)
+    reducer = Reducer(emitter, shape.dtype, accumulate, synchronise)
     root_steps: list[tuple[Step, str]] = []
     for unit in reversed(units):
         if gathers and not unit.root:
@@ -127,7 +141,7 @@ def backward_program(
     for step, name in root_steps:
         reducer.ready(step, name)
     reducer.finish()
-    return emitter.builder.build()
+    return Segment(emitter.builder.build())
 
 
 def _needed_again(block: Block, *, whole: bool) -> Block:
@@ -139,8 +153,8 @@ def _needed_again(block: Block, *, whole: bool) -> Block:
     return block[: last + 1]
 
 
-@lru_cache(maxsize=4096)
-def optimizer_program(shape: RankShape, stage: StageShape, dp: DataParallel) -> Program:
+@lru_cache(maxsize=512)
+def optimizer_segment(shape: RankShape, stage: StageShape, dp: DataParallel) -> Segment:
     """Gradients that are still to be summed, then fused AdamW on a rank's share of the parameters; ZeRO stages 1 and 2
     then gather them again."""
     units = stage_units(shape, stage)
@@ -159,4 +173,4 @@ def optimizer_program(shape: RankShape, stage: StageShape, dp: DataParallel) -> 
     if shards > 1 and dp.zero_stage < 3:
         gather = dp.collective("all_gather", sum(tensors) * DTYPE_BYTES[shape.dtype])
         emitter.block(gather, "dp", "parameters")
-    return emitter.builder.build()
+    return Segment(emitter.builder.build())

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.hardware import Fabric, Hardware, Link
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
+from stepsight.simulator import engine
 from stepsight.simulator.latency import RooflineLatency
 from stepsight.simulator.simulate import Simulation, simulate, simulate_seconds
 from tests.simulator.conftest import JobMaker
@@ -199,6 +200,20 @@ def test_segments_compose_to_the_whole_graph(make_job: JobMaker, gpu: Hardware, 
         ends[action] = list(clocks[stage])
     assert max(map(max, clocks)) == pytest.approx(result.iteration_time_s, rel=1e-12)
     assert result.finish == pytest.approx(np.array(ends), rel=1e-9, abs=1e-15)
+
+
+def test_compiled_kernels_give_the_same(make_job: JobMaker, gpu: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted or compiled, every number is equal."""
+    kernels = (engine.longest_paths, engine.find_ends, engine.add_path, engine.run_schedule, engine.walk_schedule)
+    results = []
+    for native in (False, True):
+        for kernel in kernels:
+            monkeypatch.setattr(kernel, "_native", kernel.compile() if native else kernel.function)
+        results.append(run(make_job, gpu, {"pp": 4, "dp": 2, "tp": 2, "bucket_mbytes": 0.02, "micro_batches": 6}))
+        assert results[-1].op_counts
+    assert results[0].iteration_time_s == results[1].iteration_time_s
+    assert results[0].op_counts == results[1].op_counts
+    assert results[0].breakdown == results[1].breakdown
 
 
 def test_equal_questions_give_equal_answers(make_job: JobMaker, gpu: Hardware) -> None:
