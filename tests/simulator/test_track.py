@@ -5,8 +5,8 @@ from stepsight.simulator.track import FIRST, LAST, MIDDLE, find_track
 def test_the_first_and_last_backward_of_a_stage() -> None:
     track = find_track("1f1b", 2, 3)
     order = track.order
-    turns = {(int(s), int(m)): int(t) for s, k, m, t in zip(order.stage, order.kind, order.micro_batch, track.turn, strict=True)
-             if k == BACKWARD}  # fmt: skip
+    rows = zip(order.stage, order.kind, order.micro_batch, track.turn, strict=True)
+    turns = {(int(stage), int(micro)): int(turn) for stage, kind, micro, turn in rows if kind == BACKWARD}
     assert turns == {(s, m): turn for s in range(2) for m, turn in enumerate((FIRST, MIDDLE, LAST))}
 
 
