@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec
+from typing import Any, ClassVar, Generic, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,28 +20,29 @@ PATIENCE_S = 0.1
 
 
 class compiled(Generic[P]):  # noqa: N801  (a decorator)
-    """A loop over arrays that is interpreted at first, and compiled by numba once it has taken ``PATIENCE_S``.
+    """A loop over arrays that is interpreted at first, and compiled by numba once all such took ``PATIENCE_S``.
 
     Loading numba costs more than a handful of predictions do, so a single question is answered sooner without.  The
     compiled code is kept on disk where a folder can be written.  Either way the results are the same.
     """
 
+    spent_s: ClassVar[float] = 0.0  # interpreting, all kernels together
+
     def __init__(self, function: Callable[P, None]) -> None:
         self.function = function
         self.__doc__ = function.__doc__
         self._native: Any = None
-        self._spent_s = 0.0
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
         if self._native is not None:
             self._native(*args, **kwargs)
-        elif self._spent_s > PATIENCE_S:
+        elif compiled.spent_s > PATIENCE_S:
             self._native = self.compile()
             self._native(*args, **kwargs)
         else:
             begin = time.perf_counter()
             self.function(*args, **kwargs)
-            self._spent_s += time.perf_counter() - begin
+            compiled.spent_s += time.perf_counter() - begin
 
     def compile(self) -> Callable[P, None]:
         """The function as machine code."""
