@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -106,19 +107,24 @@ class Collection:
 
     def _finish(self, run: dict[str, Any], state: dict[str, Any], training: Training) -> None:
         """Profile, and put the run's folder in its place."""
-        target = self.out / "runs" / run["name"]
-        folder = target.parent / f".{target.name}.partial"
-        manager = new_folder(target) if self.rank == 0 else None
-        if manager is not None:
-            manager.__enter__()
-        barrier()
+        folder = self.out / ".partial" / run["name"]
+        stack = ExitStack()
+        if self.rank == 0:
+            stack.enter_context(new_folder(self.out / "runs" / run["name"], folder))
+        with stack:
+            barrier()
+            self._profile(run, state, training, folder)
+        (self.out / ".rounds" / f"{run['name']}.json").unlink(missing_ok=True)
+
+    def _profile(self, run: dict[str, Any], state: dict[str, Any], training: Training, folder: Path) -> None:
+        """Write this rank's traces, and on rank 0 the manifest."""
         seconds: list[float] = []
         traces: dict[str, str] | None = None
         if run["profile_steps"]:
             seconds, traces = profiled_steps(training, run["profile_steps"], folder, self.rank)
         memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
         ranks = gather((traces, memory))
-        if manager is None:
+        if self.rank != 0:
             return
         manifest = {
             "schema": 1,
@@ -135,8 +141,6 @@ class Collection:
             "traces": {str(rank): t for rank, (t, _) in enumerate(ranks) if t},
         }
         write_json(folder / "manifest.json", manifest)
-        manager.__exit__(None, None, None)
-        (self.out / ".rounds" / f"{run['name']}.json").unlink(missing_ok=True)
 
     def _events(self) -> None:
         from .events import measure_events

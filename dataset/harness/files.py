@@ -33,18 +33,16 @@ def read_json(path: Path) -> Any:
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty hidden sibling of ``path`` that becomes ``path`` when the block ends well.
+def new_folder(path: Path, temporary: Path) -> Iterator[None]:
+    """Make ``temporary`` empty, and rename it to ``path`` when the block ends well.
 
-    What a killed process left under the hidden name is removed first.
+    Both must lie on one file system; what a killed process left in ``temporary`` is removed first.
     """
-    temporary = path.parent / f".{path.name}.partial"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        yield temporary
-        if path.exists():
-            shutil.rmtree(path)
+        yield
+        path.parent.mkdir(parents=True, exist_ok=True)
         temporary.replace(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -94,7 +94,8 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
         missing = [name for size in plans.world_sizes(plan) for name in _outstanding(out, plan, size)]
         if missing:
             raise HarnessError(f"the workers ended without {', '.join(missing)}; see {out / 'logs'}")
-        shutil.rmtree(out / ".rounds", ignore_errors=True)
+        for scratch in (".rounds", ".partial"):
+            shutil.rmtree(out / scratch, ignore_errors=True)
         items = len(plan["runs"]) + len(plan["events"])
         bar.close(f"{len(plan['runs'])} runs and {len(plan['events'])} event files in {out}")
     counts = {"runs": len(plan["runs"]), "events": len(plan["events"])}

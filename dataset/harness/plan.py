@@ -86,6 +86,8 @@ def _run_problems(run: dict[str, Any]) -> list[str]:
         value, least = run.get(key, default), 2 if key == "warmup" else 0 if key == "profile_steps" else 1
         if not isinstance(value, int) or value < least:
             problems.append(f"{key} must be a whole number >= {least}, got {value!r}")
+    if not isinstance(run.get("role"), str):
+        problems.append(f"role must be a string, got {run.get('role')!r}")
     job = run.get("job")
     if not isinstance(job, dict):
         return [*problems, f"job must be a table, got {job!r}"]

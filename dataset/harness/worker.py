@@ -34,12 +34,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if os.environ.get("STEPSIGHT_WATCH_STDIN"):
         threading.Thread(target=_exit_with_launcher, daemon=True).start()
-    if not os.environ.get("STEPSIGHT_NO_PIN"):
+    plan = json.loads(arguments.plan.read_text("utf-8"))
+    if plan.get("device") == "cpu" or not Path("/dev/nvidiactl").exists():
         _pin(int(os.environ["LOCAL_RANK"]))
     from .collection import Collection  # imports torch, which starts threads: only once pinned
 
     try:
-        Collection(json.loads(arguments.plan.read_text("utf-8")), arguments.out, _report).run()
+        Collection(plan, arguments.out, _report).run()
     except HarnessError as error:
         _report(refused=str(error))
         sys.exit(2)
@@ -51,7 +52,10 @@ def main() -> None:
 
 
 def _pin(local_rank: int) -> None:
-    """Keep this rank on one core, where the platform can."""
+    """Keep this rank and all its threads on one core, where the platform can.
+
+    A rank that computes on a GPU is left alone: its autograd and NCCL threads need cores beside it.
+    """
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[local_rank % len(cores)]})

@@ -61,6 +61,7 @@ def test_what_the_harness_cannot_run_is_refused(changes: dict[str, Any], text: s
         (jobs.plan([jobs.run("../a", jobs.job())]), "name must be letters"),
         (jobs.plan([jobs.run("a", jobs.job()), jobs.run("a", jobs.job())]), "unique, got 'a' twice"),
         (jobs.plan([jobs.run("a", jobs.job(), warmup=1)]), "warmup must be a whole number >= 2, got 1"),
+        (jobs.plan([{"name": "a", "job": jobs.job()}]), "role must be a string, got None"),
         (jobs.plan([jobs.run("a", {"model": {}})]), "a job needs model.family"),
         (jobs.plan([], [{**EVENTS, "world_size": 1}]), "group_size must be at most world_size, got 2 > 1"),
         (jobs.plan([], [{**EVENTS, "seconds": 0}]), "seconds must be > 0, got 0"),
