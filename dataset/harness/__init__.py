@@ -12,6 +12,7 @@ cluster as ``harness`` and run ``python -m harness plan.json --out DIR`` there. 
 ``parallel``    a job as a sharded model, schedule and optimizer: the training step
 ``model``       the transformer; ``comm`` and ``kernels`` are its autograd functions
 ``annotate``    what names segments, ops, collectives and waits in traces
+``cores``       where a rank's threads run
 ``events``      each op and collective once, by its signature; ``ops`` makes them callable
 ``facts``       peaks, bandwidth, the price of overlap
 ==============  ==================================================================================

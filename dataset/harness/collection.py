@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import annotate
+from . import annotate, cores
 from . import plan as plans
 from .errors import HarnessError
 from .files import new_folder, read_json, write_json
@@ -44,6 +44,8 @@ class Collection:
             timeout=timedelta(minutes=10),
             device_id=self.device if self.device.type == "cuda" else None,
         )
+        if self.device.type == "cpu":  # a GPU's rank is left alone: its autograd thread needs a core beside it
+            cores.pin(local_rank)
         annotate.install()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.versions = {"torch": torch.__version__, "python": platform.python_version()}

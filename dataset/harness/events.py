@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import comm, facts
+from . import comm, cores, facts
 from .errors import HarnessError
 from .measure import barrier, gather
 from .ops import DTYPES, Call, Pool, op_call
@@ -145,7 +145,8 @@ def _group(group_size: int, ranks_per_node: int) -> tuple[list[int], Any]:
             f"a group must fit on the nodes, got {ranks_per_node} of {group_size} ranks per node on "
             f"{dist.get_world_size() // local_size} nodes of {local_size}"
         )
-    return ranks, dist.new_group(ranks)
+    with cores.any_core():
+        return ranks, dist.new_group(ranks)
 
 
 def _time_collective(

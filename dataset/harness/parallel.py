@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
-from . import annotate, comm
+from . import annotate, comm, cores
 from .model import Stage, shape_of
 from .plan import num_micro_batches
 
@@ -32,7 +32,8 @@ AXES = ("pp", "dp", "tp")
 @cache
 def device_mesh(device: str, pp: int, dp: int, tp: int) -> DeviceMesh:
     """The mesh of these degrees; process groups are made once and shared by all runs."""
-    return init_device_mesh(device, (pp, dp, tp), mesh_dim_names=AXES)
+    with cores.any_core():
+        return init_device_mesh(device, (pp, dp, tp), mesh_dim_names=AXES)
 
 
 class Training:

@@ -35,9 +35,7 @@ def main() -> None:
     if os.environ.get("STEPSIGHT_WATCH_STDIN"):
         threading.Thread(target=_exit_with_launcher, daemon=True).start()
     plan = json.loads(arguments.plan.read_text("utf-8"))
-    if plan.get("device") == "cpu" or not Path("/dev/nvidiactl").exists():
-        _pin(int(os.environ["LOCAL_RANK"]))
-    from .collection import Collection  # imports torch, which starts threads: only once pinned
+    from .collection import Collection  # torch takes seconds to import: not before the arguments are good
 
     try:
         Collection(plan, arguments.out, _report).run()
@@ -49,16 +47,6 @@ def main() -> None:
         sys.stderr.flush()
         _report(failed=f"{type(error).__name__}: {error}")
         os._exit(1)  # other ranks may be waiting for this one: no clean way out through their collectives
-
-
-def _pin(local_rank: int) -> None:
-    """Keep this rank and all its threads on one core, where the platform can.
-
-    A rank that computes on a GPU is left alone: its autograd and NCCL threads need cores beside it.
-    """
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
 
 
 def _exit_with_launcher() -> None:
