@@ -47,6 +47,7 @@ class ContextWeights:
 
     def forward(self, features: Array, graph: Topology) -> Array:
         """The same from features, ``(nodes, NODE_FEATURES)``, of one or several joined programs."""
+        features = np.clip(features, self.tensors["low"], self.tensors["high"])
         hidden = _silu(self._linear("encode", features))
         for layer in range(self.num_layers):
             heard = [hidden, _stream_mean(hidden, graph)]

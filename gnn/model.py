@@ -11,7 +11,7 @@ from stepsight.features.graphs import NODE_FEATURES, RELATIONS
 from stepsight.gnn.graph import GraphTensors
 from stepsight.gnn.inference import ContextWeights
 
-BOUND = 1.0  # an op in context takes between 1/e and e times as long as alone
+BOUND = 2.0  # log units: small ops take several times as long with cold caches and host gaps, none a hundred times
 HIDDEN = 24
 LAYERS = 2
 
@@ -51,11 +51,19 @@ class ContextModel(nn.Module):
         self.layers = nn.ModuleList(RelationalLayer(channels) for _ in range(num_layers))
         self.decode = nn.Linear(channels, 1)
         self.direct = nn.Linear(len(NODE_FEATURES), 1)
+        self.register_buffer("low", torch.full((len(NODE_FEATURES),), -torch.inf))
+        self.register_buffer("high", torch.full((len(NODE_FEATURES),), torch.inf))
         for head in (self.decode, self.direct):
             nn.init.zeros_(head.weight)
             nn.init.zeros_(head.bias)
 
+    def set_range(self, features: Tensor) -> None:
+        """Remember the range of the training's features; beyond it, corrections stay what they are at its edge."""
+        self.low = features.amin(dim=0)
+        self.high = features.amax(dim=0)
+
     def forward(self, features: Tensor, graph: GraphTensors) -> Tensor:
+        features = features.clamp(self.low, self.high)
         hidden = functional.silu(self.encode(features))
         for layer in self.layers:
             hidden = layer(hidden, graph)

@@ -53,15 +53,22 @@ def collective_rows(collectives: Sequence[Collective]) -> Rows:
 
 @dataclass(frozen=True)
 class CollectiveModel:
-    """Collectives on one hardware's links."""
+    """Collectives on one hardware's links.
+
+    Attributes:
+        regressor: Physics, trees and neighbours by kind and layout.
+        left_out: Answer as if the collectives asked about had not been measured (for honest intervals).
+    """
 
     regressor: Regressor
+    left_out: bool = False
 
     def seconds(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
         """Seconds of each collective alone; by the fabric's facts where kind and layout were never measured."""
         if not collectives:
             return np.zeros(0)
-        seconds = self.regressor.seconds(collective_rows(collectives))
+        rows = collective_rows(collectives)
+        seconds = self.regressor.seconds_left_out(rows) if self.left_out else self.regressor.seconds(rows)
         for index in np.flatnonzero(np.isnan(seconds)).tolist():
             seconds[index] = alpha_beta_seconds(collectives[index], fabric)
         return seconds

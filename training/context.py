@@ -92,6 +92,7 @@ def fit_context(
     try:
         model = ContextModel()
         batch = _Batch.of(examples, wholes, hardware)
+        model.set_range(batch.features)
         _train(model, batch, epochs, on_epoch)
         return model.weights()
     finally:
@@ -105,7 +106,7 @@ def _train(model: ContextModel, batch: _Batch, epochs: int, on_epoch: Callable[[
     for epoch in range(epochs):
         optimizer.zero_grad()
         loss = batch.loss(model)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()

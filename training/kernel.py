@@ -54,16 +54,19 @@ class KernelModel:
     Attributes:
         hardware: What was measured.
         regressor: Physics, trees and neighbours by kind.
+        left_out: Answer as if the ops asked about had not been measured (for honest intervals).
     """
 
     hardware: Hardware
     regressor: Regressor
+    left_out: bool = False
 
     def seconds(self, ops: Sequence[Op], busy: int) -> Array:
         """Seconds of each op alone, shape ``(len(ops),)``; roofline for kinds that were never measured."""
         if not ops:
             return np.zeros(0)
-        seconds = self.regressor.seconds(op_rows(ops, self.hardware, busy))
+        rows = op_rows(ops, self.hardware, busy)
+        seconds = self.regressor.seconds_left_out(rows) if self.left_out else self.regressor.seconds(rows)
         for index in np.flatnonzero(np.isnan(seconds)).tolist():
             seconds[index] = roofline_seconds(ops[index], self.hardware)
         return seconds

@@ -92,28 +92,36 @@ def hold_back(
     seed: int,
     on_fold: Callable[[int, int], None],
 ) -> HeldBack:
-    """Cross-validate the context model over runs; ``predictor`` has none."""
+    """Cross-validate over runs; what is held back counts as never measured, its ops and collectives included.
+
+    Args:
+        runs: To hold back in turn.
+        examples, wholes: Of the runs, for training.
+        predictor: Fitted regressors, no context model.
+        seed: Of folds and weights.
+        on_fold: Called with the number of the fold and of all folds.
+    """
     folds = np.random.default_rng(seed).permutation(len(runs)) % min(FOLDS, len(runs))
+    unseen = predictor.left_out
     in_context = np.zeros(len(runs))
     before, after = [], []
     for fold in range(folds.max() + 1):
         on_fold(fold, int(folds.max()) + 1)
-        names = {run.manifest.name for run, at in zip(runs, folds, strict=True) if at == fold}
+        own = [run for run, at in zip(runs, folds, strict=True) if at == fold]
+        names = {run.manifest.name for run in own}
         context = fit_context(
             [example for example in examples if example.run not in names],
             [whole for whole in wholes if whole.run not in names],
             predictor.hardware,
             seed=seed,
         )
-        own = np.flatnonzero(folds == fold)
-        in_context[own] = iteration_times([runs[i] for i in own.tolist()], replace(predictor, context=context))
-        left_out = [example for example in examples if example.run in names]
-        if left_out:
+        in_context[folds == fold] = iteration_times(own, replace(unseen, context=context))
+        if left_out := make_examples(own, unseen):
             before.append(op_error(left_out, None, predictor.hardware))
             after.append(op_error(left_out, context, predictor.hardware))
     return HeldBack(
         np.array([run.manifest.iteration_time_s for run in runs]),
-        iteration_times(runs, predictor),
+        iteration_times(runs, unseen),
         in_context,
         float(np.mean(before)) if before else 0.0,
         float(np.mean(after)) if after else 0.0,

@@ -180,7 +180,7 @@ class MeanSegment:
 
     Attributes:
         program: What they have in common.
-        slot_s: Mean in-context seconds of each node, ``(n,)``, outliers held to twice the median.
+        slot_s: Mean in-context seconds of each node, ``(n,)``, stalls cut off.
         busy: Devices that compute at once.
         run: Name of the run.
         repeats: How many executions.
@@ -193,16 +193,33 @@ class MeanSegment:
     repeats: int
 
 
+STALL = 2.5  # times the median of the same signature in the same run
+
+
 def average(segments: Sequence[Segment]) -> list[MeanSegment]:
-    """One mean per distinct segment of each run."""
+    """One mean per distinct segment of each run.
+
+    A node that takes more than ``STALL`` times the median of its signature in the run was interrupted by something
+    that is no part of the job; it is cut to that.
+    """
+    medians = _medians(segments)
     groups: dict[tuple[object, ...], list[Segment]] = {}
     for segment in segments:
         groups.setdefault((segment.run, segment.busy, segment.program.digest_key), []).append(segment)
     means = []
     for group in groups.values():
-        slots = np.stack([segment.slot_s for segment in group])
-        middle = np.median(slots, axis=0)
         first = group[0]
-        mean = np.clip(slots, 0.5 * middle, 2.0 * middle).mean(axis=0)
+        middle = np.array([medians[first.run, node.work, node.share] for node in first.program.nodes])
+        slots = np.stack([segment.slot_s for segment in group])
+        mean = np.clip(slots, middle / STALL, middle * STALL).mean(axis=0)
         means.append(MeanSegment(first.program, mean, first.busy, first.run, len(group)))
     return means
+
+
+def _medians(segments: Sequence[Segment]) -> dict[tuple[str, Op | Collective, float], float]:
+    """Median seconds of each signature (and share) of each run."""
+    found: dict[tuple[str, Op | Collective, float], list[float]] = {}
+    for segment in segments:
+        for node, seconds in zip(segment.program.nodes, segment.slot_s.tolist(), strict=True):
+            found.setdefault((segment.run, node.work, node.share), []).append(seconds)
+    return {key: float(np.median(values)) for key, values in found.items()}

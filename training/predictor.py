@@ -96,6 +96,13 @@ class Predictor:
         """The same by regressors alone, to see what the context model brings."""
         return replace(self, context=None, calibration=Calibration())
 
+    @cached_property
+    def left_out(self) -> Predictor:
+        """The same as if no signature asked about had been measured; only right after fitting."""
+        return replace(
+            self, kernel=replace(self.kernel, left_out=True), collective=replace(self.collective, left_out=True)
+        )
+
     def unsupported(self, works: Iterable[Op | Collective]) -> list[str]:
         """Which ops and collectives lie outside what was measured, and why."""
         reasons = (

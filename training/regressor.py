@@ -7,7 +7,7 @@ so that no layer makes unseen signatures worse.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from stepsight.training.physics import Bounds, Physics, fit_physics
 from stepsight.training.trees import MIN_ROWS, Trees, fit_trees
 
 Array = NDArray[np.float64]
+Key = tuple[str, tuple[float, ...], float]
 
 FOLDS = 5
 MIN_GAIN = 0.02  # a layer must lower the cross-validated error by this part to be used
@@ -58,6 +59,10 @@ class Rows:
             self.features[index],
         )
 
+    def key(self, index: int) -> Key:
+        """Identity of a row."""
+        return (self.kinds[index], tuple(self.positions[index].round(6).tolist()), float(self.busy[index]))
+
     def by_kind(self) -> dict[str, NDArray[np.int64]]:
         return _groups(self.kinds)
 
@@ -86,6 +91,7 @@ class Regressor:
         neighbours: By kind.
         support: By kind, lowest and highest position that was measured, two arrays ``(axes,)``.
         errors: By family, mean absolute log-error on signatures left out in turn.
+        left_out: Seconds of each measured row, predicted by a fit that did not see its signature; not saved.
     """
 
     physics: Mapping[str, Physics]
@@ -93,6 +99,7 @@ class Regressor:
     neighbours: Mapping[str, Neighbours]
     support: Mapping[str, tuple[Array, Array]]
     errors: Mapping[str, float] = field(default_factory=dict)
+    left_out: Mapping[Key, float] = field(default_factory=dict)
 
     def seconds(self, rows: Rows) -> Array:
         """Seconds of each row; NaN for kinds that were never measured."""
@@ -101,6 +108,12 @@ class Regressor:
             if kind in self.neighbours:
                 log_seconds[index] += self.neighbours[kind].residual(rows.places(index))
         return np.exp(log_seconds)
+
+    def seconds_left_out(self, rows: Rows) -> Array:
+        """As ``seconds``, but as if none of these signatures had been measured: what jobs of new shapes will see."""
+        seconds = self.seconds(rows)
+        known = [self.left_out.get(rows.key(index), float(value)) for index, value in enumerate(seconds)]
+        return np.array(known, dtype=np.float64)
 
     def log_without_neighbours(self, rows: Rows) -> Array:
         """Logarithm of the seconds by physics and trees, ``(rows,)``; NaN for kinds that were never measured."""
@@ -159,69 +172,76 @@ def fit_regressor(
     neighbours: dict[str, Neighbours] = {}
     support: dict[str, tuple[Array, Array]] = {}
     errors: dict[str, float] = {}
+    left_out: dict[Key, float] = {}
     for family, index in rows.by_family().items():
         own, measured = rows.take(index), seconds[index]
-        use_trees, length, errors[family] = _choose(own, measured, bounds, names, seed)
-        fitted = _fit_bare(own, measured, bounds, names, seed, use_trees)
+        use_trees, length, off = _choose(own, measured, bounds, names, seed)
+        errors[family] = float(np.abs(off).mean())
+        left_out |= {own.key(i): float(measured[i] * np.exp(off[i])) for i in range(len(own))}
+        fitted = _fit_physics(own, measured, bounds)
+        if use_trees:
+            fitted = _with_trees(fitted, own, measured, names, seed)
         residual = np.log(measured) - fitted.log_without_neighbours(own)
         physics |= fitted.physics
         trees |= fitted.trees
         support |= fitted.support
         neighbours |= {k: fit_neighbours(own.places(i), residual[i], length) for k, i in own.by_kind().items()}
-    return Regressor(physics, trees, neighbours, support, errors)
+    return Regressor(physics, trees, neighbours, support, errors, left_out)
 
 
-def _fit_bare(
-    rows: Rows, seconds: Array, bounds: Mapping[str, Bounds], names: tuple[str, ...], seed: int, use_trees: bool
-) -> Regressor:
-    """Physics and trees of one family, without neighbours."""
+def _fit_physics(rows: Rows, seconds: Array, bounds: Mapping[str, Bounds]) -> Regressor:
+    """Physics of one family, and its support."""
     kinds = rows.by_kind()
     physics = {k: fit_physics(rows.terms[i], rows.busy[i], seconds[i], bounds[k]) for k, i in kinds.items()}
     support = {}
     for kind, index in kinds.items():
         positions = np.array([rows.positions[i] for i in index])
         support[kind] = (positions.min(axis=0), positions.max(axis=0))
-    fitted = Regressor(physics, {}, {}, support)
-    if not use_trees:
-        return fitted
+    return Regressor(physics, {}, {}, support)
+
+
+def _with_trees(fitted: Regressor, rows: Rows, seconds: Array, names: tuple[str, ...], seed: int) -> Regressor:
+    """Physics of one family and trees on what it leaves."""
     residual = np.log(seconds) - fitted.log_without_neighbours(rows)
-    return Regressor(physics, {rows.families[0]: fit_trees(rows.features, residual, names, seed)}, {}, support)
+    return replace(fitted, trees={rows.families[0]: fit_trees(rows.features, residual, names, seed)})
 
 
 def _choose(
     rows: Rows, seconds: Array, bounds: Mapping[str, Bounds], names: tuple[str, ...], seed: int
-) -> tuple[bool, float, float]:
-    """Whether trees help, how far neighbours reach, and the error of that choice on signatures left out."""
+) -> tuple[bool, float, Array]:
+    """Whether trees help, how far neighbours reach, and ``log(predicted / measured)`` of signatures left out."""
     folds = _folds(rows, seed)
     with_trees = (False, True) if len(rows) >= MIN_ROWS else (False,)
-    errors = {(trees, length): np.full(len(rows), UNKNOWN) for trees in with_trees for length in LENGTHS}
+    off = {(trees, length): np.full(len(rows), UNKNOWN) for trees in with_trees for length in LENGTHS}
     for fold in range(FOLDS):
         train, test = np.flatnonzero(folds != fold), np.flatnonzero(folds == fold)
         if not len(train) or not len(test):
             continue
         kept, left_out = rows.take(train), rows.take(test)
+        bare = _fit_physics(kept, seconds[train], bounds)
         for trees in with_trees:
-            bare = _fit_bare(kept, seconds[train], bounds, names, seed, trees)
+            if trees:
+                bare = _with_trees(bare, kept, seconds[train], names, seed)
             residual = np.log(seconds[train]) - bare.log_without_neighbours(kept)
-            off = np.log(seconds[test]) - bare.log_without_neighbours(left_out)
+            predicted = bare.log_without_neighbours(left_out)
             kinds = kept.by_kind()
             for kind, index in left_out.by_kind().items():
                 if kind not in kinds:
                     continue
                 places, near = left_out.places(index), kept.places(kinds[kind])
                 for length in LENGTHS:
-                    neighbours = fit_neighbours(near, residual[kinds[kind]], length)
-                    errors[trees, length][test[index]] = np.abs(off[index] - neighbours.residual(places))
+                    correction = fit_neighbours(near, residual[kinds[kind]], length).residual(places)
+                    off[trees, length][test[index]] = predicted[index] + correction - np.log(seconds[test[index]])
     best = (False, LENGTHS[0])
-    for choice, error in errors.items():
-        if error.mean() < errors[best].mean() * (1 - MIN_GAIN):
+    for choice, value in off.items():
+        if np.abs(value).mean() < np.abs(off[best]).mean() * (1 - MIN_GAIN):
             best = choice
-    return (*best, float(errors[best].mean()))
+    return (*best, off[best])
 
 
 def _folds(rows: Rows, seed: int) -> NDArray[np.int64]:
     """Fold of each row; all rows of one signature share a fold."""
-    keys = [(kind, tuple(np.round(position, 6))) for kind, position in zip(rows.kinds, rows.positions, strict=True)]
+    keys = [rows.key(index)[:2] for index in range(len(rows))]
     distinct = sorted(set(keys))
     shuffled = np.random.default_rng(seed).permutation(len(distinct))
     fold_of = {distinct[place]: turn % FOLDS for turn, place in enumerate(shuffled)}

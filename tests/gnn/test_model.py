@@ -72,6 +72,15 @@ def test_numpy_inference_equals_pytorch_geometric() -> None:
     assert model.weights().forward(features, graph) == pytest.approx(expected, abs=2e-5)
 
 
+def test_beyond_the_trained_range_corrections_stay_what_they_are_at_its_edge() -> None:
+    program = _program()
+    model, features = _random_model(), _inputs(program)
+    model.set_range(torch.from_numpy(features).float())
+    beyond = features + np.where(features == features.max(axis=0), 5.0, 0.0) * (features.max(axis=0) > 0)
+    weights, graph = model.weights(), topology(program)
+    assert weights.forward(beyond, graph) == pytest.approx(weights.forward(features, graph), abs=1e-6)
+
+
 def test_programs_of_a_batch_do_not_hear_each_other() -> None:
     one, two = _program(6), _program(3)
     weights = _random_model().weights()
