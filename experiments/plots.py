@@ -13,7 +13,8 @@ def _figure(width: float = 6.0, height: float = 5.0) -> tuple[Any, Any]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    return pyplot.subplots(figsize=(width, height), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
+    return figure, axes
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -23,6 +23,7 @@ from .errors import HarnessError
 from .files import new_folder, read_json, write_json
 from .measure import barrier, gather, profiled_steps, timed_steps
 from .parallel import Training
+from .progress import ROUND_UNITS
 
 
 class Collection:
@@ -99,7 +100,7 @@ class Collection:
                 write_json(self.out / ".rounds" / f"{name}.json", state)
         else:
             self._finish(run, state, training)
-        self._say(name, done=1)
+        self._say(name, done=ROUND_UNITS)
 
     def _losses(self, training: Training, losses: list[torch.Tensor]) -> list[float]:
         """Loss of each step, the mean over replicas; only ranks of the last stage know theirs."""

@@ -29,7 +29,7 @@ from typing import Any
 from . import plan as plans
 from .errors import HarnessError
 from .files import read_json, write_json
-from .progress import Progress
+from .progress import ROUND_UNITS, Progress
 from .worker import PROGRESS
 
 __all__ = ["HarnessError", "collect", "main"]
@@ -140,9 +140,9 @@ def _event_units(event: dict[str, Any]) -> int:
 
 
 def _units(plan: dict[str, Any]) -> int:
-    """Rounds plus signatures."""
+    """Rounds and signatures, in units of progress."""
     rounds: int = sum(run["rounds"] for run in plan["runs"])
-    return rounds + sum(map(_event_units, plan["events"]))
+    return ROUND_UNITS * rounds + sum(map(_event_units, plan["events"]))
 
 
 def _units_done(out: Path, plan: dict[str, Any]) -> int:
@@ -150,9 +150,9 @@ def _units_done(out: Path, plan: dict[str, Any]) -> int:
     for run in plan["runs"]:
         partial = out / ".rounds" / f"{run['name']}.json"
         if (out / "runs" / run["name"] / "manifest.json").exists():
-            done += run["rounds"]
+            done += ROUND_UNITS * run["rounds"]
         elif partial.exists():
-            done += len(read_json(partial)["rounds"])
+            done += ROUND_UNITS * len(read_json(partial)["rounds"])
     return done + sum(_event_units(e) for e in plan["events"] if (out / "events" / f"{e['name']}.json").exists())
 
 

@@ -7,8 +7,11 @@ import time
 from typing import TextIO
 
 
+ROUND_UNITS = 40  # a round of a run takes about as long as so many signatures
+
+
 class Progress:
-    """Counts units of work.
+    """Counts units of work: one per signature, ``ROUND_UNITS`` per round of a run.
 
     Args:
         total: Units in all.
@@ -40,7 +43,7 @@ class Progress:
 
     def _write(self, text: str, *, last: bool = False) -> None:
         percent = 100 * self._done // max(1, self._total)
-        line = f"collect {self._done}/{self._total} {percent:3d}% {self._left()} {text}"
+        line = f"collect {percent:3d}% {self._left()} {text}"
         if self._terminal:
             bar = "#" * (percent // 5)
             self._stream.write(f"\r\x1b[K{f'[{bar:<20}] {line}'[:110]}")
