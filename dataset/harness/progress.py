@@ -6,7 +6,6 @@ import sys
 import time
 from typing import TextIO
 
-
 ROUND_UNITS = 40  # a round of a run takes about as long as so many signatures
 
 
