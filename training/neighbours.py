@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 NOISE = 0.03  # log-seconds; FACTS of two library versions and of repeats on one machine agree on about 3 %
+MAX_POINTS = 600
 LENGTHS = (0.02, 0.25, 0.5, 1.0, 2.0)  # log units; the first one remembers measured signatures and nothing else
 
 
@@ -52,6 +53,9 @@ def _similarity(left: Array, right: Array, length: float) -> Array:
 
 def fit_neighbours(positions: Array, residuals: Array, length: float) -> Neighbours:
     """Gaussian-process weights for log-residuals, ``(points,)``, at positions, ``(points, axes)``."""
+    if len(positions) > MAX_POINTS:  # the cost is cubic; trees carry large tables
+        chosen = np.random.default_rng(0).choice(len(positions), MAX_POINTS, replace=False)
+        positions, residuals = positions[chosen], residuals[chosen]
     signal = max(float(np.mean(residuals**2)), NOISE**2)
     kernel = _similarity(positions, positions, length) + (NOISE**2 / signal) * np.eye(len(positions))
     return Neighbours(positions, np.asarray(np.linalg.solve(kernel, residuals), dtype=np.float64), length)

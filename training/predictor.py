@@ -116,10 +116,12 @@ class Predictor:
         with new_folder(folder) as new:
             write_json(new / "hardware.json", self.hardware.to_dict())
             for name, regressor in (("kernel", self.kernel.regressor), ("collective", self.collective.regressor)):
-                trees = {label: f"{name}.{label.replace('/', '-')}.txt" for label in regressor.trees}
+                trees = {}
+                for label, model in regressor.trees.items():
+                    file = f"{name}.{label.replace('/', '-')}.txt"
+                    write_text(new / file, model.text)
+                    trees[label] = {"file": file, "share": model.share}
                 write_json(new / f"{name}.json", {**regressor.to_dict(), "trees": trees})
-                for label, file in trees.items():
-                    write_text(new / file, regressor.trees[label].text)
             write_json(
                 new / "intervals.json",
                 {"intervals": self.intervals.to_dict(), "calibration": self.calibration.to_dict()},
@@ -148,7 +150,9 @@ class Predictor:
                 f"{folder}: manifest.json and hardware.json must name the same hardware, "
                 f"got {manifest['hardware']!r} and {hardware.name!r}"
             )
-        kernel, collective = (_read(folder / f"{name}.json", _regressor) for name in ("kernel", "collective"))
+        kernel, collective = (
+            _read(folder / f"{name}.json", lambda table: _regressor(table, folder)) for name in ("kernel", "collective")
+        )
         tables = _read(folder / "intervals.json", dict)
         context = None
         if (folder / "gnn.json").exists():
@@ -172,8 +176,6 @@ def _read(path: Path, make: Callable[[Any], T]) -> T:
         table = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise PredictorError(f"every file of a predictor must be readable, got {path}: {error}") from None
-    if isinstance(table, dict) and "trees" in table:
-        table["trees"] = {label: _text(path.parent, name) for label, name in table["trees"].items()}
     return _made(path, make, table)
 
 
@@ -194,10 +196,11 @@ def _text(folder: Path, name: Any) -> str:
         raise PredictorError(f"every file of a predictor must be readable, got {path}: {error}") from None
 
 
-def _regressor(table: dict[str, Any]) -> Regressor:
-    trees = {label: Trees(text) for label, text in table["trees"].items()}
-    for model in trees.values():
-        model.check()
+def _regressor(table: dict[str, Any], folder: Path) -> Regressor:
+    trees = {}
+    for label, model in table["trees"].items():
+        trees[label] = Trees(_text(folder, model["file"]), float(model["share"]))
+        trees[label].check()
     return Regressor.from_dict(table, trees)
 
 

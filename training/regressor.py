@@ -21,7 +21,8 @@ Array = NDArray[np.float64]
 Key = tuple[str, tuple[float, ...], float]
 
 FOLDS = 5
-MIN_GAIN = 0.02  # a layer must lower the cross-validated error by this part to be used
+TREE_SHARES = (0.5, 1.0, 0.0)  # how much the trees may say, what is tried first preferred
+MIN_GAIN = 0.03  # a choice must lower the cross-validated error by this part to replace one tried before
 UNKNOWN = 1.0  # log-error charged where nothing of a kind is left to learn from
 FADE = 0.7  # log units outside the support after which the trees' say falls to 1/e
 
@@ -128,6 +129,11 @@ class Regressor:
                 log_seconds[index] += trees.predict(rows.features[index]) * fade
         return log_seconds
 
+    def with_share(self, share: float) -> Regressor:
+        """The same with trees that count for ``share``; none if that is 0."""
+        trees = {family: replace(model, share=share) for family, model in self.trees.items() if share}
+        return replace(self, trees=trees)
+
     def excess(self, kind: str, position: Array) -> float:
         """How far outside the measured range a position lies, in log units summed over axes; 0 within."""
         low, high = self.support[kind]
@@ -175,12 +181,12 @@ def fit_regressor(
     left_out: dict[Key, float] = {}
     for family, index in rows.by_family().items():
         own, measured = rows.take(index), seconds[index]
-        use_trees, length, off = _choose(own, measured, bounds, names, seed)
+        share, length, off = _choose(own, measured, bounds, names, seed)
         errors[family] = float(np.abs(off).mean())
         left_out |= {own.key(i): float(measured[i] * np.exp(off[i])) for i in range(len(own))}
         fitted = _fit_physics(own, measured, bounds)
-        if use_trees:
-            fitted = _with_trees(fitted, own, measured, names, seed)
+        if share:
+            fitted = _with_trees(fitted, own, measured, names, seed).with_share(share)
         residual = np.log(measured) - fitted.log_without_neighbours(own)
         physics |= fitted.physics
         trees |= fitted.trees
@@ -208,22 +214,23 @@ def _with_trees(fitted: Regressor, rows: Rows, seconds: Array, names: tuple[str,
 
 def _choose(
     rows: Rows, seconds: Array, bounds: Mapping[str, Bounds], names: tuple[str, ...], seed: int
-) -> tuple[bool, float, Array]:
-    """Whether trees help, how far neighbours reach, and ``log(predicted / measured)`` of signatures left out."""
+) -> tuple[float, float, Array]:
+    """The trees' share, how far neighbours reach, and ``log(predicted / measured)`` of signatures left out."""
     folds = _folds(rows, seed)
-    with_trees = (False, True) if len(rows) >= MIN_ROWS else (False,)
-    off = {(trees, length): np.full(len(rows), UNKNOWN) for trees in with_trees for length in LENGTHS}
+    shares = TREE_SHARES if len(rows) >= MIN_ROWS else (0.0,)
+    off = {(share, length): np.full(len(rows), UNKNOWN) for share in shares for length in LENGTHS}
     for fold in range(FOLDS):
         train, test = np.flatnonzero(folds != fold), np.flatnonzero(folds == fold)
         if not len(train) or not len(test):
             continue
         kept, left_out = rows.take(train), rows.take(test)
         bare = _fit_physics(kept, seconds[train], bounds)
-        for trees in with_trees:
-            if trees:
-                bare = _with_trees(bare, kept, seconds[train], names, seed)
-            residual = np.log(seconds[train]) - bare.log_without_neighbours(kept)
-            predicted = bare.log_without_neighbours(left_out)
+        if any(shares):
+            bare = _with_trees(bare, kept, seconds[train], names, seed)
+        for share in shares:
+            fitted = bare.with_share(share)
+            residual = np.log(seconds[train]) - fitted.log_without_neighbours(kept)
+            predicted = fitted.log_without_neighbours(left_out)
             kinds = kept.by_kind()
             for kind, index in left_out.by_kind().items():
                 if kind not in kinds:
@@ -231,11 +238,12 @@ def _choose(
                 places, near = left_out.places(index), kept.places(kinds[kind])
                 for length in LENGTHS:
                     correction = fit_neighbours(near, residual[kinds[kind]], length).residual(places)
-                    off[trees, length][test[index]] = predicted[index] + correction - np.log(seconds[test[index]])
-    best = (False, LENGTHS[0])
-    for choice, value in off.items():
-        if np.abs(value).mean() < np.abs(off[best]).mean() * (1 - MIN_GAIN):
-            best = choice
+                    off[share, length][test[index]] = predicted[index] + correction - np.log(seconds[test[index]])
+    best = next(iter(off))
+    for share in shares:  # the best reach of each share, then the shares against each other
+        own = min(LENGTHS, key=lambda length: float(np.abs(off[share, length]).mean()))
+        if best[0] == share or np.abs(off[share, own]).mean() < np.abs(off[best]).mean() * (1 - MIN_GAIN):
+            best = (share, own)
     return (*best, off[best])
 
 

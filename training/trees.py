@@ -54,9 +54,15 @@ class _Tree:
 
 @dataclass(frozen=True)
 class Trees:
-    """A LightGBM model by its text."""
+    """A LightGBM model by its text.
+
+    Attributes:
+        text: As ``Booster.model_to_string`` writes it.
+        share: Part of its prediction that counts; the neighbours make up the rest where they can.
+    """
 
     text: str
+    share: float = 1.0
 
     @cached_property
     def _packed(self) -> tuple[_Tree, NDArray[np.int64]]:
@@ -92,7 +98,7 @@ class Trees:
         _ = self._packed
 
     def predict(self, features: Array) -> Array:
-        """Sum of all trees for each row, shape ``(rows,)``."""
+        """Share of the sum of all trees for each row, shape ``(rows,)``."""
         forest, roots = self._packed
         rows = np.repeat(np.arange(len(features)), len(roots))
         at = np.tile(roots, len(features))
@@ -102,7 +108,7 @@ class Trees:
             goes_left = features[rows[inner], forest.feature[node]] <= forest.threshold[node]
             at[inner] = np.where(goes_left, forest.left[node], forest.right[node])
             inner = inner[at[inner] >= 0]
-        return np.asarray(forest.leaf[~at].reshape(len(features), len(roots)).sum(axis=1))
+        return np.asarray(self.share * forest.leaf[~at].reshape(len(features), len(roots)).sum(axis=1))
 
 
 def _read_tree(block: str) -> _Tree:

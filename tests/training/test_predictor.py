@@ -55,7 +55,7 @@ def test_a_folder_that_is_no_predictor_is_refused(tmp_path: Path) -> None:
         ("hardware.json", "{}", "fields of Hardware"),
         ("kernel.json", '{"physics": {}}', "kernel.json"),
         ("kernel.json", None, "readable"),
-        ("collective.json", '{"trees": {"a": "absent.txt"}}', "absent.txt"),
+        ("collective.json", '{"trees": {"a": {"file": "absent.txt", "share": 1}}}', "absent.txt"),
         ("intervals.json", '{"calibration": {"scale": 9}}', "scale must lie within"),
     ],
 )
