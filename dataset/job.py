@@ -140,12 +140,12 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Short name for tables: ``gpt-8L-512h tp2 pp1 dp1 mb4x2``."""
+        """Short name for tables: ``gpt-8L-512h tp2 pp4-1f1b dp1 mb4x2``."""
         m, p, b = self.model, self.parallel, self.batch
         model = m.name or f"{m.family}-{m.layers}L-{m.hidden}h"
         kind = f"z{p.zero_stage}" if p.zero_stage else ""
         sp = "sp" if p.sequence_parallel else ""
-        pipe = p.schedule if p.pp > 1 else ""
+        pipe = f"-{p.schedule}" if p.pp > 1 else ""
         words = [
             model,
             f"tp{p.tp}{sp}",

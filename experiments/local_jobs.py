@@ -60,6 +60,12 @@ TRAIN = (
     ("llama", 6, 256, 4, 2, 640, 2048, 64, "pp2", 2, 4),
     ("gpt", 3, 256, 4, 4, 1024, 2048, 128, "fsdp2", 2, 1),
     ("llama", 4, 320, 5, 5, 864, 2048, 64, "fsdp2", 3, 1),
+    ("llama", 2, 256, 8, 8, 640, 2048, 192, "single", 2, 1),
+    ("gpt", 2, 512, 8, 8, 2048, 2048, 64, "tp2", 2, 2),
+    ("llama", 5, 192, 6, 6, 512, 2048, 128, "tp2", 3, 1),
+    ("gpt", 5, 192, 6, 6, 768, 4096, 64, "tp2sp", 3, 2),
+    ("gpt", 2, 192, 4, 4, 768, 4096, 128, "ddp2", 1, 2),
+    ("gpt", 2, 384, 6, 6, 1536, 2048, 64, "fsdp2", 2, 2),
 )  # fmt: skip
 
 # No shape below occurs above; GPipe, and sequence parallelism for Llama, were never trained on.

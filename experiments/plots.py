@@ -17,6 +17,15 @@ def _figure(width: float = 6.0, height: float = 5.0) -> tuple[Any, Any]:
     return figure, axes
 
 
+def _plain_ticks(axis: Any) -> None:
+    """Write 20, 50, 100 on a logarithmic axis instead of powers of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def _save(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
 
@@ -43,6 +52,8 @@ def predicted_against_measured(rows: Sequence[dict[str, Any]], path: Path, title
     axes.set_xlabel("measured iteration time (ms)")
     axes.set_ylabel("predicted iteration time (ms), with interval")
     axes.legend(loc="upper left", frameon=False)
+    _plain_ticks(axes.xaxis)
+    _plain_ticks(axes.yaxis)
     _save(figure, path)
 
 
@@ -67,4 +78,6 @@ def search_result(rows: Sequence[dict[str, Any]], path: Path, title: str) -> Non
     axes.set_xlabel("peak memory of the fullest stage (GB)")
     axes.set_ylabel("predicted iteration time (s)")
     axes.legend(frameon=False)
+    _plain_ticks(axes.xaxis)
+    _plain_ticks(axes.yaxis)
     _save(figure, path)
