@@ -114,42 +114,56 @@ def _train(model: ContextModel, batch: _Batch, epochs: int, on_epoch: Callable[[
             on_epoch(epoch, float(loss.detach()))
 
 
+class _Nodes:
+    """Nodes of distinct programs; a program that occurs in a trace and in a lowered job is there once."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._known: dict[tuple[object, ...], NDArray[np.int64]] = {}
+        self._count = 0
+        self.features: list[Array] = []
+        self.graphs: list[Topology] = []
+
+    def add(self, program: Program, alone: Array, busy: int) -> NDArray[np.int64]:
+        """Numbers of the program's nodes, ``(len(program),)``."""
+        key = (program.digest_key, busy, alone.round(12).tobytes())
+        if key not in self._known:
+            self._known[key] = np.arange(self._count, self._count + len(program))
+            self._count += len(program)
+            self.features.append(node_features(program, alone, self._hardware, busy))
+            self.graphs.append(hetero_topology(to_hetero(program)))
+        return self._known[key]
+
+
 @dataclass(frozen=True)
 class _Batch:
-    """Everything to train on as one graph: first the nodes of examples, then those of whole iterations."""
+    """Everything to train on as one graph."""
 
     features: Tensor
     graph: GraphTensors
+    index: Tensor  # (example nodes,), numbers of the nodes that have a target
     target: Tensor  # (example nodes,)
     weight: Tensor  # (example nodes,)
-    wholes: tuple[tuple[Whole, slice, Tensor], ...]  # with the slice of its nodes and their seconds alone
+    wholes: tuple[tuple[Whole, Tensor, Tensor], ...]  # with the numbers of its nodes and their seconds alone
     measured: Tensor  # (wholes,)
 
     @classmethod
     def of(cls, examples: Sequence[Example], wholes: Sequence[Whole], hardware: Hardware) -> _Batch:
-        features: list[Array] = []
-        graphs: list[Topology] = []
-
-        def add(program: Program, alone: Array, busy: int) -> None:
-            features.append(node_features(program, alone, hardware, busy))
-            graphs.append(hetero_topology(to_hetero(program)))
-
-        for example in examples:
-            add(example.program, example.alone, example.busy)
-        count = sum(len(example.program) for example in examples)
-        slices = []
+        nodes = _Nodes(hardware)
+        index = [nodes.add(example.program, example.alone, example.busy) for example in examples]
+        placed = []
         for whole in wholes:
             alone, bounds = whole.iteration.alone, whole.iteration.lowered.graph.bounds
-            for index, program in enumerate(whole.iteration.lowered.programs):
-                add(program, alone[bounds[index] : bounds[index + 1]], whole.busy)
-            slices.append((whole, slice(count, count + len(alone)), torch.from_numpy(alone)))
-            count += len(alone)
+            parts = zip(whole.iteration.lowered.programs, np.split(alone, bounds[1:-1]), strict=True)
+            own = np.concatenate([nodes.add(program, part, whole.busy) for program, part in parts])
+            placed.append((whole, torch.from_numpy(own), torch.from_numpy(alone)))
         return cls(
-            torch.from_numpy(np.concatenate(features)).float(),
-            graph_tensors(graphs),
+            torch.from_numpy(np.concatenate(nodes.features)).float(),
+            graph_tensors(nodes.graphs),
+            torch.from_numpy(np.concatenate(index or [np.zeros(0, np.int64)])),
             torch.from_numpy(np.concatenate([e.target for e in examples] or [np.zeros(0)])).float(),
             torch.from_numpy(node_weights(examples)).float(),
-            tuple(slices),
+            tuple(placed),
             torch.tensor([whole.measured_s for whole in wholes], dtype=torch.float64),
         )
 
@@ -157,11 +171,11 @@ class _Batch:
         correction: Tensor = model(self.features, self.graph)
         loss = correction.new_zeros(())
         if len(self.target):
-            loss = loss + node_loss(correction[: len(self.target)], self.target, self.weight)
+            loss = loss + node_loss(correction[self.index], self.target, self.weight)
         if self.wholes:
             seconds = [
-                iteration_seconds(whole.iteration, alone * correction[part].double().exp())
-                for whole, part, alone in self.wholes
+                iteration_seconds(whole.iteration, alone * correction[own].double().exp())
+                for whole, own, alone in self.wholes
             ]
             loss = loss + ITERATION_WEIGHT * iteration_loss(torch.stack(seconds), self.measured).float()
         return loss
