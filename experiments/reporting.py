@@ -29,7 +29,11 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
         f"interval {seconds_text(prediction.low_s)} to {seconds_text(prediction.high_s)}",
         table(
             ["where the time goes", "time", "%"],
-            [[k, seconds_text(v), Number(100 * v / whole)] for k, v in prediction.breakdown.items() if v > 1e-6 * whole],
+            [
+                [k, seconds_text(v), Number(100 * v / whole)]
+                for k, v in prediction.breakdown.items()
+                if v > 1e-6 * whole
+            ],
         ),
         f"memory     {prediction.memory.peak_bytes / 1e9:.2f} GB of "
         f"{prediction.memory.capacity_bytes / 1e9:.2f} GB on the fullest stage",

@@ -118,6 +118,9 @@ def _read_events(path: Path, profile: Profile) -> None:
             profile.collectives.append(Collective(**record["collective"]))
             profile.collective_seconds.append(seconds)
     facts = {key: value for key, value in table.get("hardware", {}).items() if key in FACTS}
+    shares = [table["memory_bytes"] for table in (profile.facts, facts) if "memory_bytes" in table]
+    if shares:  # ranks of a CPU share its memory: what counts is a rank's part when all of them run
+        facts["memory_bytes"] = profile.facts["memory_bytes"] = min(shares)
     if busy == 1:
         profile.facts = {**profile.facts, **facts}
     else:  # peaks are those of a device that computes alone, where both were measured
