@@ -71,6 +71,13 @@ class KernelModel:
             seconds[index] = roofline_seconds(ops[index], self.hardware)
         return seconds
 
+    def crowded(self, busy: int) -> str:
+        """Why so many busy devices of a node lie outside what was measured; empty if they do not."""
+        low, high = self.regressor.busy
+        if low <= busy <= high:
+            return ""
+        return f"{busy} devices of a node compute at once: measured with {low:.0f} to {high:.0f}"
+
     def unsupported(self, op: Op) -> str:
         """Why an op lies outside what was measured; empty if it does not."""
         if op.kind not in self.regressor.physics:

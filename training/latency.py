@@ -42,7 +42,7 @@ class LearnedLatency:
         self._ops: dict[Op, float] = {}
         self._collectives: dict[Collective, float] = {}
         self._programs: dict[int, tuple[Program, Seconds, Seconds]] = {}
-        self._reasons: dict[Op | Collective, str] = {}
+        self._outside: dict[int, tuple[object, tuple[str, ...], NDArray[np.bool_]]] = {}
 
     def op_seconds(self, ops: Sequence[Op]) -> Seconds:
         """Seconds of each op alone, shape ``(len(ops),)``."""
@@ -75,12 +75,27 @@ class LearnedLatency:
         self._programs[id(program)] = (program, alone, inside)  # the program is kept, so that its id stays its own
         return inside
 
-    def unsupported(self, work: Op | Collective) -> str:
-        """Why a signature lies outside what was measured; empty if it does not."""
-        if work not in self._reasons:
-            model = self._kernel if isinstance(work, Op) else self._collective
-            self._reasons[work] = model.unsupported(work)  # type: ignore[arg-type]
-        return self._reasons[work]
+    def outside(self, works: tuple[Op | Collective, ...]) -> tuple[tuple[str, ...], NDArray[np.bool_]]:
+        """What lies outside of what was measured.
+
+        Returns:
+            Reasons, and which works they are about, ``(len(works),)``: all of them where more devices of a node
+            compute at once than were measured.
+        """
+        known = self._outside.get(id(works))
+        if known is None:
+            reasons = [
+                self._kernel.unsupported(w) if isinstance(w, Op) else self._collective.unsupported(w) for w in works
+            ]
+            mask = np.array([bool(reason) for reason in reasons], dtype=np.bool_)
+            if crowded := self._kernel.crowded(self.busy):
+                reasons.insert(0, crowded)
+                mask[:] = True
+            if len(self._outside) >= MAX_PROGRAMS:
+                self._outside.clear()
+            # The works are kept, so that their id stays their own.
+            self._outside[id(works)] = known = (works, tuple(filter(None, reasons)), mask)
+        return known[1], known[2]
 
     def alone_seconds(self, work: Op | Collective) -> float:
         """Seconds of one signature alone."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -131,8 +130,10 @@ def _from_facts(job: Job) -> Prediction:
 
 def _outside(simulation: Simulation, latency: LearnedLatency) -> tuple[tuple[str, ...], float]:
     """Reasons of what was never measured, and the part of the critical path that it makes up."""
-    reasons = {work: reason for work in simulation.op_counts if (reason := latency.unsupported(work))}
+    reasons, outside = latency.outside(simulation.lowered.all_works)
     if not reasons:
         return (), 0.0
-    seconds = sum(simulation.op_counts[work] * latency.alone_seconds(work) for work in reasons)
-    return tuple(reasons.values()), min(1.0, seconds / max(simulation.iteration_time_s, math.ulp(0.0)))
+    if outside.all():
+        return reasons, 1.0
+    seconds = float((simulation.count_works() * simulation.work_seconds)[outside].sum())
+    return reasons, min(1.0, seconds / max(simulation.iteration_time_s, 1e-12))

@@ -91,6 +91,7 @@ class Regressor:
         trees: By family, where they help.
         neighbours: By kind.
         support: By kind, lowest and highest position that was measured, two arrays ``(axes,)``.
+        busy: Fewest and most busy devices of a node that were measured.
         errors: By family, mean absolute log-error on signatures left out in turn.
         left_out: Seconds of each measured row, predicted by a fit that did not see its signature; not saved.
     """
@@ -99,6 +100,7 @@ class Regressor:
     trees: Mapping[str, Trees]
     neighbours: Mapping[str, Neighbours]
     support: Mapping[str, tuple[Array, Array]]
+    busy: tuple[float, float] = (1.0, 1.0)
     errors: Mapping[str, float] = field(default_factory=dict)
     left_out: Mapping[Key, float] = field(default_factory=dict)
 
@@ -147,6 +149,7 @@ class Regressor:
             "support": {
                 kind: {"low": low.tolist(), "high": high.tolist()} for kind, (low, high) in self.support.items()
             },
+            "busy": list(self.busy),
             "errors": dict(self.errors),
         }
 
@@ -157,6 +160,7 @@ class Regressor:
             trees,
             {kind: Neighbours.from_dict(table) for kind, table in value["neighbours"].items()},
             {kind: (np.array(s["low"], float), np.array(s["high"], float)) for kind, s in value["support"].items()},
+            (float(value["busy"][0]), float(value["busy"][1])),
             {family: float(error) for family, error in value["errors"].items()},
         )
 
@@ -192,7 +196,8 @@ def fit_regressor(
         trees |= fitted.trees
         support |= fitted.support
         neighbours |= {k: fit_neighbours(own.places(i), residual[i], length) for k, i in own.by_kind().items()}
-    return Regressor(physics, trees, neighbours, support, errors, left_out)
+    busy = (float(rows.busy.min()), float(rows.busy.max())) if len(rows) else (1.0, 1.0)
+    return Regressor(physics, trees, neighbours, support, busy, errors, left_out)
 
 
 def _fit_physics(rows: Rows, seconds: Array, bounds: Mapping[str, Bounds]) -> Regressor:

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -44,6 +45,20 @@ def test_the_breakdown_adds_up_and_json_is_plain(predictor: Predictor, parallel:
 def test_what_was_never_measured_is_named(predictor: Predictor) -> None:
     prediction = predict(_job(dp=2), predictor)
     assert any("no embedding was measured" in reason for reason in prediction.unsupported)
+
+
+def test_more_busy_devices_than_measured_are_named_and_widen_the_interval(predictor: Predictor) -> None:
+    job = _job(dp=2)
+    crowded = replace(
+        job,
+        cluster=replace(job.cluster, devices_per_node=8),
+        parallel=replace(job.parallel, dp=8),
+        batch=replace(job.batch, global_batch=16),
+    )
+    prediction = predict(crowded, predictor)
+    assert prediction.unsupported[0] == "8 devices of a node compute at once: measured with 1 to 2"
+    few = predict(job, predictor)
+    assert prediction.high_s / prediction.iteration_time_s > few.high_s / few.iteration_time_s
 
 
 def test_asking_for_many_is_asking_for_each(predictor: Predictor) -> None:

@@ -1,0 +1,78 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stepsight.dataset.errors import TraceError
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.program import Program, ProgramBuilder
+from stepsight.dataset.trace import Segment
+from stepsight.training.measured import STALL, Profile, average, read_profiles
+
+ADD, GELU = Op("add", (1000,), "fp32"), Op("gelu", (1000,), "fp32")
+
+
+def _program(count: int = 4) -> Program:
+    builder = ProgramBuilder("forward")
+    for _ in range(count):
+        builder.add(ADD)
+        builder.add(GELU)
+    return builder.build()
+
+
+def _segment(slots: np.ndarray, run: str = "r") -> Segment:
+    return Segment(_program(), slots, "forward", 0, 1, run)
+
+
+def test_executions_of_one_segment_are_averaged() -> None:
+    one, two = np.full(8, 1e-4), np.full(8, 2e-4)
+    (mean,) = average([_segment(one), _segment(two)])
+    assert mean.repeats == 2
+    assert mean.slot_s == pytest.approx(np.full(8, 1.5e-4))
+
+
+def test_an_interruption_is_cut_to_a_few_medians_of_its_signature() -> None:
+    slots = np.tile([1e-4, 3e-4], 4)
+    slots[2] = 50e-3
+    (mean,) = average([_segment(slots)])
+    assert mean.slot_s[2] == pytest.approx(STALL * 1e-4)
+    assert np.delete(mean.slot_s, 2) == pytest.approx(np.delete(slots, 2))
+
+
+def test_runs_stay_apart() -> None:
+    assert len(average([_segment(np.full(8, 1e-4)), _segment(np.full(8, 2e-4), "other")])) == 2
+
+
+def _events(folder: Path, busy: int, hardware: dict[str, object], records: list[dict[str, object]]) -> None:
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
+    (folder / "events").mkdir(exist_ok=True)
+    table = {"schema": 1, "busy": busy, "records": records, "hardware": hardware}
+    (folder / "events" / f"world{busy}.json").write_text(json.dumps(table))
+
+
+def test_peaks_are_those_of_a_device_that_computes_alone(tmp_path: Path) -> None:
+    op = {"op": {"kind": "add", "dims": [1000], "dtype": "fp32"}, "seconds": 1e-5}
+    message = {"kind": "all_reduce", "num_bytes": 64, "group_size": 2, "ranks_per_node": 2}
+    alone = {"peak_flops": {"fp32": 8e10}, "memory_bandwidth_bytes_per_s": 2e10, "memory_bytes": 8e9}
+    both = {**alone, "peak_flops": {"fp32": 5e10}, "comm_compute_share": 0.7, "unknown": 1}
+    _events(tmp_path, 1, alone, [op])
+    _events(tmp_path, 2, both, [op, {"collective": message, "seconds": 1e-4}])
+    profile = read_profiles([tmp_path])
+    hardware = profile.hardware("my-box", "cpu")
+    assert (hardware.peak_flops["fp32"], hardware.comm_compute_share) == (8e10, 0.7)
+    assert profile.ops == [ADD, ADD]
+    assert profile.op_busy == [1, 2]
+    assert profile.collectives == [Collective("all_reduce", 64, 2, 2)]
+
+
+@pytest.mark.parametrize("record", [{"op": {"kind": "add"}, "seconds": 1}, {"seconds": 1}, {"op": {}, "seconds": 0}])
+def test_a_broken_event_profile_is_refused(tmp_path: Path, record: dict[str, object]) -> None:
+    _events(tmp_path, 1, {}, [record])
+    with pytest.raises(TraceError, match=r"world1\.json must be an event profile"):
+        read_profiles([tmp_path])
+
+
+def test_hardware_without_facts_is_refused() -> None:
+    with pytest.raises(TraceError, match="must hold event profiles with hardware facts, or 'my-box' must be a preset"):
+        Profile().hardware("my-box", "cpu")
