@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +26,8 @@ from stepsight.dataset.files import new_folder, write_json, write_text
 from stepsight.dataset.hardware import Hardware, hardware_from_dict
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
+from stepsight.features.collectives import COLLECTIVE_FEATURES, COLLECTIVE_TERMS
+from stepsight.features.ops import OP_FEATURES, OP_TERMS
 from stepsight.training.calibration import Calibration
 from stepsight.training.collective import CollectiveModel
 from stepsight.training.intervals import Intervals
@@ -150,8 +152,12 @@ class Predictor:
                 f"{folder}: manifest.json and hardware.json must name the same hardware, "
                 f"got {manifest['hardware']!r} and {hardware.name!r}"
             )
+        sizes = {
+            "kernel": (len(OP_TERMS), len(OP_FEATURES)),
+            "collective": (len(COLLECTIVE_TERMS), len(COLLECTIVE_FEATURES)),
+        }
         kernel, collective = (
-            _read(folder / f"{name}.json", lambda table: _regressor(table, folder)) for name in ("kernel", "collective")
+            _read(folder / f"{name}.json", partial(_regressor, folder, *size)) for name, size in sizes.items()
         )
         tables = _read(folder / "intervals.json", dict)
         context = None
@@ -196,12 +202,14 @@ def _text(folder: Path, name: Any) -> str:
         raise PredictorError(f"every file of a predictor must be readable, got {path}: {error}") from None
 
 
-def _regressor(table: dict[str, Any], folder: Path) -> Regressor:
+def _regressor(folder: Path, num_terms: int, num_features: int, table: dict[str, Any]) -> Regressor:
     trees = {}
     for label, model in table["trees"].items():
         trees[label] = Trees(_text(folder, model["file"]), float(model["share"]))
-        trees[label].check()
-    return Regressor.from_dict(table, trees)
+        trees[label].check(num_features)
+    regressor = Regressor.from_dict(table, trees)
+    regressor.check(num_terms)
+    return regressor
 
 
 def _manifest(table: dict[str, Any]) -> dict[str, Any]:

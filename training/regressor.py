@@ -141,6 +141,23 @@ class Regressor:
         low, high = self.support[kind]
         return float(np.maximum(np.maximum(low - position, position - high), 0.0).sum())
 
+    def check(self, num_terms: int) -> None:
+        """Check what was read.
+
+        Raises:
+            ValueError: If its arrays do not fit each other.
+        """
+        for kind, physics in self.physics.items():
+            (low, high), places = self.support[kind], self.neighbours[kind].positions
+            shapes = (physics.log_constants.shape, physics.busy_exponents.shape)
+            axes = {low.shape, high.shape, (places.shape[1] - 1,)} if len(places) else {low.shape, high.shape}
+            if shapes != ((num_terms,), (num_terms,)) or len(axes) != 1:
+                raise ValueError(
+                    f"{kind} must have {num_terms} constants and as many axes throughout, got {shapes}, {axes}"
+                )
+            if not all(np.isfinite(array).all() for array in (physics.log_constants, low, high, places)):
+                raise ValueError(f"{kind} must have finite numbers")
+
     def to_dict(self) -> dict[str, Any]:
         """Everything but the trees, which are LightGBM text."""
         return {

@@ -89,13 +89,15 @@ class Trees:
         )
         return forest, roots
 
-    def check(self) -> None:
+    def check(self, num_features: int) -> None:
         """Read the text now.
 
         Raises:
-            PredictorError: If it is no LightGBM model that can be evaluated here.
+            PredictorError: If it is no LightGBM model that can be evaluated here on so many features.
         """
-        _ = self._packed
+        most = int(self._packed[0].feature.max(initial=-1))
+        if most >= num_features:
+            raise PredictorError(f"a regressor must be for {num_features} features, got a split on feature {most}")
 
     def predict(self, features: Array) -> Array:
         """Share of the sum of all trees for each row, shape ``(rows,)``."""

@@ -72,6 +72,16 @@ def test_a_broken_file_is_refused(
         Predictor.load(tmp_path / "p")
 
 
+def test_numbers_that_do_not_fit_each_other_are_refused(predictor: Predictor, tmp_path: Path) -> None:
+    predictor.save(tmp_path / "p")
+    path = tmp_path / "p" / "kernel.json"
+    table = json.loads(path.read_text())
+    table["physics"]["gelu"]["log_constants"].pop()
+    path.write_text(json.dumps(table))
+    with pytest.raises(PredictorError, match="gelu must have 6 constants"):
+        Predictor.load(tmp_path / "p")
+
+
 def test_saving_again_replaces_the_folder_whole(predictor: Predictor, tmp_path: Path) -> None:
     predictor.save(tmp_path / "p")
     (tmp_path / "p" / "left-over.txt").write_text("old")

@@ -34,4 +34,4 @@ def test_a_broken_text_is_refused(old: str, new: str) -> None:
     trees, _ = _fitted()
     assert old in trees.text
     with pytest.raises(PredictorError, match="LightGBM text"):
-        Trees(trees.text.replace(old, new)).check()
+        Trees(trees.text.replace(old, new)).check(3)
