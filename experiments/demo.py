@@ -21,7 +21,7 @@ from stepsight.training.planning import make_plan
 
 TRAIN_COUNTS = {"rounds": 2, "steps": 4, "warmup": 2, "profile_steps": 2}
 HELDOUT_COUNTS = {"rounds": 3, "steps": 4, "warmup": 2, "profile_steps": 2}
-EVENT_SECONDS = 40.0
+EVENT_SECONDS = 48.0
 SEARCH_TRIALS = 150
 
 
