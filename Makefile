@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 .PHONY: help setup demo test check bench clean
 
 help:
-	@echo "make demo    measure this machine, train, predict held-out runs, search (about 6 minutes)"
+	@echo "make demo    measure this machine, train, predict held-out runs, search (about 5 minutes)"
 	@echo "make test    all tests"
 	@echo "make check   ruff and mypy"
 	@echo "make bench   speed figures, printed and written to bench.json"

@@ -30,7 +30,7 @@ class ModelSpec:
     """
 
     name: str = ""
-    family: str = "gpt"
+    family: str
     layers: int
     hidden: int
     heads: int

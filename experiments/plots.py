@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+FORMATS = (".png", ".svg", ".pdf")
+
 
 def _figure(width: float = 6.0, height: float = 5.0) -> tuple[Any, Any]:
     import matplotlib

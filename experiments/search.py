@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.errors import JobError, StepsightError
+from stepsight.dataset.files import digest
 from stepsight.dataset.job import Job
 from stepsight.training.prediction import Prediction, predict
 
@@ -139,6 +140,32 @@ def _label(key: str, values: list[Any]) -> str:
     return f"{key}[{'|'.join(map(str, values))}]"
 
 
+def _question(job: Job, predictor: Predictor | None, space: Space) -> str:
+    """What a study is about: its trials answer no other question."""
+    asked = (job.model, job.batch.global_batch, job.batch.precision, job.cluster, job.parallel.bucket_mbytes, space)
+    return digest(repr(asked), "" if predictor is None else predictor.source)
+
+
+def _study(storage: str | None, name: str | None, question: str) -> optuna.Study:
+    """A new study, or the stored one of that name if it asks the same."""
+    import optuna
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        study = optuna.create_study(storage=_storage(storage), study_name=name, load_if_exists=name is not None)
+    except (SQLAlchemyError, OSError, ImportError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise StepsightError(
+            f"storage must be a database URL or a writable journal file, got {storage}: {reason}"
+        ) from None
+    if study.user_attrs.get("question", question) != question:
+        raise StepsightError(
+            f"study {name!r} in {storage} is about another job, space or predictor: choose another name"
+        )
+    study.set_user_attr("question", question)
+    return study
+
+
 def _storage(storage: str | None) -> Any:
     """Optuna storage: none (memory), a database URL, or the path of a journal file."""
     if storage is None or "://" in storage:
@@ -178,10 +205,10 @@ def search(
     import optuna
 
     space = space or Space()
-    if trials < 1 or sampler not in SAMPLERS:
-        raise StepsightError(
-            f"trials must be >= 1 and sampler one of {', '.join(SAMPLERS)}, got {trials} and {sampler!r}"
-        )
+    if trials < 1:
+        raise StepsightError(f"trials must be >= 1, got {trials}")
+    if sampler not in SAMPLERS:
+        raise StepsightError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
     found = {f"tp{tp}-pp{pp}-dp{dp}": (tp, pp, dp) for tp, pp, dp in layouts(job, space)}
     options = {name: _options(job, space, layout) for name, layout in found.items()}
     options = {name: option for name, option in options.items() if all(option.values())}
@@ -191,11 +218,10 @@ def search(
             f"no legal strategy for {job.cluster.num_devices} devices and global_batch {job.batch.global_batch}"
         )
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(
-        storage=_storage(storage),
-        study_name=study_name,
-        load_if_exists=study_name is not None,
-        sampler=optuna.samplers.RandomSampler(seed) if sampler == "random" else optuna.samplers.TPESampler(seed=seed),
+    study = _study(storage, study_name, _question(job, predictor, space))
+    seed += len(study.trials)  # a study that goes on does not repeat its choices
+    study.sampler = (
+        optuna.samplers.RandomSampler(seed) if sampler == "random" else optuna.samplers.TPESampler(seed=seed)
     )
     if sampler == "auto" and legal <= trials:
         trials = legal
@@ -206,14 +232,21 @@ def search(
     seen: dict[Job, Choice] = {}
     best: float | None = None
 
-    def objective(trial: optuna.Trial) -> float:
-        name = trial.suggest_categorical("layout", list(options))
-        chosen = {key: trial.suggest_categorical(_label(key, values), values) for key, values in options[name].items()}
+    def ask(name: str, chosen: dict[str, Any]) -> Choice:
         candidate = _build(job, found[name], chosen)
         if candidate not in seen:
             prediction = predict(candidate, predictor)
             seen[candidate] = Choice(candidate, prediction, prediction.memory.fits)
-        choice = seen[candidate]
+        return seen[candidate]
+
+    for earlier in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,)):
+        name = earlier.params["layout"]
+        ask(name, {key: earlier.params[_label(key, values)] for key, values in options[name].items()})
+
+    def objective(trial: optuna.Trial) -> float:
+        name = trial.suggest_categorical("layout", list(options))
+        chosen = {key: trial.suggest_categorical(_label(key, values), values) for key, values in options[name].items()}
+        choice = ask(name, chosen)
         trial.set_constraint("memory", choice.prediction.memory.peak_bytes - choice.prediction.memory.capacity_bytes)
         return choice.prediction.iteration_time_s
 

@@ -21,6 +21,8 @@ def describe(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise StepsightError(f"show needs an existing file or folder, got {path}")
     if path.is_dir():
+        if (path / "summary.json").is_file():
+            return describe(path / "summary.json")
         if (path / "runs").is_dir():
             return describe_collection(path)
         manifest = _json(path / "manifest.json") if (path / "manifest.json").is_file() else {}

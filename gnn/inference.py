@@ -68,6 +68,7 @@ class ContextWeights:
         from safetensors.numpy import save_file
 
         save_file({name: np.asarray(t, np.float32) for name, t in self.tensors.items()}, folder / WEIGHTS)
+        (folder / WEIGHTS).chmod(0o644)  # as the other files; safetensors writes for its owner alone
         config = {"schema": SCHEMA, "bound": self.bound, "num_layers": self.num_layers, "features": list(NODE_FEATURES)}
         write_json(folder / CONFIG, config)
 

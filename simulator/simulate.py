@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,7 +119,7 @@ class Simulation:
         np.add.at(counts, low.message_work, message_uses)
         return counts
 
-    def timeline(self, level: str = "segment") -> dict[str, object]:
+    def timeline(self, level: str = "segment") -> dict[str, Any]:
         """Chrome trace events for Perfetto: a process per stage, a thread per stream.
 
         Args:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.program import Program
 from stepsight.simulator.schedules import KIND_NAMES
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ LEVELS = ("segment", "op")
 _MICROSECONDS = 1e6
 
 
-def trace_events(simulation: Simulation, level: str = "segment") -> dict[str, object]:
+def trace_events(simulation: Simulation, level: str = "segment") -> dict[str, Any]:
     """Trace events of all stages; one rank stands for its tensor- and data-parallel replicas.
 
     Raises:
@@ -88,6 +90,12 @@ def _segment_events(simulation: Simulation, threads: _Threads) -> list[dict[str,
     return events
 
 
+@lru_cache(maxsize=256)
+def _labels(program: Program) -> list[tuple[str, str, dict[str, str]]]:
+    """Title, stream and arguments of every node's events."""
+    return [(f"{node.name} {node.work.kind}", node.stream, {"what": str(node.work)}) for node in program.nodes]
+
+
 def _op_events(simulation: Simulation, threads: _Threads) -> list[dict[str, Any]]:
     low, graph, times, events = simulation.lowered, simulation.lowered.graph, simulation.segments, []
     for action, name in enumerate(_action_names(simulation)):
@@ -97,9 +105,12 @@ def _op_events(simulation: Simulation, threads: _Threads) -> list[dict[str, Any]
         by_compute = simulation.start[action, 0] + times.finish[0, nodes]
         finish = np.maximum(by_compute, simulation.start[action, 1] + times.finish[1, nodes])
         start = finish - times.seconds[nodes]
-        for node, begin, seconds in zip(program.nodes, start.tolist(), times.seconds[nodes].tolist(), strict=True):
-            thread = threads.number(stage, node.stream)
-            events.append(_event(f"{name} {node.name}", stage, thread, begin, seconds, program.label))
+        labels = _labels(program)
+        for label, begin, seconds in zip(labels, start.tolist(), times.seconds[nodes].tolist(), strict=True):
+            title, stream, what = label
+            thread = threads.number(stage, stream)
+            event = _event(f"{name} {title}", stage, thread, begin, seconds, program.label)
+            events.append({**event, "args": what})
     return events
 
 

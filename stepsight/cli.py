@@ -118,7 +118,7 @@ def predict(
     timeline: Annotated[
         Path | None, typer.Option(help="Write the predicted timeline here; open it at ui.perfetto.dev. One job only.")
     ] = None,
-    level: Annotated[str, typer.Option(help="Detail of the timeline: `segment` or `op`.")] = "op",
+    level: Annotated[str, typer.Option(help="Detail of the timeline: `segment` or `op`.")] = "segment",
     as_json: Json = False,
 ) -> None:
     """Predict iteration time, interval, breakdown and memory of jobs.
@@ -172,10 +172,12 @@ def search(
         stepsight search examples/gpt3-175b-1024.toml --trials 300 --plot search.png
     """
     from stepsight.dataset.job import Job
-    from stepsight.experiments.plots import search_result
+    from stepsight.experiments.plots import FORMATS, search_result
     from stepsight.experiments.reporting import search_report
     from stepsight.experiments.search import search as find
 
+    if plot is not None and plot.suffix not in FORMATS:
+        raise StepsightError(f"--plot ends in {', '.join(FORMATS)}, got {str(plot)!r}")
     read = Job.from_file(job)
     loaded = _load(predictor)
     on_trial = _trial_progress(trials)

@@ -29,6 +29,7 @@ from stepsight.training.measured import (
     runs_digest,
 )
 from stepsight.training.predictor import Predictor
+from stepsight.training.regressor import UNKNOWN
 from stepsight.training.tracking import TrackedRun, default_uri, tracked
 
 Progress = Any
@@ -98,6 +99,7 @@ def _learn(profile: Profile, runs: list[MeasuredRun], hardware: Hardware, seed: 
         f"alone_error_{family.replace('/', '_')}_percent": 100 * float(np.expm1(error))
         for model in (kernel.regressor, collective.regressor)
         for family, error in model.errors.items()
+        if error < UNKNOWN  # too few of a family to leave any out
     }
     predictor = Predictor(hardware, kernel, collective, manifest={"metrics": metrics})
     return _learn_context(predictor, runs, seed, say) if runs else predictor
@@ -112,6 +114,7 @@ def _learn_context(predictor: Predictor, runs: list[MeasuredRun], seed: int, say
     say(f"context: {len(runs)} runs, {len(examples)} distinct segments")
     metrics = dict(predictor.manifest["metrics"])
     if len(runs) < MIN_RUNS:
+        say(f"only {len(runs)} runs, {MIN_RUNS} are needed to hold some back: errors unknown, a wide default interval")
         few = fit_context(examples, wholes, predictor.hardware, seed=seed)
         return replace(predictor, context=few, manifest={"metrics": metrics})
     held = hold_back(

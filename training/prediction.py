@@ -46,7 +46,15 @@ class Prediction:
 
     def timeline(self, level: str = "segment") -> dict[str, Any]:
         """Chrome trace events, at the level of ``segment`` or ``op``; opens in Perfetto."""
-        return self.simulation.timeline(level)
+        timeline = self.simulation.timeline(level)
+        scale = self.iteration_time_s / self.simulation.iteration_time_s
+        if scale != 1.0:  # calibrated: the timeline ends when the prediction says
+            for event in timeline["traceEvents"]:
+                for key in ("ts", "dur"):
+                    if key in event:
+                        event[key] *= scale
+            timeline["otherData"]["iteration_time_s"] = self.iteration_time_s
+        return timeline
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -87,7 +95,7 @@ def predict(job: Job, predictor: Predictor | None = None) -> Prediction:
         seconds,
         low,
         high,
-        {cause: value * scale for cause, value in simulation.breakdown.items()},
+        {cause: max(0.0, value * scale) for cause, value in simulation.breakdown.items()},
         simulation.memory,
         unsupported,
         predictor.source,
@@ -120,7 +128,7 @@ def _from_facts(job: Job) -> Prediction:
         seconds,
         low,
         high,
-        dict(simulation.breakdown),
+        {cause: max(0.0, value) for cause, value in simulation.breakdown.items()},
         simulation.memory,
         (),
         ROOFLINE_SOURCE.format(job.cluster.hardware),

@@ -59,7 +59,6 @@ class Collection:
         self._runs()
         self._events()
         barrier()
-        dist.destroy_process_group()
 
     def _say(self, doing: str, done: int = 0) -> None:
         if self.rank == 0:

@@ -35,8 +35,20 @@ def test_ring_cost() -> None:
         },
     )
     within = alpha_beta_seconds(Collective("all_reduce", 10**9, 4, 4), fabric)
-    across = alpha_beta_seconds(Collective("all_reduce", 10**9, 4, 2), fabric)
+    across = alpha_beta_seconds(Collective("all_reduce", 10**9, 4, 1), fabric)
     assert within == pytest.approx(2 * 3 / 4 / 10) and across == pytest.approx(10 * within)
+
+
+def test_all_nics_of_a_node_work_for_a_group() -> None:
+    """Two ranks on each node leave through two links; eight are held back by the links within the node."""
+    link = {"latency_us": 0}
+    fabric = fabric_from_dict(
+        "f",
+        {"intra_node": {"bandwidth_gbytes_per_s": 4, **link}, "inter_node": {"bandwidth_gbytes_per_s": 1, **link}},
+    )
+    seconds = [alpha_beta_seconds(Collective("all_gather", 10**9, 16, n), fabric) for n in (1, 2, 4, 8)]
+    assert seconds == pytest.approx([seconds[0] / n for n in (1, 2, 4, 4)])
+    assert alpha_beta_seconds(Collective("all_to_all", 10**9, 16, 8), fabric) == pytest.approx(seconds[0])
 
 
 def test_roofline() -> None:

@@ -77,3 +77,17 @@ def test_bad_input(job: Job) -> None:
     with pytest.raises(StepsightError, match="no legal strategy"):
         search(job, space=Space(micro_batches=(64,)))
     assert layouts(job, Space(max_tp=1)) == [(1, 1, 8), (1, 2, 4), (1, 4, 2), (1, 8, 1)]
+
+
+def test_a_study_answers_one_question(job: Job, tmp_path: Path) -> None:
+    """A study that goes on knows its earlier strategies and does not repeat them; another job is refused."""
+    storage = str(tmp_path / "study.log")
+    first = search(job, space=SMALL, trials=4, sampler="random", storage=storage, study_name="s")
+    second = search(job, space=SMALL, trials=4, sampler="random", storage=storage, study_name="s")
+    assert {c.job for c in first.choices} <= {c.job for c in second.choices}
+    assert second.evaluated > first.evaluated
+    other = replace(job, batch=replace(job.batch, global_batch=64))
+    with pytest.raises(StepsightError, match="another job"):
+        search(other, space=SMALL, trials=1, storage=storage, study_name="s")
+    with pytest.raises(StepsightError, match="storage must be"):
+        search(job, space=SMALL, trials=1, storage="foo://bar")

@@ -11,7 +11,7 @@ from stepsight.training.through_simulator import Iteration
 
 def _job(layers: int, hidden: int, dp: int) -> Job:
     return Job(
-        model=ModelSpec(layers=layers, hidden=hidden, heads=4, vocab=512, seq_len=64),
+        model=ModelSpec(family="gpt", layers=layers, hidden=hidden, heads=4, vocab=512, seq_len=64),
         parallel=ParallelSpec(dp=dp),
         batch=BatchSpec(micro_batch=2, global_batch=4, precision="fp32"),
         cluster=ClusterSpec(hardware="toy", devices_per_node=dp, fabric="loopback"),

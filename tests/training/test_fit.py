@@ -27,7 +27,7 @@ CollectiveTruth = Callable[[Collective], float]
 
 def _job(layers: int, hidden: int, dp: int = 1, tp: int = 1) -> Job:
     return Job(
-        model=ModelSpec(layers=layers, hidden=hidden, heads=4, vocab=512, seq_len=64),
+        model=ModelSpec(family="gpt", layers=layers, hidden=hidden, heads=4, vocab=512, seq_len=64),
         parallel=ParallelSpec(dp=dp, tp=tp),
         batch=BatchSpec(micro_batch=2, global_batch=2 * dp, precision="fp32"),
         cluster=ClusterSpec(hardware="toy", devices_per_node=dp * tp, fabric="loopback"),

@@ -16,7 +16,7 @@ from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, Parall
 from stepsight.training.prediction import predict
 from stepsight.training.predictor import Predictor
 job = Job(
-    model=ModelSpec(layers=2, hidden=128, heads=4, vocab=512, seq_len=64), parallel=ParallelSpec(),
+    model=ModelSpec(family="gpt", layers=2, hidden=128, heads=4, vocab=512, seq_len=64), parallel=ParallelSpec(),
     batch=BatchSpec(micro_batch=1, global_batch=2, precision="fp32"),
     cluster=ClusterSpec(hardware="toy", devices_per_node=2, fabric="loopback"),
 )

@@ -11,7 +11,7 @@ from tests.simulator.latency_contract import LatencyContract, small_program
 
 def _job() -> Job:
     return Job(
-        model=ModelSpec(layers=2, hidden=128, heads=4, vocab=512, seq_len=64),
+        model=ModelSpec(family="gpt", layers=2, hidden=128, heads=4, vocab=512, seq_len=64),
         parallel=ParallelSpec(),
         batch=BatchSpec(micro_batch=1, global_batch=2, precision="fp32"),
         cluster=ClusterSpec(hardware="toy", devices_per_node=2, fabric="loopback"),

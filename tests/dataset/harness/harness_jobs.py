@@ -85,12 +85,15 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
+    from stepsight.dataset.harness.worker import leave
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = [losses(each) for each in json.loads(Path(sys.argv[1]).read_text("utf-8"))]
     if dist.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(found), "utf-8")
-    dist.destroy_process_group()
+    dist.barrier()
+    leave()
 
 
 if __name__ == "__main__":
