@@ -66,7 +66,7 @@ def collect_jobs(
             collectable(job, None if plan_only else available_ranks())
         plan = make_plan([(role, job, counts) for job in jobs], profile_jobs=jobs, event_seconds=event_seconds)
     if plan_only:
-        if (out / "plan.json").exists() and read_plan(out / "plan.json") != plan:
+        if (out / "plan.json").exists() and read_plan(out / "plan.json") != json.loads(json.dumps(plan)):
             raise CollectError(f"a folder holds one plan: {out} has another one; choose another folder")
         write_json(out / "plan.json", plan)
         where = out / "plan.json"

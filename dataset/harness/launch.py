@@ -70,7 +70,7 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
         HarnessError: If the plan breaks a rule, needs more ranks than there are cores, differs from the one
             in ``out``, or a worker failed; the message names the run and ends with the worker's last lines.
     """
-    plan = plans.check_plan(plan)
+    plan = plans.check_plan(json.loads(json.dumps(plan)))  # as it will be read back: lists for tuples
     _check_cores(plan)
     out = Path(out)
     if out.exists() and not out.is_dir():

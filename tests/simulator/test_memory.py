@@ -11,7 +11,9 @@ S, B, H, A = 2048, 2, 4096, 32
 
 
 def shape(tp: int, sequence_parallel: bool) -> RankShape:
-    model = ModelSpec(family="gpt", layers=1, hidden=H, heads=A, kv_heads=A, ffn=4 * H, vocab=51200, seq_len=S, gated_mlp=False)
+    model = ModelSpec(
+        family="gpt", layers=1, hidden=H, heads=A, kv_heads=A, ffn=4 * H, vocab=51200, seq_len=S, gated_mlp=False
+    )
     return RankShape(model, B, "bf16", tp, tp, sequence_parallel)
 
 
