@@ -18,6 +18,7 @@ from stepsight.dataset.models import MODELS
 FAMILIES = ("gpt", "llama")
 SCHEDULES = ("gpipe", "1f1b")
 RECOMPUTE = ("none", "selective", "full")
+MOST, MOST_LAYERS, MOST_ACTIONS = 2**31, 10_000, 2**23  # beyond, a number is a slip of the pen
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -261,7 +262,8 @@ def _problems(job: Job) -> list[str]:
         **{f"cluster.{key}": getattr(c, key) for key in ("nodes", "devices_per_node")},
     }
     for key, value in sizes.items():
-        require(value > 0, f"{key} must be > 0, got {value}")
+        most = MOST_LAYERS if key == "model.layers" else MOST
+        require(0 < value <= most, f"{key} must be > 0 and <= {most}, got {value}")
     for key, value, allowed in (
         ("model.family", m.family, FAMILIES),
         ("parallel.schedule", p.schedule, SCHEDULES),
@@ -302,5 +304,10 @@ def _problems(job: Job) -> list[str]:
         b.global_batch % replica == 0,
         f"micro_batch * dp must divide global_batch, got {b.global_batch} % ({b.micro_batch} * {p.dp}) "
         f"= {b.global_batch % replica}",
+    )
+    actions = b.global_batch // replica * p.pp
+    require(
+        actions <= MOST_ACTIONS,
+        f"micro-batches * pp must be <= {MOST_ACTIONS}, got {b.global_batch // replica} * {p.pp} = {actions}",
     )
     return problems

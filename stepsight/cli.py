@@ -228,7 +228,7 @@ def main() -> None:
     """Entry point: a user's mistake is one line on stderr and exit code 2."""
     try:
         app(standalone_mode=True)
-    except StepsightError as error:
+    except (StepsightError, OSError) as error:  # OSError: a file or folder that cannot be read or written
         typer.echo(f"stepsight: {error}", err=True)
         sys.exit(2)
 

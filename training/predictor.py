@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stepsight.dataset.errors import PredictorError, StepsightError
-from stepsight.dataset.files import new_folder, write_json, write_text
+from stepsight.dataset.files import digest, new_folder, write_json, write_text
 from stepsight.dataset.hardware import Hardware, hardware_from_dict
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from stepsight.gnn.inference import ContextWeights
 
 FORMAT = "stepsight-predictor"
-SCHEMA = 1
+SCHEMA = 2
 T = TypeVar("T")
 
 
@@ -130,10 +130,8 @@ class Predictor:
             )
             if self.context is not None:
                 self.context.save(new)
-            write_json(
-                new / "manifest.json",
-                {**self.manifest, "format": FORMAT, "schema": SCHEMA, "hardware": self.hardware.name},
-            )
+            own = {"format": FORMAT, "schema": SCHEMA, "hardware": self.hardware.name, "files": _digests(new)}
+            write_json(new / "manifest.json", {**self.manifest, **own})
 
     @classmethod
     def load(cls, folder: str | Path) -> Predictor:
@@ -165,7 +163,7 @@ class Predictor:
             from stepsight.gnn.inference import ContextWeights
 
             context = ContextWeights.load(folder)
-        return cls(
+        loaded = cls(
             hardware,
             KernelModel(hardware, kernel),
             CollectiveModel(collective),
@@ -174,6 +172,18 @@ class Predictor:
             _made(folder / "intervals.json", Intervals.from_dict, tables.get("intervals")),
             manifest,
         )
+        changed = sorted(name for name, of in manifest.get("files", {}).items() if _digests(folder).get(name) != of)
+        if changed:
+            raise PredictorError(
+                f"{folder}: every file must be as it was saved, got changed or missing {', '.join(changed)}"
+            )
+        return loaded
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Digest of every file of a predictor but its manifest, by name."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != "manifest.json")
+    return {path.name: digest(path.read_bytes()) for path in files}
 
 
 def _read(path: Path, make: Callable[[Any], T]) -> T:

@@ -51,7 +51,7 @@ def test_a_folder_that_is_no_predictor_is_refused(tmp_path: Path) -> None:
     [
         ("manifest.json", "{", "readable"),
         ("manifest.json", "[1]", "what Predictor.save wrote"),
-        ("manifest.json", json.dumps({"format": "stepsight-predictor", "schema": 99}), "schema 1"),
+        ("manifest.json", json.dumps({"format": "stepsight-predictor", "schema": 99}), "schema 2"),
         ("hardware.json", "{}", "fields of Hardware"),
         ("kernel.json", '{"physics": {}}', "kernel.json"),
         ("kernel.json", None, "readable"),
@@ -88,3 +88,19 @@ def test_saving_again_replaces_the_folder_whole(predictor: Predictor, tmp_path: 
     predictor.save(tmp_path / "p")
     assert not (tmp_path / "p" / "left-over.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
+def test_a_cut_or_missing_file_is_noticed(predictor: Predictor, tmp_path: Path) -> None:
+    """Nothing half-written is read: trees cut short and a context model gone missing are errors."""
+    predictor.save(tmp_path / "p")
+    names = [path.name for path in (tmp_path / "p").iterdir() if path.name != "manifest.json"]
+    for name in names:
+        whole = (tmp_path / "p" / name).read_bytes()
+        (tmp_path / "p" / name).write_bytes(whole[: len(whole) - 20])
+        with pytest.raises(PredictorError):
+            Predictor.load(tmp_path / "p")
+        (tmp_path / "p" / name).unlink()
+        with pytest.raises(PredictorError):
+            Predictor.load(tmp_path / "p")
+        (tmp_path / "p" / name).write_bytes(whole)
+    Predictor.load(tmp_path / "p")
