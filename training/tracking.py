@@ -74,8 +74,17 @@ class TrackedRun:
 @contextmanager
 def tracked(uri: str, run_name: str) -> Iterator[TrackedRun]:
     """An MLflow run that ends as ``FINISHED``, or ``FAILED`` if the block raises."""
-    client = _client(uri)
-    experiment = client.get_experiment_by_name(EXPERIMENT)
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client = _client(uri)
+        client.search_registered_models(max_results=1)  # a store without a registry is of no use at the end
+        experiment = client.get_experiment_by_name(EXPERIMENT)
+    except MlflowException as error:
+        reason = str(error).splitlines()[0]
+        raise PredictorError(
+            f"tracking needs a URI of an MLflow store with a registry, got {uri}: {reason.strip()}"
+        ) from None
     if experiment is None:
         location = _artifact_location(uri)
         experiment_id = client.create_experiment(EXPERIMENT, artifact_location=location)

@@ -24,3 +24,9 @@ def test_a_predictor_comes_back_from_the_registry(predictor: Predictor, tmp_path
         load_registered("other", uri)
     with pytest.raises(RuntimeError, match="broken"), tracked(uri, "toy"):
         raise RuntimeError("broken")
+
+
+def test_an_impossible_store_is_refused_at_once() -> None:
+    """A URI that MLflow does not know is the user's mistake."""
+    with pytest.raises(PredictorError, match="foo://x"), tracked("foo://x", "run"):
+        raise AssertionError("nothing may be learned for a store that is none")
