@@ -12,9 +12,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.errors import StepsightError
+
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file whole or not at all.
+
+    Raises:
+        StepsightError: If something else than a plain file is there: a device or a folder is never replaced.
+    """
+    path = path.resolve()  # through a link, not over it
+    if path.exists() and not path.is_file():
+        raise StepsightError(f"an output must be a new or plain file, got {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:

@@ -28,7 +28,7 @@ from stepsight.training.measured import (
     read_runs,
     runs_digest,
 )
-from stepsight.training.predictor import Predictor
+from stepsight.training.predictor import Predictor, check_output
 from stepsight.training.regressor import UNKNOWN
 from stepsight.training.tracking import TrackedRun, default_uri, tracked
 
@@ -65,6 +65,7 @@ def train(
         if progress:
             print(f"  train: [{time.monotonic() - started:4.1f} s] {text}", file=sys.stderr, flush=True)
 
+    check_output(out)  # before anything is learned
     say("reading event profiles and traces")
     profile = read_profiles(collections)
     runs = read_runs(collections, roles)

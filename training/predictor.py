@@ -114,7 +114,8 @@ class Predictor:
         return [reason for reason in reasons if reason]
 
     def save(self, folder: Path) -> None:
-        """Write the folder whole or not at all."""
+        """Write the folder whole or not at all; see ``check_output`` for what may be replaced."""
+        check_output(folder)
         with new_folder(folder) as new:
             write_json(new / "hardware.json", self.hardware.to_dict())
             for name, regressor in (("kernel", self.kernel.regressor), ("collective", self.collective.regressor)):
@@ -178,6 +179,22 @@ class Predictor:
                 f"{folder}: every file must be as it was saved, got changed or missing {', '.join(changed)}"
             )
         return loaded
+
+
+def check_output(folder: Path) -> None:
+    """A predictor may take the place of nothing, of an empty folder or of another predictor, and of nothing else.
+
+    Raises:
+        PredictorError: If something else is there.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    try:
+        ours = json.loads((folder / "manifest.json").read_text("utf-8"))["format"] == FORMAT
+    except (OSError, ValueError, KeyError, TypeError):
+        ours = False
+    if not ours:
+        raise PredictorError(f"a predictor is written to a new or empty folder or over a predictor, got {folder}")
 
 
 def _digests(folder: Path) -> dict[str, str]:

@@ -1,10 +1,12 @@
 """Files and folders are complete or absent."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.files import digest_files, new_folder, write_json
+from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.files import digest_files, new_folder, write_json, write_text
 
 
 def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
@@ -26,3 +28,15 @@ def test_new_folder_replaces(tmp_path: Path) -> None:
         digests.append(digest_files([tmp_path / "b" / "file"]))
     assert digests[0] != digests[1]
     assert [p.name for p in tmp_path.iterdir()] == ["b"]
+
+
+def test_only_plain_files_are_replaced(tmp_path: Path) -> None:
+    """A pipe or a folder stays what it is; a link is written through."""
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "."):
+        with pytest.raises(StepsightError, match="plain file"):
+            write_text(tmp_path / name, "x")
+    (tmp_path / "target").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    write_text(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "new"

@@ -104,3 +104,14 @@ def test_a_cut_or_missing_file_is_noticed(predictor: Predictor, tmp_path: Path) 
             Predictor.load(tmp_path / "p")
         (tmp_path / "p" / name).write_bytes(whole)
     Predictor.load(tmp_path / "p")
+
+
+def test_nothing_but_a_predictor_is_replaced(predictor: Predictor, tmp_path: Path) -> None:
+    """A folder with anything else in it is left as it is."""
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("precious")
+    with pytest.raises(PredictorError, match="new or empty folder"):
+        predictor.save(tmp_path / "notes")
+    assert (tmp_path / "notes" / "a.txt").read_text() == "precious"
+    for _ in range(2):
+        predictor.save(tmp_path / "p")
