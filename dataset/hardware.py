@@ -24,9 +24,9 @@ class Link:
     latency_s: float
 
     def __post_init__(self) -> None:
-        if not (self.bandwidth_bytes_per_s > 0 and self.latency_s >= 0):
+        if not (1e3 <= self.bandwidth_bytes_per_s <= 1e15 and 0 <= self.latency_s <= 1e3):
             raise JobError(
-                "a link needs bandwidth_bytes_per_s > 0 and latency_s >= 0, got "
+                "a link needs bandwidth_bytes_per_s from 1e3 to 1e15 and latency_s from 0 to 1000, got "
                 f"{self.bandwidth_bytes_per_s} and {self.latency_s}"
             )
 

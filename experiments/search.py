@@ -173,7 +173,10 @@ def _storage(storage: str | None) -> Any:
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
-    Path(storage).parent.mkdir(parents=True, exist_ok=True)
+    path = Path(storage)
+    if path.exists() and not (path.is_file() and path.read_bytes()[:11] in (b"", b'{"op_code":')):
+        raise StepsightError(f"a study's journal is a new file or one that a search wrote, got {storage}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     return JournalStorage(JournalFileBackend(storage))
 
 
@@ -205,6 +208,9 @@ def search(
     import optuna
 
     space = space or Space()
+    if seed < 0:
+        raise StepsightError(f"seed must be >= 0, got {seed}")
+    predict(job, predictor)  # a job that cannot be answered is refused before a study begins
     if trials < 1:
         raise StepsightError(f"trials must be >= 1, got {trials}")
     if sampler not in SAMPLERS:

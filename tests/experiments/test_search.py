@@ -91,3 +91,16 @@ def test_a_study_answers_one_question(job: Job, tmp_path: Path) -> None:
         search(other, space=SMALL, trials=1, storage=storage, study_name="s")
     with pytest.raises(StepsightError, match="storage must be"):
         search(job, space=SMALL, trials=1, storage="foo://bar")
+
+
+def test_foreign_files_and_unanswerable_jobs_are_left_alone(job: Job, tmp_path: Path) -> None:
+    """A file that is no journal keeps its content; unknown hardware and seeds below 0 are refused at once."""
+    path = tmp_path / "notes.txt"
+    path.write_text("hi")
+    with pytest.raises(StepsightError, match="journal"):
+        search(job, space=SMALL, trials=1, storage=str(path))
+    assert path.read_text() == "hi"
+    with pytest.raises(StepsightError, match="preset"):
+        search(replace(job, cluster=replace(job.cluster, hardware="abacus")), space=SMALL, trials=1)
+    with pytest.raises(StepsightError, match="seed"):
+        search(job, space=SMALL, trials=1, seed=-1)
