@@ -69,3 +69,16 @@ def digest(*parts: bytes | str) -> str:
 def digest_files(paths: list[Path]) -> str:
     """Digest of files by name and content, in the order of their names."""
     return digest(*(part for path in sorted(paths) for part in (path.name, path.read_bytes())))
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """``object_pairs_hook`` of ``json.loads`` that takes no key twice.
+
+    Raises:
+        ValueError: If a key is there twice.
+    """
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"every key must be there once, got {next(k for k in keys if keys.count(k) > 1)!r} twice")
+    return out

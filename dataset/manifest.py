@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import math
 import statistics
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from stepsight.dataset.errors import JobError, TraceError
+from stepsight.dataset.harness.files import read_json
 from stepsight.dataset.job import Job
 
 SCHEMA = 1
+T = TypeVar("T")
+_WORDS = {str: "string", int: "whole number", dict: "table"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,7 @@ class RunManifest:
         fingerprint: Machine and software it ran on.
         versions: Software versions.
         traces: File names by rank and format (``kineto``, ``et``); empty for a run that was only timed.
+        digests: SHA-256 by file name, of the traces.
         peak_memory_bytes: Per rank.
         losses: Per step.
     """
@@ -45,6 +48,7 @@ class RunManifest:
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, Any] = field(default_factory=dict)
     traces: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
     peak_memory_bytes: tuple[float, ...] = ()
     losses: tuple[float, ...] = ()
 
@@ -79,33 +83,75 @@ def read_manifest(folder: Path) -> RunManifest:
         rule = "a run manifest must have name, job, world_size and rounds"
         raise TraceError(f"{rule}, got no {', '.join(missing)} in {path}")
     try:
-        job = Job.from_dict(tree["job"])
-        manifest = RunManifest(
-            folder=folder,
-            name=str(tree["name"]),
-            role=str(tree.get("role", "")),
-            job=job,
-            world_size=int(tree["world_size"]),
-            rounds=tuple(tuple(float(seconds) for seconds in steps) for steps in tree["rounds"]),
-            profiled_seconds=tuple(float(seconds) for seconds in tree.get("profiled_seconds", ())),
-            fingerprint=dict(tree.get("fingerprint", {})),
-            versions=dict(tree.get("versions", {})),
-            traces={int(rank): dict(files) for rank, files in tree.get("traces", {}).items()},
-            peak_memory_bytes=tuple(float(size) for size in tree.get("peak_memory_bytes", ())),
-            losses=tuple(float(loss) for loss in tree.get("losses", ())),
-        )
+        manifest = _manifest(folder, tree)
     except JobError as error:
         raise TraceError(f"a run manifest must hold a valid job, got {error} in {path}") from None
-    except (TypeError, ValueError, AttributeError) as error:
-        raise TraceError(f"a run manifest must have fields of the right type, got {error} in {path}") from None
+    except ValueError as error:
+        raise TraceError(f"a run manifest must have fields of the right type: {error} in {path}") from None
     _check(manifest, path)
     return manifest
 
 
+def _manifest(folder: Path, tree: dict[str, Any]) -> RunManifest:
+    rounds = typed(tree["rounds"], list, "rounds")
+    return RunManifest(
+        folder=folder,
+        name=typed(tree["name"], str, "name"),
+        role=typed(tree.get("role", ""), str, "role"),
+        job=Job.from_dict(typed(tree["job"], dict, "job")),
+        world_size=typed(tree["world_size"], int, "world_size"),
+        rounds=tuple(_numbers(steps, "a round") for steps in rounds),
+        profiled_seconds=_numbers(tree.get("profiled_seconds", []), "profiled_seconds"),
+        fingerprint=_table(tree, "fingerprint"),
+        versions=_table(tree, "versions"),
+        traces={int(rank): _files(files) for rank, files in _table(tree, "traces").items()},
+        digests={name: typed(value, str, "digests") for name, value in _table(tree, "digests").items()},
+        peak_memory_bytes=_numbers(tree.get("peak_memory_bytes", []), "peak_memory_bytes"),
+        losses=_numbers(tree.get("losses", []), "losses"),
+    )
+
+
+def typed(value: Any, kind: type[T], name: str) -> T:
+    """The value, if it is of that kind.
+
+    Raises:
+        ValueError: If it is of another.
+    """
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{name} must be a {_WORDS.get(kind, kind.__name__)}, got {value!r:.80}")
+    return value
+
+
+def number(value: Any, name: str) -> float:
+    """The value, if it is a finite number.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"{name} must be a finite number, got {value!r:.80}")
+    return float(value)
+
+
+def _numbers(value: Any, name: str) -> tuple[float, ...]:
+    return tuple(number(item, name) for item in typed(value, list, name))
+
+
+def _table(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    return typed(tree.get(name, {}), dict, name)
+
+
+def _files(files: Any) -> dict[str, str]:
+    """Names of a rank's files: within the run folder alone."""
+    for name in typed(files, dict, "a rank's traces").values():
+        if Path(typed(name, str, "a trace's file name")).name != name:
+            raise ValueError(f"a trace's file name must have no folder, got {name!r:.80}")
+    return dict(files)
+
+
 def _check(manifest: RunManifest, path: Path) -> None:
-    seconds = manifest.step_seconds
-    if not seconds or not all(math.isfinite(value) and value > 0 for value in seconds):
-        raise TraceError(f"a run must have timed steps of more than 0 s, got {seconds} in {path}")
+    if not manifest.rounds or not all(steps and min(steps) > 0 for steps in manifest.rounds):
+        raise TraceError(f"every round must have timed steps of more than 0 s, got {manifest.rounds!s:.80} in {path}")
     devices = manifest.job.cluster.num_devices
     if manifest.world_size != devices:
         raise TraceError(f"world_size must equal the job's devices, got {manifest.world_size} != {devices} in {path}")
@@ -119,8 +165,13 @@ def _check(manifest: RunManifest, path: Path) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
+    """The table that a JSON file of a run or collection holds.
+
+    Raises:
+        TraceError: If it holds none.
+    """
     try:
-        tree = json.loads(path.read_text("utf-8"))
+        tree = read_json(path)
     except OSError as error:
         raise TraceError(f"a run or collection must have {path.name}, got {path} ({error.strerror})") from None
     except ValueError as error:

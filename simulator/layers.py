@@ -168,7 +168,7 @@ def _leave(shape: RankShape) -> tuple[Step, ...]:
 
 def _attention(shape: RankShape) -> Block:
     model, tp = shape.model, shape.tp
-    heads, kv_heads, head_dim = model.heads // tp, model.kv_heads // tp, model.head_dim
+    heads, kv_heads, head_dim = model.heads // tp, model.kv_heads // tp, model.head_size
     dims = (shape.micro_batch, heads, kv_heads, model.seq_len, model.seq_len, head_dim, 1)
     fused = shape.rows * (heads + 2 * kv_heads) * head_dim
     core = Step(  # its backward joins the gradients of queries, keys and values

@@ -28,8 +28,43 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Value of a JSON file."""
-    return json.loads(path.read_text("utf-8"))
+    """Value of a JSON file; see ``parse_json``."""
+    return parse_json(path.read_text("utf-8"))
+
+
+def parse_json(text: str) -> Any:
+    """Value of strict JSON: no key twice, no NaN or infinity, whole characters, sane depth.
+
+    Raises:
+        ValueError: With what is wrong, in one line.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("tables must not be nested thousands deep") from None
+    if "\\ud" in text.lower():  # half of a pair of such escapes is no character, and cannot be printed
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError("text must be whole characters, got half of a surrogate pair") from None
+    return value
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """``object_pairs_hook`` of ``json.loads`` that takes no key twice.
+
+    Raises:
+        ValueError: If a key is there twice.
+    """
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"every key must be there once, got {next(k for k in keys if keys.count(k) > 1)!r} twice")
+    return out
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"a number must be finite, got {name}")
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def test_defaults_are_filled() -> None:
         ({"model": {"hidden": "256"}}, "model.hidden must be a whole number, got '256'"),
         ({"batch": {"global_batch": 7}}, r"micro_batch \* dp must divide global_batch, got 7"),
         ({"batch": {"micro_batch": -1}}, "batch.micro_batch must be > 0 and <= 2147483648, got -1"),
-        ({"parallel": {"schedule": "zigzag"}}, "parallel.schedule must be one of gpipe, 1f1b, got 'zigzag'"),
+        ({"parallel": {"schedule": "zigzag"}}, "parallel.schedule must be one of gpipe, 1f1b, .*got 'zigzag'"),
         ({"parallel": {"tp": 3, "pp": 1, "dp": 1}}, "tp must divide model.heads, got 8 % 3"),
         ({"cluster": {"fabric": "nope"}}, "fabric must be one of"),
         ({"cluster": {"fabric": {"intra_node": {}}}}, "fabric.intra_node must be a table"),

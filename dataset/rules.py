@@ -1,0 +1,234 @@
+"""What a job must keep: every rule with its values, all reported at once."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from stepsight.dataset.errors import JobError
+from stepsight.dataset.specs import (
+    ATTENTIONS,
+    AXES,
+    CONTEXT_PARALLEL,
+    FAMILIES,
+    OPTIMIZERS,
+    PRECISIONS,
+    RECOMPUTE,
+    SCHEDULES,
+)
+
+if TYPE_CHECKING:
+    from stepsight.dataset.job import Job
+
+# Beyond these a number is a slip of the pen.
+MOST, MOST_LAYERS, MOST_DEVICES, MOST_ACTIONS, MOST_SLOWDOWN = 2**31, 10_000, 2**24, 2**23, 1000.0
+_POSITIVE = {
+    "model": ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "moe_every", "imbalance"),
+    "parallel": (
+        "tp", "cp", "pp", "ep", "dp", "virtual_stages", "bucket_mbytes", "recompute_every",
+    ),
+    "batch": ("micro_batch", "global_batch"),
+    "cluster": ("nodes", "devices_per_node"),
+}  # fmt: skip
+_NOT_NEGATIVE = {
+    "model": (
+        "head_dim", "experts", "experts_per_token", "expert_ffn", "shared_experts", "dense_layers", "capacity_factor",
+        "encoder_layers", "encoder_seq_len", "patch_dim", "q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim",
+    ),
+    "parallel": ("prefetch", "expert_tp", "dp_shard"),
+}  # fmt: skip
+
+
+class _Rules(list[str]):
+    def require(self, rule: bool, text: str) -> None:
+        if not rule:
+            self.append(text)
+
+    def divides(self, divisor: int, name: str, value: int, of: str) -> None:
+        self.require(
+            value % divisor == 0, f"{name} must divide {of}, got {value} % {divisor} = {value % max(divisor, 1)}"
+        )
+
+
+def broken_rules(job: Job) -> list[str]:
+    """Every rule that a job breaks; the later ones need that the first hold."""
+    rules = _Rules()
+    _sizes(rules, job)
+    _choices(rules, job)
+    if rules:
+        return rules
+    _degrees(rules, job)
+    _model(rules, job)
+    if not rules:
+        _pipeline(rules, job)
+        _cluster(rules, job)
+    return rules
+
+
+def _sizes(rules: _Rules, job: Job) -> None:
+    for names, least in ((_POSITIVE, "> 0"), (_NOT_NEGATIVE, ">= 0")):
+        for section, keys in names.items():
+            for key in keys:
+                value = getattr(getattr(job, section), key)
+                most = MOST_LAYERS if key.endswith("layers") else MOST
+                low = value > 0 if least == "> 0" else value >= 0
+                rules.require(low and value <= most, f"{section}.{key} must be {least} and <= {most}, got {value}")
+    devices = job.cluster.num_devices
+    rules.require(devices <= MOST_DEVICES, f"nodes * devices_per_node must be <= {MOST_DEVICES}, got {devices}")
+
+
+def _choices(rules: _Rules, job: Job) -> None:
+    m, p = job.model, job.parallel
+    for key, value, allowed in (
+        ("model.family", m.family, FAMILIES),
+        ("model.attention", m.attention, ATTENTIONS),
+        ("parallel.recompute", p.recompute, RECOMPUTE),
+        ("parallel.zero_stage", p.zero_stage, (0, 1, 2, 3)),
+        ("parallel.context_parallel", p.context_parallel, CONTEXT_PARALLEL),
+        ("parallel.runtime", p.runtime, ("", "asynchronous", "torch")),
+        ("batch.precision", job.batch.precision, PRECISIONS),
+        ("optimizer.kind", job.optimizer.kind, OPTIMIZERS),
+    ):
+        words = ", ".join(repr(a) if a == "" else str(a) for a in allowed)
+        rules.require(value in allowed, f"{key} must be one of {words}, got {value!r:.80}")
+    rules.require(
+        p.schedule in SCHEDULES or p.schedule.endswith(".csv"),
+        f"parallel.schedule must be one of {', '.join(SCHEDULES)} or a .csv file of actions, got {p.schedule!r:.80}",
+    )
+    rules.require(
+        sorted(p.order.split("-")) == sorted(AXES),
+        f"parallel.order must name {', '.join(AXES)} once each, joined by '-', got {p.order!r:.80}",
+    )
+    rules.require(bool(job.cluster.hardware), "cluster.hardware must name a device, got ''")
+    try:
+        _ = job.fabric
+    except JobError as error:
+        rules.append(str(error))
+
+
+def _degrees(rules: _Rules, job: Job) -> None:
+    p, b = job.parallel, job.batch
+    devices, have = p.tp * p.cp * p.pp * p.dp, job.cluster.num_devices
+    cp = (" * cp", f" * {p.cp}") if p.cp > 1 else ("", "")
+    rules.require(
+        devices == have,
+        f"tp{cp[0]} * pp * dp must equal the number of devices, got {p.tp}{cp[1]} * {p.pp} * {p.dp} = {devices} "
+        f"!= {have}",
+    )
+    replica = b.micro_batch * p.dp
+    rules.require(
+        b.global_batch % replica == 0,
+        f"micro_batch * dp must divide global_batch, got {b.global_batch} % ({b.micro_batch} * {p.dp}) "
+        f"= {b.global_batch % replica}",
+    )
+    rules.divides(p.shards, "parallel.dp_shard", p.dp, "dp")
+    rules.require(p.expert_tp in (0, 1, p.tp), f"parallel.expert_tp must be 1 or tp, got {p.expert_tp} with tp {p.tp}")
+    group, words = p.dp * p.cp, "dp * cp"
+    if p.experts_tp < p.tp:
+        group, words = group * p.tp, "dp * cp * tp"
+    rules.divides(p.ep, "parallel.ep", group, words)
+
+
+def _model(rules: _Rules, job: Job) -> None:
+    m, p = job.model, job.parallel
+    if m.head_dim == 0:
+        rules.require(
+            m.hidden % m.heads == 0,
+            f"model.heads must divide hidden, got {m.hidden} % {m.heads} = {m.hidden % m.heads}",
+        )
+    rules.divides(m.kv_heads, "model.kv_heads", m.heads, "heads")
+    shared = {"heads": m.heads, "kv_heads": m.kv_heads, "ffn": m.ffn}
+    if p.vocab_parallel and m.family != "vit":
+        shared["vocab"] = m.vocab
+    for key, value in shared.items():
+        rules.divides(p.tp, "parallel.tp", value, f"model.{key}")
+    rules.require(
+        m.family != "llama" or m.attention == "mla" or m.head_size % 2 == 0,
+        f"rotary positions need an even model.head_dim, got {m.head_size}",
+    )
+    lengths = {"seq_len": m.seq_len}
+    if m.family == "t5":
+        lengths["encoder_seq_len"] = m.encoder_seq_len
+        for key in ("encoder_layers", "encoder_seq_len"):
+            rules.require(getattr(m, key) > 0, f"model.{key} must be > 0 for t5, got {getattr(m, key)}")
+    else:
+        rules.require(m.encoder_layers == 0, f"model.encoder_layers is for t5 alone, got {m.encoder_layers}")
+    rules.require(m.family != "vit" or m.patch_dim > 0, f"model.patch_dim must be > 0 for vit, got {m.patch_dim}")
+    for key, length in lengths.items():
+        if p.cp > 1:  # a causal mask is balanced by giving every rank two parts of the sequence
+            parts = 2 * p.cp
+            rules.require(
+                length % parts == 0,
+                f"context parallelism needs 2 * cp to divide model.{key}, got {length} % {parts} = {length % parts}",
+            )
+        here = length // p.cp
+        rules.require(
+            not p.sequence_parallel or here % p.tp == 0,
+            f"sequence_parallel needs tp to divide model.{key}{' / cp' if p.cp > 1 else ''}, "
+            f"got {here} % {p.tp} = {here % p.tp}",
+        )
+    if m.attention == "mla":
+        for key in ("kv_lora_rank", "rope_head_dim", "v_head_dim"):
+            rules.require(getattr(m, key) > 0, f"model.{key} must be > 0 with attention 'mla', got {getattr(m, key)}")
+    _experts(rules, job)
+
+
+def _experts(rules: _Rules, job: Job) -> None:
+    m, p = job.model, job.parallel
+    if not m.experts:
+        rules.require(p.ep == 1, f"parallel.ep > 1 needs model.experts, got ep {p.ep} with a dense model")
+        return
+    rules.require(m.family in ("gpt", "llama"), f"model.experts are for gpt and llama, got family {m.family!r}")
+    rules.require(
+        1 <= m.experts_per_token <= m.experts,
+        f"model.experts_per_token must lie in 1 ... experts, got {m.experts_per_token} of {m.experts}",
+    )
+    rules.require(m.dense_layers <= m.layers, f"dense_layers <= layers, got {m.dense_layers} > {m.layers}")
+    rules.divides(p.ep, "parallel.ep", m.experts, "model.experts")
+    rules.divides(p.experts_tp, "parallel.expert_tp", m.expert_ffn, "model.expert_ffn")
+    rules.require(m.imbalance >= 1, f"model.imbalance must be >= 1 (busiest rank over the mean), got {m.imbalance}")
+
+
+def _pipeline(rules: _Rules, job: Job) -> None:
+    m, p = job.model, job.parallel
+    micro_batches, parts = job.num_micro_batches, p.pp * p.virtual_stages
+    fewest, most = SCHEDULES.get(p.schedule, (1, 1024))
+    allowed = f"= {fewest}" if fewest == most else f"from {fewest} to {most}"
+    rules.require(
+        fewest <= p.virtual_stages <= most or (p.pp == 1 and p.virtual_stages == 1),
+        f"schedule {p.schedule} has virtual_stages {allowed}, got {p.virtual_stages}",
+    )
+    rules.require(p.pp > 1 or p.virtual_stages == 1, f"virtual_stages > 1 needs pp > 1, got {p.virtual_stages}")
+    actions, chunks = micro_batches * parts, "" if p.virtual_stages == 1 else " * virtual_stages"
+    rules.require(
+        actions <= MOST_ACTIONS,
+        f"micro-batches * pp{chunks} must be <= {MOST_ACTIONS}, got {micro_batches} * {parts} = {actions}",
+    )
+    layers = m.total_layers
+    if not p.stage_layers:
+        words = "layers >= pp" if p.virtual_stages == 1 else "layers >= pp * virtual_stages"
+        rules.require(layers >= parts, f"every pipeline stage needs a layer: {words}, got {layers} < {parts}")
+        return
+    given = len(p.stage_layers)
+    rules.require(given == parts, f"stage_layers must have pp * virtual_stages = {parts} entries, got {given}")
+    total = sum(p.stage_layers)
+    rules.require(
+        total == layers and min(p.stage_layers) >= 0,
+        f"stage_layers must be >= 0 and add up to {layers}, got {min(p.stage_layers)} at least and {total} in sum",
+    )
+
+
+def _cluster(rules: _Rules, job: Job) -> None:
+    c = job.cluster
+    places = [
+        *(("stragglers", "rank", s.rank, c.num_devices) for s in c.stragglers),
+        *(("slow_links", "node", s.node, c.nodes) for s in c.slow_links),
+        *(("mixed", "nodes", node, c.nodes) for o in c.mixed for node in o.nodes),
+    ]
+    for table, key, value, limit in places:
+        rules.require(0 <= value < limit, f"cluster.{table}: {key} must lie in 0 ... {limit - 1}, got {value}")
+    for slowdown in (*(s.slowdown for s in c.stragglers), *(s.slowdown for s in c.slow_links)):
+        good = isfinite(slowdown) and 1 <= slowdown <= MOST_SLOWDOWN
+        rules.require(good, f"a slowdown must lie in 1 ... {MOST_SLOWDOWN:.0f}, got {slowdown}")
+    for other in c.mixed:
+        rules.require(bool(other.hardware), "cluster.mixed: hardware must name a device, got ''")
