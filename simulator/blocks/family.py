@@ -1,0 +1,87 @@
+"""Families of models: which blocks they are made of.
+
+A family is one small file of functions that return lists of steps; a user adds one with ``register_family``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from stepsight.dataset.errors import JobError
+from stepsight.dataset.specs import FAMILIES, ModelSpec
+from stepsight.simulator.blocks import dense
+from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.blocks.step import Block
+
+LayerKinds = tuple[tuple[str, int], ...]
+
+
+def _all_alike(model: ModelSpec) -> LayerKinds:
+    return (("layer", model.layers),)
+
+
+def _one_activation(shape: RankShape, layers_before: int) -> int:
+    return shape.local_rows * shape.model.hidden * shape.dtype_bytes
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a model is put together.
+
+    Attributes:
+        embedding: ``(shape, shared) -> Block``: what comes first; ``shared`` if its table is the head's on this rank.
+        layer: ``(shape, kind) -> Block``: one layer.
+        head: ``(shape, shared) -> Block``: what comes last, the loss included.
+        layer_kinds: Kinds of the layers in model order, run-length encoded.
+        boundary_bytes: ``(shape, layers_before)``: bytes that pass from one pipeline part to the next.
+    """
+
+    embedding: Callable[[RankShape, bool], Block]
+    layer: Callable[[RankShape, str], Block]
+    head: Callable[[RankShape, bool], Block]
+    layer_kinds: Callable[[ModelSpec], LayerKinds] = _all_alike
+    boundary_bytes: Callable[[RankShape, int], int] = _one_activation
+
+
+_FAMILIES = {
+    "gpt": Family(dense.embedding, dense.layer, dense.head),
+    "llama": Family(dense.embedding, dense.layer, dense.head),
+}
+
+
+def register_family(name: str, family: Family) -> None:
+    """Make a family of one's own known to jobs: ``[model] family = name``.
+
+    Raises:
+        JobError: If the name is taken.
+    """
+    if name in _FAMILIES:
+        raise JobError(f"a family's name must be new, got {name!r} (known: {', '.join(_FAMILIES)})")
+    _FAMILIES[name] = family
+    if name not in FAMILIES:
+        FAMILIES.append(name)
+
+
+def find_family(name: str) -> Family:
+    """The blocks of a family."""
+    return _FAMILIES[name]
+
+
+@lru_cache(maxsize=4096)
+def embedding_block(shape: RankShape, shared: bool = False) -> Block:
+    """What the first part begins with."""
+    return find_family(shape.model.family).embedding(shape, shared)
+
+
+@lru_cache(maxsize=4096)
+def layer_block(shape: RankShape, kind: str) -> Block:
+    """One layer."""
+    return find_family(shape.model.family).layer(shape, kind)
+
+
+@lru_cache(maxsize=4096)
+def head_block(shape: RankShape, shared: bool = False) -> Block:
+    """What the last part ends with."""
+    return find_family(shape.model.family).head(shape, shared)

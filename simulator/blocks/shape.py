@@ -1,0 +1,99 @@
+"""What one rank sees of a micro-batch: the sizes that its blocks are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stepsight.dataset.op import DTYPE_BYTES, Collective, Op
+from stepsight.dataset.specs import ModelSpec
+from stepsight.simulator.blocks.step import Comm
+
+COMPUTE_DTYPE = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}  # of all but matrix products
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group as a rank sees it.
+
+    Attributes:
+        size: Ranks.
+        per_node: Its ranks that share a node.
+    """
+
+    size: int = 1
+    per_node: int = 1
+
+    def collective(self, kind: str, num_bytes: int) -> Collective:
+        return Collective(kind, num_bytes, self.size, self.per_node)
+
+
+@dataclass(frozen=True, slots=True)
+class RankShape:
+    """What one rank sees of a micro-batch.  Two ranks with equal shapes run equal blocks.
+
+    Attributes:
+        model: The whole model.
+        micro_batch: Sequences.
+        precision: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
+        tp, cp, ep: Groups.
+        expert_tp: Tensor-parallel degree of the experts (1 or that of ``tp``).
+        sequence_parallel: Whether norms and residuals hold ``1 / tp`` of the rows.
+        vocab_parallel: Whether the vocabulary is shared by ``tp``.
+        context_parallel: ``ring`` or ``all_gather``.
+        offload_activations: Whether what is kept moves to the host and back.
+    """
+
+    model: ModelSpec
+    micro_batch: int
+    precision: str
+    tp: Group = Group()
+    cp: Group = Group()
+    ep: Group = Group()
+    expert_tp: int = 1
+    sequence_parallel: bool = False
+    vocab_parallel: bool = True
+    context_parallel: str = "ring"
+    offload_activations: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """Of activations, and of all ops but matrix products."""
+        return COMPUTE_DTYPE[self.precision]
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sequence on this rank (the decoder's, where there are two kinds)."""
+        return self.model.seq_len // self.cp.size
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a micro-batch on this rank."""
+        return self.micro_batch * self.seq_len
+
+    @property
+    def local_rows(self) -> int:
+        """Tokens that norms and residuals hold."""
+        return self.local(self.rows)
+
+    @property
+    def vocab_tp(self) -> int:
+        """Ranks that share the vocabulary."""
+        return self.tp.size if self.vocab_parallel else 1
+
+    def local(self, rows: int) -> int:
+        """Part of some rows that norms and residuals hold."""
+        return rows // self.tp.size if self.sequence_parallel else rows
+
+    def op(self, kind: str, *dims: int) -> Op:
+        return Op(kind, dims, self.dtype)
+
+    def gemm(self, kind: str, *dims: int) -> Op:
+        """A matrix product, in the precision's own dtype."""
+        return Op(kind, dims, self.precision)
+
+    def tp_comm(self, kind: str, num_bytes: int, *, beside: bool = False) -> Comm:
+        return Comm(self.tp.collective(kind, num_bytes), "tp", beside)

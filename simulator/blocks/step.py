@@ -1,0 +1,103 @@
+"""Steps: one module call each, as data.  A block is a tuple of them.
+
+A block's backward pass is its steps' ``backward`` and ``weight_grad`` in reverse order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stepsight.dataset.op import Collective, Op
+
+
+@dataclass(frozen=True, slots=True)
+class Comm:
+    """A collective on the stream of its group.
+
+    Attributes:
+        work: Its signature.
+        stream: ``tp``, ``cp``, ``ep`` or ``cp_kv``: which group, hence which stream and which line of the breakdown.
+        beside: False: the computation waits for it on the spot.  True: it starts when the computation has come to it
+            and runs beside what follows, until a ``Join``.
+    """
+
+    work: Collective
+    stream: str = "tp"
+    beside: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """An op on a stream of its own (``offload``), beside the computation until a ``Join``."""
+
+    work: Op
+    stream: str = "offload"
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """The computation waits for everything on a stream."""
+
+    stream: str
+
+
+Item = Op | Comm | Beside | Join
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor that forward keeps for backward.
+
+    Attributes:
+        num_bytes: On one rank.
+        name: Equal names within a block are the same tensor and are kept once.
+    """
+
+    num_bytes: int
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One module call.
+
+    Attributes:
+        name: For people (``qkv``).
+        forward: Items in order.
+        backward: Items that give the gradient of the input, in order.
+        weight_grad: Items that give the gradients of the parameters; nothing else waits for them.
+        parameters: Elements of each parameter tensor on one rank, in the order in which gradients arrive.
+        weight_grad_first: Whether autograd computes the weights' gradients before the input's (linears without bias).
+        replicated: Whether tensor-parallel ranks hold the same parameters; with sequence parallelism each has a part of
+            their gradient.
+        expert: Whether the parameters are experts', which fewer replicas share.
+        saved: What forward keeps for backward; each tensor is named by one step.
+        temporary_bytes: Most that forward or backward needs beside that, for a moment.
+        attention_core: Whether selective recomputation repeats this step.
+    """
+
+    name: str
+    forward: tuple[Item, ...] = ()
+    backward: tuple[Item, ...] = ()
+    weight_grad: tuple[Item, ...] = ()
+    parameters: tuple[int, ...] = ()
+    weight_grad_first: bool = False
+    replicated: bool = False
+    expert: bool = False
+    saved: tuple[Saved, ...] = ()
+    temporary_bytes: int = 0
+    attention_core: bool = False
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.saved)
+
+    @property
+    def full_backward(self) -> tuple[Item, ...]:
+        """Both parts of the backward in the order of autograd."""
+        if self.weight_grad_first:
+            return self.weight_grad + self.backward
+        return self.backward + self.weight_grad
+
+
+Block = tuple[Step, ...]
