@@ -13,17 +13,55 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.harness.files import parse_json, read_json, unique_keys  # it must stand alone
+
+__all__ = [
+    "check_output_file",
+    "check_writable",
+    "digest",
+    "digest_files",
+    "new_folder",
+    "parse_json",
+    "read_json",
+    "unique_keys",
+    "write_json",
+    "write_text",
+]
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
+def check_output_file(path: Path) -> None:
+    """A file can be written there; to be asked before long work.
 
     Raises:
-        StepsightError: If something else than a plain file is there: a device or a folder is never replaced.
+        StepsightError: If something else than a plain file is there (a device or a folder is never replaced), or
+            nothing can be written beside it.
     """
     path = path.resolve()  # through a link, not over it
     if path.exists() and not path.is_file():
         raise StepsightError(f"an output must be a new or plain file, got {path}")
+    check_writable(path.parent)
+
+
+def check_writable(folder: Path) -> None:
+    """Something can be written into a folder that is there or can be made.
+
+    Raises:
+        StepsightError: If not.
+    """
+    there = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise StepsightError(
+            f"an output needs a folder that can be written to, got {there}: {error.strerror}"
+        ) from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all; see ``check_output_file`` for where."""
+    check_output_file(path)
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -69,16 +107,3 @@ def digest(*parts: bytes | str) -> str:
 def digest_files(paths: list[Path]) -> str:
     """Digest of files by name and content, in the order of their names."""
     return digest(*(part for path in sorted(paths) for part in (path.name, path.read_bytes())))
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """``object_pairs_hook`` of ``json.loads`` that takes no key twice.
-
-    Raises:
-        ValueError: If a key is there twice.
-    """
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"every key must be there once, got {next(k for k in keys if keys.count(k) > 1)!r} twice")
-    return out

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from stepsight.dataset.errors import JobError, TraceError
-from stepsight.dataset.harness.files import read_json
+from stepsight.dataset.files import read_json
 from stepsight.dataset.job import Job
 
 SCHEMA = 1

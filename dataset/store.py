@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.errors import TraceError
+from stepsight.dataset.eventfile import read_event_file
 from stepsight.dataset.files import digest_files
-from stepsight.dataset.manifest import SCHEMA, read_object
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.trace import Collection, Trace, read_collection
 
@@ -82,20 +82,9 @@ def _signature(work: Op | Collective) -> Signature:
 
 
 def _event_rows(path: Path) -> Iterator[tuple[Any, ...]]:
-    tree = read_object(path)
-    if tree.get("schema") != SCHEMA or not isinstance(tree.get("records"), list):
-        raise TraceError(f"an event file must have schema = {SCHEMA} and records, got {sorted(tree)[:8]} in {path}")
-    for record in tree["records"]:
-        try:
-            work: Op | Collective
-            if "op" in record:
-                work = Op(record["op"]["kind"], tuple(record["op"]["dims"]), record["op"]["dtype"])
-            else:
-                work = Collective(**record["collective"])
-            seconds, busy = float(record["seconds"]), int(record.get("busy", tree["busy"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise TraceError(f"an event must be an op or a collective with seconds, got {error!r} in {path}") from None
-        yield (*_signature(work), busy, seconds, False, f"events/{path.stem}", "", "event")
+    file = read_event_file(path)
+    for work, seconds in zip(file.works, file.seconds, strict=True):
+        yield (*_signature(work), file.busy, seconds, False, f"events/{path.stem}", "", "event")
 
 
 def _trace_rows(trace: Trace) -> Iterator[tuple[Any, ...]]:
@@ -160,18 +149,6 @@ def read_op_table(path: Path) -> pd.DataFrame:
     frame = table.to_pandas()
     frame["dims"] = [dims.tolist() for dims in frame["dims"]]
     frame.attrs["digest"] = (table.schema.metadata or {}).get(_DIGEST, b"").decode()
-    return frame
-
-
-def cached_op_table(collection: Path, path: Path) -> pd.DataFrame:
-    """The op table at ``path`` if it is of this collection as it is now; else read anew and written there."""
-    wanted = collection_digest(read_collection(Path(collection)))
-    with contextlib.suppress(TraceError):
-        frame = read_op_table(path)
-        if frame.attrs["digest"] == wanted:
-            return frame
-    frame = op_table(collection)
-    write_op_table(frame, path)
     return frame
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import TraceError
-from stepsight.dataset.manifest import RunManifest, read_manifest, read_object
+from stepsight.dataset.manifest import RunManifest, read_manifest, read_object, typed
 from stepsight.dataset.op import Op
 from stepsight.dataset.overhead import profiling_correction, without_overhead
 from stepsight.dataset.program import Program
@@ -272,9 +274,19 @@ def read_run(folder: Path) -> Trace:
     for rank, files in sorted(manifest.traces.items()):
         if "kineto" not in files:
             raise TraceError(f"rank {rank} must have a kineto trace, got {sorted(files)} in {manifest.folder}")
+        _check_digest(manifest, files["kineto"])
         place = Placement(rank=rank, devices_per_node=devices, tp=parallel.tp, dp=parallel.dp)
         ranks.append(read_kineto(manifest.folder / files["kineto"], place))
     return Trace(manifest, tuple(ranks))
+
+
+def _check_digest(manifest: RunManifest, name: str) -> None:
+    """A trace must be the one that was written with the manifest, where the manifest says which."""
+    path, wanted = manifest.folder / name, manifest.digests.get(name)
+    if wanted is not None and path.is_file():
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        if found != wanted:
+            raise TraceError(f"a trace must be as it was written: SHA-256 {wanted:.16}…, got {found:.16}… of {path}")
 
 
 def read_collection(folder: Path) -> Collection:
@@ -291,8 +303,7 @@ def read_collection(folder: Path) -> Collection:
         raise TraceError(f"a collection must hold plan.json or runs/, got neither in {folder}")
     runs = tuple(read_manifest(path) for path in _entries(folder / "runs") if path.is_dir())
     events = tuple(path for path in _entries(folder / "events") if path.suffix == ".json")
-    planned = [str(entry.get("name")) for entry in plan.get("runs", [])]
-    planned_events = [str(entry.get("name")) for entry in plan.get("events", [])]
+    planned, planned_events = (_planned(plan, key, folder / "plan.json") for key in ("runs", "events"))
     there, there_events = {manifest.name for manifest in runs}, {path.stem for path in events}
     return Collection(
         folder,
@@ -301,6 +312,14 @@ def read_collection(folder: Path) -> Collection:
         events,
         tuple(name for name in planned_events if name not in there_events),
     )
+
+
+def _planned(plan: dict[str, Any], key: str, path: Path) -> list[str]:
+    """Names of a plan's runs or events."""
+    try:
+        return [typed(typed(entry, dict, f"one of {key}").get("name"), str, "name") for entry in plan.get(key, ())]
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"a plan must hold lists of runs and events with names: {error} in {path}") from None
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import TraceError
+from stepsight.dataset.eventfile import EventFile, read_event_file
 from stepsight.dataset.files import digest, digest_files
 from stepsight.dataset.hardware import Hardware, find_hardware, hardware_from_dict
 from stepsight.dataset.op import Collective, Op
@@ -19,15 +19,6 @@ from stepsight.dataset.program import Program
 from stepsight.dataset.trace import RunManifest, Segment, read_collection, read_run
 
 Array = NDArray[np.float64]
-FACTS = (
-    "peak_flops",
-    "memory_bandwidth_bytes_per_s",
-    "memory_bytes",
-    "comm_compute_share",
-    "op_latency_s",
-    "compute_efficiency",
-    "memory_efficiency",
-)
 
 
 @dataclass
@@ -90,38 +81,27 @@ def read_profiles(collections: Iterable[Path]) -> Profile:
         TraceError: If a folder is no collection or a file is not what the harness writes.
     """
     profile = Profile()
-    files: list[Path] = []
-    for collection in collections:
-        for path in read_collection(collection).events:
-            files.append(path)
-            try:
-                _read_events(path, profile)
-            except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-                raise TraceError(f"{path} must be an event profile, got {type(error).__name__}: {error}") from None
-    profile.digest = digest_files(files) if files else ""
+    files = [read_event_file(path) for folder in collections for path in read_collection(folder).events]
+    for file in files:
+        _add(file, profile)
+    profile.digest = digest_files([file.path for file in files]) if files else ""
     return profile
 
 
-def _read_events(path: Path, profile: Profile) -> None:
-    table = json.loads(path.read_text("utf-8"))
-    busy = int(table["busy"])
-    for record in table["records"]:
-        seconds = float(record["seconds"])
-        if not seconds > 0:
-            raise ValueError(f"seconds must be > 0, got {seconds}")
-        if "op" in record:
-            op = record["op"]
-            profile.ops.append(Op(op["kind"], tuple(map(int, op["dims"])), op["dtype"]))
-            profile.op_busy.append(busy)
+def _add(file: EventFile, profile: Profile) -> None:
+    for work, seconds in zip(file.works, file.seconds, strict=True):
+        if isinstance(work, Op):
+            profile.ops.append(work)
+            profile.op_busy.append(file.busy)
             profile.op_seconds.append(seconds)
         else:
-            profile.collectives.append(Collective(**record["collective"]))
+            profile.collectives.append(work)
             profile.collective_seconds.append(seconds)
-    facts = {key: value for key, value in table.get("hardware", {}).items() if key in FACTS}
+    facts = dict(file.hardware)
     shares = [table["memory_bytes"] for table in (profile.facts, facts) if "memory_bytes" in table]
     if shares:  # ranks of a CPU share its memory: what counts is a rank's part when all of them run
         facts["memory_bytes"] = profile.facts["memory_bytes"] = min(shares)
-    if busy == 1:
+    if file.busy == 1:
         profile.facts = {**profile.facts, **facts}
     else:  # peaks are those of a device that computes alone, where both were measured
         profile.facts = {**facts, **profile.facts}

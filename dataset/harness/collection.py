@@ -6,6 +6,7 @@ finished rounds until the run is complete and moves to ``runs/<name>/``.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 from collections.abc import Callable
@@ -121,11 +122,12 @@ class Collection:
     def _profile(self, run: dict[str, Any], state: dict[str, Any], training: Training, folder: Path) -> None:
         """Write this rank's traces, and on rank 0 the manifest."""
         seconds: list[float] = []
-        traces: dict[str, str] | None = None
+        traces: dict[str, str] = {}
         if run["profile_steps"]:
             seconds, traces = profiled_steps(training, run["profile_steps"], folder, self.rank)
+        digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in traces.values()}
         memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
-        ranks = gather((traces, memory))
+        ranks = gather((traces, digests, memory))
         if self.rank != 0:
             return
         manifest = {
@@ -139,8 +141,9 @@ class Collection:
             "rounds": state["rounds"],
             "profiled_seconds": seconds,
             "losses": state["losses"],
-            "peak_memory_bytes": [m for _, m in ranks] if memory is not None else [],
-            "traces": {str(rank): t for rank, (t, _) in enumerate(ranks) if t},
+            "peak_memory_bytes": [m for _, _, m in ranks] if memory is not None else [],
+            "traces": {str(rank): t for rank, (t, _, _) in enumerate(ranks) if t},
+            "digests": {name: digest for _, of, _ in ranks for name, digest in of.items()},
         }
         write_json(folder / "manifest.json", manifest)
 

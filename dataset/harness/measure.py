@@ -74,7 +74,7 @@ def timed_steps(training: Training, steps: int) -> tuple[list[float], list[Any]]
 
 
 def profiled_steps(training: Training, steps: int, folder: Path, rank: int) -> tuple[list[float], dict[str, str]]:
-    """Profile some steps; the traces' names within the folder are the second result.
+    """Profile some steps; the traces' names within the folder, by format, are the second result.
 
     Kineto records every step.  The execution trace, which slows small ops several times more than Kineto does, is on
     in the last one alone: durations are to be read from the steps before it, dependencies from it.

@@ -40,6 +40,7 @@ WEIGHTLESS = aten_names(
 
 # Runtime calls that put something on a device; all others are the host's own.
 _LAUNCHES = ("Launch", "Memcpy", "Memset", "EventRecord", "WaitEvent")
+_MOST_US = 2.0**53  # clocks count microseconds since 1970 at most; beyond, a float skips some
 _SEPARATOR = "\n  },\n  {"
 
 
@@ -117,20 +118,34 @@ def read_events(path: Path) -> Events:
         rows = [row for row in tree.pop("traceEvents") if row["ph"] == "X" and "dur" in row]
         start = np.array([row["ts"] for row in rows], dtype=np.float64)
         length = np.array([row["dur"] for row in rows], dtype=np.float64)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise TraceError(
             f"every event must have ph, and a complete one ts and dur in numbers, got {error!r} in {path}"
         ) from None
     if not rows:
         raise TraceError(f"a Kineto trace must hold complete events, got none in {path}")
+    _check_values(rows, start, length, path)
     order = np.lexsort((-length, start))
     start = start[order]
     return Events([rows[i] for i in order.tolist()], start, start + length[order], dropped, tree, len(text))
 
 
+def _check_values(rows: list[Event], start: NDArray[np.float64], length: NDArray[np.float64], path: Path) -> None:
+    for name, values in (("ts", start), ("dur", length)):
+        wrong = np.flatnonzero(~((values >= 0) & (values <= _MOST_US)))
+        if len(wrong):
+            value = values[wrong[0]]
+            raise TraceError(f"{name} must lie within 0 and {_MOST_US:.0e} microseconds, got {value:g} in {path}")
+    kinds = {type(row["args"]) for row in rows if "args" in row} - {dict}
+    if kinds:
+        raise TraceError(f"args of an event must be a table, got {kinds.pop().__name__} in {path}")
+
+
 def _parse(text: str, path: Path) -> Any:
     try:
         return json.loads(text)
+    except RecursionError:
+        raise TraceError(f"{path} must be events, got tables nested thousands deep") from None
     except ValueError as error:
         raise TraceError(f"{path} must be whole JSON, got {error}") from None
 

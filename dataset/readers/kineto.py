@@ -42,7 +42,7 @@ def read_kineto(path: Path, placement: Placement | None = None) -> RankTrace:
     events = read_events(path)
     try:
         return rank_trace(events, placement or Placement())
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         if isinstance(error, TraceError):
             raise
         raise TraceError(f"{path} must hold well-formed events, got {type(error).__name__}: {error}") from None
@@ -53,7 +53,9 @@ def rank_trace(events: Events, placement: Placement) -> RankTrace:
     swept = sweep(events)
     _set_aside_slowed_steps(swept, events)
     info = events.header.get("distributedInfo") or {}
-    rank = placement.rank if placement.rank is not None else int(info.get("rank", 0))
+    rank = int(info.get("rank", placement.rank or 0))
+    if placement.rank not in (None, rank):
+        raise ValueError(f"the trace of rank {placement.rank} must be its own, got that of rank {rank}")
     main = _main_thread(swept)
     waits: list[Wait] = []
     names = stream_names(swept.device) if swept.device else {}

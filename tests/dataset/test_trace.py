@@ -25,8 +25,18 @@ def test_a_manifest_tells_the_truth_of_a_run(tmp_path: Path) -> None:
         ({"schema": 2}, "schema = 1, got 2"),
         ({"job": None}, "got no job"),
         ({"rounds": []}, "timed steps"),
+        ({"rounds": [[]]}, "timed steps"),
+        ({"rounds": [[1e-3], []]}, "timed steps"),
         ({"rounds": [[0.0]]}, "timed steps"),
         ({"rounds": ["fast"]}, "right type"),
+        ({"rounds": [["1"]]}, "a round must be a finite number, got '1'"),
+        ({"rounds": [[float("nan")]]}, "finite, got NaN"),
+        ({"rounds": 3}, "rounds must be a list, got 3"),
+        ({"role": 3}, "role must be a string, got 3"),
+        ({"world_size": "2"}, "world_size must be a whole number, got '2'"),
+        ({"fingerprint": []}, "fingerprint must be a table"),
+        ({"traces": {"0": "x"}}, "must be a table, got 'x'"),
+        ({"traces": {"0": {"kineto": "../x"}}}, "must have no folder, got '../x'"),
         ({"world_size": 3}, "3 != 2"),
         ({"job": {**job_tables(2), "batch": {"micro_batch": 0, "global_batch": 1}}}, "batch.micro_batch must be > 0"),
         ({"traces": {"0": {"kineto": "rank0.kineto.json.gz"}}}, "rank 1 is missing"),
@@ -52,6 +62,33 @@ def test_a_broken_manifest_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"must have manifest\.json"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', '{"\\ud800": 1}', "[" * 10**5], ids=["twice", "half", "deep"])
+def test_json_that_nobody_writes_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    run = write_run(tmp_path)
+    (run / "manifest.json").write_text(text)
+    with pytest.raises(TraceError, match=r"^.*manifest\.json must be whole JSON, .*$"):
+        read_run(run)
+
+
+def test_the_trace_of_another_rank_is_refused(tmp_path: Path) -> None:
+    """A trace says whose it is, and the manifest which file was written."""
+    run = write_run(tmp_path / "a", 2)
+    (run / "rank1.kineto.json.gz").write_bytes((run / "rank0.kineto.json.gz").read_bytes())
+    with pytest.raises(TraceError, match="rank 1 must be its own, got that of rank 0"):
+        read_run(run)
+    run = write_run(tmp_path / "b", digests={"rank0.kineto.json.gz": "0123"})
+    with pytest.raises(TraceError, match="as it was written: SHA-256 0123"):
+        read_run(run)
+
+
+@pytest.mark.parametrize("plan", [{"runs": 3}, {"runs": [3]}, {"events": [{}]}])
+def test_a_damaged_plan_in_a_collection_is_one_line(tmp_path: Path, plan: dict[str, object]) -> None:
+    write_run(tmp_path)
+    (tmp_path / "plan.json").write_text(json.dumps({"schema": 1, **plan}))
+    with pytest.raises(TraceError, match=r"a plan must hold lists .*plan\.json"):
+        read_collection(tmp_path)
 
 
 def test_a_missing_trace_file_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,98 @@
+"""Event files of a collection: what ``events/<name>.json`` says, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.errors import TraceError
+from stepsight.dataset.manifest import SCHEMA, number, read_object, typed
+from stepsight.dataset.op import Collective, Op
+
+MOST = 2**48  # elements and bytes: beyond, a number is a slip of the pen
+FACTS = (
+    "memory_bandwidth_bytes_per_s",
+    "memory_bytes",
+    "comm_compute_share",
+    "op_latency_s",
+    "compute_efficiency",
+    "memory_efficiency",
+)
+PEAKS = "peak_flops"  # the fact that is a table, by dtype
+
+
+@dataclass(frozen=True)
+class EventFile:
+    """Ops and collectives that were measured on their own.
+
+    Attributes:
+        path: The file.
+        busy: Ranks that computed at the same time.
+        works: What was measured.
+        seconds: Of each.
+        hardware: Fields of ``Hardware`` that were measured.
+    """
+
+    path: Path
+    busy: int
+    works: tuple[Op | Collective, ...]
+    seconds: tuple[float, ...]
+    hardware: Mapping[str, Any]
+
+
+def read_event_file(path: Path) -> EventFile:
+    """Read and check an event file.
+
+    Raises:
+        TraceError: If it is not what the harness writes.
+    """
+    tree = read_object(path)
+    if tree.get("schema") != SCHEMA:
+        raise TraceError(f"an event file must have schema = {SCHEMA}, got {tree.get('schema')!r:.80} in {path}")
+    try:
+        busy = typed(tree.get("busy"), int, "busy")
+        if busy < 1:
+            raise ValueError(f"busy must be >= 1, got {busy}")
+        records = [typed(record, dict, "a record") for record in typed(tree.get("records"), list, "records")]
+        works = tuple(_work(record) for record in records)
+        seconds = tuple(_positive(record.get("seconds"), "seconds") for record in records)
+        return EventFile(path, busy, works, seconds, _facts(typed(tree.get("hardware", {}), dict, "hardware")))
+    except (KeyError, TypeError, ValueError) as error:
+        why = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise TraceError(f"{path} must be an event profile: {why}") from None
+
+
+def _work(record: dict[str, Any]) -> Op | Collective:
+    if "op" in record:
+        op = typed(record["op"], dict, "op")
+        dims = typed(op["dims"], list, "dims")
+        return Op(typed(op["kind"], str, "kind"), tuple(_size(dim, "dims") for dim in dims), op["dtype"])
+    table = dict(typed(record["collective"], dict, "collective"))
+    kind = typed(table.pop("kind"), str, "kind")
+    return Collective(kind, **{name: _size(value, name) for name, value in table.items()})
+
+
+def _size(value: Any, name: str) -> int:
+    if not 0 <= typed(value, int, name) <= MOST:
+        raise ValueError(f"{name} must lie within 0 and {MOST}, got {value}")
+    return int(value)
+
+
+def _positive(value: Any, name: str) -> float:
+    if not number(value, name) > 0:
+        raise ValueError(f"{name} must be > 0, got {value}")
+    return float(value)
+
+
+def _facts(hardware: dict[str, Any]) -> dict[str, Any]:
+    """What is known here; what else a later version measures is left out."""
+    facts: dict[str, Any] = {name: number(hardware[name], name) for name in FACTS if name in hardware}
+    for name, value in facts.items():
+        if value < 0:
+            raise ValueError(f"{name} must be >= 0, got {value}")
+    if PEAKS in hardware:
+        peaks = typed(hardware[PEAKS], dict, PEAKS)
+        facts[PEAKS] = {dtype: _positive(peak, f"{PEAKS}.{dtype}") for dtype, peak in peaks.items()}
+    return facts
