@@ -55,6 +55,11 @@ class Hardware:
         op_latency_s: Time of an op that does nothing, launch included.
         comm_compute_share: Part of an overlapped collective's time that it takes from the device's compute
             (1: nothing is gained by overlap, 0: communication is free while hidden).
+        host_op_s: Time in which the host launches one op; 0 where ops run on the host itself.
+        host_link_bytes_per_s: Between device and host, per direction.
+        host_memory_bandwidth_bytes_per_s: Of the host's memory, a device's part of it.
+        reserved_bytes: Memory that no tensor can have: context, libraries, communication buffers.
+        fragmentation: Part of what tensors take that the allocator needs on top.
         source: Where the numbers come from, with a date.
     """
 
@@ -67,12 +72,19 @@ class Hardware:
     memory_efficiency: float = 1.0
     op_latency_s: float = 0.0
     comm_compute_share: float = 0.0
+    host_op_s: float = 0.0
+    host_link_bytes_per_s: float = 25e9
+    host_memory_bandwidth_bytes_per_s: float = 25e9
+    reserved_bytes: float = 0.0
+    fragmentation: float = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:
         positive = {
             "memory_bandwidth_bytes_per_s": self.memory_bandwidth_bytes_per_s,
             "memory_bytes": self.memory_bytes,
+            "host_link_bytes_per_s": self.host_link_bytes_per_s,
+            "host_memory_bandwidth_bytes_per_s": self.host_memory_bandwidth_bytes_per_s,
             **{f"peak_flops.{dtype}": value for dtype, value in self.peak_flops.items()},
         }
         for name, value in positive.items():
@@ -84,6 +96,13 @@ class Hardware:
         ):
             if not 0 < value <= 1:
                 raise JobError(f"hardware {self.name}: {name} must lie in (0, 1], got {value}")
+        for name, value in (
+            ("host_op_s", self.host_op_s),
+            ("reserved_bytes", self.reserved_bytes),
+            ("fragmentation", self.fragmentation),
+        ):
+            if not 0 <= value < float("inf"):
+                raise JobError(f"hardware {self.name}: {name} must be >= 0 and finite, got {value}")
         if not 0 <= self.comm_compute_share <= 1:
             raise JobError(
                 f"hardware {self.name}: comm_compute_share must lie in [0, 1], got {self.comm_compute_share}"
