@@ -1,19 +1,151 @@
 """Where ranks lie: which groups share a node.
 
-Rank order is Megatron's default, tensor parallel fastest, then data, then pipeline::
+Ranks are numbered along the axes of ``ParallelSpec.order``, the first fastest.  With Megatron's default,
+``tp-cp-dp-pp``::
 
-    rank = tp_rank + tp * (dp_rank + dp * stage)
+    rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * stage))
 
 so tensor-parallel groups fill nodes first and pipeline neighbours are furthest apart.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.job import Job
+from stepsight.simulator.blocks.shape import Group
+
+Strides = tuple[tuple[int, int], ...]  # (stride, size) of each axis of a group, fastest first
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Numbers of the ranks of a job.
+
+    Attributes:
+        axes: Name and degree of each axis, fastest first.
+        devices_per_node: Nodes are filled in the order of ranks.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    devices_per_node: int
+
+    @property
+    def num_ranks(self) -> int:
+        total = 1
+        for _, size in self.axes:
+            total *= size
+        return total
+
+    def stride(self, axis: str) -> int:
+        """Distance between neighbours along an axis."""
+        stride = 1
+        for name, size in self.axes:
+            if name == axis:
+                return stride
+            stride *= size
+        raise KeyError(axis)
+
+    def size(self, axis: str) -> int:
+        return dict(self.axes)[axis]
+
+    def group(self, *axes: str) -> Group:
+        """The group along one or several axes."""
+        named = [(self.stride(name), size) for name, size in self.axes if name in axes and size > 1]
+        return self.strided(_joined(named))
+
+    def part_of(self, axes: tuple[str, ...], inner: int, size: int) -> Group:
+        """A group of ``size`` that skips ``inner`` ranks of the group along some axes at a time.
+
+        Expert- and hybrid-sharded groups divide the data-parallel one: ``inner`` 1 takes neighbours.
+        """
+        taken: list[tuple[int, int]] = []
+        for name, degree in self.axes:
+            if name not in axes:
+                continue
+            here = np.gcd(degree, inner)
+            inner //= here
+            degree, stride = degree // here, self.stride(name) * here
+            use = np.gcd(degree, size)
+            size //= use
+            if use > 1:
+                taken.append((int(stride), int(use)))
+        return self.strided(_joined(taken))
+
+    def strided(self, strides: Strides) -> Group:
+        """The group of some strides, as the one of its kind that spans most nodes sees it."""
+        size = 1
+        for _, number in strides:
+            size *= number
+        if size == 1:
+            return Group()
+        return Group(size, _per_node(strides, size, self.num_ranks, self.devices_per_node))
+
+    def pipeline_neighbours(self, stage: int, other: int) -> int:
+        """2 if every pair of ranks that passes messages between two stages shares a node, else 1."""
+        stride = self.stride("pp")
+        distance = abs(other - stage) * stride
+        if distance % self.devices_per_node == 0 and distance:
+            return 1
+        return _pairs_share(self, min(stage, other), distance)
+
+    def ranks_of_stage(self, stage: int) -> NDArray[np.int64]:
+        """Numbers of the ranks of a pipeline stage."""
+        ranks = np.arange(self.num_ranks)
+        return ranks[ranks // self.stride("pp") % self.size("pp") == stage]
+
+
+def layout_of(job: Job) -> Layout:
+    """The layout of a job."""
+    p = job.parallel
+    return Layout(tuple((axis, getattr(p, axis)) for axis in p.order.split("-")), job.cluster.devices_per_node)
+
+
+def _joined(strides: list[tuple[int, int]]) -> Strides:
+    """Neighbouring axes as one."""
+    out: list[tuple[int, int]] = []
+    for stride, size in strides:
+        if out and out[-1][0] * out[-1][1] == stride:
+            out[-1] = (out[-1][0], out[-1][1] * size)
+        else:
+            out.append((stride, size))
+    return tuple(out)
+
+
+@lru_cache(maxsize=4096)
+def _per_node(strides: Strides, size: int, num_ranks: int, devices_per_node: int) -> int:
+    """``ceil(size / nodes)`` of the worst group, so that ``Collective.num_nodes`` is what it spans."""
+    if len(strides) == 1:
+        stride = strides[0][0]
+        if stride % devices_per_node == 0:
+            return 1
+        if devices_per_node % stride == 0:
+            fits = devices_per_node // stride
+            if fits % size == 0:
+                return size
+            if size % fits == 0:
+                return fits
+    offsets = np.zeros(1, dtype=np.int64)
+    members = np.zeros(num_ranks, dtype=np.bool_)  # ranks whose coordinate along the group's axes is 0
+    members[:] = True
+    ranks = np.arange(num_ranks)
+    for stride, number in strides:
+        offsets = (offsets[:, None] + stride * np.arange(number)).ravel()
+        members &= ranks // stride % number == 0
+    nodes = np.sort((ranks[members][:, None] + offsets) // devices_per_node, axis=1)
+    spanned = 1 + int((np.diff(nodes, axis=1) > 0).sum(axis=1).max(initial=0))
+    return -(-size // spanned)
+
+
+@lru_cache(maxsize=4096)
+def _pairs_share(layout: Layout, stage: int, distance: int) -> int:
+    first = layout.ranks_of_stage(stage)
+    near = first // layout.devices_per_node == (first + distance) // layout.devices_per_node
+    return 2 if bool(near.all()) else 1
 @lru_cache(maxsize=4096)
 def ranks_per_node(tp: int, dp: int, pp: int, devices_per_node: int, axis: str) -> int:
     """Ranks of one group that share a node, for the group of an axis that spans most nodes.
