@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.errors import CollectError
-from stepsight.dataset.files import write_json
+from stepsight.dataset.files import read_json, write_json
+from stepsight.dataset.harness.plan import check_plan
 from stepsight.dataset.job import Job
 from stepsight.training.planning import collectable, make_plan
 
@@ -27,13 +27,17 @@ def available_ranks() -> int:
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """A plan written by ``collect --plan-only``."""
+    """A plan that the harness can run, its jobs being jobs.
+
+    Raises:
+        CollectError: If it is none.
+    """
     try:
-        plan = json.loads(path.read_text("utf-8"))
+        plan = check_plan(read_json(path))
+        for run in plan["runs"]:
+            Job.from_dict(run["job"])
     except (OSError, ValueError) as error:
         raise CollectError(f"cannot read plan {path}: {error}") from None
-    if not isinstance(plan, dict) or not {"schema", "runs", "events"} <= set(plan):
-        raise CollectError(f"a plan holds schema, runs and events, got {path}")
     return plan
 
 
@@ -66,7 +70,7 @@ def collect_jobs(
             collectable(job, None if plan_only else available_ranks())
         plan = make_plan([(role, job, counts) for job in jobs], profile_jobs=jobs, event_seconds=event_seconds)
     if plan_only:
-        if (out / "plan.json").exists() and read_plan(out / "plan.json") != json.loads(json.dumps(plan)):
+        if (out / "plan.json").exists() and read_plan(out / "plan.json") != plan:
             raise CollectError(f"a folder holds one plan: {out} has another one; choose another folder")
         write_json(out / "plan.json", plan)
         where = out / "plan.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -9,11 +10,11 @@ from typing import Any
 
 from stepsight.dataset.errors import CollectError
 from stepsight.dataset.hardware import Hardware, find_hardware
+from stepsight.dataset.harness.errors import HarnessError
+from stepsight.dataset.harness.plan import SCHEMA, check_plan, job_problems
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
 from stepsight.simulator.lowering import signatures
-
-SCHEMA = 1
 
 
 def run_name(job: Job) -> str:
@@ -31,13 +32,9 @@ def collectable(job: Job, max_ranks: int | None = None) -> None:
     Raises:
         CollectError: With the rule and the values.
     """
-    parallel = job.parallel
-    if parallel.zero_stage not in (0, 3):
-        raise CollectError(f"collect runs zero_stage 0 (DDP) or 3 (FSDP), got {parallel.zero_stage}")
-    if parallel.recompute == "selective":
-        raise CollectError("collect runs recompute none or full, got 'selective'")
-    if parallel.pp > 1 and parallel.zero_stage == 3:
-        raise CollectError("collect runs pipeline stages with zero_stage 0, got pp > 1 with zero_stage 3")
+    problems = job_problems(job.to_dict())
+    if problems:
+        raise CollectError("; ".join(problems))
     if max_ranks is not None and job.cluster.num_devices > max_ranks:
         raise CollectError(
             f"a run needs a core (or GPU) for each rank: ranks <= {max_ranks} here, got {job.cluster.num_devices}"
@@ -81,13 +78,15 @@ def make_plan(
     """
     planned: dict[str, dict[str, Any]] = {}
     for role, job, counts in runs:
-        collectable(job)
         name = run_name(job)
         if name in planned:
             raise CollectError(f"every run of a plan must differ, got {name} twice")
         planned[name] = {"name": name, "role": role, "job": job.to_dict(), **counts}
     events = event_plan(profile_jobs, event_seconds) if event_seconds > 0 else []
-    return {"schema": SCHEMA, "runs": list(planned.values()), "events": events}
+    try:
+        return check_plan(json.loads(json.dumps({"schema": SCHEMA, "runs": list(planned.values()), "events": events})))
+    except HarnessError as error:
+        raise CollectError(str(error)) from None
 
 
 def _facts(job: Job) -> Hardware:

@@ -15,12 +15,12 @@ import fcntl
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,9 +32,11 @@ from .files import read_json, write_json
 from .progress import ROUND_UNITS, Progress
 from .worker import PROGRESS
 
+_IDLE = 0.5  # cores that others may use
 __all__ = ["HarnessError", "collect", "main"]
 
-_TAIL = 30  # lines of a worker's log that an error shows
+_LAUNCHER = re.compile(r"[EWI]\d{4} ")  # how torchrun begins its own account of a failure
+_EXIT_CODE = re.compile(r"exitcode\s*: (-?\d+)")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,14 +46,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the collection; resumed where it exists")
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends its workers too
     try:
-        try:
-            plan = read_json(options.plan)
-        except (OSError, ValueError) as error:
-            raise HarnessError(f"cannot read plan {options.plan}: {error}") from None
-        summary = collect(plan, options.out, progress=not options.quiet)
-    except HarnessError as error:
-        print(f"error: {error}", file=sys.stderr)
+        summary = collect(_read_plan(options.plan), options.out, progress=not options.quiet)
+    except (HarnessError, OSError) as error:
+        print("error: " + str(error).replace("\n", "\\n"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; start again with the same plan to go on", file=sys.stderr)
@@ -68,7 +67,7 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
 
     Raises:
         HarnessError: If the plan breaks a rule, needs more ranks than there are cores, differs from the one
-            in ``out``, or a worker failed; the message names the run and ends with the worker's last lines.
+            in ``out``, or a worker failed; the message names the run, the reason and the log.
     """
     plan = plans.check_plan(json.loads(json.dumps(plan)))  # as it will be read back: lists for tuples
     _check_cores(plan)
@@ -76,7 +75,7 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
     if out.exists() and not out.is_dir():
         raise HarnessError(f"a collection is a folder, got the file {out}")
     if (out / "plan.json").exists():
-        if read_json(out / "plan.json") != plan:
+        if _read_plan(out / "plan.json") != plan:
             raise HarnessError(f"a folder holds one plan: {out} was begun with another one; choose another folder")
     elif out.exists() and any(out.iterdir()):
         raise HarnessError(
@@ -88,9 +87,16 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
             write_json(out / "plan.json", plan)
         kept = len(_complete(out, plan))
         bar = Progress(_units(plan), _units_done(out, plan), shown=progress)
-        for size in plans.world_sizes(plan):
-            if _outstanding(out, plan, size):
+        outstanding = [size for size in plans.world_sizes(plan) if _outstanding(out, plan, size)]
+        busy = busy_note() if outstanding and progress else ""
+        if busy:
+            print(busy, file=sys.stderr)
+        try:
+            for size in outstanding:
                 _run_world(out, size, bar)
+        except KeyboardInterrupt:
+            bar.end_line()
+            raise
         missing = [name for size in plans.world_sizes(plan) for name in _outstanding(out, plan, size)]
         if missing:
             raise HarnessError(f"the workers ended without {', '.join(missing)}; see {out / 'logs'}")
@@ -100,6 +106,24 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
         bar.close(f"{len(plan['runs'])} runs and {len(plan['events'])} event files in {out}")
     counts = {"runs": len(plan["runs"]), "events": len(plan["events"])}
     return {**counts, "collected": items - kept, "kept": kept}
+
+
+def _read_plan(path: Path) -> Any:
+    try:
+        return read_json(path)
+    except (OSError, ValueError) as error:
+        raise HarnessError(f"cannot read plan {path}: {error}") from None
+
+
+def busy_note() -> str:
+    """What to say if others compute on this machine before anything of ours does, "" if nobody does."""
+    load = os.getloadavg()[0]
+    if load <= _IDLE:
+        return ""
+    return (
+        f"warning: a quiet machine has a load average of at most {_IDLE}, got {load:.2f}: others computed here in the "
+        "last minute, and what is measured beside them is slower and varies more"
+    )
 
 
 def _check_cores(plan: dict[str, Any]) -> None:
@@ -168,8 +192,7 @@ def _run_world(out: Path, size: int, bar: Progress) -> None:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, parents))
     log = out / "logs" / f"world{size}.log"
     log.parent.mkdir(exist_ok=True)
-    tail: deque[str] = deque(maxlen=_TAIL)
-    doing, failure = f"start of {size} ranks", ""
+    doing, failure, last, exit_code = f"start of {size} ranks", "", "", 0
     bar.update(f"starting {size} ranks")
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -180,8 +203,10 @@ def _run_world(out: Path, size: int, bar: Progress) -> None:
             for line in _lines(process):
                 if not line.startswith(PROGRESS):
                     stream.write(line)
-                    if line.strip() and not failure:  # later lines are torchrun's own account of it
-                        tail.append(line.rstrip())
+                    if line.strip() and not exit_code and not _LAUNCHER.match(line):
+                        last = line.strip()
+                    found = _EXIT_CODE.search(line)
+                    exit_code = exit_code or (int(found[1]) if found else 0)
                     continue
                 facts = json.loads(line[len(PROGRESS) :])
                 if "refused" in facts:
@@ -195,9 +220,16 @@ def _run_world(out: Path, size: int, bar: Progress) -> None:
         _stop(process)
     if code != 0:
         bar.close(f"failed in {doing}")
-        why = failure or f"ended with code {code}"
-        text = "\n".join(tail)
-        raise HarnessError(f"a worker of {size} ranks failed in {doing}: {why}; its log {log} ends:\n{text}")
+        why = " ".join(failure.split()) or _reason(exit_code or code, last)
+        raise HarnessError(f"a worker of {size} ranks failed in {doing}: {why:.300}; see {log}")
+
+
+def _reason(code: int, last: str) -> str:
+    """Why a worker ended that could not say so itself."""
+    if code >= 0:
+        return f"ended with code {code}" + (f": {last}" if last else "")
+    name = signal.Signals(-code).name
+    return f"killed by {name}" + (" (is there enough memory?)" if name == "SIGKILL" else "")
 
 
 def _lines(process: subprocess.Popen[str]) -> Iterator[str]:

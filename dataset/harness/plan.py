@@ -20,16 +20,31 @@ from typing import Any
 from .errors import HarnessError
 
 SCHEMA = 1
+_MOST = 2**48  # beyond, a number is a slip of the pen
 OPTIONS = {"rounds": 3, "steps": 4, "warmup": 2, "profile_steps": 2}
-_TABLES = {
+_JOB: dict[str, dict[str, type]] = {  # what a job must say, and of what kind
     "model": {
-        "family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "gated_mlp", "tied_embeddings",
+        "family": str, "layers": int, "hidden": int, "heads": int, "kv_heads": int, "ffn": int, "vocab": int,
+        "seq_len": int, "gated_mlp": bool, "tied_embeddings": bool,
     },
     "parallel": {
-        "tp", "pp", "dp", "sequence_parallel", "zero_stage", "schedule", "virtual_stages", "recompute", "bucket_mbytes",
+        "tp": int, "pp": int, "dp": int, "sequence_parallel": bool, "zero_stage": int, "schedule": str,
+        "virtual_stages": int, "recompute": str, "bucket_mbytes": float,
     },
-    "batch": {"micro_batch", "global_batch", "precision"},
+    "batch": {"micro_batch": int, "global_batch": int, "precision": str},
+    "cluster": {"hardware": str, "nodes": int, "devices_per_node": int},
 }  # fmt: skip
+_ONLY: dict[str, dict[str, Any]] = {  # what a job may say beside, where this harness does one thing alone
+    "model": {"fused_attention": True, "attention": "mha", "experts": 0, "encoder_layers": 0},
+    "parallel": {
+        "cp": 1, "ep": 1, "order": "tp-cp-dp-pp", "vocab_parallel": True, "overlap_grad_reduce": True,
+        "overlap_param_gather": False, "reshard_after_forward": True, "prefetch": 1, "stage_layers": [],
+        "recompute_every": 1, "offload_activations": False,
+    },
+    "optimizer": {"kind": "adamw", "fused": True, "clip_grad_norm": False, "offload": False},
+    "cluster": {"stragglers": [], "slow_links": [], "mixed": []},
+}  # fmt: skip
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 
 def world_size(job: dict[str, Any]) -> int:
@@ -57,20 +72,20 @@ def check_plan(plan: Any) -> dict[str, Any]:
     """
     if not isinstance(plan, dict) or plan.get("schema") != SCHEMA:
         got = plan.get("schema") if isinstance(plan, dict) else type(plan).__name__
-        raise HarnessError(f"a plan is a JSON object with schema = {SCHEMA}, got {got!r}")
+        raise HarnessError(f"a plan is a JSON object with schema = {SCHEMA}, got {got!r:.80}")
     unknown = sorted(set(plan) - {"schema", "runs", "events", "device"})
     if unknown:
         raise HarnessError(f"a plan has the keys schema, runs, events and device, got also {', '.join(unknown)}")
     device = plan.get("device", "auto")
-    problems = [] if device in ("auto", "cpu", "cuda") else [f"device must be auto, cpu or cuda, got {device!r}"]
-    runs, events = ([dict(item) for item in plan.get(key, [])] for key in ("runs", "events"))
+    problems = [] if device in ("auto", "cpu", "cuda") else [f"device must be auto, cpu or cuda, got {device!r:.80}"]
+    runs, events = (_items(plan, key) for key in ("runs", "events"))
     for run in runs:
-        problems += [f"run {run.get('name')!r}: {text}" for text in _run_problems(run)]
+        problems += [f"run {run.get('name')!r:.80}: {text}" for text in _run_problems(run)]
     for event in events:
-        problems += [f"events {event.get('name')!r}: {text}" for text in _event_problems(event)]
+        problems += [f"events {event.get('name')!r:.80}: {text}" for text in _event_problems(event)]
     for names in ([run.get("name") for run in runs], [event.get("name") for event in events]):
         problems += [
-            f"names must be unique, got {name!r} twice"
+            f"names must be unique, got {name!r:.80} twice"
             for name in sorted({str(n) for n in names if names.count(n) > 1})
         ]
     if problems:
@@ -78,51 +93,112 @@ def check_plan(plan: Any) -> dict[str, Any]:
     return {"schema": SCHEMA, "runs": [{**OPTIONS, **run} for run in runs], "events": events, "device": device}
 
 
+def _items(plan: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    items = plan.get(key, [])
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise HarnessError(f"{key} of a plan must be a list of tables, got {items!r:.80}")
+    return [dict(item) for item in items]
+
+
+def _is(value: Any, kind: type) -> bool:
+    """Whether a value is of a kind; a truth value is no number, and no number is infinite."""
+    if isinstance(value, bool) or kind in (bool, str):
+        return isinstance(value, kind) and (kind is bool) == isinstance(value, bool)
+    return isinstance(value, int | kind) and abs(value) <= _MOST
+
+
 def _run_problems(run: dict[str, Any]) -> list[str]:
     problems = _name_problems(run)
     unknown = sorted(set(run) - {"name", "role", "job", *OPTIONS})
-    problems += [f"unknown key {key!r}" for key in unknown]
+    problems += [f"unknown key {key!r:.80}" for key in unknown]
     for key, default in OPTIONS.items():
         value, least = run.get(key, default), 2 if key == "warmup" else 0 if key == "profile_steps" else 1
-        if not isinstance(value, int) or value < least:
-            problems.append(f"{key} must be a whole number >= {least}, got {value!r}")
-    if not isinstance(run.get("role"), str):
-        problems.append(f"role must be a string, got {run.get('role')!r}")
-    job = run.get("job")
+        if not _is(value, int) or value < least:
+            problems.append(f"{key} must be a whole number >= {least}, got {value!r:.80}")
+    role = run.get("role")
+    if not isinstance(role, str) or not role.strip() or not role.isprintable():
+        problems.append(f"role must be a word, got {role!r:.80}")
+    return problems + job_problems(run.get("job"))
+
+
+def job_problems(job: Any) -> list[str]:
+    """Everything that keeps this harness from running a job."""
     if not isinstance(job, dict):
-        return [*problems, f"job must be a table, got {job!r}"]
-    missing = [f"{t}.{key}" for t, keys in _TABLES.items() for key in sorted(keys - set(job.get(t) or {}))]
+        return [f"job must be a table, got {job!r:.80}"]
+    wrong = [name for name in (*_JOB, *_ONLY) if not isinstance(job.get(name, {}), dict)]
+    if wrong:
+        return [f"{name} of a job must be a table, got {job[name]!r:.80}" for name in dict.fromkeys(wrong)]
+    missing = [f"{t}.{key}" for t, keys in _JOB.items() for key in sorted(set(keys) - set(job.get(t, {})))]
     if missing:
-        return [*problems, f"a job needs {', '.join(missing)}"]
-    return problems + _job_problems(job)
+        return [f"a job needs {', '.join(missing)}"]
+    problems = []
+    for table, keys in _JOB.items():
+        for key, kind in keys.items():
+            value = job[table][key]
+            if not _is(value, kind):
+                problems.append(f"{table}.{key} must be {_WORDS[kind]}, got {value!r:.80}")
+            elif kind in (int, float) and value < (0 if key == "zero_stage" else 1e-9):
+                problems.append(f"{table}.{key} must be > 0, got {value}")
+    if problems:
+        return problems
+    rules = [*_job_rules(job), *_harness_rules(job)]
+    for table, only in _ONLY.items():
+        for key, wanted in only.items():
+            value = job.get(table, {}).get(key, wanted)
+            value = list(value) if isinstance(value, tuple) else value  # of a job that was never written
+            rules.append((value == wanted, f"the harness runs {table}.{key} = {wanted!r}, got {value!r:.80}"))
+    return [text for kept, text in rules if not kept]
 
 
-def _job_problems(job: dict[str, Any]) -> list[str]:
-    """Rules beyond those of ``Job`` itself: what this harness can run."""
+def _job_rules(job: dict[str, Any]) -> list[tuple[bool, str]]:
+    """What every job must keep, here where ``Job`` is not at hand."""
+    model, parallel, batch, cluster = (job[name] for name in _JOB)
+    tp, pp, dp = parallel["tp"], parallel["pp"], parallel["dp"]
+    devices, sequences = cluster["nodes"] * cluster["devices_per_node"], batch["global_batch"]
+    micro_batch, heads = batch["micro_batch"], model["heads"]
+    return [
+        (
+            tp * pp * dp == devices,
+            f"tp * pp * dp must equal the number of devices, got {tp} * {pp} * {dp} != {devices}",
+        ),
+        (model["layers"] >= pp, f"every pipeline stage needs a layer, got {model['layers']} < {pp}"),
+        (model["hidden"] % heads == 0, f"heads must divide hidden, got {model['hidden']} % {heads}"),
+        (heads % model["kv_heads"] == 0, f"kv_heads must divide heads, got {heads} % {model['kv_heads']}"),
+        (
+            sequences % (micro_batch * dp) == 0,
+            f"micro_batch * dp must divide global_batch, got {sequences} % ({micro_batch} * {dp})",
+        ),
+        *(
+            (model[key] % tp == 0, f"tp must divide {key}, got {model[key]} % {tp}")
+            for key in ("heads", "kv_heads", "ffn", "vocab")
+        ),
+    ]
+
+
+def _harness_rules(job: dict[str, Any]) -> list[tuple[bool, str]]:
+    """What this harness can run."""
     model, parallel, batch = job["model"], job["parallel"], job["batch"]
     tp, pp, dp = parallel["tp"], parallel["pp"], parallel["dp"]
-    rows = batch["micro_batch"] * model["seq_len"]
-    rules = [
-        (
-            parallel["zero_stage"] in (0, 3),
-            f"the harness runs zero_stage 0 (DDP) and 3 (FSDP2), got {parallel['zero_stage']}",
+    rows, head_dim = batch["micro_batch"] * model["seq_len"], model["hidden"] // model["heads"]
+    choices = [
+        (model, "family", ("gpt", "llama"), "families gpt and llama"),
+        (model, "head_dim", (0, head_dim), f"head_dim = hidden / heads = {head_dim}"),
+        (batch, "precision", ("fp32", "bf16", "fp16"), "precisions fp32, bf16 and fp16"),
+        (parallel, "zero_stage", (0, 3), "zero_stage 0 (DDP) and 3 (FSDP2)"),
+        (parallel, "dp_shard", (0, dp), f"zero_stage over all {dp} replicas (dp_shard)"),
+        (parallel, "recompute", ("none", "full"), "recompute none and full"),
+        (parallel, "schedule", ("gpipe", "1f1b"), "schedules gpipe and 1f1b"),
+        (parallel, "virtual_stages", (1,), "virtual_stages = 1"),
+        (parallel, "runtime", ("", "torch"), "PyTorch's own pipeline runtime"),
+    ]
+    return [
+        *(
+            (table.get(key, allowed[0]) in allowed, f"the harness runs {words}, got {table.get(key)!r:.80}")
+            for table, key, allowed, words in choices
         ),
-        (
-            parallel["recompute"] in ("none", "full"),
-            f"the harness runs recompute none and full, got {parallel['recompute']!r}",
-        ),
-        (
-            parallel["schedule"] in ("gpipe", "1f1b"),
-            f"the harness runs schedules gpipe and 1f1b, got {parallel['schedule']!r}",
-        ),
-        (parallel["virtual_stages"] == 1, f"the harness runs virtual_stages = 1, got {parallel['virtual_stages']}"),
         (
             not (model["tied_embeddings"] and pp > 1),
             f"the harness ties embeddings only within one stage, got tied_embeddings and pp = {pp}",
-        ),
-        (
-            batch["global_batch"] % (batch["micro_batch"] * dp) == 0,
-            f"micro_batch * dp must divide global_batch, got {batch['global_batch']} % ({batch['micro_batch']} * {dp})",
         ),
         (
             pp == 1 or parallel["schedule"] == "gpipe" or num_micro_batches(job) >= pp,
@@ -133,34 +209,41 @@ def _job_problems(job: dict[str, Any]) -> list[str]:
             f"tp must divide micro_batch * seq_len, got {rows} % {tp}",
         ),
         (
-            model["family"] == "gpt" or (model["hidden"] // model["heads"]) % 2 == 0,
+            model["family"] == "gpt" or head_dim % 2 == 0,
             f"rotary positions need an even head_dim, got {model['hidden']} / {model['heads']}",
         ),
     ]
-    for key in ("heads", "kv_heads", "ffn", "vocab"):
-        rules.append((model[key] % tp == 0, f"tp must divide {key}, got {model[key]} % {tp}"))
-    return [text for kept, text in rules if not kept]
 
 
 def _event_problems(event: dict[str, Any]) -> list[str]:
     problems = _name_problems(event)
+    unknown = sorted(set(event) - {"name", "world_size", "ops", "collectives", "seconds"})
+    problems += [f"unknown key {key!r:.80}" for key in unknown]
     size, seconds = event.get("world_size"), event.get("seconds")
-    if not isinstance(size, int) or size < 1:
-        problems.append(f"world_size must be a whole number >= 1, got {size!r}")
-    if not isinstance(seconds, int | float) or not seconds > 0:
-        problems.append(f"seconds must be > 0, got {seconds!r}")
+    if not _is(size, int) or size < 1:
+        problems.append(f"world_size must be a whole number >= 1, got {size!r:.80}")
+    if not _is(seconds, float) or not seconds > 0:
+        problems.append(f"seconds must be > 0, got {seconds!r:.80}")
+    for key in ("ops", "collectives"):
+        if not isinstance(event.get(key, []), list):
+            return [*problems, f"{key} must be a list, got {event[key]!r:.80}"]
     for item in event.get("ops", []):
-        if not isinstance(item, dict) or not {"kind", "dims", "dtype"} <= set(item):
-            problems.append(f"an op has kind, dims and dtype, got {item!r}")
+        if not isinstance(item, dict) or not {"kind", "dims", "dtype"} <= set(item) or not _sizes(item["dims"]):
+            problems.append(f"an op has kind, dims (whole numbers >= 0) and dtype, got {item!r:.80}")
     for item in event.get("collectives", []):
-        if not isinstance(item, dict) or not {"kind", "num_bytes", "group_size", "ranks_per_node"} <= set(item):
-            problems.append(f"a collective has kind, num_bytes, group_size and ranks_per_node, got {item!r}")
-        elif isinstance(size, int) and item["group_size"] > size:
+        numbers = ("num_bytes", "group_size", "ranks_per_node")
+        if not isinstance(item, dict) or not {"kind", *numbers} <= set(item) or not _sizes([item[n] for n in numbers]):
+            problems.append(f"a collective has kind, num_bytes, group_size and ranks_per_node, got {item!r:.80}")
+        elif _is(size, int) and item["group_size"] > size:
             problems.append(f"group_size must be at most world_size, got {item['group_size']} > {size}")
     return problems
+
+
+def _sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(_is(value, int) and value >= 0 for value in values)
 
 
 def _name_problems(item: dict[str, Any]) -> list[str]:
     name = item.get("name")
     good = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+-]*", name)
-    return [] if good else [f"name must be letters, digits, '_', '.', '+' and '-', got {name!r}"]
+    return [] if good else [f"name must be letters, digits, '_', '.', '+' and '-', got {name!r:.80}"]

@@ -40,13 +40,18 @@ class Progress:
         if self._shown:
             self._write(text, last=True)
 
+    def end_line(self) -> None:
+        """Leave the line that updates as it is: others write next."""
+        if self._open:
+            self._stream.write("\n")
+
     def _write(self, text: str, *, last: bool = False) -> None:
         percent = 100 * self._done // max(1, self._total)
         line = f"collect {percent:3d}% {self._left()} {text}"
         if self._terminal:
             bar = "#" * (percent // 5)
             self._stream.write(f"\r\x1b[K{f'[{bar:<20}] {line}'[:110]}")
-            self._open = True
+            self._open = not last
             if last:
                 self._stream.write("\n")
         else:

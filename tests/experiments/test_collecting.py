@@ -47,3 +47,49 @@ def test_a_plan_runs_elsewhere(job: Path, tmp_path: Path) -> None:
     collect(job, tmp_path / "p", plan_only=True)
     with pytest.raises(CollectError, match="one plan"):
         collect(job, tmp_path / "p", plan_only=True, event_seconds=9.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"parallel": {"pp": 2}, "cluster": {"devices_per_node": 2}}, "as many micro-batches as stages, got 1 < 2"),
+        (
+            {
+                "parallel": {"pp": 2, "schedule": "gpipe"},
+                "cluster": {"devices_per_node": 2},
+                "model": {"tied_embeddings": True},
+            },
+            "ties embeddings only within one stage",
+        ),
+        ({"batch": {"precision": "fp8"}}, "precisions fp32, bf16 and fp16, got 'fp8'"),
+        ({"parallel": {"recompute": "selective"}}, "recompute none and full, got 'selective'"),
+    ],
+)
+def test_a_plan_that_the_harness_would_refuse_is_not_written(
+    job: Path, tmp_path: Path, changes: dict[str, dict[str, Any]], text: str
+) -> None:
+    tables = json.loads(job.read_text())
+    tables["model"]["layers"] = 2
+    tables["parallel"]["dp"] = 1
+    for table, keys in changes.items():
+        tables[table] |= keys
+    job.write_text(json.dumps(tables))
+    with pytest.raises(CollectError, match=text):
+        collect(job, tmp_path / "p", plan_only=True)
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_role_must_be_a_word(job: Path, tmp_path: Path) -> None:
+    with pytest.raises(CollectError, match="role must be a word, got ''"):
+        collect(job, tmp_path / "p", plan_only=True, role="")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"runs": 3}, {"schema": 9}, {"events": 3}, {"runs": [{"name": "a", "role": "train", "job": {}}]}]
+)
+def test_a_plan_changed_by_hand_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"schema": 1, "runs": [], "events": [], **changes}))
+    with pytest.raises(CollectError, match=r"^cannot read plan .*plan\.json: .*$"):
+        collect(path, tmp_path / "c", plan_only=True)
+    assert not (tmp_path / "c").exists()

@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ import harness_jobs as jobs
 import pytest
 
 from stepsight.dataset import harness
-from stepsight.dataset.harness.launch import HarnessError, collect, main
+from stepsight.dataset.harness.launch import HarnessError, busy_note, collect, main
+from stepsight.dataset.harness.plan import check_plan
 
 COLLECTIVES = [
     {"kind": kind, "num_bytes": 4096, "group_size": 2, "ranks_per_node": 2}
@@ -111,11 +114,66 @@ def test_killed_collection_resumes_and_keeps_what_was_complete(tmp_path: Path) -
 
 
 def test_failing_worker_is_reported_with_its_run_and_log(tmp_path: Path) -> None:
-    """A job that ``Job`` would refuse breaks the model: the run, the reason and the log's end reach the user."""
-    broken = jobs.job({"hidden": 18, "heads": 4, "vocab": 32})
-    with pytest.raises(HarnessError, match=r"1 ranks failed in bad round 1/2: RuntimeError: mat1 [\s\S]*ends:\n"):
-        collect(jobs.plan([jobs.run("bad", broken)]), tmp_path / "out", progress=False)
-    assert list((tmp_path / "out").glob("runs/*")) == []
+    """The run, the reason and where the log is reach the user in one line."""
+    plan = check_plan(jobs.plan([jobs.run("bad", jobs.job(), rounds=1)]))
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "plan.json").write_text(json.dumps(plan))
+    (out / "runs").touch()  # where a folder should be
+    with pytest.raises(HarnessError, match=r"^a worker of 1 ranks failed in bad round 1/1: FileExists.*world1\.log$"):
+        collect(plan, out, progress=False)
+
+
+def test_a_killed_worker_is_one_short_line(tmp_path: Path) -> None:
+    plan, out = jobs.plan([jobs.run("a", jobs.job(), steps=10**6)]), tmp_path / "out"
+    threading.Thread(target=_kill_worker, args=(str(out),), daemon=True).start()
+    with pytest.raises(
+        HarnessError, match=r"^a worker of 1 ranks failed in a round 1/2: killed by SIGKILL .*; see .*$"
+    ):
+        collect(plan, out, progress=False)
+
+
+def _kill_worker(out: str) -> None:
+    """Kill the rank that writes this folder, once it trains."""
+    deadline = time.monotonic() + 120
+    while not (Path(out) / "fingerprint.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (entry / "cmdline").read_bytes().decode().split("\0")
+            if out in words and "torch.distributed.run" not in words:
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
+def test_an_interrupted_collection_says_how_to_go_on(tmp_path: Path) -> None:
+    """SIGTERM and Ctrl-C end the workers; one line says what to do."""
+    plan, out = tmp_path / "plan.json", tmp_path / "out"
+    plan.write_text(json.dumps(jobs.plan([jobs.run("a", jobs.job(), steps=10**6)])))
+    command = [sys.executable, "-m", "stepsight.dataset.harness", str(plan), "--out", str(out), "--quiet"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not (out / "fingerprint.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.terminate()
+        assert process.communicate(timeout=60)[1] == "interrupted; start again with the same plan to go on\n"
+    assert process.returncode == 130
+
+
+def test_a_busy_machine_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.4, 3.0, 3.0))
+    assert busy_note() == ""
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.25, 0.0, 0.0))
+    assert busy_note().startswith("warning: ") and "got 1.25" in busy_note() and "\n" not in busy_note()
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5, '{"schema": 1, "schema": 1}', '{"schema": NaN}', '{"a": "\\ud800"}'])
+def test_a_plan_that_is_no_json_is_one_line(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    assert main([str(tmp_path / "plan.json"), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: cannot read plan") and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU")

@@ -45,6 +45,11 @@ def test_a_jobs_dictionary_is_a_valid_job() -> None:
         ({"tp": 3}, "tp must divide heads, got 4 % 3"),
         ({"dp": 3}, r"micro_batch \* dp must divide global_batch, got 8 % \(2 \* 3\)"),
         ({"pp": 8}, "as many micro-batches as stages, got 4 < 8"),
+        ({"pp": 4}, "every pipeline stage needs a layer, got 3 < 4"),
+        ({"cp": 2}, r"parallel\.cp = 1, got 2"),
+        ({"runtime": "asynchronous"}, "PyTorch's own pipeline runtime, got 'asynchronous'"),
+        ({"stage_layers": [1, 2]}, r"parallel\.stage_layers = \[\], got \[1, 2\]"),
+        ({"dp": 2, "dp_shard": 1}, r"over all 2 replicas \(dp_shard\), got 1"),
     ],
 )
 def test_what_the_harness_cannot_run_is_refused(changes: dict[str, Any], text: str) -> None:
@@ -53,15 +58,51 @@ def test_what_the_harness_cannot_run_is_refused(changes: dict[str, Any], text: s
 
 
 @pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model": {"heads": 3}}, "heads must divide hidden, got 16 % 3"),
+        ({"model": {"family": "t5"}}, "families gpt and llama, got 't5'"),
+        ({"model": {"experts": 8}}, r"model\.experts = 0, got 8"),
+        ({"model": {"layers": "3"}}, r"model\.layers must be a whole number, got '3'"),
+        ({"model": {"layers": True}}, r"model\.layers must be a whole number, got True"),
+        ({"model": {"layers": 0}}, r"model\.layers must be > 0, got 0"),
+        ({"model": {"layers": 10**400}}, r"model\.layers must be a whole number"),
+        ({"parallel": {"tp": "2"}}, r"parallel\.tp must be a whole number, got '2'"),
+        ({"parallel": 3}, "parallel of a job must be a table, got 3"),
+        ({"batch": {"precision": "fp8"}}, "precisions fp32, bf16 and fp16, got 'fp8'"),
+        ({"cluster": {"nodes": 2}}, r"tp \* pp \* dp must equal the number of devices"),
+        ({"optimizer": {"fused": False}}, r"optimizer\.fused = True, got False"),
+    ],
+)
+def test_a_job_that_is_none_is_refused(changes: dict[str, Any], text: str) -> None:
+    """A plan written by hand is held to the rules of jobs, without ``Job``."""
+    job = jobs.job()
+    for table, keys in changes.items():
+        job[table] = {**job.get(table, {}), **keys} if isinstance(keys, dict) else keys
+    with pytest.raises(HarnessError, match=text) as caught:
+        check_plan(jobs.plan([jobs.run("a", job)]))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("plan", "text"),
     [
         ([], "schema = 1, got 'list'"),
         ({"schema": 2}, "schema = 1, got 2"),
         ({"schema": 1, "run": []}, "got also run"),
+        ({"schema": 1, "runs": 3}, "runs of a plan must be a list of tables, got 3"),
+        ({"schema": 1, "events": 3}, "events of a plan must be a list of tables, got 3"),
+        ({"schema": 1, "runs": [3]}, r"list of tables, got \[3\]"),
+        (jobs.plan([{**jobs.run("a", jobs.job()), "role": ""}]), "role must be a word, got ''"),
+        (jobs.plan([jobs.run("a", jobs.job(), rounds=True)]), "rounds must be a whole number >= 1, got True"),
+        (jobs.plan([], [{**EVENTS, "seconds": float("inf")}]), "seconds must be > 0, got inf"),
+        (jobs.plan([], [{**EVENTS, "ops": 3}]), "ops must be a list, got 3"),
+        (jobs.plan([], [{**EVENTS, "ops": [{"kind": "add", "dims": ["8"], "dtype": "fp32"}]}]), "an op has kind, dims"),
+        (jobs.plan([], [{**EVENTS, "collectives": [{"kind": "x", "num_bytes": 8}]}]), "a collective has kind"),
         (jobs.plan([jobs.run("../a", jobs.job())]), "name must be letters"),
         (jobs.plan([jobs.run("a", jobs.job()), jobs.run("a", jobs.job())]), "unique, got 'a' twice"),
         (jobs.plan([jobs.run("a", jobs.job(), warmup=1)]), "warmup must be a whole number >= 2, got 1"),
-        (jobs.plan([{"name": "a", "job": jobs.job()}]), "role must be a string, got None"),
+        (jobs.plan([{"name": "a", "job": jobs.job()}]), "role must be a word, got None"),
         (jobs.plan([jobs.run("a", {"model": {}})]), "a job needs model.family"),
         (jobs.plan([], [{**EVENTS, "world_size": 1}]), "group_size must be at most world_size, got 2 > 1"),
         (jobs.plan([], [{**EVENTS, "seconds": 0}]), "seconds must be > 0, got 0"),
