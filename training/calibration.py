@@ -31,7 +31,7 @@ class Calibration:
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Calibration:
         scale = float(value["scale"])
-        if not abs(np.log(scale)) <= MAX_LOG_SCALE + 1e-9:
+        if not (scale > 0 and abs(np.log(scale)) <= MAX_LOG_SCALE + 1e-9):
             raise ValueError(f"scale must lie within exp(+-{MAX_LOG_SCALE}), got {scale}")
         return cls(scale)
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 COVERAGE = 0.9
 ROOFLINE_LOG = math.log(3.0)  # facts alone are within a factor of three, rarely worse
 UNSUPPORTED_LOG = math.log(2.0)  # added in full when nothing of an iteration lies within what was measured
+MOST_LOG = 100.0  # a wider interval says nothing, and its end is no number
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,10 @@ class Intervals:
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Intervals:
         half_width, coverage = float(value["half_width_log"]), float(value["coverage"])
-        if not (half_width >= 0 and 0 < coverage < 1):
-            raise ValueError(f"half_width_log >= 0 and 0 < coverage < 1 must hold, got {half_width} and {coverage}")
+        if not (0 <= half_width <= MOST_LOG and 0 < coverage < 1):
+            raise ValueError(
+                f"0 <= half_width_log <= {MOST_LOG} and 0 < coverage < 1 must hold, got {half_width} and {coverage}"
+            )
         return cls(half_width, coverage, int(value["num_runs"]))
 
 
@@ -59,4 +62,4 @@ def conformal(log_residuals: NDArray[np.float64], spread_log: float, coverage: f
     rank = math.ceil((count + 1) * coverage)
     # With too few runs for the aim, the largest residual stretched by what is missing.
     half_width = sizes[rank - 1] if rank <= count else sizes[-1] * rank / count
-    return Intervals(float(max(half_width, spread_log)), coverage, count)
+    return Intervals(float(min(max(half_width, spread_log), MOST_LOG)), coverage, count)

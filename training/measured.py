@@ -78,10 +78,10 @@ def read_profiles(collections: Iterable[Path]) -> Profile:
     """Read every event file of some collections.
 
     Raises:
-        TraceError: If a folder is no collection or a file is not what the harness writes.
+        TraceError: If a folder is no collection or named twice, or a file is not what the harness writes.
     """
     profile = Profile()
-    files = [read_event_file(path) for folder in collections for path in read_collection(folder).events]
+    files = [read_event_file(path) for folder in _distinct(collections) for path in read_collection(folder).events]
     for file in files:
         _add(file, profile)
     profile.digest = digest_files([file.path for file in files]) if files else ""
@@ -107,10 +107,20 @@ def _add(file: EventFile, profile: Profile) -> None:
         profile.facts = {**facts, **profile.facts}
 
 
+def _distinct(collections: Iterable[Path]) -> list[Path]:
+    """The collections; each counts once."""
+    folders = list(collections)
+    where = [folder.resolve() for folder in folders]
+    twice = [str(folder) for folder, at in zip(folders, where, strict=True) if where.count(at) > 1]
+    if twice:
+        raise TraceError(f"every collection must be named once, got {' and '.join(twice)}")
+    return folders
+
+
 def read_runs(collections: Iterable[Path], roles: Sequence[str] | None) -> list[MeasuredRun]:
     """Read the complete runs of some roles (None: all), traces included where there are any."""
     runs = []
-    for collection in collections:
+    for collection in _distinct(collections):
         for manifest in read_collection(collection).runs:
             if roles is None or manifest.role in roles:
                 segments = read_run(manifest.folder).segments() if manifest.traces else []

@@ -14,7 +14,6 @@ Loading reads numbers and never executes code.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stepsight.dataset.errors import PredictorError, StepsightError
-from stepsight.dataset.files import digest, new_folder, write_json, write_text
+from stepsight.dataset.files import check_writable, digest, new_folder, read_json, write_json, write_text
 from stepsight.dataset.hardware import Hardware, hardware_from_dict
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
@@ -139,12 +138,31 @@ class Predictor:
         """Read a folder that ``save`` wrote.
 
         Raises:
-            PredictorError: If it is no predictor, has another schema, or a file is missing or broken.
+            PredictorError: If it is no predictor, has another schema, or a file is missing or not as it was saved.
         """
         folder = Path(folder)
         if not (folder / "manifest.json").is_file():
             raise PredictorError(f"a predictor is a folder with manifest.json, got {folder}")
         manifest = _read(folder / "manifest.json", _manifest)
+        found = _digests(folder)
+        changed = sorted(name for name, of in manifest["files"].items() if found.get(name) != of)
+        refusal = PredictorError(
+            f"{folder}: every file must be as it was saved, got changed or missing {', '.join(changed)}"
+        )
+        if not all(name.endswith(".json") for name in changed):  # no library gets to read what is not ours
+            raise refusal
+        try:  # of a changed table, what is wrong with it says more
+            loaded = cls._parse(folder, manifest)
+        except Exception as error:
+            if changed and not isinstance(error, PredictorError):
+                raise refusal from None
+            raise
+        if changed:
+            raise refusal
+        return loaded
+
+    @classmethod
+    def _parse(cls, folder: Path, manifest: dict[str, Any]) -> Predictor:
         hardware = _read(folder / "hardware.json", hardware_from_dict)
         if hardware.name != manifest["hardware"]:
             raise PredictorError(
@@ -164,7 +182,7 @@ class Predictor:
             from stepsight.gnn.inference import ContextWeights
 
             context = ContextWeights.load(folder)
-        loaded = cls(
+        return cls(
             hardware,
             KernelModel(hardware, kernel),
             CollectiveModel(collective),
@@ -173,24 +191,19 @@ class Predictor:
             _made(folder / "intervals.json", Intervals.from_dict, tables.get("intervals")),
             manifest,
         )
-        changed = sorted(name for name, of in manifest.get("files", {}).items() if _digests(folder).get(name) != of)
-        if changed:
-            raise PredictorError(
-                f"{folder}: every file must be as it was saved, got changed or missing {', '.join(changed)}"
-            )
-        return loaded
 
 
 def check_output(folder: Path) -> None:
     """A predictor may take the place of nothing, of an empty folder or of another predictor, and of nothing else.
 
     Raises:
-        PredictorError: If something else is there.
+        StepsightError: If something else is there, or nothing can be written there.
     """
+    check_writable(folder.resolve().parent)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     try:
-        ours = json.loads((folder / "manifest.json").read_text("utf-8"))["format"] == FORMAT
+        ours = read_json(folder / "manifest.json")["format"] == FORMAT
     except (OSError, ValueError, KeyError, TypeError):
         ours = False
     if not ours:
@@ -206,7 +219,7 @@ def _digests(folder: Path) -> dict[str, str]:
 def _read(path: Path, make: Callable[[Any], T]) -> T:
     """Parse one JSON file of a predictor."""
     try:
-        table = json.loads(path.read_text("utf-8"))
+        table = read_json(path)
     except (OSError, ValueError) as error:
         raise PredictorError(f"every file of a predictor must be readable, got {path}: {error}") from None
     return _made(path, make, table)
@@ -217,7 +230,7 @@ def _made(path: Path, make: Callable[[Any], T], table: Any) -> T:
         return make(table)
     except StepsightError as error:
         raise PredictorError(f"{path}: {error}") from None
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise PredictorError(f"{path} must be what Predictor.save wrote, got {type(error).__name__}: {error}") from None
 
 
@@ -247,4 +260,6 @@ def _manifest(table: dict[str, Any]) -> dict[str, Any]:
         )
     if not isinstance(table.get("hardware"), str):
         raise PredictorError(f"a predictor must name its hardware, got {table.get('hardware')!r}")
+    if not isinstance(table.get("files"), dict):
+        raise PredictorError(f"a predictor must list the digests of its files, got {table.get('files')!r:.80}")
     return table

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+import socket
+import sqlite3
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from stepsight.dataset.errors import PredictorError
+from stepsight.dataset.errors import PredictorError, StepsightError
+from stepsight.dataset.files import check_output_file
 from stepsight.training.predictor import Predictor
 
 EXPERIMENT = "stepsight"
 ALIAS = "champion"
 ARTIFACT = "predictor"
+PROCESS = "stepsight.process"  # tag: which process wrote a run
+PATIENCE_S = 5
+_PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}
 
 
 def default_uri(out: Path) -> str:
@@ -73,30 +80,123 @@ class TrackedRun:
 
 @contextmanager
 def tracked(uri: str, run_name: str) -> Iterator[TrackedRun]:
-    """An MLflow run that ends as ``FINISHED``, or ``FAILED`` if the block raises."""
+    """An MLflow run that ends as ``FINISHED``, ``FAILED`` if the block raises, or ``KILLED`` if it is interrupted.
+
+    Raises:
+        PredictorError: If the store cannot be used; within seconds, before the block begins.
+    """
     from mlflow.exceptions import MlflowException
 
+    client, experiment_id = _open(uri)
+    _end_killed(client, experiment_id)
+    tags = {PROCESS: _process(os.getpid())}
+    run_id = client.create_run(experiment_id, run_name=run_name, tags=tags).info.run_id
+
+    def end(status: str) -> None:
+        with suppress(MlflowException):  # a store that is gone is no reason to hide why it ended
+            client.set_terminated(run_id, status)
+
     try:
-        client = _client(uri)
-        client.search_registered_models(max_results=1)  # a store without a registry is of no use at the end
-        experiment = client.get_experiment_by_name(EXPERIMENT)
+        yield TrackedRun(run_id, client)
+        client.set_terminated(run_id, "FINISHED")
     except MlflowException as error:
-        reason = str(error).splitlines()[0]
-        raise PredictorError(
-            f"tracking needs a URI of an MLflow store with a registry, got {uri}: {reason.strip()}"
-        ) from None
-    if experiment is None:
-        location = _artifact_location(uri)
-        experiment_id = client.create_experiment(EXPERIMENT, artifact_location=location)
-    else:
-        experiment_id = experiment.experiment_id
-    run = client.create_run(experiment_id, run_name=run_name)
-    try:
-        yield TrackedRun(run.info.run_id, client)
-    except BaseException:
-        client.set_terminated(run.info.run_id, "FAILED")
+        end("FAILED")
+        raise PredictorError(f"tracking needs a store that stays, got {uri}: {_first_line(error)}") from None
+    except BaseException as error:
+        end("KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED")
         raise
-    client.set_terminated(run.info.run_id, "FINISHED")
+
+
+def reopened(uri: str, run_id: str) -> TrackedRun:
+    """A run that has ended, to add what became known later."""
+    return TrackedRun(run_id, _client(uri))
+
+
+def _open(uri: str) -> tuple[Any, str]:
+    """Client and experiment of a store that answers."""
+    from mlflow.exceptions import MlflowException
+
+    problem = _unreachable(uri)
+    if problem:
+        raise PredictorError(f"tracking needs a store that can be reached, got {uri}: {problem}")
+    try:
+        with _impatient():
+            client = _client(uri)
+            client.search_registered_models(max_results=1)  # a store without a registry is of no use at the end
+            experiment = client.get_experiment_by_name(EXPERIMENT)
+            if experiment is None:
+                return client, client.create_experiment(EXPERIMENT, artifact_location=_artifact_location(uri))
+            return client, experiment.experiment_id
+    except (MlflowException, ImportError) as error:
+        raise PredictorError(
+            f"tracking needs a URI of an MLflow store with a registry, got {uri}: {_first_line(error)}"
+        ) from None
+
+
+def _unreachable(uri: str) -> str:
+    """Why a store is out of reach, "" if it is not: MLflow itself would try again for minutes."""
+    if uri.startswith("sqlite:"):
+        return _unusable_database(uri)
+    try:
+        url = urlsplit(uri)
+        port = url.port or _PORTS.get(url.scheme.split("+")[0], 0)
+        if url.hostname and port:
+            socket.create_connection((url.hostname, port), timeout=PATIENCE_S).close()
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def _unusable_database(uri: str) -> str:
+    path = _database(uri)
+    try:
+        check_output_file(path)
+        if path.exists() and path.stat().st_size:
+            with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+                connection.execute("SELECT name FROM sqlite_master").fetchall()
+    except (OSError, StepsightError, sqlite3.Error) as error:
+        return str(error)
+    return ""
+
+
+def _database(uri: str) -> Path:
+    """File of an sqlite URL."""
+    return Path(uri.partition("://")[2].partition("?")[0].removeprefix("/") or ".")
+
+
+@contextmanager
+def _impatient() -> Iterator[None]:
+    """Requests to a tracking server fail within seconds, unless the user has set other limits."""
+    limits = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": str(PATIENCE_S)}
+    own = {key: value for key, value in limits.items() if key not in os.environ}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for key in own:
+            del os.environ[key]
+
+
+def _end_killed(client: Any, experiment_id: str) -> None:
+    """End the runs whose process on this machine is gone without having said so."""
+    host = _process(os.getpid()).split()[0]
+    for run in client.search_runs([experiment_id], "attributes.status = 'RUNNING'"):
+        its_host, pid, _ = (*run.data.tags.get(PROCESS, "").split(), "", "", "")[:3]
+        if its_host == host and _process(int(pid)) != run.data.tags[PROCESS]:
+            client.set_terminated(run.info.run_id, "KILLED")
+
+
+def _process(pid: int) -> str:
+    """A process on any machine: host, number and when it began (the kernel uses numbers again)."""
+    try:
+        began = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[19]
+    except OSError:
+        began = "gone"
+    return f"{socket.gethostname()} {pid} {began}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].strip()
 
 
 def load_registered(hardware: str, uri: str, alias: str = ALIAS) -> Predictor:
@@ -113,7 +213,7 @@ def load_registered(hardware: str, uri: str, alias: str = ALIAS) -> Predictor:
         folder = client.download_artifacts(version.run_id, ARTIFACT)
     except (MlflowException, OSError) as error:
         raise PredictorError(
-            f"the registry at {uri} must hold {model_name(hardware)}@{alias}, got: {str(error).splitlines()[0]}"
+            f"the registry at {uri} must hold {model_name(hardware)}@{alias}, got: {_first_line(error)}"
         ) from None
     return Predictor.load(folder)
 
@@ -126,7 +226,7 @@ def _client(uri: str) -> Any:
         import mlflow
 
         if uri.startswith("sqlite:///"):
-            Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+            _database(uri).parent.mkdir(parents=True, exist_ok=True)
         return mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
@@ -134,4 +234,4 @@ def _artifact_location(uri: str) -> str | None:
     """Beside an sqlite database; a server knows its own."""
     if not uri.startswith("sqlite:///"):
         return None
-    return (Path(uri.removeprefix("sqlite:///")).resolve().parent / "mlartifacts").as_uri()
+    return (_database(uri).resolve().parent / "mlartifacts").as_uri()

@@ -102,9 +102,11 @@ def _items(plan: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 def _is(value: Any, kind: type) -> bool:
     """Whether a value is of a kind; a truth value is no number, and no number is infinite."""
-    if isinstance(value, bool) or kind in (bool, str):
-        return isinstance(value, kind) and (kind is bool) == isinstance(value, bool)
-    return isinstance(value, int | kind) and abs(value) <= _MOST
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is float:
+        return isinstance(value, int | float) and abs(value) <= _MOST
+    return isinstance(value, kind) and (not isinstance(value, int) or abs(value) <= _MOST)
 
 
 def _run_problems(run: dict[str, Any]) -> list[str]:
@@ -219,7 +221,8 @@ def _event_problems(event: dict[str, Any]) -> list[str]:
     problems = _name_problems(event)
     unknown = sorted(set(event) - {"name", "world_size", "ops", "collectives", "seconds"})
     problems += [f"unknown key {key!r:.80}" for key in unknown]
-    size, seconds = event.get("world_size"), event.get("seconds")
+    size: Any = event.get("world_size")
+    seconds: Any = event.get("seconds")
     if not _is(size, int) or size < 1:
         problems.append(f"world_size must be a whole number >= 1, got {size!r:.80}")
     if not _is(seconds, float) or not seconds > 0:

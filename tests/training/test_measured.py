@@ -1,4 +1,5 @@
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ from stepsight.dataset.errors import TraceError
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program, ProgramBuilder
 from stepsight.dataset.trace import Segment
-from stepsight.training.measured import STALL, Profile, average, read_profiles
+from stepsight.training.measured import STALL, Profile, average, read_profiles, read_runs
 
 ADD, GELU = Op("add", (1000,), "fp32"), Op("gelu", (1000,), "fp32")
 
@@ -71,6 +72,15 @@ def test_a_broken_event_profile_is_refused(tmp_path: Path, record: dict[str, obj
     _events(tmp_path, 1, {}, [record])
     with pytest.raises(TraceError, match=r"world1\.json must be an event profile"):
         read_profiles([tmp_path])
+
+
+def test_a_collection_counts_once(tmp_path: Path) -> None:
+    (tmp_path / "c" / "runs").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "c")
+    for folders in ([tmp_path / "c"] * 2, [tmp_path / "c", tmp_path / "link"]):
+        for read in (read_profiles, partial(read_runs, roles=None)):
+            with pytest.raises(TraceError, match=r"every collection must be named once, got .*c and "):
+                read(folders)
 
 
 def test_hardware_without_facts_is_refused() -> None:

@@ -57,6 +57,18 @@ def test_a_folder_that_is_no_predictor_is_refused(tmp_path: Path) -> None:
         ("kernel.json", None, "readable"),
         ("collective.json", '{"trees": {"a": {"file": "absent.txt", "share": 1}}}', "absent.txt"),
         ("intervals.json", '{"calibration": {"scale": 9}}', "scale must lie within"),
+        ("intervals.json", '{"calibration": {"scale": 0}}', "scale must lie within"),
+        ("intervals.json", '{"calibration": {"scale": Infinity}}', "finite, got Infinity"),
+        ("intervals.json", '{"calibration": {"scale": 1e999}}', "scale must lie within"),
+        (
+            "intervals.json",
+            '{"calibration": {"scale": 1}, "intervals": {"half_width_log": 1, "coverage": 0.9, "num_runs": 1e999}}',
+            "what Predictor.save wrote",
+        ),
+        ("intervals.json", "[" * 10**5, "nested thousands deep"),
+        ("kernel.json", '{"trees": {}, "trees": {}}', "'trees' twice"),
+        ("hardware.json", '{"name": "toy", "kind": "cpu", "peak_flops": 3}', "hardware.json"),
+        ("kernel.gemm.txt", "tree", "changed or missing kernel.gemm.txt"),
     ],
 )
 def test_a_broken_file_is_refused(

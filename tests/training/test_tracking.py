@@ -1,11 +1,15 @@
+import os
+import socket
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 
 from stepsight.dataset.errors import PredictorError
 from stepsight.dataset.op import Op
 from stepsight.training.predictor import Predictor
-from stepsight.training.tracking import default_uri, load_registered, tracked
+from stepsight.training.tracking import default_uri, load_registered, reopened, tracked
 
 
 def test_a_predictor_comes_back_from_the_registry(predictor: Predictor, tmp_path: Path) -> None:
@@ -24,6 +28,72 @@ def test_a_predictor_comes_back_from_the_registry(predictor: Predictor, tmp_path
         load_registered("other", uri)
     with pytest.raises(RuntimeError, match="broken"), tracked(uri, "toy"):
         raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "https://127.0.0.1:9/x", "postgresql://me@127.0.0.1:9/db"])
+def test_a_store_out_of_reach_is_refused_in_one_line(uri: str) -> None:
+    with pytest.raises(PredictorError, match=r"^tracking needs a store that can be reached, got .*refused$"):
+        enter(uri)
+
+
+def test_a_server_that_never_answers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        pytest.raises(PredictorError, match=r"^tracking needs a URI of an MLflow store with a registry, got [^\n]*$"),
+    ):
+        enter(f"http://127.0.0.1:{server.getsockname()[1]}")
+    assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
+
+
+def test_a_database_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.db").write_text("no database at all")
+    (tmp_path / "folder.db").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    for name, says in (("text.db", "not a database"), ("folder.db", "plain file"), ("text.db/x.db", "folder")):
+        with pytest.raises(PredictorError, match=f"^tracking needs a store that can be reached, got [^\n]*{says}"):
+            enter(f"sqlite:///{tmp_path / name}")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def enter(uri: str) -> None:
+    with tracked(uri, "run"):
+        raise AssertionError("nothing may be learned for a store that is none")
+
+
+def test_a_run_ends_as_what_happened_to_it(tmp_path: Path) -> None:
+    """Interrupted runs are killed ones; those whose process vanished are ended by the next run."""
+    uri = default_uri(tmp_path / "p")
+    with pytest.raises(KeyboardInterrupt), tracked(uri, "interrupted"):
+        raise KeyboardInterrupt
+    with pytest.raises(RuntimeError), tracked(uri, "failed"):
+        raise RuntimeError
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("stepsight").experiment_id
+    host = socket.gethostname()
+    for name, process in (("vanished", f"{host} {os.getpid()} 1"), ("elsewhere", f"x{host} 1 1"), ("foreign", "")):
+        client.create_run(experiment, run_name=name, tags={"stepsight.process": process} if process else {})
+    with tracked(uri, "finished") as run:
+        assert status(client, experiment)["finished"] == "RUNNING"
+    reopened(uri, run.run_id).log({}, {"heldout_mape": 3.0}, {})
+    assert client.get_run(run.run_id).data.metrics == {"heldout_mape": 3.0}
+    assert status(client, experiment) == {
+        "interrupted": "KILLED",
+        "failed": "FAILED",
+        "vanished": "KILLED",
+        "elsewhere": "RUNNING",
+        "foreign": "RUNNING",
+        "finished": "FINISHED",
+    }
+
+
+def status(client: MlflowClient, experiment: str) -> dict[str, str]:
+    return {run.info.run_name: run.info.status for run in client.search_runs([experiment])}
+
+
+def test_a_store_that_goes_away_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(PredictorError, match="store that stays"), tracked(default_uri(tmp_path / "p"), "run"):
+        raise MlflowException("gone\nfor good")
 
 
 def test_an_impossible_store_is_refused_at_once() -> None:
