@@ -17,9 +17,9 @@ from stepsight.simulator.emitter import DataParallel
 from stepsight.simulator.graph import Graph, Segment, join
 from stepsight.simulator.layers import RankShape
 from stepsight.simulator.layout import neighbour_ranks_per_node, ranks_per_node
+from stepsight.simulator.old_track import FIRST, LAST, MIDDLE, Track, find_track
 from stepsight.simulator.schedules import BACKWARD, FORWARD, Order, Schedule
 from stepsight.simulator.segments import StageShape, backward_segment, forward_segment, optimizer_segment
-from stepsight.simulator.track import FIRST, LAST, MIDDLE, Track, find_track
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,33 +11,8 @@ from stepsight.simulator.schedules import (
     FORWARD,
     Schedule,
     find_schedule,
-    one_f_one_b,
     order_actions,
 )
-
-
-def words(schedule: Schedule, stage: int) -> str:
-    return " ".join("FBIW"[kind] + str(micro) for kind, micro, _ in schedule.actions[stage].tolist())
-
-
-def test_one_f_one_b_as_published() -> None:
-    schedule = one_f_one_b(3, 4)
-    assert words(schedule, 0) == "F0 F1 F2 B0 F3 B1 B2 B3"
-    assert words(schedule, 1) == "F0 F1 B0 F2 B1 F3 B2 B3"
-    assert words(schedule, 2) == "F0 B0 F1 B1 F2 B2 F3 B3"
-
-
-def test_gpipe_runs_all_forwards_first() -> None:
-    assert words(find_schedule("gpipe", 2, 2), 1) == "F0 F1 B0 B1"
-
-
-def test_one_stage_alternates_whatever_the_schedule() -> None:
-    assert words(find_schedule("gpipe", 1, 2), 0) == "F0 B0 F1 B1"
-
-
-def test_unknown_schedules_are_refused() -> None:
-    with pytest.raises(JobError, match="schedule must be one of gpipe, 1f1b, got 'zigzag'"):
-        find_schedule("zigzag", 2, 2)
 
 
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 9), st.integers(1, 17))

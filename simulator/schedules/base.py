@@ -1,0 +1,122 @@
+"""What a pipeline schedule is, and the way all of them are built: words of kinds, numbered afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(4)
+KIND_NAMES = ("F", "B", "I", "W")
+
+Actions = NDArray[np.int32]
+Ints = NDArray[np.int32]
+
+# Letters of the words that builders write: a kind, for V-shaped schedules with its chunk.
+F, B, I, W = (bytes([kind]) for kind in range(4))  # noqa: E741
+CHUNK_SHIFT = 2
+FUSED = 0x80  # this action and the next one are one of torch's OVERLAP_F_B
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """What every stage does, in order.
+
+    Attributes:
+        actions: Per stage an int32 array of shape ``(num_actions, 3)``: kind, micro-batch, chunk.
+        num_micro_batches: Of one iteration.
+        placement: Shape ``(num_parts, 2)``: stage and chunk of every part of the model, in model order.
+        name: For people, and for runtimes that run some schedules in their own way.
+        fused: Per stage, shape ``(num_actions,)``: whether an action and the next one run as one (DualPipe's
+            overlapped forward and backward); empty if nowhere.
+    """
+
+    actions: tuple[Actions, ...]
+    num_micro_batches: int
+    placement: Ints
+    name: str = ""
+    fused: tuple[NDArray[np.bool_], ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.actions)
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.placement)
+
+    @property
+    def virtual_stages(self) -> int:
+        """Chunks of the stage that has the most."""
+        return int(self.placement[:, 1].max()) + 1
+
+    @property
+    def part_of(self) -> Ints:
+        """Part of the model that a stage's chunk holds, shape ``(num_stages, num_chunks)``; -1 where there is none."""
+        part = np.full((self.num_stages, self.virtual_stages), -1, dtype=np.int32)
+        part[self.placement[:, 0], self.placement[:, 1]] = np.arange(self.num_parts)
+        return part
+
+
+def loop_placement(num_stages: int, virtual_stages: int = 1) -> Ints:
+    """Part ``p`` on stage ``p % num_stages``: after the last stage the model goes on with the first."""
+    chunk, stage = np.divmod(np.arange(num_stages * virtual_stages, dtype=np.int32), num_stages)
+    return np.stack([stage, chunk], axis=1)
+
+
+def v_placement(num_stages: int) -> Ints:
+    """Down the stages and up again: the first stage holds the first part and the last."""
+    stages = np.arange(num_stages, dtype=np.int32)
+    chunks = np.repeat(np.arange(2, dtype=np.int32), num_stages)
+    return np.stack([np.concatenate([stages, stages[::-1]]), chunks], axis=1)
+
+
+def letters(kind: bytes, chunk: int, fused: bool = False) -> bytes:
+    """The letter of an action of a chunk."""
+    return bytes([kind[0] | chunk << CHUNK_SHIFT | (FUSED if fused else 0)])
+
+
+def number_actions(kind: Ints, chunk: Ints, lengths: Sequence[int]) -> tuple[Ints, ...]:
+    """Number the actions of all stages with micro-batches.
+
+    On every stage and chunk forwards run the micro-batches in their order, and so do backwards, whole or split; the
+    n-th weight gradient belongs to the n-th split input gradient.
+
+    Args:
+        kind, chunk: Of all actions, stage after stage, shape ``(n,)``.
+        lengths: Actions of each stage.
+
+    Returns:
+        Per stage the rows ``(kind, micro_batch, chunk)``.
+    """
+    stage = np.repeat(np.arange(len(lengths)), lengths)
+    group = (stage * (int(chunk.max()) + 1) + chunk) * 3 + np.array([0, 1, 1, 2])[kind]
+    rows = np.empty((len(kind), 3), dtype=np.int32)
+    rows[:, 0], rows[:, 1], rows[:, 2] = kind, _count(group), chunk
+    if (kind == BACKWARD).any() and (kind == BACKWARD_INPUT).any():
+        split, weight = kind == BACKWARD_INPUT, kind == BACKWARD_WEIGHT
+        inputs = np.flatnonzero(split)[np.argsort(group[split], kind="stable")]
+        weights = np.flatnonzero(weight)[np.argsort(group[weight], kind="stable")]
+        rows[weights, 1] = rows[inputs, 1]
+    return tuple(np.split(rows, np.cumsum(lengths)[:-1]))
+
+
+def _count(group: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many of its group come before each element."""
+    small = group.astype(np.uint16) if group.max() < 1 << 16 else group  # 16 bits sort by radix
+    order = np.argsort(small, kind="stable")
+    first = np.flatnonzero(np.diff(small[order], prepend=-1))
+    count = np.arange(len(group))
+    count -= np.repeat(first, np.diff(first, append=len(group)))
+    out = np.empty_like(count)
+    out[order] = count
+    return out
+
+
+def spell(words: Sequence[bytes]) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+    """Kind, chunk and fused-with-the-next of every letter, word after word."""
+    code = np.frombuffer(b"".join(words), dtype=np.uint8)
+    kind = (code & 3).astype(np.int32)
+    return kind, ((code & ~np.uint8(FUSED)) >> CHUNK_SHIFT).astype(np.int32), code >= FUSED

@@ -1,0 +1,176 @@
+"""Is a schedule complete, who needs whom, and in which order can all actions run?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.errors import JobError
+from stepsight.simulator.engine import compiled
+from stepsight.simulator.schedules.base import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    KIND_NAMES,
+    Actions,
+    Ints,
+    Schedule,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """All actions of a schedule in one order that respects every dependency; arrays of shape ``(num_actions,)``.
+
+    Attributes:
+        stage, kind, micro_batch, part: Of each action.
+        source: Index of the action on another part whose result it needs, -1 if none.
+        own: Index of the action on its own part that it needs, -1 if none.
+        first: Actions of stage ``s``, in its order, are ``by_stage[first[s]:first[s + 1]]``.
+        by_stage: Index of every action, stage after stage.
+    """
+
+    stage: Ints
+    kind: Ints
+    micro_batch: Ints
+    part: Ints
+    source: Ints
+    own: Ints
+    first: Ints
+    by_stage: Ints
+
+    def __len__(self) -> int:
+        return len(self.stage)
+
+    def name(self, action: int) -> str:
+        """For messages: the action as people write it."""
+        return f"{KIND_NAMES[self.kind[action]]}{self.micro_batch[action]} of part {self.part[action]}"
+
+
+def order_actions(schedule: Schedule) -> Order:
+    """Check a schedule and put its actions in an order that can run.
+
+    Raises:
+        JobError: If an action is missing, repeated or out of range, or if stages wait for each other in a circle; the
+            message says who waits for what.
+    """
+    lengths = [len(rows) for rows in schedule.actions]
+    rows = np.concatenate(schedule.actions)
+    stage = np.repeat(np.arange(schedule.num_stages, dtype=np.int32), lengths)
+    part_of = schedule.part_of
+    _check_ranges(schedule, rows, stage, part_of)
+    kind, micro_batch = np.ascontiguousarray(rows[:, 0]), np.ascontiguousarray(rows[:, 1])
+    part = part_of[stage, rows[:, 2]]
+    index = _index(schedule, kind, micro_batch, part)
+    source, own = _requirements(schedule, kind, micro_batch, part, index)
+    first = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    order = np.full(len(rows), -1, dtype=np.int32)
+    position = np.full(len(rows), -1, dtype=np.int32)
+    _sweep(first, source, own, order, position)
+    alone = Order(stage, kind, micro_batch, part, source, own, first, np.arange(len(rows), dtype=np.int32))
+    if len(order) and order[-1] < 0:
+        raise JobError("a schedule must not wait in a circle, got: " + _deadlock(alone, position))
+    return Order(
+        stage[order], kind[order], micro_batch[order], part[order],
+        _renumber(source[order], position), _renumber(own[order], position), first, position,
+    )  # fmt: skip
+
+
+def _renumber(index: Ints, position: Ints) -> Ints:
+    return np.where(index >= 0, position[index], -1)
+
+
+def _check_ranges(schedule: Schedule, rows: Actions, stage: Ints, part_of: Ints) -> None:
+    limits = np.array([len(KIND_NAMES), schedule.num_micro_batches, part_of.shape[1]])
+    if len(rows) and (rows.min() < 0 or (rows.max(axis=0) >= limits).any()):
+        wrong = ((rows < 0) | (rows >= limits)).any(axis=1)
+    else:
+        wrong = part_of[stage, rows[:, 2]] < 0
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise JobError(
+            "a schedule's actions are (kind, micro_batch, chunk) with kind < 4, "
+            f"micro_batch < {schedule.num_micro_batches} and a chunk that the stage holds, "
+            f"got {tuple(map(int, rows[at]))} on stage {stage[at]}"
+        )
+
+
+def _index(schedule: Schedule, kind: Ints, micro_batch: Ints, part: Ints) -> Ints:
+    """Where each kind of each part and micro-batch is, -1 if nowhere; shape ``(4, num_parts, num_micro_batches)``."""
+    parts, micro = schedule.num_parts, schedule.num_micro_batches
+    index = np.full((4, parts, micro), -1, dtype=np.int32)
+    flat = (kind * parts + part) * micro + micro_batch
+    index.ravel()[flat] = np.arange(len(kind), dtype=np.int32)
+    there = index >= 0
+    whole, split = there[BACKWARD], there[BACKWARD_INPUT]
+    good = there[FORWARD] & (whole != split) & (there[BACKWARD_WEIGHT] == split)
+    if not good.all() or len(kind) != np.count_nonzero(there):
+        counts = np.bincount(flat, minlength=index.size).reshape(index.shape)
+        good &= (counts <= 1).all(axis=0)
+        where = tuple(np.argwhere(~good)[0])
+        seen = ", ".join(f"{int(counts[number][where])} {name}" for number, name in enumerate(KIND_NAMES))
+        raise JobError(
+            "every part runs each micro-batch once forward (F) and once backward (B, or I and W), "
+            f"got {seen} for part {where[0]}, micro-batch {where[1]}"
+        )
+    return index
+
+
+def _requirements(schedule: Schedule, kind: Ints, micro_batch: Ints, part: Ints, index: Ints) -> tuple[Ints, Ints]:
+    """Indices of the actions whose results an action needs: from another part, and from its own; -1 if none."""
+    parts = schedule.num_parts
+    forward = index[FORWARD]
+    backward = np.maximum(index[BACKWARD], index[BACKWARD_INPUT])
+    table = np.full((2, 4, parts, schedule.num_micro_batches), -1, dtype=np.int32)
+    table[0, FORWARD, 1:] = forward[:-1]
+    table[0, BACKWARD, :-1] = table[0, BACKWARD_INPUT, :-1] = backward[1:]
+    table[1, BACKWARD] = table[1, BACKWARD_INPUT] = forward
+    table[1, BACKWARD_WEIGHT] = backward
+    return table[0, kind, part, micro_batch], table[1, kind, part, micro_batch]
+
+
+@compiled
+def _sweep(first: Ints, source: Ints, own: Ints, order: Ints, position: Ints) -> None:
+    """Let every stage go on as far as it can, round after round.
+
+    Args:
+        first: Actions of stage ``s`` are ``first[s]`` to ``first[s + 1]``, in its order.
+        source, own: What each action needs, -1 if nothing.
+        order: Filled: actions in the order of completion; stays -1 behind where it is stuck.
+        position: Filled: where each action is in it, -1 if never.
+    """
+    pointer = first[:-1].copy()
+    placed = 0
+    moved = True
+    while moved:
+        moved = False
+        for stage in range(len(pointer)):
+            at = pointer[stage]
+            while at < first[stage + 1]:
+                if source[at] >= 0 and position[source[at]] < 0:
+                    break
+                if own[at] >= 0 and position[own[at]] < 0:
+                    break
+                order[placed] = at
+                position[at] = placed
+                placed += 1
+                at += 1
+            if at != pointer[stage]:
+                moved = True
+                pointer[stage] = at
+
+
+def _deadlock(order: Order, position: NDArray[np.int32]) -> str:
+    waits = []
+    for stage in range(len(order.first) - 1):
+        own = np.arange(order.first[stage], order.first[stage + 1])
+        stuck = own[position[own] < 0]
+        if len(stuck):
+            at = int(stuck[0])
+            missing = [need for need in (int(order.source[at]), int(order.own[at])) if need >= 0 > position[need]]
+            names = " and ".join(order.name(need) for need in missing)
+            waits.append(f"stage {stage} at {order.name(at)} waits for {names}")
+    return "; ".join(waits)
