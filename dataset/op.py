@@ -47,6 +47,9 @@ _GEMM = ("m", "n", "k")  # y[m, n] = x[m, k] @ w[n, k].T
 _ATTENTION = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "causal")
 _ROWS = ("rows", "hidden")
 _NUMEL = ("numel",)
+_MLA_ATTENTION = ("batch", "heads", "q_len", "kv_len", "qk_dim", "v_dim", "causal")
+_SCORES = ("rows", "columns")
+_COPIES = ("copies", "tokens", "hidden")
 
 
 def _gemm_flops(m: int, n: int, k: int) -> float:
@@ -116,7 +119,71 @@ def _kinds() -> dict[str, OpKind]:
         ("elementwise", 1.0, 2.0),
     ):
         kinds.append(OpKind(name, "elementwise", _NUMEL, lambda n, f=flops: f * n, lambda n, e=moved: e * n))
+    kinds += _kinds_of_larger_models()
     return {kind.name: kind for kind in kinds}
+
+
+def _kinds_of_larger_models() -> list[OpKind]:
+    """Kinds that came later: their place after the others keeps the numbers of those."""
+    kinds = [
+        # Many small matrix products of one shape: a product for every pair of matrices.
+        OpKind(
+            "batched_matmul",
+            "batched_gemm",
+            ("batch", *_GEMM),
+            lambda b, m, n, k: b * _gemm_flops(m, n, k),
+            lambda b, m, n, k: b * _gemm_elements(m, n, k),
+        ),
+        # Keys wider than values, as many of them as queries (multi-head latent attention).
+        OpKind(
+            "mla_attention",
+            "latent_attention",
+            _MLA_ATTENTION,
+            lambda b, h, q, k, d, v, c: 2.0 * b * h * (d + v) * _attention_pairs(q, k, c),
+            lambda b, h, q, k, d, v, c: float(b * h * (d + v) * (q + k)),
+        ),
+        OpKind(
+            "mla_attention_backward",
+            "latent_attention",
+            _MLA_ATTENTION,
+            lambda b, h, q, k, d, v, c: 2.0 * b * h * (3 * d + 2 * v) * _attention_pairs(q, k, c),
+            lambda b, h, q, k, d, v, c: 2.0 * b * h * (d + v) * (q + k),
+        ),
+        OpKind("softmax", "softmax", _SCORES, lambda r, c: 5.0 * r * c, lambda r, c: 2.0 * r * c),
+        OpKind("softmax_backward", "softmax", _SCORES, lambda r, c: 4.0 * r * c, lambda r, c: 3.0 * r * c),
+        # Rows to their experts' order, and the copies of a row weighted and summed.
+        OpKind("permute", "permute", _COPIES, lambda c, t, h: 0.0, lambda c, t, h: float((c + t) * h)),
+        OpKind("unpermute", "permute", _COPIES, lambda c, t, h: 2.0 * c * h, lambda c, t, h: float((c + t) * h)),
+        OpKind(
+            "unpermute_backward",
+            "permute",
+            _COPIES,
+            lambda c, t, h: 4.0 * c * h,
+            lambda c, t, h: float((3 * c + t) * h),
+        ),
+        # Between device and host.
+        OpKind("to_host", "transfer", _NUMEL, lambda n: 0.0, lambda n: float(n)),
+        OpKind("from_host", "transfer", _NUMEL, lambda n: 0.0, lambda n: float(n)),
+    ]
+    for name in ("grouped_linear", "grouped_linear_dgrad", "grouped_linear_wgrad"):
+        # A product for every group of the rows; m: rows of all groups.
+        kinds.append(
+            OpKind(
+                name,
+                "grouped_gemm",
+                ("groups", *_GEMM),
+                lambda g, m, n, k: _gemm_flops(m, n, k),
+                lambda g, m, n, k: float(m * n + m * k + g * n * k),
+            )
+        )
+    for name, flops, moved in (
+        ("relu", 1.0, 2.0),
+        ("relu_backward", 1.0, 3.0),
+        ("geglu", 11.0, 3.0),
+        ("geglu_backward", 17.0, 5.0),
+    ):
+        kinds.append(OpKind(name, "elementwise", _NUMEL, lambda n, f=flops: f * n, lambda n, e=moved: e * n))
+    return kinds
 
 
 OP_KINDS = MappingProxyType(_kinds())

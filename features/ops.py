@@ -46,10 +46,16 @@ def op_terms(op: Op) -> tuple[float, ...]:
     if family == "gemm":
         m, n, k = op.dims
         return (1.0, op.flops, float(m * k * size), float(n * k * size), float(m * n * size), 0.0)
-    if family == "attention":
-        batch, heads, _, q_len, kv_len, _, _ = op.dims
-        return (1.0, op.flops, op.num_bytes, float(batch * heads * q_len * kv_len * size), 0.0, float(batch * heads))
-    if family in ("norm", "loss", "embedding"):
+    if family in ("grouped_gemm", "batched_gemm"):
+        count, m, n, k = op.dims
+        each = count if family == "batched_gemm" else 1  # the rows of a grouped product are those of all groups
+        sides = (float(each * m * k * size), float(count * n * k * size), float(each * m * n * size))
+        return (1.0, op.flops, *sides, float(count))
+    if family in ("attention", "latent_attention"):
+        dims = dict(zip(OP_KINDS[op.kind].dim_names, op.dims, strict=True))
+        heads = dims["batch"] * dims["heads"]
+        return (1.0, op.flops, op.num_bytes, float(heads * dims["q_len"] * dims["kv_len"] * size), 0.0, float(heads))
+    if family in ("norm", "loss", "embedding", "softmax", "permute"):
         return (1.0, op.flops, op.num_bytes, 0.0, 0.0, float(op.dims[0]))
     if family == "optimizer":
         return (1.0, op.flops, op.num_bytes, 0.0, 0.0, float(op.dims[1]))
@@ -58,9 +64,9 @@ def op_terms(op: Op) -> tuple[float, ...]:
 
 def _alignment(op: Op) -> int:
     """Logarithm of the largest power of two, up to 64, that divides every dim of a matrix product; 0 for others."""
-    if op.family != "gemm":
+    if op.family not in ("gemm", "grouped_gemm", "batched_gemm"):
         return 0
-    return min(min((dim & -dim).bit_length() - 1, 6) for dim in op.dims)
+    return min(min((dim & -dim).bit_length() - 1, 6) for dim in op.dims[-3:])
 
 
 def op_features(ops: Sequence[Op], hardware: Hardware, busy: Sequence[int] | int) -> Array:

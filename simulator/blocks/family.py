@@ -11,7 +11,8 @@ from functools import lru_cache
 
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.specs import FAMILIES, ModelSpec
-from stepsight.simulator.blocks import dense
+from stepsight.simulator.blocks import bert, dense, t5, vit
+from stepsight.simulator.blocks.offload import offloaded
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block
 
@@ -46,8 +47,11 @@ class Family:
 
 
 _FAMILIES = {
-    "gpt": Family(dense.embedding, dense.layer, dense.head),
-    "llama": Family(dense.embedding, dense.layer, dense.head),
+    "gpt": Family(dense.embedding, dense.layer, dense.head, dense.layer_kinds),
+    "llama": Family(dense.embedding, dense.layer, dense.head, dense.layer_kinds),
+    "bert": Family(bert.embedding, bert.layer, bert.head),
+    "t5": Family(t5.embedding, t5.layer, t5.head, t5.layer_kinds, t5.boundary_bytes),
+    "vit": Family(vit.embedding, vit.layer, vit.head),
 }
 
 
@@ -77,8 +81,9 @@ def embedding_block(shape: RankShape, shared: bool = False) -> Block:
 
 @lru_cache(maxsize=4096)
 def layer_block(shape: RankShape, kind: str) -> Block:
-    """One layer."""
-    return find_family(shape.model.family).layer(shape, kind)
+    """One layer, with what it keeps offloaded where that is asked for."""
+    block = find_family(shape.model.family).layer(shape, kind)
+    return offloaded(block, shape.dtype) if shape.offload_activations else block
 
 
 @lru_cache(maxsize=4096)

@@ -65,6 +65,11 @@ class RankShape:
         return DTYPE_BYTES[self.dtype]
 
     @property
+    def gemm_bytes(self) -> int:
+        """Of an operand of a matrix product."""
+        return DTYPE_BYTES[self.precision]
+
+    @property
     def seq_len(self) -> int:
         """Tokens of a sequence on this rank (the decoder's, where there are two kinds)."""
         return self.model.seq_len // self.cp.size

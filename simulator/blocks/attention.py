@@ -1,0 +1,62 @@
+"""Attention: from the activation to what the residual takes."""
+
+from __future__ import annotations
+
+from stepsight.simulator.blocks.context import all_gather, ring
+from stepsight.simulator.blocks.heads import Heads
+from stepsight.simulator.blocks.parts import column_linear, enter, leave, row_linear
+from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.blocks.step import Block, Item, Saved, Step
+from stepsight.simulator.blocks.unfused import unfused_core
+
+
+def attention(shape: RankShape, *, causal: bool = True, rotary: bool = False) -> Block:
+    """Self-attention with grouped queries; no norm and no residual."""
+    heads = self_heads(shape, causal)
+    width = heads.joined
+    rope: tuple[Step, ...] = ()
+    if rotary:
+        numel = shape.rows * (heads.heads + heads.kv_heads) * heads.head_dim
+        rope = (Step("rope", (shape.op("rope", numel),), (shape.op("rope_backward", numel),)),)
+    qkv = column_linear(shape, "qkv", width, shape.model.hidden)
+    out = row_linear(shape, "out", shape.model.hidden, heads.heads * heads.v_dim)
+    return (*enter(shape), qkv, *rope, *core(shape, heads), out, *leave(shape))
+
+
+def self_heads(shape: RankShape, causal: bool) -> Heads:
+    """Queries, keys and values of the same tokens, from one linear."""
+    model, tp = shape.model, shape.tp.size
+    heads, kv_heads, size = model.heads // tp, model.kv_heads // tp, model.head_size
+    joined = (heads + 2 * kv_heads) * size
+    return Heads(heads, kv_heads, size, size, shape.seq_len, shape.seq_len, causal, joined)
+
+
+def core(shape: RankShape, heads: Heads) -> Block:
+    """Queries, keys and values to what each head has found: what selective recomputation repeats."""
+    joined: tuple[Item, ...] = ()
+    if heads.joined:
+        joined = (shape.op("copy", shape.micro_batch * heads.q_len * heads.joined),)
+    if not shape.model.fused_attention:
+        return unfused_core(shape, heads, joined)
+    if shape.cp.size == 1:
+        sizes, causal = (heads.q_len, heads.kv_len), heads.causal
+        forward: tuple[Item, ...] = (heads.kernel(shape, "attention", *sizes, causal=causal),)
+        backward: tuple[Item, ...] = (heads.kernel(shape, "attention_backward", *sizes, causal=causal),)
+        temporary = 0
+    elif shape.context_parallel == "ring":
+        forward, backward = ring(shape, heads)
+        temporary = 2 * heads.kv_numel(shape) * shape.dtype_bytes + heads.out_numel(shape) * shape.dtype_bytes
+    else:
+        forward, backward = all_gather(shape, heads)
+        temporary = shape.cp.size * heads.kv_numel(shape) * shape.dtype_bytes
+    kept = (heads.q_numel(shape) + heads.kv_numel(shape)) * shape.dtype_bytes + heads.rows(shape) * 4
+    return (
+        Step(
+            "attention",
+            forward,
+            backward + joined,
+            saved=(Saved(kept),),  # with the logarithm of every row's sum in fp32
+            temporary_bytes=temporary,
+            attention_core=True,
+        ),
+    )

@@ -1,0 +1,43 @@
+"""BERT (Devlin et al. 2018, arXiv:1810.04805): an encoder with norms after the residuals, and masked tokens predicted.
+
+The loss is of every token, as in Hugging Face's ``BertForMaskedLM``; there is no pooler and no next-sentence loss.
+"""
+
+from __future__ import annotations
+
+from stepsight.simulator.blocks import vocabulary
+from stepsight.simulator.blocks.attention import attention
+from stepsight.simulator.blocks.mlp import activation, mlp
+from stepsight.simulator.blocks.parts import fork, linear, norm, residual
+from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.blocks.step import Block, Step
+
+TOKEN_TYPES = 2
+
+
+def layer(shape: RankShape, kind: str = "layer") -> Block:
+    """One encoder layer."""
+    look = (fork(shape), *attention(shape, causal=False), residual(shape), norm(shape, "norm1", fork=False))
+    return (*look, fork(shape), *mlp(shape), residual(shape), norm(shape, "norm2", fork=False))
+
+
+def embedding(shape: RankShape, shared: bool = False) -> Block:
+    """Tokens, positions and token types, and their norm."""
+    hidden, dims = shape.model.hidden, (shape.local_rows, shape.model.hidden, TOKEN_TYPES)
+    types = Step(
+        "token_types",
+        (shape.op("embedding", *dims), shape.op("add", shape.local_rows * hidden)),
+        weight_grad=(shape.op("embedding_backward", *dims),),
+        parameters=(TOKEN_TYPES * hidden,),
+        replicated=True,
+    )
+    words = vocabulary.tokens(shape, shared)
+    return (*words, vocabulary.positions(shape), types, norm(shape, "embedding_norm", fork=False))
+
+
+def head(shape: RankShape, shared: bool = False) -> Block:
+    """A transform, its norm, and logits with a bias."""
+    hidden, rows = shape.model.hidden, shape.local_rows
+    transform = linear(shape, "transform", hidden, hidden, rows, replicated=True)
+    found = (transform, activation(shape, rows, hidden), norm(shape, "head_norm", fork=False))
+    return (*found, *vocabulary.logits_and_loss(shape, shared, bias=True))

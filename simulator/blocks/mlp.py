@@ -1,0 +1,40 @@
+"""MLPs, gated or not."""
+
+from __future__ import annotations
+
+from stepsight.dataset.specs import ModelSpec
+from stepsight.simulator.blocks.parts import column_linear, enter, leave, row_linear
+from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.blocks.step import Block, Saved, Step
+
+
+def activation_kind(model: ModelSpec) -> str:
+    """T5 has ReLU or gated GELU (Raffel et al. 2019, arXiv:1910.10683), others GELU or gated SiLU."""
+    if model.family == "t5":
+        return "geglu" if model.gated_mlp else "relu"
+    return "swiglu" if model.gated_mlp else "gelu"
+
+
+def activation(shape: RankShape, rows: int, ffn: int) -> Step:
+    """What is between the two linears."""
+    kind, numel = activation_kind(shape.model), rows * ffn
+    width = 2 * ffn if shape.model.gated_mlp else ffn
+    return Step(
+        kind,
+        (shape.op(kind, numel),),
+        (shape.op(f"{kind}_backward", numel),),
+        saved=(Saved(rows * width * shape.dtype_bytes),),
+    )
+
+
+def mlp(shape: RankShape, ffn: int = 0, prefix: str = "") -> Block:
+    """A tensor-parallel MLP without norm and residual; ``ffn`` of all ranks, 0: the model's."""
+    model, own = shape.model, (ffn or shape.model.ffn) // shape.tp.size
+    first, width = ("gate_up", 2 * own) if model.gated_mlp else ("fc1", own)
+    return (
+        *enter(shape),
+        column_linear(shape, prefix + first, width, model.hidden),
+        activation(shape, shape.rows, own),
+        row_linear(shape, prefix + ("down" if model.gated_mlp else "fc2"), model.hidden, own),
+        *leave(shape),
+    )

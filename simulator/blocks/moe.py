@@ -1,0 +1,173 @@
+"""Mixtures of experts: a router sends every token to a few of many MLPs.
+
+The order of Megatron-Core's all-to-all dispatcher: route, permute by expert, all-to-all over the expert-parallel group
+(GShard, Lepikhin et al. 2020, arXiv:2006.16668), sort by local expert, grouped matrix products, and all of it back.
+Shared experts (DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066) run beside the dispatch.
+
+Experts are whole on a rank (``expert_tp`` 1) or shared by the tensor-parallel ranks, which then gather the tokens that
+each received and reduce-scatter what they found.  Without sequence parallelism all tensor-parallel ranks hold the same
+tokens: those that share experts all-reduce as after any row-parallel linear; those with whole experts take a part of
+the tokens each and gather the results (DeepSpeed-TED, Singh et al. 2023, arXiv:2303.06318).
+
+Tokens are those of the busiest expert-parallel rank, for which the others wait: ``imbalance`` of the mean, or
+``capacity_factor`` of it if that is less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stepsight.dataset.op import Op
+from stepsight.simulator.blocks.mlp import activation, mlp
+from stepsight.simulator.blocks.parts import cast, enter, fork, leave
+from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.blocks.step import Block, Comm, Join, Saved, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Rows at every stage of a mixture, on one rank.
+
+    Attributes:
+        routed: Tokens that this rank routes.
+        sent: Copies of them that go to experts.
+        received: Copies that come from the expert-parallel group.
+        computed: Copies that this rank's experts compute.
+    """
+
+    routed: int
+    sent: int
+    received: int
+    computed: int
+
+
+def token_counts(shape: RankShape) -> Tokens:
+    """How many tokens go where."""
+    model, tp = shape.model, shape.tp.size
+    routed = shape.local_rows
+    if tp > 1 and shape.expert_tp == 1 and not shape.sequence_parallel:
+        routed = shape.rows // tp
+    copies = routed * model.experts_per_token
+    most = model.capacity_factor or float("inf")
+    busiest = model.imbalance if shape.ep.size > 1 else 1.0
+    received = round(copies * min(busiest, most))
+    gathered = shape.expert_tp > 1 and shape.sequence_parallel
+    return Tokens(routed, round(copies * min(1.0, most)), received, received * tp if gathered else received)
+
+
+def experts(shape: RankShape) -> Block:
+    """The mixture in the place of an MLP, without norm and residual."""
+    model, count = shape.model, token_counts(shape)
+    split = shape.tp.size > 1 and not shape.sequence_parallel and shape.expert_tp == 1
+    reduce = shape.expert_tp > 1 and not shape.sequence_parallel
+    whole_bytes = shape.rows * model.hidden * shape.dtype_bytes
+    shared: Block = ()
+    if model.shared_experts:
+        shared = (fork(shape, "shared"), *mlp(shape, model.shared_experts * model.expert_ffn, "shared_"))
+    out = (*_away_and_back(shape, count, shared), _unpermute(shape, count))
+    if split:
+        own = Step("tp", backward=(shape.tp_comm("all_gather", whole_bytes),))
+        gather = Step("tp", (shape.tp_comm("all_gather", whole_bytes),))
+        block = (own, _router(shape, count), _permute(shape, count), *out, gather)
+    elif reduce:
+        block = (_router(shape, count), *enter(shape), _permute(shape, count), *out, *leave(shape))
+    else:
+        block = (_router(shape, count), _permute(shape, count), *out)
+    if shared:
+        block = (*block, Step("shared_add", (shape.op("add", shape.local_rows * model.hidden),)))
+    return block
+
+
+def _router(shape: RankShape, count: Tokens) -> Step:
+    """Scores in the activations' dtype, probabilities, choice and balancing loss in fp32."""
+    hidden, numel = shape.model.hidden, count.routed * shape.model.experts
+    sizes = (count.routed, shape.model.experts, hidden)
+    return Step(
+        "router",
+        (
+            shape.op("linear", *sizes),
+            Op("softmax", sizes[:2], "fp32"),
+            Op("reduce", (numel,), "fp32"),
+            Op("elementwise", (numel,), "fp32"),
+        ),
+        (
+            Op("elementwise", (numel,), "fp32"),
+            Op("softmax_backward", sizes[:2], "fp32"),
+            shape.op("linear_dgrad", *sizes),
+            shape.op("add", count.routed * hidden),  # to what comes back from the experts
+        ),
+        (shape.op("linear_wgrad", *sizes),),
+        (shape.model.experts * hidden,),
+        replicated=True,
+        saved=(Saved(count.routed * hidden * shape.dtype_bytes, "routed"), Saved(numel * 4)),
+    )
+
+
+def _permute(shape: RankShape, count: Tokens) -> Step:
+    dims = (count.sent, count.routed, shape.model.hidden)
+    return Step(
+        "permute", (shape.op("permute", *dims),), (shape.op("unpermute", *dims),), saved=(Saved(4 * count.sent),)
+    )
+
+
+def _unpermute(shape: RankShape, count: Tokens) -> Step:
+    """Copies weighted by their probabilities and summed: it keeps them for the router's gradient."""
+    dims = (count.sent, count.routed, shape.model.hidden)
+    return Step(
+        "unpermute",
+        (shape.op("unpermute", *dims),),
+        (shape.op("unpermute_backward", *dims),),
+        saved=(Saved(count.sent * shape.model.hidden * shape.dtype_bytes),),
+    )
+
+
+def _away_and_back(shape: RankShape, count: Tokens, shared: Block) -> Block:
+    """Copies to their experts and back; shared experts compute while they travel."""
+    model, size = shape.model, shape.dtype_bytes
+    before: Block = shared
+    after: Block = ()
+    if shape.ep.size > 1:
+        travel = shape.ep.collective("all_to_all", count.received * model.hidden * size)
+        here, beside = Comm(travel, "ep"), Comm(travel, "ep", beside=True)
+        after = (Step("combine", (here,), (here,)),)
+        if shared:  # in backward the same the other way round
+            arrive = Step("dispatch", (Join("ep"),), (beside,))
+            before = (Step("dispatch", (beside,), (Join("ep"),)), *shared, arrive)
+        else:
+            before = (Step("dispatch", (here,), (here,)),)
+    if count.computed > count.received:
+        num_bytes = count.computed * model.hidden * size
+        gather, scatter = shape.tp_comm("all_gather", num_bytes), shape.tp_comm("reduce_scatter", num_bytes)
+        before = (*before, Step("tp", (gather,), (scatter,)))
+        after = (Step("tp", (scatter,), (gather,)), *after)
+    if shape.ep.size > 1 and model.experts > shape.ep.size:
+        sort = shape.op("copy", count.computed * model.hidden)  # by sender to by expert
+        before = (*before, Step("sort", (sort,), (sort,)))
+        after = (Step("sort", (sort,), (sort,)), *after)
+    return (*before, *_local_experts(shape, count.computed), *after)
+
+
+def _local_experts(shape: RankShape, rows: int) -> Block:
+    """Grouped matrix products over this rank's experts."""
+    model, ffn = shape.model, shape.model.expert_ffn // shape.expert_tp
+    width, names = (2 * ffn, ("gate_up", "down")) if model.gated_mlp else (ffn, ("fc1", "fc2"))
+    return (
+        grouped_linear(shape, f"experts_{names[0]}", rows, width, model.hidden),
+        activation(shape, rows, ffn),
+        grouped_linear(shape, f"experts_{names[1]}", rows, model.hidden, ffn),
+    )
+
+
+def grouped_linear(shape: RankShape, name: str, rows: int, n: int, k: int) -> Step:
+    """One linear for each local expert, all in one kernel; ``rows`` of all of them."""
+    groups, bias = shape.model.experts // shape.ep.size, shape.model.has_bias
+    return Step(
+        name,
+        (*cast(shape, rows * k), shape.gemm("grouped_linear", groups, rows, n, k)),
+        (*cast(shape, rows * n), shape.gemm("grouped_linear_dgrad", groups, rows, n, k)),
+        (shape.gemm("grouped_linear_wgrad", groups, rows, n, k), *([shape.op("bias_grad", rows, n)] if bias else [])),
+        ((n,) * groups if bias else ()) + (n * k,) * groups,
+        weight_grad_first=not bias and shape.precision != "fp8",
+        expert=True,
+        saved=(Saved(rows * k * shape.gemm_bytes),),
+    )

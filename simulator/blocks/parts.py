@@ -1,0 +1,127 @@
+"""Parts that layers share: linears, norms, residuals, and where a tensor-parallel region begins and ends.
+
+Tensor parallelism is Megatron's (Shoeybi et al. 2019, arXiv:1909.08053): column- then row-parallel linears
+between two conjugate operators, ``enter`` and ``leave``.  Sequence parallelism is that of Korthikanti et al. 2022
+(arXiv:2205.05198).
+
+In fp8 a linear casts its input in forward and the gradient of its output in backward, each in one pass that reads two
+bytes and writes the value and its transpose (Transformer Engine); weights are cast once an iteration, with the
+optimizer's step, and not here.  What it keeps is the cast input.
+"""
+
+from __future__ import annotations
+
+from stepsight.dataset.op import Op
+from stepsight.dataset.specs import ModelSpec
+from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.blocks.step import Saved, Step
+
+
+def column_linear(shape: RankShape, name: str, n: int, k: int) -> Step:
+    """A column-parallel linear; it keeps its input as it was before an all-gather."""
+    return linear(shape, name, n, k, shape.rows, input_rows=shape.local_rows)
+
+
+def row_linear(shape: RankShape, name: str, n: int, k: int) -> Step:
+    """A row-parallel linear; with ranks that share its bias, the bias's gradient arrives last."""
+    return linear(shape, name, n, k, shape.rows, bias_first=shape.tp.size == 1)
+
+
+def linear(
+    shape: RankShape,
+    name: str,
+    n: int,
+    k: int,
+    rows: int,
+    *,
+    input_rows: int = 0,
+    bias: bool | None = None,
+    bias_first: bool = True,
+    replicated: bool = False,
+    keeps: str = "",
+) -> Step:
+    """A linear from ``[rows, k]`` to ``[rows, n]``.
+
+    Args:
+        shape: The rank.
+        name: For people.
+        n, k, rows: Sizes on this rank.
+        input_rows: Rows of the input that are kept, 0: all.
+        bias: None: as the model has it.
+        bias_first: Whether the bias's gradient arrives before the weight's.
+        replicated: Whether tensor-parallel ranks hold the same weights.
+        keeps: Name of the input, where other steps keep it too.
+    """
+    bias = shape.model.has_bias if bias is None else bias
+    weights = (n, n * k) if bias_first else (n * k, n)
+    weight_grad = (shape.gemm("linear_wgrad", rows, n, k), *([shape.op("bias_grad", rows, n)] if bias else []))
+    return Step(
+        name,
+        (*cast(shape, rows * k), shape.gemm("linear", rows, n, k)),
+        (*cast(shape, rows * n), shape.gemm("linear_dgrad", rows, n, k)),
+        weight_grad,
+        weights if bias else (n * k,),
+        weight_grad_first=not bias and shape.precision != "fp8",  # the cast gradient serves both: input's comes first
+        replicated=replicated,
+        saved=(Saved((input_rows or rows) * k * shape.gemm_bytes, keeps),),
+    )
+
+
+def cast(shape: RankShape, numel: int) -> tuple[Op, ...]:
+    """An operand of a matrix product to fp8, and its transpose; nothing in other precisions."""
+    return (shape.op("copy", numel),) if shape.precision == "fp8" else ()
+
+
+def norm_kind(model: ModelSpec) -> str:
+    """Models without biases have RMSNorm."""
+    return "layer_norm" if model.has_bias else "rms_norm"
+
+
+def norm(shape: RankShape, name: str, *, fork: bool = True, rows: int = 0, width: int = 0) -> Step:
+    """A norm; where the residual forks before it, the backward adds the two gradients."""
+    kind = norm_kind(shape.model)
+    rows, width = rows or shape.local_rows, width or shape.model.hidden
+    return Step(
+        name,
+        (shape.op(kind, rows, width),),
+        (shape.op(f"{kind}_backward", rows, width), *([shape.op("add", rows * width)] if fork else [])),
+        parameters=(width, width) if kind == "layer_norm" else (width,),
+        replicated=True,
+        saved=(Saved(rows * width * shape.dtype_bytes),),
+    )
+
+
+def fork(shape: RankShape, name: str = "fork") -> Step:
+    """Where an activation goes two ways: the backward adds the two gradients."""
+    return Step(name, backward=(shape.op("add", shape.local_rows * shape.model.hidden),))
+
+
+def residual(shape: RankShape) -> Step:
+    """Where the residual comes back."""
+    return Step("residual", forward=(shape.op("add", shape.local_rows * shape.model.hidden),))
+
+
+def enter(shape: RankShape, width: int = 0) -> tuple[Step, ...]:
+    """Before column-parallel linears: identity forward, all-reduce backward (all-gather, reduce-scatter with sp)."""
+    if shape.tp.size == 1:
+        return ()
+    num_bytes = _full_bytes(shape, width)
+    if shape.sequence_parallel:
+        gather = shape.tp_comm("all_gather", num_bytes)
+        return (Step("tp", (gather,), (shape.tp_comm("reduce_scatter", num_bytes),)),)
+    return (Step("tp", backward=(shape.tp_comm("all_reduce", num_bytes),)),)
+
+
+def leave(shape: RankShape) -> tuple[Step, ...]:
+    """After row-parallel linears: all-reduce forward, identity backward (reduce-scatter, all-gather with sp)."""
+    if shape.tp.size == 1:
+        return ()
+    num_bytes = _full_bytes(shape)
+    if shape.sequence_parallel:
+        scatter = shape.tp_comm("reduce_scatter", num_bytes)
+        return (Step("tp", (scatter,), (shape.tp_comm("all_gather", num_bytes),)),)
+    return (Step("tp", (shape.tp_comm("all_reduce", num_bytes),)),)
+
+
+def _full_bytes(shape: RankShape, width: int = 0) -> int:
+    return shape.rows * (width or shape.model.hidden) * shape.dtype_bytes

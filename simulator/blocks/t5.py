@@ -1,0 +1,111 @@
+"""T5 (Raffel et al. 2019, arXiv:1910.10683): an encoder, and a decoder that also looks at what the encoder found.
+
+RMSNorm before each part of a layer, no biases, ReLU or (version 1.1) gated GELU.  The first pipeline part looks up the
+tokens of both; what the decoder needs of them travels along with the encoder's activation, as the encoder's output then
+travels along with the decoder's: every boundary passes both.  Relative positions are a learned bias of the scores, one
+table for the encoder and one for the decoder, that every layer reads and whose gradient every layer adds to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from stepsight.dataset.specs import ModelSpec
+from stepsight.simulator.blocks import vocabulary
+from stepsight.simulator.blocks.attention import attention, core
+from stepsight.simulator.blocks.heads import Heads
+from stepsight.simulator.blocks.mlp import mlp
+from stepsight.simulator.blocks.parts import column_linear, enter, leave, norm, residual, row_linear
+from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.blocks.step import Block, Step
+
+BUCKETS = 32  # of relative positions
+
+
+def encoder_shape(shape: RankShape) -> RankShape:
+    """The same rank with the encoder's tokens."""
+    return replace(shape, model=replace(shape.model, seq_len=shape.model.encoder_seq_len))
+
+
+def layer_kinds(model: ModelSpec) -> tuple[tuple[str, int], ...]:
+    """The encoder's last layer has the encoder's final norm."""
+    encoder = (("encoder", model.encoder_layers - 1), ("last_encoder", 1), ("decoder", model.layers))
+    return tuple((kind, count) for kind, count in encoder if count)
+
+
+def boundary_bytes(shape: RankShape, layers_before: int) -> int:
+    """Encoder's and decoder's activation, wherever the boundary is."""
+    rows = shape.local_rows + encoder_shape(shape).local_rows
+    return rows * shape.model.hidden * shape.dtype_bytes
+
+
+def layer(shape: RankShape, kind: str) -> Block:
+    """One layer of the encoder or of the decoder."""
+    if kind == "decoder":
+        look = (norm(shape, "norm1"), *_biased(shape, causal=True), residual(shape), *_cross(shape))
+        return (*look, norm(shape, "norm3"), *mlp(shape), residual(shape))
+    shape = encoder_shape(shape)
+    look = (norm(shape, "norm1"), *_biased(shape, causal=False), residual(shape))
+    end = (norm(shape, "encoder_norm", fork=False),) if kind == "last_encoder" else ()
+    return (*look, norm(shape, "norm2"), *mlp(shape), residual(shape), *end)
+
+
+def _biased(shape: RankShape, *, causal: bool) -> Block:
+    """Self-attention with relative positions: unfused kernels add the bias to the scores."""
+    numel = _scores(shape)
+    block = list(attention(shape, causal=causal))
+    for index, step in enumerate(block):
+        if step.name == "attention":
+            block[index] = replace(step, backward=(*step.backward, shape.op("add", numel)))
+        elif step.name == "scores":
+            add, reduce = (shape.op(word, shape.micro_batch * numel) for word in ("add", "reduce"))
+            block[index] = replace(step, forward=(*step.forward, add), backward=(reduce, *step.backward))
+    return tuple(block)
+
+
+def _scores(shape: RankShape) -> int:
+    """Scores of one sequence on one rank."""
+    return shape.model.heads // shape.tp.size * shape.seq_len * shape.model.seq_len
+
+
+def _cross(shape: RankShape) -> Block:
+    """Attention of the decoder's tokens to the encoder's."""
+    model, far = shape.model, encoder_shape(shape)
+    heads, kv_heads, size = model.heads // shape.tp.size, model.kv_heads // shape.tp.size, model.head_size
+    sizes = Heads(heads, kv_heads, size, size, shape.seq_len, far.seq_len, causal=False)
+    sums = Step("fork", backward=(shape.op("add", far.local_rows * model.hidden),))  # gradients of the encoder's output
+    return (
+        norm(shape, "norm2"),
+        *enter(shape),
+        column_linear(shape, "cross_q", heads * size, model.hidden),
+        sums,
+        *enter(far),
+        column_linear(far, "cross_kv", 2 * kv_heads * size, model.hidden),
+        *core(shape, sizes),
+        row_linear(shape, "cross_out", model.hidden, heads * size),
+        *leave(shape),
+        residual(shape),
+    )
+
+
+def embedding(shape: RankShape, shared: bool = False) -> Block:
+    """The tokens of the encoder and, from the same table, those of the decoder; the tables of relative positions."""
+    far = encoder_shape(shape)
+    tables = (_relative(far, "encoder_positions"), _relative(shape, "decoder_positions"))
+    return (*vocabulary.tokens(far, shared), *vocabulary.tokens(shape, again=True), *tables)
+
+
+def _relative(shape: RankShape, name: str) -> Step:
+    heads = shape.model.heads // shape.tp.size
+    dims = (_scores(shape) // heads, heads, BUCKETS)
+    return Step(
+        name,
+        (shape.op("embedding", *dims),),
+        weight_grad=(shape.op("embedding_backward", *dims),),
+        parameters=(BUCKETS * heads,),
+    )
+
+
+def head(shape: RankShape, shared: bool = False) -> Block:
+    """Final norm, logits and loss of the decoder."""
+    return (norm(shape, "final_norm", fork=False), *vocabulary.logits_and_loss(shape, shared))

@@ -1,0 +1,60 @@
+"""Attention as separate kernels that keep the score matrix.
+
+Korthikanti et al. 2022 (arXiv:2205.05198) count 5 a s^2 b bytes for it in 16 bits: 2 for the softmax's output, 1 for
+the mask of a dropout and 2 for what the dropout leaves.  There is no dropout here: 2 a s^2 b are kept, once, as the
+softmax's output and as the second product's input.  The whole square is computed, masked or not.
+"""
+
+from __future__ import annotations
+
+from stepsight.simulator.blocks.context import gathers
+from stepsight.simulator.blocks.heads import Heads
+from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.blocks.step import Block, Item, Saved, Step
+
+
+def unfused_core(shape: RankShape, heads: Heads, joined: tuple[Item, ...]) -> Block:
+    """Scores, softmax and weighted values; ``joined`` ends the backward.
+
+    With context parallelism the keys and values of all ranks are fetched first (``all_gather``).
+    """
+    batch, q_len, kv_len = shape.micro_batch * heads.heads, heads.q_len, heads.kv_len * shape.cp.size
+    numel = batch * q_len * kv_len
+    kv_numel, size = heads.kv_numel(shape) * shape.cp.size, shape.dtype_bytes
+
+    def product(m: int, n: int, k: int) -> Item:
+        return shape.op("batched_matmul", batch, m, n, k)
+
+    fetch: tuple[Item, ...] = ()
+    bring: tuple[Item, ...] = ()
+    if shape.cp.size > 1:
+        gather, scatter = gathers(shape, heads)
+        fetch, bring = (gather,), (scatter,)
+    if heads.kv_heads < heads.heads:  # grouped queries: keys and values are repeated for every head
+        repeated = kv_numel * heads.heads // heads.kv_heads
+        fetch, bring = (*fetch, shape.op("copy", repeated)), (shape.op("reduce", repeated), *bring)
+        kv_numel = repeated
+    k_numel = kv_numel * heads.head_dim // (heads.head_dim + heads.v_dim)
+    scores = Step(
+        "scores",
+        (*fetch, product(q_len, kv_len, heads.head_dim)),
+        (product(q_len, heads.head_dim, kv_len), product(kv_len, heads.head_dim, q_len), *bring, *joined),
+        saved=(Saved((heads.q_numel(shape) + k_numel) * size),),
+        attention_core=True,
+    )
+    softmax = Step(
+        "softmax",
+        (shape.op("softmax", batch * q_len, kv_len),),
+        (shape.op("softmax_backward", batch * q_len, kv_len),),
+        saved=(Saved(numel * size, "scores"),),
+        temporary_bytes=numel * size,
+        attention_core=True,
+    )
+    context = Step(
+        "context",
+        (product(q_len, heads.v_dim, kv_len),),
+        (product(q_len, kv_len, heads.v_dim), product(kv_len, heads.v_dim, q_len)),
+        saved=(Saved((kv_numel - k_numel) * size),),
+        attention_core=True,
+    )
+    return (scores, softmax, context)
