@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from stepsight.dataset.errors import JobError, StepsightError
 from stepsight.dataset.files import digest
@@ -135,8 +136,79 @@ def strategies(job: Job, space: Space | None = None) -> Iterator[Job]:
             yield _build(job, layout, dict(zip(options, values, strict=True)))
 
 
+class Grid:
+    """Every legal strategy as the parameters of an Optuna trial, and which of them are left to evaluate.
+
+    Shapes: ``n`` strategies.
+
+    Attributes:
+        left: ``(n,)``, what was not taken yet.
+
+    Raises:
+        JobError: If there is none.
+    """
+
+    def __init__(self, job: Job, space: Space) -> None:
+        self._job = job
+        found = {f"tp{tp}-pp{pp}-dp{dp}": (tp, pp, dp) for tp, pp, dp in layouts(job, space)}
+        options = {name: _options(job, space, layout) for name, layout in found.items()}
+        self._layouts = found
+        self._options = {name: option for name, option in options.items() if all(option.values())}
+        self._points = [
+            (name, values) for name, option in self._options.items() for values in itertools.product(*option.values())
+        ]
+        if not self._points:
+            raise JobError(
+                f"no legal strategy for {job.cluster.num_devices} devices and global_batch {job.batch.global_batch}"
+            )
+        self._places = {point: index for index, point in enumerate(self._points)}
+        columns = zip(*((*found[name], *values) for name, values in self._points), strict=True)
+        self._codes = np.stack([np.unique(np.array(column), return_inverse=True)[1] for column in columns], axis=1)
+        self._turn = np.arange(len(self._points))
+        self.left = np.ones(len(self._points), dtype=np.bool_)
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def shuffle(self, seed: int) -> None:
+        """Which of several nearest strategies comes first."""
+        self._turn = np.random.default_rng(seed).permutation(len(self))
+
+    def take(self, index: int) -> Job:
+        """The job of a strategy, which is then no longer left."""
+        name, values = self._points[index]
+        self.left[index] = False
+        return _build(self._job, self._layouts[name], dict(zip(self._options[name], values, strict=True)))
+
+    def params(self, index: int) -> dict[str, Any]:
+        """Of a trial.  A parameter's choices may not change within a study: where they depend on the layout, so does
+        its name."""
+        name, values = self._points[index]
+        named = zip(self._options[name].items(), values, strict=True)
+        return {"layout": name, **{_label(key, of): value for (key, of), value in named}}
+
+    def suggest(self, trial: optuna.Trial) -> int:
+        """The strategy that a trial's sampler chooses."""
+        name = trial.suggest_categorical("layout", list(self._options))
+        option = self._options[name]
+        return self._places[
+            name, tuple(trial.suggest_categorical(_label(key, values), values) for key, values in option.items())
+        ]
+
+    def index(self, params: dict[str, Any]) -> int | None:
+        """The strategy with these parameters, None if it is not in this grid."""
+        name = params.get("layout", "")
+        keys = [_label(key, values) for key, values in self._options.get(name, {}).items()]
+        return self._places.get((name, tuple(params.get(key) for key in keys)))
+
+    def nearest(self, index: int) -> int:
+        """The strategy left that differs from this one in the fewest choices."""
+        left = np.flatnonzero(self.left)
+        distance = (self._codes[left] != self._codes[index]).sum(axis=1)
+        return int(left[np.lexsort((self._turn[left], distance))[0]])
+
+
 def _label(key: str, values: list[Any]) -> str:
-    """A parameter's name.  Its choices may not change within a study: where they depend on the layout, so does it."""
     return f"{key}[{'|'.join(map(str, values))}]"
 
 
@@ -197,10 +269,11 @@ def search(
     Args:
         job: Gives the model, global batch and cluster; its own strategy is only the template for what the
             space does not vary.
-        trials: At most so many trials; a space that is not larger is enumerated whole (``auto``).
+        trials: At most so many distinct strategies beside those of a stored study; a space that is not larger is
+            enumerated whole (``auto``).
         sampler: ``tpe``, ``random``, or ``auto``: enumeration where ``trials`` allow it, else ``tpe``.
         storage: None, a database URL, or a journal file's path; a stored study of that name goes on.
-        on_trial: Called with the trial's number and the best time so far.
+        on_trial: Called with the number of the strategy and the best time so far.
 
     Raises:
         JobError: If no legal strategy exists.
@@ -215,57 +288,56 @@ def search(
         raise StepsightError(f"trials must be >= 1, got {trials}")
     if sampler not in SAMPLERS:
         raise StepsightError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
-    found = {f"tp{tp}-pp{pp}-dp{dp}": (tp, pp, dp) for tp, pp, dp in layouts(job, space)}
-    options = {name: _options(job, space, layout) for name, layout in found.items()}
-    options = {name: option for name, option in options.items() if all(option.values())}
-    legal = sum(math.prod(map(len, option.values())) for option in options.values())
-    if not legal:
-        raise JobError(
-            f"no legal strategy for {job.cluster.num_devices} devices and global_batch {job.batch.global_batch}"
-        )
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    grid = Grid(job, space)
     study = _study(storage, study_name, _question(job, predictor, space))
     seed += len(study.trials)  # a study that goes on does not repeat its choices
+    whole = sampler == "auto" and len(grid) <= trials
     study.sampler = (
-        optuna.samplers.RandomSampler(seed) if sampler == "random" else optuna.samplers.TPESampler(seed=seed)
+        optuna.samplers.RandomSampler(seed) if whole or sampler == "random" else optuna.samplers.TPESampler(seed=seed)
     )
-    if sampler == "auto" and legal <= trials:
-        trials = legal
-        for name, option in options.items():
-            for values in itertools.product(*option.values()):
-                chosen = zip(option.items(), values, strict=True)
-                study.enqueue_trial({"layout": name, **{_label(key, of): value for (key, of), value in chosen}})
-    seen: dict[Job, Choice] = {}
-    best: float | None = None
+    grid.shuffle(seed)
+    choices: list[Choice] = []
 
-    def ask(name: str, chosen: dict[str, Any]) -> Choice:
-        candidate = _build(job, found[name], chosen)
-        if candidate not in seen:
-            prediction = predict(candidate, predictor)
-            seen[candidate] = Choice(candidate, prediction, prediction.memory.fits)
-        return seen[candidate]
+    def evaluate(index: int) -> Choice:
+        candidate = grid.take(index)
+        prediction = predict(candidate, predictor)
+        choices.append(Choice(candidate, prediction, prediction.memory.fits))
+        return choices[-1]
 
     for earlier in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,)):
-        name = earlier.params["layout"]
-        ask(name, {key: earlier.params[_label(key, values)] for key, values in options[name].items()})
-
-    def objective(trial: optuna.Trial) -> float:
-        name = trial.suggest_categorical("layout", list(options))
-        chosen = {key: trial.suggest_categorical(_label(key, values), values) for key, values in options[name].items()}
-        choice = ask(name, chosen)
-        trial.set_constraint("memory", choice.prediction.memory.peak_bytes - choice.prediction.memory.capacity_bytes)
-        return choice.prediction.iteration_time_s
-
-    def report(_: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
-        nonlocal best
-        fitting = [c.prediction.iteration_time_s for c in seen.values() if c.fits]
-        best = min(fitting, default=None)
+        index = grid.index(earlier.params)
+        if index is not None and grid.left[index]:
+            evaluate(index)
+    for number in range(min(trials, int(grid.left.sum()))):
+        if whole:
+            study.enqueue_trial(grid.params(int(np.argmax(grid.left))))
+        trial, index = _ask(study, grid)
+        try:
+            choice = evaluate(index)
+        except BaseException:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            raise
+        memory = choice.prediction.memory
+        trial.set_constraint("memory", memory.peak_bytes - memory.capacity_bytes)
+        study.tell(trial, choice.prediction.iteration_time_s)
         if on_trial is not None:
-            on_trial(trial.number, best)
+            on_trial(number, min((c.prediction.iteration_time_s for c in choices if c.fits), default=None))
+    choices.sort(key=lambda c: (not c.fits, c.prediction.iteration_time_s))
+    return SearchResult(choices, len(choices), len(grid))
 
-    study.optimize(objective, n_trials=trials, callbacks=[report])
-    choices = sorted(seen.values(), key=lambda c: (not c.fits, c.prediction.iteration_time_s))
-    return SearchResult(choices, len(seen), legal)
+
+def _ask(study: optuna.Study, grid: Grid) -> tuple[optuna.Trial, int]:
+    """A trial of a strategy that was not evaluated yet; in place of one that was, the nearest that was not."""
+    import optuna
+
+    while True:
+        trial = study.ask()
+        index = grid.suggest(trial)
+        if grid.left[index]:
+            return trial, index
+        study.tell(trial, state=optuna.trial.TrialState.FAIL)  # samplers learn nothing from these
+        study.enqueue_trial(grid.params(grid.nearest(index)))
 
 
 def exhaustive(job: Job, predictor: Predictor | None = None, space: Space | None = None) -> SearchResult:

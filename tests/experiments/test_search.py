@@ -7,7 +7,7 @@ import pytest
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.job import Job
-from stepsight.experiments.search import Space, exhaustive, layouts, search, strategies
+from stepsight.experiments.search import Grid, Space, exhaustive, layouts, search, strategies
 
 SMALL = Space(schedules=("1f1b",), zero_stages=(0, 1), recompute=("none", "full"), micro_batches=(1, 2))
 
@@ -34,6 +34,52 @@ def test_tpe_comes_close(job: Job) -> None:
     """With fewer trials than strategies, TPE is within 10 % of the best."""
     found, reference = search(job, space=SMALL, trials=40, sampler="tpe"), exhaustive(job, space=SMALL)
     assert found.best.prediction.iteration_time_s <= 1.1 * reference.best.prediction.iteration_time_s
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
+def test_every_trial_is_another_strategy(job: Job, sampler: str) -> None:
+    """No trial repeats one, until there are none left; the same seed asks the same."""
+    legal = exhaustive(job, space=SMALL).legal
+    once, again = (search(job, space=SMALL, trials=legal - 5, sampler=sampler, seed=3) for _ in range(2))
+    assert once.evaluated == len({choice.job for choice in once.choices}) == legal - 5
+    assert [choice.job for choice in once.choices] == [choice.job for choice in again.choices]
+    assert search(job, space=SMALL, trials=legal + 50, sampler=sampler).evaluated == legal
+
+
+def test_a_duplicate_becomes_its_nearest_neighbour(job: Job) -> None:
+    grid = Grid(job, SMALL)
+    first = grid.take(0)
+    neighbour = grid.take(grid.nearest(0))
+    differs = [
+        key
+        for section in ("parallel", "batch")
+        for key, value in first.to_dict()[section].items()
+        if neighbour.to_dict()[section][key] != value
+    ]
+    assert len(differs) == 1
+    assert grid.index(grid.params(7)) == 7 and grid.index({"layout": "tp9"}) is None
+
+
+def test_an_interrupted_search_goes_on(job: Job, tmp_path: Path) -> None:
+    """A study that was stopped in the middle keeps what it knows and repeats nothing."""
+
+    def stop(number: int, best: float | None) -> None:
+        if number == 2:
+            raise KeyboardInterrupt
+
+    storage = str(tmp_path / "study.log")
+    with pytest.raises(KeyboardInterrupt):
+        search(job, space=SMALL, trials=500, storage=storage, study_name="s", on_trial=stop)
+    numbers: list[int] = []
+    found = search(
+        job,
+        space=SMALL,
+        trials=500,
+        storage=storage,
+        study_name="s",
+        on_trial=lambda number, best: numbers.append(number),
+    )
+    assert found.evaluated == found.legal == len(numbers) + 3
 
 
 def test_strategies_are_legal_and_distinct(job: Job) -> None:
@@ -65,7 +111,7 @@ def test_storage_goes_on(job: Job, tmp_path: Path) -> None:
         from stepsight.experiments.search import _storage
 
         study = optuna.load_study(study_name="s", storage=_storage(storage))
-        assert len(study.trials) == 6
+        assert len(study.get_trials(states=(optuna.trial.TrialState.COMPLETE,))) == 6
 
 
 def test_bad_input(job: Job) -> None:
