@@ -119,6 +119,8 @@ def typed(value: Any, kind: type[T], name: str) -> T:
     """
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{name} must be a {_WORDS.get(kind, kind.__name__)}, got {value!r:.80}")
+    if isinstance(value, str) and not value.isprintable():
+        raise ValueError(f"{name} must be printable, got {value!a:.80}")
     return value
 
 

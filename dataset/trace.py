@@ -245,10 +245,9 @@ class Collection:
         return iter(self.runs)
 
     @property
-    def note(self) -> str:
-        """One line on what is missing, "" if nothing is."""
-        names = [*(f"runs/{name}" for name in self.absent), *(f"events/{name}.json" for name in self.absent_events)]
-        return f"{self.folder}: planned but absent: {', '.join(names)}" if names else ""
+    def missing(self) -> list[str]:
+        """What was planned and is not there."""
+        return [*(f"runs/{name}" for name in self.absent), *(f"events/{name}.json" for name in self.absent_events)]
 
     def traces(self, role: str | None = None) -> Iterator[Trace]:
         """Read the complete runs (of a role) that have traces, one after the other."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.errors import CollectError
-from stepsight.dataset.files import read_json, write_json
+from stepsight.dataset.files import check_writable, read_json, write_json
 from stepsight.dataset.harness.plan import check_plan
 from stepsight.dataset.job import Job
 from stepsight.training.planning import collectable, make_plan
@@ -62,6 +62,7 @@ def collect_jobs(
     progress: bool,
 ) -> dict[str, Any]:
     """Plan and run job files, or run one plan file; the summary says what was measured."""
+    check_writable(out)
     if len(paths) == 1 and paths[0].name.endswith("plan.json"):
         plan = read_plan(paths[0])
     else:

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.errors import CollectError
-from stepsight.dataset.files import write_json, write_text
+from stepsight.dataset.files import check_writable, write_json, write_text
 from stepsight.experiments.collecting import available_ranks, run_plan
 from stepsight.experiments.local_jobs import heldout_jobs, profile_only_jobs, search_job, train_jobs
 from stepsight.experiments.plots import predicted_against_measured, search_result
 from stepsight.experiments.reporting import summary_text
 from stepsight.experiments.search import search
-from stepsight.training.evaluation import evaluate
+from stepsight.training.evaluation import Evaluation, evaluate
 from stepsight.training.fit import train
 from stepsight.training.planning import make_plan
+from stepsight.training.tracking import reopened
 
 TRAIN_COUNTS = {"rounds": 2, "steps": 4, "warmup": 2, "profile_steps": 2}
 HELDOUT_COUNTS = {"rounds": 3, "steps": 4, "warmup": 2, "profile_steps": 2}
@@ -35,6 +36,15 @@ def demo_plan() -> dict[str, Any]:
     return make_plan(turns, profile_jobs=[*training, *profile_only_jobs()], event_seconds=EVENT_SECONDS)
 
 
+def heldout_metrics(evaluation: Evaluation) -> dict[str, float]:
+    """What MLflow is told of runs that no training saw."""
+    return {
+        "heldout_mape": evaluation.mape,
+        "heldout_spearman": evaluation.spearman,
+        "heldout_coverage": evaluation.coverage,
+    }
+
+
 def run_demo(out: Path) -> tuple[dict[str, Any], str]:
     """Measure, train, predict held-out runs, search; everything lands in ``out``.
 
@@ -46,6 +56,7 @@ def run_demo(out: Path) -> tuple[dict[str, Any], str]:
     """
     if available_ranks() < 2:
         raise CollectError(f"the demo needs 2 cores (or GPUs) for 2 ranks, got {available_ranks()}")
+    check_writable(out)
     started = time.monotonic()
 
     def say(text: str) -> None:
@@ -59,6 +70,7 @@ def run_demo(out: Path) -> tuple[dict[str, Any], str]:
     predictor = train([collection], out / "predictor", hardware_name="local-cpu", tracking_uri=uri, progress=True)
     say("predicting the held-out runs")
     evaluation = evaluate(predictor, collection, role="heldout")
+    reopened(uri, predictor.manifest["mlflow_run_id"]).log({}, heldout_metrics(evaluation), {})
     say("searching a strategy for a larger cluster")
     target = search_job()
     found = search(target, predictor, trials=SEARCH_TRIALS)

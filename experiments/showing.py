@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.eventfile import read_event_file
 from stepsight.dataset.job import Job
+from stepsight.dataset.manifest import RunManifest, read_object
+from stepsight.dataset.trace import read_collection, read_run
 from stepsight.experiments.tables import Number, table
 
 
@@ -25,16 +28,11 @@ def describe(path: Path) -> dict[str, Any]:
             return describe(path / "summary.json")
         if (path / "runs").is_dir():
             return describe_collection(path)
-        manifest = _json(path / "manifest.json") if (path / "manifest.json").is_file() else {}
-        if "rounds" in manifest:
-            return _run(path)
-        if manifest:
-            return _predictor(path)
+        if (path / "manifest.json").is_file():
+            return _predictor(path) if "format" in read_object(path / "manifest.json") else _run(path)
         raise StepsightError(f"{path} is no collection (runs/), run or predictor (manifest.json)")
-    if path.suffix == ".json" and "heldout" in (value := _json(path)):
-        from stepsight.experiments.reporting import summary_text
-
-        return {**value, "text": summary_text(value)}
+    if path.suffix == ".json" and "heldout" in (value := read_object(path)):
+        return _summary(path, value)
     job = Job.from_file(path)
     parallel = job.parallel
     rows = [[section, key, value] for section, keys in job.to_dict().items() for key, value in keys.items()]
@@ -48,34 +46,36 @@ def describe(path: Path) -> dict[str, Any]:
     }
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _summary(path: Path, value: dict[str, Any]) -> dict[str, Any]:
+    from stepsight.experiments.reporting import summary_text
+
     try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise StepsightError(f"cannot read {path}: {error}") from None
-    if not isinstance(value, dict):
-        raise StepsightError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
+        return {**value, "text": summary_text(value)}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StepsightError(
+            f"{path} must be the summary of a demo, got {type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from None
 
 
-def run_row(manifest: dict[str, Any]) -> dict[str, Any]:
-    """One line about a run: median of the unprofiled steps and their spread over all."""
-    seconds = [s for steps in manifest["rounds"] for s in steps]
-    medians = [statistics.median(steps) for steps in manifest["rounds"]]
+def run_row(manifest: RunManifest) -> dict[str, Any]:
+    """One line about a run: median of the unprofiled steps and the spread of the rounds' medians."""
+    medians = [statistics.median(steps) for steps in manifest.rounds]
+    whole = manifest.iteration_time_s
     return {
-        "name": manifest["name"],
-        "role": manifest["role"],
-        "ranks": manifest["world_size"],
-        "steps": len(seconds),
-        "measured_s": statistics.median(seconds),
-        "spread_percent": 100 * (max(medians) - min(medians)) / statistics.median(seconds),
+        "name": manifest.name,
+        "role": manifest.role,
+        "ranks": manifest.world_size,
+        "steps": len(manifest.step_seconds),
+        "measured_s": whole,
+        "spread_percent": 100 * (max(medians) - min(medians)) / whole,
     }
 
 
 def describe_collection(path: Path) -> dict[str, Any]:
-    """Runs and event profiles of a collection."""
-    rows = [run_row(_json(p)) for p in sorted(path.glob("runs/*/manifest.json")) if not p.parent.name.startswith(".")]
-    events = {p.stem: len(_json(p)["records"]) for p in sorted(path.glob("events/*.json")) if p.name[0] != "."}
+    """Runs and event profiles of a collection, and what is planned but absent."""
+    collection = read_collection(path)
+    rows = [run_row(manifest) for manifest in collection]
+    events = {file.stem: len(read_event_file(file).works) for file in collection.events}
     cells = [
         [r["name"], r["role"], r["ranks"], r["steps"], Number(1e3 * r["measured_s"]), Number(r["spread_percent"])]
         for r in rows
@@ -83,12 +83,12 @@ def describe_collection(path: Path) -> dict[str, Any]:
     text = f"collection {path}\n" + table(["run", "role", "ranks", "steps", "median ms", "spread % over rounds"], cells)
     for name, count in events.items():
         text += f"\nevents {name}: {count} distinct signatures measured"
-    return {"collection": str(path), "runs": rows, "events": events, "text": text}
+    if collection.missing:
+        text += f"\nplanned but absent: {', '.join(collection.missing)}"
+    return {"collection": str(path), "runs": rows, "events": events, "absent": collection.missing, "text": text}
 
 
 def _run(path: Path) -> dict[str, Any]:
-    from stepsight.dataset.trace import read_run
-
     trace = read_run(path)
     totals: dict[str, list[float]] = {}
     for segment in trace.segments():
@@ -98,7 +98,7 @@ def _run(path: Path) -> dict[str, Any]:
             entry[1] += float(seconds)
     whole = sum(seconds for _, seconds in totals.values()) or 1.0
     ordered = sorted(totals.items(), key=lambda item: -item[1][1])
-    row = run_row(_json(path / "manifest.json"))
+    row = run_row(trace.manifest)
     cells = [[kind, int(n), Number(1e3 * s, 2), Number(100 * s / whole)] for kind, (n, s) in ordered]
     text = f"run {row['name']}: {1e3 * row['measured_s']:.1f} ms on {row['ranks']} rank(s)\n"
     text += table(["kind", "calls traced", "ms", "%"], cells)

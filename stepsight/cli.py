@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -13,6 +14,8 @@ from stepsight.dataset.errors import StepsightError
 
 if TYPE_CHECKING:
     from stepsight.training.predictor import Predictor
+
+_USAGE: Any = typer.BadParameter.__base__  # click's UsageError, which newer versions of typer bring along
 
 app = typer.Typer(
     name="stepsight",
@@ -25,12 +28,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+def path(text: str) -> Path:
+    """A path that a user names: not the empty one, which would be the current folder."""
+    if not text:
+        raise typer.BadParameter("a path must not be empty, got ''")
+    return Path(text)
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON, and nothing else, on stdout.")]
 PredictorPath = Annotated[
     Path | None,
     typer.Option(
         "--predictor",
         "-p",
+        parser=path,
         help="Folder of a trained predictor. Without it the answer is a roofline from hardware facts, and says so.",
     ),
 ]
@@ -51,9 +63,12 @@ def _load(path: Path | None) -> Predictor | None:
 @app.command()
 def collect(
     jobs: Annotated[
-        list[Path], typer.Argument(help="Job files (.toml or .json) to run for real, or one plan (plan.json).")
+        list[Path],
+        typer.Argument(parser=path, help="Job files (.toml or .json) to run for real, or one plan (plan.json)."),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Collection folder. A killed collection resumes there.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", parser=path, help="Collection folder. A killed collection resumes there.")
+    ],
     role: Annotated[
         str, typer.Option(help="What the runs are for: only `train` runs may train a predictor.")
     ] = "train",
@@ -86,8 +101,10 @@ def collect(
 
 @app.command()
 def train(
-    collections: Annotated[list[Path], typer.Argument(help="Collection folders written by `stepsight collect`.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the predictor to write.")],
+    collections: Annotated[
+        list[Path], typer.Argument(parser=path, help="Collection folders written by `stepsight collect`.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", parser=path, help="Folder of the predictor to write.")],
     hardware: Annotated[
         str, typer.Option(help="Name that jobs give this hardware in [cluster] hardware.")
     ] = "local-cpu",
@@ -113,10 +130,11 @@ def train(
 
 @app.command()
 def predict(
-    jobs: Annotated[list[Path], typer.Argument(help="Job files (.toml or .json).")],
+    jobs: Annotated[list[Path], typer.Argument(parser=path, help="Job files (.toml or .json).")],
     predictor: PredictorPath = None,
     timeline: Annotated[
-        Path | None, typer.Option(help="Write the predicted timeline here; open it at ui.perfetto.dev. One job only.")
+        Path | None,
+        typer.Option(parser=path, help="Write the predicted timeline here; open it at ui.perfetto.dev. One job only."),
     ] = None,
     level: Annotated[str, typer.Option(help="Detail of the timeline: `segment` or `op`.")] = "segment",
     as_json: Json = False,
@@ -127,7 +145,7 @@ def predict(
 
         stepsight predict examples/gpt3-175b-1024.toml --timeline timeline.json
     """
-    from stepsight.dataset.files import write_text
+    from stepsight.dataset.files import check_output_file, write_text
     from stepsight.dataset.job import Job
     from stepsight.experiments.reporting import prediction_report
     from stepsight.training.prediction import predict as ask
@@ -136,6 +154,8 @@ def predict(
         raise StepsightError(f"--level must be segment or op, got {level!r}")
     if timeline is not None and len(jobs) != 1:
         raise StepsightError(f"--timeline takes one job, got {len(jobs)}")
+    if timeline is not None:
+        check_output_file(timeline)
     loaded = _load(predictor)
     read = [Job.from_file(path) for path in jobs]
     predictions = [ask(job, loaded) for job in read]
@@ -148,7 +168,7 @@ def predict(
 
 @app.command()
 def search(
-    job: Annotated[Path, typer.Argument(help="Job file: its model, global batch and cluster are kept.")],
+    job: Annotated[Path, typer.Argument(parser=path, help="Job file: its model, global batch and cluster are kept.")],
     predictor: PredictorPath = None,
     trials: Annotated[int, typer.Option(min=1, help="Trials; a space that is not larger is tried whole.")] = 200,
     sampler: Annotated[
@@ -161,7 +181,7 @@ def search(
     ] = None,
     study: Annotated[str | None, typer.Option(help="Name of the study in the storage; goes on if it exists.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Write time against memory of all strategies here (.png, .svg).")
+        Path | None, typer.Option(parser=path, help="Write time against memory of all strategies here (.png, .svg).")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -171,13 +191,16 @@ def search(
 
         stepsight search examples/gpt3-175b-1024.toml --trials 300 --plot search.png
     """
+    from stepsight.dataset.files import check_output_file
     from stepsight.dataset.job import Job
     from stepsight.experiments.plots import FORMATS, search_result
     from stepsight.experiments.reporting import search_report
     from stepsight.experiments.search import search as find
 
-    if plot is not None and plot.suffix not in FORMATS:
-        raise StepsightError(f"--plot ends in {', '.join(FORMATS)}, got {str(plot)!r}")
+    if plot is not None:
+        if plot.suffix not in FORMATS:
+            raise StepsightError(f"--plot ends in {', '.join(FORMATS)}, got {str(plot)!r}")
+        check_output_file(plot)
     read = Job.from_file(job)
     loaded = _load(predictor)
     on_trial = _trial_progress(trials)
@@ -202,7 +225,9 @@ def _trial_progress(trials: int) -> Any:
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where everything is written.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option("--out", "-o", parser=path, help="Where everything is written.")] = Path(
+        "runs/demo"
+    ),
     as_json: Json = False,
 ) -> None:
     """The whole product on this machine: measure, train, predict held-out runs, search (about four minutes)."""
@@ -214,7 +239,9 @@ def demo(
 
 @app.command()
 def show(
-    path: Annotated[Path, typer.Argument(help="A job file, collection, run folder, predictor or summary.json.")],
+    path: Annotated[
+        Path, typer.Argument(parser=path, help="A job file, collection, run folder, predictor or summary.json.")
+    ],
     as_json: Json = False,
 ) -> None:
     """Say what a file or folder is and what is in it."""
@@ -224,13 +251,40 @@ def show(
     _answer(description, description.pop("text"), as_json)
 
 
+# What an interrupted verb leaves behind.
+_LEAVES = {
+    "collect": ": what is complete is kept; the same command goes on where it stopped",
+    "demo": ": what is measured is kept; the same command goes on where it stopped",
+    "train": ": no predictor was written",
+    "search": ": with --storage and --study, the same command goes on where it stopped",
+}
+_INTERRUPTED = 130
+
+
 def main() -> None:
     """Entry point: a user's mistake is one line on stderr and exit code 2."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that workers and MLflow runs are ended too
     try:
-        app(standalone_mode=True)
+        code = app(standalone_mode=False)
     except (StepsightError, OSError) as error:  # OSError: a file or folder that cannot be read or written
-        typer.echo(f"stepsight: {error}", err=True)
-        sys.exit(2)
+        _fail(str(error))
+    except _USAGE as error:
+        text: str = error.format_message()
+        if type(error).__name__ == "NoArgsIsHelpError":
+            typer.echo(text, err=True)
+            sys.exit(2)
+        _fail(text)
+    if code == _INTERRUPTED:
+        over_progress = "\r\x1b[K" if sys.stderr.isatty() else ""
+        typer.echo(f"{over_progress}interrupted{_LEAVES.get(sys.argv[1], '')}", err=True)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(text: str) -> NoReturn:
+    """One line, whatever stands in it."""
+    line = text.replace("\n", "\\n").encode("utf-8", "backslashreplace").decode("utf-8")
+    typer.echo(f"error: {line}", err=True)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

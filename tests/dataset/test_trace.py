@@ -146,7 +146,7 @@ def test_a_collection_is_what_is_complete_and_what_is_absent(tmp_path: Path) -> 
     collection = read_collection(tmp_path)
     assert [manifest.name for manifest in collection] == ["a", "b"]
     assert collection.absent == ("c",) and collection.absent_events == ("ops-2",)
-    assert "runs/c" in collection.note and "events/ops-2.json" in collection.note
+    assert collection.missing == ["runs/c", "events/ops-2.json"]
     assert [trace.manifest.name for trace in collection.traces()] == ["a"]
     assert not list(collection.traces("heldout"))
 

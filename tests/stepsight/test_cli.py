@@ -3,9 +3,12 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from stepsight.experiments.local_jobs import local_job
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gpt3-175b-1024.toml"
@@ -49,6 +52,16 @@ def test_search_and_show(tmp_path: Path) -> None:
         (("predict", EXAMPLE, "--level", "atom"), "--level must be segment or op"),
         (("search", "bad.toml"), "must equal"),
         (("search", EXAMPLE, "--sampler", "magic"), "sampler"),
+        (("search", EXAMPLE, "--plot", "notes.txt/a.png"), "needs a folder that can be written to"),
+        (("search", EXAMPLE, "--plot", "folder.png"), "new or plain file"),
+        (("predict", EXAMPLE, "--timeline", "/proc/x/timeline.json"), "needs a folder that can be written to"),
+        (("predict", "newline.json"), r"unknown table [a\nb]"),
+        (("predict", EXAMPLE, "--bogus"), "No such option"),
+        (("predict", ""), "a path must not be empty"),
+        (("collect", EXAMPLE, "--out", ""), "a path must not be empty"),
+        (("collect", EXAMPLE, "--out", "notes.txt"), "needs a folder that can be written to"),
+        (("train", "folder.png", "--out", "notes.txt"), "written to a new or empty folder"),
+        (("train", "folder.png", "--out", "notes.txt/p"), "needs a folder that can be written to"),
         (("show", "nowhere"), "existing file"),
         (("show", "."), "no collection"),
         (("train", "nowhere", "--out", "p"), "nowhere"),
@@ -60,12 +73,30 @@ def test_mistakes(arguments: tuple[object, ...], text: str, tmp_path: Path) -> N
     """A mistake is one line on stderr, exit code 2, no traceback, nothing written."""
     (tmp_path / "bad.toml").write_text(EXAMPLE.read_text().replace("tp = 8", "tp = 7"))
     (tmp_path / "empty.json").write_text("")
+    (tmp_path / "newline.json").write_text('{"a\\nb": {}}')
+    (tmp_path / "notes.txt").write_text("precious")
+    (tmp_path / "folder.png").mkdir()
     before = sorted(tmp_path.iterdir())
     done = run(*arguments, cwd=tmp_path)
     assert done.returncode == 2 and text in done.stderr
-    assert "Traceback" not in done.stderr and done.stderr.count("stepsight: ") == 1
-    assert done.stderr.strip().splitlines()[-1].startswith("stepsight: ")
+    assert "Traceback" not in done.stderr and done.stderr.count("error: ") == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("error: ")
     assert sorted(tmp_path.iterdir()) == before and done.stdout == ""
+
+
+def test_an_interrupted_collection_says_how_to_go_on(tmp_path: Path) -> None:
+    """Ctrl-C of ``collect`` (as SIGTERM) ends the workers; one line says what to do."""
+    job = tmp_path / "job.json"
+    job.write_text(local_job("gpt", 1, 32, 2, 2, 64, 64, 16, "single", 1, 1).to_json())
+    command = [sys.executable, "-m", "stepsight", "collect", job, "--out", tmp_path / "c", "--steps", "100000"]
+    with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "c" / "fingerprint.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.terminate()
+        last = process.communicate(timeout=60)[1].splitlines()[-1]
+    assert process.returncode == 130
+    assert last == "interrupted: what is complete is kept; the same command goes on where it stopped"
 
 
 def test_every_verb_teaches() -> None:
