@@ -1,7 +1,15 @@
 """A small catalogue of published models: ``[model] name = "gpt3-175b"``.
 
-Sources: GPT-3 sizes, Brown et al. 2020 (arXiv:2005.14165) with Megatron's padded vocabulary; Llama 2 and 3,
-Touvron et al. 2023 (arXiv:2307.09288) and Grattafiori et al. 2024 (arXiv:2407.21783).
+Sources:
+    GPT-3: Brown et al. 2020 (arXiv:2005.14165), with Megatron's padded vocabulary.
+    Llama 2 and 3: Touvron et al. 2023 (arXiv:2307.09288), Grattafiori et al. 2024 (arXiv:2407.21783).
+    Mixtral 8x7B: Jiang et al. 2024 (arXiv:2401.04088); 8x22B: huggingface.co/mistralai/Mixtral-8x22B-v0.1.  Both with
+        sequences of 4096 tokens, not the longest that they take.
+    DeepSeek-V2-Lite: arXiv:2405.04434, appendix B; V3: arXiv:2412.19437, section 4.2, without the module that predicts
+        a second token.
+    BERT-Large: Devlin et al. 2018 (arXiv:1810.04805).
+    T5: Raffel et al. 2019 (arXiv:1910.10683), with 128 tokens for the spans to predict.
+    ViT: Dosovitskiy et al. 2020 (arXiv:2010.11929), on images of 224 x 224 and the 1000 classes of ImageNet.
 """
 
 from types import MappingProxyType
@@ -60,6 +68,122 @@ MODELS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
             "ffn": 53248,
             "vocab": 128256,
             "seq_len": 8192,
+        },
+        "mixtral-8x7b": {
+            "family": "llama",
+            "layers": 32,
+            "hidden": 4096,
+            "heads": 32,
+            "kv_heads": 8,
+            "ffn": 14336,
+            "vocab": 32000,
+            "seq_len": 4096,
+            "experts": 8,
+            "experts_per_token": 2,
+        },
+        "mixtral-8x22b": {
+            "family": "llama",
+            "layers": 56,
+            "hidden": 6144,
+            "heads": 48,
+            "kv_heads": 8,
+            "ffn": 16384,
+            "vocab": 32000,
+            "seq_len": 4096,
+            "experts": 8,
+            "experts_per_token": 2,
+        },
+        "deepseek-v2-lite": {
+            "family": "llama",
+            "layers": 27,
+            "hidden": 2048,
+            "heads": 16,
+            "head_dim": 128,
+            "ffn": 10944,
+            "vocab": 102400,
+            "seq_len": 4096,
+            "attention": "mla",
+            "kv_lora_rank": 512,
+            "rope_head_dim": 64,
+            "v_head_dim": 128,
+            "experts": 64,
+            "experts_per_token": 6,
+            "expert_ffn": 1408,
+            "shared_experts": 2,
+            "dense_layers": 1,
+        },
+        "deepseek-v3": {
+            "family": "llama",
+            "layers": 61,
+            "hidden": 7168,
+            "heads": 128,
+            "head_dim": 128,
+            "ffn": 18432,
+            "vocab": 129280,
+            "seq_len": 4096,
+            "attention": "mla",
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "rope_head_dim": 64,
+            "v_head_dim": 128,
+            "experts": 256,
+            "experts_per_token": 8,
+            "expert_ffn": 2048,
+            "shared_experts": 1,
+            "dense_layers": 3,
+        },
+        "bert-large": {
+            "family": "bert",
+            "layers": 24,
+            "hidden": 1024,
+            "heads": 16,
+            "vocab": 30522,
+            "seq_len": 512,
+            "tied_embeddings": True,
+        },
+        "t5-large": {
+            "family": "t5",
+            "layers": 24,
+            "encoder_layers": 24,
+            "hidden": 1024,
+            "heads": 16,
+            "head_dim": 64,
+            "ffn": 4096,
+            "vocab": 32128,
+            "seq_len": 128,
+            "encoder_seq_len": 512,
+            "tied_embeddings": True,
+        },
+        "t5-11b": {
+            "family": "t5",
+            "layers": 24,
+            "encoder_layers": 24,
+            "hidden": 1024,
+            "heads": 128,
+            "head_dim": 128,
+            "ffn": 65536,
+            "vocab": 32128,
+            "seq_len": 128,
+            "encoder_seq_len": 512,
+            "tied_embeddings": True,
+        },
+        "vit-l-16": {
+            "family": "vit",
+            "layers": 24,
+            "hidden": 1024,
+            "heads": 16,
+            "vocab": 1000,
+            "seq_len": 197,
+            "patch_dim": 768,
+        },
+        "vit-h-14": {
+            "family": "vit",
+            "layers": 32,
+            "hidden": 1280,
+            "heads": 16,
+            "vocab": 1000,
+            "seq_len": 257,
+            "patch_dim": 588,
         },
     }
 )

@@ -37,6 +37,7 @@ _NOT_NEGATIVE = {
     ),
     "parallel": ("prefetch", "expert_tp", "dp_shard"),
 }  # fmt: skip
+_NO_DECODER = ("bert", "t5", "vit")
 
 
 class _Rules(list[str]):
@@ -156,10 +157,11 @@ def _model(rules: _Rules, job: Job) -> None:
     rules.require(m.family != "vit" or m.patch_dim > 0, f"model.patch_dim must be > 0 for vit, got {m.patch_dim}")
     for key, length in lengths.items():
         if p.cp > 1:  # a causal mask is balanced by giving every rank two parts of the sequence
-            parts = 2 * p.cp
+            causal = m.family not in ("bert", "vit") and key == "seq_len"
+            parts, words = (2 * p.cp, "2 * cp") if causal else (p.cp, "cp")
             rules.require(
                 length % parts == 0,
-                f"context parallelism needs 2 * cp to divide model.{key}, got {length} % {parts} = {length % parts}",
+                f"context parallelism needs {words} to divide model.{key}, got {length} % {parts} = {length % parts}",
             )
         here = length // p.cp
         rules.require(
@@ -167,7 +169,19 @@ def _model(rules: _Rules, job: Job) -> None:
             f"sequence_parallel needs tp to divide model.{key}{' / cp' if p.cp > 1 else ''}, "
             f"got {here} % {p.tp} = {here % p.tp}",
         )
+    rules.require(
+        m.fused_attention or p.cp == 1 or p.context_parallel == "all_gather",
+        f"context_parallel 'ring' needs fused_attention, got fused_attention false with cp {p.cp}",
+    )
+    rules.require(
+        not p.offload_activations or p.recompute == "none",
+        f"activations are offloaded or recomputed: offload_activations needs recompute 'none', got {p.recompute!r}",
+    )
     if m.attention == "mla":
+        rules.require(m.family not in _NO_DECODER, f"attention 'mla' is for gpt and llama, got family {m.family!r}")
+        rules.require(
+            m.kv_heads == m.heads, f"with attention 'mla' kv_heads = heads, got {m.kv_heads} and {m.heads} heads"
+        )
         for key in ("kv_lora_rank", "rope_head_dim", "v_head_dim"):
             rules.require(getattr(m, key) > 0, f"model.{key} must be > 0 with attention 'mla', got {getattr(m, key)}")
     _experts(rules, job)
@@ -178,7 +192,7 @@ def _experts(rules: _Rules, job: Job) -> None:
     if not m.experts:
         rules.require(p.ep == 1, f"parallel.ep > 1 needs model.experts, got ep {p.ep} with a dense model")
         return
-    rules.require(m.family in ("gpt", "llama"), f"model.experts are for gpt and llama, got family {m.family!r}")
+    rules.require(m.family not in _NO_DECODER, f"model.experts are for gpt and llama, got family {m.family!r}")
     rules.require(
         1 <= m.experts_per_token <= m.experts,
         f"model.experts_per_token must lie in 1 ... experts, got {m.experts_per_token} of {m.experts}",
@@ -186,6 +200,10 @@ def _experts(rules: _Rules, job: Job) -> None:
     rules.require(m.dense_layers <= m.layers, f"dense_layers <= layers, got {m.dense_layers} > {m.layers}")
     rules.divides(p.ep, "parallel.ep", m.experts, "model.experts")
     rules.divides(p.experts_tp, "parallel.expert_tp", m.expert_ffn, "model.expert_ffn")
+    rules.divides(p.tp, "parallel.tp", m.shared_experts * m.expert_ffn, "model.shared_experts * expert_ffn")
+    if p.experts_tp < p.tp and not p.sequence_parallel:  # they share the tokens, which they all hold
+        rows = job.batch.micro_batch * m.seq_len // p.cp
+        rules.divides(p.tp, "parallel.tp", rows, f"micro_batch * seq_len{' / cp' if p.cp > 1 else ''}")
     rules.require(m.imbalance >= 1, f"model.imbalance must be >= 1 (busiest rank over the mean), got {m.imbalance}")
 
 

@@ -1,1 +1,43 @@
-"""Blocks of models as data: what one rank computes and says, forward and backward."""
+"""Blocks of models as data: what one rank computes and says, forward and backward.
+
+A model's family is a few functions from a rank's shape to lists of steps; ``examples/own_block.py`` adds one.
+"""
+
+from stepsight.simulator.blocks.attention import attention, core, self_heads
+from stepsight.simulator.blocks.family import Family, register_family
+from stepsight.simulator.blocks.mlp import activation, mlp
+from stepsight.simulator.blocks.moe import experts
+from stepsight.simulator.blocks.parts import column_linear, enter, fork, leave, linear, norm, residual, row_linear
+from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.blocks.step import Beside, Block, Comm, Item, Join, Saved, Step
+from stepsight.simulator.blocks.vocabulary import logits_and_loss, positions, tokens
+
+__all__ = [
+    "Beside",
+    "Block",
+    "Comm",
+    "Family",
+    "Item",
+    "Join",
+    "RankShape",
+    "Saved",
+    "Step",
+    "activation",
+    "attention",
+    "column_linear",
+    "core",
+    "enter",
+    "experts",
+    "fork",
+    "leave",
+    "linear",
+    "logits_and_loss",
+    "mlp",
+    "norm",
+    "positions",
+    "register_family",
+    "residual",
+    "row_linear",
+    "self_heads",
+    "tokens",
+]

@@ -1,0 +1,103 @@
+from typing import Any
+
+import pytest
+
+from stepsight.dataset.op import Collective
+from stepsight.simulator.blocks.dense import layer
+from stepsight.simulator.blocks.moe import experts, token_counts
+from stepsight.simulator.blocks.shape import RankShape
+from tests.simulator.blocks.shapes import collectives, flops, ops, parameters, small_shape, words
+
+GROUPED = ("grouped_linear", "grouped_linear_dgrad", "grouped_linear_wgrad")
+
+
+def mixture(
+    ep: int = 1, tp: int = 1, family: str = "llama", model: dict[str, Any] | None = None, **changes: Any
+) -> RankShape:
+    sizes = {"experts": 8, "experts_per_token": 2, **(model or {})}
+    return small_shape(family, tp=tp, ep=ep, model=sizes, **changes)
+
+
+def test_a_mixture_routes_sends_computes_and_brings_back() -> None:
+    forward = words(experts(mixture(ep=4)))
+    assert forward == (
+        "linear softmax reduce elementwise permute all_to_all copy "
+        "grouped_linear swiglu grouped_linear copy all_to_all unpermute"
+    )
+    assert words(experts(mixture(ep=8))) == forward.replace("copy ", "")  # one expert each: nothing to sort
+
+
+def test_one_rank_with_all_experts_says_nothing() -> None:
+    assert "all_to_all" not in words(experts(mixture()))
+
+
+@pytest.mark.parametrize("ep", [1, 2, 8])
+def test_flop_are_those_of_the_experts_that_tokens_visit(ep: int) -> None:
+    """6 x active parameters x tokens, however the experts are spread."""
+    shape = mixture(ep=ep)
+    active = 2 * 3 * 64 * 128
+    assert flops(experts(shape), *GROUPED) == 6 * active * shape.rows
+
+
+def test_experts_are_spread_over_the_group() -> None:
+    whole, part = experts(mixture()), experts(mixture(ep=4))
+    own = [sum(sum(step.parameters) for step in block if step.expert) for block in (whole, part)]
+    assert own == [8 * 3 * 64 * 128, 2 * 3 * 64 * 128]
+    assert parameters(whole) - own[0] == parameters(part) - own[1] == 8 * 64  # the router
+
+
+def test_all_to_alls_bring_back_what_they_took() -> None:
+    """Forward: one away, one back; backward the same; all of the rank's tokens times experts per token."""
+    found = collectives(experts(mixture(ep=4)), "ep")
+    assert found == [Collective("all_to_all", 64 * 2 * 64 * 4, 4, 4)] * 4
+
+
+def test_shared_experts_run_beside_the_dispatch_both_ways() -> None:
+    block = experts(mixture(ep=8, model={"shared_experts": 2}))
+    assert "permute ~all_to_all linear swiglu linear | grouped_linear swiglu" in words(block)
+    backward = words(block, backward=True)
+    assert "~all_to_all linear_wgrad linear_dgrad swiglu_backward linear_wgrad linear_dgrad add |" in backward
+    assert words(block).endswith("unpermute add")
+    assert flops(block, "linear") == flops(experts(mixture(ep=8)), "linear") + 2 * 64 * 3 * 64 * 2 * 128
+
+
+def test_the_busiest_rank_decides_up_to_the_capacity() -> None:
+    def computed(**model: float) -> int:
+        return token_counts(mixture(ep=4, model=model)).computed
+
+    assert computed() == 128
+    assert computed(imbalance=1.5) == computed(imbalance=1.5, capacity_factor=2.0) == 192
+    assert computed(imbalance=1.5, capacity_factor=1.25) == 160
+    assert computed(imbalance=1.5, capacity_factor=0.5) == 64
+    assert token_counts(mixture(model={"imbalance": 1.5})).computed == 128  # one rank has all experts: all are as busy
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("expert_tp", [1, 2])
+def test_tensor_parallel_ranks_do_half_each(expert_tp: int, sequence_parallel: bool) -> None:
+    shape = mixture(ep=4, tp=2, expert_tp=expert_tp, sequence_parallel=sequence_parallel)
+    assert 2 * flops(experts(shape), *GROUPED) == flops(experts(mixture(ep=4)), *GROUPED)
+
+
+def tensor_parallel_words(shape: RankShape) -> list[str]:
+    return [collective.kind for collective in collectives(experts(shape), "tp", backward=False)]
+
+
+def test_shared_experts_weights_need_the_tokens_of_all_tensor_parallel_ranks() -> None:
+    gathered = mixture(ep=4, tp=2, expert_tp=2, sequence_parallel=True)
+    assert tensor_parallel_words(gathered) == ["all_gather", "reduce_scatter"]
+    assert tensor_parallel_words(mixture(ep=4, tp=2, expert_tp=2)) == ["all_reduce"]
+    assert tensor_parallel_words(mixture(ep=4, tp=2, sequence_parallel=True)) == []
+    assert tensor_parallel_words(mixture(ep=4, tp=2)) == ["all_gather"]  # each took a half of the tokens
+
+
+def test_experts_of_gpt_have_biases() -> None:
+    block = experts(mixture(ep=4, family="gpt"))
+    assert sum(step.expert for step in block) == 2
+    assert "grouped_linear_dgrad grouped_linear_wgrad bias_grad" in words(block, backward=True)
+
+
+def test_dense_layers_of_a_mixture_have_an_ordinary_mlp() -> None:
+    assert layer(mixture(), "dense") == layer(small_shape("llama", model={"experts": 8, "experts_per_token": 2}))
+    assert not ops(layer(mixture(), "dense"), *GROUPED)
+    assert ops(layer(mixture(), "moe"), *GROUPED)

@@ -1,0 +1,46 @@
+from stepsight.dataset.op import Op
+from stepsight.simulator.blocks import t5
+from tests.simulator.blocks.shapes import items, ops, parameters, small_model, small_shape, words
+
+
+def test_the_decoder_also_looks_at_the_encoder() -> None:
+    """32 queries of the decoder, 64 keys of the encoder, every one seen."""
+    block = t5.layer(small_shape("t5"), "decoder")
+    assert [op.dims for op in ops(block, "attention")] == [(2, 4, 4, 32, 32, 16, 1), (2, 4, 4, 32, 64, 16, 0)]
+    linears = [item.dims for item in items(block) if isinstance(item, Op) and item.kind == "linear"]
+    assert (128, 2 * 64, 64) in linears  # keys and values of the encoder's tokens
+
+
+def test_encoder_layers_have_the_encoders_tokens() -> None:
+    block = t5.layer(small_shape("t5"), "encoder")
+    assert items(block)[0] == Op("rms_norm", (128, 64), "fp32")
+    assert words(block) == "rms_norm linear attention linear add rms_norm linear relu linear add"
+
+
+def test_the_last_encoder_layer_ends_with_the_encoders_norm() -> None:
+    shape = small_shape("t5")
+    assert t5.layer_kinds(shape.model) == (("encoder", 2), ("last_encoder", 1), ("decoder", 2))
+    assert t5.layer_kinds(small_model("t5", encoder_layers=1))[0] == ("last_encoder", 1)
+    more = parameters(t5.layer(shape, "last_encoder")) - parameters(t5.layer(shape, "encoder"))
+    assert more == 64
+
+
+def test_one_table_embeds_both_and_adds_their_gradients() -> None:
+    block = t5.embedding(small_shape("t5"))
+    assert [op.dims[0] for op in ops(block, "embedding") if op.dims[2] == 512] == [128, 64]
+    assert sum(512 * 64 in step.parameters for step in block) == 1
+    assert "embedding_backward add embedding_backward" in words(block, backward=True)
+
+
+def test_every_boundary_passes_encoder_and_decoder() -> None:
+    shape = small_shape("t5", precision="bf16")
+    assert {t5.boundary_bytes(shape, layers) for layers in range(1, 5)} == {(128 + 64) * 64 * 2}
+
+
+def test_gated_models_have_gated_gelu() -> None:
+    assert "geglu" in words(t5.layer(small_shape("t5", model={"gated_mlp": True}), "encoder"))
+
+
+def test_unfused_attention_adds_the_bias_to_the_scores() -> None:
+    block = t5.layer(small_shape("t5", model={"fused_attention": False}), "encoder")
+    assert "batched_matmul add softmax batched_matmul" in words(block)
