@@ -12,14 +12,14 @@ from stepsight.dataset.manifest import SCHEMA, number, read_object, typed
 from stepsight.dataset.op import Collective, Op
 
 MOST = 2**48  # elements and bytes: beyond, a number is a slip of the pen
-FACTS = (
-    "memory_bandwidth_bytes_per_s",
-    "memory_bytes",
-    "comm_compute_share",
-    "op_latency_s",
-    "compute_efficiency",
-    "memory_efficiency",
-)
+FACTS = {  # fields of ``Hardware`` that may be measured: least and most
+    "memory_bandwidth_bytes_per_s": (1.0, 1e18),
+    "memory_bytes": (1.0, 1e18),
+    "comm_compute_share": (0.0, 1.0),
+    "op_latency_s": (0.0, 1e3),
+    "compute_efficiency": (1e-6, 1.0),
+    "memory_efficiency": (1e-6, 1.0),
+}
 PEAKS = "peak_flops"  # the fact that is a table, by dtype
 
 
@@ -52,8 +52,8 @@ def read_event_file(path: Path) -> EventFile:
     if tree.get("schema") != SCHEMA:
         raise TraceError(f"an event file must have schema = {SCHEMA}, got {tree.get('schema')!r:.80} in {path}")
     try:
-        busy = typed(tree.get("busy"), int, "busy")
-        if busy < 1:
+        busy = _size(tree.get("busy"), "busy")
+        if not busy:
             raise ValueError(f"busy must be >= 1, got {busy}")
         records = [typed(record, dict, "a record") for record in typed(tree.get("records"), list, "records")]
         works = tuple(_work(record) for record in records)
@@ -90,8 +90,9 @@ def _facts(hardware: dict[str, Any]) -> dict[str, Any]:
     """What is known here; what else a later version measures is left out."""
     facts: dict[str, Any] = {name: number(hardware[name], name) for name in FACTS if name in hardware}
     for name, value in facts.items():
-        if value < 0:
-            raise ValueError(f"{name} must be >= 0, got {value}")
+        least, most = FACTS[name]
+        if not least <= value <= most:
+            raise ValueError(f"{name} must lie within {least:g} and {most:g}, got {value}")
     if PEAKS in hardware:
         peaks = typed(hardware[PEAKS], dict, PEAKS)
         facts[PEAKS] = {dtype: _positive(peak, f"{PEAKS}.{dtype}") for dtype, peak in peaks.items()}

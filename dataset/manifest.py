@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from stepsight.dataset.job import Job
 
 SCHEMA = 1
 T = TypeVar("T")
+MOST = 1e30  # beyond, a number is a slip of the pen
 _WORDS = {str: "string", int: "whole number", dict: "table"}
 
 
@@ -125,13 +125,13 @@ def typed(value: Any, kind: type[T], name: str) -> T:
 
 
 def number(value: Any, name: str) -> float:
-    """The value, if it is a finite number.
+    """The value, if it is a number that can be reckoned with.
 
     Raises:
         ValueError: If it is none.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-        raise ValueError(f"{name} must be a finite number, got {value!r:.80}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST:
+        raise ValueError(f"{name} must be a number within +-{MOST:g}, got {value!r:.80}")
     return float(value)
 
 

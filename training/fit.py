@@ -30,7 +30,7 @@ from stepsight.training.measured import (
 )
 from stepsight.training.predictor import Predictor, check_output
 from stepsight.training.regressor import UNKNOWN
-from stepsight.training.tracking import TrackedRun, default_uri, tracked
+from stepsight.training.tracking import TrackedRun, check_store, default_uri, tracked
 
 Progress = Any
 
@@ -65,7 +65,9 @@ def train(
         if progress:
             print(f"  train: [{time.monotonic() - started:4.1f} s] {text}", file=sys.stderr, flush=True)
 
+    uri = tracking_uri or default_uri(out)
     check_output(out)  # before anything is learned
+    check_store(uri)
     say("reading event profiles and traces")
     profile = read_profiles(collections)
     runs = read_runs(collections, roles)
@@ -77,7 +79,6 @@ def train(
     check_hardware(runs, hardware_name)
     device = next((str(run.manifest.fingerprint.get("device", "cpu")) for run in runs), "cpu")
     hardware = profile.hardware(hardware_name, device)
-    uri = tracking_uri or default_uri(out)
     with tracked(uri, f"train {hardware_name}") as run:
         predictor = _learn(profile, runs, hardware, seed, say)
         manifest = _manifest(predictor, profile, runs, seed, run.run_id, uri, collections)

@@ -112,13 +112,22 @@ def reopened(uri: str, run_id: str) -> TrackedRun:
     return TrackedRun(run_id, _client(uri))
 
 
+def check_store(uri: str) -> None:
+    """A store can be reached; to be asked before long work.
+
+    Raises:
+        PredictorError: If not.
+    """
+    problem = _unreachable(uri)
+    if problem:
+        raise PredictorError(f"tracking needs a store that can be reached, got {uri}: {problem}")
+
+
 def _open(uri: str) -> tuple[Any, str]:
     """Client and experiment of a store that answers."""
     from mlflow.exceptions import MlflowException
 
-    problem = _unreachable(uri)
-    if problem:
-        raise PredictorError(f"tracking needs a store that can be reached, got {uri}: {problem}")
+    check_store(uri)
     try:
         with _impatient():
             client = _client(uri)
@@ -196,7 +205,7 @@ def _process(pid: int) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].strip()
+    return str(error).strip().splitlines()[0].strip()[:300]
 
 
 def load_registered(hardware: str, uri: str, alias: str = ALIAS) -> Predictor:
