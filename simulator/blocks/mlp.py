@@ -24,6 +24,7 @@ def activation(shape: RankShape, rows: int, ffn: int) -> Step:
         (shape.op(kind, numel),),
         (shape.op(f"{kind}_backward", numel),),
         saved=(Saved(rows * width * shape.dtype_bytes),),
+        temporary_bytes=numel * shape.dtype_bytes if shape.model.gated_mlp else 0,  # the gate again
     )
 
 

@@ -18,8 +18,8 @@ from stepsight.simulator.blocks.step import Saved, Step
 
 
 def column_linear(shape: RankShape, name: str, n: int, k: int) -> Step:
-    """A column-parallel linear; it keeps its input as it was before an all-gather."""
-    return linear(shape, name, n, k, shape.rows, input_rows=shape.local_rows)
+    """A column-parallel linear; it keeps its input as it was before an all-gather, or after it in eager PyTorch."""
+    return linear(shape, name, n, k, shape.rows, input_rows=shape.rows_before_columns)
 
 
 def row_linear(shape: RankShape, name: str, n: int, k: int) -> Step:

@@ -85,6 +85,14 @@ class RankShape:
         return self.local(self.rows)
 
     @property
+    def rows_before_columns(self) -> int:
+        """Tokens of its input that a column-parallel linear keeps.
+
+        Megatron keeps the rank's own and gathers them again; autograd of modules (fp32 here) keeps what it was given.
+        """
+        return self.rows if self.precision == "fp32" else self.local_rows
+
+    @property
     def vocab_tp(self) -> int:
         """Ranks that share the vocabulary."""
         return self.tp.size if self.vocab_parallel else 1

@@ -57,7 +57,7 @@ def logits_and_loss(shape: RankShape, shared: bool = False, *, bias: bool = Fals
         (shape.op("linear_wgrad", rows, vocab, model.hidden), *([shape.op("bias_grad", rows, vocab)] if bias else [])),
         (*([vocab] if bias else []), *([] if shared else [vocab * model.hidden])),
         weight_grad_first=not bias,
-        saved=(Saved(shape.local_rows * model.hidden * shape.dtype_bytes),),
+        saved=(Saved(shape.rows_before_columns * model.hidden * shape.dtype_bytes),),
     )
     statistics: tuple[Item, ...] = ()
     if shape.vocab_tp > 1:  # largest logit; sum of exponentials and logit of the target

@@ -1,0 +1,202 @@
+"""Bytes that a rank of each pipeline stage needs at its peak."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.job import Job
+from stepsight.dataset.op import DTYPE_BYTES
+from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.memory.part import PartMemory, part_memory
+from stepsight.simulator.memory.peaks import ACTION, ACTIVATIONS, FLYING, GRADIENTS, MOMENT, find_peaks
+from stepsight.simulator.memory.states import States, states_of
+from stepsight.simulator.parts import PartShape, boundary_bytes, groups_of, part_shapes, rank_shape
+from stepsight.simulator.schedules import Schedule, find_schedule, read_schedule
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary", "reserved")
+MOMENTS = ("forward", "backward", "backward", "backward", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of one rank of a stage at the moment when it needs most.
+
+    Attributes:
+        parameters, gradients, optimizer: Of training's states, those that are there.
+        activations: Kept for backward, over all micro-batches in flight.
+        temporary: What the moment itself needs: what an op works on, gathered or recomputed layers, messages.
+        reserved: What no tensor can have: context, libraries, fragments.
+        in_flight: Micro-batches (of any chunk) whose activations are kept.
+        moment: ``forward``, ``backward`` or ``optimizer``.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    temporary: float
+    reserved: float
+    in_flight: int
+    moment: str
+
+    @property
+    def tensors(self) -> float:
+        """Without what is reserved: what a framework counts as allocated."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
+
+    @property
+    def total(self) -> float:
+        return self.tensors + self.reserved
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "total": self.total}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a job needs against what a device has.
+
+    Attributes:
+        stages: Of each pipeline stage.
+        capacity_bytes: Of one device.
+        job, hardware: What was asked, for advice.
+    """
+
+    stages: tuple[StageMemory, ...]
+    capacity_bytes: float
+    job: Job | None = field(default=None, repr=False, compare=False)
+    hardware: Hardware | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def fullest(self) -> int:
+        """Number of the stage that needs most."""
+        return max(range(len(self.stages)), key=lambda index: self.stages[index].total)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the stage that needs most."""
+        return max(stage.total for stage in self.stages)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.capacity_bytes
+
+    @property
+    def reason(self) -> str:
+        """Why it does not fit, and what to try; empty if it does."""
+        if self.fits:
+            return ""
+        from stepsight.simulator.memory.advice import advice
+
+        at = self.fullest
+        stage = self.stages[at]
+        parts = ", ".join(f"{name} {getattr(stage, name) / 1e9:.1f}" for name in PARTS)
+        text = (
+            f"stage {at} needs {stage.total / 1e9:.1f} GB in its {stage.moment} ({parts}; {stage.in_flight} "
+            f"micro-batches in flight), a device has {self.capacity_bytes / 1e9:.1f} GB"
+        )
+        tip = advice(self)
+        return f"{text}; {tip}" if tip else text
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "peak_bytes": self.peak_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "fits": self.fits,
+            "reason": self.reason,
+            "stages": [stage.to_dict() for stage in self.stages],
+        }
+
+
+def estimate_memory(job: Job, hardware: Hardware) -> Memory:
+    """Peak bytes of every stage of a job."""
+    p = job.parallel
+    asked = _Asked(
+        rank_shape(job),
+        part_shapes(job),
+        states_of(p, job.optimizer, job.batch.precision, groups_of(job)),
+        (p.schedule, p.pp, job.num_micro_batches, p.virtual_stages),
+        p.runtime == "torch" or (p.runtime == "" and hardware.kind == "cpu"),
+        (hardware.reserved_bytes, hardware.fragmentation),
+    )
+    return Memory(_stages(asked), hardware.memory_bytes, job, hardware)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """All that the stages depend on."""
+
+    shape: RankShape
+    parts: tuple[PartShape, ...]
+    states: States
+    schedule: tuple[str, int, int, int]
+    torch_runtime: bool
+    reserve: tuple[float, float]  # bytes, part of the rest
+
+
+@lru_cache(maxsize=4096)
+def _stages(asked: _Asked) -> tuple[StageMemory, ...]:
+    schedule = _schedule(*asked.schedule)
+    known = {part: part_memory(asked.shape, part, asked.states.keeping) for part in set(asked.parts)}
+    parts = [known[part] for part in asked.parts]
+    bytes_of, messages = _bytes_of(asked, schedule, parts)
+    numel = np.zeros((schedule.num_stages, 2))
+    np.add.at(numel, schedule.placement[:, 0], [(part.numel, part.expert_numel) for part in parts])
+    peaks = find_peaks(schedule, bytes_of)
+    states = asked.states
+    held = numel @ np.array([states.parameters, states.optimizer, states.gradients, states.workspace]).T
+    grows = states.keeping.gradients.numel > 0
+    reserved_bytes, fragmentation = asked.reserve
+    stages = []
+    for (parameters, optimizer, gradients, workspace), peak, passing in zip(
+        held.tolist(), peaks.tolist(), messages, strict=True
+    ):
+        passing += states.bucket_bytes
+        there = peak[GRADIENTS] if grows else gradients
+        if peak[MOMENT] - peak[GRADIENTS] + there + passing >= gradients + workspace:
+            kept, moment, flying = peak[ACTIVATIONS], MOMENTS[int(peak[ACTION])], int(peak[FLYING])
+            temporary = peak[MOMENT] - peak[GRADIENTS] - kept + passing
+        else:
+            there, kept, temporary, flying, moment = gradients, 0.0, workspace, 0, "optimizer"
+        tensors = parameters + optimizer + there + kept + temporary
+        reserved = reserved_bytes + fragmentation * tensors
+        stages.append(StageMemory(parameters, there, optimizer, kept, temporary, reserved, flying, moment))
+    return tuple(stages)
+
+
+def _schedule(name: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> Schedule:
+    if name.endswith(".csv"):
+        return read_schedule(name)
+    return find_schedule(name, num_stages, num_micro_batches, virtual_stages)
+
+
+def _bytes_of(asked: _Asked, schedule: Schedule, parts: list[PartMemory]) -> tuple[np.ndarray[Any, Any], list[float]]:
+    """What ``find_peaks`` wants, and bytes of messages on every stage.
+
+    PyTorch's pipeline runtime has a place for each micro-batch's message of either direction, keeps what each sends
+    until its backward, and keeps all logits until the end; Megatron's has two messages at a time.
+    """
+    bytes_of = np.zeros((schedule.num_stages, schedule.virtual_stages, 7))
+    messages = [0.0] * schedule.num_stages
+    passes = boundary_bytes(asked.shape, asked.parts)
+    logits = DTYPE_BYTES[asked.shape.dtype] / 4  # as they are, of their softmax in fp32
+    many = schedule.num_micro_batches
+    for index, (part, (stage, chunk)) in enumerate(zip(parts, schedule.placement.tolist(), strict=True)):
+        arrives = passes[index - 1] if index else 0
+        leaves = passes[index] if index < len(passes) else 0
+        kept, left = part.kept, 0.0
+        if asked.torch_runtime and len(parts) > 1:
+            kept += leaves - arrives
+            left = part.output * logits
+            messages[stage] += many * (arrives + leaves)
+        else:
+            messages[stage] = max(messages[stage], float(arrives + leaves))
+        bytes_of[stage, chunk] = (
+            max(kept, 0.0), left, part.deferred, part.grown, part.forward, part.backward, part.backward_first,
+        )  # fmt: skip
+    return bytes_of, messages
