@@ -6,34 +6,52 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stepsight.simulator.passages import STREAMS
+from stepsight.simulator.pipeline import run_track
+
 if TYPE_CHECKING:
     from stepsight.simulator.simulate import Simulation
 
-CATEGORIES = ("compute", "tp_communication", "dp_communication", "pp_communication", "bubble", "optimizer")
+CATEGORIES = (
+    "compute",
+    "tp_communication",
+    "cp_communication",
+    "ep_communication",
+    "dp_communication",
+    "pp_communication",
+    "host",
+    "bubble",
+    "optimizer",
+)
 
 
 def break_down(simulation: Simulation) -> dict[str, float]:
-    """Seconds by category, mean over stages; see ``Simulation.breakdown``."""
-    from stepsight.simulator.simulate import time_schedule
+    """Seconds by category, mean over stages of the slowest pipeline; see ``Simulation.breakdown``."""
+    low, total, passing = simulation.lowered, simulation.iteration_time_s, simulation.slowest
+    run, stages = passing.run, low.num_stages
+    runs = np.bincount(run.segment, minlength=len(passing.times)) / stages
+    streams = dict(zip(STREAMS, runs @ np.stack([time.by_stream for time in passing.times]), strict=True))
+    host = float(runs @ np.array([time.host for time in passing.times])) + streams["offload"]
+    seconds = {"compute": streams["compute"], "host": host}
+    seconds |= {f"{axis}_communication": streams[axis] for axis in ("tp", "cp", "ep")}
+    inside = float((run.finish[:, 0] - run.start[:, 0]).sum()) / stages - sum(seconds.values())
+    # The optimizer's ops; the rest between a stage's last backward and its end is traffic, or waiting for others.
+    ends = [simulation.timer.segment(low.segments[int(at)]).by_stream for at in low.optimizer]
+    seconds["optimizer"] = float(np.stack(ends)[:, 0].mean())
+    until = simulation.clocks.max(axis=1) - simulation.clocks[:, 0]
+    after = simulation.finish.max(axis=1) - simulation.begin
+    data = inside + float((until + after).mean()) - seconds["optimizer"]
+    seconds["dp_communication"] = max(data, 0.0)
+    seconds["pp_communication"] = _messages(simulation) if low.track.num_messages else 0.0
+    seconds["bubble"] = total - sum(seconds.values())
+    if seconds["bubble"] < 0:  # messages that hide each other
+        seconds["pp_communication"] = max(0.0, seconds["pp_communication"] + seconds["bubble"])
+        seconds["bubble"] = 0.0
+        seconds["bubble"] = max(0.0, total - sum(seconds.values()))
+    return {category: float(seconds[category]) for category in CATEGORIES}
 
-    low, total = simulation.lowered, simulation.iteration_time_s
-    graph, seconds = low.graph, simulation.segments.seconds
-    booked = np.stack([np.where(graph.kind == kind, seconds, 0.0) for kind in range(2)])
-    compute, tensor = np.add.reduceat(booked, graph.bounds[:-1], axis=1)  # of each program
-    stages = low.num_stages
-    begin, end = simulation.start[:, 0], simulation.finish[:, 0]
-    optimizer = compute[low.segment[-stages:]].mean()
-    runs = np.bincount(low.segment[:-stages], minlength=len(low.programs)) / stages
-    work, blocked = float(runs @ compute), float(runs @ tensor)
-    inside = float((end - begin)[:-stages].sum()) / stages - work - blocked
-    before_optimizer = float((begin[-stages:] - end[low.previous[-stages:]]).mean())
-    after_optimizer = float((simulation.finish[-stages:].max(axis=1) - begin[-stages:]).mean()) - optimizer
-    data = inside + before_optimizer + after_optimizer
-    messages = 0.0
-    if stages > 1:
-        free = np.zeros(len(low.messages))
-        _, finish, _ = time_schedule(low, simulation.segments.transition, free)
-        messages = total - float(finish[-stages:].max())
-    bubble = total - work - blocked - data - optimizer - messages
-    seconds_of = (work, blocked, data, messages, bubble, float(optimizer))
-    return dict(zip(CATEGORIES, map(float, seconds_of), strict=True))
+
+def _messages(simulation: Simulation) -> float:
+    run = simulation.slowest.run
+    free = run_track(run.track, run.segment, run.transition, np.zeros(run.track.num_messages))
+    return max(0.0, float(run.clocks.max() - free.clocks.max()))

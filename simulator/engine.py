@@ -78,38 +78,134 @@ def longest_paths(seconds: Floats, pointer: Ints, before: Ints, ready: Floats, f
 
 @compiled
 def find_ends(
-    bounds: NDArray[np.int64],
-    on_data: NDArray[np.bool_],
+    clock: NDArray[np.int8],
+    blocks: NDArray[np.bool_],
     joined: bool,
     finish: Floats,
     transition: Floats,
     last: NDArray[np.int64],
 ) -> None:
-    """Longest path through every program from a clock to a clock.
+    """Longest path through a program from a clock to a clock.
 
     Args:
-        bounds: Nodes of program ``i`` are ``bounds[i]:bounds[i + 1]``.
-        on_data: Whether each node is on the data-parallel stream.
-        joined: Whether both clocks end together, with the last node of all.
-        finish: Longest path from each clock to the end of each node, shape ``(2, num_nodes)``.
-        transition: Filled, shape ``(num_programs, 2, 2)``: to clock, from clock; ``-inf`` where none leads, 0 for a
-            data-parallel stream that nothing is on.
+        clock: Of each node's stream, shape ``(n,)``.
+        blocks: Whether the computation waits for each node, same shape.
+        joined: Whether all clocks end together, with the last node of all.
+        finish: Longest path from each clock to the end of each node, shape ``(num_clocks, n)``.
+        transition: Filled, shape ``(num_clocks, num_clocks)``: to clock, from clock; ``-inf`` where none leads, 0 from a
+            stream that nothing is on to itself.
         last: Filled, same shape: the node where the path ends, -1 if none.
     """
-    for program in range(len(bounds) - 1):
-        transition[program] = -np.inf
-        last[program] = -1
-        anything = False
-        for node in range(bounds[program], bounds[program + 1]):
-            anything |= on_data[node]
-            for to in range(2):
-                if joined or on_data[node] == (to == 1):
-                    for start in range(2):
-                        if finish[start, node] > transition[program, to, start]:
-                            transition[program, to, start] = finish[start, node]
-                            last[program, to, start] = node
-        if not anything:
-            transition[program, 1, 1] = 0.0
+    num_clocks = len(finish)
+    transition[:] = -np.inf
+    last[:] = -1
+    for to in range(num_clocks):
+        nothing = True
+        for node in range(len(clock)):
+            if clock[node] == to:
+                nothing = False
+            if joined or clock[node] == to or (to == 0 and blocks[node]):
+                for start in range(num_clocks):
+                    if finish[start, node] > transition[to, start]:
+                        transition[to, start] = finish[start, node]
+                        last[to, start] = node
+        if nothing:
+            for end in range(num_clocks):
+                if end == to or joined:
+                    transition[end, to] = max(transition[end, to], 0.0)
+
+
+@compiled
+def run_events(
+    events: Ints,
+    paths: Floats,
+    nodes: Floats,
+    bounds: NDArray[np.int64],
+    sent: Floats,
+    compute_share: float,
+    joined: bool,
+    host_s: float,
+    transition: Floats,
+    lost: Floats,
+) -> None:
+    """Longest path through a segment's events from a clock to a clock.
+
+    Beside the clocks there is the host, which starts with the computation, takes ``host_s`` to launch each node, and
+    without which no node starts.
+
+    Args:
+        events: See ``segment.Segment``; kinds are run 0, send 1, block 2, wait 3.
+        paths: Of each passage: from the computation, from the host, and the host's own; shape ``(num_passages, 3)``.
+        nodes: Seconds of the nodes of all passages.
+        bounds: Nodes of passage ``i`` are ``bounds[i]:bounds[i + 1]``.
+        sent: Seconds of each collective.
+        compute_share: Part of a sent one that the computation loses.
+        joined: Whether all clocks end together.
+        host_s: See above.
+        transition: Filled, shape ``(num_clocks, num_clocks)``: to clock, from clock; ``-inf`` where none leads.
+        lost: Filled: seconds that the computation waits for the host, and for sent collectives, when nothing else
+            is under way at the start.
+    """
+    num_clocks = len(transition)
+    clocks = np.empty(num_clocks)
+    finish = np.empty(len(events))
+    for start in range(num_clocks):
+        clocks[:] = -np.inf
+        clocks[start] = 0.0
+        host = 0.0 if start == 0 else -np.inf
+        pending, newest = 0.0, -1  # newest: the last run, before which nothing pends
+        for at in range(len(events)):
+            kind, what = events[at, 0], events[at, 1]
+            finish[at] = -np.inf
+            if kind == 0:
+                clocks[0] += pending
+                if start == 0:
+                    lost[1] += pending
+                pending, newest = 0.0, at
+                first, last, times = events[at, 2], events[at, 3], events[at, 4]
+                if last - first == bounds[what + 1] - bounds[what]:
+                    own = paths[what, 0]
+                    end = clocks[0] + times * own
+                    if host_s > 0.0:
+                        end = max(end, host + paths[what, 1] + (times - 1) * max(own, paths[what, 2]))
+                        host += times * paths[what, 2]
+                        if start == 0:
+                            lost[0] += end - clocks[0] - times * own
+                    clocks[0] = end
+                else:
+                    for node in range(bounds[what] + first, bounds[what] + last):
+                        host += host_s
+                        if start == 0:
+                            lost[0] += max(host - clocks[0], 0.0) if host_s > 0.0 else 0.0
+                        if host_s > 0.0:
+                            clocks[0] = max(clocks[0], host)
+                        clocks[0] += nodes[node]
+            elif kind == 3:
+                if finish[what] > clocks[0]:
+                    if start == 0:
+                        lost[1] += finish[what] - clocks[0]
+                    clocks[0] = finish[what]
+                if what > newest and events[what, 0] == 1:
+                    pending -= compute_share * sent[events[what, 1]]
+            else:
+                clock = events[at, 2]
+                begin = max(clocks[0], clocks[clock])
+                if host_s > 0.0:
+                    host += host_s
+                    begin = max(begin, host)
+                if kind == 1 and events[at, 3] >= 0:
+                    begin = max(begin, finish[events[at, 3]])
+                clocks[clock] = begin + sent[what]
+                finish[at] = clocks[clock]
+                if kind == 2:
+                    if start == 0:
+                        lost[1] += clocks[clock] - clocks[0]
+                    clocks[0] = clocks[clock]
+                else:
+                    pending += compute_share * sent[what]
+        latest = clocks.max()
+        for to in range(num_clocks):
+            transition[to, start] = latest if joined else clocks[to]
 
 
 @compiled
@@ -118,97 +214,3 @@ def add_path(critical: Ints, node: int, work: Ints, amount: Floats, weight: floa
     while node >= 0:
         counts[work[node]] += weight * amount[node]
         node = critical[node]
-
-
-@compiled
-def run_schedule(
-    stage: Ints,
-    segment: Ints,
-    source: Ints,
-    message: Ints,
-    transition: Floats,
-    message_seconds: Floats,
-    gated: NDArray[np.bool_],
-    start: Floats,
-    finish: Floats,
-    cause: Ints,
-) -> None:
-    """Run segments in a global order on stages that pass messages.
-
-    Every stage has two clocks: when its computation is free, and when its data-parallel stream is.  A message passes
-    when
-    its sender has finished and its receiver has asked for it, which a stage does when it has nothing else to do: so do
-    torch's schedules and Megatron's (without interleaving).  Senders do not wait.
-
-    Args:
-        stage, segment: Of each action, shape ``(n,)``.
-        source: Action whose message it waits for, -1 if none.
-        message: Index into ``message_seconds`` of that message, -1 if it needs no transfer.
-        transition: Shape ``(num_segments, 2, 2)``: longest path from the start of a clock (last axis; 0 computation,
-            1 data-parallel stream) to the end of a clock; ``-inf`` where none leads.
-        message_seconds: Of each distinct message.
-        gated: Whether a segment starts only when its stage's data-parallel stream is done as well.
-        start: Filled, shape ``(n, 2)``: each clock where the action starts.
-        finish: Filled, shape ``(n, 2)``.
-        cause: Filled, shape ``(n, 4)``: 0/1 the clock that decided each finish; 2 the action that decided the start
-            (-1 none); 3 what of it: 0 the computation, 1 the data-parallel stream of the stage's previous action,
-            2 the sender of the message.
-    """
-    num_stages = 0
-    for action in range(len(stage)):
-        num_stages = max(num_stages, stage[action] + 1)
-    clocks = np.zeros((num_stages, 2))
-    last = np.full(num_stages, -1, dtype=np.int32)
-    for action in range(len(stage)):
-        s = stage[action]
-        begin, who, how = clocks[s, 0], last[s], 0
-        if gated[segment[action]] and clocks[s, 1] > begin:
-            begin, how = clocks[s, 1], 1
-        if source[action] >= 0:
-            if finish[source[action], 0] > begin:
-                begin, who, how = finish[source[action], 0], source[action], 2
-            if message[action] >= 0:  # it starts when it is sent and asked for
-                begin += message_seconds[message[action]]
-        start[action, 0] = begin
-        start[action, 1] = clocks[s, 1]
-        cause[action, 2] = who
-        cause[action, 3] = how
-        for clock in range(2):
-            by_compute = begin + transition[segment[action], clock, 0]
-            by_data = clocks[s, 1] + transition[segment[action], clock, 1]
-            finish[action, clock] = max(by_compute, by_data)
-            cause[action, clock] = 1 if by_data > by_compute else 0
-        clocks[s, 0] = finish[action, 0]
-        clocks[s, 1] = finish[action, 1]
-        last[s] = action
-
-
-@compiled
-def walk_schedule(
-    action: int,
-    clock: int,
-    segment: Ints,
-    message: Ints,
-    previous: Ints,
-    cause: Ints,
-    uses: Floats,
-    message_uses: Floats,
-) -> None:
-    """Walk back along the critical path and count what lies on it.
-
-    Args:
-        action, clock: Where the path ends.
-        segment, message, cause: As in ``run_schedule``.
-        previous: The action before on the same stage, -1 if none.
-        uses: Added to, shape ``(num_segments, 2, 2)``: passages from a clock to a clock of each segment.
-        message_uses: Added to, shape ``(num_messages,)``.
-    """
-    while action >= 0:
-        entered = cause[action, clock]
-        uses[segment[action], clock, entered] += 1.0
-        if entered == 1:
-            action, clock = previous[action], 1
-        else:
-            if message[action] >= 0:
-                message_uses[message[action]] += 1.0
-            action, clock = cause[action, 2], 1 if cause[action, 3] == 1 else 0

@@ -21,9 +21,11 @@ class LatencyModel(Protocol):
 
     Attributes:
         hardware: What the durations are for.
+        knows_context: Whether ``in_context`` changes anything.
     """
 
     hardware: Hardware
+    knows_context: bool
 
     def op_seconds(self, ops: Sequence[Op]) -> Seconds:
         """Seconds of each op on its own, shape ``(len(ops),)``, all > 0."""
@@ -40,6 +42,8 @@ class LatencyModel(Protocol):
 
 class RooflineLatency:
     """Roofline and latency-bandwidth from hardware facts: the fallback where nothing was measured."""
+
+    knows_context = False
 
     def __init__(self, hardware: Hardware, fabric: Fabric) -> None:
         self.hardware = hardware

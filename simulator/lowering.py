@@ -1,8 +1,7 @@
-"""From a job to what has to be timed: distinct segments, which stage runs which, and the messages between stages."""
+"""From a job to what has to be timed: distinct segments, which action runs which, and the messages between stages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -10,16 +9,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.job import Job, ModelSpec, ParallelSpec
+from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
-from stepsight.simulator.emitter import DataParallel
-from stepsight.simulator.graph import Graph, Segment, join
-from stepsight.simulator.layers import RankShape
-from stepsight.simulator.layout import neighbour_ranks_per_node, ranks_per_node
-from stepsight.simulator.old_track import FIRST, LAST, MIDDLE, Track, find_track
-from stepsight.simulator.schedules import BACKWARD, FORWARD, Order, Schedule
-from stepsight.simulator.segments import StageShape, backward_segment, forward_segment, optimizer_segment
+from stepsight.dataset.specs import OptimizerSpec, ParallelSpec
+from stepsight.simulator.blocks.shape import Group, RankShape
+from stepsight.simulator.layout import Layout, layout_of
+from stepsight.simulator.parts import Groups, PartShape, boundary_bytes, groups_of, part_shapes, rank_shape
+from stepsight.simulator.passages import BACKWARD as WHOLE
+from stepsight.simulator.passages import INPUT, WEIGHT
+from stepsight.simulator.replicas import Replicas
+from stepsight.simulator.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KIND_NAMES
+from stepsight.simulator.segment import Segment
+from stepsight.simulator.stage import Recompute, backward_segment, forward_segment, optimizer_segment
+from stepsight.simulator.track import FIRST, LAST, Track, find_track
+
+Ints = NDArray[np.int32]
+_LABELS = {BACKWARD: WHOLE, BACKWARD_INPUT: INPUT, BACKWARD_WEIGHT: WEIGHT}
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,56 +33,33 @@ class Lowered:
     """One iteration of a job, each distinct thing once.
 
     Attributes:
-        segments: Distinct segments: a stage's forward, its backwards, its optimizer.
-        track: The schedule's actions in one order.
-        segment: Index into ``segments`` of each action of the track, shape ``(num_actions + num_stages,)``.
-        message: Index into ``messages`` of the message that each action waits for, -1 if none; same shape.
+        segments: Distinct segments of the parts of the model, and the stages' optimizers.
+        track: The schedule's actions, and the messages between stages, in one order that can run.
+        segment: Index into ``segments`` of each action, shape ``(num_actions,)``.
+        optimizer: Likewise of each stage's optimizer, shape ``(num_stages,)``.
         messages: Distinct point-to-point messages between stages.
-        stages: What each stage holds.
-        joined: Whether a segment ends only when its data-parallel collectives do (FSDP on CPU).
+        message: Index into ``messages`` of each of the track's, shape ``(num_messages,)``.
+        parts: Parts of the model in its order.
+        meets: Stages with equal numbers start their optimizers together, shape ``(num_stages,)``.
     """
 
     segments: tuple[Segment, ...]
     track: Track
-    segment: NDArray[np.int32]
-    message: NDArray[np.int32]
+    segment: Ints
+    optimizer: Ints
     messages: tuple[Collective, ...]
-    stages: tuple[StageShape, ...]
-    joined: bool
+    message: Ints
+    parts: tuple[PartShape, ...]
+    meets: Ints
 
     @property
     def num_stages(self) -> int:
-        return len(self.stages)
-
-    @property
-    def schedule(self) -> Schedule:
-        """Order of the actions of every stage."""
-        return self.track.schedule
-
-    @property
-    def order(self) -> Order:
-        """The same actions in one global order; the optimizers follow them."""
-        return self.track.order
-
-    @property
-    def stage(self) -> NDArray[np.int32]:
-        """Of each action and optimizer."""
-        return self.track.stage
-
-    @property
-    def source(self) -> NDArray[np.int32]:
-        """Action whose message each waits for, -1 if none."""
-        return self.track.source
-
-    @property
-    def previous(self) -> NDArray[np.int32]:
-        """The action before each on the same stage, -1 if none."""
-        return self.track.previous
+        return self.track.num_stages
 
     @property
     def num_micro_batches(self) -> int:
         """Per replica."""
-        return self.schedule.num_micro_batches
+        return self.track.schedule.num_micro_batches
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
@@ -84,135 +67,176 @@ class Lowered:
         return tuple(segment.program for segment in self.segments)
 
     @cached_property
-    def works(self) -> tuple[tuple[Op, ...], tuple[Collective, ...]]:
-        """Distinct ops and distinct collectives, messages included; both in order of first use."""
-        seen: dict[Op | Collective, None] = dict.fromkeys(work for part in self.segments for work in part.works)
+    def all_works(self) -> tuple[Op | Collective, ...]:
+        """Distinct ops, then distinct collectives, messages included."""
+        seen = {work: None for segment in self.segments for work in segment.works}
         seen.update(dict.fromkeys(self.messages))
         ops = tuple(work for work in seen if isinstance(work, Op))
-        return ops, tuple(work for work in seen if isinstance(work, Collective))
+        return (*ops, *(work for work in seen if isinstance(work, Collective)))
 
     @cached_property
-    def all_works(self) -> tuple[Op | Collective, ...]:
-        """``works`` in one: ops, then collectives."""
-        return (*self.works[0], *self.works[1])
-
-    @cached_property
-    def work_index(self) -> Mapping[Op | Collective, int]:
+    def work_index(self) -> dict[Op | Collective, int]:
         """Position of each signature in ``all_works``."""
         return {work: index for index, work in enumerate(self.all_works)}
-
-    @cached_property
-    def message_work(self) -> NDArray[np.int32]:
-        """Position in ``all_works`` of each message."""
-        return np.array([self.work_index[message] for message in self.messages], dtype=np.int32)
-
-    @cached_property
-    def gated(self) -> NDArray[np.bool_]:
-        """Whether a segment waits for its stage's data-parallel stream before it starts (the optimizer)."""
-        return np.array([program.label == "optimizer" for program in self.programs])
-
-    @cached_property
-    def graph(self) -> Graph:
-        """All programs as arrays; ``graph.work`` points into ``all_works``."""
-        return join(self.segments, self.work_index)
 
     def program(self, label: str, stage: int = 0, micro_batch: int = 0) -> Program:
         """What a stage runs for a micro-batch (``optimizer``: whatever the micro-batch)."""
         if label == "optimizer":
-            return self.programs[int(self.segment[len(self.order) + stage])]
-        kind = {"forward": FORWARD, "backward": BACKWARD}[label]
-        order = self.order
-        found = np.flatnonzero((order.stage == stage) & (order.kind == kind) & (order.micro_batch == micro_batch))
-        return self.programs[int(self.segment[found[0]])]
-
-
-def stage_shapes(model: ModelSpec, pp: int) -> tuple[StageShape, ...]:
-    """Layers split evenly, the remainder to the earlier stages; embedding on the first, head on the last."""
-    each, rest = divmod(model.layers, pp)
-    return tuple(StageShape(each + (i < rest), i == 0, i == pp - 1) for i in range(pp))
-
-
-def rank_shape(job: Job) -> RankShape:
-    """What one rank of a job sees of a micro-batch."""
-    p = job.parallel
-    near = ranks_per_node(p.tp, p.dp, p.pp, job.cluster.devices_per_node, "tp")
-    sequence_parallel = p.sequence_parallel and p.tp > 1
-    return RankShape(job.model, job.batch.micro_batch, job.batch.precision, p.tp, near, sequence_parallel)
+            return self.segments[int(self.optimizer[stage])].program
+        track, kind = self.track, {"forward": FORWARD, **{name: kind for kind, name in _LABELS.items()}}[label]
+        found = np.flatnonzero((track.stage == stage) & (track.kind == kind) & (track.micro_batch == micro_batch))
+        return self.segments[int(self.segment[found[0]])].program
 
 
 def lower(job: Job, hardware: Hardware) -> Lowered:
-    """Lower a job to the programs that its ranks run on this hardware.
+    """Lower a job to the segments that its ranks run on this hardware.
 
     Ranks of one stage are alike, so one stands for all.  Only the hardware's kind and ``comm_compute_share`` matter.
     """
     return _lower(
         job.parallel,
+        job.optimizer,
         job.num_micro_batches,
-        job.cluster.devices_per_node,
         rank_shape(job),
+        part_shapes(job),
+        groups_of(job),
+        layout_of(job),
         hardware.kind != "cpu",
         hardware.comm_compute_share,
     )
 
 
-@lru_cache(maxsize=256)
-def _lower(
-    p: ParallelSpec, num_micro_batches: int, devices_per_node: int, shape: RankShape, overlaps: bool, share: float
-) -> Lowered:
-    near = ranks_per_node(p.tp, p.dp, p.pp, devices_per_node, "dp")
-    after_schedule = not overlaps and p.pp > 1 and p.zero_stage == 0
-    dp = DataParallel(p.dp, near, p.zero_stage, int(p.bucket_mbytes * 2**20), overlaps, after_schedule, share)
-    stages = stage_shapes(shape.model, p.pp)
-    track = find_track(p.schedule, p.pp, num_micro_batches)
-    numbers: dict[Segment, int] = {}  # by identity: equal segments are one object, their makers are cached
-
-    def number(segment: Segment) -> int:
-        return numbers.setdefault(segment, len(numbers))
-
-    # Backwards as (accumulate, synchronise): only the first finds no gradients, only the last reduces them.
-    alone = num_micro_batches == 1
-    turns = {FIRST: (False, alone), MIDDLE: (True, False), LAST: (not alone, True)}
-    if num_micro_batches < 3:
-        del turns[MIDDLE]
-    table = np.zeros((p.pp, 2, 3), dtype=np.int32)
-    optimizers = np.zeros(p.pp, dtype=np.int32)
-    for at, stage in enumerate(stages):
-        table[at, FORWARD] = number(forward_segment(shape, stage, dp))
-        for turn, (accumulate, synchronise) in turns.items():
-            backward = backward_segment(shape, stage, dp, p.recompute, accumulate, synchronise)
-            table[at, BACKWARD, turn] = number(backward)
-        optimizers[at] = number(optimizer_segment(shape, stage, dp))
-    messages, message = _messages(p, shape, devices_per_node, track)
-    order = track.order
-    return Lowered(
-        segments=tuple(numbers),
-        track=track,
-        segment=np.concatenate([table[order.stage, order.kind, track.turn], optimizers]),
-        message=message,
-        messages=messages,
-        stages=stages,
-        joined=dp.fully_sharded and not dp.overlaps,
+def replicas_of(p: ParallelSpec, groups: Groups, precision: str, beside: bool, share: float) -> Replicas:
+    """How the replicas of a rank agree, on hardware that runs collectives beside the computation or not."""
+    pipeline = p.pp > 1
+    return Replicas(
+        groups,
+        p.zero_stage,
+        int(p.bucket_mbytes * 2**20),
+        beside,
+        # Our harness, on CPU, reduces a pipeline's gradients when its schedule is over.
+        p.overlap_grad_reduce and (beside or not pipeline or p.zero_stage > 0),
+        p.overlap_param_gather,
+        p.prefetch,
+        p.reshard_after_forward,
+        reduce_once=pipeline and p.zero_stage == 3 and beside,
+        eager=precision == "fp32",
+        compute_share=share,
     )
 
 
+@lru_cache(maxsize=512)
+def _lower(
+    p: ParallelSpec,
+    optimizer: OptimizerSpec,
+    num_micro_batches: int,
+    shape: RankShape,
+    parts: tuple[PartShape, ...],
+    groups: Groups,
+    layout: Layout,
+    beside: bool,
+    share: float,
+) -> Lowered:
+    replicas = replicas_of(p, groups, shape.precision, beside, share)
+    runtime = p.runtime or ("asynchronous" if beside else "torch")
+    track = find_track(p.schedule, p.pp, num_micro_batches, p.virtual_stages, runtime)
+    numbers: dict[Segment, int] = {}  # by identity: equal segments are one object, their makers are cached
+    rows: dict[PartShape, int] = {}
+    row = np.array([rows.setdefault(part, len(rows)) for part in parts], dtype=np.int32)
+    recompute = Recompute(p.recompute, p.recompute_every)
+    table = np.zeros((len(rows), len(KIND_NAMES), 3), dtype=np.int32)
+    for part, at in rows.items():
+        for kind, turn in _passes(track):
+            if kind == FORWARD:
+                first = turn == FIRST or num_micro_batches == 1
+                segment = forward_segment(shape, part, replicas, first)
+            else:
+                segment = backward_segment(
+                    shape,
+                    part,
+                    replicas,
+                    recompute,
+                    accumulate=turn != FIRST and num_micro_batches > 1,
+                    last=turn == LAST,
+                    label=_LABELS[kind],
+                )
+            table[at, kind, turn] = numbers.setdefault(segment, len(numbers))
+    tied = _tied(p, shape, layout)
+    optimizers = {}
+    placed = track.schedule.placement
+    of_stage = []
+    for stage in range(p.pp):
+        own = tuple(int(part) for part in np.flatnonzero(placed[:, 0] == stage))
+        ends = tied.size > 1 and (parts[own[0]].first or parts[own[-1]].last)
+        key = (tuple(int(row[part]) for part in own), ends)
+        if key not in optimizers:
+            held = tuple(parts[part] for part in own)
+            segment = optimizer_segment(shape, held, replicas, optimizer, tied if ends else Group())
+            optimizers[key] = numbers.setdefault(segment, len(numbers))
+        of_stage.append(optimizers[key])
+    messages, message = _messages(shape, parts, layout, track)
+    return Lowered(
+        segments=tuple(numbers),
+        track=track,
+        segment=table[row[track.part], track.kind, track.turn],
+        optimizer=np.array(of_stage, dtype=np.int32),
+        messages=messages,
+        message=message,
+        parts=parts,
+        meets=_meets(p, optimizer, parts, track, tied),
+    )
+
+
+@lru_cache(maxsize=512)
+def _passes(track: Track) -> tuple[tuple[int, int], ...]:
+    """Distinct (kind, turn) of a track's actions."""
+    return tuple(divmod(int(key), 3) for key in np.unique(track.kind * 3 + track.turn))
+
+
+def _tied(p: ParallelSpec, shape: RankShape, layout: Layout) -> Group:
+    """The two ranks that hold the same embedding's table in different stages; nobody if there is only one."""
+    if p.pp == 1 or not shape.model.tied_embeddings:
+        return Group()
+    return Group(2, layout.pipeline_neighbours(0, p.pp - 1))
+
+
+def _meets(p: ParallelSpec, optimizer: OptimizerSpec, parts: tuple[PartShape, ...], track: Track, tied: Group) -> Ints:
+    """Who waits for whom before the optimizer: all for the norm of all gradients, two for a shared table."""
+    if optimizer.clip_grad_norm:
+        return np.zeros(p.pp, dtype=np.int32)
+    meets = np.arange(p.pp, dtype=np.int32)
+    if tied.size > 1:
+        placed = track.schedule.placement
+        meets[placed[len(parts) - 1, 0]] = meets[placed[0, 0]]
+    return meets
+
+
 def _messages(
-    p: ParallelSpec, shape: RankShape, devices_per_node: int, track: Track
-) -> tuple[tuple[Collective, ...], NDArray[np.int32]]:
-    """Distinct messages, and which of them each action waits for."""
-    if p.pp == 1:
-        return (), np.full(len(track.stage), -1, dtype=np.int32)
-    near = [neighbour_ranks_per_node(p.tp, p.dp, devices_per_node, stage) for stage in range(p.pp - 1)]
-    sent = [Collective("send_recv", shape.boundary_bytes, 2, ranks) for ranks in near]
-    distinct = {message: index for index, message in enumerate(dict.fromkeys(sent))}
-    crossing = np.array([distinct[message] for message in sent], dtype=np.int32)  # after each stage
-    waits = track.source >= 0
-    boundary = np.minimum(track.stage[waits], track.stage[track.source[waits]])
-    message = np.full(len(track.stage), -1, dtype=np.int32)
-    message[waits] = crossing[boundary]
-    return tuple(distinct), message
+    shape: RankShape, parts: tuple[PartShape, ...], layout: Layout, track: Track
+) -> tuple[tuple[Collective, ...], Ints]:
+    """Distinct messages, and which of them each message of the track is."""
+    if not track.num_messages:
+        return (), np.zeros(0, dtype=np.int32)
+    placed = track.schedule.placement[:, 0].tolist()
+    sizes = boundary_bytes(shape, parts)
+    sent = [
+        Collective("send_recv", size, 2, layout.pipeline_neighbours(placed[part], placed[part + 1]))
+        if placed[part] != placed[part + 1]
+        else None
+        for part, size in enumerate(sizes)
+    ]
+    distinct = {message: index for index, message in enumerate(dict.fromkeys(filter(None, sent)))}
+    crossing = np.array([distinct[m] if m is not None else -1 for m in sent], dtype=np.int32)  # after each part
+    return tuple(distinct), crossing[_boundaries(track)]
+
+
+@lru_cache(maxsize=512)
+def _boundaries(track: Track) -> Ints:
+    """The part after which each message passes."""
+    return np.minimum(track.part[track.source], track.part[track.target])
 
 
 def signatures(job: Job, hardware: Hardware) -> tuple[set[Op], set[Collective]]:
     """Distinct ops and collectives of a job: what has to be known to predict it."""
-    ops, collectives = lower(job, hardware).works
-    return set(ops), set(collectives)
+    works = lower(job, hardware).all_works
+    return {w for w in works if isinstance(w, Op)}, {w for w in works if isinstance(w, Collective)}

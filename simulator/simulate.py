@@ -1,8 +1,7 @@
-"""How long one iteration takes: segments at op level, then the schedule over segments.
+"""How long one iteration takes: segments, then the schedule over segments, then the optimizer.
 
-A segment is a map between two clocks, of the computation and of the data-parallel stream: its longest paths from each
-to each (a 2 x 2 matrix in max-plus algebra).  So every distinct segment is timed once, and the result is exactly that
-of the whole op-level graph.
+A segment is a map between the clocks of a stage, of its computation and of its replicas' traffic (see ``timing``), so
+every distinct one is timed once, and the result is exactly that of the whole op-level graph.
 """
 
 from __future__ import annotations
@@ -12,38 +11,38 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
-from stepsight.simulator.engine import add_path, find_ends, longest_paths, run_schedule, walk_schedule
+from stepsight.simulator.engine import Floats, Ints, add_path
 from stepsight.simulator.latency import LatencyModel
 from stepsight.simulator.lowering import Lowered, lower
 from stepsight.simulator.memory import Memory as Memory
 from stepsight.simulator.memory import estimate_memory
-
-Floats = NDArray[np.float64]
+from stepsight.simulator.pipeline import TrackRun, run_track, walk
+from stepsight.simulator.pipelines import Pipeline, distinct_pipelines
+from stepsight.simulator.segment import NUM_CLOCKS
+from stepsight.simulator.timing import OpTimes, SegmentTime, Slowdown, Timer, timer_of
 
 
 @dataclass(frozen=True, eq=False)
-class SegmentTimes:
-    """Distinct segments at op level.
+class Passing:
+    """One pipeline of ranks, all micro-batches, before the optimizer.
 
     Attributes:
-        seconds: Of every node in its context, shape ``(num_nodes,)``.
-        finish: Longest path to the end of every node from the segment's start (row 0) and from the data-parallel
-            stream (row 1), shape ``(2, num_nodes)``.
-        critical: The dependency on that path, -1 at its start; same shape.
-        transition: Shape ``(num_programs, 2, 2)``: to clock, from clock.
-        last: The node where that path ends, -1 if none; same shape.
+        pipeline: Which ranks.
+        times: Distinct segments under distinct conditions.
+        of: Segment (of the job) and condition of each of ``times``.
+        run: When its actions and messages run; ``run.segment`` points into ``times``.
+        message_seconds: Of each of the track's messages.
     """
 
-    seconds: Floats
-    finish: Floats
-    critical: NDArray[np.int32]
-    transition: Floats
-    last: NDArray[np.int64]
+    pipeline: Pipeline
+    times: tuple[SegmentTime, ...]
+    of: tuple[tuple[int, Slowdown], ...]
+    run: TrackRun
+    message_seconds: Floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,37 +52,37 @@ class Simulation:
     Attributes:
         job: What was asked.
         hardware: What it runs on.
-        lowered: Its programs and schedule.
-        work_seconds: Of each distinct signature, ops then collectives, as in ``lowered.all_works``.
-        segments: Op-level times of the distinct segments.
-        start: Of each action on both clocks, shape ``(num_actions, 2)``, seconds.
-        finish: Likewise.
-        cause: See ``engine.run_schedule``.
+        lowered: Its segments and schedule.
+        timer: Durations.
+        passings: Distinct pipelines; one, unless replicas differ.
+        begin: When each stage's optimizer starts, shape ``(num_stages,)``, seconds.
+        clocks: Clocks of each stage at that time, shape ``(num_stages, NUM_CLOCKS)``.
+        finish: Clocks after it, same shape.
     """
 
     job: Job
     hardware: Hardware
     lowered: Lowered
-    work_seconds: Floats
-    segments: SegmentTimes
-    start: Floats
+    timer: Timer
+    passings: tuple[Passing, ...]
+    begin: Floats
+    clocks: Floats
     finish: Floats
-    cause: NDArray[np.int32]
 
     @cached_property
     def iteration_time_s(self) -> float:
         """Seconds of one iteration: until the last stage is done."""
-        return float(self.finish[-self.lowered.num_stages :].max())
+        return float(self.finish.max())
 
     @cached_property
     def breakdown(self) -> dict[str, float]:
         """Seconds of the iteration by what a device does, mean over stages; they add up to the iteration time.
 
-        ``compute`` ops of forward and backward; ``tp_communication`` blocking collectives;
-        ``dp_communication`` time that a stage stands still for data-parallel collectives, or that they take from its
-        computation; ``optimizer``; ``pp_communication`` what the iteration would be shorter if messages between stages
-        took no time;
-        ``bubble`` the rest: waiting for other stages.
+        ``compute`` ops of forward and backward; ``tp_communication``, ``cp_communication``, ``ep_communication`` what
+        collectives of these groups hold up; ``dp_communication`` time that a stage stands still for its replicas, or
+        that their collectives take from its computation; ``host`` waiting for launches, and for copies to the host;
+        ``optimizer``; ``pp_communication`` what the iteration would be shorter if messages between stages took no
+        time; ``bubble`` the rest: waiting for other stages.
         """
         from stepsight.simulator.breakdown import break_down
 
@@ -95,6 +94,16 @@ class Simulation:
         return estimate_memory(self.job, self.hardware)
 
     @cached_property
+    def slowest(self) -> Passing:
+        """The pipeline that decides when the last optimizer starts."""
+        return max(self.passings, key=lambda passing: float(passing.run.clocks.max()))
+
+    @cached_property
+    def work_seconds(self) -> Floats:
+        """Of each distinct signature alone, as in ``lowered.all_works``."""
+        return self.timer.work_seconds(self.lowered.all_works)
+
+    @cached_property
     def op_counts(self) -> dict[Op | Collective, float]:
         """How often each signature lies on the critical path: ``n_i = dT / dt_i``; ``sum(n_i * t_i)`` is the time."""
         counts = self.count_works()
@@ -103,21 +112,59 @@ class Simulation:
 
     def count_works(self) -> Floats:
         """``op_counts`` as an array over ``lowered.all_works``, zeros included."""
-        low, times = self.lowered, self.segments
-        ends = self.finish[-low.num_stages :]
-        at, clock = divmod(int(np.argmax(ends)), 2)
-        uses = np.zeros((len(low.programs), 2, 2))
-        message_uses = np.zeros(len(low.messages))
-        action = len(low.stage) - low.num_stages + at
-        walk_schedule(action, clock, low.segment, low.message, low.previous, self.cause, uses, message_uses)
-        graph = low.graph
-        counts = np.zeros(len(self.work_seconds))
-        amount = times.seconds / self.work_seconds[graph.work]  # share and context
-        for program, to, start in np.argwhere(uses > 0).tolist():
-            last = int(times.last[program, to, start])
-            add_path(times.critical[start], last, graph.work, amount, uses[program, to, start], counts)
-        np.add.at(counts, low.message_work, message_uses)
+        counts = np.zeros(len(self.lowered.all_works))
+        index = self.lowered.work_index
+        for segment, condition, uses in self.segment_uses():
+            times, graph = self.ops_of(segment, condition), self.lowered.segments[segment].graph
+            works = self.lowered.segments[segment].works
+            amount = times.seconds / self.timer.work_seconds(works)[graph.work]  # share, context and slowdown
+            place = np.array([index[work] for work in works], dtype=np.int32)[graph.work]
+            for to, since in np.argwhere(uses > 0).tolist():
+                last = int(times.last[to, since])
+                add_path(times.critical[since], last, place, amount, uses[to, since], counts)
+        for message, uses in zip(self.lowered.messages, self.message_uses(), strict=True):
+            counts[index[message]] += uses
         return counts
+
+    def ops_of(self, segment: int, condition: Slowdown) -> OpTimes:
+        """A segment of the job at op level."""
+        return self.timer.ops(self.lowered.segments[segment], condition)
+
+    @cached_property
+    def _path(self) -> tuple[Passing, tuple[int, int, int], Floats, Floats]:
+        """The pipeline on the critical path; the optimizer's stage and its clocks; uses of ``times`` and of messages."""
+        stage, clock = divmod(int(np.argmax(self.finish)), NUM_CLOCKS)
+        table = optimizer_transition(self, stage)
+        entry = self.clocks[stage].copy()
+        entry[0] = self.begin[stage]
+        since = int(np.argmax(entry + table[clock]))
+        together = np.flatnonzero(self.lowered.meets == self.lowered.meets[stage]) if since == 0 else np.array([stage])
+        ends = [(float(p.run.clocks[s, c]), i, s, c) for i, p in enumerate(self.passings) for s in together.tolist()
+                for c in (range(NUM_CLOCKS) if since == 0 else (since,))]  # fmt: skip
+        _, which, at, end = max(ends, key=lambda found: found[0])
+        passing = self.passings[which]
+        uses, message_uses, _, _ = walk(passing.run, at, end)
+        return passing, (stage, clock, since), uses, message_uses
+
+    def segment_uses(self) -> list[tuple[int, Slowdown, Floats]]:
+        """Segment, condition and how often it is passed from clock to clock on the critical path, ``(to, from)``."""
+        passing, (stage, clock, since), uses, _ = self._path
+        found = [(*passing.of[i], uses[i]) for i in range(len(passing.of)) if i < len(uses) and (uses[i] > 0).any()]
+        last = np.zeros((NUM_CLOCKS, NUM_CLOCKS))
+        last[clock, since] = 1.0
+        return [*found, (int(self.lowered.optimizer[stage]), self.optimizer_condition(stage), last)]
+
+    def message_uses(self) -> Floats:
+        """How often each distinct message lies on the critical path, in terms of its time alone."""
+        passing, _, _, uses = self._path
+        factors = passing.pipeline.message_factors(self.lowered)
+        counts = np.zeros(len(self.lowered.messages))
+        np.add.at(counts, self.lowered.message, uses * factors)
+        return counts
+
+    def optimizer_condition(self, stage: int) -> Slowdown:
+        """What slows a stage's optimizer most."""
+        return max((p.pipeline.slowdowns[stage] for p in self.passings), key=lambda s: (s.compute, s.data))
 
     def timeline(self, level: str = "segment") -> dict[str, Any]:
         """Chrome trace events for Perfetto: a process per stage, a thread per stream.
@@ -138,47 +185,47 @@ def simulate(job: Job, latency: LatencyModel) -> Simulation:
         latency: How long its ops and collectives take on ``latency.hardware``.
     """
     lowered = lower(job, latency.hardware)
-    ops, collectives = lowered.works
-    work_seconds = np.concatenate([latency.op_seconds(ops), latency.collective_seconds(collectives)])
-    return simulate_seconds(job, lowered, latency, work_seconds)
+    return simulate_lowered(job, lowered, timer_of(latency), latency.hardware, distinct_pipelines(job, latency))
 
 
-def simulate_seconds(job: Job, lowered: Lowered, latency: LatencyModel, work_seconds: Floats) -> Simulation:
-    """As ``simulate``, with the seconds of every signature in ``lowered.all_works`` given."""
-    segments = time_segments(lowered, latency, work_seconds)
-    message_seconds = work_seconds[lowered.message_work]
-    start, finish, cause = time_schedule(lowered, segments.transition, message_seconds)
-    return Simulation(job, latency.hardware, lowered, work_seconds, segments, start, finish, cause)
+def simulate_lowered(
+    job: Job, lowered: Lowered, timer: Timer, hardware: Hardware, pipelines: tuple[Pipeline, ...]
+) -> Simulation:
+    """As ``simulate``, with everything at hand."""
+    message_seconds = timer.work_seconds(lowered.messages)[lowered.message]
+    passings = tuple(_pass(lowered, timer, pipeline, message_seconds) for pipeline in pipelines)
+    clocks = passings[0].run.clocks
+    for passing in passings[1:]:
+        clocks = np.maximum(clocks, passing.run.clocks)
+    begin = clocks.max(axis=1)
+    latest = np.full(lowered.num_stages, -np.inf)
+    np.maximum.at(latest, lowered.meets, begin)
+    begin = latest[lowered.meets]
+    simulation = Simulation(job, hardware, lowered, timer, passings, begin, clocks, np.empty_like(clocks))
+    entry = clocks.copy()
+    entry[:, 0] = begin
+    tables = np.stack([optimizer_transition(simulation, stage) for stage in range(lowered.num_stages)])
+    np.max(entry[:, None, :] + tables, axis=2, out=simulation.finish)
+    return simulation
 
 
-def time_segments(lowered: Lowered, latency: LatencyModel, work_seconds: Floats) -> SegmentTimes:
-    """Time every distinct segment at op level."""
-    graph = lowered.graph
-    seconds = work_seconds[graph.work] * graph.share
-    bounds = graph.bounds
-    alone = np.split(seconds, bounds[1:-1])
-    inside = latency.in_context(lowered.programs, alone)
-    if inside is not alone:
-        seconds = np.concatenate(inside)
-    finish = np.empty_like(graph.ready)
-    critical = np.empty(graph.ready.shape, dtype=np.int32)
-    for clock in range(2):
-        longest_paths(seconds, graph.pointer, graph.before, graph.ready[clock], finish[clock], critical[clock])
-    transition = np.empty((len(bounds) - 1, 2, 2))
-    last = np.empty(transition.shape, dtype=np.int64)
-    find_ends(bounds, graph.on_data_stream, lowered.joined, finish, transition, last)
-    return SegmentTimes(seconds, finish, critical, transition, last)
+def optimizer_transition(simulation: Simulation, stage: int) -> Floats:
+    """Paths through a stage's optimizer, ``(to, from)``."""
+    segment = simulation.lowered.segments[int(simulation.lowered.optimizer[stage])]
+    return simulation.timer.segment(segment, simulation.optimizer_condition(stage)).transition
 
 
-def time_schedule(
-    lowered: Lowered, transition: Floats, message_seconds: Floats
-) -> tuple[Floats, Floats, NDArray[np.int32]]:
-    """Start, finish and cause of every action."""
-    count = len(lowered.stage)
-    start, finish = np.empty((count, 2)), np.empty((count, 2))
-    cause = np.empty((count, 4), dtype=np.int32)
-    run_schedule(
-        lowered.stage, lowered.segment, lowered.source, lowered.message, transition, message_seconds, lowered.gated,
-        start, finish, cause,
-    )  # fmt: skip
-    return start, finish, cause
+def _pass(lowered: Lowered, timer: Timer, pipeline: Pipeline, message_seconds: Floats) -> Passing:
+    track, conditions = lowered.track, tuple(dict.fromkeys(pipeline.slowdowns))
+    segment: Ints = lowered.segment
+    if len(conditions) == 1:
+        of = tuple((index, conditions[0]) for index in range(len(lowered.segments)))
+    else:
+        place = np.array([conditions.index(slowdown) for slowdown in pipeline.slowdowns])
+        pairs, inverse = np.unique(segment * len(conditions) + place[track.stage], return_inverse=True)
+        of = tuple((int(pair) // len(conditions), conditions[int(pair) % len(conditions)]) for pair in pairs)
+        segment = inverse.astype(np.int32)
+    times = tuple(timer.segment(lowered.segments[index], slowdown) for index, slowdown in of)
+    transition = np.stack([time.transition for time in times])
+    seconds = message_seconds if pipeline.is_plain else message_seconds * pipeline.message_factors(lowered)
+    return Passing(pipeline, times, of, run_track(track, segment, transition, seconds), seconds)

@@ -1,128 +1,157 @@
-"""A simulated iteration as Chrome trace events, which Perfetto (ui.perfetto.dev) opens."""
+"""A simulated iteration as Chrome trace events, which Perfetto (ui.perfetto.dev) opens.
+
+Events are written as text from templates, one for each distinct segment: millions a second.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache
+import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.program import Program
+from stepsight.simulator.engine import Floats
+from stepsight.simulator.lowering import Lowered
 from stepsight.simulator.schedules import KIND_NAMES
+from stepsight.simulator.segment import CLOCK_STREAMS, NUM_CLOCKS
 
 if TYPE_CHECKING:
-    from stepsight.simulator.simulate import Simulation
+    from stepsight.simulator.simulate import Passing, Simulation
 
 LEVELS = ("segment", "op")
 _MICROSECONDS = 1e6
+_ACTION, _PROCESS = "\x01", "\x02"  # what a template leaves open, beside the times
+_TO_NEXT, _TO_PREVIOUS = "pp to next", "pp to previous"
 
 
 def trace_events(simulation: Simulation, level: str = "segment") -> dict[str, Any]:
-    """Trace events of all stages; one rank stands for its tensor- and data-parallel replicas.
+    """Trace events of all stages; one rank stands for all that are alike.
+
+    Raises:
+        StepsightError: If the level is unknown.
+    """
+    events: dict[str, Any] = json.loads("".join(timeline_text(simulation, level)))
+    return events
+
+
+def timeline_text(simulation: Simulation, level: str = "segment", scale: float = 1.0) -> Iterator[str]:
+    """The same as pieces of JSON; ``scale`` multiplies all times.
 
     Raises:
         StepsightError: If the level is unknown.
     """
     if level not in LEVELS:
         raise StepsightError(f"timeline level must be one of {', '.join(LEVELS)}, got {level!r}")
-    threads = _Threads()
-    events = _op_events(simulation, threads) if level == "op" else _segment_events(simulation, threads)
-    events += _message_events(simulation, threads)
-    return {
-        "traceEvents": threads.names(simulation) + events,
-        "displayTimeUnit": "ms",
-        "otherData": {"job": simulation.job.name, "iteration_time_s": simulation.iteration_time_s},
-    }
+    return _pieces(simulation, level, scale)
 
 
-class _Threads:
-    """Numbers of streams, the same on every stage."""
+def _pieces(simulation: Simulation, level: str, scale: float) -> Iterator[str]:
+    writer = _Writer(simulation, level, _MICROSECONDS * scale)
+    yield '{"displayTimeUnit":"ms","otherData":'
+    yield json.dumps({"job": simulation.job.name, "iteration_time_s": simulation.iteration_time_s * scale})
+    yield ',"traceEvents":['
+    for number, passing in enumerate(simulation.passings):
+        yield from writer.pipeline(passing, number * simulation.lowered.num_stages)
+    yield ",".join(writer.names())
+    yield "]}"
 
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
+
+class _Writer:
+    def __init__(self, simulation: Simulation, level: str, unit: float) -> None:
+        self._simulation = simulation
+        self._by_op = level == "op"
+        self._unit = unit
+        self._threads: dict[str, int] = {}
         self._seen: dict[tuple[int, str], None] = {}
+        self._processes: dict[int, str] = {}
+        self._templates: dict[int, tuple[str, tuple[str, ...]]] = {}
 
-    def number(self, stage: int, stream: str) -> int:
-        self._seen.setdefault((stage, stream))
-        return self._numbers.setdefault(stream, len(self._numbers))
+    def names(self) -> Iterator[str]:
+        """Metadata: names of processes and threads."""
+        for process, name in self._processes.items():
+            yield json.dumps({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
+        for process, stream in self._seen:
+            thread = self._threads[stream]
+            event = {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": stream}}
+            yield json.dumps(event)
 
-    def names(self, simulation: Simulation) -> list[dict[str, Any]]:
-        low = simulation.lowered
-        metadata = []
+    def pipeline(self, passing: Passing, first: int) -> Iterator[str]:
+        """All events of one pipeline; its stages are processes from ``first`` on."""
+        low, run = self._simulation.lowered, passing.run
         for stage in range(low.num_stages):
             name = f"stage {stage}" if low.num_stages > 1 else "rank"
-            metadata.append({"ph": "M", "name": "process_name", "pid": stage, "args": {"name": name}})
-        for stage, stream in self._seen:
-            tid = self._numbers[stream]
-            metadata.append({"ph": "M", "name": "thread_name", "pid": stage, "tid": tid, "args": {"name": stream}})
-        return metadata
+            alike = f", {passing.pipeline.count} alike" if passing.pipeline.count > 1 else ""
+            several = len(self._simulation.passings) > 1
+            self._processes[first + stage] = name + (f", replica {passing.pipeline.replica}{alike}" if several else "")
+        names = action_names(low)
+        for action, (name, stage) in enumerate(zip(names, low.track.stage.tolist(), strict=True)):
+            index = int(run.segment[action])
+            yield from self._action(name, first + stage, passing.of[index], run.start[action], run.finish[action])
+        yield from self._messages(passing, first, names)
+        entry = self._simulation.clocks.copy()
+        entry[:, 0] = self._simulation.begin
+        for stage in range(low.num_stages):
+            of = (int(low.optimizer[stage]), self._simulation.optimizer_condition(stage))
+            yield from self._action("optimizer", first + stage, of, entry[stage], self._simulation.finish[stage])
+
+    def _action(self, name: str, process: int, of: tuple[int, Any], start: Floats, finish: Floats) -> Iterator[str]:
+        label = self._simulation.lowered.segments[of[0]].label
+        if not self._by_op:
+            yield self._event(name, process, "compute", float(start[0]), float(finish[0]), label)
+            for clock in range(1, NUM_CLOCKS):
+                if finish[clock] > max(finish[0], start[clock]):
+                    stream = CLOCK_STREAMS[clock]
+                    yield self._event(f"{name} tail", process, stream, float(finish[0]), float(finish[clock]), "dp")
+            return
+        times = self._simulation.ops_of(*of)
+        template, streams = self._template(of)
+        for stream in streams:
+            self._seen.setdefault((process, stream))
+        ends = (start[:, None] + times.finish).max(axis=0)
+        begins = (ends - times.seconds) * self._unit
+        yield template.replace(_ACTION, name).replace(_PROCESS, str(process)) % tuple(begins.tolist())
+
+    def _template(self, of: tuple[int, Any]) -> tuple[str, tuple[str, ...]]:
+        """Events of a segment with action, process and times left open, and the streams that they are on."""
+        times = self._simulation.ops_of(*of)
+        known = self._templates.get(id(times))
+        if known is None:
+            program = self._simulation.lowered.segments[of[0]].program
+            parts = []
+            for node, seconds in zip(program.nodes, times.seconds.tolist(), strict=True):
+                title = json.dumps(f"{node.name} {node.work.kind}")[1:-1].replace("%", "%%")
+                parts.append(
+                    f'{{"ph":"X","name":"{_ACTION} {title}","cat":"{program.label}","pid":{_PROCESS},'
+                    f'"tid":{self._thread(node.stream)},"ts":%.3f,"dur":{seconds * self._unit:.3f},'
+                    f'"args":{{"what":"{node.work}"}}}},'
+                )
+            streams = tuple(dict.fromkeys(node.stream for node in program.nodes))
+            self._templates[id(times)] = known = ("".join(parts), streams)
+        return known
+
+    def _thread(self, stream: str) -> int:
+        return self._threads.setdefault(stream, len(self._threads))
+
+    def _event(self, name: str, process: int, stream: str, begin: float, end: float, category: str) -> str:
+        self._seen.setdefault((process, stream))
+        return (
+            f'{{"ph":"X","name":"{name}","cat":"{category}","pid":{process},"tid":{self._thread(stream)},'
+            f'"ts":{begin * self._unit:.3f},"dur":{(end - begin) * self._unit:.3f}}},'
+        )
+
+    def _messages(self, passing: Passing, first: int, names: list[str]) -> Iterator[str]:
+        track, run = self._simulation.lowered.track, passing.run
+        for message, (source, target) in enumerate(zip(track.source.tolist(), track.target.tolist(), strict=True)):
+            stage, to = int(track.stage[source]), int(track.stage[target])
+            begin, end = float(run.message_start[message]), float(run.message_finish[message])
+            stream = _TO_NEXT if to > stage else _TO_PREVIOUS
+            yield self._event(f"{names[source]} to stage {to}", first + stage, stream, begin, end, "pp")
 
 
-def _event(name: str, stage: int, thread: int, start: float, seconds: float, category: str) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": category,
-        "pid": stage,
-        "tid": thread,
-        "ts": start * _MICROSECONDS,
-        "dur": seconds * _MICROSECONDS,
-    }
-
-
-def _action_names(simulation: Simulation) -> list[str]:
-    order = simulation.lowered.order
-    names = [f"{KIND_NAMES[k]}{m}" for k, m in zip(order.kind.tolist(), order.micro_batch.tolist(), strict=True)]
-    return names + ["optimizer"] * simulation.lowered.num_stages
-
-
-def _segment_events(simulation: Simulation, threads: _Threads) -> list[dict[str, Any]]:
-    low, events = simulation.lowered, []
-    for action, name in enumerate(_action_names(simulation)):
-        stage = int(low.stage[action])
-        label = low.programs[low.segment[action]].label
-        begin, end = float(simulation.start[action, 0]), float(simulation.finish[action, 0])
-        events.append(_event(name, stage, threads.number(stage, "compute"), begin, end - begin, label))
-        tail = float(simulation.finish[action, 1])
-        if tail > max(end, float(simulation.start[action, 1])):
-            events.append(_event(f"{name} tail", stage, threads.number(stage, "dp"), end, tail - end, "dp"))
-    return events
-
-
-@lru_cache(maxsize=256)
-def _labels(program: Program) -> list[tuple[str, str, dict[str, str]]]:
-    """Title, stream and arguments of every node's events."""
-    return [(f"{node.name} {node.work.kind}", node.stream, {"what": str(node.work)}) for node in program.nodes]
-
-
-def _op_events(simulation: Simulation, threads: _Threads) -> list[dict[str, Any]]:
-    low, graph, times, events = simulation.lowered, simulation.lowered.graph, simulation.segments, []
-    for action, name in enumerate(_action_names(simulation)):
-        stage, segment = int(low.stage[action]), int(low.segment[action])
-        program = low.programs[segment]
-        nodes = slice(int(graph.bounds[segment]), int(graph.bounds[segment + 1]))
-        by_compute = simulation.start[action, 0] + times.finish[0, nodes]
-        finish = np.maximum(by_compute, simulation.start[action, 1] + times.finish[1, nodes])
-        start = finish - times.seconds[nodes]
-        labels = _labels(program)
-        for label, begin, seconds in zip(labels, start.tolist(), times.seconds[nodes].tolist(), strict=True):
-            title, stream, what = label
-            thread = threads.number(stage, stream)
-            event = _event(f"{name} {title}", stage, thread, begin, seconds, program.label)
-            events.append({**event, "args": what})
-    return events
-
-
-def _message_events(simulation: Simulation, threads: _Threads) -> list[dict[str, Any]]:
-    low, events = simulation.lowered, []
-    names = _action_names(simulation)
-    for action in np.flatnonzero(low.message >= 0).tolist():
-        source = int(low.source[action])
-        stage = int(low.stage[source])
-        seconds = float(simulation.work_seconds[low.message_work[low.message[action]]])
-        to = int(low.stage[action])
-        thread = threads.number(stage, "pp to next" if to > stage else "pp to previous")
-        begin = float(simulation.start[action, 0]) - seconds
-        events.append(_event(f"{names[source]} to stage {to}", stage, thread, begin, seconds, "pp"))
-    return events
+def action_names(lowered: Lowered) -> list[str]:
+    """``F3``, ``B0``; with several chunks on a stage, ``F3.1`` for the second."""
+    track = lowered.track
+    chunk = track.schedule.placement[:, 1][track.part]
+    several = bool(chunk.max(initial=0))
+    rows = zip(track.kind.tolist(), track.micro_batch.tolist(), chunk.tolist(), strict=True)
+    return [f"{KIND_NAMES[k]}{m}{f'.{c}' if several else ''}" for k, m, c in rows]

@@ -153,7 +153,7 @@ class _Batch:
         index = [nodes.add(example.program, example.alone, example.busy) for example in examples]
         placed = []
         for whole in wholes:
-            alone, bounds = whole.iteration.alone, whole.iteration.lowered.graph.bounds
+            alone, bounds = whole.iteration.alone, whole.iteration.bounds
             parts = zip(whole.iteration.lowered.programs, np.split(alone, bounds[1:-1]), strict=True)
             own = np.concatenate([nodes.add(program, part, whole.busy) for program, part in parts])
             placed.append((whole, torch.from_numpy(own), torch.from_numpy(alone)))

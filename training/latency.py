@@ -39,6 +39,7 @@ class LearnedLatency:
         self._kernel = kernel
         self._collective = collective
         self._context = context
+        self.knows_context = context is not None
         self._ops: dict[Op, float] = {}
         self._collectives: dict[Collective, float] = {}
         self._programs: dict[int, tuple[Program, Seconds, Seconds]] = {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -13,6 +14,7 @@ from stepsight.dataset.job import Job
 from stepsight.simulator.latency import RooflineLatency
 from stepsight.simulator.memory import Memory
 from stepsight.simulator.simulate import Simulation, simulate
+from stepsight.simulator.timeline import timeline_text
 from stepsight.training.intervals import Intervals
 from stepsight.training.latency import LearnedLatency
 from stepsight.training.predictor import Predictor
@@ -46,15 +48,13 @@ class Prediction:
 
     def timeline(self, level: str = "segment") -> dict[str, Any]:
         """Chrome trace events, at the level of ``segment`` or ``op``; opens in Perfetto."""
-        timeline = self.simulation.timeline(level)
-        scale = self.iteration_time_s / self.simulation.iteration_time_s
-        if scale != 1.0:  # calibrated: the timeline ends when the prediction says
-            for event in timeline["traceEvents"]:
-                for key in ("ts", "dur"):
-                    if key in event:
-                        event[key] *= scale
-            timeline["otherData"]["iteration_time_s"] = self.iteration_time_s
-        return timeline
+        events: dict[str, Any] = json.loads("".join(self.timeline_text(level)))
+        return events
+
+    def timeline_text(self, level: str = "segment") -> Iterator[str]:
+        """The same as pieces of JSON, millions of events a second: for files."""
+        scale = self.iteration_time_s / self.simulation.iteration_time_s  # calibrated: it ends when the prediction says
+        return timeline_text(self.simulation, level, scale)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

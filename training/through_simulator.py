@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,33 +16,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
-from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
-from stepsight.simulator.engine import add_path, walk_schedule
+from stepsight.simulator.engine import add_path
 from stepsight.simulator.latency import LatencyModel
 from stepsight.simulator.lowering import Lowered, lower
-from stepsight.simulator.simulate import Simulation, simulate_seconds
+from stepsight.simulator.pipelines import distinct_pipelines
+from stepsight.simulator.simulate import Simulation, simulate_lowered
+from stepsight.simulator.timing import Timer, timer_of
 
 Array = NDArray[np.float64]
 
 
 class _Given:
-    """A latency model whose durations in context are given."""
+    """A latency model whose durations in context are given, by the identity of the program."""
 
-    def __init__(self, hardware: Hardware, inside: Sequence[Array]) -> None:
-        self.hardware = hardware
+    knows_context = True
+
+    def __init__(self, alone: LatencyModel, inside: dict[int, Array]) -> None:
+        self.hardware = alone.hardware
+        self.op_seconds = alone.op_seconds
+        self.collective_seconds = alone.collective_seconds
         self._inside = inside
 
-    def op_seconds(self, ops: Sequence[Op]) -> Array:
-        raise NotImplementedError
-
-    def collective_seconds(self, collectives: Sequence[Collective]) -> Array:
-        raise NotImplementedError
-
     def in_context(self, programs: Sequence[Program], seconds: Sequence[Array]) -> Sequence[Array]:
-        return self._inside
+        return [self._inside[id(program)] for program in programs]
 
 
 @dataclass(frozen=True)
@@ -50,49 +49,48 @@ class Iteration:
 
     Attributes:
         job: What runs.
-        lowered: Its programs.
-        hardware: What it runs on.
-        work_seconds: Of every signature alone, as in ``lowered.all_works``.
+        lowered: Its segments.
+        latency: What is known of their durations alone.
     """
 
     job: Job
     lowered: Lowered
-    hardware: Hardware
-    work_seconds: Array
+    latency: LatencyModel
 
     @classmethod
     def of(cls, job: Job, latency: LatencyModel) -> Iteration:
-        lowered = lower(job, latency.hardware)
-        ops, collectives = lowered.works
-        seconds = np.concatenate([latency.op_seconds(ops), latency.collective_seconds(collectives)])
-        return cls(job, lowered, latency.hardware, seconds)
+        return cls(job, lower(job, latency.hardware), latency)
 
-    @property
+    @cached_property
+    def bounds(self) -> NDArray[np.int64]:
+        """Nodes of program ``i`` are ``bounds[i]:bounds[i + 1]``."""
+        return np.cumsum([0, *(len(program) for program in self.lowered.programs)])
+
+    @cached_property
     def alone(self) -> Array:
         """Seconds alone of every node of every program, ``(nodes,)``."""
-        graph = self.lowered.graph
-        return np.asarray(self.work_seconds[graph.work] * graph.share)
+        timer = timer_of(self.latency)
+        segments = self.lowered.segments
+        return np.concatenate([timer.work_seconds(s.works)[s.graph.work] * s.graph.share for s in segments])
 
     def seconds_and_counts(self, inside: Array) -> tuple[float, Array]:
         """Iteration time for given node durations, ``(nodes,)``, and ``n_i`` of every node, same shape."""
-        parts = np.split(inside, self.lowered.graph.bounds[1:-1])
-        simulation = simulate_seconds(self.job, self.lowered, _Given(self.hardware, parts), self.work_seconds)
-        return simulation.iteration_time_s, node_counts(simulation)
+        parts = np.split(inside, self.bounds[1:-1])
+        given = _Given(self.latency, {id(p): part for p, part in zip(self.lowered.programs, parts, strict=True)})
+        hardware = self.latency.hardware
+        pipelines = distinct_pipelines(self.job, given)
+        simulation = simulate_lowered(self.job, self.lowered, Timer(given), hardware, pipelines)
+        return simulation.iteration_time_s, node_counts(simulation, self.bounds)
 
 
-def node_counts(simulation: Simulation) -> Array:
-    """How often each node of the job's programs lies on the critical path, ``(nodes,)``."""
-    low, times = simulation.lowered, simulation.segments
-    at, clock = divmod(int(np.argmax(simulation.finish[-low.num_stages :])), 2)
-    uses = np.zeros((len(low.programs), 2, 2))
-    action = len(low.stage) - low.num_stages + at
-    messages = np.zeros(len(low.messages))
-    walk_schedule(action, clock, low.segment, low.message, low.previous, simulation.cause, uses, messages)
-    counts = np.zeros(len(times.seconds))
-    every, one = np.arange(len(counts), dtype=np.int32), np.ones(len(counts))
-    for program, to, start in np.argwhere(uses > 0).tolist():
-        last = int(times.last[program, to, start])
-        add_path(times.critical[start], last, every, one, uses[program, to, start], counts)
+def node_counts(simulation: Simulation, bounds: NDArray[np.int64]) -> Array:
+    """How often each node of the job's programs lies on the critical path, ``(bounds[-1],)``."""
+    counts = np.zeros(int(bounds[-1]))
+    for segment, condition, uses in simulation.segment_uses():
+        times, own = simulation.ops_of(segment, condition), counts[bounds[segment] : bounds[segment + 1]]
+        every, one = np.arange(len(own), dtype=np.int32), np.ones(len(own))
+        for to, since in np.argwhere(uses > 0).tolist():
+            add_path(times.critical[since], int(times.last[to, since]), every, one, uses[to, since], own)
     return counts
 
 

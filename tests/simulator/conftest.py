@@ -58,7 +58,7 @@ def make_job() -> JobMaker:
         **parallel: Any,
     ) -> Job:
         spec = ParallelSpec(**{"dp": 1, **parallel})
-        devices = spec.tp * spec.pp * spec.dp
+        devices = spec.tp * spec.cp * spec.pp * spec.dp
         nodes = max(1, devices // devices_per_node)
         sizes: dict[str, Any] = {"family": "gpt", "layers": 4, "hidden": 64, "heads": 4, "vocab": 256, "seq_len": 32}
         return Job(

@@ -5,7 +5,8 @@ import pytest
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
-from stepsight.simulator.lowering import lower, signatures, stage_shapes
+from stepsight.simulator.lowering import lower, signatures
+from stepsight.simulator.parts import part_shapes
 from tests.simulator.conftest import JobMaker
 
 
@@ -14,17 +15,22 @@ def kinds(program: Program, stream: str | None = None) -> Counter[str]:
 
 
 def test_layers_are_split_evenly_and_the_rest_goes_to_earlier_stages(make_job: JobMaker) -> None:
-    stages = stage_shapes(make_job(model={"layers": 10}).model, 4)
-    assert [stage.layers for stage in stages] == [3, 3, 2, 2]
-    assert [stage.first for stage in stages] == [True, False, False, False]
-    assert [stage.last for stage in stages] == [False, False, False, True]
+    parts = part_shapes(make_job(model={"layers": 10}, pp=4))
+    assert [part.num_layers for part in parts] == [3, 3, 2, 2]
+    assert [part.first for part in parts] == [True, False, False, False]
+    assert [part.last for part in parts] == [False, False, False, True]
+
+
+def test_layers_are_split_as_told(make_job: JobMaker) -> None:
+    parts = part_shapes(make_job(model={"layers": 10}, pp=4, stage_layers=(1, 4, 4, 1)))
+    assert [part.num_layers for part in parts] == [1, 4, 4, 1]
 
 
 def test_only_later_micro_batches_accumulate(make_job: JobMaker, cpu: Hardware) -> None:
     low = lower(make_job(micro_batches=3), cpu)
     first, later = low.program("backward", 0, 0), low.program("backward", 0, 1)
     extra = kinds(later) - kinds(first)
-    tensors = sum(op.dims[1] for op in low.works[0] if op.kind == "adamw")
+    tensors = sum(op.dims[1] for op in low.all_works if op.kind == "adamw")
     assert extra == Counter({"add": tensors})
 
 
@@ -32,7 +38,7 @@ def test_ddp_reduces_all_gradients_once_in_buckets(make_job: JobMaker, cpu: Hard
     low = lower(make_job(dp=2, micro_batches=2, bucket_mbytes=0.1), cpu)
     assert not kinds(low.program("backward", 0, 0), "dp")
     sent = [n.work for n in low.program("backward", 0, 1).nodes if n.stream == "dp"]
-    numel = next(op.dims[0] for op in low.works[0] if op.kind == "adamw")
+    numel = next(op.dims[0] for op in low.all_works if op.kind == "adamw")
     assert sum(work.num_bytes for work in sent if isinstance(work, Collective)) == 4 * numel
     assert all(work.kind == "all_reduce" for work in sent)
     assert all(work.num_bytes >= 0.1 * 2**20 for work in sent[:-1] if isinstance(work, Collective))

@@ -11,9 +11,13 @@ from numpy.typing import NDArray
 from stepsight.dataset.hardware import Fabric, Hardware, Link
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
-from stepsight.simulator import engine
+from stepsight.simulator import engine, pipeline
 from stepsight.simulator.latency import RooflineLatency
-from stepsight.simulator.simulate import Simulation, simulate, simulate_seconds
+from stepsight.simulator.pipelines import distinct_pipelines
+from stepsight.simulator.runtimes import COMPUTE, POST
+from stepsight.simulator.segment import CLOCK_STREAMS, NUM_CLOCKS
+from stepsight.simulator.simulate import Simulation, simulate, simulate_lowered
+from stepsight.simulator.timing import Timer
 from tests.simulator.conftest import JobMaker
 
 Seconds = NDArray[np.float64]
@@ -22,6 +26,8 @@ FABRIC = Fabric("toy", Link(1e11, 3e-6), Link(2e10, 1e-5))
 
 class FlatLatency:
     """Every segment of a kind takes the same time, whatever it holds."""
+
+    knows_context = True
 
     def __init__(self, hardware: Hardware, forward: float, backward: float, message: float = 0.0) -> None:
         self.hardware = hardware
@@ -64,14 +70,16 @@ def test_messages_pass_when_they_are_asked_for(make_job: JobMaker, gpu: Hardware
     assert result.iteration_time_s == pytest.approx(1.25 + 2.0 + 0.25 + 2.0 + 0.25 + 1.0)
 
 
+def op_seconds_in_sum(result: Simulation) -> float:
+    """Seconds of all nodes of all actions and optimizers."""
+    low = result.lowered
+    runs = np.bincount(np.concatenate([low.segment, low.optimizer]), minlength=len(low.segments))
+    return float(sum(n * result.timer.node_seconds(s).sum() for n, s in zip(runs, low.segments, strict=True)))
+
+
 def test_one_rank_is_the_sum_of_its_ops(make_job: JobMaker, cpu: Hardware) -> None:
     result = simulate(make_job(micro_batches=3), RooflineLatency(cpu, FABRIC))
-    low = result.lowered
-    total = sum(
-        float(seconds.sum()) * int((low.segment == index).sum())
-        for index, seconds in enumerate(np.split(result.segments.seconds, low.graph.bounds[1:-1]))
-    )
-    assert result.iteration_time_s == pytest.approx(total)
+    assert result.iteration_time_s == pytest.approx(op_seconds_in_sum(result))
     assert result.breakdown["bubble"] == pytest.approx(0.0, abs=1e-12)
 
 
@@ -97,9 +105,7 @@ def test_communication_takes_cores(make_job: JobMaker, cpu: Hardware) -> None:
 
 def test_fsdp_on_cpu_waits_for_every_collective(make_job: JobMaker, cpu: Hardware) -> None:
     result = simulate(make_job(dp=2, zero_stage=3, micro_batches=2), RooflineLatency(cpu, FABRIC))
-    low, seconds = result.lowered, result.segments.seconds
-    runs = np.repeat(np.bincount(low.segment, minlength=len(low.programs)), np.diff(low.graph.bounds))
-    assert result.iteration_time_s == pytest.approx(float(runs @ seconds))
+    assert result.iteration_time_s == pytest.approx(op_seconds_in_sum(result))
 
 
 STRATEGIES: list[dict[str, Any]] = [
@@ -113,11 +119,21 @@ STRATEGIES: list[dict[str, Any]] = [
     {"pp": 2, "schedule": "gpipe"},
     {"pp": 4, "dp": 2, "tp": 2, "recompute": "selective", "bucket_mbytes": 0.02},
     {"pp": 3, "dp": 2, "zero_stage": 3},
+    {"dp": 4, "zero_stage": 3, "prefetch": 2, "reshard_after_forward": False},
+    {"dp": 4, "dp_shard": 2, "zero_stage": 3},
+    {"dp": 4, "dp_shard": 2, "zero_stage": 1, "overlap_param_gather": True, "bucket_mbytes": 0.05},
+    {"dp": 2, "tp": 2, "overlap_grad_reduce": False, "order": "dp-tp-cp-pp"},
+    {"cp": 2, "dp": 2, "bucket_mbytes": 0.02},
+    {"cp": 4, "context_parallel": "all_gather", "zero_stage": 3},
+    {"pp": 2, "virtual_stages": 2, "micro_batches": 4},
+    {"pp": 2, "schedule": "zb-h1", "dp": 2, "bucket_mbytes": 0.02},
+    {"pp": 2, "schedule": "zbv", "virtual_stages": 2, "micro_batches": 4, "dp": 2},
+    {"pp": 2, "schedule": "1f1b", "runtime": "torch", "recompute": "full", "recompute_every": 2},
 ]
 
 
 def strategies() -> st.SearchStrategy[dict[str, Any]]:
-    return st.builds(lambda s, m, f: {**s, "micro_batches": m, "model": {"family": f, "layers": 5}},
+    return st.builds(lambda s, m, f: {"micro_batches": m, **s, "model": {"family": f, "layers": 5}},
                      st.sampled_from(STRATEGIES), st.integers(1, 5), st.sampled_from(["gpt", "llama"]))  # fmt: skip
 
 
@@ -149,16 +165,17 @@ def test_counts_are_the_derivative(
     result = run(make_job, gpu, strategy)
     works = result.lowered.all_works
     at = data.draw(st.integers(0, len(works) - 1))
-    step = 1e-10
-    nudged = result.work_seconds.copy()
-    nudged[at] += step
-    after = simulate_seconds(result.job, result.lowered, RooflineLatency(gpu, FABRIC), nudged)
-    slope = (after.iteration_time_s - result.iteration_time_s) / step
-    assert slope >= result.op_counts.get(works[at], 0.0) - 1e-2  # T is convex in every t_i
-    before = result.work_seconds.copy()
-    before[at] -= step
-    below = simulate_seconds(result.job, result.lowered, RooflineLatency(gpu, FABRIC), before)
-    assert (result.iteration_time_s - below.iteration_time_s) / step <= result.op_counts.get(works[at], 0.0) + 1e-2
+    step, count = 1e-10, result.op_counts.get(works[at], 0.0)
+    above, below = (again(result, gpu, {works[at]: result.work_seconds[at] + e}) for e in (step, -step))
+    assert (above - result.iteration_time_s) / step >= count - 1e-2  # T is convex in every t_i
+    assert (result.iteration_time_s - below) / step <= count + 1e-2
+
+
+def again(result: Simulation, hardware: Hardware, seconds: dict[Any, float]) -> float:
+    """The iteration time with other seconds of some signatures."""
+    latency = RooflineLatency(hardware, FABRIC)
+    pipelines = distinct_pipelines(result.job, latency)
+    return simulate_lowered(result.job, result.lowered, Timer(latency, seconds), hardware, pipelines).iteration_time_s
 
 
 @QUICK
@@ -171,40 +188,66 @@ def test_more_bandwidth_never_slows(make_job: JobMaker, gpu: Hardware, strategy:
 
 
 @QUICK
+@given(strategy=strategies(), host=st.sampled_from([0.0, 3e-6]))
+def test_folded_is_unfolded(make_job: JobMaker, gpu: Hardware, strategy: dict[str, Any], host: float) -> None:
+    """Repeated layers as one step, or every op on its own: the same paths from every clock to every clock."""
+    result = run(make_job, replace(gpu, host_op_s=host), strategy)
+    for segment in result.lowered.segments:
+        folded, unfolded = result.timer.segment(segment).transition, result.timer.ops(segment).transition
+        assert folded == pytest.approx(unfolded, rel=1e-9, abs=1e-15)
+
+
+@QUICK
 @given(strategy=strategies())
 def test_segments_compose_to_the_whole_graph(make_job: JobMaker, gpu: Hardware, strategy: dict[str, Any]) -> None:
     """Two levels give what one walk over every op of every stage gives: no stream runs two ops at once, every
     dependency holds, and the end is the same."""
     result = run(make_job, gpu, strategy)
-    low, graph = result.lowered, result.lowered.graph
-    free: dict[tuple[int, str], float] = {}
-    ends = [[0.0, 0.0] for _ in low.stage]
-    clocks = [[0.0, 0.0] for _ in range(low.num_stages)]
-    for action, (stage, segment) in enumerate(zip(low.stage.tolist(), low.segment.tolist(), strict=True)):
-        begin = max(clocks[stage]) if low.gated[segment] else clocks[stage][0]
-        if low.source[action] >= 0:
-            begin = max(begin, ends[low.source[action]][0])
-            if low.message[action] >= 0:
-                begin += result.work_seconds[low.message_work[low.message[action]]]
-        program, finish = low.programs[segment], []
-        seconds = result.segments.seconds[graph.bounds[segment] : graph.bounds[segment + 1]]
-        needs: list[list[int]] = [[] for _ in program.nodes]
-        for before, after, _ in program.edges:
+    low, track, free = result.lowered, result.lowered.track, {}
+    clocks = np.zeros((low.num_stages, NUM_CLOCKS))
+
+    def run_ops(stage: int, index: int) -> None:
+        segment, finish, begin = low.segments[index], [], clocks[stage, 0]
+        needs: list[list[int]] = [[] for _ in segment.program.nodes]
+        for before, after, _ in segment.program.edges:
             needs[after].append(before)
-        for node, duration, wait in zip(program.nodes, seconds.tolist(), needs, strict=True):
+        rows = zip(segment.program.nodes, result.timer.node_seconds(segment).tolist(), needs,
+                   segment.graph.blocks.tolist(), strict=True)  # fmt: skip
+        for node, duration, wait, blocks in rows:
             start = max([begin, free.get((stage, node.stream), 0.0), *(finish[n] for n in wait)])
             finish.append(start + duration)
             free[stage, node.stream] = finish[-1]
-            clock = int(node.stream == "dp")
-            clocks[stage][clock] = max(clocks[stage][clock], finish[-1])
-        ends[action] = list(clocks[stage])
-    assert max(map(max, clocks)) == pytest.approx(result.iteration_time_s, rel=1e-12)
-    assert result.finish == pytest.approx(np.array(ends), rel=1e-9, abs=1e-15)
+            clock = CLOCK_STREAMS.index(node.stream) if node.stream in CLOCK_STREAMS else 0
+            for at in {clock, 0} if blocks else {clock}:
+                clocks[stage, at] = max(clocks[stage, at], finish[-1])
+
+    posted = np.zeros((track.num_messages, 2))
+    entries = (track.entry_op, track.entry_stage, track.entry_index, track.entry_side)
+    for op, stage, index, side in zip(*(column.tolist() for column in entries), strict=True):
+        if op == COMPUTE:
+            run_ops(stage, int(low.segment[index]))
+        elif op == POST:
+            posted[index, side] = clocks[stage, 0]
+        else:
+            seconds = result.timer.work_seconds(low.messages)[low.message[index]]
+            clocks[stage, 0] = max(clocks[stage, 0], posted[index].max() + seconds)
+    clocks[:, 0] = clocks.max(axis=1)
+    for stage in range(low.num_stages):
+        run_ops(stage, int(low.optimizer[stage]))
+    assert clocks.max() == pytest.approx(result.iteration_time_s, rel=1e-12)
+    assert result.finish == pytest.approx(clocks, rel=1e-9, abs=1e-15)
 
 
 def test_compiled_kernels_give_the_same(make_job: JobMaker, gpu: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted or compiled, every number is equal."""
-    kernels = (engine.longest_paths, engine.find_ends, engine.add_path, engine.run_schedule, engine.walk_schedule)
+    kernels = (
+        engine.longest_paths,
+        engine.find_ends,
+        engine.add_path,
+        engine.run_events,
+        pipeline._run,
+        pipeline._walk,
+    )
     results = []
     for native in (False, True):
         for kernel in kernels:

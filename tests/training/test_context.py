@@ -33,7 +33,7 @@ def _measured(
     for layers, hidden, dp in sizes:
         job = _job(layers, hidden, dp)
         iteration = Iteration.of(job, predictor.latency(job))
-        alone, bounds = iteration.alone, iteration.lowered.graph.bounds
+        alone, bounds = iteration.alone, iteration.bounds
         parts = np.split(alone, bounds[1:-1])
         inside = [_truth(p, a) for p, a in zip(iteration.lowered.programs, parts, strict=True)]
         for program, before, after in zip(iteration.lowered.programs, parts, inside, strict=True):
@@ -55,7 +55,7 @@ def measured(predictor: Predictor, hardware: Hardware) -> tuple[list[Example], l
 def _iteration_error(wholes: list[Whole], predictor: Predictor) -> float:
     off = []
     for whole in wholes:
-        bounds = whole.iteration.lowered.graph.bounds
+        bounds = whole.iteration.bounds
         parts = np.split(whole.iteration.alone, bounds[1:-1])
         latency = predictor.latency(whole.iteration.job)
         inside = np.concatenate(latency.in_context(whole.iteration.lowered.programs, parts))

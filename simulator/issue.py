@@ -1,0 +1,89 @@
+"""Issue order: programs as a framework's host thread makes them.
+
+Streams: ``compute``; one for each kind of group (``tp``, ``cp``, ``ep``), for copies to the host (``offload``) and for
+traffic between replicas (``dp``, ``dp2``).  An op waits for what the host was told to wait for; a collective starts
+when the computation has come to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.program import Dependency, Program, ProgramBuilder
+from stepsight.simulator.blocks.step import Beside, Comm, Item, Join
+
+Work = Op | Collective
+
+
+class Issue:
+    """Adds work to a program in the order of issue."""
+
+    def __init__(self, label: str = "", compute_share: float = 0.0) -> None:
+        self.count = 0
+        self._builder = ProgramBuilder(label)
+        self._share = compute_share
+        self._last: int | None = None  # newest node of the computation: an op, or a collective that blocks
+        self._awaited: list[int] = []  # nodes that the next op waits for
+        self._newest: dict[str, int] = {}  # by stream: what runs beside the computation until it is joined
+        self._taken: dict[int, tuple[Collective, str]] = {}  # sent, and no computation issued since
+
+    def program(self) -> Program:
+        return self._builder.build()
+
+    def add(self, item: Item, name: str) -> None:
+        """One item of a step."""
+        if isinstance(item, Op):
+            self._last = self._node(item, "compute", name, self._awaited)
+            self._awaited = []
+        elif isinstance(item, Join):
+            if item.stream in self._newest:
+                self._awaited.append(self._newest.pop(item.stream))
+        elif isinstance(item, Comm) and not item.beside:
+            self.block(item.work, item.stream, name)
+        else:
+            assert isinstance(item, Comm | Beside), item
+            self._newest[item.stream] = self._node(item.work, item.stream, name, self._reached())
+
+    def block(self, work: Collective, stream: str, name: str) -> int:
+        """A collective that starts when the computation reaches it and that the computation waits for."""
+        self._last = self._node(work, stream, name, self._reached())
+        self._newest.pop(stream, None)
+        self._awaited = [self._last]
+        return self._last
+
+    def send(self, work: Collective, stream: str, name: str, after: Iterable[int] = ()) -> int:
+        """A collective beside the computation; what follows loses ``compute_share`` of its time."""
+        index = self._node(work, stream, name, sorted({*self._reached(), *after}))
+        if self._share > 0:
+            self._taken[index] = (work, name)
+        return index
+
+    def wait(self, index: int) -> None:
+        """What comes next waits for a node; if nothing runs beside it, nothing is lost."""
+        if index not in self._awaited:
+            self._awaited.append(index)
+        self._taken.pop(index, None)
+
+    def take_time(self) -> None:
+        """The time that the computation loses to what was sent, before it goes on."""
+        for work, name in self._taken.values():
+            self._last = self._node(work, "compute", f"{name} (cores)", self._awaited, self._share)
+            self._awaited = []
+        self._taken.clear()
+
+    def _reached(self) -> list[int]:
+        return sorted({*self._awaited, *([] if self._last is None else [self._last])})
+
+    def _node(self, work: Work, stream: str, name: str, after: Iterable[int], share: float = 1.0) -> int:
+        self.count += 1
+        why = Dependency.SYNCHRONISATION
+        return self._builder.add(work, stream, name, after=after, why=why, share=share)
+
+
+def issue(items: Iterable[tuple[Item, str]]) -> Program:
+    """Items with their names as a program of their own."""
+    one = Issue()
+    for item, name in items:
+        one.add(item, name)
+    return one.program()

@@ -1,0 +1,117 @@
+"""Which pipelines of ranks are alike: folding stops exactly where symmetry ends.
+
+A pipeline is one replica: the tensor- and context-parallel ranks of all stages.  Ranks of such a group move in step, so
+the slowest decides for all of them.  Replicas do not wait for each other before their gradients meet, so each distinct
+one is simulated; fully sharded replicas meet in every layer, so one stands for all, at the pace of the slowest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.errors import JobError
+from stepsight.dataset.hardware import find_hardware, hardware_names
+from stepsight.dataset.job import Job
+from stepsight.simulator.engine import Floats
+from stepsight.simulator.latency import LatencyModel, RooflineLatency
+from stepsight.simulator.layout import layout_of
+from stepsight.simulator.lowering import Lowered
+from stepsight.simulator.timing import Slowdown
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """One replica, or several that are alike.
+
+    Attributes:
+        slowdowns: Of each stage.
+        links: How much slower the messages of each stage's ranks are.
+        replica: Number of the first such replica.
+        count: How many are alike.
+    """
+
+    slowdowns: tuple[Slowdown, ...]
+    links: tuple[float, ...]
+    replica: int = 0
+    count: int = 1
+
+    @property
+    def is_plain(self) -> bool:
+        return all(link == 1.0 for link in self.links)
+
+    def message_factors(self, lowered: Lowered) -> Floats:
+        """How much slower each message of the track is, shape ``(num_messages,)``."""
+        links, track = np.array(self.links), lowered.track
+        factors: Floats = np.maximum(links[track.stage[track.source]], links[track.stage[track.target]])
+        return factors
+
+
+def distinct_pipelines(job: Job, latency: LatencyModel) -> tuple[Pipeline, ...]:
+    """The distinct pipelines of a job.
+
+    Raises:
+        JobError: If nothing is known of the devices of some nodes.
+    """
+    cluster, stages = job.cluster, job.parallel.pp
+    if not (cluster.stragglers or cluster.slow_links or cluster.mixed):
+        return (Pipeline((Slowdown(),) * stages, (1.0,) * stages),)
+    layout = layout_of(job)
+    ranks = np.arange(layout.num_ranks)
+    nodes = ranks // layout.devices_per_node
+    compute, link = np.ones(len(ranks)), np.ones(len(ranks))
+    for slow in cluster.stragglers:
+        compute[slow.rank] = max(compute[slow.rank], slow.slowdown)
+    for way in cluster.slow_links:
+        link[nodes == way.node] = np.maximum(link[nodes == way.node], way.slowdown)
+    kind = np.zeros(len(ranks), dtype=np.int64)
+    for number, other in enumerate(cluster.mixed):
+        kind[np.isin(nodes, other.nodes)] = number + 1
+    others = [None, *(_other_latency(other.hardware, job) for other in cluster.mixed)]
+    stage = ranks // layout.stride("pp") % stages
+    replica = ranks // layout.stride("dp") % job.parallel.dp
+    in_step = job.parallel.zero_stage == 3 and job.parallel.dp > 1
+    if in_step:
+        replica = np.zeros_like(replica)
+    data = np.array([_crossing(link, stage == s, nodes) for s in range(stages)])
+    found: dict[tuple[tuple[Slowdown, ...], tuple[float, ...]], list[int]] = {}
+    for number in range(int(replica.max()) + 1):
+        slowdowns, links = [], []
+        for at in range(stages):
+            own = (stage == at) & (replica == number)
+            kinds = sorted(set(kind[own].tolist()))
+            slowest = max((others[k] for k in kinds if k), key=lambda o: -o.hardware.memory_bandwidth_bytes_per_s,
+                          default=None)  # fmt: skip
+            slowdowns.append(Slowdown(float(compute[own].max()), float(data[at]), slowest))
+            links.append(float(link[own].max()))
+        found.setdefault((tuple(slowdowns), tuple(links)), []).append(number)
+    return tuple(Pipeline(*key, numbers[0], len(numbers)) for key, numbers in found.items())
+
+
+def _crossing(link: Floats, own: NDArray[np.bool_], nodes: NDArray[np.int64]) -> float:
+    """How much slower collectives of a stage's replicas are: of the slowest way, if they leave a node at all."""
+    return float(link[own].max()) if len(set(nodes[own].tolist())) > 1 else 1.0
+
+
+def _other_latency(name: str, job: Job) -> RooflineLatency:
+    hardware = find_hardware(name)
+    if hardware is None:
+        raise JobError(
+            f"cluster.mixed: hardware must be a preset ({', '.join(hardware_names())}), got {name!r}: "
+            "nothing is known of it"
+        )
+    return _latency(hardware.name, job)
+
+
+_LATENCIES: dict[tuple[str, str], RooflineLatency] = {}
+
+
+def _latency(name: str, job: Job) -> RooflineLatency:
+    key = (name, repr(job.fabric))
+    if key not in _LATENCIES:
+        hardware = find_hardware(name)
+        assert hardware is not None
+        _LATENCIES[key] = RooflineLatency(hardware, job.fabric)
+    return _LATENCIES[key]

@@ -1,0 +1,216 @@
+"""Segments: what one stage does in one go, as passages through blocks and the replicas' traffic beside them.
+
+A segment is a list of *events* in the order of issue.  Repeated layers are one event, so its cost grows with the
+replicas' messages, not with ops; ``program`` writes all of it out at op level, and takes exactly as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.program import Program
+from stepsight.simulator.blocks.step import Item
+from stepsight.simulator.issue import Issue, Work
+from stepsight.simulator.passages import STREAMS, Passage, dependencies, items_passage
+
+RUN, SEND, BLOCK, WAIT = range(4)
+# Clocks of a stage: its computation; replicas' traffic; that of a second group (hybrid shards, experts).
+COMPUTE, DATA, SECOND = range(3)
+NUM_CLOCKS = 3
+CLOCK_STREAMS = ("compute", "dp", "dp2")
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Events of one segment.
+
+    Attributes:
+        label: ``forward``, ``backward``, ``input``, ``weight`` or ``optimizer``.
+        passages: Distinct passages that its events run.
+        sent: Distinct collectives that its events send.
+        events: Shape ``(num_events, 5)``, int32, by kind::
+
+            RUN    passage, first node, last node (exclusive), times
+            SEND   collective, clock, event that it follows or -1, -
+            BLOCK  collective, clock, -, -
+            WAIT   event, -, -, -
+
+        names: Of each event, for people; ``{}`` stands for a number.
+        numbers: First such number and its step, per event.
+        compute_share: Part of a sent collective's time that is taken from the computation.
+        joined: Whether it ends only when all of its collectives do.
+    """
+
+    label: str
+    passages: tuple[Passage, ...]
+    sent: tuple[Collective, ...]
+    events: NDArray[np.int32]
+    names: tuple[str, ...]
+    numbers: tuple[tuple[int, int], ...]
+    compute_share: float = 0.0
+    joined: bool = False
+
+    @cached_property
+    def works(self) -> tuple[Work, ...]:
+        """Distinct signatures in order of first use in ``program``."""
+        return tuple(dict.fromkeys(node.work for node in self.program.nodes))
+
+    @property
+    def program(self) -> Program:
+        """Everything at op level."""
+        return self._written[0]
+
+    @cached_property
+    def graph(self) -> OpGraph:
+        """``program`` as arrays."""
+        return OpGraph.of(*self._written, self.works)
+
+    @cached_property
+    def _written(self) -> tuple[Program, tuple[int, ...]]:
+        return _write_out(self)
+
+
+@dataclass(frozen=True, eq=False)
+class OpGraph:
+    """A program as arrays.
+
+    Attributes:
+        work: Index of each node's signature, shape ``(num_nodes,)``.
+        share: Part of the signature's time, same shape.
+        clock: The clock of each node's stream, same shape.
+        pointer, before: Dependencies in CSR, stream order included.
+        first: The first node of each clock's stream, -1 if none, shape ``(NUM_CLOCKS,)``.
+        is_op: Whether each node is an op of the device, shape ``(num_nodes,)``.
+        blocks: Whether the computation waits for each node on the spot, same shape.
+        stream: Index into ``passages.STREAMS`` of each node of a passage, one more for all others, same shape.
+    """
+
+    work: NDArray[np.int32]
+    share: NDArray[np.float64]
+    clock: NDArray[np.int8]
+    pointer: NDArray[np.int32]
+    before: NDArray[np.int32]
+    first: NDArray[np.int64]
+    is_op: NDArray[np.bool_]
+    blocks: NDArray[np.bool_]
+    stream: NDArray[np.int8]
+
+    @classmethod
+    def of(cls, program: Program, blocking: Sequence[int], works: Sequence[Work]) -> OpGraph:
+        place = {work: index for index, work in enumerate(works)}
+        clocks = {stream: clock for clock, stream in enumerate(CLOCK_STREAMS)}
+        streams = {stream: index for index, stream in enumerate(STREAMS)}
+        nodes = program.nodes
+        clock = np.array([clocks.get(node.stream, COMPUTE) for node in nodes], dtype=np.int8)
+        first = np.array([np.argmax(clock == c) if (clock == c).any() else -1 for c in range(NUM_CLOCKS)])
+        return cls(
+            np.array([place[node.work] for node in nodes], dtype=np.int32),
+            np.array([node.share for node in nodes]),
+            clock,
+            *dependencies(program),
+            first,
+            np.array([isinstance(node.work, Op) for node in nodes], dtype=np.bool_),
+            np.isin(np.arange(len(nodes)), blocking),
+            np.array(
+                [streams.get(node.stream, len(STREAMS)) if node.share == 1.0 else len(STREAMS) for node in nodes],
+                dtype=np.int8,
+            ),
+        )
+
+
+class SegmentBuilder:
+    """Writes down events in the order of issue.  ``send`` returns what ``wait`` takes."""
+
+    def __init__(self, label: str, compute_share: float = 0.0, joined: bool = False) -> None:
+        self._label = label
+        self._share = compute_share
+        self._joined = joined
+        self._passages: dict[Passage, int] = {}
+        self._sent: dict[Collective, int] = {}
+        self._events: list[tuple[int, int, int, int, int]] = []
+        self._names: list[str] = []
+        self._numbers: list[tuple[int, int]] = []
+
+    def run(
+        self,
+        passage: Passage,
+        name: str = "{}",
+        number: tuple[int, int] = (0, 1),
+        *,
+        times: int = 1,
+        nodes: tuple[int, int] | None = None,
+    ) -> None:
+        """Run a passage several times, or some nodes of it once."""
+        first, last = nodes or (0, len(passage))
+        if last > first and times:
+            index = self._passages.setdefault(passage, len(self._passages))
+            self._add((RUN, index, first, last, times), name, number)
+
+    def items(self, items: Sequence[Item], name: str) -> None:
+        """Run some ops, and collectives of other groups than replicas."""
+        if items:
+            self.run(items_passage(tuple(items), name), "")
+
+    def send(self, work: Collective, clock: int, name: str, after: int = -1) -> int:
+        """Start a collective beside the computation."""
+        return self._add((SEND, self._collective(work), clock, after, 0), name)
+
+    def block(self, work: Collective, clock: int, name: str) -> int:
+        """Run a collective that the computation waits for."""
+        return self._add((BLOCK, self._collective(work), clock, 0, 0), name)
+
+    def wait(self, event: int) -> None:
+        """Let the computation wait for what was sent."""
+        self._add((WAIT, event, 0, 0, 0), "")
+
+    def build(self) -> Segment:
+        return Segment(
+            self._label,
+            tuple(self._passages),
+            tuple(self._sent),
+            np.array(self._events, dtype=np.int32).reshape(-1, 5),
+            tuple(self._names),
+            tuple(self._numbers),
+            self._share,
+            self._joined,
+        )
+
+    def _collective(self, work: Collective) -> int:
+        return self._sent.setdefault(work, len(self._sent))
+
+    def _add(self, event: tuple[int, int, int, int, int], name: str, number: tuple[int, int] = (0, 1)) -> int:
+        self._events.append(event)
+        self._names.append(name)
+        self._numbers.append(number)
+        return len(self._events) - 1
+
+
+def _write_out(segment: Segment) -> tuple[Program, tuple[int, ...]]:
+    """Every event's nodes with their dependencies, and which of them the computation waits for on the spot."""
+    out = Issue(segment.label, segment.compute_share)
+    nodes: list[int] = []  # of each event, -1 if none
+    for event, name, (number, step) in zip(segment.events.tolist(), segment.names, segment.numbers, strict=True):
+        kind, what, *rest = event
+        node = -1
+        if kind == RUN:
+            out.take_time()
+            for turn in range(rest[2]):
+                prefix = name.format(number + turn * step)
+                for item, own in segment.passages[what].between(rest[0], rest[1]):
+                    out.add(item, f"{prefix}.{own}" if prefix else own)
+        elif kind == WAIT:
+            out.wait(nodes[what])
+        elif kind == BLOCK:
+            node = out.block(segment.sent[what], CLOCK_STREAMS[rest[0]], name)
+        else:
+            after = [nodes[rest[1]]] if rest[1] >= 0 else []
+            node = out.send(segment.sent[what], CLOCK_STREAMS[rest[0]], name, after)
+        nodes.append(node)
+    blocking = [node for node, kind in zip(nodes, segment.events[:, 0].tolist(), strict=True) if kind == BLOCK]
+    return out.program(), tuple(blocking)

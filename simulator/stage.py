@@ -1,0 +1,446 @@
+"""What one pipeline stage runs: forward, backward and optimizer segments of its parts of the model.
+
+Conventions.  fp32 training is PyTorch's eager behaviour: gradients are accumulated by one ``add`` per parameter and
+reduced in fp32; DDP scales each gradient into its bucket (``copy``) and sends a bucket once it holds ``bucket_mbytes``
+(an explicit size leaves no smaller first bucket).  bf16, fp16 and fp8 are Megatron's mixed precision: gradients are
+accumulated (inside the weight-gradient GEMM) and reduced in fp32, the optimizer runs on fp32 master weights, and
+all-gathers carry parameters in the training dtype.  Full recomputation repeats all of a layer in Megatron; in PyTorch
+(fp32, and FSDP) it stops before the last collective and residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from stepsight.dataset.op import DTYPE_BYTES, Op
+from stepsight.dataset.specs import OptimizerSpec
+from stepsight.simulator.blocks.family import embedding_block, head_block, layer_block
+from stepsight.simulator.blocks.shape import Group, RankShape
+from stepsight.simulator.blocks.step import Block, Step
+from stepsight.simulator.parts import PartShape
+from stepsight.simulator.passages import (
+    BACKWARD,
+    INPUT,
+    WEIGHT,
+    BackwardSpec,
+    Passage,
+    backward_passage,
+    forward_passage,
+)
+from stepsight.simulator.replicas import (
+    GRADIENT_BYTES,
+    SILENT,
+    FullUnit,
+    Gathers,
+    Replicas,
+    cut_buckets,
+    reduce_gradients,
+)
+from stepsight.simulator.segment import DATA, SECOND, Segment, SegmentBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """What backward runs again: ``none``, ``selective`` or ``full``; with ``full``, every n-th layer."""
+
+    kind: str = "none"
+    every: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Blocks of a part that are alike and follow each other.
+
+    Attributes:
+        block: One of them.
+        name: ``layer{}``, ``embedding`` or ``head``.
+        first: Number of the first.
+        times: How many.
+        again: Whether full recomputation repeats them.
+        root: Whether FSDP wraps them with the model itself rather than each on its own.
+    """
+
+    block: Block
+    name: str
+    first: int = 0
+    times: int = 1
+    again: bool = True
+    root: bool = False
+
+
+@lru_cache(maxsize=4096)
+def part_units(shape: RankShape, part: PartShape, every: int = 1) -> tuple[Unit, ...]:
+    """Blocks of a part in forward order; ``every`` n-th layer is recomputed."""
+    shared = shape.model.tied_embeddings and part.first and part.last
+    units = [Unit(embedding_block(shape, shared), "embedding", root=True)] if part.first else []
+    number = 0
+    for kind, count in part.layers:
+        block, end = layer_block(shape, kind), number + count
+        while number < end:
+            alike = end - number if every == 1 else 1 if number % every == 0 else every - number % every
+            times = min(alike, end - number)
+            units.append(Unit(block, "layer{}", number, times, number % every == 0))
+            number += times
+    if part.last:
+        units.append(Unit(head_block(shape, shared), "head", root=True))
+    return tuple(units)
+
+
+_FORWARDS: dict[int, tuple[Block, Passage]] = {}
+_BACKWARDS: dict[tuple[int, BackwardSpec], tuple[Block, Passage]] = {}
+_MOST_PASSAGES = 20_000
+
+
+def _forward_of(block: Block) -> Passage:
+    """``forward_passage``, by identity: blocks are made once, and hashing one costs more than this."""
+    known = _FORWARDS.get(id(block))
+    if known is None:
+        if len(_FORWARDS) > _MOST_PASSAGES:
+            _FORWARDS.clear()
+        _FORWARDS[id(block)] = known = (
+            block,
+            forward_passage(block),
+        )  # the block is kept, so that its id stays its own
+    return known[1]
+
+
+def _backward_of(block: Block, spec: BackwardSpec) -> Passage:
+    known = _BACKWARDS.get((id(block), spec))
+    if known is None:
+        if len(_BACKWARDS) > _MOST_PASSAGES:
+            _BACKWARDS.clear()
+        _BACKWARDS[id(block), spec] = known = (block, backward_passage(block, spec))
+    return known[1]
+
+
+def forward_segment(shape: RankShape, part: PartShape, replicas: Replicas, first: bool) -> Segment:
+    """Forward of one micro-batch on one part; ``first``: the first of an iteration."""
+    gathers = replicas.fully_sharded and (replicas.reshard or first)
+    updates = replicas.overlap_parameters and replicas.zero_stage in (1, 2) and replicas.shards > 1 and first
+    return _forward(shape, part, replicas if gathers or updates else SILENT)
+
+
+@lru_cache(maxsize=2048)
+def _forward(shape: RankShape, part: PartShape, replicas: Replicas) -> Segment:
+    units = part_units(shape, part)
+    joined = replicas.fully_sharded and not replicas.beside
+    builder = SegmentBuilder("forward", replicas.compute_share, joined)
+    if replicas.size == 1:
+        for unit in units:
+            builder.run(_forward_of(unit.block), unit.name, (unit.first, 1), times=unit.times)
+    elif replicas.fully_sharded:
+        gathers = _gathers(builder, units, shape, replicas, backward=False)
+        if any(unit.root for unit in units):
+            gathers.arrive()
+        for unit, number in _one_by_one(units):
+            if not unit.root:
+                gathers.arrive()
+                gathers.ask()  # the next layers' parameters travel while this one computes
+            builder.run(_forward_of(unit.block), unit.name, (number, 1))
+    else:  # the optimizer's shards, each waited for where it is used
+        sent = []
+        for unit, number in _one_by_one(units):
+            full = _full_unit([unit], unit.name.format(number))
+            sent.append(_send_parameters(builder, full, shape, replicas))
+        for (unit, number), events in zip(_one_by_one(units), sent, strict=True):
+            for event in events:
+                builder.wait(event)
+            builder.run(_forward_of(unit.block), unit.name, (number, 1))
+    return builder.build()
+
+
+def _one_by_one(units: Iterable[Unit]) -> list[tuple[Unit, int]]:
+    return [(unit, unit.first + turn) for unit in units for turn in range(unit.times)]
+
+
+def _full_unit(units: Iterable[Unit], name: str) -> FullUnit:
+    numel, experts = 0, 0
+    for unit in units:
+        for step in unit.block:
+            if step.expert:
+                experts += sum(step.parameters)
+            else:
+                numel += sum(step.parameters)
+    return FullUnit(name, numel, experts)
+
+
+def _send_parameters(builder: SegmentBuilder, full: FullUnit, shape: RankShape, replicas: Replicas) -> list[int]:
+    groups, size = replicas.groups, DTYPE_BYTES[shape.dtype]
+    sent = []
+    for group, numel, clock in ((groups.shard, full.numel, DATA), (groups.experts, full.expert_numel, SECOND)):
+        if group.size > 1 and numel:
+            sent.append(builder.send(group.collective("all_gather", numel * size), clock, f"{full.name}.parameters"))
+    return sent
+
+
+def _gathers(
+    builder: SegmentBuilder, units: tuple[Unit, ...], shape: RankShape, replicas: Replicas, *, backward: bool
+) -> Gathers:
+    """All-gathers in the order of use: the root first, in backward layers alone (the root stays gathered)."""
+    layers = [_full_unit([unit], unit.name.format(number)) for unit, number in _one_by_one(units) if not unit.root]
+    root = _full_unit([unit for unit in units if unit.root], "root")
+    order = layers[::-1] if backward else ([root] if root.numel else []) + layers
+    return Gathers(builder, replicas, order, shape.dtype, ahead=backward)
+
+
+def backward_segment(
+    shape: RankShape,
+    part: PartShape,
+    replicas: Replicas,
+    recompute: Recompute,
+    *,
+    accumulate: bool,
+    last: bool,
+    label: str = BACKWARD,
+) -> Segment:
+    """Backward of one micro-batch on one part.
+
+    Args:
+        shape, part, replicas, recompute: The rank.
+        accumulate: Whether gradients of an earlier micro-batch are there.
+        last: Whether this is the part's last micro-batch.
+        label: ``backward``, or ``input`` or ``weight`` for its halves.
+    """
+    gathers = replicas.fully_sharded and replicas.reshard
+    reduces = replicas.reduces(last) and label != INPUT
+    who = replicas if (gathers and label != WEIGHT) or reduces else SILENT
+    eager = shape.precision == "fp32" and label != INPUT
+    spec = BackwardSpec(
+        label,
+        recompute.kind,
+        whole=shape.precision != "fp32" and not replicas.fully_sharded,
+        accumulate=accumulate and eager and not replicas.accumulates_shards,
+        bucket=reduces and eager and replicas.zero_stage < 2,
+    )
+    return _backward(shape, part, who, spec, recompute.every, gathers, reduces, accumulate and reduces)
+
+
+@lru_cache(maxsize=4096)
+def _backward(
+    shape: RankShape,
+    part: PartShape,
+    replicas: Replicas,
+    spec: BackwardSpec,
+    every: int,
+    gathered: bool,
+    reduces: bool,
+    accumulate: bool,
+) -> Segment:
+    units = part_units(shape, part, every)
+    joined = replicas.fully_sharded and not replicas.beside
+    builder = SegmentBuilder(spec.part, replicas.compute_share if replicas.size > 1 else 0.0, joined)
+    passages = [(unit, _backward_of(unit.block, _spec_for(unit, spec))) for unit in reversed(units)]
+    if replicas.fully_sharded and gathered and spec.part != WEIGHT:
+        _run_gathered(builder, units, passages, shape, replicas, reduces, accumulate)
+    elif reduces and replicas.zero_stage >= 2:
+        _run_by_unit(builder, passages, replicas, accumulate)
+    elif reduces:
+        _run_by_bucket(builder, passages, replicas)
+    else:
+        for unit, passage in passages:
+            builder.run(passage, unit.name, (unit.first + unit.times - 1, -1), times=unit.times)
+    return builder.build()
+
+
+def _spec_for(unit: Unit, spec: BackwardSpec) -> BackwardSpec:
+    if spec.recompute == "full" and (unit.root or not unit.again):
+        return BackwardSpec(spec.part, "none", False, spec.accumulate, spec.bucket)
+    return spec
+
+
+def _backwards(passages: list[tuple[Unit, Passage]]) -> list[tuple[Unit, Passage, int]]:
+    return [(unit, passage, unit.first + turn) for unit, passage in passages for turn in range(unit.times - 1, -1, -1)]
+
+
+def _run_gathered(
+    builder: SegmentBuilder,
+    units: tuple[Unit, ...],
+    passages: list[tuple[Unit, Passage]],
+    shape: RankShape,
+    replicas: Replicas,
+    reduces: bool,
+    accumulate: bool,
+) -> None:
+    """FSDP: layers are gathered before they are used; the root's gradients are reduced at the end."""
+    gathers = _gathers(builder, units, shape, replicas, backward=True)
+    root: list[Step] = []
+    number = 0
+    for unit, passage, at in _backwards(passages):
+        if unit.root:
+            loss = _nodes_of_first_step(passage) if unit.name == "head" else 0
+            builder.run(passage, unit.name, nodes=(0, loss))
+            if loss:
+                gathers.ask()  # the last layer's parameters travel beside the head, which the loss is no part of
+            builder.run(passage, unit.name, nodes=(loss, len(passage)))
+            root += reversed(unit.block)
+            continue
+        gathers.arrive()
+        gathers.ask()
+        builder.run(passage, unit.name, (at, 1))
+        if reduces:
+            number = _reduce_unit(builder, replicas, list(reversed(unit.block)), number, accumulate)
+    if reduces and root:
+        _reduce_unit(builder, replicas, root, number, accumulate)
+
+
+def _nodes_of_first_step(passage: Passage) -> int:
+    names = [name for _, name in passage.items]
+    return next((i for i, name in enumerate(names) if name != names[0]), len(names))
+
+
+def _run_by_unit(
+    builder: SegmentBuilder, passages: list[tuple[Unit, Passage]], replicas: Replicas, accumulate: bool
+) -> None:
+    """Gradients are scattered unit by unit."""
+    number = 0
+    for unit, passage, at in _backwards(passages):
+        builder.run(passage, unit.name, (at, 1))
+        number = _reduce_unit(builder, replicas, list(reversed(unit.block)), number, accumulate)
+
+
+def _reduce_unit(builder: SegmentBuilder, replicas: Replicas, steps: list[Step], number: int, accumulate: bool) -> int:
+    for expert in (False, True):
+        tensors = [numel for step in steps if step.expert == expert for numel in step.parameters]
+        if not tensors:
+            continue
+        name, numel = f"gradients{number}", sum(tensors)
+        number += 1
+        if replicas.zero_stage == 3:
+            builder.items([Op("copy", (numel,), "fp32")], f"{name}.copy_in")
+        wait = replicas.zero_stage == 3 and not replicas.beside
+        reduce_gradients(builder, replicas, numel, name, expert=expert, wait=wait)
+        if accumulate and replicas.accumulates_shards:
+            shards = replicas.expert_shards if expert else replicas.shards
+            adds = [Op("add", (-(-tensor // shards),), "fp32") for tensor in reversed(tensors)]  # as declared
+            builder.items(adds, f"{name}.accumulate")
+    return number
+
+
+def _run_by_bucket(builder: SegmentBuilder, passages: list[tuple[Unit, Passage]], replicas: Replicas) -> None:
+    """Gradients are sent bucket by bucket while backward goes on."""
+    cuts = cut_buckets([(passage, unit.times) for unit, passage in passages], replicas.bucket_bytes)
+    turn = node = 0
+    numbers = [0, 0]
+    at = 0
+    for index, (unit, passage) in enumerate(passages):
+        turn = node = 0
+        while at < len(cuts) and cuts[at].unit == index:
+            cut = cuts[at]
+            _advance(builder, unit, passage, (turn, node), (cut.turn, cut.node))
+            turn, node = cut.turn, cut.node
+            name = f"{'expert_' if cut.expert else ''}gradients{numbers[cut.expert]}"
+            numbers[cut.expert] += 1
+            reduce_gradients(builder, replicas, cut.numel, name, expert=cut.expert)
+            at += 1
+        _advance(builder, unit, passage, (turn, node), (unit.times, 0))
+
+
+def _advance(
+    builder: SegmentBuilder, unit: Unit, passage: Passage, since: tuple[int, int], upto: tuple[int, int]
+) -> None:
+    """Run a unit's passage on from one place, ``(turn, node)``, to another."""
+    (turn, node), (until, stop) = since, upto
+    newest = unit.first + unit.times - 1
+    if node and turn < until:
+        builder.run(passage, unit.name, (newest - turn, -1), nodes=(node, len(passage)))
+        turn, node = turn + 1, 0
+    if turn < until:
+        builder.run(passage, unit.name, (newest - turn, -1), times=until - turn)
+    if stop > node:
+        builder.run(passage, unit.name, (newest - until, -1), nodes=(node, stop))
+
+
+@lru_cache(maxsize=2048)
+def optimizer_segment(
+    shape: RankShape,
+    parts: tuple[PartShape, ...],
+    replicas: Replicas,
+    optimizer: OptimizerSpec,
+    tied: Group,
+) -> Segment:
+    """Gradients that are still to be summed, then the optimizer on a rank's share of the parameters; ZeRO stages 1 and 2
+    then gather them again.
+
+    Args:
+        shape, parts, replicas: The rank and all of the model that it holds.
+        optimizer: What it runs.
+        tied: First and last stage, where both hold the embedding's table and this is one of them.
+    """
+    steps = [
+        step for part in parts for unit in part_units(shape, part) for _ in range(unit.times) for step in unit.block
+    ]
+    builder = SegmentBuilder("optimizer")
+    if shape.sequence_parallel:
+        _sum_replicated(builder, shape, steps, replicas.shards if replicas.fully_sharded else 1)
+    if tied.size > 1:
+        table = shape.model.vocab // shape.vocab_tp * shape.model.hidden
+        builder.block(tied.collective("all_reduce", table * GRADIENT_BYTES), DATA, "tied_embedding")
+    if replicas.size > 1 and replicas.zero_stage < 2 and not replicas.overlap_gradients:
+        _sum_buckets(builder, steps, replicas)
+    shards = {False: replicas.shards, True: replicas.expert_shards}
+    tensors = [(numel, step.expert) for step in steps for numel in step.parameters]
+    numel = sum(-(-size // shards[expert]) for size, expert in tensors)
+    if optimizer.clip_grad_norm:
+        builder.items([Op("grad_norm", (numel, len(tensors)), "fp32")], "grad_norm")
+        for group, name in ((replicas.groups.model, "grad_norm"), (replicas.groups.shard, "grad_norm.shards")):
+            if group.size > 1 and (name == "grad_norm" or replicas.zero_stage):
+                builder.block(group.collective("all_reduce", GRADIENT_BYTES), DATA, name)
+        builder.items([Op("elementwise", (numel,), "fp32")], "clip")
+    _step(builder, shape, optimizer, numel, len(tensors))
+    if replicas.shards > 1 and replicas.zero_stage < 3 and not replicas.overlap_parameters:
+        size = DTYPE_BYTES[shape.dtype]
+        groups = replicas.groups
+        for group, expert, clock in ((groups.shard, False, DATA), (groups.experts, True, SECOND)):
+            whole = sum(number for number, own in tensors if own == expert)
+            if whole and group.size > 1:
+                builder.block(group.collective("all_gather", whole * size), clock, "parameters")
+    return builder.build()
+
+
+# Passes over all elements of foreach Adam: second moment, square root, bias correction, update.
+_FOREACH = ("add", "elementwise", "add", "elementwise", "elementwise", "elementwise", "add")
+
+
+def _step(builder: SegmentBuilder, shape: RankShape, optimizer: OptimizerSpec, numel: int, tensors: int) -> None:
+    """Adam on some elements, and the cast of the result."""
+    if optimizer.offload:
+        builder.items([Op("to_host", (numel,), "fp32"), Op("adamw_host", (numel, tensors), "fp32")], "adamw")
+        builder.items([Op("from_host", (numel,), shape.dtype)], "adamw")
+        return
+    if optimizer.fused:
+        builder.items([Op("adamw", (numel, tensors), "fp32")], "adamw")
+    else:
+        decay = ("elementwise",) if optimizer.kind == "adamw" else ()
+        builder.items([Op(kind, (numel,), "fp32") for kind in (*decay, *_FOREACH)], "adamw")
+    if shape.precision != "fp32":
+        builder.items([Op("copy", (numel,), shape.dtype)], "cast")
+
+
+def _sum_replicated(builder: SegmentBuilder, shape: RankShape, steps: list[Step], shards: int) -> None:
+    """Sequence parallelism: each rank has a part of the gradients of norms and positions; one message sums them."""
+    numel = sum(-(-tensor // shards) for step in steps if step.replicated for tensor in step.parameters)
+    if numel:
+        builder.items([Op("copy", (numel,), "fp32")], "replicated.copy_in")
+        builder.items([shape.tp_comm("all_reduce", numel * GRADIENT_BYTES)], "replicated")
+        builder.items([Op("copy", (numel,), "fp32")], "replicated.copy_out")
+
+
+def _sum_buckets(builder: SegmentBuilder, steps: list[Step], replicas: Replicas) -> None:
+    """All gradients, bucket by bucket; eager: joined, summed, divided, put back."""
+    for expert in (False, True):
+        buckets: list[int] = []
+        held = 0
+        for tensor in (numel for step in reversed(steps) if step.expert == expert for numel in step.parameters):
+            held += tensor
+            if held * GRADIENT_BYTES >= replicas.bucket_bytes:
+                buckets, held = [*buckets, held], 0
+        for index, numel in enumerate([*buckets, held] if held else buckets):
+            name = f"{'expert_' if expert else ''}gradients{index}"
+            if replicas.eager:
+                builder.items([Op("copy", (numel,), "fp32")], f"{name}.copy_in")
+            reduce_gradients(builder, replicas, numel, name, expert=expert, wait=True)
+            if replicas.eager:
+                builder.items([Op("elementwise", (numel,), "fp32")], f"{name}.mean")
+                builder.items([Op("copy", (numel,), "fp32")], f"{name}.copy_out")

@@ -1,0 +1,260 @@
+"""How long segments take: each distinct passage and segment is timed once for a latency model.
+
+A segment is a map between the clocks of its stage (``segment.NUM_CLOCKS``): its longest paths from each clock to each, a
+matrix in max-plus algebra.  There are two ways to it, which agree: over its events, where a repeated layer is one step;
+and over all of its ops, which is needed where an op's time depends on what surrounds it, and for timelines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.op import Collective, Op
+from stepsight.simulator.engine import Floats, add_path, find_ends, longest_paths, run_events
+from stepsight.simulator.issue import Work
+from stepsight.simulator.latency import LatencyModel
+from stepsight.simulator.passages import STREAMS, Passage
+from stepsight.simulator.segment import NUM_CLOCKS, RUN, Segment
+
+T = TypeVar("T")
+_MOST = 50_000  # things that a timer remembers
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """How much slower a rank is than its hardware.
+
+    Attributes:
+        compute: Of its ops.
+        data: Of its replicas' collectives.
+        other: Another device's latency model, whose ops are waited for (mixed groups), or None.
+    """
+
+    compute: float = 1.0
+    data: float = 1.0
+    other: LatencyModel | None = None
+
+
+_NONE = Slowdown()
+
+
+@dataclass(frozen=True, eq=False)
+class PassageTime:
+    """One passage, timed.
+
+    Attributes:
+        seconds: Of each node, shape ``(num_nodes,)``.
+        paths: Longest path through it from the computation; the same from the host, which launches; time that the host
+            takes.
+        by_stream: Seconds of the first by stream (``STREAMS``), in sum ``paths[0]``.
+    """
+
+    seconds: Floats
+    paths: tuple[float, float, float]
+    by_stream: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentTime:
+    """One segment, timed.
+
+    Attributes:
+        transition: Longest paths, to clock, from clock; shape ``(NUM_CLOCKS, NUM_CLOCKS)``.
+        by_stream: Seconds of the computation's own path by stream; shape ``(len(STREAMS),)``.
+        host: Seconds that it waits for the host on the way.
+    """
+
+    transition: Floats
+    by_stream: Floats
+    host: float
+
+
+@dataclass(frozen=True, eq=False)
+class OpTimes:
+    """One segment at op level.
+
+    Attributes:
+        seconds: Of every node in its context, shape ``(num_nodes,)``.
+        finish: Longest path from each clock to the end of every node, ``-inf`` if none leads, shape
+            ``(NUM_CLOCKS, num_nodes)``.
+        critical: The dependency on that path, -1 at its start; same shape.
+        transition: Shape ``(NUM_CLOCKS, NUM_CLOCKS)``.
+        last: The node where that path ends, -1 if none; same shape.
+    """
+
+    seconds: Floats
+    finish: Floats
+    critical: NDArray[np.int32]
+    transition: Floats
+    last: NDArray[np.int64]
+
+
+class Timer:
+    """Times passages and segments with one latency model; what it has seen it remembers.
+
+    Args:
+        latency: What is asked.
+        known: Seconds of signatures for which it is not.
+    """
+
+    def __init__(self, latency: LatencyModel, known: Mapping[Work, float] | None = None) -> None:
+        self._latency = latency
+        self._host_s = latency.hardware.host_op_s
+        self._works: dict[Work, float] = dict(known or {})
+        self._passages: dict[tuple[int, Slowdown], tuple[Passage, PassageTime]] = {}
+        self._segments: dict[tuple[int, Slowdown], tuple[Segment, SegmentTime]] = {}
+        self._ops: dict[tuple[int, Slowdown], tuple[Segment, OpTimes]] = {}
+
+    def work_seconds(self, works: Sequence[Work]) -> Floats:
+        """Seconds of each signature alone, shape ``(len(works),)``."""
+        missing = [work for work in works if work not in self._works]
+        if missing:
+            ops = [work for work in missing if isinstance(work, Op)]
+            collectives = [work for work in missing if isinstance(work, Collective)]
+            if ops:
+                self._works.update(zip(ops, self._latency.op_seconds(ops).tolist(), strict=True))
+            if collectives:
+                seconds = self._latency.collective_seconds(collectives).tolist()
+                self._works.update(zip(collectives, seconds, strict=True))
+        return np.array([self._works[work] for work in works], dtype=np.float64)
+
+    def segment(self, segment: Segment, slowdown: Slowdown = _NONE) -> SegmentTime:
+        """A segment's paths."""
+        known = self._segments.get((id(segment), slowdown))
+        if known is None:
+            timed = (self._in_context if self._latency.knows_context else self._by_events)(segment, slowdown)
+            known = (segment, timed)  # the segment is kept, so that its id stays its own
+            _remember(self._segments, (id(segment), slowdown), known)
+        return known[1]
+
+    def ops(self, segment: Segment, slowdown: Slowdown = _NONE) -> OpTimes:
+        """A segment at op level."""
+        known = self._ops.get((id(segment), slowdown))
+        if known is None:
+            known = (segment, time_ops(segment, self.node_seconds(segment, slowdown), self._host_s))
+            _remember(self._ops, (id(segment), slowdown), known)
+        return known[1]
+
+    def node_seconds(self, segment: Segment, slowdown: Slowdown = _NONE) -> Floats:
+        """Seconds of every node of a segment's program in its context, shape ``(num_nodes,)``."""
+        graph = segment.graph
+        alone = self._slowed(self.work_seconds(segment.works), segment.works, slowdown)[graph.work] * graph.share
+        alone = np.where(~graph.is_op & (graph.clock > 0), alone * slowdown.data, alone)
+        if not self._latency.knows_context:
+            return alone
+        return self._latency.in_context([segment.program], [alone])[0]
+
+    def _slowed(self, seconds: Floats, works: Sequence[Work], slowdown: Slowdown) -> Floats:
+        if slowdown is _NONE:
+            return seconds
+        is_op = np.array([isinstance(work, Op) for work in works])
+        if slowdown.other is not None and is_op.any():
+            other = slowdown.other.op_seconds([work for work in works if isinstance(work, Op)])
+            seconds = seconds.copy()
+            seconds[is_op] = np.maximum(seconds[is_op], other)
+        return np.where(is_op, seconds * slowdown.compute, seconds)
+
+    def passage(self, passage: Passage, slowdown: Slowdown = _NONE) -> PassageTime:
+        """A passage's paths."""
+        known = self._passages.get((id(passage), slowdown))
+        if known is None:
+            works = self._slowed(self.work_seconds(passage.works), passage.works, slowdown)
+            known = (passage, _time_passage(passage, works[passage.work], self._host_s))
+            _remember(self._passages, (id(passage), slowdown), known)
+        return known[1]
+
+    def _by_events(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
+        times = [self.passage(passage, slowdown) for passage in segment.passages]
+        paths = np.array([time.paths for time in times]).reshape(-1, 3)
+        nodes = np.concatenate([np.zeros(0), *(time.seconds for time in times)])
+        bounds = np.cumsum([0, *(len(time.seconds) for time in times)])
+        sent = self.work_seconds(segment.sent) * slowdown.data
+        transition, lost = np.empty((NUM_CLOCKS, NUM_CLOCKS)), np.zeros(2)
+        run_events(
+            segment.events, paths, nodes, bounds, sent, segment.compute_share, segment.joined, self._host_s,
+            transition, lost,
+        )  # fmt: skip
+        by_stream = np.zeros(len(STREAMS))
+        for kind, what, first, last, times_run in segment.events.tolist():
+            if kind == RUN:
+                time, passage = times[what], segment.passages[what]
+                if last - first == len(time.seconds):
+                    by_stream += times_run * time.by_stream
+                else:
+                    np.add.at(by_stream, passage.category[first:last], time.seconds[first:last])
+        return SegmentTime(transition, by_stream, float(lost[0]))
+
+    def _in_context(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
+        times, count = self.ops(segment, slowdown), len(STREAMS)
+        by_stream = _sums(segment.graph.stream, times.seconds, count + 1)[:count]
+        host = 0.0
+        if self._host_s > 0:
+            free = time_ops(segment, times.seconds, 0.0)
+            host = float(times.transition[0, 0] - free.transition[0, 0])
+        return SegmentTime(times.transition, by_stream, host)
+
+
+def _remember(cache: dict[tuple[int, Slowdown], T], key: tuple[int, Slowdown], value: T) -> None:
+    if len(cache) >= _MOST:
+        cache.clear()
+    cache[key] = value
+
+
+_TIMERS: WeakKeyDictionary[LatencyModel, Timer] = WeakKeyDictionary()
+
+
+def timer_of(latency: LatencyModel) -> Timer:
+    """The timer of a latency model."""
+    timer = _TIMERS.get(latency)
+    if timer is None:
+        _TIMERS[latency] = timer = Timer(latency)
+    return timer
+
+
+def _time_passage(passage: Passage, seconds: Floats, host_s: float) -> PassageTime:
+    count = len(seconds)
+    launched: Floats = host_s * np.arange(1, count + 1, dtype=np.float64)
+    if passage.serial:
+        total = float(seconds.sum())
+        remaining = seconds[::-1].cumsum()[::-1]
+        by_host = float((launched + remaining).max(initial=0.0)) if host_s else total
+        return PassageTime(seconds, (total, by_host, host_s * count), _sums(passage.category, seconds, len(STREAMS)))
+    pointer, before = passage.edges
+    finish, critical = np.empty(count), np.empty(count, dtype=np.int32)
+    longest_paths(seconds, pointer, before, launched, finish, critical)
+    by_host = float(finish.max())
+    longest_paths(seconds, pointer, before, np.zeros(count), finish, critical)
+    by_stream = np.zeros(len(STREAMS))
+    last = int(finish.argmax())
+    add_path(critical, last, passage.category.astype(np.int32), seconds, 1.0, by_stream)
+    return PassageTime(seconds, (float(finish[last]), by_host, host_s * count), by_stream)
+
+
+def time_ops(segment: Segment, seconds: Floats, host_s: float) -> OpTimes:
+    """All longest paths of a segment whose nodes take ``seconds``, shape ``(num_nodes,)``."""
+    graph, count = segment.graph, len(seconds)
+    finish = np.empty((NUM_CLOCKS, count))
+    critical = np.empty((NUM_CLOCKS, count), dtype=np.int32)
+    for clock in range(NUM_CLOCKS):
+        ready = np.full(count, -np.inf)
+        if clock == 0:
+            launched = graph.share == 1.0  # time that is taken is not launched
+            ready = np.where(launched, host_s * np.cumsum(launched), -np.inf)
+        elif graph.first[clock] >= 0:
+            ready[graph.first[clock]] = 0.0
+        longest_paths(seconds, graph.pointer, graph.before, ready, finish[clock], critical[clock])
+    transition = np.empty((NUM_CLOCKS, NUM_CLOCKS))
+    last = np.empty((NUM_CLOCKS, NUM_CLOCKS), dtype=np.int64)
+    find_ends(graph.clock, graph.blocks, segment.joined, finish, transition, last)
+    return OpTimes(seconds, finish, critical, transition, last)
+
+
+def _sums(kind: NDArray[np.int8], seconds: Floats, count: int) -> Floats:
+    """Seconds by kind, shape ``(count,)``."""
+    return np.bincount(kind, seconds, minlength=count).astype(np.float64)
