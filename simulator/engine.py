@@ -92,8 +92,8 @@ def find_ends(
         blocks: Whether the computation waits for each node, same shape.
         joined: Whether all clocks end together, with the last node of all.
         finish: Longest path from each clock to the end of each node, shape ``(num_clocks, n)``.
-        transition: Filled, shape ``(num_clocks, num_clocks)``: to clock, from clock; ``-inf`` where none leads, 0 from a
-            stream that nothing is on to itself.
+        transition: Filled, shape ``(num_clocks, num_clocks)``: to clock, from clock; ``-inf`` where none leads, 0 from
+            a stream that nothing is on to itself.
         last: Filled, same shape: the node where the path ends, -1 if none.
     """
     num_clocks = len(finish)

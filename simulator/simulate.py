@@ -132,7 +132,7 @@ class Simulation:
 
     @cached_property
     def _path(self) -> tuple[Passing, tuple[int, int, int], Floats, Floats]:
-        """The pipeline on the critical path; the optimizer's stage and its clocks; uses of ``times`` and of messages."""
+        """The pipeline on the critical path; the optimizer's stage and clocks; uses of ``times`` and of messages."""
         stage, clock = divmod(int(np.argmax(self.finish)), NUM_CLOCKS)
         table = optimizer_transition(self, stage)
         entry = self.clocks[stage].copy()

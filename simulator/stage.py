@@ -360,8 +360,8 @@ def optimizer_segment(
     optimizer: OptimizerSpec,
     tied: Group,
 ) -> Segment:
-    """Gradients that are still to be summed, then the optimizer on a rank's share of the parameters; ZeRO stages 1 and 2
-    then gather them again.
+    """Gradients that are still to be summed, then the optimizer on a rank's share of the parameters; ZeRO stages 1
+    and 2 then gather them again.
 
     Args:
         shape, parts, replicas: The rank and all of the model that it holds.

@@ -1,7 +1,7 @@
 """How long segments take: each distinct passage and segment is timed once for a latency model.
 
-A segment is a map between the clocks of its stage (``segment.NUM_CLOCKS``): its longest paths from each clock to each, a
-matrix in max-plus algebra.  There are two ways to it, which agree: over its events, where a repeated layer is one step;
+A segment is a map between the clocks of its stage (``segment.NUM_CLOCKS``): its longest paths from each clock to each,
+a matrix in max-plus algebra.  There are two ways to it, which agree: over its events, where a repeated layer is one step;
 and over all of its ops, which is needed where an op's time depends on what surrounds it, and for timelines.
 """
 

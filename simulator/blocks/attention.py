@@ -38,17 +38,16 @@ def core(shape: RankShape, heads: Heads) -> Block:
         joined = (shape.op("copy", shape.micro_batch * heads.q_len * heads.joined),)
     if not shape.model.fused_attention:
         return unfused_core(shape, heads, joined)
+    temporary = 0
     if shape.cp.size == 1:
         sizes, causal = (heads.q_len, heads.kv_len), heads.causal
         forward: tuple[Item, ...] = (heads.kernel(shape, "attention", *sizes, causal=causal),)
         backward: tuple[Item, ...] = (heads.kernel(shape, "attention_backward", *sizes, causal=causal),)
-        temporary = 0
     elif shape.context_parallel == "ring":
         forward, backward = ring(shape, heads)
-        temporary = 2 * heads.kv_numel(shape) * shape.dtype_bytes + heads.out_numel(shape) * shape.dtype_bytes
+        temporary = 2 * heads.kv_numel(shape) * shape.dtype_bytes  # what arrives meanwhile, with gradients
     else:
         forward, backward = all_gather(shape, heads)
-        temporary = shape.cp.size * heads.kv_numel(shape) * shape.dtype_bytes
     kept = (heads.q_numel(shape) + heads.kv_numel(shape)) * shape.dtype_bytes + heads.rows(shape) * 4
     return (
         Step(

@@ -5,6 +5,8 @@ The loss is of every token, as in Hugging Face's ``BertForMaskedLM``; there is n
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from stepsight.simulator.blocks import vocabulary
 from stepsight.simulator.blocks.attention import attention
 from stepsight.simulator.blocks.mlp import activation, mlp
@@ -38,6 +40,7 @@ def embedding(shape: RankShape, shared: bool = False) -> Block:
 def head(shape: RankShape, shared: bool = False) -> Block:
     """A transform, its norm, and logits with a bias."""
     hidden, rows = shape.model.hidden, shape.local_rows
+    plain = replace(shape, model=replace(shape.model, gated_mlp=False))
     transform = linear(shape, "transform", hidden, hidden, rows, replicated=True)
-    found = (transform, activation(shape, rows, hidden), norm(shape, "head_norm", fork=False))
+    found = (transform, activation(plain, rows, hidden), norm(shape, "head_norm", fork=False))
     return (*found, *vocabulary.logits_and_loss(shape, shared, bias=True))

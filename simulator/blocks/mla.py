@@ -38,7 +38,7 @@ def latent_attention(shape: RankShape, *, causal: bool = True) -> Block:
         up: Block = (column_linear(shape, "q_up", queries, rank), kv_up)
     else:  # whole queries from the activation of all rows
         latents = (fork(shape), kv_down, kv_norm, *enter(shape, kv_width), *enter(shape))
-        up = (column_linear(shape, "q", queries, model.hidden), kv_up)
+        up = (column_linear(shape, "q", queries, model.hidden, keeps="norm1"), kv_up)
     out = row_linear(shape, "out", model.hidden, heads.heads * model.v_head_dim)
     return (*latents, *up, _rope(shape, heads), *core(shape, heads), out, *leave(shape))
 

@@ -28,13 +28,20 @@ def activation(shape: RankShape, rows: int, ffn: int) -> Step:
     )
 
 
-def mlp(shape: RankShape, ffn: int = 0, prefix: str = "") -> Block:
-    """A tensor-parallel MLP without norm and residual; ``ffn`` of all ranks, 0: the model's."""
+def mlp(shape: RankShape, ffn: int = 0, prefix: str = "", *, keeps: str = "") -> Block:
+    """A tensor-parallel MLP without norm and residual.
+
+    Args:
+        shape: The rank.
+        ffn: Inner size on all ranks together, 0: the model's.
+        prefix: Of the names of its linears.
+        keeps: Name of its input, where other steps keep the same tensor.
+    """
     model, own = shape.model, (ffn or shape.model.ffn) // shape.tp.size
     first, width = ("gate_up", 2 * own) if model.gated_mlp else ("fc1", own)
     return (
         *enter(shape),
-        column_linear(shape, prefix + first, width, model.hidden),
+        column_linear(shape, prefix + first, width, model.hidden, keeps=keeps),
         activation(shape, shape.rows, own),
         row_linear(shape, prefix + ("down" if model.gated_mlp else "fc2"), model.hidden, own),
         *leave(shape),

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from stepsight.dataset.op import Op
 from stepsight.simulator.blocks.mlp import activation, mlp
-from stepsight.simulator.blocks.parts import cast, enter, fork, leave
+from stepsight.simulator.blocks.parts import cast, enter, fork, kept, leave
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Comm, Join, Saved, Step
 
@@ -63,7 +63,7 @@ def experts(shape: RankShape) -> Block:
     whole_bytes = shape.rows * model.hidden * shape.dtype_bytes
     shared: Block = ()
     if model.shared_experts:
-        shared = (fork(shape, "shared"), *mlp(shape, model.shared_experts * model.expert_ffn, "shared_"))
+        shared = (fork(shape, "shared"), *mlp(shape, model.shared_experts * model.expert_ffn, "shared_", keeps="norm2"))
     out = (*_away_and_back(shape, count, shared), _unpermute(shape, count))
     if split:
         own = Step("tp", backward=(shape.tp_comm("all_gather", whole_bytes),))
@@ -99,7 +99,7 @@ def _router(shape: RankShape, count: Tokens) -> Step:
         (shape.op("linear_wgrad", *sizes),),
         (shape.model.experts * hidden,),
         replicated=True,
-        saved=(Saved(count.routed * hidden * shape.dtype_bytes, "routed"), Saved(numel * 4)),
+        saved=(kept(count.routed * hidden * shape.dtype_bytes, "norm2"), Saved(numel * 4)),
     )
 
 

@@ -17,9 +17,9 @@ from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Saved, Step
 
 
-def column_linear(shape: RankShape, name: str, n: int, k: int) -> Step:
+def column_linear(shape: RankShape, name: str, n: int, k: int, *, keeps: str = "") -> Step:
     """A column-parallel linear; it keeps its input as it was before an all-gather, or after it in eager PyTorch."""
-    return linear(shape, name, n, k, shape.rows, input_rows=shape.rows_before_columns)
+    return linear(shape, name, n, k, shape.rows, input_rows=shape.rows_before_columns, keeps=keeps)
 
 
 def row_linear(shape: RankShape, name: str, n: int, k: int) -> Step:
@@ -50,7 +50,7 @@ def linear(
         bias: None: as the model has it.
         bias_first: Whether the bias's gradient arrives before the weight's.
         replicated: Whether tensor-parallel ranks hold the same weights.
-        keeps: Name of the input, where other steps keep it too.
+        keeps: Name of the input, where other steps keep the same tensor.
     """
     bias = shape.model.has_bias if bias is None else bias
     weights = (n, n * k) if bias_first else (n * k, n)
@@ -63,8 +63,13 @@ def linear(
         weights if bias else (n * k,),
         weight_grad_first=not bias and shape.precision != "fp8",  # the cast gradient serves both: input's comes first
         replicated=replicated,
-        saved=(Saved((input_rows or rows) * k * shape.gemm_bytes, keeps),),
+        saved=(kept((input_rows or rows) * k * shape.gemm_bytes, keeps),),
     )
+
+
+def kept(num_bytes: int, name: str) -> Saved:
+    """What several steps may keep of an activation: once for each form (all rows or the rank's own, cast or not)."""
+    return Saved(num_bytes, name and f"{name} ({num_bytes} B)")
 
 
 def cast(shape: RankShape, numel: int) -> tuple[Op, ...]:

@@ -17,7 +17,7 @@ from stepsight.simulator.blocks.heads import Heads
 from stepsight.simulator.blocks.mlp import mlp
 from stepsight.simulator.blocks.parts import column_linear, enter, leave, norm, residual, row_linear
 from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.blocks.step import Block, Step
+from stepsight.simulator.blocks.step import Block, Saved, Step
 
 BUCKETS = 32  # of relative positions
 
@@ -46,7 +46,11 @@ def layer(shape: RankShape, kind: str) -> Block:
         return (*look, norm(shape, "norm3"), *mlp(shape), residual(shape))
     shape = encoder_shape(shape)
     look = (norm(shape, "norm1"), *_biased(shape, causal=False), residual(shape))
-    end = (norm(shape, "encoder_norm", fork=False),) if kind == "last_encoder" else ()
+    end: Block = ()
+    if kind == "last_encoder":
+        found = Saved(shape.rows_before_columns * shape.model.hidden * shape.gemm_bytes)
+        last = norm(shape, "encoder_norm", fork=False)
+        end = (replace(last, saved=(*last.saved, found)),)
     return (*look, norm(shape, "norm2"), *mlp(shape), residual(shape), *end)
 
 
@@ -69,7 +73,10 @@ def _scores(shape: RankShape) -> int:
 
 
 def _cross(shape: RankShape) -> Block:
-    """Attention of the decoder's tokens to the encoder's."""
+    """Attention of the decoder's tokens to the encoder's.
+
+    All of the decoder's layers keep the same encoder's output, which is counted with the encoder's last layer.
+    """
     model, far = shape.model, encoder_shape(shape)
     heads, kv_heads, size = model.heads // shape.tp.size, model.kv_heads // shape.tp.size, model.head_size
     sizes = Heads(heads, kv_heads, size, size, shape.seq_len, far.seq_len, causal=False)
@@ -80,7 +87,7 @@ def _cross(shape: RankShape) -> Block:
         column_linear(shape, "cross_q", heads * size, model.hidden),
         sums,
         *enter(far),
-        column_linear(far, "cross_kv", 2 * kv_heads * size, model.hidden),
+        replace(column_linear(far, "cross_kv", 2 * kv_heads * size, model.hidden), saved=()),
         *core(shape, sizes),
         row_linear(shape, "cross_out", model.hidden, heads * size),
         *leave(shape),

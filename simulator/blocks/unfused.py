@@ -47,7 +47,6 @@ def unfused_core(shape: RankShape, heads: Heads, joined: tuple[Item, ...]) -> Bl
         (shape.op("softmax", batch * q_len, kv_len),),
         (shape.op("softmax_backward", batch * q_len, kv_len),),
         saved=(Saved(numel * size, "scores"),),
-        temporary_bytes=numel * size,
         attention_core=True,
     )
     context = Step(
