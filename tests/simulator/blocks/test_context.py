@@ -52,7 +52,6 @@ def test_all_gather_fetches_everything_twice_and_scatters_gradients() -> None:
 def test_what_is_kept_is_the_ranks_own_part(how: str) -> None:
     block, alone = dense.layer(small_shape(cp=4, context_parallel=how)), dense.layer(small_shape())
     assert 4 * sum(step.saved_bytes for step in block) == sum(step.saved_bytes for step in alone)
-    assert sum(step.temporary_bytes for step in block) > 0
 
 
 def test_norms_and_positions_work_on_the_ranks_own_rows() -> None:

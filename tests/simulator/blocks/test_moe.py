@@ -5,6 +5,7 @@ import pytest
 from stepsight.dataset.op import Collective
 from stepsight.simulator.blocks.dense import layer
 from stepsight.simulator.blocks.moe import experts, token_counts
+from stepsight.simulator.blocks.offload import kept_bytes
 from stepsight.simulator.blocks.shape import RankShape
 from tests.simulator.blocks.shapes import collectives, flops, ops, parameters, small_shape, words
 
@@ -89,6 +90,11 @@ def test_shared_experts_weights_need_the_tokens_of_all_tensor_parallel_ranks() -
     assert tensor_parallel_words(mixture(ep=4, tp=2, expert_tp=2)) == ["all_reduce"]
     assert tensor_parallel_words(mixture(ep=4, tp=2, sequence_parallel=True)) == []
     assert tensor_parallel_words(mixture(ep=4, tp=2)) == ["all_gather"]  # each took a half of the tokens
+
+
+def test_router_and_shared_experts_keep_the_same_input_once() -> None:
+    block = experts(mixture(ep=4, model={"shared_experts": 1}))
+    assert sum(step.saved_bytes for step in block) - kept_bytes(block) == 64 * 64 * 4
 
 
 def test_experts_of_gpt_have_biases() -> None:
