@@ -14,6 +14,24 @@ def test_gemm_counts() -> None:
     assert op.num_bytes == 4 * (15 + 21 + 35)
 
 
+def test_a_grouped_product_does_the_flop_of_one_and_reads_a_matrix_for_each_group() -> None:
+    one, many = Op("linear", (96, 5, 7)), Op("grouped_linear", (4, 96, 5, 7))
+    assert many.flops == one.flops
+    assert many.num_bytes - one.num_bytes == 2 * 3 * 5 * 7
+
+
+def test_a_batched_product_is_as_many_products() -> None:
+    one, many = Op("linear", (3, 5, 7)), Op("batched_matmul", (4, 3, 5, 7))
+    assert (many.flops, many.num_bytes) == (4 * one.flops, 4 * one.num_bytes)
+
+
+@pytest.mark.parametrize("kind", ["attention", "attention_backward"])
+def test_latent_attention_with_equal_widths_is_ordinary_attention(kind: str) -> None:
+    usual = Op(kind, (2, 4, 4, 32, 64, 16, 0))
+    latent = Op(f"mla_{kind}", (2, 4, 32, 64, 16, 16, 0))
+    assert (latent.flops, latent.num_bytes) == (usual.flops, usual.num_bytes)
+
+
 @given(st.sampled_from(sorted(OP_KINDS)), st.data())
 def test_costs_grow_with_every_dim(kind: str, data: st.DataObject) -> None:
     """No dimension makes an op cheaper (but the causal flag, which halves the work)."""

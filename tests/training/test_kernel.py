@@ -3,7 +3,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from stepsight.dataset.op import Op
+from stepsight.dataset.op import OP_KINDS, Op
 from stepsight.dataset.physics import roofline_seconds
 from stepsight.training.predictor import Predictor
 
@@ -30,6 +30,15 @@ def test_a_kind_never_measured_falls_back_on_the_roofline_and_is_reported(predic
     op = Op("rope", (4096,), "fp32")
     assert predictor.kernel.seconds([op], 1)[0] == roofline_seconds(op, predictor.hardware)
     assert predictor.unsupported([op]) == ["rope[4096]fp32: no rope was measured"]
+
+
+def test_every_family_never_measured_falls_back_on_the_roofline(predictor: Predictor) -> None:
+    """Also kinds of a family of which others were measured."""
+    measured = predictor.kernel.regressor.physics
+    unknown = [Op(kind, (64,) * len(of.dim_names), "fp32") for kind, of in OP_KINDS.items() if kind not in measured]
+    assert len({op.family for op in unknown}) > 6
+    expected = [roofline_seconds(op, predictor.hardware) for op in unknown]
+    assert predictor.kernel.seconds(unknown, 1).tolist() == expected
 
 
 def test_sizes_outside_the_measured_range_are_reported(predictor: Predictor) -> None:
