@@ -119,12 +119,12 @@ def _kinds() -> dict[str, OpKind]:
         ("elementwise", 1.0, 2.0),
     ):
         kinds.append(OpKind(name, "elementwise", _NUMEL, lambda n, f=flops: f * n, lambda n, e=moved: e * n))
-    kinds += _kinds_of_larger_models()
+    kinds += _later_kinds()
     return {kind.name: kind for kind in kinds}
 
 
-def _kinds_of_larger_models() -> list[OpKind]:
-    """Kinds that came later: their place after the others keeps the numbers of those."""
+def _later_kinds() -> list[OpKind]:
+    """Kinds of larger models; their place after the others keeps the numbers that features give those."""
     kinds = [
         # Many small matrix products of one shape: a product for every pair of matrices.
         OpKind(
