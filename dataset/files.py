@@ -20,6 +20,7 @@ __all__ = [
     "check_writable",
     "digest",
     "digest_files",
+    "new_file",
     "new_folder",
     "parse_json",
     "read_json",
@@ -58,20 +59,28 @@ def check_writable(folder: Path) -> None:
         ) from None
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all; see ``check_output_file`` for where."""
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary sibling of ``path`` that becomes ``path`` when the block ends well."""
     check_output_file(path)
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        Path(temporary).chmod(0o644)  # temporary files are made for their owner alone
-        Path(temporary).replace(path)
+        yield temporary
+        temporary.chmod(0o644)  # temporary files are made for their owner alone
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    with new_file(path) as temporary:
+        temporary.write_text(text, "utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -5,16 +5,13 @@ One row is one measurement: of a signature alone (an event), or of a node within
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.eventfile import read_event_file
-from stepsight.dataset.files import digest_files
+from stepsight.dataset.files import digest_files, new_file
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.trace import Collection, Trace, read_collection
 
@@ -116,17 +113,8 @@ def write_op_table(frame: pd.DataFrame, path: Path) -> None:
 
     table = pa.Table.from_pandas(frame[list(COLUMNS)], schema=_schema(), preserve_index=False)
     table = table.replace_schema_metadata({_DIGEST: str(frame.attrs.get("digest", "")).encode()})
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    try:
+    with new_file(path) as temporary:
         pq.write_table(table, temporary)
-        Path(temporary).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(temporary).unlink()
-        raise
 
 
 def read_op_table(path: Path) -> pd.DataFrame:

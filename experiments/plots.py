@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.files import new_file
+
 FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -31,8 +33,8 @@ def _plain_ticks(axis: Any) -> None:
 def _save(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with new_file(path) as temporary:
+        figure.savefig(temporary, dpi=120, format=path.suffix[1:])
     pyplot.close(figure)
 
 

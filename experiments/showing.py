@@ -9,6 +9,7 @@ from typing import Any
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.eventfile import read_event_file
+from stepsight.dataset.files import check_output_file
 from stepsight.dataset.job import Job
 from stepsight.dataset.manifest import RunManifest, read_object
 from stepsight.dataset.trace import read_collection, read_run
@@ -86,6 +87,18 @@ def describe_collection(path: Path) -> dict[str, Any]:
     if collection.missing:
         text += f"\nplanned but absent: {', '.join(collection.missing)}"
     return {"collection": str(path), "runs": rows, "events": events, "absent": collection.missing, "text": text}
+
+
+def write_table(collection: Path, table: Path) -> int:
+    """Write every measurement of a collection as Parquet; returns how many."""
+    from stepsight.dataset.store import op_table, write_op_table
+
+    if table.suffix != ".parquet":
+        raise StepsightError(f"--table ends in .parquet, got {str(table)!r}")
+    check_output_file(table)
+    frame = op_table(collection)
+    write_op_table(frame, table)
+    return len(frame)
 
 
 def _run(path: Path) -> dict[str, Any]:

@@ -242,13 +242,21 @@ def show(
     path: Annotated[
         Path, typer.Argument(parser=path, help="A job file, collection, run folder, predictor or summary.json.")
     ],
+    table: Annotated[
+        Path | None,
+        typer.Option(parser=path, help="Of a collection: write every op and collective measured here (.parquet)."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say what a file or folder is and what is in it."""
-    from stepsight.experiments.showing import describe
+    from stepsight.experiments.showing import describe, write_table
 
     description = describe(path)
-    _answer(description, description.pop("text"), as_json)
+    text = description.pop("text")
+    if table is not None:
+        description["measurements"] = write_table(path, table)
+        text += f"\nwrote {description['measurements']} measurements to {table}"
+    _answer(description, text, as_json)
 
 
 # What an interrupted verb leaves behind.

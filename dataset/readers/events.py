@@ -90,11 +90,6 @@ def read_text(path: Path) -> str:
         raise TraceError(f"{path} must be UTF-8 text, got {error}") from None
 
 
-def read_json(path: Path) -> Any:
-    """Parsed JSON of a file, unpacked if it is gzip; errors as in ``read_text``."""
-    return _parse(read_text(path), path)
-
-
 def read_events(path: Path) -> Events:
     """Read a Kineto trace.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.files import digest_files, new_folder, write_json, write_text
+from stepsight.dataset.files import check_output_file, digest_files, new_folder, write_json, write_text
 
 
 def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
@@ -28,6 +28,17 @@ def test_new_folder_replaces(tmp_path: Path) -> None:
         digests.append(digest_files([tmp_path / "b" / "file"]))
     assert digests[0] != digests[1]
     assert [p.name for p in tmp_path.iterdir()] == ["b"]
+
+
+def test_an_output_is_checked_before_the_work(tmp_path: Path) -> None:
+    """What cannot be written is known at once, and asking leaves nothing behind."""
+    (tmp_path / "file").write_text("old")
+    check_output_file(tmp_path / "new" / "deep" / "a.json")
+    check_output_file(tmp_path / "file")
+    for path in (tmp_path / "file" / "a.json", Path("/proc/a/b.json")):
+        with pytest.raises(StepsightError, match=r"^an output needs a folder that can be written to, got [^\n]*$"):
+            check_output_file(path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_only_plain_files_are_replaced(tmp_path: Path) -> None:

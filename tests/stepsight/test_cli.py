@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from stepsight.dataset.store import read_op_table
 from stepsight.experiments.local_jobs import local_job
+from tests.dataset.run_folders import write_events, write_run
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gpt3-175b-1024.toml"
@@ -97,6 +99,17 @@ def test_an_interrupted_collection_says_how_to_go_on(tmp_path: Path) -> None:
         last = process.communicate(timeout=60)[1].splitlines()[-1]
     assert process.returncode == 130
     assert last == "interrupted: what is complete is kept; the same command goes on where it stopped"
+
+
+def test_measurements_as_a_table(tmp_path: Path) -> None:
+    """``show --table`` writes what a collection holds; of anything else it is a mistake."""
+    write_run(tmp_path / "c", 2)
+    write_events(tmp_path / "c")
+    done = run("show", tmp_path / "c", "--table", tmp_path / "ops.parquet", "--json")
+    assert json.loads(done.stdout)["measurements"] == len(read_op_table(tmp_path / "ops.parquet")) == 18
+    for path, table, says in ((EXAMPLE, "ops.parquet", "must be a folder"), ("c", "ops.csv", "ends in .parquet")):
+        done = run("show", path, "--table", table, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "") and says in done.stderr
 
 
 def test_every_verb_teaches() -> None:
