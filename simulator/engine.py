@@ -125,7 +125,10 @@ def run_events(
     compute_share: float,
     joined: bool,
     host_s: float,
+    kinds: NDArray[np.int8],
+    streams: Floats,
     transition: Floats,
+    by_stream: Floats,
     lost: Floats,
 ) -> None:
     """Longest path through a segment's events from a clock to a clock.
@@ -142,8 +145,11 @@ def run_events(
         compute_share: Part of a sent one that the computation loses.
         joined: Whether all clocks end together.
         host_s: See above.
+        kinds: Stream of each of ``nodes``.
+        streams: Seconds by stream of each passage, shape ``(num_passages, num_streams)``.
         transition: Filled, shape ``(num_clocks, num_clocks)``: to clock, from clock; ``-inf`` where none leads.
-        lost: Filled: seconds that the computation waits for the host, and for sent collectives, when nothing else
+        by_stream: Added to: seconds of what is run by stream, shape ``(num_streams,)``.
+        lost: Added to: seconds that the computation waits for the host, and for sent collectives, when nothing else
             is under way at the start.
     """
     num_clocks = len(transition)
@@ -171,6 +177,9 @@ def run_events(
                         host += times * paths[what, 2]
                         if start == 0:
                             lost[0] += end - clocks[0] - times * own
+                    if start == 0:
+                        for stream in range(len(by_stream)):
+                            by_stream[stream] += times * streams[what, stream]
                     clocks[0] = end
                 else:
                     for node in range(bounds[what] + first, bounds[what] + last):
@@ -180,6 +189,8 @@ def run_events(
                         if host_s > 0.0:
                             clocks[0] = max(clocks[0], host)
                         clocks[0] += nodes[node]
+                        if start == 0:
+                            by_stream[kinds[node]] += nodes[node]
             elif kind == 3:
                 if finish[what] > clocks[0]:
                     if start == 0:

@@ -53,15 +53,22 @@ class Passage:
         """The items as nodes."""
         return issue(self.items)
 
-    def __len__(self) -> int:
-        """Number of nodes."""
+    @cached_property
+    def num_nodes(self) -> int:
+        """Items that are work."""
         return sum(not isinstance(item, Join) for item, _ in self.items)
+
+    @cached_property
+    def gradient_table(self) -> NDArray[np.int64]:
+        """Node, elements and whether an expert's, of each gradient, shape ``(num_gradients, 3)``."""
+        rows = [(g.node, g.numel, int(g.expert)) for g in self.gradients]
+        return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
     def between(self, first: int, last: int) -> Iterator[tuple[Item, str]]:
         """Items of nodes ``first`` to ``last`` (exclusive), and joins between them."""
         node = 0
         for item, name in self.items:
-            if first <= node < last or (node == last and isinstance(item, Join) and last == len(self)):
+            if first <= node < last or (node == last and isinstance(item, Join) and last == self.num_nodes):
                 yield item, name
             node += not isinstance(item, Join)
 

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.op import DTYPE_BYTES, Op
+from stepsight.dataset.op import DTYPE_BYTES, Collective, Op
 from stepsight.simulator.blocks.shape import Group
+from stepsight.simulator.engine import compiled
 from stepsight.simulator.parts import Groups
 from stepsight.simulator.passages import Passage
-from stepsight.simulator.segment import DATA, SECOND, SegmentBuilder
+from stepsight.simulator.segment import DATA, NUM_COLUMNS, RUN, SECOND, SEND, SegmentBuilder
 
 GRADIENT_BYTES = 4
+BUCKET_NAMES = ("gradients{}", "expert_gradients{}")  # of others, of experts
 _NOBODY = Groups(Group(), Group(), Group(), Group(), Group())
 
 
@@ -83,69 +85,178 @@ class Replicas:
 SILENT = Replicas()
 
 
+def bucket_works(replicas: Replicas, numel: int, *, expert: bool) -> tuple[Collective | None, Collective | None]:
+    """Collectives that sum one bucket of gradients: of the first group, and between hybrid shards."""
+    groups, num_bytes = replicas.groups, numel * GRADIENT_BYTES
+    own = groups.experts if expert else groups.shard if replicas.zero_stage else groups.replicas
+    first = second = None
+    if own.size > 1:
+        first = own.collective("reduce_scatter" if replicas.zero_stage else "all_reduce", num_bytes)
+    if replicas.zero_stage and not expert and groups.replicate.size > 1:
+        second = groups.replicate.collective("all_reduce", -(-num_bytes // own.size))
+    return first, second
+
+
 def reduce_gradients(
-    builder: SegmentBuilder, replicas: Replicas, numel: int, name: str, *, expert: bool = False, wait: bool = False
+    builder: SegmentBuilder, replicas: Replicas, numel: int, number: int, *, expert: bool = False, wait: bool = False
 ) -> None:
     """Sum one bucket of gradients over the replicas; with hybrid sharding, within a group and then between groups."""
-    groups, num_bytes = replicas.groups, numel * GRADIENT_BYTES
-    first = groups.experts if expert else groups.shard if replicas.zero_stage else groups.replicas
-    clock = SECOND if expert else DATA
-    sent = -1
-    if first.size > 1:
-        kind = "reduce_scatter" if replicas.zero_stage else "all_reduce"
-        work = first.collective(kind, num_bytes)
+    first, second = bucket_works(replicas, numel, expert=expert)
+    name, sent = BUCKET_NAMES[expert], -1
+    for work, clock in ((first, SECOND if expert else DATA), (second, SECOND)):
+        if work is None:
+            continue
         if wait:
-            builder.block(work, clock, name)
+            builder.block(work, clock, name, number)
         else:
-            sent = builder.send(work, clock, name)
-    if replicas.zero_stage and not expert and groups.replicate.size > 1:
-        work = groups.replicate.collective("all_reduce", -(-num_bytes // first.size))
-        if wait:
-            builder.block(work, SECOND, f"{name}.replicas")
-        else:
-            builder.send(work, SECOND, f"{name}.replicas", after=sent)
+            sent = builder.send(work, clock, name, number, after=sent)
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """Where a bucket is full.
+class Repeated:
+    """A backward passage that runs several times in a row.
 
     Attributes:
-        unit, turn, node: After so many nodes of the unit's passage in its n-th repetition.
-        numel: Elements of the bucket.
-        expert: Whose gradients it holds.
+        passage, times: What, and how often.
+        name, newest: For people: the first has this number, the others lower ones.
     """
 
-    unit: int
-    turn: int
-    node: int
-    numel: int
-    expert: bool
+    passage: Passage
+    times: int
+    name: str
+    newest: int
 
 
-def cut_buckets(units: Sequence[tuple[Passage, int]], bucket_bytes: int) -> list[Cut]:
-    """Buckets of the gradients of some passages, each repeated, in the order of issue; the rest is the last bucket."""
-    cuts = [cut for expert in (False, True) for cut in _cuts(units, bucket_bytes, expert)]
-    return sorted(cuts, key=lambda cut: (cut.unit, cut.turn, cut.node, cut.expert))
+def run_by_bucket(builder: SegmentBuilder, units: Sequence[Repeated], replicas: Replicas) -> None:
+    """Run backward passages; gradients are sent bucket by bucket on the way, the last bucket holds what is left."""
+    tables = [unit.passage.gradient_table for unit in units]
+    places = np.array(
+        [
+            (builder.passage(u.passage), u.passage.num_nodes, u.times, builder.name(u.name), u.newest, u.passage.serial)
+            for u in units
+        ],
+        dtype=np.int64,
+    )
+    bounds = np.cumsum([0, *map(len, tables)])
+    tensors = np.concatenate(tables)
+    most = int((np.diff(bounds) * places[:, 2]).sum()) + 1
+    cuts = np.empty((most, 5), dtype=np.int64)
+    limit = -(-replicas.bucket_bytes // GRADIENT_BYTES)
+    found = np.zeros(2, dtype=np.int64)
+    cut_buckets(places, tensors, bounds, limit, cuts, found)
+    plain, experts = int(found[0]), int(found[1])
+    cuts = cuts[: plain + experts]
+    works = np.full((len(cuts), 2), -1, dtype=np.int64)
+    for expert, own in ((False, slice(0, plain)), (True, slice(plain, plain + experts))):
+        sizes, which = np.unique(cuts[own, 3], return_inverse=True)
+        pairs = [bucket_works(replicas, int(size), expert=expert) for size in sizes]
+        index = [[-1 if work is None else builder.collective(work) for work in pair] for pair in pairs]
+        if index:
+            works[own] = np.array(index)[which]
+    if experts:
+        order = np.lexsort((cuts[:, 4], cuts[:, 2], cuts[:, 1], cuts[:, 0]))
+        cuts, works = cuts[order], works[order]
+    names = np.array([builder.name(name) for name in BUCKET_NAMES])
+    rows = np.empty((5 * len(cuts) + 3 * len(units), NUM_COLUMNS), dtype=np.int32)
+    count = np.zeros(1, dtype=np.int64)
+    bucket_rows(places, cuts, works, names, builder.num_events, rows, count)
+    builder.extend(rows[: count[0]])
 
 
-def _cuts(units: Sequence[tuple[Passage, int]], bucket_bytes: int, expert: bool) -> list[Cut]:
-    per_unit = [[g for g in passage.gradients if g.expert == expert] for passage, _ in units]
-    if not any(per_unit):
-        return []
-    sizes = [np.tile([g.numel for g in own], times) for own, (_, times) in zip(per_unit, units, strict=True)]
-    bounds = np.cumsum([0, *map(len, sizes)])
-    total: NDArray[np.int64] = np.concatenate(sizes).astype(np.int64).cumsum()
-    limit, begin, cuts = -(-bucket_bytes // GRADIENT_BYTES), 0, []
-    while begin < total[-1]:
-        at = min(int(np.searchsorted(total, begin + limit)), len(total) - 1)
-        unit = int(np.searchsorted(bounds, at, "right")) - 1
-        turn, which = divmod(at - int(bounds[unit]), len(per_unit[unit]))
-        gradient, passage = per_unit[unit][which], units[unit][0]
-        node = gradient.node if passage.serial else len(passage)
-        cuts.append(Cut(unit, turn, node, int(total[at]) - begin, expert))
-        begin = int(total[at])
-    return cuts
+@compiled
+def cut_buckets(
+    places: NDArray[np.int64],
+    tensors: NDArray[np.int64],
+    bounds: NDArray[np.int64],
+    limit: int,
+    cuts: NDArray[np.int64],
+    found: NDArray[np.int64],
+) -> None:
+    """Where buckets are full.
+
+    Args:
+        places: Of each unit: passage, its nodes, times, name, number, whether it can be cut anywhere; shape ``(u, 6)``.
+        tensors: Node, elements and whether an expert's of each gradient of each unit, shape ``(g, 3)``.
+        bounds: Gradients of unit ``i`` are ``bounds[i]:bounds[i + 1]``.
+        limit: A bucket is full when it holds this many elements.
+        cuts: Filled: unit, turn, node, elements, whether experts'; first the others', then the experts'.
+        found: Filled: how many of either, shape ``(2,)``.
+    """
+    at = 0
+    for expert in range(2):
+        held, unit, turn, node = 0, -1, 0, 0
+        for u in range(len(places)):
+            for t in range(places[u, 2]):
+                for g in range(bounds[u], bounds[u + 1]):
+                    if tensors[g, 2] != expert:
+                        continue
+                    held += tensors[g, 1]
+                    unit, turn = u, t
+                    node = tensors[g, 0] if places[u, 5] else places[u, 1]
+                    if held >= limit:
+                        cuts[at, 0], cuts[at, 1], cuts[at, 2], cuts[at, 3], cuts[at, 4] = unit, turn, node, held, expert
+                        at += 1
+                        held = 0
+        if held > 0:
+            cuts[at, 0], cuts[at, 1], cuts[at, 2], cuts[at, 3], cuts[at, 4] = unit, turn, node, held, expert
+            at += 1
+        found[expert] = at - (found[0] if expert else 0)
+
+
+@compiled
+def bucket_rows(
+    places: NDArray[np.int64],
+    cuts: NDArray[np.int64],
+    works: NDArray[np.int64],
+    names: NDArray[np.int64],
+    before: int,
+    rows: NDArray[np.int32],
+    count: NDArray[np.int64],
+) -> None:
+    """Events of units that are interrupted where buckets are full.
+
+    Args:
+        places, cuts: As in ``cut_buckets``, cuts in the order of issue.
+        works: The one or two collectives of each cut, -1 if none, shape ``(num_cuts, 2)``.
+        names: Of buckets of others and of experts.
+        before: Events there are already.
+        rows, count: Filled: events, and how many.
+    """
+    at, cut = 0, 0
+    numbers = np.zeros(2, dtype=np.int64)
+    for u in range(len(places)):
+        passage, nodes, times, name, newest = places[u, 0], places[u, 1], places[u, 2], places[u, 3], places[u, 4]
+        turn, node = 0, 0
+        while True:
+            here = cut < len(cuts) and cuts[cut, 0] == u
+            until, stop = (cuts[cut, 1], cuts[cut, 2]) if here else (times, 0)
+            if stop == nodes:
+                until, stop = until + 1, 0
+            if node > 0 and turn < until:
+                rows[at, :] = np.array([RUN, passage, node, nodes, 1, name, newest - turn, -1])
+                at += 1
+                turn, node = turn + 1, 0
+            if turn < until:
+                rows[at, :] = np.array([RUN, passage, 0, nodes, until - turn, name, newest - turn, -1])
+                at += 1
+                turn = until
+            if stop > node:
+                rows[at, :] = np.array([RUN, passage, node, stop, 1, name, newest - turn, -1])
+                at += 1
+                node = stop
+            if not here:
+                break
+            expert = cuts[cut, 4]
+            sent = -1
+            for which in range(2):
+                if works[cut, which] >= 0:
+                    clock = 2 if which == 1 or expert == 1 else 1
+                    rows[at, :] = np.array([SEND, works[cut, which], clock, sent, 0, names[expert], numbers[expert], 0])
+                    sent = before + at
+                    at += 1
+            numbers[expert] += 1
+            cut += 1
+    count[0] = at
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +264,18 @@ class FullUnit:
     """What FSDP gathers at once.
 
     Attributes:
-        name: For people.
+        name, number: For people.
         numel, expert_numel: Elements, others' and experts'.
     """
 
     name: str
+    number: int
     numel: int
     expert_numel: int = 0
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.numel, self.expert_numel
 
 
 class Gathers:
@@ -178,29 +294,53 @@ class Gathers:
     ) -> None:
         self._builder = builder
         self._replicas = replicas
-        self._todo = list(units[::-1])
+        self._units = units
         self._dtype = dtype
         self._ahead = replicas.prefetch if ahead or replicas.beside else 0
-        self._flying: list[tuple[list[int], FullUnit]] = []
+        self._asked = self._used = 0
+        self._steady = 0  # units in a row that did the same
+        self._flying: list[tuple[int, ...]] = []  # events of what was asked for and is not used yet
 
     def ask(self) -> None:
         """Ask for units ahead of their use."""
-        while self._todo and len(self._flying) < self._ahead:
+        while self._asked < len(self._units) and len(self._flying) < self._ahead:
             self._issue()
 
     def arrive(self) -> None:
         """Wait for the oldest unit and copy it out into parameters."""
+        again = self._used > 0 and self._units[self._used].size == self._units[self._used - 1].size
+        self._steady = self._steady + 1 if again and len(self._flying) == self._ahead else 0
         if not self._flying:
             self._issue()
-        events, unit = self._flying.pop(0)
-        for event in events:
+        for event in self._flying.pop(0):
             self._builder.wait(event)
-        self._builder.items([Op("copy", (unit.numel + unit.expert_numel,), self._dtype)], f"{unit.name}.copy_out")
+        unit = self._units[self._used]
+        self._used += 1
+        numel = unit.numel + unit.expert_numel
+        self._builder.items([Op("copy", (numel,), self._dtype)], unit.name, unit.number, "copy_out")
+
+    def alike(self) -> int:
+        """How many of the next units do just what the last one did: wait for, and ask for, the same sizes."""
+        if self._steady <= self._ahead or len(self._flying) < self._ahead:
+            return 0  # what it waited for was not yet asked for by one that is like it
+        units, used, asked, count = self._units, self._used, self._asked, 0
+        while asked + count < len(units):
+            if {units[used + count].size, units[asked + count].size} != {units[used - 1].size}:
+                break
+            count += 1
+        return count
+
+    def skip(self, count: int, shift: int) -> None:
+        """The last unit's events were repeated so many times, which shifted events by so many."""
+        self._used += count
+        self._asked += count
+        self._flying = [tuple(event + shift for event in events) for events in self._flying]
 
     def _issue(self) -> None:
-        unit, groups = self._todo.pop(), self._replicas.groups
+        unit, groups = self._units[self._asked], self._replicas.groups
+        self._asked += 1
         shard = -(-unit.numel // groups.shard.size) + -(-unit.expert_numel // groups.experts.size)
-        self._builder.items([Op("copy", (shard,), self._dtype)], f"{unit.name}.copy_in")
+        self._builder.items([Op("copy", (shard,), self._dtype)], unit.name, unit.number, "copy_in")
         events = []
         for group, numel, clock in ((groups.shard, unit.numel, DATA), (groups.experts, unit.expert_numel, SECOND)):
             if not numel or group.size == 1:
@@ -208,7 +348,7 @@ class Gathers:
             gather = group.collective("all_gather", numel * DTYPE_BYTES[self._dtype])
             name = f"{unit.name}.parameters"
             if self._replicas.beside:
-                events.append(self._builder.send(gather, clock, name))
+                events.append(self._builder.send(gather, clock, name, unit.number))
             else:
-                self._builder.block(gather, clock, name)
-        self._flying.append((events, unit))
+                self._builder.block(gather, clock, name, unit.number)
+        self._flying.append(tuple(events))

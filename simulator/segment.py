@@ -34,15 +34,14 @@ class Segment:
         label: ``forward``, ``backward``, ``input``, ``weight`` or ``optimizer``.
         passages: Distinct passages that its events run.
         sent: Distinct collectives that its events send.
-        events: Shape ``(num_events, 5)``, int32, by kind::
+        events: Shape ``(num_events, 8)``, int32; columns by kind::
 
-            RUN    passage, first node, last node (exclusive), times
-            SEND   collective, clock, event that it follows or -1, -
-            BLOCK  collective, clock, -, -
-            WAIT   event, -, -, -
+            RUN    passage, first node, last node (exclusive), times   | name, number, step
+            SEND   collective, clock, event that it follows or -1, -   | name, number, -
+            BLOCK  collective, clock, -, -                             | name, number, -
+            WAIT   event, -, -, -                                      | -, -, -
 
-        names: Of each event, for people; ``{}`` stands for a number.
-        numbers: First such number and its step, per event.
+        names: For people; in each ``{}`` stands for the event's number, to which every repetition adds ``step``.
         compute_share: Part of a sent collective's time that is taken from the computation.
         joined: Whether it ends only when all of its collectives do.
     """
@@ -52,7 +51,6 @@ class Segment:
     sent: tuple[Collective, ...]
     events: NDArray[np.int32]
     names: tuple[str, ...]
-    numbers: tuple[tuple[int, int], ...]
     compute_share: float = 0.0
     joined: bool = False
 
@@ -124,6 +122,10 @@ class OpGraph:
         )
 
 
+_Row = tuple[int, int, int, int, int, int, int, int]
+NUM_COLUMNS = 8
+
+
 class SegmentBuilder:
     """Writes down events in the order of issue.  ``send`` returns what ``wait`` takes."""
 
@@ -133,84 +135,116 @@ class SegmentBuilder:
         self._joined = joined
         self._passages: dict[Passage, int] = {}
         self._sent: dict[Collective, int] = {}
-        self._events: list[tuple[int, int, int, int, int]] = []
-        self._names: list[str] = []
-        self._numbers: list[tuple[int, int]] = []
+        self._names: dict[str, int] = {}
+        self._rows: list[_Row] = []
+        self._done: list[NDArray[np.int32]] = []  # what came before ``_rows``
+        self._before = 0
+
+    @property
+    def num_events(self) -> int:
+        return self._before + len(self._rows)
 
     def run(
         self,
         passage: Passage,
-        name: str = "{}",
-        number: tuple[int, int] = (0, 1),
+        name: str,
+        number: int = 0,
+        step: int = 1,
         *,
         times: int = 1,
         nodes: tuple[int, int] | None = None,
     ) -> None:
         """Run a passage several times, or some nodes of it once."""
-        first, last = nodes or (0, len(passage))
+        first, last = nodes or (0, passage.num_nodes)
         if last > first and times:
-            index = self._passages.setdefault(passage, len(self._passages))
-            self._add((RUN, index, first, last, times), name, number)
+            self._add(RUN, self.passage(passage), first, last, times, name, number, step)
 
-    def items(self, items: Sequence[Item], name: str) -> None:
-        """Run some ops, and collectives of other groups than replicas."""
+    def items(self, items: Sequence[Item], name: str, number: int = 0, own: str = "") -> None:
+        """Run some ops, and collectives of other groups than replicas, as ``name.own``."""
         if items:
-            self.run(items_passage(tuple(items), name), "")
+            self.run(items_passage(tuple(items), own), name, number)
 
-    def send(self, work: Collective, clock: int, name: str, after: int = -1) -> int:
+    def send(self, work: Collective, clock: int, name: str, number: int = 0, *, after: int = -1) -> int:
         """Start a collective beside the computation."""
-        return self._add((SEND, self._collective(work), clock, after, 0), name)
+        return self._add(SEND, self.collective(work), clock, after, 0, name, number)
 
-    def block(self, work: Collective, clock: int, name: str) -> int:
+    def block(self, work: Collective, clock: int, name: str, number: int = 0) -> int:
         """Run a collective that the computation waits for."""
-        return self._add((BLOCK, self._collective(work), clock, 0, 0), name)
+        return self._add(BLOCK, self.collective(work), clock, 0, 0, name, number)
 
     def wait(self, event: int) -> None:
         """Let the computation wait for what was sent."""
-        self._add((WAIT, event, 0, 0, 0), "")
+        self._add(WAIT, event, 0, 0, 0, "")
+
+    def repeat(self, since: int, times: int, step: int) -> int:
+        """Do what came since an event again; numbers go on by ``step``.  Returns by how much events are shifted."""
+        rows = np.array(self._rows[since - self._before :], dtype=np.int32)
+        length = len(rows)
+        again = np.tile(rows, (times, 1))
+        turn = np.repeat(np.arange(1, times + 1, dtype=np.int32), length)
+        kind = again[:, 0]
+        again[:, 1] += np.where(kind == WAIT, length * turn, 0)
+        again[:, 3] += np.where((kind == SEND) & (again[:, 3] >= 0), length * turn, 0)
+        again[:, 6] += np.where(kind == WAIT, 0, step * turn)
+        self.extend(again)
+        return length * times
+
+    def extend(self, rows: NDArray[np.int32]) -> None:
+        """Add rows as they are."""
+        if self._rows:
+            self._done.append(np.array(self._rows, dtype=np.int32))
+        self._done.append(rows)
+        self._before += len(self._rows) + len(rows)
+        self._rows = []
+
+    def passage(self, passage: Passage) -> int:
+        """Index of a passage."""
+        return self._passages.setdefault(passage, len(self._passages))
+
+    def collective(self, work: Collective) -> int:
+        """Index of a collective."""
+        return self._sent.setdefault(work, len(self._sent))
+
+    def name(self, name: str) -> int:
+        """Index of a name."""
+        return self._names.setdefault(name, len(self._names))
 
     def build(self) -> Segment:
+        self.extend(np.zeros((0, NUM_COLUMNS), dtype=np.int32))
         return Segment(
             self._label,
             tuple(self._passages),
             tuple(self._sent),
-            np.array(self._events, dtype=np.int32).reshape(-1, 5),
+            np.concatenate(self._done),
             tuple(self._names),
-            tuple(self._numbers),
             self._share,
             self._joined,
         )
 
-    def _collective(self, work: Collective) -> int:
-        return self._sent.setdefault(work, len(self._sent))
-
-    def _add(self, event: tuple[int, int, int, int, int], name: str, number: tuple[int, int] = (0, 1)) -> int:
-        self._events.append(event)
-        self._names.append(name)
-        self._numbers.append(number)
-        return len(self._events) - 1
+    def _add(self, kind: int, what: int, a: int, b: int, times: int, name: str, number: int = 0, step: int = 0) -> int:
+        self._rows.append((kind, what, a, b, times, self.name(name), number, step))
+        return self.num_events - 1
 
 
 def _write_out(segment: Segment) -> tuple[Program, tuple[int, ...]]:
     """Every event's nodes with their dependencies, and which of them the computation waits for on the spot."""
     out = Issue(segment.label, segment.compute_share)
     nodes: list[int] = []  # of each event, -1 if none
-    for event, name, (number, step) in zip(segment.events.tolist(), segment.names, segment.numbers, strict=True):
-        kind, what, *rest = event
-        node = -1
+    for kind, what, a, b, times, label, number, step in segment.events.tolist():
+        name, node = segment.names[label], -1
         if kind == RUN:
             out.take_time()
-            for turn in range(rest[2]):
+            for turn in range(times):
                 prefix = name.format(number + turn * step)
-                for item, own in segment.passages[what].between(rest[0], rest[1]):
-                    out.add(item, f"{prefix}.{own}" if prefix else own)
+                for item, own in segment.passages[what].between(a, b):
+                    out.add(item, ".".join(filter(None, (prefix, own))))
         elif kind == WAIT:
             out.wait(nodes[what])
         elif kind == BLOCK:
-            node = out.block(segment.sent[what], CLOCK_STREAMS[rest[0]], name)
+            node = out.block(segment.sent[what], CLOCK_STREAMS[a], name.format(number))
         else:
-            after = [nodes[rest[1]]] if rest[1] >= 0 else []
-            node = out.send(segment.sent[what], CLOCK_STREAMS[rest[0]], name, after)
+            after = [nodes[b]] if b >= 0 else []
+            node = out.send(segment.sent[what], CLOCK_STREAMS[a], name.format(number), after)
         nodes.append(node)
     blocking = [node for node, kind in zip(nodes, segment.events[:, 0].tolist(), strict=True) if kind == BLOCK]
     return out.program(), tuple(blocking)

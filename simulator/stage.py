@@ -11,7 +11,7 @@ all-gathers carry parameters in the training dtype.  Full recomputation repeats 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from stepsight.dataset.op import DTYPE_BYTES, Op
@@ -30,13 +30,15 @@ from stepsight.simulator.passages import (
     forward_passage,
 )
 from stepsight.simulator.replicas import (
+    BUCKET_NAMES,
     GRADIENT_BYTES,
     SILENT,
     FullUnit,
     Gathers,
+    Repeated,
     Replicas,
-    cut_buckets,
     reduce_gradients,
+    run_by_bucket,
 )
 from stepsight.simulator.segment import DATA, SECOND, Segment, SegmentBuilder
 
@@ -129,33 +131,45 @@ def _forward(shape: RankShape, part: PartShape, replicas: Replicas) -> Segment:
     builder = SegmentBuilder("forward", replicas.compute_share, joined)
     if replicas.size == 1:
         for unit in units:
-            builder.run(_forward_of(unit.block), unit.name, (unit.first, 1), times=unit.times)
+            builder.run(_forward_of(unit.block), unit.name, unit.first, times=unit.times)
     elif replicas.fully_sharded:
         gathers = _gathers(builder, units, shape, replicas, backward=False)
         if any(unit.root for unit in units):
             gathers.arrive()
-        for unit, number in _one_by_one(units):
-            if not unit.root:
-                gathers.arrive()
-                gathers.ask()  # the next layers' parameters travel while this one computes
-            builder.run(_forward_of(unit.block), unit.name, (number, 1))
+        for unit in units:
+            passage, turn = _forward_of(unit.block), 0
+            while turn < unit.times:
+                since, number = builder.num_events, unit.first + turn
+                if not unit.root:
+                    gathers.arrive()
+                    gathers.ask()  # the next layers' parameters travel while this one computes
+                builder.run(passage, unit.name, number)
+                turn += 1 + _repeat(builder, gathers, unit, since, unit.times - turn - 1, 1)
     else:  # the optimizer's shards, each waited for where it is used
         sent = []
         for unit, number in _one_by_one(units):
-            full = _full_unit([unit], unit.name.format(number))
+            full = _full_unit([unit], unit.name, number)
             sent.append(_send_parameters(builder, full, shape, replicas))
         for (unit, number), events in zip(_one_by_one(units), sent, strict=True):
             for event in events:
                 builder.wait(event)
-            builder.run(_forward_of(unit.block), unit.name, (number, 1))
+            builder.run(_forward_of(unit.block), unit.name, number)
     return builder.build()
+
+
+def _repeat(builder: SegmentBuilder, gathers: Gathers, unit: Unit, since: int, most: int, step: int) -> int:
+    """Do again what was done for a layer since an event, as often as all stays alike; returns how often."""
+    times = 0 if unit.root else min(most, gathers.alike())
+    if times > 0:
+        gathers.skip(times, builder.repeat(since, times, step))
+    return max(times, 0)
 
 
 def _one_by_one(units: Iterable[Unit]) -> list[tuple[Unit, int]]:
     return [(unit, unit.first + turn) for unit in units for turn in range(unit.times)]
 
 
-def _full_unit(units: Iterable[Unit], name: str) -> FullUnit:
+def _full_unit(units: Iterable[Unit], name: str, number: int = 0) -> FullUnit:
     numel, experts = 0, 0
     for unit in units:
         for step in unit.block:
@@ -163,7 +177,7 @@ def _full_unit(units: Iterable[Unit], name: str) -> FullUnit:
                 experts += sum(step.parameters)
             else:
                 numel += sum(step.parameters)
-    return FullUnit(name, numel, experts)
+    return FullUnit(name, number, numel, experts)
 
 
 def _send_parameters(builder: SegmentBuilder, full: FullUnit, shape: RankShape, replicas: Replicas) -> list[int]:
@@ -171,7 +185,8 @@ def _send_parameters(builder: SegmentBuilder, full: FullUnit, shape: RankShape, 
     sent = []
     for group, numel, clock in ((groups.shard, full.numel, DATA), (groups.experts, full.expert_numel, SECOND)):
         if group.size > 1 and numel:
-            sent.append(builder.send(group.collective("all_gather", numel * size), clock, f"{full.name}.parameters"))
+            work = group.collective("all_gather", numel * size)
+            sent.append(builder.send(work, clock, f"{full.name}.parameters", full.number))
     return sent
 
 
@@ -179,7 +194,8 @@ def _gathers(
     builder: SegmentBuilder, units: tuple[Unit, ...], shape: RankShape, replicas: Replicas, *, backward: bool
 ) -> Gathers:
     """All-gathers in the order of use: the root first, in backward layers alone (the root stays gathered)."""
-    layers = [_full_unit([unit], unit.name.format(number)) for unit, number in _one_by_one(units) if not unit.root]
+    sizes = {id(unit): _full_unit([unit], unit.name) for unit in units}
+    layers = [replace(sizes[id(unit)], number=number) for unit, number in _one_by_one(units) if not unit.root]
     root = _full_unit([unit for unit in units if unit.root], "root")
     order = layers[::-1] if backward else ([root] if root.numel else []) + layers
     return Gathers(builder, replicas, order, shape.dtype, ahead=backward)
@@ -237,10 +253,11 @@ def _backward(
     elif reduces and replicas.zero_stage >= 2:
         _run_by_unit(builder, passages, replicas, accumulate)
     elif reduces:
-        _run_by_bucket(builder, passages, replicas)
+        in_order = [Repeated(p, unit.times, unit.name, unit.first + unit.times - 1) for unit, p in passages]
+        run_by_bucket(builder, in_order, replicas)
     else:
         for unit, passage in passages:
-            builder.run(passage, unit.name, (unit.first + unit.times - 1, -1), times=unit.times)
+            builder.run(passage, unit.name, unit.first + unit.times - 1, -1, times=unit.times)
     return builder.build()
 
 
@@ -248,10 +265,6 @@ def _spec_for(unit: Unit, spec: BackwardSpec) -> BackwardSpec:
     if spec.recompute == "full" and (unit.root or not unit.again):
         return BackwardSpec(spec.part, "none", False, spec.accumulate, spec.bucket)
     return spec
-
-
-def _backwards(passages: list[tuple[Unit, Passage]]) -> list[tuple[Unit, Passage, int]]:
-    return [(unit, passage, unit.first + turn) for unit, passage in passages for turn in range(unit.times - 1, -1, -1)]
 
 
 def _run_gathered(
@@ -266,23 +279,29 @@ def _run_gathered(
     """FSDP: layers are gathered before they are used; the root's gradients are reduced at the end."""
     gathers = _gathers(builder, units, shape, replicas, backward=True)
     root: list[Step] = []
-    number = 0
-    for unit, passage, at in _backwards(passages):
+    bucket = 0
+    for unit, passage in passages:
         if unit.root:
             loss = _nodes_of_first_step(passage) if unit.name == "head" else 0
             builder.run(passage, unit.name, nodes=(0, loss))
             if loss:
                 gathers.ask()  # the last layer's parameters travel beside the head, which the loss is no part of
-            builder.run(passage, unit.name, nodes=(loss, len(passage)))
+            builder.run(passage, unit.name, nodes=(loss, passage.num_nodes))
             root += reversed(unit.block)
             continue
-        gathers.arrive()
-        gathers.ask()
-        builder.run(passage, unit.name, (at, 1))
-        if reduces:
-            number = _reduce_unit(builder, replicas, list(reversed(unit.block)), number, accumulate)
+        steps, turn = list(reversed(unit.block)), 0
+        while turn < unit.times:
+            since, number = builder.num_events, unit.first + unit.times - 1 - turn
+            gathers.arrive()
+            gathers.ask()
+            builder.run(passage, unit.name, number, -1)
+            if reduces:
+                _reduce_unit(builder, replicas, steps, bucket, accumulate)
+            # Numbers of layers go down, those of buckets up: repeated ones count layers.
+            again = _repeat(builder, gathers, unit, since, unit.times - turn - 1, -1)
+            turn, bucket = turn + 1 + again, bucket + 1 + again
     if reduces and root:
-        _reduce_unit(builder, replicas, root, number, accumulate)
+        _reduce_unit(builder, replicas, root, bucket, accumulate)
 
 
 def _nodes_of_first_step(passage: Passage) -> int:
@@ -294,62 +313,28 @@ def _run_by_unit(
     builder: SegmentBuilder, passages: list[tuple[Unit, Passage]], replicas: Replicas, accumulate: bool
 ) -> None:
     """Gradients are scattered unit by unit."""
-    number = 0
-    for unit, passage, at in _backwards(passages):
-        builder.run(passage, unit.name, (at, 1))
-        number = _reduce_unit(builder, replicas, list(reversed(unit.block)), number, accumulate)
+    for unit, passage in passages:
+        since, newest = builder.num_events, unit.first + unit.times - 1
+        builder.run(passage, unit.name, newest, -1)
+        _reduce_unit(builder, replicas, list(reversed(unit.block)), newest, accumulate)
+        if unit.times > 1:
+            builder.repeat(since, unit.times - 1, -1)
 
 
-def _reduce_unit(builder: SegmentBuilder, replicas: Replicas, steps: list[Step], number: int, accumulate: bool) -> int:
+def _reduce_unit(builder: SegmentBuilder, replicas: Replicas, steps: list[Step], number: int, accumulate: bool) -> None:
     for expert in (False, True):
         tensors = [numel for step in steps if step.expert == expert for numel in step.parameters]
         if not tensors:
             continue
-        name, numel = f"gradients{number}", sum(tensors)
-        number += 1
+        name, numel = BUCKET_NAMES[expert], sum(tensors)
         if replicas.zero_stage == 3:
-            builder.items([Op("copy", (numel,), "fp32")], f"{name}.copy_in")
+            builder.items([Op("copy", (numel,), "fp32")], name, number, "copy_in")
         wait = replicas.zero_stage == 3 and not replicas.beside
-        reduce_gradients(builder, replicas, numel, name, expert=expert, wait=wait)
+        reduce_gradients(builder, replicas, numel, number, expert=expert, wait=wait)
         if accumulate and replicas.accumulates_shards:
             shards = replicas.expert_shards if expert else replicas.shards
             adds = [Op("add", (-(-tensor // shards),), "fp32") for tensor in reversed(tensors)]  # as declared
-            builder.items(adds, f"{name}.accumulate")
-    return number
-
-
-def _run_by_bucket(builder: SegmentBuilder, passages: list[tuple[Unit, Passage]], replicas: Replicas) -> None:
-    """Gradients are sent bucket by bucket while backward goes on."""
-    cuts = cut_buckets([(passage, unit.times) for unit, passage in passages], replicas.bucket_bytes)
-    turn = node = 0
-    numbers = [0, 0]
-    at = 0
-    for index, (unit, passage) in enumerate(passages):
-        turn = node = 0
-        while at < len(cuts) and cuts[at].unit == index:
-            cut = cuts[at]
-            _advance(builder, unit, passage, (turn, node), (cut.turn, cut.node))
-            turn, node = cut.turn, cut.node
-            name = f"{'expert_' if cut.expert else ''}gradients{numbers[cut.expert]}"
-            numbers[cut.expert] += 1
-            reduce_gradients(builder, replicas, cut.numel, name, expert=cut.expert)
-            at += 1
-        _advance(builder, unit, passage, (turn, node), (unit.times, 0))
-
-
-def _advance(
-    builder: SegmentBuilder, unit: Unit, passage: Passage, since: tuple[int, int], upto: tuple[int, int]
-) -> None:
-    """Run a unit's passage on from one place, ``(turn, node)``, to another."""
-    (turn, node), (until, stop) = since, upto
-    newest = unit.first + unit.times - 1
-    if node and turn < until:
-        builder.run(passage, unit.name, (newest - turn, -1), nodes=(node, len(passage)))
-        turn, node = turn + 1, 0
-    if turn < until:
-        builder.run(passage, unit.name, (newest - turn, -1), times=until - turn)
-    if stop > node:
-        builder.run(passage, unit.name, (newest - until, -1), nodes=(node, stop))
+            builder.items(adds, name, number, "accumulate")
 
 
 @lru_cache(maxsize=2048)
@@ -422,9 +407,9 @@ def _sum_replicated(builder: SegmentBuilder, shape: RankShape, steps: list[Step]
     """Sequence parallelism: each rank has a part of the gradients of norms and positions; one message sums them."""
     numel = sum(-(-tensor // shards) for step in steps if step.replicated for tensor in step.parameters)
     if numel:
-        builder.items([Op("copy", (numel,), "fp32")], "replicated.copy_in")
+        builder.items([Op("copy", (numel,), "fp32")], "replicated", own="copy_in")
         builder.items([shape.tp_comm("all_reduce", numel * GRADIENT_BYTES)], "replicated")
-        builder.items([Op("copy", (numel,), "fp32")], "replicated.copy_out")
+        builder.items([Op("copy", (numel,), "fp32")], "replicated", own="copy_out")
 
 
 def _sum_buckets(builder: SegmentBuilder, steps: list[Step], replicas: Replicas) -> None:
@@ -436,11 +421,11 @@ def _sum_buckets(builder: SegmentBuilder, steps: list[Step], replicas: Replicas)
             held += tensor
             if held * GRADIENT_BYTES >= replicas.bucket_bytes:
                 buckets, held = [*buckets, held], 0
+        name = BUCKET_NAMES[expert]
         for index, numel in enumerate([*buckets, held] if held else buckets):
-            name = f"{'expert_' if expert else ''}gradients{index}"
             if replicas.eager:
-                builder.items([Op("copy", (numel,), "fp32")], f"{name}.copy_in")
-            reduce_gradients(builder, replicas, numel, name, expert=expert, wait=True)
+                builder.items([Op("copy", (numel,), "fp32")], name, index, "copy_in")
+            reduce_gradients(builder, replicas, numel, index, expert=expert, wait=True)
             if replicas.eager:
-                builder.items([Op("elementwise", (numel,), "fp32")], f"{name}.mean")
-                builder.items([Op("copy", (numel,), "fp32")], f"{name}.copy_out")
+                builder.items([Op("elementwise", (numel,), "fp32")], name, index, "mean")
+                builder.items([Op("copy", (numel,), "fp32")], name, index, "copy_out")

@@ -1,8 +1,8 @@
 """How long segments take: each distinct passage and segment is timed once for a latency model.
 
 A segment is a map between the clocks of its stage (``segment.NUM_CLOCKS``): its longest paths from each clock to each,
-a matrix in max-plus algebra.  There are two ways to it, which agree: over its events, where a repeated layer is one step;
-and over all of its ops, which is needed where an op's time depends on what surrounds it, and for timelines.
+a matrix in max-plus algebra.  There are two ways to it, which agree: over its events, where a repeated layer is one
+step; and over all of its ops, which is needed where an op's time depends on what surrounds it, and for timelines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stepsight.simulator.engine import Floats, add_path, find_ends, longest_path
 from stepsight.simulator.issue import Work
 from stepsight.simulator.latency import LatencyModel
 from stepsight.simulator.passages import STREAMS, Passage
-from stepsight.simulator.segment import NUM_CLOCKS, RUN, Segment
+from stepsight.simulator.segment import NUM_CLOCKS, Segment
 
 T = TypeVar("T")
 _MOST = 50_000  # things that a timer remembers
@@ -175,19 +175,13 @@ class Timer:
         nodes = np.concatenate([np.zeros(0), *(time.seconds for time in times)])
         bounds = np.cumsum([0, *(len(time.seconds) for time in times)])
         sent = self.work_seconds(segment.sent) * slowdown.data
-        transition, lost = np.empty((NUM_CLOCKS, NUM_CLOCKS)), np.zeros(2)
+        transition, by_stream, lost = np.empty((NUM_CLOCKS, NUM_CLOCKS)), np.zeros(len(STREAMS)), np.zeros(2)
+        kinds = np.concatenate([np.zeros(0, dtype=np.int8), *(passage.category for passage in segment.passages)])
+        streams = np.array([time.by_stream for time in times]).reshape(-1, len(STREAMS))
         run_events(
             segment.events, paths, nodes, bounds, sent, segment.compute_share, segment.joined, self._host_s,
-            transition, lost,
+            kinds, streams, transition, by_stream, lost,
         )  # fmt: skip
-        by_stream = np.zeros(len(STREAMS))
-        for kind, what, first, last, times_run in segment.events.tolist():
-            if kind == RUN:
-                time, passage = times[what], segment.passages[what]
-                if last - first == len(time.seconds):
-                    by_stream += times_run * time.by_stream
-                else:
-                    np.add.at(by_stream, passage.category[first:last], time.seconds[first:last])
         return SegmentTime(transition, by_stream, float(lost[0]))
 
     def _in_context(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
