@@ -157,6 +157,7 @@ def _stages(asked: _Asked) -> tuple[StageMemory, ...]:
         held.tolist(), peaks.tolist(), messages, strict=True
     ):
         passing += states.bucket_bytes
+        workspace += min(states.flat_bytes, gradients)
         there = peak[GRADIENTS] if grows else gradients
         if peak[MOMENT] - peak[GRADIENTS] + there + passing >= gradients + workspace:
             kept, moment, flying = peak[ACTIVATIONS], MOMENTS[int(peak[ACTION])], int(peak[FLYING])
