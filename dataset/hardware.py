@@ -177,3 +177,30 @@ def fabric_from_dict(name: str, table: dict[str, Any]) -> Fabric:
     if unknown:
         raise JobError(f"fabric has keys intra_node and inter_node, got also {', '.join(sorted(unknown))}")
     return Fabric(name, links["intra_node"], links["inter_node"])
+
+
+# Fastest links of one device that exist (NVLink 5: 900 GB/s; XDR InfiniBand, one 800 Gb/s port per device: 100 GB/s).
+FASTEST_INTRA, FASTEST_INTER = 900e9, 100e9
+
+
+def suspicious_links(fabric: Fabric, devices_per_node: int) -> tuple[str, ...]:
+    """Bandwidths that look like those of a whole node, or in bits, where those of one device in bytes are asked for."""
+    found = []
+    for name, link, fastest in (
+        ("intra_node", fabric.intra_node, FASTEST_INTRA),
+        ("inter_node", fabric.inter_node, FASTEST_INTER),
+    ):
+        speed = link.bandwidth_bytes_per_s
+        if speed > 1.05 * fastest:
+            found.append(
+                f"fabric.{name}.bandwidth_gbytes_per_s is per device and per direction, in Gbyte/s; {speed / 1e9:g} is "
+                f"more than any device has ({fastest / 1e9:g}): is it a node's ({devices_per_node} devices: "
+                f"{speed / 1e9 / devices_per_node:g} each), or in Gbit/s ({speed / 8e9:g} Gbyte/s)?"
+            )
+    inter, intra = fabric.inter_node.bandwidth_bytes_per_s, fabric.intra_node.bandwidth_bytes_per_s
+    if devices_per_node > 1 and inter > intra:
+        found.append(
+            f"fabric.inter_node is faster than intra_node ({inter / 1e9:g} > {intra / 1e9:g} Gbyte/s per device): "
+            f"is it a node's ({devices_per_node} devices: {inter / 1e9 / devices_per_node:g} each)?"
+        )
+    return tuple(found)

@@ -12,7 +12,7 @@ from typing import Any
 
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.files import unique_keys
-from stepsight.dataset.hardware import Fabric, fabric_from_dict, find_fabric
+from stepsight.dataset.hardware import Fabric, fabric_from_dict, find_fabric, suspicious_links
 from stepsight.dataset.models import MODELS
 from stepsight.dataset.rules import broken_rules
 from stepsight.dataset.specs import (
@@ -79,6 +79,11 @@ class Job:
     def fabric(self) -> Fabric:
         value = self.cluster.fabric
         return find_fabric(value) if isinstance(value, str) else fabric_from_dict("custom", dict(value))
+
+    @cached_property
+    def warnings(self) -> tuple[str, ...]:
+        """What is allowed but looks like a mistake."""
+        return suspicious_links(self.fabric, self.cluster.devices_per_node)
 
     @property
     def name(self) -> str:

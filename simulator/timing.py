@@ -111,6 +111,10 @@ class Timer:
         self._segments: dict[tuple[int, Slowdown], tuple[Segment, SegmentTime]] = {}
         self._ops: dict[tuple[int, Slowdown], tuple[Segment, OpTimes]] = {}
 
+    def but(self, known: Mapping[Work, float]) -> Timer:
+        """The same with other seconds of some signatures."""
+        return Timer(self._latency, {**self._works, **known})
+
     def work_seconds(self, works: Sequence[Work]) -> Floats:
         """Seconds of each signature alone, shape ``(len(works),)``."""
         missing = [work for work in works if work not in self._works]

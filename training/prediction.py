@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.hardware import find_hardware, hardware_names
 from stepsight.dataset.job import Job
+from stepsight.simulator.explain import Sensitivity, explain
+from stepsight.simulator.flops import iteration_flops
 from stepsight.simulator.latency import RooflineLatency
 from stepsight.simulator.memory import Memory
 from stepsight.simulator.simulate import Simulation, simulate
@@ -30,8 +32,6 @@ class Prediction:
         job: What was asked.
         iteration_time_s: Predicted.
         low_s, high_s: Interval, meant to hold 90 % of what is measured.
-        breakdown: Seconds by cause; adds up to ``iteration_time_s``.
-        memory: Peak bytes per stage, capacity, and whether it fits.
         unsupported: What lies outside of what was measured, each with its reason.
         source: Where the durations come from, for people.
     """
@@ -40,11 +40,51 @@ class Prediction:
     iteration_time_s: float
     low_s: float
     high_s: float
-    breakdown: dict[str, float]
-    memory: Memory
     unsupported: tuple[str, ...]
     source: str
     simulation: Simulation = field(repr=False)
+
+    @cached_property
+    def breakdown(self) -> dict[str, float]:
+        """Seconds by cause, mean over stages; they add up to ``iteration_time_s`` (see ``Simulation.breakdown``)."""
+        return {cause: seconds * self._scale for cause, seconds in self.simulation.breakdown.items()}
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Peak bytes per stage, capacity, and whether it fits."""
+        return self.simulation.memory
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole cluster."""
+        return self.job.tokens / self.iteration_time_s
+
+    @cached_property
+    def mfu(self) -> float:
+        """Model FLOP utilisation: what the model needs, over what the devices' peak allows."""
+        return self._utilisation(0)
+
+    @cached_property
+    def hfu(self) -> float:
+        """Hardware FLOP utilisation: likewise with all that is recomputed."""
+        return self._utilisation(1)
+
+    def _utilisation(self, which: int) -> float:
+        flops = iteration_flops(self.simulation.lowered)[which] / self.job.parallel.pp  # of a rank, mean over stages
+        peak = self.simulation.hardware.flops_per_s(self.job.batch.precision)
+        return flops / (self.iteration_time_s * peak)
+
+    @property
+    def _scale(self) -> float:
+        """Calibration of the whole iteration."""
+        return self.iteration_time_s / self.simulation.iteration_time_s
+
+    def explain(self, most: int = 10) -> tuple[Sensitivity, ...]:
+        """Ops and collectives that the time is most sensitive to, and what halving each would bring."""
+        return tuple(
+            replace(row, seconds=row.seconds * self._scale, halved_s=row.halved_s * self._scale)
+            for row in explain(self.simulation, most)
+        )
 
     def timeline(self, level: str = "segment") -> dict[str, Any]:
         """Chrome trace events, at the level of ``segment`` or ``op``; opens in Perfetto."""
@@ -53,8 +93,7 @@ class Prediction:
 
     def timeline_text(self, level: str = "segment") -> Iterator[str]:
         """The same as pieces of JSON, millions of events a second: for files."""
-        scale = self.iteration_time_s / self.simulation.iteration_time_s  # calibrated: it ends when the prediction says
-        return timeline_text(self.simulation, level, scale)
+        return timeline_text(self.simulation, level, self._scale)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -65,7 +104,10 @@ class Prediction:
             "breakdown": dict(self.breakdown),
             "memory": self.memory.to_dict(),
             "num_micro_batches": self.job.num_micro_batches,
-            "tokens_per_s": self.job.batch.global_batch * self.job.model.seq_len / self.iteration_time_s,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "warnings": list(self.job.warnings),
             "unsupported": list(self.unsupported),
             "source": self.source,
         }
@@ -95,8 +137,6 @@ def predict(job: Job, predictor: Predictor | None = None) -> Prediction:
         seconds,
         low,
         high,
-        {cause: max(0.0, value * scale) for cause, value in simulation.breakdown.items()},
-        simulation.memory,
         unsupported,
         predictor.source,
         simulation,
@@ -128,8 +168,6 @@ def _from_facts(job: Job) -> Prediction:
         seconds,
         low,
         high,
-        {cause: max(0.0, value) for cause, value in simulation.breakdown.items()},
-        simulation.memory,
         (),
         ROOFLINE_SOURCE.format(job.cluster.hardware),
         simulation,

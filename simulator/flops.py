@@ -1,0 +1,42 @@
+"""Work of an iteration in FLOP: what the model needs, and what the devices do.
+
+Only matrix products and attention count, a multiply-add as two.  Causal attention counts the half that is computed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stepsight.dataset.op import Op
+from stepsight.simulator.passages import Passage
+from stepsight.simulator.schedules import FORWARD
+from stepsight.simulator.segment import RUN, Segment
+
+if TYPE_CHECKING:
+    from stepsight.simulator.lowering import Lowered
+
+FAMILIES = frozenset({"gemm", "grouped_gemm", "batched_gemm", "attention"})
+BACKWARD_OVER_FORWARD = 2.0  # gradients of the input and of the weights
+
+
+def passage_flops(passage: Passage, first: int, last: int) -> float:
+    """FLOP of some nodes of a passage."""
+    works = [node.work for node in passage.program.nodes[first:last]]
+    return sum(work.flops for work in works if isinstance(work, Op) and work.family in FAMILIES)
+
+
+def segment_flops(segment: Segment) -> float:
+    """FLOP of one run of a segment on one rank."""
+    rows = segment.events[segment.events[:, 0] == RUN, 1:5].tolist()
+    return sum(times * passage_flops(segment.passages[what], a, b) for what, a, b, times in rows)
+
+
+def iteration_flops(lowered: Lowered) -> tuple[float, float]:
+    """FLOP of an iteration that the model needs, and that are done (recomputation included), summed over stages: of one
+    rank each."""
+    flops = np.array([segment_flops(segment) for segment in lowered.segments])
+    done = float(flops[lowered.segment].sum())
+    forward = float(flops[lowered.segment[lowered.track.kind == FORWARD]].sum())
+    return (1.0 + BACKWARD_OVER_FORWARD) * forward, done
