@@ -1,0 +1,161 @@
+"""What one block keeps for its backward, and the most that it needs for a moment, forward and backward.
+
+What a step works on beside what it keeps follows from what its ops read and write: an op that reads the kept tensors
+or the parameters adds the rest.  Steps add to this with ``temporary_bytes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from stepsight.dataset.op import DTYPE_BYTES, Op
+from stepsight.simulator.blocks.family import embedding_block, find_family, head_block, layer_block
+from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.blocks.step import Block, Comm, Item, Step
+
+_OWN_INPUT = ("linear_dgrad", "grouped_linear_dgrad")  # these read nothing that was kept
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Bytes per element of gradients that come into being while backward runs.
+
+    Attributes:
+        numel, expert_numel: Kept until the optimizer's step; 0 where there is a place for them from the beginning.
+        fresh: Of a gradient that is made before it is added to that of earlier micro-batches.
+        whole_blocks: Whether fresh gradients of a block wait for each other, to be reduced together (FSDP).
+    """
+
+    numel: float = 0.0
+    expert_numel: float = 0.0
+    fresh: float = 0.0
+    whole_blocks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMemory:
+    """Bytes of one block and micro-batch on one rank.
+
+    Attributes:
+        numel, expert_numel: Elements of its parameters.
+        kept: From forward to backward.
+        deferred: From the input's gradient to the parameters', where backward is split.
+        grown: Gradients that are there after the first backward and were not before.
+        forward: Peak of forward over what was there before it.
+        backward: Peak of backward over what is there after it, once all gradients are.
+        backward_first: The same where they are not yet, over what was there before.
+        output: What the last step keeps: of a head, the logits.
+    """
+
+    numel: int
+    expert_numel: int
+    kept: float
+    deferred: float
+    grown: float
+    forward: float
+    backward: float
+    backward_first: float
+    output: float
+
+
+@lru_cache(maxsize=4096)
+def layer_memory(shape: RankShape, kind: str, recompute: str, gradients: Gradients) -> BlockMemory:
+    """Of a layer."""
+    passes = find_family(shape.model.family).boundary_bytes(shape, 0)
+    return block_memory(layer_block(shape, kind), recompute, passes, passes, gradients)
+
+
+@lru_cache(maxsize=4096)
+def end_memory(shape: RankShape, is_head: bool, shared: bool, gradients: Gradients) -> BlockMemory:
+    """Of the embedding or the head: nothing of them is recomputed, and no residual passes by."""
+    block = (head_block if is_head else embedding_block)(shape, shared)
+    return block_memory(block, "none", 0, 0, gradients)
+
+
+def block_memory(
+    block: Block, recompute: str, input_bytes: float, beside_bytes: float, gradients: Gradients
+) -> BlockMemory:
+    """Of any block.
+
+    Args:
+        block: Its steps.
+        recompute: ``none``, ``selective`` or ``full``.
+        input_bytes: What full recomputation starts from.
+        beside_bytes: Gradient of the residual, which waits while a branch's backward runs.
+        gradients: Bytes per element.
+    """
+    saved = _saved(block)
+    work = [_working_bytes(step) for step in block]
+    core = [recompute == "selective" and step.attention_core for step in block]
+    again = sum(size for size, inside in zip(saved, core, strict=True) if inside)
+    before, forward = 0.0, 0.0
+    live = []  # what of this block is there in each step's backward
+    for size, needs, inside in zip(saved, work, core, strict=True):
+        forward = max(forward, (size if inside else before + size) + needs)
+        before += 0.0 if inside else size
+        live.append(before + (again if inside else 0.0))
+    kept = before
+    if recompute == "full":
+        kept, forward = input_bytes, input_bytes + max(work, default=0.0)
+    grown, made, backward, first = 0.0, 0.0, 0.0, 0.0
+    for step, there, needs in zip(reversed(block), reversed(live), reversed(work), strict=True):
+        numel = sum(step.parameters)
+        grown += numel * (gradients.expert_numel if step.expert else gradients.numel)
+        made = numel * gradients.fresh + (made if gradients.whole_blocks else 0.0)
+        here = there + needs + beside_bytes
+        first = max(first, here + (made if gradients.whole_blocks else grown))
+        backward = max(backward, here + made)
+    return BlockMemory(
+        numel=sum(sum(step.parameters) for step in block if not step.expert),
+        expert_numel=sum(sum(step.parameters) for step in block if step.expert),
+        kept=kept,
+        deferred=sum(size + _output_gradients(step) for step, size in zip(block, saved, strict=True) if _waits(step)),
+        grown=grown,
+        forward=forward,
+        backward=backward,
+        backward_first=first,
+        output=saved[-1] if saved else 0.0,
+    )
+
+
+def _saved(block: Block) -> list[float]:
+    """Bytes that each step is the first to keep."""
+    names: set[str] = set()
+    out = []
+    for step in block:
+        size = 0.0
+        for tensor in step.saved:
+            if not tensor.name or tensor.name not in names:
+                size += tensor.num_bytes
+                names.add(tensor.name)
+        out.append(size)
+    return out
+
+
+def _working_bytes(step: Step) -> float:
+    """Most that a step works on beside what it keeps and its parameters."""
+    numel, kept = sum(step.parameters), step.saved_bytes
+    most = 0.0
+    for item in _ops((*step.forward, *step.backward, *step.weight_grad)):
+        if isinstance(item, Comm):
+            most = max(most, item.work.num_bytes * (2.0 if item.work.kind == "all_to_all" else 1.0))
+        else:
+            read = kept if item.kind not in _OWN_INPUT else 0.0
+            most = max(most, item.num_bytes - numel * DTYPE_BYTES[item.dtype] - read)
+    return most + step.temporary_bytes
+
+
+def _ops(items: Iterable[Item]) -> Iterable[Op | Comm]:
+    return (item for item in items if isinstance(item, Op | Comm))
+
+
+def _waits(step: Step) -> bool:
+    return any(isinstance(item, Op) and item.kind.endswith("linear_wgrad") for item in step.weight_grad)
+
+
+def _output_gradients(step: Step) -> float:
+    """Bytes of the gradients of a linear's output."""
+    products = [item for item in step.weight_grad if isinstance(item, Op) and item.kind.endswith("linear_wgrad")]
+    return sum(float(op.dims[-3] * op.dims[-2] * DTYPE_BYTES[op.dtype]) for op in products)

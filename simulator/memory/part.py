@@ -1,0 +1,208 @@
+"""What a part of the model needs: its blocks in turn, with FSDP's gathered parameters around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.memory.block import BlockMemory, Gradients, end_memory, layer_memory
+from stepsight.simulator.parts import PartShape
+
+REDUCE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """FSDP: parameters that are whole for a while.
+
+    Attributes:
+        element_bytes: Of a gathered parameter and its gradient; 0: none are gathered.
+        prefetch: Layers ahead.
+        all_stay: Layers stay gathered after their forward.
+        reduce_once: Whole gradients stay until the last micro-batch's (in a pipeline).
+    """
+
+    element_bytes: int = 0
+    prefetch: int = 1
+    all_stay: bool = False
+    reduce_once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """How a part is run.
+
+    Attributes:
+        recompute, every: As in ``ParallelSpec``.
+        gradients: Bytes per element.
+        gathered: Of FSDP.
+        placeholder_bytes: Per parameter of one layer: what Transformer Engine hands autograd in the place of gradients
+            that it has added to their buffer, one for every shape of weight.
+        loss_copies: Of the logits in fp32, that PyTorch's cross-entropy makes beside those in place.
+    """
+
+    recompute: str = "none"
+    every: int = 1
+    gradients: Gradients = Gradients()
+    gathered: Gathered = Gathered()
+    placeholder_bytes: int = 0
+    loss_copies: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PartMemory:
+    """Bytes of one part and micro-batch on one rank; attributes as in ``BlockMemory``."""
+
+    numel: int
+    expert_numel: int
+    kept: float
+    deferred: float
+    grown: float
+    forward: float
+    backward: float
+    backward_first: float
+    output: float
+
+
+@dataclass(slots=True)
+class _Run:
+    """Blocks that are alike and follow each other."""
+
+    block: BlockMemory
+    times: int = 1
+    root: bool = False  # wrapped with the model itself
+    before: float = 0.0  # kept by earlier blocks
+
+    @property
+    def numel(self) -> int:
+        return self.block.numel + self.block.expert_numel
+
+
+@lru_cache(maxsize=4096)
+def part_memory(shape: RankShape, part: PartShape, keeping: Keeping) -> PartMemory:
+    """Of one part of the model."""
+    runs = _runs(shape, part, keeping)
+    layers = [run for run in runs if not run.root]
+    resident = max((float(run.block.numel * keeping.placeholder_bytes) for run in layers), default=0.0)
+    if shape.offload_activations:  # one layer leaves or arrives beside another
+        resident += 2.0 * max((run.block.kept for run in layers), default=0.0)
+    shared = shape.model.tied_embeddings and part.first and part.last
+    gathered = _Around(runs, keeping.gathered, shared)
+    kept, forward = 0.0, gathered.begin
+    for run in runs:
+        each = 0.0 if shape.offload_activations and not run.root else run.block.kept
+        run.before = kept + (run.times - 1) * each
+        forward = max(forward, run.before + run.block.forward + gathered.forward(run))
+        kept += run.times * each
+    grown, under_way = 0.0, 0.0  # gradients that stay, and those that are being reduced
+    backward = gathered.end
+    first = backward + sum(run.times * run.block.grown for run in runs)
+    for run in reversed(runs):
+        if part.last and run is runs[-1]:
+            run.block = _with_copies(run.block, keeping.loss_copies)
+        block, around, reduced = run.block, gathered.backward(run), gathered.reduced(run)
+        each = 0.0 if shape.offload_activations and not run.root else block.kept
+        backward = max(backward, run.before + around + gathered.gradients(run) + reduced)
+        for turn in {0, 1, run.times - 2, run.times - 1} & set(range(run.times)):  # in between all changes evenly
+            there = run.before - turn * each + around + (reduced if turn else under_way)
+            if gathered.is_last(run, turn):
+                there -= gathered.ahead
+            backward = max(backward, there + block.backward)
+            first = max(first, there + block.backward_first + grown + turn * block.grown)
+        under_way = max(under_way, reduced)
+        grown += run.times * block.grown
+    return PartMemory(
+        numel=sum(run.times * run.block.numel for run in runs),
+        expert_numel=sum(run.times * run.block.expert_numel for run in runs),
+        kept=kept,
+        deferred=sum(run.times * run.block.deferred for run in runs),
+        grown=grown,
+        forward=forward + resident,
+        backward=backward + resident,
+        backward_first=first + resident,
+        output=runs[-1].block.output if part.last else 0.0,
+    )
+
+
+def _runs(shape: RankShape, part: PartShape, keeping: Keeping) -> list[_Run]:
+    shared = shape.model.tied_embeddings and part.first and part.last
+    runs = [_Run(end_memory(shape, False, shared, keeping.gradients), root=True)] if part.first else []
+    number = 0
+    for kind, count in part.layers:
+        again = len(range(-(-number // keeping.every) * keeping.every, number + count, keeping.every))
+        if keeping.recompute != "full":
+            again = 0
+        other = "selective" if keeping.recompute == "selective" else "none"
+        for how, times in ((other, count - again), ("full", again)):
+            if times:
+                runs.append(_Run(layer_memory(shape, kind, how, keeping.gradients), times))
+        number += count
+    if part.last:
+        runs.append(_Run(end_memory(shape, True, shared, keeping.gradients), root=True))
+    return runs
+
+
+def _with_copies(head: BlockMemory, copies: int) -> BlockMemory:
+    more = copies * head.output
+    return replace(head, backward=head.backward + more, backward_first=head.backward_first + more)
+
+
+class _Around:
+    """Whole parameters and gradients that are there while a block runs."""
+
+    def __init__(self, runs: list[_Run], how: Gathered, shared: bool) -> None:
+        self.how = how
+        self.total = sum(run.times * run.numel for run in runs)
+        self.root = sum(run.numel for run in runs if run.root)
+        self.layer = max((run.numel for run in runs if not run.root), default=0)
+        self.head = 0  # gradients that are there before those of layers
+        if runs and runs[-1].root:
+            self.head = self.root if shared else runs[-1].numel
+        self.last = runs[-1] if runs else None
+        self.first_layers = next((run for run in runs if not run.root), None)
+        self.ahead = 0.0 if how.all_stay else float(self.layer * how.prefetch * how.element_bytes)
+
+    @property
+    def begin(self) -> float:
+        """What the root came in is still there when the first layer arrives."""
+        return float(2 * (self.root + self.layer) * self.how.element_bytes)
+
+    def forward(self, run: _Run) -> float:
+        size = self.how.element_bytes
+        if self.how.all_stay:
+            return float(self.total * size)
+        here = run.numel * (1 + self.how.prefetch) if not run.root else 0
+        return float((self.root + here) * size)
+
+    def backward(self, run: _Run) -> float:
+        """A layer's parameters and the next one's, and the head's gradients."""
+        size = self.how.element_bytes
+        if self.how.all_stay:
+            return float((self.total + (0 if self.how.reduce_once else self.head)) * size)
+        if run is self.last:
+            return float((self.root + self.layer * self.how.prefetch) * size)
+        here = 0 if run.root else self.layer * (1 + self.how.prefetch)
+        return float((self.root + here + self.head) * size)
+
+    def gradients(self, run: _Run) -> float:
+        """All of a layer's."""
+        return 0.0 if self.how.reduce_once or run.root else float(run.numel * self.how.element_bytes)
+
+    def reduced(self, run: _Run) -> float:
+        """A layer's gradients on their way."""
+        if not self.how.element_bytes or self.how.reduce_once or run.root:
+            return 0.0
+        return float(run.numel * REDUCE_BYTES)
+
+    def is_last(self, run: _Run, turn: int) -> bool:
+        """Whether backward comes to this layer last: there is nothing to gather ahead then."""
+        return run is self.first_layers and turn == run.times - 1
+
+    @property
+    def end(self) -> float:
+        """When the root's own gradients are reduced, last of all; its parameters are gone by then."""
+        size = self.how.element_bytes
+        if not size or self.how.reduce_once:
+            return 0.0
+        return float(self.root * size + self.root * REDUCE_BYTES)

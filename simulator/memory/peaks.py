@@ -1,0 +1,76 @@
+"""The largest moment of every stage's schedule."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.simulator.engine import compiled
+from stepsight.simulator.schedules import Schedule
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
+
+KEPT, LEFT, DEFERRED, GROWN, FORWARD_PEAK, BACKWARD_PEAK, FIRST_PEAK = range(7)
+MOMENT, ACTIVATIONS, GRADIENTS, FLYING, ACTION = range(5)
+
+
+@lru_cache(maxsize=256)
+def _flat(schedule: Schedule) -> tuple[NDArray[np.int64], Ints]:
+    lengths = [len(rows) for rows in schedule.actions]
+    return np.concatenate([[0], np.cumsum(lengths)]), np.concatenate(schedule.actions)
+
+
+def find_peaks(schedule: Schedule, bytes_of: Floats) -> Floats:
+    """Walk every stage's actions.
+
+    Args:
+        schedule: Of all stages.
+        bytes_of: Shape ``(num_stages, num_chunks, 7)``: what a micro-batch keeps until its backward, leaves until the
+            end, defers from its input's to its parameters' gradients; gradients that its first backward brings; peaks
+            of forward, of backward, and of the first backward.
+
+    Returns:
+        Shape ``(num_stages, 5)``: bytes of the largest moment, of it kept activations and gradients, micro-batches in
+        flight, and the kind of action.
+    """
+    bounds, rows = _flat(schedule)
+    out = np.zeros((schedule.num_stages, 5))
+    _walk(bounds, rows, bytes_of, np.zeros(bytes_of.shape[:2], dtype=np.bool_), out)
+    return out
+
+
+@compiled
+def _walk(bounds: NDArray[np.int64], rows: Ints, bytes_of: Floats, seen: NDArray[np.bool_], out: Floats) -> None:
+    for stage in range(len(bounds) - 1):
+        kept, grown, flying = 0.0, 0.0, 0
+        for at in range(bounds[stage], bounds[stage + 1]):
+            kind, chunk = rows[at, 0], rows[at, 2]
+            size = bytes_of[stage, chunk, 0]
+            if kind == 0:  # forward
+                moment = kept + bytes_of[stage, chunk, 4]
+                kept += size + bytes_of[stage, chunk, 1]
+                flying += 1
+                there, number = kept, flying
+            elif kind == 3:  # parameters' gradients
+                moment, there, number = kept, kept, flying
+                kept -= bytes_of[stage, chunk, 2]
+            else:
+                peak = bytes_of[stage, chunk, 5 if seen[stage, chunk] else 6]
+                there, number = kept, flying
+                kept -= size
+                flying -= 1
+                moment = kept + peak
+                if kind == 2:
+                    kept += bytes_of[stage, chunk, 2]
+            if moment + grown > out[stage, 0]:
+                out[stage, 0] = moment + grown
+                out[stage, 1] = min(there, moment)
+                out[stage, 2] = grown
+                out[stage, 3] = number
+                out[stage, 4] = kind
+            if (kind == 1 or kind == 2) and not seen[stage, chunk]:
+                seen[stage, chunk] = True
+                grown += bytes_of[stage, chunk, 3]
