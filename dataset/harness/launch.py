@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,7 +33,7 @@ from .files import read_json, write_json
 from .progress import ROUND_UNITS, Progress
 from .worker import PROGRESS
 
-_IDLE = 0.5  # cores that others may use
+_QUIET = 0.5  # cores that others may keep busy
 __all__ = ["HarnessError", "collect", "main"]
 
 _LAUNCHER = re.compile(r"[EWI]\d{4} ")  # how torchrun begins its own account of a failure
@@ -115,15 +116,32 @@ def _read_plan(path: Path) -> Any:
         raise HarnessError(f"cannot read plan {path}: {error}") from None
 
 
-def busy_note() -> str:
-    """What to say if others compute on this machine before anything of ours does, "" if nobody does."""
-    load = os.getloadavg()[0]
-    if load <= _IDLE:
+def busy_note(seconds: float = 0.5) -> str:
+    """What to say if others compute on this machine before anything of ours does, "" if nobody does.
+
+    The load average would still hold what came just before, such as the installation of this package.
+    """
+    before = _busy_seconds(), time.monotonic()
+    time.sleep(seconds)
+    others = (_busy_seconds() - before[0]) / (time.monotonic() - before[1])
+    if others <= _QUIET:
         return ""
     return (
-        f"warning: a quiet machine has a load average of at most {_IDLE}, got {load:.2f}: others computed here in the "
-        "last minute, and what is measured beside them is slower and varies more"
+        f"warning: measuring needs a quiet machine: others may keep {_QUIET} cores busy, got {others:.1f}; "
+        "what is measured beside them is slower and varies more"
     )
+
+
+def _busy_seconds() -> float:
+    """Seconds that the cores which are ours to use have computed since the machine started; 0 where nobody says."""
+    try:
+        lines = Path("/proc/stat").read_text("utf-8").splitlines()
+    except OSError:
+        return 0.0
+    ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    ticks = [line.split() for line in lines if line.split(" ", 1)[0] in ours]
+    idle = (4, 5)  # idle, waiting for a disk
+    return sum(int(cpu[i]) for cpu in ticks for i in range(1, 9) if i not in idle) / os.sysconf("SC_CLK_TCK")
 
 
 def _check_cores(plan: dict[str, Any]) -> None:
