@@ -163,6 +163,8 @@ class Job:
 
 
 def _filled_model(model: ModelSpec) -> ModelSpec:
+    if model.kv_heads and model.ffn and model.expert_ffn and model.gated_mlp is not None:
+        return model
     return replace(
         model,
         kv_heads=model.kv_heads or model.heads,
@@ -175,4 +177,4 @@ def _filled_model(model: ModelSpec) -> ModelSpec:
 def _filled_parallel(p: ParallelSpec, num_devices: int) -> ParallelSpec:
     others = p.tp * p.cp * p.pp
     dp = p.dp or (max(1, num_devices // others) if others > 0 else 1)
-    return replace(p, dp=dp)
+    return p if p.dp else replace(p, dp=dp)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 FAMILIES = ["gpt", "llama", "bert", "t5", "vit"]  # ``simulator.blocks.register_family`` adds to them
 # Virtual stages (chunks of the model on each rank) that a schedule allows: fewest, most.
@@ -28,7 +28,25 @@ OPTIMIZERS = ("adam", "adamw")
 AXES = ("tp", "cp", "dp", "pp")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+T = TypeVar("T", bound=type)
+
+
+def hashed_once(cls: T) -> T:
+    """Let a frozen dataclass, which must not have slots, remember its hash: it is a key thousands of times a second."""
+    compute: Callable[[Any], int] = cls.__hash__
+
+    def remembered(self: Any) -> int:
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = self.__dict__["_hash"] = compute(self)
+        return known
+
+    cls.__hash__ = remembered  # type: ignore[assignment]
+    return cls
+
+
+@hashed_once
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A transformer.  Zeros stand for what follows from the others.
 
@@ -109,7 +127,8 @@ class ModelSpec:
         return self.layers + self.encoder_layers
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@hashed_once
+@dataclass(frozen=True, kw_only=True)
 class ParallelSpec:
     """Parallel degrees and how each is done.
 

@@ -17,12 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.job import Job
+from stepsight.dataset.specs import hashed_once
 from stepsight.simulator.blocks.shape import Group
 
 Strides = tuple[tuple[int, int], ...]  # (stride, size) of each axis of a group, fastest first
 
 
-@dataclass(frozen=True, slots=True)
+@hashed_once
+@dataclass(frozen=True)
 class Layout:
     """Numbers of the ranks of a job.
 
@@ -87,8 +89,7 @@ class Layout:
 
     def pipeline_neighbours(self, stage: int, other: int) -> int:
         """2 if every pair of ranks that passes messages between two stages shares a node, else 1."""
-        stride = self.stride("pp")
-        distance = abs(other - stage) * stride
+        distance = abs(other - stage) * self.stride("pp")
         if distance % self.devices_per_node == 0 and distance:
             return 1
         return _pairs_share(self, min(stage, other), distance)

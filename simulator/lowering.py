@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,7 +143,7 @@ def _lower(
     track = find_track(p.schedule, p.pp, num_micro_batches, p.virtual_stages, runtime)
     numbers: dict[Segment, int] = {}  # by identity: equal segments are one object, their makers are cached
     rows: dict[PartShape, int] = {}
-    row = np.array([rows.setdefault(part, len(rows)) for part in parts], dtype=np.int32)
+    row = [rows.setdefault(part, len(rows)) for part in parts]
     recompute = Recompute(p.recompute, p.recompute_every)
     table = np.zeros((len(rows), len(KIND_NAMES), 3), dtype=np.int32)
     for part, at in rows.items():
@@ -163,12 +164,10 @@ def _lower(
             table[at, kind, turn] = numbers.setdefault(segment, len(numbers))
     tied = _tied(p, shape, layout)
     optimizers = {}
-    placed = track.schedule.placement
     of_stage = []
-    for stage in range(p.pp):
-        own = tuple(int(part) for part in np.flatnonzero(placed[:, 0] == stage))
+    for own in _held(track):
         ends = tied.size > 1 and (parts[own[0]].first or parts[own[-1]].last)
-        key = (tuple(int(row[part]) for part in own), ends)
+        key = (tuple(row[part] for part in own), ends)
         if key not in optimizers:
             held = tuple(parts[part] for part in own)
             segment = optimizer_segment(shape, held, replicas, optimizer, tied if ends else Group())
@@ -178,13 +177,28 @@ def _lower(
     return Lowered(
         segments=tuple(numbers),
         track=track,
-        segment=table[row[track.part], track.kind, track.turn],
+        segment=table.reshape(len(rows), -1)[row].ravel()[_place(track)],
         optimizer=np.array(of_stage, dtype=np.int32),
         messages=messages,
         message=message,
         parts=parts,
         meets=_meets(p, optimizer, parts, track, tied),
     )
+
+
+@lru_cache(maxsize=512)
+def _place(track: Track) -> Ints:
+    """Position of each action in a table of parts, kinds and turns."""
+    return (track.part * len(KIND_NAMES) + track.kind) * 3 + track.turn
+
+
+@lru_cache(maxsize=512)
+def _held(track: Track) -> tuple[tuple[int, ...], ...]:
+    """Parts of the model that each stage holds, in model order."""
+    held: list[list[int]] = [[] for _ in range(track.num_stages)]
+    for part, stage in enumerate(track.schedule.placement[:, 0].tolist()):
+        held[stage].append(part)
+    return tuple(map(tuple, held))
 
 
 @lru_cache(maxsize=512)
@@ -217,17 +231,18 @@ def _messages(
     """Distinct messages, and which of them each message of the track is."""
     if not track.num_messages:
         return (), np.zeros(0, dtype=np.int32)
+    kinds = list(zip(boundary_bytes(shape, parts), _nearness(track, layout), strict=True))
+    distinct = {kind: index for index, kind in enumerate(dict.fromkeys(kind for kind in kinds if kind[1]))}
+    crossing = np.array([distinct.get(kind, -1) for kind in kinds], dtype=np.int32)  # after each part
+    messages = tuple(Collective("send_recv", size, 2, near) for size, near in distinct)
+    return messages, crossing[_boundaries(track)]
+
+
+@lru_cache(maxsize=512)
+def _nearness(track: Track, layout: Layout) -> tuple[int, ...]:
+    """After each part: whether its message stays within a node (2), leaves it (1), or there is none (0)."""
     placed = track.schedule.placement[:, 0].tolist()
-    sizes = boundary_bytes(shape, parts)
-    sent = [
-        Collective("send_recv", size, 2, layout.pipeline_neighbours(placed[part], placed[part + 1]))
-        if placed[part] != placed[part + 1]
-        else None
-        for part, size in enumerate(sizes)
-    ]
-    distinct = {message: index for index, message in enumerate(dict.fromkeys(filter(None, sent)))}
-    crossing = np.array([distinct[m] if m is not None else -1 for m in sent], dtype=np.int32)  # after each part
-    return tuple(distinct), crossing[_boundaries(track)]
+    return tuple(0 if a == b else layout.pipeline_neighbours(a, b) for a, b in pairwise(placed))
 
 
 @lru_cache(maxsize=512)

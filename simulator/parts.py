@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from stepsight.dataset.job import Job
-from stepsight.dataset.specs import ModelSpec, ParallelSpec
+from stepsight.dataset.specs import ModelSpec, ParallelSpec, hashed_once
 from stepsight.simulator.blocks.family import LayerKinds, find_family
 from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.layout import Layout, layout_of
@@ -14,7 +14,8 @@ from stepsight.simulator.layout import Layout, layout_of
 REPLICAS = ("cp", "dp")  # context-parallel ranks hold the same parameters too
 
 
-@dataclass(frozen=True, slots=True)
+@hashed_once
+@dataclass(frozen=True)
 class PartShape:
     """What distinguishes a part of the model from others: a pipeline stage holds one, or one per virtual stage.
 
@@ -32,7 +33,8 @@ class PartShape:
         return sum(count for _, count in self.layers)
 
 
-@dataclass(frozen=True, slots=True)
+@hashed_once
+@dataclass(frozen=True)
 class Groups:
     """Groups over which parameters are replicated or sharded.
 
@@ -118,6 +120,7 @@ def _part_shapes(model: ModelSpec, num_parts: int, stage_layers: tuple[int, ...]
     return tuple(parts)
 
 
+@lru_cache(maxsize=4096)
 def boundary_bytes(shape: RankShape, parts: tuple[PartShape, ...]) -> tuple[int, ...]:
     """Bytes of the activation that passes from each part to the next, ``len(parts) - 1``."""
     passes, before, out = find_family(shape.model.family).boundary_bytes, 0, []

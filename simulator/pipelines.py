@@ -19,7 +19,7 @@ from stepsight.simulator.engine import Floats
 from stepsight.simulator.latency import LatencyModel, RooflineLatency
 from stepsight.simulator.layout import layout_of
 from stepsight.simulator.lowering import Lowered
-from stepsight.simulator.timing import Slowdown
+from stepsight.simulator.timing import AS_IT_IS, Slowdown
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def distinct_pipelines(job: Job, latency: LatencyModel) -> tuple[Pipeline, ...]:
     """
     cluster, stages = job.cluster, job.parallel.pp
     if not (cluster.stragglers or cluster.slow_links or cluster.mixed):
-        return (Pipeline((Slowdown(),) * stages, (1.0,) * stages),)
+        return (Pipeline((AS_IT_IS,) * stages, (1.0,) * stages),)
     layout = layout_of(job)
     ranks = np.arange(layout.num_ranks)
     nodes = ranks // layout.devices_per_node

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.op import DTYPE_BYTES, Collective, Op
+from stepsight.dataset.specs import hashed_once
 from stepsight.simulator.blocks.shape import Group
 from stepsight.simulator.engine import compiled
 from stepsight.simulator.parts import Groups
@@ -20,7 +21,8 @@ BUCKET_NAMES = ("gradients{}", "expert_gradients{}")  # of others, of experts
 _NOBODY = Groups(Group(), Group(), Group(), Group(), Group())
 
 
-@dataclass(frozen=True, slots=True)
+@hashed_once
+@dataclass(frozen=True)
 class Replicas:
     """How the replicas of a rank agree.
 

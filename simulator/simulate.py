@@ -134,7 +134,7 @@ class Simulation:
     def _path(self) -> tuple[Passing, tuple[int, int, int], Floats, Floats]:
         """The pipeline on the critical path; the optimizer's stage and clocks; uses of ``times`` and of messages."""
         stage, clock = divmod(int(np.argmax(self.finish)), NUM_CLOCKS)
-        table = optimizer_transition(self, stage)
+        table = optimizer_transitions(self)[stage]
         entry = self.clocks[stage].copy()
         entry[0] = self.begin[stage]
         since = int(np.argmax(entry + table[clock]))
@@ -164,6 +164,8 @@ class Simulation:
 
     def optimizer_condition(self, stage: int) -> Slowdown:
         """What slows a stage's optimizer most."""
+        if len(self.passings) == 1:
+            return self.passings[0].pipeline.slowdowns[stage]
         return max((p.pipeline.slowdowns[stage] for p in self.passings), key=lambda s: (s.compute, s.data))
 
     def timeline(self, level: str = "segment") -> dict[str, Any]:
@@ -204,15 +206,18 @@ def simulate_lowered(
     simulation = Simulation(job, hardware, lowered, timer, passings, begin, clocks, np.empty_like(clocks))
     entry = clocks.copy()
     entry[:, 0] = begin
-    tables = np.stack([optimizer_transition(simulation, stage) for stage in range(lowered.num_stages)])
-    np.max(entry[:, None, :] + tables, axis=2, out=simulation.finish)
+    np.max(entry[:, None, :] + optimizer_transitions(simulation), axis=2, out=simulation.finish)
     return simulation
 
 
-def optimizer_transition(simulation: Simulation, stage: int) -> Floats:
-    """Paths through a stage's optimizer, ``(to, from)``."""
-    segment = simulation.lowered.segments[int(simulation.lowered.optimizer[stage])]
-    return simulation.timer.segment(segment, simulation.optimizer_condition(stage)).transition
+def optimizer_transitions(simulation: Simulation) -> Floats:
+    """Paths through every stage's optimizer, shape ``(num_stages, to, from)``."""
+    low, found = simulation.lowered, {}
+    keys = [(at, simulation.optimizer_condition(stage)) for stage, at in enumerate(low.optimizer.tolist())]
+    for key in keys:
+        if key not in found:
+            found[key] = simulation.timer.segment(low.segments[key[0]], key[1]).transition
+    return np.array([found[key] for key in keys])
 
 
 def _pass(lowered: Lowered, timer: Timer, pipeline: Pipeline, message_seconds: Floats) -> Passing:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.specs import hashed_once
 from stepsight.simulator.engine import Floats, add_path, find_ends, longest_paths, run_events
 from stepsight.simulator.issue import Work
 from stepsight.simulator.latency import LatencyModel
@@ -23,10 +24,12 @@ from stepsight.simulator.passages import STREAMS, Passage
 from stepsight.simulator.segment import NUM_CLOCKS, Segment
 
 T = TypeVar("T")
+_Key = int | tuple[int, "Slowdown"]  # the identity of a thing, and what slows it
 _MOST = 50_000  # things that a timer remembers
 
 
-@dataclass(frozen=True, slots=True)
+@hashed_once
+@dataclass(frozen=True)
 class Slowdown:
     """How much slower a rank is than its hardware.
 
@@ -41,7 +44,7 @@ class Slowdown:
     other: LatencyModel | None = None
 
 
-_NONE = Slowdown()
+AS_IT_IS = Slowdown()
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,9 +110,9 @@ class Timer:
         self._latency = latency
         self._host_s = latency.hardware.host_op_s
         self._works: dict[Work, float] = dict(known or {})
-        self._passages: dict[tuple[int, Slowdown], tuple[Passage, PassageTime]] = {}
-        self._segments: dict[tuple[int, Slowdown], tuple[Segment, SegmentTime]] = {}
-        self._ops: dict[tuple[int, Slowdown], tuple[Segment, OpTimes]] = {}
+        self._passages: dict[_Key, tuple[Passage, PassageTime]] = {}
+        self._segments: dict[_Key, tuple[Segment, SegmentTime]] = {}
+        self._ops: dict[_Key, tuple[Segment, OpTimes]] = {}
 
     def but(self, known: Mapping[Work, float]) -> Timer:
         """The same with other seconds of some signatures."""
@@ -128,16 +131,17 @@ class Timer:
                 self._works.update(zip(collectives, seconds, strict=True))
         return np.array([self._works[work] for work in works], dtype=np.float64)
 
-    def segment(self, segment: Segment, slowdown: Slowdown = _NONE) -> SegmentTime:
+    def segment(self, segment: Segment, slowdown: Slowdown = AS_IT_IS) -> SegmentTime:
         """A segment's paths."""
-        known = self._segments.get((id(segment), slowdown))
+        key = id(segment) if slowdown is AS_IT_IS else (id(segment), slowdown)
+        known = self._segments.get(key)
         if known is None:
             timed = (self._in_context if self._latency.knows_context else self._by_events)(segment, slowdown)
             known = (segment, timed)  # the segment is kept, so that its id stays its own
-            _remember(self._segments, (id(segment), slowdown), known)
+            _remember(self._segments, key, known)
         return known[1]
 
-    def ops(self, segment: Segment, slowdown: Slowdown = _NONE) -> OpTimes:
+    def ops(self, segment: Segment, slowdown: Slowdown = AS_IT_IS) -> OpTimes:
         """A segment at op level."""
         known = self._ops.get((id(segment), slowdown))
         if known is None:
@@ -145,7 +149,7 @@ class Timer:
             _remember(self._ops, (id(segment), slowdown), known)
         return known[1]
 
-    def node_seconds(self, segment: Segment, slowdown: Slowdown = _NONE) -> Floats:
+    def node_seconds(self, segment: Segment, slowdown: Slowdown = AS_IT_IS) -> Floats:
         """Seconds of every node of a segment's program in its context, shape ``(num_nodes,)``."""
         graph = segment.graph
         alone = self._slowed(self.work_seconds(segment.works), segment.works, slowdown)[graph.work] * graph.share
@@ -155,7 +159,7 @@ class Timer:
         return self._latency.in_context([segment.program], [alone])[0]
 
     def _slowed(self, seconds: Floats, works: Sequence[Work], slowdown: Slowdown) -> Floats:
-        if slowdown is _NONE:
+        if slowdown is AS_IT_IS:
             return seconds
         is_op = np.array([isinstance(work, Op) for work in works])
         if slowdown.other is not None and is_op.any():
@@ -164,13 +168,14 @@ class Timer:
             seconds[is_op] = np.maximum(seconds[is_op], other)
         return np.where(is_op, seconds * slowdown.compute, seconds)
 
-    def passage(self, passage: Passage, slowdown: Slowdown = _NONE) -> PassageTime:
+    def passage(self, passage: Passage, slowdown: Slowdown = AS_IT_IS) -> PassageTime:
         """A passage's paths."""
-        known = self._passages.get((id(passage), slowdown))
+        key = id(passage) if slowdown is AS_IT_IS else (id(passage), slowdown)
+        known = self._passages.get(key)
         if known is None:
             works = self._slowed(self.work_seconds(passage.works), passage.works, slowdown)
             known = (passage, _time_passage(passage, works[passage.work], self._host_s))
-            _remember(self._passages, (id(passage), slowdown), known)
+            _remember(self._passages, key, known)
         return known[1]
 
     def _by_events(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
@@ -198,7 +203,7 @@ class Timer:
         return SegmentTime(times.transition, by_stream, host)
 
 
-def _remember(cache: dict[tuple[int, Slowdown], T], key: tuple[int, Slowdown], value: T) -> None:
+def _remember(cache: dict[_Key, T], key: _Key, value: T) -> None:
     if len(cache) >= _MOST:
         cache.clear()
     cache[key] = value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stepsight.dataset.op import DTYPE_BYTES, Collective, Op
-from stepsight.dataset.specs import ModelSpec
+from stepsight.dataset.specs import ModelSpec, hashed_once
 from stepsight.simulator.blocks.step import Comm
 
 COMPUTE_DTYPE = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}  # of all but matrix products
@@ -27,7 +27,8 @@ class Group:
         return Collective(kind, num_bytes, self.size, self.per_node)
 
 
-@dataclass(frozen=True, slots=True)
+@hashed_once
+@dataclass(frozen=True)
 class RankShape:
     """What one rank sees of a micro-batch.  Two ranks with equal shapes run equal blocks.
 

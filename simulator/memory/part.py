@@ -39,13 +39,13 @@ class Keeping:
         gathered: Of FSDP.
         placeholder_bytes: Per parameter of one layer: what Transformer Engine hands autograd in the place of gradients
             that it has added to their buffer, one for every shape of weight.
-        loss_copies: Of the logits in fp32, that PyTorch's cross-entropy makes beside those in place.
+        loss_copies: Of the logits in fp32, that PyTorch's cross-entropy makes and one in place does not.
     """
 
-    recompute: str = "none"
-    every: int = 1
-    gradients: Gradients = Gradients()
-    gathered: Gathered = Gathered()
+    recompute: str
+    every: int
+    gradients: Gradients
+    gathered: Gathered
     placeholder_bytes: int = 0
     loss_copies: int = 0
 

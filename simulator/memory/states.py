@@ -89,6 +89,6 @@ def states_of(p: ParallelSpec, optimizer: OptimizerSpec, precision: str, groups:
             growing,
             gathered,
             placeholder_bytes=0 if whole else 2,
-            loss_copies=1 if sharded and not eager else 0,
+            loss_copies=0 if eager or not sharded else 1 if p.tp == 1 else 3,  # 3: torch's loss_parallel
         ),
     )
