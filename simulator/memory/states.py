@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer states: bytes per element, and what of it a rank holds.
+r"""Parameters, gradients and optimizer states: bytes per element, and what of it a rank holds.
 
 =============  ====  ====  ==========  ====  ==================================================================
 \               fp32  fp16  bf16, fp8  FSDP
