@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import schedules as pipelines
+from torch.distributed.pipelining import stage as stages_of_pipelines
 from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
 
 from stepsight.dataset.errors import JobError
@@ -91,7 +92,5 @@ def _fake_world(size: int, rank: int) -> Iterator[None]:
 
 def _agree_on_static_shapes(_: object, stages: list[object], *__: object) -> None:
     """Stages vote with messages on whether their shapes are static; they are."""
-    from torch.distributed.pipelining.stage import InferenceMode
-
     for stage in stages:
-        stage._inference_mode = InferenceMode.STATIC  # type: ignore[attr-defined]
+        stage._inference_mode = stages_of_pipelines.InferenceMode.STATIC  # type: ignore[attr-defined]

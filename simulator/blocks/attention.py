@@ -48,13 +48,13 @@ def core(shape: RankShape, heads: Heads) -> Block:
         temporary = 2 * heads.kv_numel(shape) * shape.dtype_bytes  # what arrives meanwhile, with gradients
     else:
         forward, backward = all_gather(shape, heads)
-    kept = (heads.q_numel(shape) + heads.kv_numel(shape)) * shape.dtype_bytes + heads.rows(shape) * 4
+    arrived = Saved((heads.q_numel(shape) + heads.kv_numel(shape)) * shape.dtype_bytes, outside=True)
     return (
         Step(
             "attention",
             forward,
             backward + joined,
-            saved=(Saved(kept),),  # with the logarithm of every row's sum in fp32
+            saved=(arrived, Saved(heads.rows(shape) * 4)),  # with the logarithm of every row's sum in fp32
             temporary_bytes=temporary,
             attention_core=True,
         ),

@@ -51,10 +51,12 @@ class Saved:
     Attributes:
         num_bytes: On one rank.
         name: Equal names within a block are the same tensor and are kept once.
+        outside: Of an attention core: made before it, so selective recomputation keeps it.
     """
 
     num_bytes: int
     name: str = ""
+    outside: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,12 +34,14 @@ def unfused_core(shape: RankShape, heads: Heads, joined: tuple[Item, ...]) -> Bl
         repeated = kv_numel * heads.heads // heads.kv_heads
         fetch, bring = (*fetch, shape.op("copy", repeated)), (shape.op("reduce", repeated), *bring)
         kv_numel = repeated
-    k_numel = kv_numel * heads.head_dim // (heads.head_dim + heads.v_dim)
+    k_share = heads.head_dim / (heads.head_dim + heads.v_dim)
+    own_k, k_numel = int(heads.kv_numel(shape) * k_share), int(kv_numel * k_share)
+    own_v, v_numel = heads.kv_numel(shape) - own_k, kv_numel - k_numel
     scores = Step(
         "scores",
         (*fetch, product(q_len, kv_len, heads.head_dim)),
         (product(q_len, heads.head_dim, kv_len), product(kv_len, heads.head_dim, q_len), *bring, *joined),
-        saved=(Saved((heads.q_numel(shape) + k_numel) * size),),
+        saved=(Saved((heads.q_numel(shape) + own_k) * size, outside=True), Saved((k_numel - own_k) * size)),
         attention_core=True,
     )
     softmax = Step(
@@ -53,7 +55,7 @@ def unfused_core(shape: RankShape, heads: Heads, joined: tuple[Item, ...]) -> Bl
         "context",
         (product(q_len, heads.v_dim, kv_len),),
         (product(q_len, kv_len, heads.v_dim), product(kv_len, heads.v_dim, q_len)),
-        saved=(Saved((kv_numel - k_numel) * size),),
+        saved=(Saved(own_v * size, outside=True), Saved((v_numel - own_v) * size)),
         attention_core=True,
     )
     return (scores, softmax, context)

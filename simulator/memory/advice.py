@@ -7,22 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 from stepsight.dataset.errors import JobError
+from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
-from stepsight.simulator.memory.estimate import Memory, estimate_memory
+from stepsight.simulator.memory.estimate import estimate_memory
 
 
-def advice(memory: Memory) -> str:
+def advice(job: Job, hardware: Hardware, peak_bytes: float) -> str:
     """``recompute "selective" would free 12.3 GB``: enough if any change alone is, else the one that frees most."""
-    job, hardware = memory.job, memory.hardware
-    if job is None or hardware is None:
-        return ""
     best, most = "", 0.0
     for words, tables in _changes(job):
         try:
             other = estimate_memory(_changed(job, tables), hardware)
         except JobError:
             continue
-        free = memory.peak_bytes - other.peak_bytes
+        free = peak_bytes - other.peak_bytes
         if other.fits:
             return f"{words} would free {free / 1e9:.1f} GB, enough"
         if free > most:

@@ -88,14 +88,13 @@ def block_memory(
     """
     saved = _saved(block)
     work = [_working_bytes(step) for step in block]
-    core = [recompute == "selective" and step.attention_core for step in block]
-    again = sum(size for size, inside in zip(saved, core, strict=True) if inside)
+    core = [_inside(step) if recompute == "selective" and step.attention_core else 0.0 for step in block]
     before, forward = 0.0, 0.0
     live = []  # what of this block is there in each step's backward
-    for size, needs, inside in zip(saved, work, core, strict=True):
-        forward = max(forward, (size if inside else before + size) + needs)
-        before += 0.0 if inside else size
-        live.append(before + (again if inside else 0.0))
+    for step, size, needs, inside in zip(block, saved, work, core, strict=True):
+        forward = max(forward, before + size + needs)
+        before += size - inside
+        live.append(before + (sum(core) if step.attention_core else 0.0))
     kept = before
     if recompute == "full":
         kept, forward = input_bytes, input_bytes + max(work, default=0.0)
@@ -118,6 +117,11 @@ def block_memory(
         backward_first=first,
         output=saved[-1] if saved else 0.0,
     )
+
+
+def _inside(step: Step) -> float:
+    """Bytes kept of an attention core that it makes itself."""
+    return float(sum(tensor.num_bytes for tensor in step.saved if not tensor.outside))
 
 
 def _saved(block: Block) -> list[float]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
@@ -18,7 +19,9 @@ from stepsight.simulator.memory.states import States, states_of
 from stepsight.simulator.parts import PartShape, boundary_bytes, groups_of, part_shapes, rank_shape
 from stepsight.simulator.schedules import Schedule, find_schedule, read_schedule
 
-PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary", "reserved")
+Floats = NDArray[np.float64]
+
+FIELDS = ("parameters", "gradients", "optimizer", "activations", "temporary", "reserved")
 MOMENTS = ("forward", "backward", "backward", "backward", "optimizer")
 
 
@@ -62,25 +65,38 @@ class Memory:
     """What a job needs against what a device has.
 
     Attributes:
-        stages: Of each pipeline stage.
+        bytes_of: Shape ``(num_stages, 6)``: the fields of ``StageMemory`` of every stage, in ``FIELDS``'s order.
+        flying: Micro-batches in flight on each stage.
+        moments: Number of each stage's moment in ``MOMENTS``.
         capacity_bytes: Of one device.
         job, hardware: What was asked, for advice.
     """
 
-    stages: tuple[StageMemory, ...]
+    bytes_of: Floats = field(repr=False)
+    flying: Floats = field(repr=False)
+    moments: Floats = field(repr=False)
     capacity_bytes: float
-    job: Job | None = field(default=None, repr=False, compare=False)
-    hardware: Hardware | None = field(default=None, repr=False, compare=False)
+    job: Job = field(repr=False)
+    hardware: Hardware = field(repr=False)
+
+    @cached_property
+    def stages(self) -> tuple[StageMemory, ...]:
+        """Of each pipeline stage."""
+        rows = zip(self.bytes_of.tolist(), self.flying.tolist(), self.moments.tolist(), strict=True)
+        return tuple(
+            StageMemory(**dict(zip(FIELDS, sizes, strict=True)), in_flight=int(flying), moment=MOMENTS[int(moment)])
+            for sizes, flying, moment in rows
+        )
 
     @property
     def fullest(self) -> int:
         """Number of the stage that needs most."""
-        return max(range(len(self.stages)), key=lambda index: self.stages[index].total)
+        return int(self.bytes_of.sum(axis=1).argmax())
 
-    @property
+    @cached_property
     def peak_bytes(self) -> float:
         """Of the stage that needs most."""
-        return max(stage.total for stage in self.stages)
+        return float(self.bytes_of.sum(axis=1).max())
 
     @property
     def fits(self) -> bool:
@@ -95,12 +111,12 @@ class Memory:
 
         at = self.fullest
         stage = self.stages[at]
-        parts = ", ".join(f"{name} {getattr(stage, name) / 1e9:.1f}" for name in PARTS)
+        parts = ", ".join(f"{name} {getattr(stage, name) / 1e9:.1f}" for name in FIELDS)
         text = (
             f"stage {at} needs {stage.total / 1e9:.1f} GB in its {stage.moment} ({parts}; {stage.in_flight} "
             f"micro-batches in flight), a device has {self.capacity_bytes / 1e9:.1f} GB"
         )
-        tip = advice(self)
+        tip = advice(self.job, self.hardware, self.peak_bytes)
         return f"{text}; {tip}" if tip else text
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,7 +140,7 @@ def estimate_memory(job: Job, hardware: Hardware) -> Memory:
         p.runtime == "torch" or (p.runtime == "" and hardware.kind == "cpu"),
         (hardware.reserved_bytes, hardware.fragmentation),
     )
-    return Memory(_stages(asked), hardware.memory_bytes, job, hardware)
+    return Memory(*_stages(asked), hardware.memory_bytes, job, hardware)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,34 +156,29 @@ class _Asked:
 
 
 @lru_cache(maxsize=4096)
-def _stages(asked: _Asked) -> tuple[StageMemory, ...]:
-    schedule = _schedule(*asked.schedule)
-    known = {part: part_memory(asked.shape, part, asked.states.keeping) for part in set(asked.parts)}
+def _stages(asked: _Asked) -> tuple[Floats, Floats, Floats]:
+    """The first three fields of ``Memory``."""
+    schedule, states = _schedule(*asked.schedule), asked.states
+    known = {part: part_memory(asked.shape, part, states.keeping) for part in set(asked.parts)}
     parts = [known[part] for part in asked.parts]
-    bytes_of, messages = _bytes_of(asked, schedule, parts)
+    bytes_of, passing = _bytes_of(asked, schedule, parts)
     numel = np.zeros((schedule.num_stages, 2))
     np.add.at(numel, schedule.placement[:, 0], [(part.numel, part.expert_numel) for part in parts])
-    peaks = find_peaks(schedule, bytes_of)
-    states = asked.states
-    held = numel @ np.array([states.parameters, states.optimizer, states.gradients, states.workspace]).T
-    grows = states.keeping.gradients.numel > 0
+    held = np.array([states.parameters, states.gradients, states.optimizer, states.workspace]) @ numel.T
+    parameters, gradients, optimizer, workspace = held
+    workspace += np.minimum(states.flat_bytes, gradients)
+    peak = find_peaks(schedule, bytes_of)
+    there = peak[:, GRADIENTS] if states.keeping.gradients.numel > 0 else gradients
+    moment = peak[:, MOMENT] - peak[:, GRADIENTS] + passing + states.bucket_bytes
+    steps = gradients + workspace > there + moment  # where the optimizer's step needs most
+    out = np.empty((schedule.num_stages, 6))
+    out[:, 0], out[:, 2] = parameters, optimizer
+    out[:, 1] = np.where(steps, gradients, there)
+    out[:, 3] = np.where(steps, 0.0, peak[:, ACTIVATIONS])
+    out[:, 4] = np.where(steps, workspace, moment - peak[:, ACTIVATIONS])
     reserved_bytes, fragmentation = asked.reserve
-    stages = []
-    for (parameters, optimizer, gradients, workspace), peak, passing in zip(
-        held.tolist(), peaks.tolist(), messages, strict=True
-    ):
-        passing += states.bucket_bytes
-        workspace += min(states.flat_bytes, gradients)
-        there = peak[GRADIENTS] if grows else gradients
-        if peak[MOMENT] - peak[GRADIENTS] + there + passing >= gradients + workspace:
-            kept, moment, flying = peak[ACTIVATIONS], MOMENTS[int(peak[ACTION])], int(peak[FLYING])
-            temporary = peak[MOMENT] - peak[GRADIENTS] - kept + passing
-        else:
-            there, kept, temporary, flying, moment = gradients, 0.0, workspace, 0, "optimizer"
-        tensors = parameters + optimizer + there + kept + temporary
-        reserved = reserved_bytes + fragmentation * tensors
-        stages.append(StageMemory(parameters, there, optimizer, kept, temporary, reserved, flying, moment))
-    return tuple(stages)
+    out[:, 5] = reserved_bytes + fragmentation * out[:, :5].sum(axis=1)
+    return out, np.where(steps, 0, peak[:, FLYING]), np.where(steps, len(MOMENTS) - 1, peak[:, ACTION])
 
 
 def _schedule(name: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> Schedule:
@@ -176,14 +187,14 @@ def _schedule(name: str, num_stages: int, num_micro_batches: int, virtual_stages
     return find_schedule(name, num_stages, num_micro_batches, virtual_stages)
 
 
-def _bytes_of(asked: _Asked, schedule: Schedule, parts: list[PartMemory]) -> tuple[np.ndarray[Any, Any], list[float]]:
+def _bytes_of(asked: _Asked, schedule: Schedule, parts: list[PartMemory]) -> tuple[Floats, Floats]:
     """What ``find_peaks`` wants, and bytes of messages on every stage.
 
     PyTorch's pipeline runtime has a place for each micro-batch's message of either direction, keeps what each sends
     until its backward, and keeps all logits until the end; Megatron's has two messages at a time.
     """
     bytes_of = np.zeros((schedule.num_stages, schedule.virtual_stages, 7))
-    messages = [0.0] * schedule.num_stages
+    messages = np.zeros(schedule.num_stages)
     passes = boundary_bytes(asked.shape, asked.parts)
     logits = DTYPE_BYTES[asked.shape.dtype] / 4  # as they are, of their softmax in fp32
     many = schedule.num_micro_batches
@@ -196,7 +207,7 @@ def _bytes_of(asked: _Asked, schedule: Schedule, parts: list[PartMemory]) -> tup
             left = part.output * logits
             messages[stage] += many * (arrives + leaves)
         else:
-            messages[stage] = max(messages[stage], float(arrives + leaves))
+            messages[stage] = max(messages[stage], arrives + leaves)
         bytes_of[stage, chunk] = (
             max(kept, 0.0), left, part.deferred, part.grown, part.forward, part.backward, part.backward_first,
         )  # fmt: skip

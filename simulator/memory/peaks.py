@@ -57,13 +57,15 @@ def _walk(bounds: NDArray[np.int64], rows: Ints, bytes_of: Floats, seen: NDArray
             elif kind == 3:  # parameters' gradients
                 moment, there, number = kept, kept, flying
                 kept -= bytes_of[stage, chunk, 2]
+                flying -= 1
             else:
                 peak = bytes_of[stage, chunk, 5 if seen[stage, chunk] else 6]
                 there, number = kept, flying
                 kept -= size
-                flying -= 1
                 moment = kept + peak
-                if kind == 2:
+                if kind == 1:
+                    flying -= 1
+                else:  # the parameters' gradients are yet to come
                     kept += bytes_of[stage, chunk, 2]
             if moment + grown > out[stage, 0]:
                 out[stage, 0] = moment + grown

@@ -1,0 +1,110 @@
+"""Memory of jobs: what must hold whatever the model."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from stepsight.dataset.hardware import Hardware
+from stepsight.simulator.memory import estimate_memory
+from tests.simulator.conftest import JobMaker
+
+LARGE = {"hidden": 1024, "heads": 16, "vocab": 32000, "seq_len": 2048, "layers": 8}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "llama": {"family": "llama", "kv_heads": 8},
+    "unfused": {"fused_attention": False},
+    "bert": {"family": "bert"},
+    "t5": {"family": "t5", "encoder_layers": 8, "encoder_seq_len": 1024},
+    "vit": {"family": "vit", "patch_dim": 768, "vocab": 1000},
+    "experts": {"family": "llama", "experts": 8, "experts_per_token": 2},
+    "latent": {"family": "llama", "attention": "mla", "kv_lora_rank": 512, "rope_head_dim": 64, "v_head_dim": 64},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_more_parallel_never_needs_more(make_job: JobMaker, gpu: Hardware, name: str, precision: str) -> None:
+    """Tensor parallelism, sequence parallelism, each ZeRO stage and recomputation lessen the peak, or leave it."""
+    model = {**LARGE, **MODELS[name]}
+
+    def peak(**parallel: Any) -> float:
+        return estimate_memory(make_job(micro_batch=2, precision=precision, model=model, **parallel), gpu).peak_bytes
+
+    tp = [peak(tp=tp) for tp in (1, 2, 4, 8)]
+    assert tp == sorted(tp, reverse=True)
+    assert peak(tp=4, sequence_parallel=True) <= tp[2]
+    zero = [peak(dp=8, zero_stage=stage) for stage in (0, 1, 2)]
+    assert zero == sorted(zero, reverse=True)
+    assert peak(dp=8, zero_stage=3) <= zero[0]
+    recompute = [peak(recompute=how) for how in ("none", "selective", "full")]
+    assert recompute == sorted(recompute, reverse=True)
+    assert recompute[2] < recompute[0]
+    assert recompute[2] <= peak(recompute="full", recompute_every=4) <= recompute[0]
+    assert peak(offload_activations=True) < recompute[0]
+
+
+def test_parts_add_up(make_job: JobMaker, gpu: Hardware) -> None:
+    """A stage's total is the sum of its fields, and the peak the largest total."""
+    memory = estimate_memory(make_job(pp=2, tp=2, precision="bf16"), gpu)
+    for stage in memory.stages:
+        table = stage.to_dict()
+        parts = [value for key, value in table.items() if key not in ("total", "in_flight", "moment")]
+        assert sum(parts) == pytest.approx(table["total"])
+    assert memory.peak_bytes == memory.stages[memory.fullest].total
+    assert memory.to_dict()["peak_bytes"] == memory.peak_bytes
+
+
+def test_reserve_comes_on_top(make_job: JobMaker, gpu: Hardware) -> None:
+    """A fixed part, and a part of the rest."""
+    careful = replace(gpu, reserved_bytes=1e9, fragmentation=0.1)
+    (plain,), (more,) = (estimate_memory(make_job(), hardware).stages for hardware in (gpu, careful))
+    assert plain.reserved == 0
+    assert more.total == pytest.approx(1e9 + 1.1 * plain.total)
+
+
+def test_pytorchs_pipelines_have_a_place_for_every_message(make_job: JobMaker, cpu: Hardware, gpu: Hardware) -> None:
+    """More micro-batches need more there, and no more in Megatron's."""
+    few, many = (make_job(pp=2, micro_batches=count) for count in (8, 64))
+    boundary = 32 * 64 * 4
+    stages = [estimate_memory(job, cpu).stages[0] for job in (few, many)]
+    assert stages[1].total - stages[0].total == 56 * boundary
+    assert estimate_memory(few, gpu).peak_bytes == estimate_memory(many, gpu).peak_bytes
+
+
+def test_tied_embeddings_have_a_copy_on_the_last_stage(make_job: JobMaker, gpu: Hardware) -> None:
+    """On one stage the table is there once."""
+    tied = {"tied_embeddings": True}
+    (one,), (two,) = (estimate_memory(make_job(model=model), gpu).stages for model in (tied, {}))
+    assert two.parameters - one.parameters == 4 * 256 * 64
+    last = [estimate_memory(make_job(pp=2, model=model), gpu).stages[1] for model in (tied, {})]
+    assert last[0].parameters == last[1].parameters
+
+
+def test_stages_of_unequal_layers(make_job: JobMaker, gpu: Hardware) -> None:
+    """Parameters follow ``stage_layers``."""
+    even, uneven = (estimate_memory(make_job(pp=2, stage_layers=layers), gpu) for layers in ((), (1, 3)))
+    layer = 4 * (12 * 64**2 + 13 * 64)
+    assert even.stages[0].parameters - uneven.stages[0].parameters == layer
+    assert uneven.stages[1].parameters - even.stages[1].parameters == layer
+
+
+def test_table_of_every_rank_without_vocabulary_parallelism(make_job: JobMaker, gpu: Hardware) -> None:
+    """Embedding and head are whole."""
+    whole, shared = (estimate_memory(make_job(tp=4, vocab_parallel=flag), gpu).stages[0] for flag in (False, True))
+    assert whole.parameters - shared.parameters == 4 * 2 * 256 * 64 * 3 / 4
+
+
+def test_optimizers_step_may_need_most(make_job: JobMaker, gpu: Hardware) -> None:
+    """Foreach kernels copy; with little to compute that is the largest moment."""
+    job = make_job(model={**LARGE, "seq_len": 32})
+    foreach = replace(job, optimizer=replace(job.optimizer, fused=False))
+    (stage,) = estimate_memory(foreach, gpu).stages
+    assert stage.moment == "optimizer"
+    assert stage.activations == 0
+    assert stage.temporary == stage.parameters
+
+
+def test_what_fits_has_no_reason(make_job: JobMaker, gpu: Hardware) -> None:
+    memory = estimate_memory(make_job(), gpu)
+    assert memory.fits and memory.reason == ""

@@ -1,0 +1,63 @@
+"""Micro-batches in flight, counted from schedules' own actions."""
+
+import numpy as np
+import pytest
+
+from stepsight.simulator.memory.peaks import ACTION, ACTIVATIONS, FLYING, GRADIENTS, MOMENT, find_peaks
+from stepsight.simulator.schedules import Schedule, find_schedule
+
+
+def peaks(
+    schedule: Schedule, *, kept: float = 1, deferred: float = 0, grown: float = 0, backward: float = 1
+) -> np.ndarray:
+    sizes = np.zeros((schedule.num_stages, schedule.virtual_stages, 7))
+    sizes[:] = (kept, 0, deferred, grown, kept, backward, backward)
+    return find_peaks(schedule, sizes)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "micro_batches", "flying"),
+    [
+        ("1f1b", 4, 8, [4, 3, 2, 1]),
+        ("1f1b", 4, 2, [2, 2, 2, 1]),
+        ("gpipe", 4, 8, [8, 8, 8, 8]),
+        ("1f1b", 1, 8, [1]),
+        ("zb-h1", 4, 8, [4, 4, 4, 4]),
+    ],
+)
+def test_in_flight(name: str, stages: int, micro_batches: int, flying: list[int]) -> None:
+    """1F1B: as many as stages are left.  Zero-bubble H1: as many as 1F1B's first stage, some of them half done."""
+    found = peaks(find_schedule(name, stages, micro_batches), deferred=1)
+    assert found[:, ACTIVATIONS].tolist() == flying
+
+
+@pytest.mark.parametrize(("stages", "virtual_stages"), [(4, 2), (8, 3)])
+def test_in_flight_interleaved(stages: int, virtual_stages: int) -> None:
+    """Narayanan et al. 2021: chunks of ``2 (p - rank - 1) + (v - 1) p`` micro-batches warm up, and one more runs."""
+    found = peaks(find_schedule("1f1b", stages, 8 * stages, virtual_stages))
+    ahead = stages - 1 - np.arange(stages)
+    np.testing.assert_array_equal(found[:, FLYING], 2 * ahead + (virtual_stages - 1) * stages + 1)
+
+
+def test_every_chunk_counts_for_itself() -> None:
+    """Chunks of very different sizes: their micro-batches are counted apart."""
+    schedule = find_schedule("1f1b", 2, 8, 2)
+    sizes = np.zeros((2, 2, 7))
+    sizes[:, :, 0] = sizes[:, :, 4] = sizes[:, :, 5] = sizes[:, :, 6] = (1, 100)
+    found = find_peaks(schedule, sizes)
+    assert found[:, FLYING].tolist() == [5, 3]
+    assert found[:, ACTIVATIONS].tolist() == [203, 102]
+
+
+def test_gradients_come_with_the_first_backward() -> None:
+    """A second micro-batch finds them there: 1 kept and 5 of gradients, against 1 and its own 2 in the first."""
+    (found,) = peaks(find_schedule("1f1b", 1, 2), grown=5, backward=3)
+    assert found[[MOMENT, GRADIENTS, ACTION]].tolist() == [8, 5, 1]
+
+
+def test_what_is_deferred_waits_for_its_own_action() -> None:
+    """With all of it deferred, nothing is gained by splitting; with none, as much as by running at once."""
+    split = find_schedule("zb-h1", 4, 8)
+    whole = find_schedule("1f1b", 4, 8)
+    np.testing.assert_array_equal(peaks(split, deferred=0)[:, MOMENT], peaks(whole)[:, MOMENT])
+    assert (peaks(split, deferred=1)[1:, MOMENT] > peaks(whole)[1:, MOMENT]).all()

@@ -1,0 +1,66 @@
+"""Bytes of parameters, gradients and optimizer states."""
+
+import pytest
+
+from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.job import OptimizerSpec
+from stepsight.simulator.memory import StageMemory, estimate_memory
+from stepsight.simulator.memory.states import states_of
+from stepsight.simulator.parts import groups_of
+from tests.simulator.conftest import JobMaker
+
+NUMEL = 4 * (12 * 64**2 + 13 * 64) + 2 * 256 * 64 + 32 * 64 + 2 * 64
+
+
+def held(stage: StageMemory) -> float:
+    return stage.parameters + stage.gradients + stage.optimizer
+
+
+@pytest.mark.parametrize(
+    ("precision", "zero_stage", "bytes_per_parameter"),
+    [
+        ("bf16", 0, 18),
+        ("bf16", 1, 6 + 12 / 8),
+        ("bf16", 2, 2 + 16 / 8),
+        ("fp16", 0, 20),
+        ("fp16", 1, 4 + 16 / 8),
+        ("fp32", 0, 16),
+        ("fp32", 1, 8 + 8 / 8),
+    ],
+)
+def test_states(make_job: JobMaker, gpu: Hardware, precision: str, zero_stage: int, bytes_per_parameter: float) -> None:
+    """The table of Megatron's distributed optimizer; ZeRO divides in turn (Rajbhandari et al. 2019)."""
+    (stage,) = estimate_memory(make_job(dp=8, zero_stage=zero_stage, precision=precision), gpu).stages
+    assert held(stage) == pytest.approx(bytes_per_parameter * NUMEL)
+
+
+def test_fsdp_shards_everything(make_job: JobMaker, gpu: Hardware) -> None:
+    """16 bytes over all replicas, or over those that share; gradients are not there in the first forward."""
+    for dp_shard, shards in ((0, 8), (2, 2)):
+        (stage,) = estimate_memory(make_job(dp=8, zero_stage=3, dp_shard=dp_shard, precision="bf16"), gpu).stages
+        assert stage.parameters + stage.optimizer == pytest.approx(12 * NUMEL / shards)
+        assert stage.gradients <= 4 * NUMEL / shards
+
+
+def test_experts_have_fewer_replicas(make_job: JobMaker, gpu: Hardware) -> None:
+    """Two replicas of each expert share 12 bytes, eight share those of the rest."""
+    model = {"experts": 8, "experts_per_token": 2}
+    job = make_job(dp=8, ep=4, zero_stage=1, precision="bf16", model=model)
+    states = states_of(job.parallel, job.optimizer, "bf16", groups_of(job))
+    assert states.optimizer == (12 / 8, 12 / 2)
+    assert states.parameters == (2, 2)
+
+
+def test_optimizer_may_wait_on_the_host(make_job: JobMaker, gpu: Hardware) -> None:
+    """Neither moments nor master copy."""
+    job = make_job(precision="bf16")
+    states = states_of(job.parallel, OptimizerSpec(offload=True), "bf16", groups_of(job))
+    assert states.optimizer == (0, 0)
+
+
+def test_foreach_makes_a_copy(make_job: JobMaker) -> None:
+    """The root of the second moment, for every element that the rank steps."""
+    job = make_job(dp=8, zero_stage=1)
+    foreach = OptimizerSpec(fused=False)
+    assert states_of(job.parallel, job.optimizer, "fp32", groups_of(job)).workspace == (0, 0)
+    assert states_of(job.parallel, foreach, "fp32", groups_of(job)).workspace == (4 / 8, 4 / 8)
