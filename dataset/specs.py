@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -33,7 +33,7 @@ T = TypeVar("T", bound=type)
 
 def hashed_once(cls: T) -> T:
     """Let a frozen dataclass, which must not have slots, remember its hash: it is a key thousands of times a second."""
-    compute: Callable[[Any], int] = cls.__hash__
+    compute: Any = cls.__hash__
 
     def remembered(self: Any) -> int:
         known: int | None = self.__dict__.get("_hash")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stepsight.simulator.passages import STREAMS
-from stepsight.simulator.pipeline import run_track
+from stepsight.simulator.pipeline import track_clocks
 
 if TYPE_CHECKING:
     from stepsight.simulator.simulate import Simulation
@@ -29,9 +29,11 @@ def break_down(simulation: Simulation) -> dict[str, float]:
     """Seconds by category, mean over stages of the slowest pipeline; see ``Simulation.breakdown``."""
     low, total, passing = simulation.lowered, simulation.iteration_time_s, simulation.slowest
     run, stages = passing.run, low.num_stages
-    runs = np.bincount(run.segment, minlength=len(passing.times)) / stages
-    streams = dict(zip(STREAMS, runs @ np.stack([time.by_stream for time in passing.times]), strict=True))
-    host = float(runs @ np.array([time.host for time in passing.times])) + streams["offload"]
+    runs = np.bincount(passing.rows, minlength=len(passing.segments)) / stages
+    used = np.flatnonzero(runs).tolist()
+    times = [simulation.timer.segment(low.segments[passing.segments[row]], passing.condition(row)) for row in used]
+    streams = dict(zip(STREAMS, runs[used] @ np.stack([time.by_stream for time in times]), strict=True))
+    host = float(runs[used] @ np.array([time.host for time in times])) + streams["offload"]
     seconds = {"compute": streams["compute"], "host": host}
     seconds |= {f"{axis}_communication": streams[axis] for axis in ("tp", "cp", "ep")}
     inside = float((run.finish[:, 0] - run.start[:, 0]).sum()) / stages - sum(seconds.values())
@@ -52,6 +54,7 @@ def break_down(simulation: Simulation) -> dict[str, float]:
 
 
 def _messages(simulation: Simulation) -> float:
-    run = simulation.slowest.run
-    free = run_track(run.track, run.segment, run.transition, np.zeros(run.track.num_messages))
-    return max(0.0, float(run.clocks.max() - free.clocks.max()))
+    passing = simulation.slowest
+    free = np.zeros(len(passing.message_seconds))
+    clocks = track_clocks(passing.lowered.track, passing.rows, passing.transition, free)
+    return max(0.0, float(passing.clocks.max() - clocks.max()))

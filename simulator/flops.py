@@ -30,12 +30,12 @@ def passage_flops(passage: Passage, first: int, last: int) -> float:
 def segment_flops(segment: Segment) -> float:
     """FLOP of one run of a segment on one rank."""
     rows = segment.events[segment.events[:, 0] == RUN, 1:5].tolist()
-    return sum(times * passage_flops(segment.passages[what], a, b) for what, a, b, times in rows)
+    return float(sum(times * passage_flops(segment.passages[what], a, b) for what, a, b, times in rows))
 
 
 def iteration_flops(lowered: Lowered) -> tuple[float, float]:
-    """FLOP of an iteration that the model needs, and that are done (recomputation included), summed over stages: of one
-    rank each."""
+    """FLOP of an iteration that the model needs, and that are done (recomputation included): of one rank of each stage,
+    summed over stages."""
     flops = np.array([segment_flops(segment) for segment in lowered.segments])
     done = float(flops[lowered.segment].sum())
     forward = float(flops[lowered.segment[lowered.track.kind == FORWARD]].sum())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,13 +70,13 @@ class Layout:
         for name, degree in self.axes:
             if name not in axes:
                 continue
-            here = np.gcd(degree, inner)
+            here = gcd(degree, inner)
             inner //= here
             degree, stride = degree // here, self.stride(name) * here
-            use = np.gcd(degree, size)
+            use = gcd(degree, size)
             size //= use
             if use > 1:
-                taken.append((int(stride), int(use)))
+                taken.append((stride, use))
         return self.strided(_joined(taken))
 
     def strided(self, strides: Strides) -> Group:

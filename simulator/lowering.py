@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.errors import JobError
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
@@ -20,10 +22,18 @@ from stepsight.simulator.parts import Groups, PartShape, boundary_bytes, groups_
 from stepsight.simulator.passages import BACKWARD as WHOLE
 from stepsight.simulator.passages import INPUT, WEIGHT
 from stepsight.simulator.replicas import Replicas
-from stepsight.simulator.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KIND_NAMES
+from stepsight.simulator.schedules import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    KIND_NAMES,
+    read_schedule,
+)
 from stepsight.simulator.segment import Segment
 from stepsight.simulator.stage import Recompute, backward_segment, forward_segment, optimizer_segment
 from stepsight.simulator.track import FIRST, LAST, Track, find_track
+from stepsight.simulator.track import track as order_entries
 
 Ints = NDArray[np.int32]
 _LABELS = {BACKWARD: WHOLE, BACKWARD_INPUT: INPUT, BACKWARD_WEIGHT: WEIGHT}
@@ -36,7 +46,7 @@ class Lowered:
     Attributes:
         segments: Distinct segments of the parts of the model, and the stages' optimizers.
         track: The schedule's actions, and the messages between stages, in one order that can run.
-        segment: Index into ``segments`` of each action, shape ``(num_actions,)``.
+        table: Index into ``segments`` of what each part runs in each kind and turn (see ``place``).
         optimizer: Likewise of each stage's optimizer, shape ``(num_stages,)``.
         messages: Distinct point-to-point messages between stages.
         message: Index into ``messages`` of each of the track's, shape ``(num_messages,)``.
@@ -46,7 +56,7 @@ class Lowered:
 
     segments: tuple[Segment, ...]
     track: Track
-    segment: Ints
+    table: Ints
     optimizer: Ints
     messages: tuple[Collective, ...]
     message: Ints
@@ -56,6 +66,16 @@ class Lowered:
     @property
     def num_stages(self) -> int:
         return self.track.num_stages
+
+    @property
+    def place(self) -> Ints:
+        """Position in ``table`` of each action, shape ``(num_actions,)``."""
+        return _place(self.track)
+
+    @cached_property
+    def segment(self) -> Ints:
+        """Index into ``segments`` of each action, shape ``(num_actions,)``."""
+        return self.table[self.place]
 
     @property
     def num_micro_batches(self) -> int:
@@ -140,7 +160,7 @@ def _lower(
 ) -> Lowered:
     replicas = replicas_of(p, groups, shape.precision, beside, share)
     runtime = p.runtime or ("asynchronous" if beside else "torch")
-    track = find_track(p.schedule, p.pp, num_micro_batches, p.virtual_stages, runtime)
+    track = _find_track(p, num_micro_batches, runtime)
     numbers: dict[Segment, int] = {}  # by identity: equal segments are one object, their makers are cached
     rows: dict[PartShape, int] = {}
     row = [rows.setdefault(part, len(rows)) for part in parts]
@@ -163,13 +183,13 @@ def _lower(
                 )
             table[at, kind, turn] = numbers.setdefault(segment, len(numbers))
     tied = _tied(p, shape, layout)
-    optimizers = {}
+    optimizers: dict[tuple[tuple[int, ...], bool], int] = {}
     of_stage = []
     for own in _held(track):
         ends = tied.size > 1 and (parts[own[0]].first or parts[own[-1]].last)
-        key = (tuple(row[part] for part in own), ends)
+        key = (tuple([row[part] for part in own]), ends)
         if key not in optimizers:
-            held = tuple(parts[part] for part in own)
+            held = tuple([parts[part] for part in own])
             segment = optimizer_segment(shape, held, replicas, optimizer, tied if ends else Group())
             optimizers[key] = numbers.setdefault(segment, len(numbers))
         of_stage.append(optimizers[key])
@@ -177,7 +197,7 @@ def _lower(
     return Lowered(
         segments=tuple(numbers),
         track=track,
-        segment=table.reshape(len(rows), -1)[row].ravel()[_place(track)],
+        table=table.reshape(len(rows), -1)[row].ravel(),
         optimizer=np.array(of_stage, dtype=np.int32),
         messages=messages,
         message=message,
@@ -205,6 +225,27 @@ def _held(track: Track) -> tuple[tuple[int, ...], ...]:
 def _passes(track: Track) -> tuple[tuple[int, int], ...]:
     """Distinct (kind, turn) of a track's actions."""
     return tuple(divmod(int(key), 3) for key in np.unique(track.kind * 3 + track.turn))
+
+
+def _find_track(p: ParallelSpec, num_micro_batches: int, runtime: str) -> Track:
+    if p.schedule.endswith(".csv") and p.pp > 1:
+        path = Path(p.schedule)
+        changed = path.stat().st_mtime_ns if path.is_file() else 0
+        return _read_track(path, changed, p.pp, num_micro_batches, p.virtual_stages, runtime)
+    return find_track(p.schedule, p.pp, num_micro_batches, p.virtual_stages, runtime)
+
+
+@lru_cache(maxsize=64)
+def _read_track(path: Path, changed: int, stages: int, micro_batches: int, virtual_stages: int, runtime: str) -> Track:
+    """A user's own table; ``changed`` is there to read a file again that is another."""
+    schedule = read_schedule(path)
+    has = (schedule.num_stages, schedule.num_micro_batches, schedule.num_parts)
+    if has != (stages, micro_batches, stages * virtual_stages):
+        raise JobError(
+            f"{path} must hold pp = {stages} ranks, {micro_batches} micro-batches and pp * virtual_stages = "
+            f"{stages * virtual_stages} parts, got {has[0]}, {has[1]} and {has[2]}"
+        )
+    return order_entries(schedule, runtime)
 
 
 def _tied(p: ParallelSpec, shape: RankShape, layout: Layout) -> Group:
@@ -235,7 +276,14 @@ def _messages(
     distinct = {kind: index for index, kind in enumerate(dict.fromkeys(kind for kind in kinds if kind[1]))}
     crossing = np.array([distinct.get(kind, -1) for kind in kinds], dtype=np.int32)  # after each part
     messages = tuple(Collective("send_recv", size, 2, near) for size, near in distinct)
+    if len(messages) == 1:
+        return messages, _all_the_first(track)
     return messages, crossing[_boundaries(track)]
+
+
+@lru_cache(maxsize=512)
+def _all_the_first(track: Track) -> Ints:
+    return np.zeros(track.num_messages, dtype=np.int32)
 
 
 @lru_cache(maxsize=512)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from stepsight.simulator.engine import Floats, Ints, compiled
 from stepsight.simulator.runtimes import COMPUTE, POST
-from stepsight.simulator.track import Track
+from stepsight.simulator.track import Track, steady_state
 
 Indices = NDArray[np.uint32]
 
@@ -73,6 +73,30 @@ def run_track(
         host_action_s, host_message_s, start, finish, clocks, posted, message_start, message_finish, held,
     )  # fmt: skip
     return TrackRun(track, segment, transition, start, finish, clocks, posted, message_start, message_finish, held)
+
+
+def track_clocks(
+    track: Track,
+    segment: Ints,
+    transition: Floats,
+    message_seconds: Floats,
+    host_action_s: float = 0.0,
+    host_message_s: float = 0.0,
+) -> Floats:
+    """The clocks at the end alone, shape ``(num_stages, K)``: ``run_track(...).clocks`` but for rounding.
+
+    Most of a long schedule does the same again and again.  Once all clocks, and all posts, move on by the same time
+    from one period to the next, they do so until the pattern ends (the state of a max-plus system decides its future),
+    and the rest of the periods is skipped.
+    """
+    clocks = np.zeros((track.num_stages, transition.shape[1]))
+    posted = np.empty((track.num_messages, 2))
+    steady = steady_state(track)
+    _final(
+        *_entries(track), segment.view(np.uint32), transition, message_seconds, host_action_s, host_message_s,
+        steady.first, steady.length, steady.periods, steady.lag, clocks, posted,
+    )  # fmt: skip
+    return clocks
 
 
 def walk(run: TrackRun, stage: int, clock: int = 0) -> tuple[Floats, Floats, float, float]:
@@ -149,6 +173,79 @@ def _run(
             if end > clocks[s, 0]:
                 clocks[s, 0] = end
                 held[at, side[entry]] = True
+
+
+@compiled
+def _final(
+    op: Indices,
+    stage: Indices,
+    index: Indices,
+    side: Indices,
+    segment: Indices,
+    transition: Floats,
+    message_seconds: Floats,
+    host_action_s: float,
+    host_message_s: float,
+    first: int,
+    length: int,
+    periods: int,
+    lag: int,
+    clocks: Floats,
+    posted: Floats,
+) -> None:
+    """The loop of ``track_clocks``; the last two are filled (``clocks`` must be zero)."""
+    num_clocks = transition.shape[1]
+    start = np.zeros(num_clocks)
+    before, now = np.zeros(length), np.zeros(length)  # clock 0 after each entry of a period
+    others = clocks.copy()  # all clocks at the end of the period before
+    begin, steady, period = 0, 0, -1  # what comes before the first period is -1
+    while begin < len(op):
+        repeats = 0 <= period < periods
+        end = first if period < 0 and periods > 0 else begin + length if repeats else len(op)
+        for entry in range(begin, end):
+            at, s = index[entry], stage[entry]
+            if op[entry] == COMPUTE:
+                clocks[s, 0] += host_action_s
+                for clock in range(num_clocks):
+                    start[clock] = clocks[s, clock]
+                for to in range(num_clocks):
+                    latest = -np.inf
+                    for clock in range(num_clocks):
+                        latest = max(latest, start[clock] + transition[segment[at], to, clock])
+                    clocks[s, to] = latest
+            elif op[entry] == POST:
+                clocks[s, 0] += host_message_s
+                posted[at, side[entry]] = clocks[s, 0]
+            else:
+                passed = max(posted[at, 0], posted[at, 1]) + message_seconds[at]
+                if passed > clocks[s, 0]:
+                    clocks[s, 0] = passed
+            if repeats:
+                now[entry - begin] = clocks[s, 0]
+        begin = end
+        period += 1
+        if not repeats:
+            continue
+        shift = now[0] - before[0]
+        same = period > 1
+        for place in range(length):
+            same &= abs(now[place] - before[place] - shift) <= 1e-12 * now[place]
+        for who in range(len(clocks)):
+            for clock in range(1, num_clocks):
+                same &= clocks[who, clock] == others[who, clock]
+                others[who, clock] = clocks[who, clock]
+        steady = steady + 1 if same else 0
+        before, now = now, before
+        skipped = periods - period
+        if steady > lag and skipped > 0:
+            for back in range(begin - lag * length, begin):
+                if op[back] == POST:
+                    ahead = index[back + skipped * length]
+                    posted[ahead, side[back]] = posted[index[back], side[back]] + skipped * shift
+            for who in range(len(clocks)):
+                clocks[who, 0] += skipped * shift
+            begin += skipped * length
+            period = periods
 
 
 @compiled

@@ -40,6 +40,7 @@ class Pipeline:
 
     @property
     def is_plain(self) -> bool:
+        """Whether no message is slower than it is anyway."""
         return all(link == 1.0 for link in self.links)
 
     def message_factors(self, lowered: Lowered) -> Floats:

@@ -14,7 +14,7 @@ from stepsight.simulator.blocks.shape import Group
 from stepsight.simulator.engine import compiled
 from stepsight.simulator.parts import Groups
 from stepsight.simulator.passages import Passage
-from stepsight.simulator.segment import DATA, NUM_COLUMNS, RUN, SECOND, SEND, SegmentBuilder
+from stepsight.simulator.segment import DATA, NUM_COLUMNS, RUN, SECOND, SEND, Segment, SegmentBuilder
 
 GRADIENT_BYTES = 4
 BUCKET_NAMES = ("gradients{}", "expert_gradients{}")  # of others, of experts
@@ -129,40 +129,61 @@ class Repeated:
     newest: int
 
 
-def run_by_bucket(builder: SegmentBuilder, units: Sequence[Repeated], replicas: Replicas) -> None:
-    """Run backward passages; gradients are sent bucket by bucket on the way, the last bucket holds what is left."""
-    tables = [unit.passage.gradient_table for unit in units]
-    places = np.array(
-        [
-            (builder.passage(u.passage), u.passage.num_nodes, u.times, builder.name(u.name), u.newest, u.passage.serial)
-            for u in units
-        ],
-        dtype=np.int64,
-    )
-    bounds = np.cumsum([0, *map(len, tables)])
-    tensors = np.concatenate(tables)
-    most = int((np.diff(bounds) * places[:, 2]).sum()) + 1
-    cuts = np.empty((most, 5), dtype=np.int64)
+@dataclass(frozen=True, eq=False)
+class BucketPlan:
+    """A backward pass in which gradients are sent bucket by bucket, whatever the buckets and the replicas.
+
+    Attributes:
+        label: Of the segment.
+        passages: Distinct ones.
+        names: For people: of the passages' blocks, then of the two kinds of buckets.
+        places: Of each unit: passage, its nodes, times, name, number, whether it can be cut anywhere; shape ``(u, 6)``.
+        tensors: Node, elements and whether an expert's of each gradient of each unit, shape ``(g, 3)``.
+        bounds: Gradients of unit ``i`` are ``bounds[i]:bounds[i + 1]``.
+        most: No more buckets than this.
+    """
+
+    label: str
+    passages: tuple[Passage, ...]
+    names: tuple[str, ...]
+    places: NDArray[np.int64]
+    tensors: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+    most: int
+
+    @classmethod
+    def of(cls, label: str, units: Sequence[Repeated]) -> BucketPlan:
+        passages = {unit.passage: None for unit in units}
+        names = dict.fromkeys([*(unit.name for unit in units), *BUCKET_NAMES])
+        index, number = ({key: at for at, key in enumerate(keys)} for keys in (passages, names))
+        rows = [
+            (index[u.passage], u.passage.num_nodes, u.times, number[u.name], u.newest, u.passage.serial) for u in units
+        ]
+        tables = [unit.passage.gradient_table for unit in units]
+        bounds = np.cumsum([0, *map(len, tables)])
+        places = np.array(rows, dtype=np.int64)
+        most = int((np.diff(bounds) * places[:, 2]).sum()) + 2
+        return cls(label, tuple(passages), tuple(names), places, np.concatenate(tables), bounds, most)
+
+
+def send_buckets(plan: BucketPlan, replicas: Replicas) -> Segment:
+    """Run a backward pass; gradients are sent on the way, the last bucket holds what is left."""
     limit = -(-replicas.bucket_bytes // GRADIENT_BYTES)
-    found = np.zeros(2, dtype=np.int64)
-    cut_buckets(places, tensors, bounds, limit, cuts, found)
-    plain, experts = int(found[0]), int(found[1])
-    cuts = cuts[: plain + experts]
-    works = np.full((len(cuts), 2), -1, dtype=np.int64)
-    for expert, own in ((False, slice(0, plain)), (True, slice(plain, plain + experts))):
-        sizes, which = np.unique(cuts[own, 3], return_inverse=True)
-        pairs = [bucket_works(replicas, int(size), expert=expert) for size in sizes]
-        index = [[-1 if work is None else builder.collective(work) for work in pair] for pair in pairs]
-        if index:
-            works[own] = np.array(index)[which]
-    if experts:
-        order = np.lexsort((cuts[:, 4], cuts[:, 2], cuts[:, 1], cuts[:, 0]))
-        cuts, works = cuts[order], works[order]
-    names = np.array([builder.name(name) for name in BUCKET_NAMES])
-    rows = np.empty((5 * len(cuts) + 3 * len(units), NUM_COLUMNS), dtype=np.int32)
+    cuts, found = np.empty((plan.most, 5), dtype=np.int64), np.zeros(2, dtype=np.int64)
+    sizes = np.empty((plan.most, 2), dtype=np.int64)
+    cut_buckets(plan.places, plan.tensors, plan.bounds, limit, cuts, sizes, found)
+    cuts = cuts[: found[0]]
+    sent: dict[Collective, int] = {}
+    works = []
+    for numel, expert in sizes[: found[1]].tolist():
+        pair = bucket_works(replicas, numel, expert=bool(expert))
+        works.append([-1 if work is None else sent.setdefault(work, len(sent)) for work in pair])
+    if cuts[-1, 4]:  # experts' cuts come after the others'
+        cuts = cuts[np.lexsort((cuts[:, 4], cuts[:, 2], cuts[:, 1], cuts[:, 0]))]
+    rows = np.empty((5 * len(cuts) + 3 * len(plan.places), NUM_COLUMNS), dtype=np.int32)
     count = np.zeros(1, dtype=np.int64)
-    bucket_rows(places, cuts, works, names, builder.num_events, rows, count)
-    builder.extend(rows[: count[0]])
+    bucket_rows(plan.places, cuts, np.array(works, dtype=np.int64), len(plan.names) - 2, rows, count)
+    return Segment(plan.label, plan.passages, tuple(sent), rows[: count[0]], plan.names, replicas.compute_share)
 
 
 @compiled
@@ -172,37 +193,44 @@ def cut_buckets(
     bounds: NDArray[np.int64],
     limit: int,
     cuts: NDArray[np.int64],
+    sizes: NDArray[np.int64],
     found: NDArray[np.int64],
 ) -> None:
     """Where buckets are full.
 
     Args:
-        places: Of each unit: passage, its nodes, times, name, number, whether it can be cut anywhere; shape ``(u, 6)``.
-        tensors: Node, elements and whether an expert's of each gradient of each unit, shape ``(g, 3)``.
-        bounds: Gradients of unit ``i`` are ``bounds[i]:bounds[i + 1]``.
+        places, tensors, bounds: See ``BucketPlan``.
         limit: A bucket is full when it holds this many elements.
-        cuts: Filled: unit, turn, node, elements, whether experts'; first the others', then the experts'.
-        found: Filled: how many of either, shape ``(2,)``.
+        cuts: Filled: unit, turn, node, index into ``sizes``, whether experts'; first the others', then the experts'.
+        sizes: Filled: distinct elements, whether experts'.
+        found: Filled: how many cuts and sizes.
     """
-    at = 0
+    at, distinct = 0, 0
     for expert in range(2):
         held, unit, turn, node = 0, -1, 0, 0
-        for u in range(len(places)):
-            for t in range(places[u, 2]):
-                for g in range(bounds[u], bounds[u + 1]):
-                    if tensors[g, 2] != expert:
-                        continue
-                    held += tensors[g, 1]
-                    unit, turn = u, t
-                    node = tensors[g, 0] if places[u, 5] else places[u, 1]
-                    if held >= limit:
-                        cuts[at, 0], cuts[at, 1], cuts[at, 2], cuts[at, 3], cuts[at, 4] = unit, turn, node, held, expert
+        for u in range(len(places) + 1):
+            last = u == len(places)
+            for t in range(1 if last else places[u, 2]):
+                for g in range(0 if last else bounds[u], 1 if last else bounds[u + 1]):
+                    if not last:
+                        if tensors[g, 2] != expert:
+                            continue
+                        held += tensors[g, 1]
+                        unit, turn = u, t
+                        node = tensors[g, 0] if places[u, 5] else places[u, 1]
+                    if held >= limit or (last and held > 0):
+                        size = distinct
+                        for known in range(distinct - 1, -1, -1):
+                            if sizes[known, 0] == held and sizes[known, 1] == expert:
+                                size = known
+                                break
+                        if size == distinct:
+                            sizes[size, 0], sizes[size, 1] = held, expert
+                            distinct += 1
+                        cuts[at, 0], cuts[at, 1], cuts[at, 2], cuts[at, 3], cuts[at, 4] = unit, turn, node, size, expert
                         at += 1
                         held = 0
-        if held > 0:
-            cuts[at, 0], cuts[at, 1], cuts[at, 2], cuts[at, 3], cuts[at, 4] = unit, turn, node, held, expert
-            at += 1
-        found[expert] = at - (found[0] if expert else 0)
+    found[0], found[1] = at, distinct
 
 
 @compiled
@@ -210,8 +238,7 @@ def bucket_rows(
     places: NDArray[np.int64],
     cuts: NDArray[np.int64],
     works: NDArray[np.int64],
-    names: NDArray[np.int64],
-    before: int,
+    names: int,
     rows: NDArray[np.int32],
     count: NDArray[np.int64],
 ) -> None:
@@ -219,9 +246,8 @@ def bucket_rows(
 
     Args:
         places, cuts: As in ``cut_buckets``, cuts in the order of issue.
-        works: The one or two collectives of each cut, -1 if none, shape ``(num_cuts, 2)``.
-        names: Of buckets of others and of experts.
-        before: Events there are already.
+        works: The one or two collectives of each size, -1 if none, shape ``(num_sizes, 2)``.
+        names: Index of the name of others' buckets; that of experts' follows.
         rows, count: Filled: events, and how many.
     """
     at, cut = 0, 0
@@ -251,10 +277,11 @@ def bucket_rows(
             expert = cuts[cut, 4]
             sent = -1
             for which in range(2):
-                if works[cut, which] >= 0:
-                    clock = 2 if which == 1 or expert == 1 else 1
-                    rows[at, :] = np.array([SEND, works[cut, which], clock, sent, 0, names[expert], numbers[expert], 0])
-                    sent = before + at
+                if works[cuts[cut, 3], which] >= 0:
+                    clock = SECOND if which == 1 or expert == 1 else DATA
+                    work, name_at = works[cuts[cut, 3], which], names + expert
+                    rows[at, :] = np.array([SEND, work, clock, sent, 0, name_at, numbers[expert], 0])
+                    sent = at
                     at += 1
             numbers[expert] += 1
             cut += 1
@@ -266,18 +293,13 @@ class FullUnit:
     """What FSDP gathers at once.
 
     Attributes:
-        name, number: For people.
+        name: For people.
         numel, expert_numel: Elements, others' and experts'.
     """
 
     name: str
-    number: int
     numel: int
     expert_numel: int = 0
-
-    @property
-    def size(self) -> tuple[int, int]:
-        return self.numel, self.expert_numel
 
 
 class Gathers:
@@ -286,13 +308,19 @@ class Gathers:
     Args:
         builder: Where to.
         replicas: Who shares.
-        units: What is gathered, in the order of use.
+        units: What is gathered, in the order of use, each with its number; equal units are one object.
         dtype: Of the parameters that travel.
         ahead: Whether the next unit is asked for early even where that hides nothing (backward on CPU).
     """
 
     def __init__(
-        self, builder: SegmentBuilder, replicas: Replicas, units: Sequence[FullUnit], dtype: str, *, ahead: bool
+        self,
+        builder: SegmentBuilder,
+        replicas: Replicas,
+        units: Sequence[tuple[FullUnit, int]],
+        dtype: str,
+        *,
+        ahead: bool,
     ) -> None:
         self._builder = builder
         self._replicas = replicas
@@ -310,16 +338,16 @@ class Gathers:
 
     def arrive(self) -> None:
         """Wait for the oldest unit and copy it out into parameters."""
-        again = self._used > 0 and self._units[self._used].size == self._units[self._used - 1].size
+        again = self._used > 0 and self._units[self._used][0] is self._units[self._used - 1][0]
         self._steady = self._steady + 1 if again and len(self._flying) == self._ahead else 0
         if not self._flying:
             self._issue()
         for event in self._flying.pop(0):
             self._builder.wait(event)
-        unit = self._units[self._used]
+        unit, number = self._units[self._used]
         self._used += 1
         numel = unit.numel + unit.expert_numel
-        self._builder.items([Op("copy", (numel,), self._dtype)], unit.name, unit.number, "copy_out")
+        self._builder.items([Op("copy", (numel,), self._dtype)], unit.name, number, "copy_out")
 
     def alike(self) -> int:
         """How many of the next units do just what the last one did: wait for, and ask for, the same sizes."""
@@ -327,7 +355,7 @@ class Gathers:
             return 0  # what it waited for was not yet asked for by one that is like it
         units, used, asked, count = self._units, self._used, self._asked, 0
         while asked + count < len(units):
-            if {units[used + count].size, units[asked + count].size} != {units[used - 1].size}:
+            if units[used + count][0] is not units[used - 1][0] or units[asked + count][0] is not units[used - 1][0]:
                 break
             count += 1
         return count
@@ -339,10 +367,10 @@ class Gathers:
         self._flying = [tuple(event + shift for event in events) for events in self._flying]
 
     def _issue(self) -> None:
-        unit, groups = self._units[self._asked], self._replicas.groups
+        (unit, number), groups = self._units[self._asked], self._replicas.groups
         self._asked += 1
         shard = -(-unit.numel // groups.shard.size) + -(-unit.expert_numel // groups.experts.size)
-        self._builder.items([Op("copy", (shard,), self._dtype)], unit.name, unit.number, "copy_in")
+        self._builder.items([Op("copy", (shard,), self._dtype)], unit.name, number, "copy_in")
         events = []
         for group, numel, clock in ((groups.shard, unit.numel, DATA), (groups.experts, unit.expert_numel, SECOND)):
             if not numel or group.size == 1:
@@ -350,7 +378,7 @@ class Gathers:
             gather = group.collective("all_gather", numel * DTYPE_BYTES[self._dtype])
             name = f"{unit.name}.parameters"
             if self._replicas.beside:
-                events.append(self._builder.send(gather, clock, name, unit.number))
+                events.append(self._builder.send(gather, clock, name, number))
             else:
-                self._builder.block(gather, clock, name, unit.number)
+                self._builder.block(gather, clock, name, number)
         self._flying.append(tuple(events))

@@ -20,10 +20,10 @@ from stepsight.simulator.latency import LatencyModel
 from stepsight.simulator.lowering import Lowered, lower
 from stepsight.simulator.memory import Memory as Memory
 from stepsight.simulator.memory import estimate_memory
-from stepsight.simulator.pipeline import TrackRun, run_track, walk
+from stepsight.simulator.pipeline import TrackRun, run_track, track_clocks, walk
 from stepsight.simulator.pipelines import Pipeline, distinct_pipelines
 from stepsight.simulator.segment import NUM_CLOCKS
-from stepsight.simulator.timing import OpTimes, SegmentTime, Slowdown, Timer, timer_of
+from stepsight.simulator.timing import OpTimes, Slowdown, Timer, timer_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,17 +32,32 @@ class Passing:
 
     Attributes:
         pipeline: Which ranks.
-        times: Distinct segments under distinct conditions.
-        of: Segment (of the job) and condition of each of ``times``.
-        run: When its actions and messages run; ``run.segment`` points into ``times``.
+        lowered: What they run.
+        segments: Index into ``lowered.segments`` of each row of ``transition``.
+        slowdowns: Condition of each row; one for all.
+        rows: Row of each action, shape ``(num_actions,)``.
+        transition: Paths from clock to clock, shape ``(num_rows, NUM_CLOCKS, NUM_CLOCKS)``.
         message_seconds: Of each of the track's messages.
+        clocks: Of each stage at the end, shape ``(num_stages, NUM_CLOCKS)``.
     """
 
     pipeline: Pipeline
-    times: tuple[SegmentTime, ...]
-    of: tuple[tuple[int, Slowdown], ...]
-    run: TrackRun
+    lowered: Lowered
+    segments: Ints
+    slowdowns: tuple[Slowdown, ...]
+    rows: Ints
+    transition: Floats
     message_seconds: Floats
+    clocks: Floats
+
+    @cached_property
+    def run(self) -> TrackRun:
+        """When every action and message runs; ``run.segment`` are ``rows``."""
+        return run_track(self.lowered.track, self.rows, self.transition, self.message_seconds)
+
+    def condition(self, row: int) -> Slowdown:
+        """What slows a row."""
+        return self.slowdowns[row if len(self.slowdowns) > 1 else 0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +111,7 @@ class Simulation:
     @cached_property
     def slowest(self) -> Passing:
         """The pipeline that decides when the last optimizer starts."""
-        return max(self.passings, key=lambda passing: float(passing.run.clocks.max()))
+        return max(self.passings, key=lambda passing: float(passing.clocks.max()))
 
     @cached_property
     def work_seconds(self) -> Floats:
@@ -139,7 +154,7 @@ class Simulation:
         entry[0] = self.begin[stage]
         since = int(np.argmax(entry + table[clock]))
         together = np.flatnonzero(self.lowered.meets == self.lowered.meets[stage]) if since == 0 else np.array([stage])
-        ends = [(float(p.run.clocks[s, c]), i, s, c) for i, p in enumerate(self.passings) for s in together.tolist()
+        ends = [(float(p.clocks[s, c]), i, s, c) for i, p in enumerate(self.passings) for s in together.tolist()
                 for c in (range(NUM_CLOCKS) if since == 0 else (since,))]  # fmt: skip
         _, which, at, end = max(ends, key=lambda found: found[0])
         passing = self.passings[which]
@@ -149,10 +164,15 @@ class Simulation:
     def segment_uses(self) -> list[tuple[int, Slowdown, Floats]]:
         """Segment, condition and how often it is passed from clock to clock on the critical path, ``(to, from)``."""
         passing, (stage, clock, since), uses, _ = self._path
-        found = [(*passing.of[i], uses[i]) for i in range(len(passing.of)) if i < len(uses) and (uses[i] > 0).any()]
+        rows = np.flatnonzero((uses > 0).any(axis=(1, 2))).tolist()
+        found: dict[tuple[int, Slowdown], Floats] = {}
+        for row in rows:
+            key = (int(passing.segments[row]), passing.condition(row))
+            found[key] = found.get(key, 0.0) + uses[row]
         last = np.zeros((NUM_CLOCKS, NUM_CLOCKS))
         last[clock, since] = 1.0
-        return [*found, (int(self.lowered.optimizer[stage]), self.optimizer_condition(stage), last)]
+        optimizer = (int(self.lowered.optimizer[stage]), self.optimizer_condition(stage), last)
+        return [*((*key, uses) for key, uses in found.items()), optimizer]
 
     def message_uses(self) -> Floats:
         """How often each distinct message lies on the critical path, in terms of its time alone."""
@@ -196,9 +216,9 @@ def simulate_lowered(
     """As ``simulate``, with everything at hand."""
     message_seconds = timer.work_seconds(lowered.messages)[lowered.message]
     passings = tuple(_pass(lowered, timer, pipeline, message_seconds) for pipeline in pipelines)
-    clocks = passings[0].run.clocks
+    clocks = passings[0].clocks
     for passing in passings[1:]:
-        clocks = np.maximum(clocks, passing.run.clocks)
+        clocks = np.maximum(clocks, passing.clocks)
     begin = clocks.max(axis=1)
     latest = np.full(lowered.num_stages, -np.inf)
     np.maximum.at(latest, lowered.meets, begin)
@@ -222,15 +242,17 @@ def optimizer_transitions(simulation: Simulation) -> Floats:
 
 def _pass(lowered: Lowered, timer: Timer, pipeline: Pipeline, message_seconds: Floats) -> Passing:
     track, conditions = lowered.track, tuple(dict.fromkeys(pipeline.slowdowns))
-    segment: Ints = lowered.segment
     if len(conditions) == 1:
-        of = tuple((index, conditions[0]) for index in range(len(lowered.segments)))
+        segments, slowdowns, rows = lowered.table, conditions, lowered.place
+        distinct = [timer.segment(segment, conditions[0]).transition for segment in lowered.segments]
+        transition = np.array(distinct)[segments]
     else:
         place = np.array([conditions.index(slowdown) for slowdown in pipeline.slowdowns])
-        pairs, inverse = np.unique(segment * len(conditions) + place[track.stage], return_inverse=True)
-        of = tuple((int(pair) // len(conditions), conditions[int(pair) % len(conditions)]) for pair in pairs)
-        segment = inverse.astype(np.int32)
-    times = tuple(timer.segment(lowered.segments[index], slowdown) for index, slowdown in of)
-    transition = np.stack([time.transition for time in times])
+        pairs, inverse = np.unique(lowered.segment * len(conditions) + place[track.stage], return_inverse=True)
+        segments, rows = (pairs // len(conditions)).astype(np.int32), inverse.astype(np.int32)
+        slowdowns = tuple(conditions[pair % len(conditions)] for pair in pairs.tolist())
+        found = zip(segments.tolist(), slowdowns, strict=True)
+        transition = np.array([timer.segment(lowered.segments[at], slow).transition for at, slow in found])
     seconds = message_seconds if pipeline.is_plain else message_seconds * pipeline.message_factors(lowered)
-    return Passing(pipeline, times, of, run_track(track, segment, transition, seconds), seconds)
+    clocks = track_clocks(track, rows, transition, seconds)
+    return Passing(pipeline, lowered, segments, slowdowns, rows, transition, seconds, clocks)

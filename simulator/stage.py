@@ -11,8 +11,11 @@ all-gathers carry parameters in the training dtype.  Full recomputation repeats 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from stepsight.dataset.op import DTYPE_BYTES, Op
 from stepsight.dataset.specs import OptimizerSpec
@@ -33,12 +36,13 @@ from stepsight.simulator.replicas import (
     BUCKET_NAMES,
     GRADIENT_BYTES,
     SILENT,
+    BucketPlan,
     FullUnit,
     Gathers,
     Repeated,
     Replicas,
     reduce_gradients,
-    run_by_bucket,
+    send_buckets,
 )
 from stepsight.simulator.segment import DATA, SECOND, Segment, SegmentBuilder
 
@@ -148,8 +152,7 @@ def _forward(shape: RankShape, part: PartShape, replicas: Replicas) -> Segment:
     else:  # the optimizer's shards, each waited for where it is used
         sent = []
         for unit, number in _one_by_one(units):
-            full = _full_unit([unit], unit.name, number)
-            sent.append(_send_parameters(builder, full, shape, replicas))
+            sent.append(_send_parameters(builder, _full_unit([unit], unit.name), number, shape, replicas))
         for (unit, number), events in zip(_one_by_one(units), sent, strict=True):
             for event in events:
                 builder.wait(event)
@@ -169,7 +172,7 @@ def _one_by_one(units: Iterable[Unit]) -> list[tuple[Unit, int]]:
     return [(unit, unit.first + turn) for unit in units for turn in range(unit.times)]
 
 
-def _full_unit(units: Iterable[Unit], name: str, number: int = 0) -> FullUnit:
+def _full_unit(units: Iterable[Unit], name: str) -> FullUnit:
     numel, experts = 0, 0
     for unit in units:
         for step in unit.block:
@@ -177,16 +180,18 @@ def _full_unit(units: Iterable[Unit], name: str, number: int = 0) -> FullUnit:
                 experts += sum(step.parameters)
             else:
                 numel += sum(step.parameters)
-    return FullUnit(name, number, numel, experts)
+    return FullUnit(name, numel, experts)
 
 
-def _send_parameters(builder: SegmentBuilder, full: FullUnit, shape: RankShape, replicas: Replicas) -> list[int]:
+def _send_parameters(
+    builder: SegmentBuilder, full: FullUnit, number: int, shape: RankShape, replicas: Replicas
+) -> list[int]:
     groups, size = replicas.groups, DTYPE_BYTES[shape.dtype]
     sent = []
     for group, numel, clock in ((groups.shard, full.numel, DATA), (groups.experts, full.expert_numel, SECOND)):
         if group.size > 1 and numel:
             work = group.collective("all_gather", numel * size)
-            sent.append(builder.send(work, clock, f"{full.name}.parameters", full.number))
+            sent.append(builder.send(work, clock, f"{full.name}.parameters", number))
     return sent
 
 
@@ -195,9 +200,9 @@ def _gathers(
 ) -> Gathers:
     """All-gathers in the order of use: the root first, in backward layers alone (the root stays gathered)."""
     sizes = {id(unit): _full_unit([unit], unit.name) for unit in units}
-    layers = [replace(sizes[id(unit)], number=number) for unit, number in _one_by_one(units) if not unit.root]
+    layers = [(sizes[id(unit)], number) for unit, number in _one_by_one(units) if not unit.root]
     root = _full_unit([unit for unit in units if unit.root], "root")
-    order = layers[::-1] if backward else ([root] if root.numel else []) + layers
+    order = layers[::-1] if backward else ([(root, 0)] if root.numel else []) + layers
     return Gathers(builder, replicas, order, shape.dtype, ahead=backward)
 
 
@@ -244,21 +249,31 @@ def _backward(
     reduces: bool,
     accumulate: bool,
 ) -> Segment:
+    if reduces and replicas.zero_stage < 2:
+        return send_buckets(_bucket_plan(shape, part, every, spec), replicas)
     units = part_units(shape, part, every)
     joined = replicas.fully_sharded and not replicas.beside
     builder = SegmentBuilder(spec.part, replicas.compute_share if replicas.size > 1 else 0.0, joined)
-    passages = [(unit, _backward_of(unit.block, _spec_for(unit, spec))) for unit in reversed(units)]
+    passages = _backwards(units, spec)
     if replicas.fully_sharded and gathered and spec.part != WEIGHT:
         _run_gathered(builder, units, passages, shape, replicas, reduces, accumulate)
-    elif reduces and replicas.zero_stage >= 2:
-        _run_by_unit(builder, passages, replicas, accumulate)
     elif reduces:
-        in_order = [Repeated(p, unit.times, unit.name, unit.first + unit.times - 1) for unit, p in passages]
-        run_by_bucket(builder, in_order, replicas)
+        _run_by_unit(builder, passages, replicas, accumulate)
     else:
         for unit, passage in passages:
             builder.run(passage, unit.name, unit.first + unit.times - 1, -1, times=unit.times)
     return builder.build()
+
+
+def _backwards(units: tuple[Unit, ...], spec: BackwardSpec) -> list[tuple[Unit, Passage]]:
+    return [(unit, _backward_of(unit.block, _spec_for(unit, spec))) for unit in reversed(units)]
+
+
+@lru_cache(maxsize=4096)
+def _bucket_plan(shape: RankShape, part: PartShape, every: int, spec: BackwardSpec) -> BucketPlan:
+    passages = _backwards(part_units(shape, part, every), spec)
+    in_order = [Repeated(p, unit.times, unit.name, unit.first + unit.times - 1) for unit, p in passages]
+    return BucketPlan.of(spec.part, in_order)
 
 
 def _spec_for(unit: Unit, spec: BackwardSpec) -> BackwardSpec:
@@ -353,32 +368,31 @@ def optimizer_segment(
         optimizer: What it runs.
         tied: First and last stage, where both hold the embedding's table and this is one of them.
     """
-    steps = [
-        step for part in parts for unit in part_units(shape, part) for _ in range(unit.times) for step in unit.block
-    ]
+    tables = [_part_tensors(shape, part) for part in parts]
+    numel_of, expert, replicated = (np.concatenate(column) for column in zip(*tables, strict=True))
     builder = SegmentBuilder("optimizer")
     if shape.sequence_parallel:
-        _sum_replicated(builder, shape, steps, replicas.shards if replicas.fully_sharded else 1)
+        own = -(-numel_of[replicated] // (replicas.shards if replicas.fully_sharded else 1))
+        _sum_replicated(builder, shape, int(own.sum()))
     if tied.size > 1:
         table = shape.model.vocab // shape.vocab_tp * shape.model.hidden
         builder.block(tied.collective("all_reduce", table * GRADIENT_BYTES), DATA, "tied_embedding")
     if replicas.size > 1 and replicas.zero_stage < 2 and not replicas.overlap_gradients:
-        _sum_buckets(builder, steps, replicas)
-    shards = {False: replicas.shards, True: replicas.expert_shards}
-    tensors = [(numel, step.expert) for step in steps for numel in step.parameters]
-    numel = sum(-(-size // shards[expert]) for size, expert in tensors)
+        _sum_buckets(builder, numel_of, expert, replicas)
+    numel = int((-(-numel_of // np.where(expert, replicas.expert_shards, replicas.shards))).sum())
+    num_tensors = len(numel_of)
     if optimizer.clip_grad_norm:
-        builder.items([Op("grad_norm", (numel, len(tensors)), "fp32")], "grad_norm")
+        builder.items([Op("grad_norm", (numel, num_tensors), "fp32")], "grad_norm")
         for group, name in ((replicas.groups.model, "grad_norm"), (replicas.groups.shard, "grad_norm.shards")):
             if group.size > 1 and (name == "grad_norm" or replicas.zero_stage):
                 builder.block(group.collective("all_reduce", GRADIENT_BYTES), DATA, name)
         builder.items([Op("elementwise", (numel,), "fp32")], "clip")
-    _step(builder, shape, optimizer, numel, len(tensors))
+    _step(builder, shape, optimizer, numel, num_tensors)
     if replicas.shards > 1 and replicas.zero_stage < 3 and not replicas.overlap_parameters:
         size = DTYPE_BYTES[shape.dtype]
         groups = replicas.groups
-        for group, expert, clock in ((groups.shard, False, DATA), (groups.experts, True, SECOND)):
-            whole = sum(number for number, own in tensors if own == expert)
+        for group, experts, clock in ((groups.shard, False, DATA), (groups.experts, True, SECOND)):
+            whole = int(numel_of[expert == experts].sum())
             if whole and group.size > 1:
                 builder.block(group.collective("all_gather", whole * size), clock, "parameters")
     return builder.build()
@@ -403,21 +417,33 @@ def _step(builder: SegmentBuilder, shape: RankShape, optimizer: OptimizerSpec, n
         builder.items([Op("copy", (numel,), shape.dtype)], "cast")
 
 
-def _sum_replicated(builder: SegmentBuilder, shape: RankShape, steps: list[Step], shards: int) -> None:
+@lru_cache(maxsize=4096)
+def _part_tensors(shape: RankShape, part: PartShape) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
+    """Elements of every parameter tensor of a part in forward order, and whether it is an expert's, and replicated."""
+    columns = []
+    for unit in part_units(shape, part):
+        rows = [(numel, step.expert, step.replicated) for step in unit.block for numel in step.parameters]
+        columns.append(np.tile(np.array(rows, dtype=np.int64).reshape(-1, 3), (unit.times, 1)))
+    table = np.concatenate([np.zeros((0, 3), dtype=np.int64), *columns])
+    return table[:, 0], table[:, 1] > 0, table[:, 2] > 0
+
+
+def _sum_replicated(builder: SegmentBuilder, shape: RankShape, numel: int) -> None:
     """Sequence parallelism: each rank has a part of the gradients of norms and positions; one message sums them."""
-    numel = sum(-(-tensor // shards) for step in steps if step.replicated for tensor in step.parameters)
     if numel:
         builder.items([Op("copy", (numel,), "fp32")], "replicated", own="copy_in")
         builder.items([shape.tp_comm("all_reduce", numel * GRADIENT_BYTES)], "replicated")
         builder.items([Op("copy", (numel,), "fp32")], "replicated", own="copy_out")
 
 
-def _sum_buckets(builder: SegmentBuilder, steps: list[Step], replicas: Replicas) -> None:
+def _sum_buckets(
+    builder: SegmentBuilder, tensors: NDArray[np.int64], experts: NDArray[np.bool_], replicas: Replicas
+) -> None:
     """All gradients, bucket by bucket; eager: joined, summed, divided, put back."""
     for expert in (False, True):
         buckets: list[int] = []
         held = 0
-        for tensor in (numel for step in reversed(steps) if step.expert == expert for numel in step.parameters):
+        for tensor in tensors[experts == expert][::-1].tolist():
             held += tensor
             if held * GRADIENT_BYTES >= replicas.bucket_bytes:
                 buckets, held = [*buckets, held], 0

@@ -85,8 +85,9 @@ class _Writer:
             self._processes[first + stage] = name + (f", replica {passing.pipeline.replica}{alike}" if several else "")
         names = action_names(low)
         for action, (name, stage) in enumerate(zip(names, low.track.stage.tolist(), strict=True)):
-            index = int(run.segment[action])
-            yield from self._action(name, first + stage, passing.of[index], run.start[action], run.finish[action])
+            row = int(passing.rows[action])
+            of = (int(passing.segments[row]), passing.condition(row))
+            yield from self._action(name, first + stage, of, run.start[action], run.finish[action])
         yield from self._messages(passing, first, names)
         entry = self._simulation.clocks.copy()
         entry[:, 0] = self._simulation.begin

@@ -24,6 +24,7 @@ from stepsight.simulator.passages import STREAMS, Passage
 from stepsight.simulator.segment import NUM_CLOCKS, Segment
 
 T = TypeVar("T")
+_Table = tuple[Floats, Floats, NDArray[np.int64], NDArray[np.int8], Floats]
 _Key = int | tuple[int, "Slowdown"]  # the identity of a thing, and what slows it
 _MOST = 50_000  # things that a timer remembers
 
@@ -112,6 +113,7 @@ class Timer:
         self._works: dict[Work, float] = dict(known or {})
         self._passages: dict[_Key, tuple[Passage, PassageTime]] = {}
         self._segments: dict[_Key, tuple[Segment, SegmentTime]] = {}
+        self._tables: dict[_Key, tuple[tuple[Passage, ...], _Table]] = {}
         self._ops: dict[_Key, tuple[Segment, OpTimes]] = {}
 
     def but(self, known: Mapping[Work, float]) -> Timer:
@@ -179,19 +181,31 @@ class Timer:
         return known[1]
 
     def _by_events(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
-        times = [self.passage(passage, slowdown) for passage in segment.passages]
-        paths = np.array([time.paths for time in times]).reshape(-1, 3)
-        nodes = np.concatenate([np.zeros(0), *(time.seconds for time in times)])
-        bounds = np.cumsum([0, *(len(time.seconds) for time in times)])
+        paths, nodes, bounds, kinds, streams = self._table(segment.passages, slowdown)
         sent = self.work_seconds(segment.sent) * slowdown.data
         transition, by_stream, lost = np.empty((NUM_CLOCKS, NUM_CLOCKS)), np.zeros(len(STREAMS)), np.zeros(2)
-        kinds = np.concatenate([np.zeros(0, dtype=np.int8), *(passage.category for passage in segment.passages)])
-        streams = np.array([time.by_stream for time in times]).reshape(-1, len(STREAMS))
         run_events(
             segment.events, paths, nodes, bounds, sent, segment.compute_share, segment.joined, self._host_s,
             kinds, streams, transition, by_stream, lost,
         )  # fmt: skip
         return SegmentTime(transition, by_stream, float(lost[0]))
+
+    def _table(self, passages: tuple[Passage, ...], slowdown: Slowdown) -> _Table:
+        """What ``run_events`` takes of some passages; segments often share them."""
+        key = id(passages) if slowdown is AS_IT_IS else (id(passages), slowdown)
+        known = self._tables.get(key)
+        if known is None:
+            times = [self.passage(passage, slowdown) for passage in passages]
+            table = (
+                np.array([time.paths for time in times], dtype=np.float64).reshape(-1, 3),
+                np.concatenate([np.zeros(0), *(time.seconds for time in times)]),
+                np.cumsum([0, *(len(time.seconds) for time in times)]),
+                np.concatenate([np.zeros(0, dtype=np.int8), *(passage.category for passage in passages)]),
+                np.array([time.by_stream for time in times], dtype=np.float64).reshape(-1, len(STREAMS)),
+            )
+            known = (passages, table)
+            _remember(self._tables, key, known)
+        return known[1]
 
     def _in_context(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
         times, count = self.ops(segment, slowdown), len(STREAMS)

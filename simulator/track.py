@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import JobError
-from stepsight.simulator.runtimes import asynchronous, find_messages, torch_entries
-from stepsight.simulator.schedules import Order, Schedule, find_schedule, order_actions
+from stepsight.simulator.engine import compiled
+from stepsight.simulator.runtimes import COMPUTE, POST, WAIT, Entries, asynchronous, find_messages, torch_entries
+from stepsight.simulator.schedules import KIND_NAMES, Order, Schedule, find_schedule, order_actions
 
 FIRST, MIDDLE, LAST = range(3)
 RUNTIMES = ("asynchronous", "torch")
@@ -88,10 +89,39 @@ def track(schedule: Schedule, runtime: str = "asynchronous") -> Track:
     order = order_actions(schedule)
     messages = find_messages(order)
     entries = asynchronous(order, messages) if runtime == "asynchronous" else torch_entries(schedule, order, messages)
+    entries = _in_step(entries, schedule.num_stages, len(messages.source))
     return Track(
         schedule, runtime, order.stage, order.kind, order.micro_batch, order.part, _turns(order),
         messages.source, messages.target, entries.op, entries.stage, entries.index, entries.side,
     )  # fmt: skip
+
+
+def _in_step(entries: Entries, num_stages: int, num_messages: int) -> Entries:
+    """The entries in the order in which they end if all actions take equally long: then what repeats, repeats for each
+    micro-batch."""
+    ends = np.empty(len(entries.op), dtype=np.int64)
+    find_ends(entries.op, entries.stage, entries.index, entries.side, num_stages, num_messages, ends)
+    order = np.argsort(ends * num_stages + entries.stage)
+    return Entries(entries.op[order], entries.stage[order], entries.index[order], entries.side[order])
+
+
+ACTION = 2**20
+
+
+@compiled
+def find_ends(
+    op: Ints, stage: Ints, index: Ints, side: Ints, num_stages: int, num_messages: int, ends: NDArray[np.int64]
+) -> None:
+    """When every entry ends if actions take ``ACTION`` and posts and waits next to nothing: after all it depends on."""
+    clocks, posted = np.zeros(num_stages, dtype=np.int64), np.zeros((num_messages, 2), dtype=np.int64)
+    for entry in range(len(op)):
+        at, s = index[entry], stage[entry]
+        if op[entry] == WAIT:
+            clocks[s] = max(clocks[s], posted[at, 0], posted[at, 1])
+        clocks[s] = (clocks[s] // ACTION + 1) * ACTION if op[entry] == COMPUTE else clocks[s] + 1
+        if op[entry] == POST:
+            posted[at, side[entry]] = clocks[s]
+        ends[entry] = clocks[s]
 
 
 def _turns(order: Order) -> Ints:
@@ -105,3 +135,65 @@ def _turns(order: Order) -> Ints:
     turn[first[group]] = FIRST
     turn[last[group]] = LAST
     return turn
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """Entries of a track that repeat.
+
+    Attributes:
+        first: Where they begin.
+        length: Entries of one period.
+        periods: How many follow each other, 0: nothing repeats.
+        lag: A message is waited for at most so many periods after it was posted.
+    """
+
+    first: int = 0
+    length: int = 0
+    periods: int = 0
+    lag: int = 0
+
+
+_FEWEST = 8  # periods that are worth a look
+
+
+@lru_cache(maxsize=512)
+def steady_state(track: Track) -> Steady:
+    """The longest stretch of a track in which the same stages do the same to the next micro-batch, or the next few."""
+    compute = track.entry_op == COMPUTE
+    action = np.where(compute, track.entry_index, 0)
+    if track.num_messages:
+        action = np.where(compute, action, track.source[np.where(compute, 0, track.entry_index)])
+    pass_ = (track.part * len(KIND_NAMES) + track.kind) * 3 + np.where(track.turn == MIDDLE, 0, track.turn + 1)
+    what = ((pass_[action] * 3 + track.entry_op) * 2 + track.entry_side) * track.num_stages + track.entry_stage
+    micro_batch = track.micro_batch[action]
+    each = int((micro_batch == track.schedule.num_micro_batches // 2).sum())
+    for length in dict.fromkeys((each, each * track.num_stages)):
+        if not 0 < length <= len(what) // _FEWEST:
+            continue
+        first, repeats = _longest(what[:-length] == what[length:])
+        periods = repeats // length + 1
+        if periods >= _FEWEST:
+            return Steady(first, length, periods, _lag(track, first, length, periods))
+    return Steady()
+
+
+def _longest(same: NDArray[np.bool_]) -> tuple[int, int]:
+    """Where the longest run of true values begins, and how long it is."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]]).astype(np.int8)))
+    if not len(edges):
+        return 0, 0
+    lengths = edges[1::2] - edges[::2]
+    at = int(np.argmax(lengths))
+    return int(edges[2 * at]), int(lengths[at])
+
+
+def _lag(track: Track, first: int, length: int, periods: int) -> int:
+    posts = np.zeros((max(track.num_messages, 1), 2), dtype=np.int64)
+    numbers = np.arange(len(track.entry_op))
+    post = track.entry_op == POST
+    posts[track.entry_index[post], track.entry_side[post]] = numbers[post]
+    wait = (track.entry_op == WAIT) & (numbers >= first) & (numbers < first + length * periods)
+    if not wait.any():
+        return 1
+    return int((numbers[wait] - posts[track.entry_index[wait]].min(axis=1)).max()) // length + 1

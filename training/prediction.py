@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -145,7 +146,13 @@ def predict(job: Job, predictor: Predictor | None = None) -> Prediction:
 
 def predict_many(jobs: Sequence[Job], predictor: Predictor | None = None) -> list[Prediction]:
     """Predict several jobs; what they share is worked out once."""
-    return [predict(job, predictor) for job in jobs]
+    collects = gc.isenabled()
+    gc.disable()  # all that is made is kept: looking for garbage again and again costs a tenth of the time
+    try:
+        return [predict(job, predictor) for job in jobs]
+    finally:
+        if collects:
+            gc.enable()
 
 
 @lru_cache(maxsize=64)

@@ -250,7 +250,7 @@ def test_compiled_kernels_give_the_same(make_job: JobMaker, gpu: Hardware, monke
     )
     results = []
     for native in (False, True):
-        for kernel in (*kernels, pipeline._run, pipeline._walk):
+        for kernel in (*kernels, pipeline._run, pipeline._final, pipeline._walk):
             monkeypatch.setattr(kernel, "_native", kernel.compile() if native else kernel.function)
         results.append(run(make_job, gpu, {"pp": 4, "dp": 2, "tp": 2, "bucket_mbytes": 0.02, "micro_batches": 6}))
         assert results[-1].op_counts
