@@ -74,7 +74,8 @@ class Step:
             their gradient.
         expert: Whether the parameters are experts', which fewer replicas share.
         saved: What forward keeps for backward; each tensor is named by one step.
-        temporary_bytes: Most that forward or backward needs beside that, for a moment.
+        temporary_bytes: What forward or backward needs for a moment beside what its ops read and write; negative where
+            they say too much.
         attention_core: Whether selective recomputation repeats this step.
     """
 

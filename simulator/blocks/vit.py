@@ -52,4 +52,4 @@ def head(shape: RankShape, shared: bool = False) -> Block:
         (shape.op("fill", shape.local_rows * model.hidden), shape.op("copy", images * model.hidden)),
     )
     classes = linear(shape, "classes", model.vocab, model.hidden, images, replicated=True)
-    return (norm(shape, "final_norm", fork=False), pick, classes, vocabulary.loss(images, model.vocab))
+    return (norm(shape, "final_norm", fork=False), pick, classes, vocabulary.loss(shape, images, model.vocab))

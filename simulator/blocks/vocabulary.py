@@ -63,7 +63,7 @@ def logits_and_loss(shape: RankShape, shared: bool = False, *, bias: bool = Fals
     if shape.vocab_tp > 1:  # largest logit; sum of exponentials and logit of the target
         reduce, scale = shape.tp_comm("all_reduce", rows * 4), Op("elementwise", (rows,), "fp32")
         statistics = (Op("copy", (rows,), "fp32"), reduce, scale, reduce, reduce, scale)
-    return (*_before(shape), logits, loss(rows, vocab, statistics))
+    return (*_before(shape), logits, loss(shape, rows, vocab, statistics))
 
 
 def _before(shape: RankShape) -> Block:
@@ -75,11 +75,12 @@ def _before(shape: RankShape) -> Block:
     return (Step("tp", (gather,)),)  # every rank finds the whole gradient and keeps its rows
 
 
-def loss(rows: int, classes: int, statistics: tuple[Item, ...] = ()) -> Step:
-    """Cross-entropy in fp32."""
+def loss(shape: RankShape, rows: int, classes: int, statistics: tuple[Item, ...] = ()) -> Step:
+    """Cross-entropy in fp32; logits and their gradient are in the activations' dtype."""
     return Step(
         "loss",
         (Op("cross_entropy", (rows, classes), "fp32"), *statistics),
         (Op("cross_entropy_backward", (rows, classes), "fp32"),),
         saved=(Saved(rows * classes * 4),),
+        temporary_bytes=rows * classes * (shape.dtype_bytes - 4),
     )

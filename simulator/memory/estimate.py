@@ -107,7 +107,7 @@ class Memory:
         """Why it does not fit, and what to try; empty if it does."""
         if self.fits:
             return ""
-        from stepsight.simulator.memory.advice import advice
+        from stepsight.simulator.memory.advice import advice  # which asks this module
 
         at = self.fullest
         stage = self.stages[at]

@@ -39,7 +39,7 @@ class Keeping:
         gathered: Of FSDP.
         placeholder_bytes: Per parameter of one layer: what Transformer Engine hands autograd in the place of gradients
             that it has added to their buffer, one for every shape of weight.
-        loss_copies: Of the logits in fp32, that PyTorch's cross-entropy makes and one in place does not.
+        loss_bytes: Per logit, that PyTorch's cross-entropy needs and one in place does not.
     """
 
     recompute: str
@@ -47,7 +47,7 @@ class Keeping:
     gradients: Gradients
     gathered: Gathered
     placeholder_bytes: int = 0
-    loss_copies: int = 0
+    loss_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def part_memory(shape: RankShape, part: PartShape, keeping: Keeping) -> PartMemo
     first = backward + sum(run.times * run.block.grown for run in runs)
     for run in reversed(runs):
         if part.last and run is runs[-1]:
-            run.block = _with_copies(run.block, keeping.loss_copies)
+            run.block = _with_copies(run.block, keeping.loss_bytes)
         block, around, reduced = run.block, gathered.backward(run), gathered.reduced(run)
         each = 0.0 if shape.offload_activations and not run.root else block.kept
         backward = max(backward, run.before + around + gathered.gradients(run) + reduced)
@@ -143,8 +143,8 @@ def _runs(shape: RankShape, part: PartShape, keeping: Keeping) -> list[_Run]:
     return runs
 
 
-def _with_copies(head: BlockMemory, copies: int) -> BlockMemory:
-    more = copies * head.output
+def _with_copies(head: BlockMemory, bytes_of_each: int) -> BlockMemory:
+    more = head.output / 4 * bytes_of_each  # the output is in fp32
     return replace(head, backward=head.backward + more, backward_first=head.backward_first + more)
 
 

@@ -1,12 +1,12 @@
 r"""Parameters, gradients and optimizer states: bytes per element, and what of it a rank holds.
 
-=============  ====  ====  ==========  ====  ==================================================================
-\               fp32  fp16  bf16, fp8  FSDP
-=============  ====  ====  ==========  ====  ==================================================================
-parameters      4     2     2           4     FSDP (ZeRO stage 3) in PyTorch: the shard is the fp32 master copy
-gradients       4     2     4           4     in fp16 and bf16 there is a place for all from the beginning
-optimizer       8     16    12          8     moments; an fp32 master copy; fp16: the gradients in fp32
-=============  ====  ====  ==========  ====  ==================================================================
+=============  ====  ====  ====  ====  ====  ======================================================================
+\               fp32  fp16  bf16  fp8   FSDP
+=============  ====  ====  ====  ====  ====  ======================================================================
+parameters      4     2     2     4     4     fp8: bf16, and casts of both layouts; FSDP: shards are the fp32 masters
+gradients       4     2     4     4     4     in mixed precision there is a place for all from the beginning
+optimizer       8     16    12    12    8     moments; an fp32 master copy; fp16: the gradients in fp32
+=============  ====  ====  ====  ====  ====  ======================================================================
 
 These are Megatron's (the table of its distributed optimizer: ``4 + 16 / d``, ``6 + 12 / d`` and ``8 + 8 / d`` bytes)
 and PyTorch's.  ZeRO stage 1 divides the optimizer's by the replicas that share states, 2 the gradients' too, 3 the
@@ -57,6 +57,7 @@ def states_of(p: ParallelSpec, optimizer: OptimizerSpec, precision: str, groups:
     sharded = p.zero_stage == 3 and groups.shard.size > 1
     eager = precision == "fp32"
     whole = eager or sharded
+    own = 4.0 if whole or precision == "fp8" else 2.0
     parts = [shards if p.zero_stage >= stage else (1, 1) for stage in (3, 2, 1)]
     half = precision == "fp16" and not whole
     moments = 0.0 if optimizer.offload else 8.0 if whole else 16.0 if half else 12.0
@@ -77,7 +78,7 @@ def states_of(p: ParallelSpec, optimizer: OptimizerSpec, precision: str, groups:
     stay = each(4.0, (1, 1)) if pipelined else gradients if grows else (0.0, 0.0)
     growing = Gradients(*stay, fresh, whole_blocks=sharded and not pipelined)
     return States(
-        parameters=each(4.0 if whole else 2.0, parts[0]),
+        parameters=each(own, parts[0]),
         gradients=gradients,
         optimizer=each(moments, parts[2]),
         workspace=(0.0, 0.0) if optimizer.fused or optimizer.offload else each(MASTER_BYTES, parts[2]),
@@ -89,6 +90,6 @@ def states_of(p: ParallelSpec, optimizer: OptimizerSpec, precision: str, groups:
             growing,
             gathered,
             placeholder_bytes=0 if whole else 2,
-            loss_copies=0 if eager or not sharded else 1 if p.tp == 1 else 3,  # 3: torch's loss_parallel
+            loss_bytes=0 if eager or not sharded else 6 if p.tp == 1 else 14,  # torch's own, and its loss_parallel
         ),
     )
