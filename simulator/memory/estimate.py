@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.errors import JobError
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import DTYPE_BYTES
@@ -60,7 +62,7 @@ class StageMemory:
         return {**asdict(self), "total": self.total}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Memory:
     """What a job needs against what a device has.
 
@@ -136,7 +138,7 @@ def estimate_memory(job: Job, hardware: Hardware) -> Memory:
         rank_shape(job),
         part_shapes(job),
         states_of(p, job.optimizer, job.batch.precision, groups_of(job)),
-        (p.schedule, p.pp, job.num_micro_batches, p.virtual_stages),
+        (p.schedule, p.pp, job.num_micro_batches, p.virtual_stages, _changed(p.schedule)),
         p.runtime == "torch" or (p.runtime == "" and hardware.kind == "cpu"),
         (hardware.reserved_bytes, hardware.fragmentation),
     )
@@ -150,7 +152,7 @@ class _Asked:
     shape: RankShape
     parts: tuple[PartShape, ...]
     states: States
-    schedule: tuple[str, int, int, int]
+    schedule: tuple[str, int, int, int, int]  # as ``_schedule`` takes it
     torch_runtime: bool
     reserve: tuple[float, float]  # bytes, part of the rest
 
@@ -178,13 +180,27 @@ def _stages(asked: _Asked) -> tuple[Floats, Floats, Floats]:
     out[:, 4] = np.where(steps, workspace, moment - peak[:, ACTIVATIONS])
     reserved_bytes, fragmentation = asked.reserve
     out[:, 5] = reserved_bytes + fragmentation * out[:, :5].sum(axis=1)
+    out.flags.writeable = False  # all jobs alike share it
     return out, np.where(steps, 0, peak[:, FLYING]), np.where(steps, len(MOMENTS) - 1, peak[:, ACTION])
 
 
-def _schedule(name: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> Schedule:
-    if name.endswith(".csv"):
-        return read_schedule(name)
-    return find_schedule(name, num_stages, num_micro_batches, virtual_stages)
+def _changed(name: str) -> int:
+    """When a user's own table was written; 0 for the others."""
+    if not name.endswith(".csv"):
+        return 0
+    path = Path(name)
+    return path.stat().st_mtime_ns if path.is_file() else 0
+
+
+def _schedule(name: str, num_stages: int, num_micro_batches: int, virtual_stages: int, _: int) -> Schedule:
+    if not name.endswith(".csv") or num_stages == 1:
+        return find_schedule(name, num_stages, num_micro_batches, virtual_stages)
+    schedule = read_schedule(name)
+    has = (schedule.num_stages, schedule.num_micro_batches, schedule.num_parts)
+    want = (num_stages, num_micro_batches, num_stages * virtual_stages)
+    if has != want:
+        raise JobError(f"{name} must hold pp, micro-batches and pp * virtual_stages = {want}, got {has}")
+    return schedule
 
 
 def _bytes_of(asked: _Asked, schedule: Schedule, parts: list[PartMemory]) -> tuple[Floats, Floats]:

@@ -1,12 +1,16 @@
 """Memory of jobs: what must hold whatever the model."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stepsight.dataset.errors import JobError
 from stepsight.dataset.hardware import Hardware
 from stepsight.simulator.memory import estimate_memory
+from stepsight.simulator.schedules import find_schedule, write_schedule
 from tests.simulator.conftest import JobMaker
 
 LARGE = {"hidden": 1024, "heads": 16, "vocab": 32000, "seq_len": 2048, "layers": 8}
@@ -103,6 +107,19 @@ def test_optimizers_step_may_need_most(make_job: JobMaker, gpu: Hardware) -> Non
     assert stage.moment == "optimizer"
     assert stage.activations == 0
     assert stage.temporary == stage.parameters
+
+
+def test_users_own_schedule(make_job: JobMaker, gpu: Hardware, tmp_path: Path) -> None:
+    """Its micro-batches in flight are counted from its actions; it is read again when it changes."""
+    path = tmp_path / "own.csv"
+    write_schedule(find_schedule("gpipe", 2, 4), path)
+    job = make_job(pp=2, precision="bf16", schedule=str(path))
+    assert [stage.in_flight for stage in estimate_memory(job, gpu).stages] == [4, 4]
+    write_schedule(find_schedule("1f1b", 2, 4), path)
+    os.utime(path, (1, 1))
+    assert [stage.in_flight for stage in estimate_memory(job, gpu).stages] == [2, 1]
+    with pytest.raises(JobError, match="must hold pp, micro-batches"):
+        estimate_memory(make_job(pp=2, micro_batches=8, schedule=str(path)), gpu)
 
 
 def test_what_fits_has_no_reason(make_job: JobMaker, gpu: Hardware) -> None:
