@@ -15,8 +15,9 @@ import csv
 import gzip
 import json
 import statistics
+import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -265,21 +266,22 @@ def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
     }
 
 
-def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="memory", description=__doc__, formatter_class=formatter)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("runs", type=Path, nargs="?", help="table of published runs (.csv.gz)")
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
     rows = list(tracked_rows())
     skipped: dict[str, int] = {}
-    if arguments.runs is not None:
-        published, skipped = published_rows(arguments.runs)
+    if options.runs is not None:
+        published, skipped = published_rows(options.runs)
         rows += published
     figures = summary(rows)
-    if arguments.json:
+    if options.json:
         print(json.dumps({"summary": figures, "rows": [r.to_dict() for r in rows], "skipped": skipped}, indent=1))
-        return
+        return 0
     lines = [
         [
             r.source,
@@ -296,7 +298,8 @@ def main() -> None:
     print("\n" + table(["source", "rows", "median %", "worst %", "bias %"], sums))
     for why, count in skipped.items():
         print(f"left out {count}: {why}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

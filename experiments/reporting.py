@@ -35,9 +35,12 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
                 if v > 1e-6 * whole
             ],
         ),
+        f"speed      {prediction.tokens_per_s:,.0f} tokens/s, MFU {100 * prediction.mfu:.1f} %, "
+        f"HFU {100 * prediction.hfu:.1f} %",
         f"memory     {prediction.memory.peak_bytes / 1e9:.2f} GB of "
         f"{prediction.memory.capacity_bytes / 1e9:.2f} GB on the fullest stage",
     ]
+    lines += [f"warning: {text}" for text in job.warnings]
     if not prediction.memory.fits:
         lines.append(f"does not fit: {prediction.memory.reason}")
     if prediction.unsupported:
@@ -49,14 +52,38 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
     return {"job": job.name, **prediction.to_dict(), "text": "\n".join(lines)}
 
 
+def explanation_report(job: Job, prediction: Prediction, top: int) -> dict[str, Any]:
+    """What the time is most sensitive to."""
+    rows = prediction.explain(top)
+    whole = prediction.iteration_time_s
+    cells = [
+        [
+            str(row.work),
+            Number(row.count, 0),
+            f"{row.seconds * 1e6:.1f} us",
+            Number(100 * row.share),
+            seconds_text(row.halved_s),
+            Number(100 * row.halved_s / whole),
+        ]
+        for row in rows
+    ]
+    header = ["op or collective", "times on the critical path", "each", "% of the time", "halving it saves", "%"]
+    text = f"{job.name}: {seconds_text(whole)}\n{table(header, cells)}"
+    values = [row.to_dict() for row in rows]
+    return {"job": job.name, "iteration_time_s": whole, "sensitivities": values, "text": text}
+
+
 def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
     """The best strategies."""
     rows = [choice.to_dict() for choice in result.choices[:top]]
+    optional = [axis for axis in ("cp", "ep") if any(row[axis] > 1 for row in rows)]
     cells = [
         [
             i + 1,
-            *(row[key] for key in ("tp", "pp", "dp", "micro_batch")),
-            row["schedule"] if row["pp"] > 1 else "-",
+            *(row[key] for key in ("tp", *optional, "pp", "dp", "micro_batch")),
+            (row["schedule"] + (f" x{row['virtual_stages']}" if row["virtual_stages"] > 1 else ""))
+            if row["pp"] > 1
+            else "-",
             row["zero_stage"],
             row["recompute"],
             "yes" if row["sequence_parallel"] else "no",
@@ -67,7 +94,22 @@ def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
         ]
         for i, row in enumerate(rows)
     ]
-    header = ["#", "tp", "pp", "dp", "mb", "schedule", "zero", "recompute", "sp", "iteration", "interval", "GB", "fits"]
+    header = [
+        "#",
+        "tp",
+        *optional,
+        "pp",
+        "dp",
+        "mb",
+        "schedule",
+        "zero",
+        "recompute",
+        "sp",
+        "iteration",
+        "interval",
+        "GB",
+        "fits",
+    ]
     text = f"{job.name}: {result.evaluated} of {result.legal} legal strategies evaluated\n" + table(header, cells)
     best = rows[0] if result.choices and result.choices[0].fits else None
     if best is None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from math import isqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,14 +31,36 @@ class Space:
     Attributes:
         max_tp: Largest tensor-parallel degree; by default the devices of a node.
         micro_batches: Sizes to try.
+        schedules: Each with its virtual stages.
+        cp: Context-parallel degrees, each where it leaves a rank ``MIN_CP_TOKENS`` tokens of a sequence.
+        zero_stages, recompute, sequence_parallel: As in a job.
+
+    Expert-parallel degrees are all that divide the experts.
     """
 
     max_tp: int = 0
     micro_batches: tuple[int, ...] = (1, 2, 4, 8)
-    schedules: tuple[str, ...] = ("1f1b", "gpipe")
+    schedules: tuple[tuple[str, int], ...] = (("1f1b", 1), ("gpipe", 1), ("1f1b", 2), ("1f1b", 4), ("zb-h1", 1))
+    cp: tuple[int, ...] = (1, 2, 4, 8)
     zero_stages: tuple[int, ...] = (0, 1, 3)
     recompute: tuple[str, ...] = ("none", "selective", "full")
     sequence_parallel: tuple[bool, ...] = (False, True)
+
+
+MIN_CP_TOKENS = 4096
+
+
+class Layout(NamedTuple):
+    """Degrees that multiply to the devices, and that of the experts."""
+
+    tp: int
+    cp: int
+    pp: int
+    ep: int
+    dp: int
+
+    def __str__(self) -> str:
+        return "-".join(f"{axis}{size}" for axis, size in self._asdict().items())
 
 
 @dataclass(frozen=True)
@@ -52,10 +75,13 @@ class Choice:
         parallel, batch = self.job.parallel, self.job.batch
         return {
             "tp": parallel.tp,
+            "cp": parallel.cp,
             "pp": parallel.pp,
+            "ep": parallel.ep,
             "dp": parallel.dp,
             "micro_batch": batch.micro_batch,
             "schedule": parallel.schedule,
+            "virtual_stages": parallel.virtual_stages,
             "zero_stage": parallel.zero_stage,
             "recompute": parallel.recompute,
             "sequence_parallel": parallel.sequence_parallel,
@@ -83,47 +109,65 @@ class SearchResult:
 
 
 def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    low = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
 
 
-def layouts(job: Job, space: Space) -> list[tuple[int, int, int]]:
-    """Legal ``(tp, pp, dp)`` for the job's model, batch and cluster."""
+def layouts(job: Job, space: Space) -> list[Layout]:
+    """Legal degrees for the job's model, batch and cluster."""
     model, devices = job.model, job.cluster.num_devices
     found = []
     for tp in _divisors(devices):
         if tp > (space.max_tp or job.cluster.devices_per_node):
             continue
-        if any(size % tp for size in (model.heads, model.kv_heads, model.ffn, model.vocab)):
-            continue
-        for pp in _divisors(devices // tp):
-            dp = devices // (tp * pp)
-            if pp <= model.layers and job.batch.global_batch % dp == 0:
-                found.append((tp, pp, dp))
+        for cp, pp in itertools.product(space.cp, _divisors(devices // tp)):
+            dp, rest = divmod(devices, tp * cp * pp)
+            if rest or not dp or (cp > 1 and model.seq_len < cp * MIN_CP_TOKENS):
+                continue
+            for ep in _divisors(model.experts) if model.experts else [1]:
+                layout = Layout(tp, cp, pp, ep, dp)
+                if _is_legal(job, layout):
+                    found.append(layout)
     return found
 
 
-def _options(job: Job, space: Space, layout: tuple[int, int, int]) -> dict[str, list[Any]]:
+def _is_legal(job: Job, layout: Layout) -> bool:
+    """Whether the layout's own rules hold, whatever else is chosen."""
+    try:
+        _build(job, layout, {"pipeline": "1 1f1b x1", "sequence_parallel": False})
+    except JobError:
+        return False
+    return True
+
+
+def _options(job: Job, space: Space, layout: Layout) -> dict[str, list[Any]]:
     """The further choices that are legal and differ under one layout."""
-    tp, pp, dp = layout
-    per_replica = job.batch.global_batch // dp
+    per_replica = job.batch.global_batch // layout.dp
+    tokens = job.model.seq_len // layout.cp
+    sequence_parallel = space.sequence_parallel if layout.tp > 1 else (False,)
     return {
-        "micro_batch": [size for size in space.micro_batches if per_replica % size == 0],
-        "schedule": list(space.schedules) if pp > 1 else [space.schedules[0]],
-        "zero_stage": list(space.zero_stages) if dp > 1 else [0],
-        "recompute": list(space.recompute),
-        "sequence_parallel": [
-            sp for sp in (space.sequence_parallel if tp > 1 else (False,)) if not sp or job.model.seq_len % tp == 0
+        "pipeline": [
+            f"{size} {schedule} x{chunks}"
+            for size in space.micro_batches
+            if per_replica % size == 0
+            for schedule, chunks in (space.schedules if layout.pp > 1 else space.schedules[:1])
+            if chunks == 1 or (layout.pp * chunks <= job.model.total_layers and per_replica // size % layout.pp == 0)
         ],
+        "zero_stage": list(space.zero_stages) if layout.dp * layout.cp > 1 else [0],
+        "recompute": list(space.recompute),
+        "sequence_parallel": [sp for sp in sequence_parallel if not sp or tokens % layout.tp == 0],
     }
 
 
-def _build(job: Job, layout: tuple[int, int, int], chosen: dict[str, Any]) -> Job:
-    tp, pp, dp = layout
-    rest = {key: value for key, value in chosen.items() if key != "micro_batch"}
+def _build(job: Job, layout: Layout, chosen: dict[str, Any]) -> Job:
+    """The job with a layout and further choices; ``pipeline`` is micro-batch, schedule and virtual stages."""
+    size, schedule, chunks = chosen["pipeline"].split()
+    rest = {key: value for key, value in chosen.items() if key != "pipeline"}
+    free = {"schedule": schedule, "virtual_stages": int(chunks[1:]), "stage_layers": (), "dp_shard": 0}
     return replace(
         job,
-        parallel=replace(job.parallel, tp=tp, pp=pp, dp=dp, virtual_stages=1, **rest),
-        batch=replace(job.batch, micro_batch=chosen["micro_batch"]),
+        parallel=replace(job.parallel, **layout._asdict(), **free, **rest),
+        batch=replace(job.batch, micro_batch=int(size)),
     )
 
 
@@ -150,7 +194,7 @@ class Grid:
 
     def __init__(self, job: Job, space: Space) -> None:
         self._job = job
-        found = {f"tp{tp}-pp{pp}-dp{dp}": (tp, pp, dp) for tp, pp, dp in layouts(job, space)}
+        found = {str(layout): layout for layout in layouts(job, space)}
         options = {name: _options(job, space, layout) for name, layout in found.items()}
         self._layouts = found
         self._options = {name: option for name, option in options.items() if all(option.values())}

@@ -137,6 +137,10 @@ def predict(
         typer.Option(parser=path, help="Write the predicted timeline here; open it at ui.perfetto.dev. One job only."),
     ] = None,
     level: Annotated[str, typer.Option(help="Detail of the timeline: `segment` or `op`.")] = "segment",
+    schedule: Annotated[
+        Path | None,
+        typer.Option(parser=path, help="Write the pipeline schedule here, as torch's table of actions. One job only."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Predict iteration time, interval, breakdown and memory of jobs.
@@ -145,25 +149,52 @@ def predict(
 
         stepsight predict examples/gpt3-175b-1024.toml --timeline timeline.json
     """
-    from stepsight.dataset.files import check_output_file, write_text
+    from stepsight.dataset.files import check_output_file, new_file
     from stepsight.dataset.job import Job
     from stepsight.experiments.reporting import prediction_report
+    from stepsight.simulator.schedules import write_schedule
     from stepsight.training.prediction import predict as ask
 
     if level not in ("segment", "op"):
         raise StepsightError(f"--level must be segment or op, got {level!r}")
-    if timeline is not None and len(jobs) != 1:
-        raise StepsightError(f"--timeline takes one job, got {len(jobs)}")
-    if timeline is not None:
-        check_output_file(timeline)
+    for name, file in (("--timeline", timeline), ("--schedule", schedule)):
+        if file is not None and len(jobs) != 1:
+            raise StepsightError(f"{name} takes one job, got {len(jobs)}")
+        if file is not None:
+            check_output_file(file)
     loaded = _load(predictor)
     read = [Job.from_file(path) for path in jobs]
     predictions = [ask(job, loaded) for job in read]
     reports = [prediction_report(job, prediction) for job, prediction in zip(read, predictions, strict=True)]
     if timeline is not None:
-        write_text(timeline, json.dumps(predictions[0].timeline(level)))
+        with new_file(timeline) as part, part.open("w", encoding="utf-8") as text_file:
+            text_file.writelines(predictions[0].timeline_text(level))
+    if schedule is not None:
+        write_schedule(predictions[0].simulation.lowered.track.schedule, schedule)
     text = "\n\n".join(report.pop("text") for report in reports)
     _answer(reports[0] if len(reports) == 1 else {"predictions": reports}, text, as_json)
+
+
+@app.command()
+def explain(
+    job: Annotated[Path, typer.Argument(parser=path, help="Job file (.toml or .json).")],
+    predictor: PredictorPath = None,
+    top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 10,
+    as_json: Json = False,
+) -> None:
+    """Say which ops and collectives the iteration time depends on, and what halving each would save.
+
+    Example:
+
+        stepsight explain examples/gpt3-175b-1024.toml
+    """
+    from stepsight.dataset.job import Job
+    from stepsight.experiments.reporting import explanation_report
+    from stepsight.training.prediction import predict as ask
+
+    read = Job.from_file(job)
+    report = explanation_report(read, ask(read, _load(predictor)), top)
+    _answer(report, report.pop("text"), as_json)
 
 
 @app.command()
@@ -235,6 +266,28 @@ def demo(
 
     summary, text = run_demo(out)
     _answer(summary, text, as_json)
+
+
+EXPERIMENTS = ("dilated", "memory")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def experiment(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.")],
+    context: typer.Context,
+) -> None:
+    """Measure again what the README claims: `dilated` (pipelines that sleep, for real) or `memory` (against PyTorch's
+    tracker). Each takes options of its own, `--json` and `--help` among them.
+
+    Example:
+
+        stepsight experiment dilated --only "1f1b*"
+    """
+    from importlib import import_module
+
+    if name not in EXPERIMENTS:
+        raise StepsightError(f"experiment must be one of {', '.join(EXPERIMENTS)}, got {name!r}")
+    sys.exit(import_module(f"stepsight.experiments.{name}").main(context.args))
 
 
 @app.command()

@@ -9,7 +9,7 @@ from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.job import Job
 from stepsight.experiments.search import Grid, Space, exhaustive, layouts, search, strategies
 
-SMALL = Space(schedules=("1f1b",), zero_stages=(0, 1), recompute=("none", "full"), micro_batches=(1, 2))
+SMALL = Space(schedules=(("1f1b", 1),), zero_stages=(0, 1), recompute=("none", "full"), micro_batches=(1, 2))
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_bad_input(job: Job) -> None:
         search(job, sampler="magic")
     with pytest.raises(StepsightError, match="no legal strategy"):
         search(job, space=Space(micro_batches=(64,)))
-    assert layouts(job, Space(max_tp=1)) == [(1, 1, 8), (1, 2, 4), (1, 4, 2), (1, 8, 1)]
+    assert layouts(job, Space(max_tp=1)) == [(1, 1, pp, 1, 8 // pp) for pp in (1, 2, 4, 8)]
 
 
 def test_a_study_answers_one_question(job: Job, tmp_path: Path) -> None:
