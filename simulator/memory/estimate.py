@@ -171,7 +171,8 @@ def _stages(asked: _Asked) -> tuple[Floats, Floats, Floats]:
     workspace += np.minimum(states.flat_bytes, gradients)
     peak = find_peaks(schedule, bytes_of)
     there = peak[:, GRADIENTS] if states.keeping.gradients.numel > 0 else gradients
-    moment = peak[:, MOMENT] - peak[:, GRADIENTS] + passing + states.bucket_bytes
+    passing += np.minimum(states.bucket_bytes, 4.0 * numel.sum(axis=1))
+    moment = peak[:, MOMENT] - peak[:, GRADIENTS] + passing
     steps = gradients + workspace > there + moment  # where the optimizer's step needs most
     out = np.empty((schedule.num_stages, 6))
     out[:, 0], out[:, 2] = parameters, optimizer
