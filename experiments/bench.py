@@ -116,10 +116,10 @@ def many(job: Job) -> dict[str, Any]:
 
 
 def timeline_rate(job: Job) -> dict[str, Any]:
-    """Op-level events of all stages, as the text of a trace file."""
+    """Op-level events of all stages, as the JSON of a trace file."""
     prediction = predict(job)
-    count = sum(piece.count('"ph":"X"') for piece in prediction.timeline_text("op"))
-    seconds = median_seconds(lambda: sum(map(len, prediction.timeline_text("op"))), 3)
+    count = sum(piece.count(b'"ph":"X"') for piece in prediction.timeline_json("op"))
+    seconds = median_seconds(lambda: sum(map(len, prediction.timeline_json("op"))), 3)
     return {"timeline_events": count, "timeline_events_per_s": count / seconds}
 
 

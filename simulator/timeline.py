@@ -1,6 +1,6 @@
 """A simulated iteration as Chrome trace events, which Perfetto (ui.perfetto.dev) opens.
 
-Events are written as text from templates, one for each distinct segment: millions a second.
+Events are written as JSON from templates, one for each distinct segment: millions a second.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.simulator.engine import Floats
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 LEVELS = ("segment", "op")
 _MICROSECONDS = 1e6
-_ACTION, _PROCESS = "\x01", "\x02"  # what a template leaves open, beside the times
+_ACTION, _PROCESS = b"\x01", b"\x02"  # what a template leaves open, beside the times
 _TO_NEXT, _TO_PREVIOUS = "pp to next", "pp to previous"
 
 
@@ -30,11 +32,11 @@ def trace_events(simulation: Simulation, level: str = "segment") -> dict[str, An
     Raises:
         StepsightError: If the level is unknown.
     """
-    events: dict[str, Any] = json.loads("".join(timeline_text(simulation, level)))
+    events: dict[str, Any] = json.loads(b"".join(timeline_json(simulation, level)))
     return events
 
 
-def timeline_text(simulation: Simulation, level: str = "segment", scale: float = 1.0) -> Iterator[str]:
+def timeline_json(simulation: Simulation, level: str = "segment", scale: float = 1.0) -> Iterator[bytes]:
     """The same as pieces of JSON; ``scale`` multiplies all times.
 
     Raises:
@@ -45,15 +47,19 @@ def timeline_text(simulation: Simulation, level: str = "segment", scale: float =
     return _pieces(simulation, level, scale)
 
 
-def _pieces(simulation: Simulation, level: str, scale: float) -> Iterator[str]:
+def _pieces(simulation: Simulation, level: str, scale: float) -> Iterator[bytes]:
     writer = _Writer(simulation, level, _MICROSECONDS * scale)
-    yield '{"displayTimeUnit":"ms","otherData":'
-    yield json.dumps({"job": simulation.job.name, "iteration_time_s": simulation.iteration_time_s * scale})
-    yield ',"traceEvents":['
+    yield b'{"displayTimeUnit":"ms","otherData":'
+    yield _json({"job": simulation.job.name, "iteration_time_s": simulation.iteration_time_s * scale})
+    yield b',"traceEvents":['
     for number, passing in enumerate(simulation.passings):
         yield from writer.pipeline(passing, number * simulation.lowered.num_stages)
-    yield ",".join(writer.names())
-    yield "]}"
+    yield b",".join(writer.names())
+    yield b"]}"
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()
 
 
 class _Writer:
@@ -64,18 +70,18 @@ class _Writer:
         self._threads: dict[str, int] = {}
         self._seen: dict[tuple[int, str], None] = {}
         self._processes: dict[int, str] = {}
-        self._templates: dict[int, tuple[str, tuple[str, ...]]] = {}
+        self._templates: dict[int, tuple[bytes, tuple[str, ...]]] = {}
 
-    def names(self) -> Iterator[str]:
+    def names(self) -> Iterator[bytes]:
         """Metadata: names of processes and threads."""
         for process, name in self._processes.items():
-            yield json.dumps({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
+            yield _json({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
         for process, stream in self._seen:
             thread = self._threads[stream]
             event = {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": stream}}
-            yield json.dumps(event)
+            yield _json(event)
 
-    def pipeline(self, passing: Passing, first: int) -> Iterator[str]:
+    def pipeline(self, passing: Passing, first: int) -> Iterator[bytes]:
         """All events of one pipeline; its stages are processes from ``first`` on."""
         low, run = self._simulation.lowered, passing.run
         for stage in range(low.num_stages):
@@ -95,7 +101,7 @@ class _Writer:
             of = (int(low.optimizer[stage]), self._simulation.optimizer_condition(stage))
             yield from self._action("optimizer", first + stage, of, entry[stage], self._simulation.finish[stage])
 
-    def _action(self, name: str, process: int, of: tuple[int, Any], start: Floats, finish: Floats) -> Iterator[str]:
+    def _action(self, name: str, process: int, of: tuple[int, Any], start: Floats, finish: Floats) -> Iterator[bytes]:
         label = self._simulation.lowered.segments[of[0]].label
         if not self._by_op:
             yield self._event(name, process, "compute", float(start[0]), float(finish[0]), label)
@@ -109,38 +115,41 @@ class _Writer:
         for stream in streams:
             self._seen.setdefault((process, stream))
         ends = (start[:, None] + times.finish).max(axis=0)
-        begins = (ends - times.seconds) * self._unit
-        yield template.replace(_ACTION, name).replace(_PROCESS, str(process)) % tuple(begins.tolist())
+        begins = np.rint((ends - times.seconds) * self._unit * 1e3).astype(np.int64)  # whole nanoseconds
+        parts = np.stack(np.divmod(begins, 1000), axis=1).ravel()
+        filled = template.replace(_ACTION, name.encode()).replace(_PROCESS, str(process).encode())
+        yield filled % tuple(parts.tolist())
 
-    def _template(self, of: tuple[int, Any]) -> tuple[str, tuple[str, ...]]:
+    def _template(self, of: tuple[int, Any]) -> tuple[bytes, tuple[str, ...]]:
         """Events of a segment with action, process and times left open, and the streams that they are on."""
         times = self._simulation.ops_of(*of)
         known = self._templates.get(id(times))
         if known is None:
             program = self._simulation.lowered.segments[of[0]].program
-            parts = []
+            parts, action, process = [], _ACTION.decode(), _PROCESS.decode()
             for node, seconds in zip(program.nodes, times.seconds.tolist(), strict=True):
                 title = json.dumps(f"{node.name} {node.work.kind}")[1:-1].replace("%", "%%")
                 parts.append(
-                    f'{{"ph":"X","name":"{_ACTION} {title}","cat":"{program.label}","pid":{_PROCESS},'
-                    f'"tid":{self._thread(node.stream)},"ts":%.3f,"dur":{seconds * self._unit:.3f},'
+                    f'{{"ph":"X","name":"{action} {title}","cat":"{program.label}","pid":{process},'
+                    f'"tid":{self._thread(node.stream)},"ts":%d.%03d,"dur":{seconds * self._unit:.3f},'
                     f'"args":{{"what":"{node.work}"}}}},'
                 )
             streams = tuple(dict.fromkeys(node.stream for node in program.nodes))
-            self._templates[id(times)] = known = ("".join(parts), streams)
+            self._templates[id(times)] = known = ("".join(parts).encode(), streams)
         return known
 
     def _thread(self, stream: str) -> int:
         return self._threads.setdefault(stream, len(self._threads))
 
-    def _event(self, name: str, process: int, stream: str, begin: float, end: float, category: str) -> str:
+    def _event(self, name: str, process: int, stream: str, begin: float, end: float, category: str) -> bytes:
         self._seen.setdefault((process, stream))
-        return (
+        text = (
             f'{{"ph":"X","name":"{name}","cat":"{category}","pid":{process},"tid":{self._thread(stream)},'
             f'"ts":{begin * self._unit:.3f},"dur":{(end - begin) * self._unit:.3f}}},'
         )
+        return text.encode()
 
-    def _messages(self, passing: Passing, first: int, names: list[str]) -> Iterator[str]:
+    def _messages(self, passing: Passing, first: int, names: list[str]) -> Iterator[bytes]:
         track, run = self._simulation.lowered.track, passing.run
         for message, (source, target) in enumerate(zip(track.source.tolist(), track.target.tolist(), strict=True)):
             stage, to = int(track.stage[source]), int(track.stage[target])

@@ -157,18 +157,18 @@ def predict(
 
     if level not in ("segment", "op"):
         raise StepsightError(f"--level must be segment or op, got {level!r}")
-    for name, file in (("--timeline", timeline), ("--schedule", schedule)):
-        if file is not None and len(jobs) != 1:
+    for name, wanted in (("--timeline", timeline), ("--schedule", schedule)):
+        if wanted is not None and len(jobs) != 1:
             raise StepsightError(f"{name} takes one job, got {len(jobs)}")
-        if file is not None:
-            check_output_file(file)
+        if wanted is not None:
+            check_output_file(wanted)
     loaded = _load(predictor)
     read = [Job.from_file(path) for path in jobs]
     predictions = [ask(job, loaded) for job in read]
     reports = [prediction_report(job, prediction) for job, prediction in zip(read, predictions, strict=True)]
     if timeline is not None:
-        with new_file(timeline) as part, part.open("w", encoding="utf-8") as text_file:
-            text_file.writelines(predictions[0].timeline_text(level))
+        with new_file(timeline) as part, part.open("wb") as file:
+            file.writelines(predictions[0].timeline_json(level))
     if schedule is not None:
         write_schedule(predictions[0].simulation.lowered.track.schedule, schedule)
     text = "\n\n".join(report.pop("text") for report in reports)

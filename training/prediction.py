@@ -17,7 +17,7 @@ from stepsight.simulator.flops import iteration_flops
 from stepsight.simulator.latency import RooflineLatency
 from stepsight.simulator.memory import Memory
 from stepsight.simulator.simulate import Simulation, simulate
-from stepsight.simulator.timeline import timeline_text
+from stepsight.simulator.timeline import timeline_json
 from stepsight.training.intervals import Intervals
 from stepsight.training.latency import LearnedLatency
 from stepsight.training.predictor import Predictor
@@ -89,12 +89,12 @@ class Prediction:
 
     def timeline(self, level: str = "segment") -> dict[str, Any]:
         """Chrome trace events, at the level of ``segment`` or ``op``; opens in Perfetto."""
-        events: dict[str, Any] = json.loads("".join(self.timeline_text(level)))
+        events: dict[str, Any] = json.loads(b"".join(self.timeline_json(level)))
         return events
 
-    def timeline_text(self, level: str = "segment") -> Iterator[str]:
+    def timeline_json(self, level: str = "segment") -> Iterator[bytes]:
         """The same as pieces of JSON, millions of events a second: for files."""
-        return timeline_text(self.simulation, level, self._scale)
+        return timeline_json(self.simulation, level, self._scale)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
