@@ -200,10 +200,13 @@ def run_events(
                     pending -= compute_share * sent[events[what, 1]]
             else:
                 clock = events[at, 2]
-                begin = max(clocks[0], clocks[clock])
+                begin = clocks[clock]
                 if host_s > 0.0:
                     host += host_s
-                    begin = max(begin, host)
+                if kind == 2 or events[at, 4] == 0:
+                    begin = max(begin, clocks[0])
+                    if host_s > 0.0:
+                        begin = max(begin, host)
                 if kind == 1 and events[at, 3] >= 0:
                     begin = max(begin, finish[events[at, 3]])
                 clocks[clock] = begin + sent[what]

@@ -52,9 +52,14 @@ class Issue:
         self._awaited = [self._last]
         return self._last
 
-    def send(self, work: Collective, stream: str, name: str, after: Iterable[int] = ()) -> int:
-        """A collective beside the computation; what follows loses ``compute_share`` of its time."""
-        index = self._node(work, stream, name, sorted({*self._reached(), *after}))
+    def send(
+        self, work: Collective, stream: str, name: str, after: Iterable[int] = (), *, early: bool = False
+    ) -> int:
+        """A collective beside the computation; what follows loses ``compute_share`` of its time.
+
+        ``early``: it was issued long before, and starts when its stream is free.
+        """
+        index = self._node(work, stream, name, sorted({*([] if early else self._reached()), *after}))
         if self._share > 0:
             self._taken[index] = (work, name)
         return index

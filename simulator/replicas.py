@@ -54,7 +54,8 @@ class Replicas:
 
     @property
     def size(self) -> int:
-        return self.groups.replicas.size
+        """Ranks that hold the same parameters; of experts', where only these are held several times."""
+        return max(self.groups.replicas.size, self.groups.experts.size)
 
     @property
     def fully_sharded(self) -> bool:
@@ -161,9 +162,10 @@ class BucketPlan:
         ]
         tables = [unit.passage.gradient_table for unit in units]
         bounds = np.cumsum([0, *map(len, tables)])
-        places = np.array(rows, dtype=np.int64)
+        places = np.array(rows, dtype=np.int64).reshape(-1, 6)
         most = int((np.diff(bounds) * places[:, 2]).sum()) + 2
-        return cls(label, tuple(passages), tuple(names), places, np.concatenate(tables), bounds, most)
+        tensors = np.concatenate([np.zeros((0, 3), dtype=np.int64), *tables])
+        return cls(label, tuple(passages), tuple(names), places, tensors, bounds, most)
 
 
 def send_buckets(plan: BucketPlan, replicas: Replicas) -> Segment:
@@ -178,11 +180,11 @@ def send_buckets(plan: BucketPlan, replicas: Replicas) -> Segment:
     for numel, expert in sizes[: found[1]].tolist():
         pair = bucket_works(replicas, numel, expert=bool(expert))
         works.append([-1 if work is None else sent.setdefault(work, len(sent)) for work in pair])
-    if cuts[-1, 4]:  # experts' cuts come after the others'
+    if cuts[:, 4].any():  # experts' cuts come after the others'
         cuts = cuts[np.lexsort((cuts[:, 4], cuts[:, 2], cuts[:, 1], cuts[:, 0]))]
     rows = np.empty((5 * len(cuts) + 3 * len(plan.places), NUM_COLUMNS), dtype=np.int32)
     count = np.zeros(1, dtype=np.int64)
-    bucket_rows(plan.places, cuts, np.array(works, dtype=np.int64), len(plan.names) - 2, rows, count)
+    bucket_rows(plan.places, cuts, np.array(works, dtype=np.int64).reshape(-1, 2), len(plan.names) - 2, rows, count)
     return Segment(plan.label, plan.passages, tuple(sent), rows[: count[0]], plan.names, replicas.compute_share)
 
 
@@ -311,6 +313,7 @@ class Gathers:
         units: What is gathered, in the order of use, each with its number; equal units are one object.
         dtype: Of the parameters that travel.
         ahead: Whether the next unit is asked for early even where that hides nothing (backward on CPU).
+        early: Whether all are on their way before the computation begins (parameters that stay, once an iteration).
     """
 
     def __init__(
@@ -321,11 +324,13 @@ class Gathers:
         dtype: str,
         *,
         ahead: bool,
+        early: bool = False,
     ) -> None:
         self._builder = builder
         self._replicas = replicas
         self._units = units
         self._dtype = dtype
+        self._early = early and replicas.beside
         self._ahead = replicas.prefetch if ahead or replicas.beside else 0
         self._asked = self._used = 0
         self._steady = 0  # units in a row that did the same
@@ -378,7 +383,7 @@ class Gathers:
             gather = group.collective("all_gather", numel * DTYPE_BYTES[self._dtype])
             name = f"{unit.name}.parameters"
             if self._replicas.beside:
-                events.append(self._builder.send(gather, clock, name, number))
+                events.append(self._builder.send(gather, clock, name, number, early=self._early))
             else:
                 self._builder.block(gather, clock, name, number)
         self._flying.append(tuple(events))

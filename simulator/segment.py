@@ -37,7 +37,7 @@ class Segment:
         events: Shape ``(num_events, 8)``, int32; columns by kind::
 
             RUN    passage, first node, last node (exclusive), times   | name, number, step
-            SEND   collective, clock, event that it follows or -1, -   | name, number, -
+            SEND   collective, clock, event that it follows or -1, 1: early | name, number, -
             BLOCK  collective, clock, -, -                             | name, number, -
             WAIT   event, -, -, -                                      | -, -, -
 
@@ -70,7 +70,7 @@ class Segment:
         return OpGraph.of(*self._written, self.works)
 
     @cached_property
-    def _written(self) -> tuple[Program, tuple[int, ...]]:
+    def _written(self) -> tuple[Program, tuple[int, ...], tuple[int, ...]]:
         return _write_out(self)
 
 
@@ -85,7 +85,9 @@ class OpGraph:
         pointer, before: Dependencies in CSR, stream order included.
         first: The first node of each clock's stream, -1 if none, shape ``(NUM_CLOCKS,)``.
         is_op: Whether each node is an op of the device, shape ``(num_nodes,)``.
+        taken: Whether each node is time that the computation loses to what was sent, same shape.
         blocks: Whether the computation waits for each node on the spot, same shape.
+        early: Whether each node was issued before the segment began, same shape.
         stream: Index into ``passages.STREAMS`` of each node of a passage, one more for all others, same shape.
     """
 
@@ -96,29 +98,33 @@ class OpGraph:
     before: NDArray[np.int32]
     first: NDArray[np.int64]
     is_op: NDArray[np.bool_]
+    taken: NDArray[np.bool_]
     blocks: NDArray[np.bool_]
+    early: NDArray[np.bool_]
     stream: NDArray[np.int8]
 
     @classmethod
-    def of(cls, program: Program, blocking: Sequence[int], works: Sequence[Work]) -> OpGraph:
+    def of(cls, program: Program, blocking: Sequence[int], early: Sequence[int], works: Sequence[Work]) -> OpGraph:
         place = {work: index for index, work in enumerate(works)}
         clocks = {stream: clock for clock, stream in enumerate(CLOCK_STREAMS)}
         streams = {stream: index for index, stream in enumerate(STREAMS)}
         nodes = program.nodes
         clock = np.array([clocks.get(node.stream, COMPUTE) for node in nodes], dtype=np.int8)
         first = np.array([np.argmax(clock == c) if (clock == c).any() else -1 for c in range(NUM_CLOCKS)])
+        is_op = np.array([isinstance(node.work, Op) for node in nodes], dtype=np.bool_)
+        taken = np.array([node.stream == "compute" for node in nodes], dtype=np.bool_) & ~is_op
+        stream = np.array([streams.get(node.stream, len(STREAMS)) for node in nodes], dtype=np.int8)
         return cls(
             np.array([place[node.work] for node in nodes], dtype=np.int32),
             np.array([node.share for node in nodes]),
             clock,
             *dependencies(program),
             first,
-            np.array([isinstance(node.work, Op) for node in nodes], dtype=np.bool_),
+            is_op,
+            taken,
             np.isin(np.arange(len(nodes)), blocking),
-            np.array(
-                [streams.get(node.stream, len(STREAMS)) if node.share == 1.0 else len(STREAMS) for node in nodes],
-                dtype=np.int8,
-            ),
+            np.isin(np.arange(len(nodes)), early),
+            np.where(taken, np.int8(len(STREAMS)), stream),
         )
 
 
@@ -164,9 +170,11 @@ class SegmentBuilder:
         if items:
             self.run(items_passage(tuple(items), own), name, number)
 
-    def send(self, work: Collective, clock: int, name: str, number: int = 0, *, after: int = -1) -> int:
-        """Start a collective beside the computation."""
-        return self._add(SEND, self.collective(work), clock, after, 0, name, number)
+    def send(
+        self, work: Collective, clock: int, name: str, number: int = 0, *, after: int = -1, early: bool = False
+    ) -> int:
+        """Start a collective beside the computation; ``early``: before the computation has come to it."""
+        return self._add(SEND, self.collective(work), clock, after, int(early), name, number)
 
     def block(self, work: Collective, clock: int, name: str, number: int = 0) -> int:
         """Run a collective that the computation waits for."""
@@ -226,8 +234,8 @@ class SegmentBuilder:
         return self.num_events - 1
 
 
-def _write_out(segment: Segment) -> tuple[Program, tuple[int, ...]]:
-    """Every event's nodes with their dependencies, and which of them the computation waits for on the spot."""
+def _write_out(segment: Segment) -> tuple[Program, tuple[int, ...], tuple[int, ...]]:
+    """Every event's nodes with their dependencies; which of them block the computation, and which are early."""
     out = Issue(segment.label, segment.compute_share)
     nodes: list[int] = []  # of each event, -1 if none
     for kind, what, a, b, times, label, number, step in segment.events.tolist():
@@ -244,7 +252,8 @@ def _write_out(segment: Segment) -> tuple[Program, tuple[int, ...]]:
             node = out.block(segment.sent[what], CLOCK_STREAMS[a], name.format(number))
         else:
             after = [nodes[b]] if b >= 0 else []
-            node = out.send(segment.sent[what], CLOCK_STREAMS[a], name.format(number), after)
+            node = out.send(segment.sent[what], CLOCK_STREAMS[a], name.format(number), after, early=times == 1)
         nodes.append(node)
-    blocking = [node for node, kind in zip(nodes, segment.events[:, 0].tolist(), strict=True) if kind == BLOCK]
-    return out.program(), tuple(blocking)
+    rows = list(zip(nodes, segment.events[:, 0].tolist(), segment.events[:, 4].tolist(), strict=True))
+    blocking = tuple(node for node, kind, _ in rows if kind == BLOCK)
+    return out.program(), blocking, tuple(node for node, kind, early in rows if kind == SEND and early)

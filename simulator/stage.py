@@ -203,7 +203,8 @@ def _gathers(
     layers = [(sizes[id(unit)], number) for unit, number in _one_by_one(units) if not unit.root]
     root = _full_unit([unit for unit in units if unit.root], "root")
     order = layers[::-1] if backward else ([(root, 0)] if root.numel else []) + layers
-    return Gathers(builder, replicas, order, shape.dtype, ahead=backward)
+    early = not backward and not replicas.reshard  # nothing has to be freed before
+    return Gathers(builder, replicas, order, shape.dtype, ahead=backward, early=early)
 
 
 def backward_segment(
@@ -382,13 +383,14 @@ def optimizer_segment(
     numel = int((-(-numel_of // np.where(expert, replicas.expert_shards, replicas.shards))).sum())
     num_tensors = len(numel_of)
     if optimizer.clip_grad_norm:
-        builder.items([Op("grad_norm", (numel, num_tensors), "fp32")], "grad_norm")
+        builder.items([Op("grad_norm", (numel, num_tensors), "fp32")] if numel else [], "grad_norm")
         for group, name in ((replicas.groups.model, "grad_norm"), (replicas.groups.shard, "grad_norm.shards")):
             if group.size > 1 and (name == "grad_norm" or replicas.zero_stage):
                 builder.block(group.collective("all_reduce", GRADIENT_BYTES), DATA, name)
-        builder.items([Op("elementwise", (numel,), "fp32")], "clip")
+        builder.items([Op("elementwise", (numel,), "fp32")] if numel else [], "clip")
     _step(builder, shape, optimizer, numel, num_tensors)
-    if replicas.shards > 1 and replicas.zero_stage < 3 and not replicas.overlap_parameters:
+    sharded = max(replicas.shards, replicas.expert_shards) > 1
+    if sharded and replicas.zero_stage < 3 and not replicas.overlap_parameters:
         size = DTYPE_BYTES[shape.dtype]
         groups = replicas.groups
         for group, experts, clock in ((groups.shard, False, DATA), (groups.experts, True, SECOND)):
@@ -404,6 +406,8 @@ _FOREACH = ("add", "elementwise", "add", "elementwise", "elementwise", "elementw
 
 def _step(builder: SegmentBuilder, shape: RankShape, optimizer: OptimizerSpec, numel: int, tensors: int) -> None:
     """Adam on some elements, and the cast of the result."""
+    if not numel:
+        return
     if optimizer.offload:
         builder.items([Op("to_host", (numel,), "fp32"), Op("adamw_host", (numel, tensors), "fp32")], "adamw")
         builder.items([Op("from_host", (numel,), shape.dtype)], "adamw")

@@ -8,7 +8,7 @@ step; and over all of its ops, which is needed where an op's time depends on wha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -32,17 +32,19 @@ _MOST = 50_000  # things that a timer remembers
 @hashed_once
 @dataclass(frozen=True)
 class Slowdown:
-    """How much slower a rank is than its hardware.
+    """How much slower ranks that move in step are than the job's hardware alone.
 
     Attributes:
-        compute: Of its ops.
-        data: Of its replicas' collectives.
-        other: Another device's latency model, whose ops are waited for (mixed groups), or None.
+        compute: Of ops on its devices; 0 if none of the ranks has one.
+        data: Of their replicas' collectives, where these leave a node.
+        inside: Of their other collectives, where these leave a node.
+        others: Latency models of other devices, and how much slower the slowest of each is: all are waited for.
     """
 
     compute: float = 1.0
     data: float = 1.0
-    other: LatencyModel | None = None
+    inside: float = 1.0
+    others: tuple[tuple[LatencyModel, float], ...] = ()
 
 
 AS_IT_IS = Slowdown()
@@ -154,8 +156,12 @@ class Timer:
     def node_seconds(self, segment: Segment, slowdown: Slowdown = AS_IT_IS) -> Floats:
         """Seconds of every node of a segment's program in its context, shape ``(num_nodes,)``."""
         graph = segment.graph
-        alone = self._slowed(self.work_seconds(segment.works), segment.works, slowdown)[graph.work] * graph.share
-        alone = np.where(~graph.is_op & (graph.clock > 0), alone * slowdown.data, alone)
+        works = segment.works
+        alone = self._slowed(self.work_seconds(works), works, slowdown)[graph.work]
+        if slowdown.data != slowdown.inside:
+            data = self._slowed(self.work_seconds(works), works, replace(slowdown, inside=slowdown.data))[graph.work]
+            alone = np.where(graph.taken | (graph.clock > 0), data, alone)
+        alone = alone * graph.share
         if not self._latency.knows_context:
             return alone
         return self._latency.in_context([segment.program], [alone])[0]
@@ -163,12 +169,12 @@ class Timer:
     def _slowed(self, seconds: Floats, works: Sequence[Work], slowdown: Slowdown) -> Floats:
         if slowdown is AS_IT_IS:
             return seconds
-        is_op = np.array([isinstance(work, Op) for work in works])
-        if slowdown.other is not None and is_op.any():
-            other = slowdown.other.op_seconds([work for work in works if isinstance(work, Op)])
-            seconds = seconds.copy()
-            seconds[is_op] = np.maximum(seconds[is_op], other)
-        return np.where(is_op, seconds * slowdown.compute, seconds)
+        is_op = np.array([isinstance(work, Op) for work in works], dtype=np.bool_)
+        slowed = np.where(is_op, seconds * slowdown.compute, seconds * _across(works, slowdown.inside))
+        ops = [work for work in works if isinstance(work, Op)]
+        for latency, factor in slowdown.others if ops else ():
+            slowed[is_op] = np.maximum(slowed[is_op], latency.op_seconds(ops) * factor)
+        return slowed
 
     def passage(self, passage: Passage, slowdown: Slowdown = AS_IT_IS) -> PassageTime:
         """A passage's paths."""
@@ -182,7 +188,7 @@ class Timer:
 
     def _by_events(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
         paths, nodes, bounds, kinds, streams = self._table(segment.passages, slowdown)
-        sent = self.work_seconds(segment.sent) * slowdown.data
+        sent = self.work_seconds(segment.sent) * _across(segment.sent, slowdown.data)
         transition, by_stream, lost = np.empty((NUM_CLOCKS, NUM_CLOCKS)), np.zeros(len(STREAMS)), np.zeros(2)
         run_events(
             segment.events, paths, nodes, bounds, sent, segment.compute_share, segment.joined, self._host_s,
@@ -215,6 +221,12 @@ class Timer:
             free = time_ops(segment, times.seconds, 0.0)
             host = float(times.transition[0, 0] - free.transition[0, 0])
         return SegmentTime(times.transition, by_stream, host)
+
+
+def _across(works: Sequence[Work], factor: float) -> Floats:
+    """The factor for collectives that leave a node, 1 for all else, shape ``(len(works),)``."""
+    leaves = [isinstance(work, Collective) and work.num_nodes > 1 for work in works]
+    return np.where(np.array(leaves, dtype=np.bool_), factor, 1.0)
 
 
 def _remember(cache: dict[_Key, T], key: _Key, value: T) -> None:
@@ -261,8 +273,8 @@ def time_ops(segment: Segment, seconds: Floats, host_s: float) -> OpTimes:
     for clock in range(NUM_CLOCKS):
         ready = np.full(count, -np.inf)
         if clock == 0:
-            launched = graph.share == 1.0  # time that is taken is not launched
-            ready = np.where(launched, host_s * np.cumsum(launched), -np.inf)
+            launched = ~graph.taken
+            ready = np.where(launched & ~graph.early, host_s * np.cumsum(launched), -np.inf)
         elif graph.first[clock] >= 0:
             ready[graph.first[clock]] = 0.0
         longest_paths(seconds, graph.pointer, graph.before, ready, finish[clock], critical[clock])
