@@ -38,8 +38,11 @@ def break_down(simulation: Simulation) -> dict[str, float]:
     seconds |= {f"{axis}_communication": streams[axis] for axis in ("tp", "cp", "ep")}
     inside = float((run.finish[:, 0] - run.start[:, 0]).sum()) / stages - sum(seconds.values())
     # The optimizer's ops; the rest between a stage's last backward and its end is traffic, or waiting for others.
-    ends = [simulation.timer.segment(low.segments[int(at)]).by_stream for at in low.optimizer]
-    seconds["optimizer"] = float(np.stack(ends)[:, 0].mean())
+    ends = [
+        simulation.timer.segment(low.segments[at], simulation.optimizer_condition(stage))
+        for stage, at in enumerate(low.optimizer.tolist())
+    ]
+    seconds["optimizer"] = float(np.stack([end.by_stream for end in ends])[:, 0].mean())
     until = simulation.clocks.max(axis=1) - simulation.clocks[:, 0]
     after = simulation.finish.max(axis=1) - simulation.begin
     data = inside + float((until + after).mean()) - seconds["optimizer"]

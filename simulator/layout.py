@@ -79,6 +79,17 @@ class Layout:
                 taken.append((stride, use))
         return self.strided(_joined(taken))
 
+    def together(self, axes: tuple[str, ...], size: int, axis: str) -> int:
+        """Neighbours along an axis that are in one ``part_of(axes, 1, size)``."""
+        for name, degree in self.axes:
+            if name not in axes:
+                continue
+            use = gcd(degree, size)
+            size //= use
+            if name == axis:
+                return use
+        return 1
+
     def strided(self, strides: Strides) -> Group:
         """The group of some strides, as the one of its kind that spans most nodes sees it."""
         size = 1

@@ -2,23 +2,25 @@
 
 A pipeline is one replica: the tensor- and context-parallel ranks of all stages.  Ranks of such a group move in step, so
 the slowest decides for all of them.  Replicas do not wait for each other before their gradients meet, so each distinct
-one is simulated; fully sharded replicas meet in every layer, so one stands for all, at the pace of the slowest.
+one is simulated; those that share parameters or experts meet in every layer, so one stands for all of these, at the
+pace of the slowest.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.hardware import find_hardware, hardware_names
 from stepsight.dataset.job import Job
 from stepsight.simulator.engine import Floats
 from stepsight.simulator.latency import LatencyModel, RooflineLatency
-from stepsight.simulator.layout import layout_of
+from stepsight.simulator.layout import Layout, layout_of
 from stepsight.simulator.lowering import Lowered
+from stepsight.simulator.parts import REPLICAS
 from stepsight.simulator.timing import AS_IT_IS, Slowdown
 
 
@@ -28,7 +30,7 @@ class Pipeline:
 
     Attributes:
         slowdowns: Of each stage.
-        links: How much slower the messages of each stage's ranks are.
+        links: How much slower the messages of each stage's ranks are, where they leave a node.
         replica: Number of the first such replica.
         count: How many are alike.
     """
@@ -47,7 +49,8 @@ class Pipeline:
         """How much slower each message of the track is, shape ``(num_messages,)``."""
         links, track = np.array(self.links), lowered.track
         factors: Floats = np.maximum(links[track.stage[track.source]], links[track.stage[track.target]])
-        return factors
+        leaves = np.array([message.num_nodes > 1 for message in lowered.messages], dtype=np.bool_)
+        return np.where(leaves[lowered.message], factors, 1.0)
 
 
 def distinct_pipelines(job: Job, latency: LatencyModel) -> tuple[Pipeline, ...]:
@@ -70,30 +73,31 @@ def distinct_pipelines(job: Job, latency: LatencyModel) -> tuple[Pipeline, ...]:
     kind = np.zeros(len(ranks), dtype=np.int64)
     for number, other in enumerate(cluster.mixed):
         kind[np.isin(nodes, other.nodes)] = number + 1
-    others = [None, *(_other_latency(other.hardware, job) for other in cluster.mixed)]
+    others = [_other_latency(other.hardware, job) for other in cluster.mixed]
     stage = ranks // layout.stride("pp") % stages
     replica = ranks // layout.stride("dp") % job.parallel.dp
-    in_step = job.parallel.zero_stage == 3 and job.parallel.dp > 1
-    if in_step:
-        replica = np.zeros_like(replica)
-    data = np.array([_crossing(link, stage == s, nodes) for s in range(stages)])
+    in_step = _in_step(job, layout, beside=latency.hardware.kind != "cpu")
     found: dict[tuple[tuple[Slowdown, ...], tuple[float, ...]], list[int]] = {}
-    for number in range(int(replica.max()) + 1):
+    for number in range(0, job.parallel.dp, in_step):
         slowdowns, links = [], []
         for at in range(stages):
-            own = (stage == at) & (replica == number)
-            kinds = sorted(set(kind[own].tolist()))
-            slowest = max((others[k] for k in kinds if k), key=lambda o: -o.hardware.memory_bandwidth_bytes_per_s,
-                          default=None)  # fmt: skip
-            slowdowns.append(Slowdown(float(compute[own].max()), float(data[at]), slowest))
+            own = (stage == at) & (replica // in_step == number // in_step)
+            slowest = [float(compute[own & (kind == k)].max(initial=0.0)) for k in range(len(others) + 1)]
+            waited = tuple((model, slow) for model, slow in zip(others, slowest[1:], strict=True) if slow)
             links.append(float(link[own].max()))
+            slowdown = Slowdown(slowest[0], float(link[stage == at].max()), links[-1], waited)
+            slowdowns.append(AS_IT_IS if slowdown == AS_IT_IS else slowdown)
         found.setdefault((tuple(slowdowns), tuple(links)), []).append(number)
-    return tuple(Pipeline(*key, numbers[0], len(numbers)) for key, numbers in found.items())
+    return tuple(Pipeline(*key, numbers[0], in_step * len(numbers)) for key, numbers in found.items())
 
 
-def _crossing(link: Floats, own: NDArray[np.bool_], nodes: NDArray[np.int64]) -> float:
-    """How much slower collectives of a stage's replicas are: of the slowest way, if they leave a node at all."""
-    return float(link[own].max()) if len(set(nodes[own].tolist())) > 1 else 1.0
+def _in_step(job: Job, layout: Layout, *, beside: bool) -> int:
+    """Neighbouring replicas that wait for each other in every layer: for parameters, or for experts' tokens."""
+    p = job.parallel
+    shards = p.shards * p.cp if beside else p.dp * p.cp
+    parameters = layout.together(REPLICAS, shards, "dp") if p.zero_stage == 3 else 1
+    axes = REPLICAS if p.experts_tp == p.tp else ("tp", *REPLICAS)
+    return lcm(parameters, layout.together(axes, p.ep, "dp"))
 
 
 def _other_latency(name: str, job: Job) -> RooflineLatency:

@@ -184,9 +184,11 @@ class Simulation:
 
     def optimizer_condition(self, stage: int) -> Slowdown:
         """What slows a stage's optimizer most."""
-        if len(self.passings) == 1:
-            return self.passings[0].pipeline.slowdowns[stage]
-        return max((p.pipeline.slowdowns[stage] for p in self.passings), key=lambda s: (s.compute, s.data))
+        found = dict.fromkeys(passing.pipeline.slowdowns[stage] for passing in self.passings)
+        if len(found) == 1:
+            return next(iter(found))
+        segment = self.lowered.segments[int(self.lowered.optimizer[stage])]
+        return max(found, key=lambda slowdown: float(self.timer.segment(segment, slowdown).transition.max()))
 
     def timeline(self, level: str = "segment") -> dict[str, Any]:
         """Chrome trace events for Perfetto: a process per stage, a thread per stream.
