@@ -182,11 +182,11 @@ def _lower(
                     label=_LABELS[kind],
                 )
             table[at, kind, turn] = numbers.setdefault(segment, len(numbers))
-    tied = _tied(p, shape, layout)
+    tied = _tied(shape, layout, track)
     optimizers: dict[tuple[tuple[int, ...], bool], int] = {}
     of_stage = []
     for own in _held(track):
-        ends = tied.size > 1 and (parts[own[0]].first or parts[own[-1]].last)
+        ends = tied.size > 1 and any(parts[part].first or parts[part].last for part in own)
         key = (tuple([row[part] for part in own]), ends)
         if key not in optimizers:
             held = tuple([parts[part] for part in own])
@@ -228,7 +228,7 @@ def _passes(track: Track) -> tuple[tuple[int, int], ...]:
 
 
 def _find_track(p: ParallelSpec, num_micro_batches: int, runtime: str) -> Track:
-    if p.schedule.endswith(".csv") and p.pp > 1:
+    if p.schedule.endswith(".csv"):
         path = Path(p.schedule)
         changed = path.stat().st_mtime_ns if path.is_file() else 0
         return _read_track(path, changed, p.pp, num_micro_batches, p.virtual_stages, runtime)
@@ -248,11 +248,13 @@ def _read_track(path: Path, changed: int, stages: int, micro_batches: int, virtu
     return order_entries(schedule, runtime)
 
 
-def _tied(p: ParallelSpec, shape: RankShape, layout: Layout) -> Group:
+def _tied(shape: RankShape, layout: Layout, track: Track) -> Group:
     """The two ranks that hold the same embedding's table in different stages; nobody if there is only one."""
-    if p.pp == 1 or not shape.model.tied_embeddings:
+    placed = track.schedule.placement[:, 0]
+    first, last = int(placed[0]), int(placed[-1])
+    if first == last or not shape.model.tied_embeddings:
         return Group()
-    return Group(2, layout.pipeline_neighbours(0, p.pp - 1))
+    return Group(2, layout.pipeline_neighbours(first, last))
 
 
 def _meets(p: ParallelSpec, optimizer: OptimizerSpec, parts: tuple[PartShape, ...], track: Track, tied: Group) -> Ints:

@@ -41,7 +41,7 @@ class Groups:
     Attributes:
         replicas: Of ordinary parameters: data- and context-parallel ranks.
         shard, replicate: The same in two levels: ``shard`` of them share states, ``replicate`` such groups agree.
-        experts: Ranks that hold the same experts.
+        experts: Ranks that hold the same experts; where there are none, the same as ``replicas``.
         model: Tensor- and pipeline-parallel ranks: one replica.
     """
 
@@ -77,14 +77,15 @@ def _rank_shape(model: ModelSpec, p: ParallelSpec, micro_batch: int, precision: 
 
 def groups_of(job: Job) -> Groups:
     """Groups of a job over which parameters are replicated or sharded."""
-    return _groups(job.parallel, layout_of(job))
+    return _groups(job.parallel, layout_of(job), bool(job.model.experts))
 
 
 @lru_cache(maxsize=4096)
-def _groups(p: ParallelSpec, layout: Layout) -> Groups:
+def _groups(p: ParallelSpec, layout: Layout, mixture: bool) -> Groups:
     shards = p.shards * p.cp
-    with_tp = REPLICAS if p.experts_tp == p.tp else ("tp", *REPLICAS)
-    holders = p.dp * p.cp * (1 if p.experts_tp == p.tp else p.tp) // p.ep
+    whole = mixture and p.experts_tp < p.tp  # every tensor-parallel rank has experts of its own
+    with_tp = ("tp", *REPLICAS) if whole else REPLICAS
+    holders = p.dp * p.cp * (p.tp if whole else 1) // p.ep
     return Groups(
         replicas=layout.group(*REPLICAS),
         shard=layout.part_of(REPLICAS, 1, shards),
