@@ -12,8 +12,10 @@ from stepsight.dataset.op import Collective, Op
 def roofline_seconds(op: Op, hardware: Hardware) -> float:
     """Seconds of one op at the hardware's reachable peaks (Williams et al. 2009, doi:10.1145/1498765.1498785).
 
-    Transfers take the link to the host instead.
+    Transfers take the link to the host instead, ops on the host its memory.
     """
+    if op.family == "host":
+        return op.num_bytes / hardware.host_memory_bandwidth_bytes_per_s + hardware.op_latency_s
     if op.family == "transfer":
         return op.num_bytes / hardware.host_link_bytes_per_s + hardware.op_latency_s
     compute = op.flops / (hardware.flops_per_s(op.dtype) * hardware.compute_efficiency)

@@ -106,9 +106,9 @@ class _Writer:
         if not self._by_op:
             yield self._event(name, process, "compute", float(start[0]), float(finish[0]), label)
             for clock in range(1, NUM_CLOCKS):
-                if finish[clock] > max(finish[0], start[clock]):
-                    stream = CLOCK_STREAMS[clock]
-                    yield self._event(f"{name} tail", process, stream, float(finish[0]), float(finish[clock]), "dp")
+                begin, stream = max(finish[0], start[clock]), CLOCK_STREAMS[clock]
+                if finish[clock] > begin:
+                    yield self._event(f"{name} tail", process, stream, float(begin), float(finish[clock]), "dp")
             return
         times = self._simulation.ops_of(*of)
         template, streams = self._template(of)
