@@ -23,7 +23,8 @@ from torch import Tensor
 from . import comm, cores, facts
 from .errors import HarnessError
 from .measure import barrier, gather
-from .ops import DTYPES, Call, Pool, op_call
+from .ops import op_call
+from .pool import DTYPES, Call, Pool
 
 _OP_REPEATS, _COLLECTIVE_REPEATS = (3, 25), (8, 40)  # per visit
 _MOST_SECONDS = 0.06  # for one signature, however large the budget

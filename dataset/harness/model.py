@@ -157,9 +157,15 @@ class Layer(nn.Module):
 
 def attention(fused: Tensor, heads: int, kv_heads: int) -> Tensor:
     """Causal attention of ``fused[batch, seq_len, heads + 2 * kv_heads, head_dim]``; ``[rows, heads * head_dim]``."""
-    q, k, v = (part.transpose(1, 2) for part in fused.split([heads, kv_heads, kv_heads], dim=2))
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
-    return y.transpose(1, 2).reshape(-1, heads * fused.shape[-1])
+    return attend(*fused.split([heads, kv_heads, kv_heads], dim=2), causal=True)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """Of queries to keys and values, each ``[batch, length, heads, dim]``; ``[rows, heads * v_dim]``."""
+    heads, v_dim = q.shape[2], v.shape[3]
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads != k.shape[1])
+    return y.transpose(1, 2).reshape(-1, heads * v_dim)
 
 
 def enter_region(shape: Shape, x: Tensor) -> Tensor:

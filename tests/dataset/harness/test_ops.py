@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from stepsight.dataset.harness import op_experts
 from stepsight.dataset.harness.errors import HarnessError
 from stepsight.dataset.harness.events import _merge
-from stepsight.dataset.harness.ops import Pool, op_call
+from stepsight.dataset.harness.op_elementwise import geglu, geglu_backward
+from stepsight.dataset.harness.ops import op_call
+from stepsight.dataset.harness.pool import Pool
 from stepsight.dataset.op import OP_KINDS
 
 DIMS = {
@@ -19,6 +22,13 @@ DIMS = {
     "loss": [8, 32],
     "optimizer": [1000, 7],
     "elementwise": [96],
+    "batched_gemm": [3, 8, 6, 4],
+    "latent_attention": [2, 4, 8, 8, 6, 4, 1],
+    "softmax": [8, 32],
+    "permute": [17, 8, 4],
+    "transfer": [96],
+    "grouped_gemm": [3, 10, 6, 4],
+    "host": [1000, 7],
 }
 
 
@@ -43,6 +53,69 @@ def test_gemm_is_the_models_product(pool: Pool) -> None:
     assert shapes == {"linear": (8, 6), "linear_dgrad": (8, 4), "linear_wgrad": (6, 4)}
 
 
+@pytest.mark.parametrize("one_kernel", [False, True])
+def test_a_grouped_product_is_the_products_of_its_groups(
+    one_kernel: bool, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10 rows, three experts: 4, 3 and 3 of them; a loop and one kernel agree."""
+    if one_kernel and not hasattr(torch, "_grouped_mm"):
+        pytest.skip("this torch has no grouped product")
+    monkeypatch.setattr(op_experts, "one_kernel", lambda *_: one_kernel)
+    call = op_call("grouped_linear", [3, 10, 8, 4], pool)
+    x, w = call.inputs()
+    expected = torch.cat([rows @ matrix for rows, matrix in zip(x.split([4, 3, 3]), w, strict=True)])
+    torch.testing.assert_close(call.run(x, w), expected)
+    call = op_call("grouped_linear_dgrad", [3, 10, 8, 4], pool)
+    grad, w = call.inputs()
+    expected = torch.cat([rows @ matrix for rows, matrix in zip(grad.split([4, 3, 3]), w, strict=True)])
+    torch.testing.assert_close(call.run(grad, w), expected)
+    call = op_call("grouped_linear_wgrad", [3, 10, 8, 4], pool)
+    grad, x = call.inputs()
+    parts = zip(grad.split([4, 3, 3]), x.split([4, 3, 3]), strict=True)
+    torch.testing.assert_close(call.run(grad, x), torch.stack([g.t() @ rows for g, rows in parts]))
+
+
+def test_copies_come_back_to_their_rows(pool: Pool) -> None:
+    """Two copies of every row, weighted: the gradients of the copies and of the weights are autograd's."""
+    call = op_call("unpermute", [16, 8, 4], pool)
+    x, weight = (part.clone().requires_grad_() for part in call.inputs())
+    torch.manual_seed(0)
+    y = op_call("unpermute", [16, 8, 4], pool).run(x, weight)
+    assert tuple(y.shape) == (8, 4)
+    grad = torch.ones_like(y)
+    torch.manual_seed(0)
+    found = op_call("unpermute_backward", [16, 8, 4], pool).run(grad, x, weight)
+    expected = torch.autograd.grad(y, (x, weight), grad)
+    torch.testing.assert_close(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1].squeeze(1))
+
+
+def test_gated_gelu_has_autograds_gradient(pool: Pool) -> None:
+    gate_up = pool.take(8, 12).double().requires_grad_()
+    grad = pool.take(8, 6).double()
+    gate, up = gate_up.chunk(2, dim=-1)
+    y = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(geglu(gate_up.detach()), y.detach())
+    torch.testing.assert_close(geglu_backward(grad, gate_up.detach()), torch.autograd.grad(y, gate_up, grad)[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "dims", "shape"),
+    [
+        ("attention", [2, 4, 2, 6, 6, 8, 0], (12, 32)),
+        ("attention", [2, 4, 2, 6, 10, 8, 0], (12, 32)),
+        ("mla_attention", [2, 4, 6, 10, 8, 4, 0], (12, 16)),
+    ],
+)
+def test_attention_without_a_mask_takes_any_lengths(
+    kind: str, dims: list[int], shape: tuple[int, int], pool: Pool
+) -> None:
+    call = op_call(kind, dims, pool)
+    assert tuple(call.run(*call.inputs()).shape) == shape
+    backward = op_call(f"{kind}_backward", dims, pool)
+    assert len(backward.run(*backward.inputs())) == 3
+
+
 def test_pool_grows_and_rotates() -> None:
     pool = Pool(torch.device("cpu"), torch.float32, numel=256)
     first, second = pool.take(8, 8), pool.take(8, 8)
@@ -55,6 +128,7 @@ def test_pool_grows_and_rotates() -> None:
     [
         ("tanh", [1], "op kind must be one of"),
         ("attention", [1, 1, 1, 8, 4, 4, 1], "q_len = kv_len"),
+        ("mla_attention_backward", [1, 1, 8, 4, 6, 4, 1], "q_len = kv_len"),
         ("rope", [3], "even"),
     ],
 )

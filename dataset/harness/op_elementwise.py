@@ -1,0 +1,111 @@
+"""Element-wise ops; dims are the elements of one operand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import kernels
+from .errors import HarnessError
+from .pool import Call, Maker, Pool
+
+
+def _each(function: Callable[..., object], operands: int = 1) -> Maker:
+    return lambda pool, numel: Call(function, lambda: tuple(pool.take(numel) for _ in range(operands)))
+
+
+def _matrix(numel: int) -> tuple[int, int]:
+    """A matrix of so many elements whose rows are as wide as a model's, where it divides."""
+    for width in (4096, 2048, 1024, 512, 256, 128, 64):
+        if numel % width == 0 and numel >= 8 * width:
+            return numel // width, width
+    return 1, numel
+
+
+def _gated(function: Callable[[Tensor], Tensor]) -> Maker:
+    """``function`` of ``gate_up[rows, 2 * ffn]``."""
+
+    def make(pool: Pool, numel: int) -> Call:
+        rows, width = _matrix(numel)
+        return Call(function, lambda: (pool.take(rows, 2 * width),))
+
+    return make
+
+
+def _gated_backward(function: Callable[[Tensor, Tensor], Tensor]) -> Maker:
+    def make(pool: Pool, numel: int) -> Call:
+        rows, width = _matrix(numel)
+        return Call(function, lambda: (pool.take(rows, width), pool.take(rows, 2 * width)))
+
+    return make
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    y: Tensor = torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
+    return y
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """``gelu(gate) * up`` of ``gate_up[rows, 2 * ffn]``."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return _gelu(gate).mul_(up)
+
+
+def geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """Gradient for ``gate_up``."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    out = torch.empty_like(gate_up)
+    grad_gate, grad_up = out.chunk(2, dim=-1)
+    torch.mul(_gelu(gate), grad, out=grad_up)
+    torch.ops.aten.gelu_backward.grad_input(grad * up, gate, approximate="tanh", grad_input=grad_gate)
+    return out
+
+
+def _rope(pool: Pool, numel: int) -> Call:
+    """Within a fused qkv of half as many values again, in heads as wide as a model's."""
+    width = next((width for width in (64, 32, 16, 8, 4, 2) if numel % width == 0), 0)
+    if not width:
+        raise HarnessError(f"rope rotates pairs: numel must be even, got {numel}")
+    heads = next(heads for heads in (8, 4, 2, 1) if numel // width % heads == 0)
+    seq_len = numel // width // heads
+    cos, sin = kernels.rope_tables(seq_len, width, pool.device, pool.dtype)
+    return Call(
+        lambda fused: kernels.rope_(fused[:, :, :heads], cos, sin),
+        lambda: (pool.take(1, seq_len, heads + -(-heads // 2), width),),
+    )
+
+
+def _dropout_backward(pool: Pool, numel: int) -> Call:
+    mask = torch.ones(numel, device=pool.device, dtype=torch.bool)
+    return Call(lambda grad: torch.ops.aten.native_dropout_backward(grad, mask, 1.1), lambda: (pool.take(numel),))
+
+
+MAKERS: MappingProxyType[str, Maker] = MappingProxyType(
+    {
+        "gelu": _each(_gelu),
+        "gelu_backward": _each(_gelu_backward, 2),
+        "relu": _each(torch.relu),
+        "relu_backward": _each(lambda grad, y: torch.ops.aten.threshold_backward(grad, y, 0), 2),
+        "swiglu": _gated(kernels.swiglu),
+        "swiglu_backward": _gated_backward(kernels.swiglu_backward),
+        "geglu": _gated(geglu),
+        "geglu_backward": _gated_backward(geglu_backward),
+        "rope": _rope,
+        "rope_backward": _rope,
+        "dropout": _each(lambda x: torch.native_dropout(x, 0.1, True)),
+        "dropout_backward": _dropout_backward,
+        "add": _each(torch.add, 2),
+        "copy": _each(torch.clone),
+        "fill": lambda pool, numel: Call(lambda: torch.zeros(numel, device=pool.device, dtype=pool.dtype)),
+        "reduce": lambda pool, numel: Call(lambda x: x.sum(0), lambda: (pool.take(*_matrix(numel)),)),
+        "elementwise": _each(lambda x: x * 0.5),
+    }
+)
