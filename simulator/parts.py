@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from stepsight.dataset.job import Job
-from stepsight.dataset.specs import ModelSpec, ParallelSpec, hashed_once
+from stepsight.dataset.specs import ModelSpec, hashed_once
 from stepsight.simulator.blocks.family import LayerKinds, find_family
 from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.layout import Layout, layout_of
@@ -54,43 +54,57 @@ class Groups:
 
 def rank_shape(job: Job) -> RankShape:
     """What one rank of a job sees of a micro-batch."""
-    return _rank_shape(job.model, job.parallel, job.batch.micro_batch, job.batch.precision, layout_of(job))
+    p, batch = job.parallel, job.batch
+    split = (p.ep, p.experts_tp, p.sequence_parallel and p.tp > 1, p.vocab_parallel, p.context_parallel)
+    return _rank_shape(job.model, batch.micro_batch, batch.precision, layout_of(job), *split, p.offload_activations)
 
 
 @lru_cache(maxsize=4096)
-def _rank_shape(model: ModelSpec, p: ParallelSpec, micro_batch: int, precision: str, layout: Layout) -> RankShape:
-    with_tp = REPLICAS if p.experts_tp == p.tp else ("tp", *REPLICAS)
+def _rank_shape(
+    model: ModelSpec,
+    micro_batch: int,
+    precision: str,
+    layout: Layout,
+    ep: int,
+    expert_tp: int,
+    sequence_parallel: bool,
+    vocab_parallel: bool,
+    context_parallel: str,
+    offload_activations: bool,
+) -> RankShape:
+    tp = layout.group("tp")
     return RankShape(
         model,
         micro_batch,
         precision,
-        tp=layout.group("tp"),
+        tp=tp,
         cp=layout.group("cp"),
-        ep=layout.part_of(with_tp, 1, p.ep),
-        expert_tp=p.experts_tp,
-        sequence_parallel=p.sequence_parallel and p.tp > 1,
-        vocab_parallel=p.vocab_parallel,
-        context_parallel=p.context_parallel,
-        offload_activations=p.offload_activations,
+        ep=layout.part_of(REPLICAS if expert_tp == tp.size else ("tp", *REPLICAS), 1, ep),
+        expert_tp=expert_tp,
+        sequence_parallel=sequence_parallel,
+        vocab_parallel=vocab_parallel,
+        context_parallel=context_parallel,
+        offload_activations=offload_activations,
     )
 
 
 def groups_of(job: Job) -> Groups:
     """Groups of a job over which parameters are replicated or sharded."""
-    return _groups(job.parallel, layout_of(job), bool(job.model.experts))
+    p = job.parallel
+    whole = bool(job.model.experts) and p.experts_tp < p.tp  # every tensor-parallel rank has experts of its own
+    return _groups(layout_of(job), p.shards * p.cp, p.ep, whole)
 
 
 @lru_cache(maxsize=4096)
-def _groups(p: ParallelSpec, layout: Layout, mixture: bool) -> Groups:
-    shards = p.shards * p.cp
-    whole = mixture and p.experts_tp < p.tp  # every tensor-parallel rank has experts of its own
+def _groups(layout: Layout, shards: int, ep: int, whole: bool) -> Groups:
+    replicas = layout.size("dp") * layout.size("cp")
     with_tp = ("tp", *REPLICAS) if whole else REPLICAS
-    holders = p.dp * p.cp * (p.tp if whole else 1) // p.ep
+    holders = replicas * (layout.size("tp") if whole else 1) // ep
     return Groups(
         replicas=layout.group(*REPLICAS),
         shard=layout.part_of(REPLICAS, 1, shards),
-        replicate=layout.part_of(REPLICAS, shards, p.dp * p.cp // shards),
-        experts=layout.part_of(with_tp, p.ep, holders),
+        replicate=layout.part_of(REPLICAS, shards, replicas // shards),
+        experts=layout.part_of(with_tp, ep, holders),
         model=layout.group("tp", "pp"),
     )
 

@@ -216,7 +216,8 @@ def simulate_lowered(
     job: Job, lowered: Lowered, timer: Timer, hardware: Hardware, pipelines: tuple[Pipeline, ...]
 ) -> Simulation:
     """As ``simulate``, with everything at hand."""
-    message_seconds = timer.work_seconds(lowered.messages)[lowered.message]
+    each = timer.work_seconds(lowered.messages)
+    message_seconds = each[lowered.message] if len(each) != 1 else np.full(len(lowered.message), each[0])
     passings = tuple(_pass(lowered, timer, pipeline, message_seconds) for pipeline in pipelines)
     clocks = passings[0].clocks
     for passing in passings[1:]:
@@ -234,11 +235,17 @@ def simulate_lowered(
 
 def optimizer_transitions(simulation: Simulation) -> Floats:
     """Paths through every stage's optimizer, shape ``(num_stages, to, from)``."""
-    low, found = simulation.lowered, {}
+    low, timer = simulation.lowered, simulation.timer
+    conditions = {passing.condition(0) for passing in simulation.passings if len(passing.slowdowns) == 1}
+    if len(simulation.passings) == len(conditions) == 1:  # optimizers are numbered one after the other
+        first, condition = int(low.optimizer.min()), conditions.pop()
+        distinct = [timer.segment(segment, condition).transition for segment in low.segments[first:]]
+        return np.array(distinct)[low.optimizer - first]
+    found = {}
     keys = [(at, simulation.optimizer_condition(stage)) for stage, at in enumerate(low.optimizer.tolist())]
     for key in keys:
         if key not in found:
-            found[key] = simulation.timer.segment(low.segments[key[0]], key[1]).transition
+            found[key] = timer.segment(low.segments[key[0]], key[1]).transition
     return np.array([found[key] for key in keys])
 
 
