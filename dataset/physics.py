@@ -29,16 +29,20 @@ def alpha_beta_seconds(collective: Collective, fabric: Fabric) -> float:
     Ring costs as in Thakur et al. 2005 (doi:10.1177/1094342005051521) with a hierarchical latency: a group of
     ``n`` ranks on ``m`` nodes pays ``n / m`` steps within a node and ``m`` between nodes.  What crosses nodes leaves
     through the links of all the group's ranks on a node at once (NCCL's rings, one per NIC), but no faster than these
-    can be reached within the node; a message, and what each rank has for others (all-to-all), takes its own link.
+    can be reached within the node; a message takes its own link, and so does what each rank has for others
+    (all-to-all), of which only what is for other nodes leaves the node.
     """
     size, nodes = collective.group_size, collective.num_nodes
     link = fabric.inter_node if nodes > 1 else fabric.intra_node
     if collective.kind == "send_recv":
         return link.latency_s + collective.num_bytes / link.bandwidth_bytes_per_s
-    bandwidth = link.bandwidth_bytes_per_s
-    if nodes > 1 and collective.kind != "all_to_all":
-        bandwidth = min(fabric.intra_node.bandwidth_bytes_per_s, collective.ranks_per_node * bandwidth)
-    steps = (size - 1) / size
-    latency = (collective.ranks_per_node - 1) * fabric.intra_node.latency_s + (nodes - 1) * fabric.inter_node.latency_s
+    near, bandwidth = collective.ranks_per_node, link.bandwidth_bytes_per_s
+    latency = (near - 1) * fabric.intra_node.latency_s + (nodes - 1) * fabric.inter_node.latency_s
+    if collective.kind == "all_to_all":
+        within = (near - 1) / size * collective.num_bytes / fabric.intra_node.bandwidth_bytes_per_s
+        across = (size - near) / size * collective.num_bytes / bandwidth
+        return latency + max(within, across)
+    if nodes > 1:
+        bandwidth = min(fabric.intra_node.bandwidth_bytes_per_s, near * bandwidth)
     passes = 2.0 if collective.kind == "all_reduce" else 1.0
-    return passes * (latency + steps * collective.num_bytes / bandwidth)
+    return passes * (latency + (size - 1) / size * collective.num_bytes / bandwidth)
