@@ -183,6 +183,8 @@ def _later_kinds() -> list[OpKind]:
         ("geglu_backward", 17.0, 5.0),
     ):
         kinds.append(OpKind(name, "elementwise", _NUMEL, lambda n, f=flops: f * n, lambda n, e=moved: e * n))
+    # The optimizer's step on the host.
+    kinds.append(OpKind("adamw_host", "host", ("numel", "tensors"), lambda n, t: 12.0 * n, lambda n, t: 7.0 * n))
     return kinds
 
 

@@ -57,7 +57,7 @@ def op_terms(op: Op) -> tuple[float, ...]:
         return (1.0, op.flops, op.num_bytes, float(heads * dims["q_len"] * dims["kv_len"] * size), 0.0, float(heads))
     if family in ("norm", "loss", "embedding", "softmax", "permute"):
         return (1.0, op.flops, op.num_bytes, 0.0, 0.0, float(op.dims[0]))
-    if family == "optimizer":
+    if family in ("optimizer", "host"):
         return (1.0, op.flops, op.num_bytes, 0.0, 0.0, float(op.dims[1]))
     return (1.0, op.flops, op.num_bytes, 0.0, 0.0, 0.0)
 

@@ -36,6 +36,11 @@ def test_transfers_take_the_hosts_link() -> None:
     assert roofline_seconds(Op("from_host", (10**9,), "fp32"), DEVICE) == 4e9 / 2e10
 
 
+def test_an_optimizer_on_the_host_takes_its_memorys_time() -> None:
+    """Gradient, parameter and both moments read, the last three written: seven fp32 numbers for each element."""
+    assert roofline_seconds(Op("adamw_host", (10**9, 12), "fp32"), DEVICE) == 7 * 4e9 / 25e9
+
+
 def test_fp8_products_run_at_their_own_peak() -> None:
     sizes = (8192, 8192, 8192)
     wide, narrow = (roofline_seconds(Op("linear", sizes, dtype), DEVICE) for dtype in ("bf16", "fp8"))
