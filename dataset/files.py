@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.harness.files import parse_json, read_json, unique_keys  # it must stand alone
+from stepsight.dataset.harness.files import parse_json, read_json  # it must stand alone
 
 __all__ = [
     "check_output_file",
@@ -24,7 +24,6 @@ __all__ = [
     "new_folder",
     "parse_json",
     "read_json",
-    "unique_keys",
     "write_json",
     "write_text",
 ]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.errors import JobError
-from stepsight.dataset.files import unique_keys
+from stepsight.dataset.files import parse_json
 from stepsight.dataset.hardware import Fabric, fabric_from_dict, find_fabric, suspicious_links
 from stepsight.dataset.models import MODELS
 from stepsight.dataset.rules import broken_rules
@@ -144,7 +144,7 @@ class Job:
         except (OSError, UnicodeDecodeError) as error:
             raise JobError(f"cannot read job file {path}: {error}") from None
         try:
-            tables = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=unique_keys)
+            tables = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
         except RecursionError:
             raise JobError(f"{path} must be tables of values, got tables nested too deeply") from None
         except ValueError as error:

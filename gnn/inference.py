@@ -6,7 +6,6 @@ Prediction must start fast, and a forward pass over a few hundred nodes is a han
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import PredictorError
-from stepsight.dataset.files import write_json
+from stepsight.dataset.files import read_json, write_json
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.program import Program
 from stepsight.features.graphs import NODE_FEATURES, RELATIONS, Topology, node_features, topology
@@ -83,7 +82,7 @@ class ContextWeights:
         from safetensors.numpy import load_file
 
         try:
-            config = json.loads((folder / CONFIG).read_text("utf-8"))
+            config = read_json(folder / CONFIG)
             tensors = {name: np.asarray(t, np.float64) for name, t in load_file(folder / WEIGHTS).items()}
             if config["schema"] != SCHEMA or config["features"] != list(NODE_FEATURES):
                 raise PredictorError(

@@ -39,7 +39,7 @@ def parse_json(text: str) -> Any:
         ValueError: With what is wrong, in one line.
     """
     try:
-        value = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_no_constant)
+        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except RecursionError:
         raise ValueError("tables must not be nested thousands deep") from None
     if "\\ud" in text.lower():  # half of a pair of such escapes is no character, and cannot be printed
@@ -50,7 +50,7 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """``object_pairs_hook`` of ``json.loads`` that takes no key twice.
 
     Raises:

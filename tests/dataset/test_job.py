@@ -96,6 +96,22 @@ def test_files(tmp_path: Path) -> None:
             Job.from_file(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"model": {"layers": NaN}}', "a number must be finite, got NaN"),
+        ('{"model": {}, "model": {}}', "got 'model' twice"),
+        ('{"model": {"name": "\\ud800"}}', "whole characters"),
+        ("[" * 10**5, "nested thousands deep"),
+    ],
+)
+def test_json_is_strict(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(text)
+    with pytest.raises(JobError, match=f"job.json is not valid JSON: .*{message}"):
+        Job.from_file(path)
+
+
 def test_catalogue_and_custom_fabric() -> None:
     """A catalogue model needs no sizes, and a fabric may be a table in the job."""
     links = {"bandwidth_gbytes_per_s": 10.0, "latency_us": 3.0}

@@ -115,6 +115,8 @@ def test_broken_weights_are_refused(tmp_path: Path) -> None:
     for breaking in (
         lambda: (tmp_path / "gnn.safetensors").write_bytes(b"junk"),
         lambda: (tmp_path / "gnn.json").write_text("{"),
+        lambda: (tmp_path / "gnn.json").write_text("[" * 10**5),
+        lambda: (tmp_path / "gnn.json").write_text((tmp_path / "gnn.json").read_text().replace("{", '{"bound": 1,', 1)),
         lambda: save_file({"encode.weight": np.zeros((2, 2), np.float32)}, tmp_path / "gnn.safetensors"),
         lambda: (tmp_path / "gnn.json").write_text(
             json.dumps({"schema": 0, "features": [], "bound": 1, "num_layers": 1})
