@@ -52,7 +52,8 @@ def evaluate(predictor: Predictor, collection: Path, *, role: str = "heldout") -
     if not runs:
         raise TraceError(f"evaluation needs runs with role {role!r}, got none in {collection}")
     trained = set(predictor.manifest.get("runs", ())) & {run.manifest.name for run in runs}
-    if trained and role != "train" and str(collection) in predictor.manifest.get("collections", ()):
+    known = {Path(str(path)).resolve() for path in predictor.manifest.get("collections", ())}
+    if trained and role != "train" and collection.resolve() in known:
         raise TraceError(f"runs that trained a predictor cannot judge it, got {', '.join(sorted(trained))}")
     rows = [_row(run, predictor) for run in runs]
     measured = np.array([row["measured_s"] for row in rows])

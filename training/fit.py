@@ -166,7 +166,7 @@ def _manifest(
     return {
         "digest": digest(*data.values(), str(seed), version("stepsight")),
         "data_digests": data,
-        "collections": [str(path) for path in collections],
+        "collections": [str(path.resolve()) for path in collections],
         "runs": [run.manifest.name for run in runs],
         "num_ops": len(profile.ops),
         "num_collectives": len(profile.collectives),

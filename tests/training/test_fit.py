@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,17 @@ def test_only_training_runs_train(trained: tuple[Predictor, Path], collection: P
     assert trained[0].manifest["runs"] == [f"run{i}" for i in range(6)]
     with pytest.raises(TraceError, match="role 'later', got none"):
         evaluate(trained[0], collection, role="later")
+
+
+def test_runs_that_trained_cannot_judge(
+    trained: tuple[Predictor, Path], collection: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However their collection's path is spelled."""
+    predictor = replace(trained[0], manifest={**trained[0].manifest, "runs": ["run6"]})
+    monkeypatch.chdir(collection.parent)
+    for path in (collection, Path(collection.name), collection / ".." / collection.name):
+        with pytest.raises(TraceError, match="cannot judge it, got run6"):
+            evaluate(predictor, path, role="heldout")
 
 
 def test_the_saved_predictor_is_the_trained_one_and_is_registered(trained: tuple[Predictor, Path]) -> None:
