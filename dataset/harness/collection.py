@@ -21,10 +21,11 @@ import torch.distributed as dist
 from . import annotate, cores
 from . import plan as plans
 from .errors import HarnessError
-from .files import new_folder, read_json, write_json
+from .files import new_folder, write_json
 from .measure import barrier, gather, profiled_steps, timed_steps
 from .parallel import Training
 from .progress import ROUND_UNITS
+from .rounds import read_rounds, rounds_path, write_rounds
 
 
 class Collection:
@@ -79,8 +80,7 @@ class Collection:
                     self._round(run, number, state[run["name"]])
 
     def _load_rounds(self, run: dict[str, Any]) -> dict[str, Any]:
-        path = self.out / ".rounds" / f"{run['name']}.json"
-        state: dict[str, Any] = read_json(path) if path.exists() else {"rounds": [], "losses": []}
+        state = read_rounds(self.out, run)
         keep = run["rounds"] - 1  # the last round also profiles, so it is done again
         return {**state, "rounds": state["rounds"][:keep]}
 
@@ -97,7 +97,7 @@ class Collection:
             state["losses"] = self._losses(training, losses + more)
         if number < run["rounds"] - 1:
             if self.rank == 0:
-                write_json(self.out / ".rounds" / f"{name}.json", state)
+                write_rounds(self.out, run, state)
         else:
             self._finish(run, state, training)
         self._say(name, done=ROUND_UNITS)
@@ -117,7 +117,7 @@ class Collection:
         with stack:
             barrier()
             self._profile(run, state, training, folder)
-        (self.out / ".rounds" / f"{run['name']}.json").unlink(missing_ok=True)
+        rounds_path(self.out, run["name"]).unlink(missing_ok=True)
 
     def _profile(self, run: dict[str, Any], state: dict[str, Any], training: Training, folder: Path) -> None:
         """Write this rank's traces, and on rank 0 the manifest."""

@@ -31,6 +31,7 @@ from . import plan as plans
 from .errors import HarnessError
 from .files import read_json, write_json
 from .progress import ROUND_UNITS, Progress
+from .rounds import read_rounds
 from .worker import PROGRESS
 
 _QUIET = 0.5  # cores that others may keep busy
@@ -190,11 +191,10 @@ def _units(plan: dict[str, Any]) -> int:
 def _units_done(out: Path, plan: dict[str, Any]) -> int:
     done: int = 0
     for run in plan["runs"]:
-        partial = out / ".rounds" / f"{run['name']}.json"
         if (out / "runs" / run["name"] / "manifest.json").exists():
             done += ROUND_UNITS * run["rounds"]
-        elif partial.exists():
-            done += ROUND_UNITS * len(read_json(partial)["rounds"])
+        else:
+            done += ROUND_UNITS * len(read_rounds(out, run)["rounds"])
     return done + sum(_event_units(e) for e in plan["events"] if (out / "events" / f"{e['name']}.json").exists())
 
 

@@ -1,0 +1,45 @@
+"""A run's finished rounds on disk, so that a killed collection loses at most the round it was in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .files import read_json, write_json
+
+
+def rounds_path(out: Path, name: str) -> Path:
+    return out / ".rounds" / f"{name}.json"
+
+
+def read_rounds(out: Path, run: dict[str, Any]) -> dict[str, Any]:
+    """``{"rounds": seconds of each step, "losses": of each step of the first}``; a damaged file is measured again."""
+    path = rounds_path(out, run["name"])
+    try:
+        state = read_json(path)
+    except (OSError, ValueError):
+        state = None
+    return state if _is_state(state, run) else {"rounds": [], "losses": []}
+
+
+def write_rounds(out: Path, run: dict[str, Any], state: dict[str, Any]) -> None:
+    """What ``read_rounds`` reads back."""
+    write_json(rounds_path(out, run["name"]), state)
+
+
+def _is_state(state: Any, run: dict[str, Any]) -> bool:
+    if not isinstance(state, dict) or set(state) != {"rounds", "losses"}:
+        return False
+    rounds, losses = state["rounds"], state["losses"]
+    if not isinstance(rounds, list) or not 0 < len(rounds) <= run["rounds"]:
+        return False
+    if not all(_are_numbers(seconds, run["steps"]) and min(seconds) > 0 for seconds in rounds):
+        return False
+    return _are_numbers(losses, run["warmup"] + run["steps"])
+
+
+def _are_numbers(column: Any, count: int) -> bool:
+    """Whether these are so many finite numbers."""
+    if not isinstance(column, list) or len(column) != count:
+        return False
+    return all(isinstance(x, int | float) and not isinstance(x, bool) and abs(x) < float("inf") for x in column)
