@@ -61,7 +61,7 @@ def distinct_pipelines(job: Job, latency: LatencyModel) -> tuple[Pipeline, ...]:
     """
     cluster, stages = job.cluster, job.parallel.pp
     if not (cluster.stragglers or cluster.slow_links or cluster.mixed):
-        return (Pipeline((AS_IT_IS,) * stages, (1.0,) * stages),)
+        return (Pipeline((AS_IT_IS,) * stages, (1.0,) * stages, count=job.parallel.dp),)
     layout = layout_of(job)
     ranks = np.arange(layout.num_ranks)
     nodes = ranks // layout.devices_per_node
