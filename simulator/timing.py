@@ -225,6 +225,8 @@ class Timer:
 
 def _across(works: Sequence[Work], factor: float) -> Floats:
     """The factor for collectives that leave a node, 1 for all else, shape ``(len(works),)``."""
+    if factor == 1.0:
+        return np.ones(len(works))
     leaves = [isinstance(work, Collective) and work.num_nodes > 1 for work in works]
     return np.where(np.array(leaves, dtype=np.bool_), factor, 1.0)
 

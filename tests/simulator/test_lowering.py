@@ -287,7 +287,7 @@ def test_context_and_sequence_parallel_together(make_job: JobMaker, gpu: Hardwar
     program = lower(make_job(tp=2, cp=2, sequence_parallel=True), gpu).program("forward")
     norms = {node.work.dims for node in program.nodes if isinstance(node.work, Op) and node.work.kind == "layer_norm"}
     assert norms == {(32 // 4, 64)}
-    gathers = {node.work.num_bytes for node in program.nodes if node.work.kind == "all_gather"}  # type: ignore[union-attr]
+    gathers = {node.work.num_bytes for node in program.nodes if node.work.kind == "all_gather"}
     assert gathers == {32 // 2 * 64 * 4}
 
 

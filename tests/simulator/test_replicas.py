@@ -41,7 +41,8 @@ def arriving(job: Job) -> list[tuple[int, bool]]:
 
 def greedy(gradients: list[tuple[int, bool]], expert: bool, limit: float) -> list[int]:
     """Bytes of buckets: each is sent when it holds ``limit`` bytes, the last holds the rest."""
-    buckets, held = [], 0
+    buckets: list[int] = []
+    held = 0
     for numel, of_expert in gradients:
         if of_expert == expert:
             held += 4 * numel

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,7 +135,7 @@ def test_slow_ranks_are_slow_at_ops(gpu: Hardware) -> None:
 def test_mixed_ranks_wait_for_the_slowest_at_every_op(gpu: Hardware) -> None:
     """One device is slow at products, the other at memory: in step they are slower than either."""
     fabric = Fabric("one", Link(1e9, 0.0), Link(1e9, 0.0))
-    quick = {"peak_flops": {"fp32": 1e12}, "memory_bandwidth_bytes_per_s": 1e12, "op_latency_s": 0.0}
+    quick: dict[str, Any] = {"peak_flops": {"fp32": 1e12}, "memory_bandwidth_bytes_per_s": 1e12, "op_latency_s": 0.0}
     here = RooflineLatency(replace(gpu, **{**quick, "peak_flops": {"fp32": 1e11}}), fabric)
     there = RooflineLatency(replace(gpu, **{**quick, "memory_bandwidth_bytes_per_s": 1e11}), fabric)
     builder = SegmentBuilder("forward")
