@@ -108,6 +108,10 @@ def test_what_is_sent_takes_its_share_of_the_computation(
         assert timed.transition == pytest.approx(whole.transition)
         assert timed.transition[0, 0] == pytest.approx(7.0 + lost + host)
         assert timed.by_stream.tolist() == [7.0, 0.0, 0.0, 0.0, 0.0]
+    slow_host = Timer(Given(replace(gpu, host_op_s=4.0), knows_context))
+    one = segment(share=share)  # launched at 4, 8, 12, 16, 20: an op of 3, the last but one, ends at 19
+    assert slow_host.segment(one).transition == pytest.approx(slow_host.ops(one).transition)
+    assert slow_host.segment(one).transition[0, 0] == pytest.approx(21.0)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
