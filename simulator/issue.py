@@ -52,9 +52,7 @@ class Issue:
         self._awaited = [self._last]
         return self._last
 
-    def send(
-        self, work: Collective, stream: str, name: str, after: Iterable[int] = (), *, early: bool = False
-    ) -> int:
+    def send(self, work: Collective, stream: str, name: str, after: Iterable[int] = (), *, early: bool = False) -> int:
         """A collective beside the computation; what follows loses ``compute_share`` of its time.
 
         ``early``: it was issued long before, and starts when its stream is free.
