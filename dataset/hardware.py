@@ -159,6 +159,12 @@ def find_fabric(name: str) -> Fabric:
     return fabric_from_dict(name, table)
 
 
+def usual_fabric(hardware: str) -> str:
+    """The fabric that comes with some hardware, where a job names none."""
+    usual = {"a100": "dgx-a100", "h100": "dgx-h100", "cpu": "loopback"}
+    return next((fabric for part, fabric in usual.items() if part in hardware.split("-")), "dgx-a100")
+
+
 def fabric_from_dict(name: str, table: dict[str, Any]) -> Fabric:
     """A fabric from a table with ``intra_node`` and ``inter_node`` links in Gbyte/s per device and microseconds."""
     links = {}

@@ -12,7 +12,7 @@ from typing import Any
 
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.files import parse_json
-from stepsight.dataset.hardware import Fabric, fabric_from_dict, find_fabric, suspicious_links
+from stepsight.dataset.hardware import Fabric, fabric_from_dict, find_fabric, suspicious_links, usual_fabric
 from stepsight.dataset.models import MODELS
 from stepsight.dataset.rules import broken_rules
 from stepsight.dataset.specs import (
@@ -77,7 +77,7 @@ class Job:
 
     @cached_property
     def fabric(self) -> Fabric:
-        value = self.cluster.fabric
+        value = self.cluster.fabric or usual_fabric(self.cluster.hardware)
         return find_fabric(value) if isinstance(value, str) else fabric_from_dict("custom", dict(value))
 
     @cached_property

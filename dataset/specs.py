@@ -250,14 +250,14 @@ class ClusterSpec:
     Attributes:
         hardware: A preset's or a predictor's.
         nodes, devices_per_node: Sizes.
-        fabric: A preset's name or a table of links.
+        fabric: A preset's name or a table of links; empty: as its vendor's own systems with this hardware have it.
         stragglers, slow_links, mixed: What is not alike.
     """
 
     hardware: str
     nodes: int = 1
     devices_per_node: int
-    fabric: Any = "dgx-a100"
+    fabric: Any = ""
     stragglers: tuple[Straggler, ...] = ()
     slow_links: tuple[SlowLink, ...] = ()
     mixed: tuple[OtherDevices, ...] = ()

@@ -187,7 +187,7 @@ def text(figures: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="dilated", description=__doc__)
+    parser = argparse.ArgumentParser(prog="stepsight experiment dilated", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/dilated"), help="folder of the records; resumed")
     parser.add_argument("--only", default="*", metavar="GLOB", help="names of the cases to run")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")

@@ -269,7 +269,7 @@ def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="memory", description=__doc__, formatter_class=formatter)
+    parser = argparse.ArgumentParser(prog="stepsight experiment memory", description=__doc__, formatter_class=formatter)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("runs", type=Path, nargs="?", help="table of published runs (.csv.gz)")
     options = parser.parse_args(arguments)

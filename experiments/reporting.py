@@ -23,7 +23,7 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
     """Time, interval, breakdown and memory of one job."""
     whole = prediction.iteration_time_s
     lines = [
-        f"job        {job.name} on {job.cluster.num_devices} x {job.cluster.hardware}",
+        f"job        {job.name} on {job.cluster.num_devices} x {job.cluster.hardware}, fabric {job.fabric.name}",
         f"source     {prediction.source}",
         f"iteration  {seconds_text(whole)}   "
         f"interval {seconds_text(prediction.low_s)} to {seconds_text(prediction.high_s)}",
@@ -35,8 +35,10 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
                 if v > 1e-6 * whole
             ],
         ),
-        f"speed      {prediction.tokens_per_s:,.0f} tokens/s, MFU {100 * prediction.mfu:.1f} %, "
-        f"HFU {100 * prediction.hfu:.1f} %",
+        f"speed      {prediction.tokens_per_s:,.0f} tokens/s, "
+        f"{prediction.mfu * prediction.peak_flops / 1e12:.0f} TFLOP/s per device, "
+        f"MFU {100 * prediction.mfu:.1f} %, HFU {100 * prediction.hfu:.1f} % of "
+        f"{prediction.peak_flops / 1e12:.0f} ({job.batch.precision})",
         f"memory     {prediction.memory.peak_bytes / 1e9:.2f} GB of "
         f"{prediction.memory.capacity_bytes / 1e9:.2f} GB on the fullest stage",
     ]

@@ -21,7 +21,7 @@ from stepsight.simulator.layout import Layout, layout_of
 from stepsight.simulator.parts import Groups, PartShape, boundary_bytes, groups_of, part_shapes, rank_shape
 from stepsight.simulator.passages import BACKWARD as WHOLE
 from stepsight.simulator.passages import INPUT, WEIGHT
-from stepsight.simulator.replicas import Replicas
+from stepsight.simulator.replicas import FULL_GRADIENT_BYTES, GRADIENT_BYTES, Replicas
 from stepsight.simulator.schedules import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -141,6 +141,7 @@ def replicas_of(p: ParallelSpec, groups: Groups, precision: str, beside: bool, s
         p.prefetch,
         p.reshard_after_forward,
         reduce_once=pipeline and p.zero_stage == 3 and beside,
+        gradient_bytes=GRADIENT_BYTES.get("" if p.zero_stage == 3 else precision, FULL_GRADIENT_BYTES),
         eager=precision == "fp32",
         compute_share=share,
     )

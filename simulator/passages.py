@@ -94,6 +94,12 @@ class Passage:
         return np.array([STREAMS.index(node.stream) for node in self.program.nodes], dtype=np.int8)
 
     @cached_property
+    def beside(self) -> NDArray[np.bool_]:
+        """Whether each node runs beside the computation, shape ``(num_nodes,)``."""
+        items = [item for item, _ in self.items if not isinstance(item, Join)]
+        return np.array([not isinstance(i, Op) and (isinstance(i, Beside) or i.beside) for i in items], dtype=np.bool_)
+
+    @cached_property
     def serial(self) -> bool:
         """Whether each node waits for the one before it: then a passage can be cut anywhere."""
         follows = {before for before, after, _ in self.program.all_edges() if after == before + 1}

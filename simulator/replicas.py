@@ -16,7 +16,8 @@ from stepsight.simulator.parts import Groups
 from stepsight.simulator.passages import Passage
 from stepsight.simulator.segment import DATA, NUM_COLUMNS, RUN, SECOND, SEND, Segment, SegmentBuilder
 
-GRADIENT_BYTES = 4
+GRADIENT_BYTES = {"fp16": 2}  # by precision: Megatron sums gradients in fp32 but for fp16
+FULL_GRADIENT_BYTES = 4
 BUCKET_NAMES = ("gradients{}", "expert_gradients{}")  # of others, of experts
 _NOBODY = Groups(Group(), Group(), Group(), Group(), Group())
 
@@ -36,6 +37,7 @@ class Replicas:
         prefetch: FSDP: units gathered ahead of their use.
         reshard: FSDP: whether backward gathers again.
         reduce_once: FSDP in a pipeline: gradients are reduced after the last micro-batch alone.
+        gradient_bytes: Of each element of a gradient that is sent.
         eager: Eager PyTorch's conventions (fp32): copies into buckets, one ``add`` per tensor to accumulate.
         compute_share: Part of an overlapped collective's time taken from the computation.
     """
@@ -49,6 +51,7 @@ class Replicas:
     prefetch: int = 1
     reshard: bool = True
     reduce_once: bool = False
+    gradient_bytes: int = FULL_GRADIENT_BYTES
     eager: bool = False
     compute_share: float = 0.0
 
@@ -90,7 +93,7 @@ SILENT = Replicas()
 
 def bucket_works(replicas: Replicas, numel: int, *, expert: bool) -> tuple[Collective | None, Collective | None]:
     """Collectives that sum one bucket of gradients: of the first group, and between hybrid shards."""
-    groups, num_bytes = replicas.groups, numel * GRADIENT_BYTES
+    groups, num_bytes = replicas.groups, numel * replicas.gradient_bytes
     own = groups.experts if expert else groups.shard if replicas.zero_stage else groups.replicas
     first = second = None
     if own.size > 1:
@@ -170,7 +173,7 @@ class BucketPlan:
 
 def send_buckets(plan: BucketPlan, replicas: Replicas) -> Segment:
     """Run a backward pass; gradients are sent on the way, the last bucket holds what is left."""
-    limit = -(-replicas.bucket_bytes // GRADIENT_BYTES)
+    limit = -(-replicas.bucket_bytes // replicas.gradient_bytes)
     cuts, found = np.empty((plan.most, 5), dtype=np.int64), np.zeros(2, dtype=np.int64)
     sizes = np.empty((plan.most, 2), dtype=np.int64)
     cut_buckets(plan.places, plan.tensors, plan.bounds, limit, cuts, sizes, found)

@@ -34,7 +34,7 @@ from stepsight.simulator.passages import (
 )
 from stepsight.simulator.replicas import (
     BUCKET_NAMES,
-    GRADIENT_BYTES,
+    FULL_GRADIENT_BYTES,
     SILENT,
     BucketPlan,
     FullUnit,
@@ -295,7 +295,6 @@ def _run_gathered(
     """FSDP: layers are gathered before they are used; the root's gradients are reduced at the end."""
     gathers = _gathers(builder, units, shape, replicas, backward=True)
     root: list[Step] = []
-    bucket = 0
     for unit, passage in passages:
         if unit.root:
             loss = _nodes_of_first_step(passage) if unit.name == "head" else 0
@@ -312,12 +311,10 @@ def _run_gathered(
             gathers.ask()
             builder.run(passage, unit.name, number, -1)
             if reduces:
-                _reduce_unit(builder, replicas, steps, bucket, accumulate)
-            # Numbers of layers go down, those of buckets up: repeated ones count layers.
-            again = _repeat(builder, gathers, unit, since, unit.times - turn - 1, -1)
-            turn, bucket = turn + 1 + again, bucket + 1 + again
+                _reduce_unit(builder, replicas, steps, number, accumulate)  # buckets are numbered as the layers
+            turn += 1 + _repeat(builder, gathers, unit, since, unit.times - turn - 1, -1)
     if reduces and root:
-        _reduce_unit(builder, replicas, root, bucket, accumulate)
+        _reduce_unit(builder, replicas, root, sum(unit.times for unit in units if not unit.root), accumulate)
 
 
 def _nodes_of_first_step(passage: Passage) -> int:
@@ -377,7 +374,7 @@ def optimizer_segment(
         _sum_replicated(builder, shape, int(own.sum()))
     if tied.size > 1:
         table = shape.model.vocab // shape.vocab_tp * shape.model.hidden
-        builder.block(tied.collective("all_reduce", table * GRADIENT_BYTES), DATA, "tied_embedding")
+        builder.block(tied.collective("all_reduce", table * replicas.gradient_bytes), DATA, "tied_embedding")
     if replicas.size > 1 and replicas.zero_stage < 2 and not replicas.overlap_gradients:
         _sum_buckets(builder, numel_of, expert, replicas)
     numel = int((-(-numel_of // np.where(expert, replicas.expert_shards, replicas.shards))).sum())
@@ -386,7 +383,7 @@ def optimizer_segment(
         builder.items([Op("grad_norm", (numel, num_tensors), "fp32")] if numel else [], "grad_norm")
         for group, name in ((replicas.groups.model, "grad_norm"), (replicas.groups.shard, "grad_norm.shards")):
             if group.size > 1 and (name == "grad_norm" or replicas.zero_stage):
-                builder.block(group.collective("all_reduce", GRADIENT_BYTES), DATA, name)
+                builder.block(group.collective("all_reduce", FULL_GRADIENT_BYTES), DATA, name)
         builder.items([Op("elementwise", (numel,), "fp32")] if numel else [], "clip")
     _step(builder, shape, optimizer, numel, num_tensors)
     sharded = max(replicas.shards, replicas.expert_shards) > 1
@@ -436,7 +433,7 @@ def _sum_replicated(builder: SegmentBuilder, shape: RankShape, numel: int) -> No
     """Sequence parallelism: each rank has a part of the gradients of norms and positions; one message sums them."""
     if numel:
         builder.items([Op("copy", (numel,), "fp32")], "replicated", own="copy_in")
-        builder.items([shape.tp_comm("all_reduce", numel * GRADIENT_BYTES)], "replicated")
+        builder.items([shape.tp_comm("all_reduce", numel * FULL_GRADIENT_BYTES)], "replicated")
         builder.items([Op("copy", (numel,), "fp32")], "replicated", own="copy_out")
 
 
@@ -449,7 +446,7 @@ def _sum_buckets(
         held = 0
         for tensor in tensors[experts == expert][::-1].tolist():
             held += tensor
-            if held * GRADIENT_BYTES >= replicas.bucket_bytes:
+            if held * replicas.gradient_bytes >= replicas.bucket_bytes:
                 buckets, held = [*buckets, held], 0
         name = BUCKET_NAMES[expert]
         for index, numel in enumerate([*buckets, held] if held else buckets):

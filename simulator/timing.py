@@ -58,7 +58,8 @@ class PassageTime:
         seconds: Of each node, shape ``(num_nodes,)``.
         paths: Longest path through it from the computation; the same from the host, which launches; time that the host
             takes.
-        by_stream: Seconds of the first by stream (``STREAMS``), in sum ``paths[0]``.
+        by_stream: Seconds of the first by stream (``STREAMS``), in sum ``paths[0]``; of what runs beside the
+            computation what it waits for.
     """
 
     seconds: Floats
@@ -261,9 +262,13 @@ def _time_passage(passage: Passage, seconds: Floats, host_s: float) -> PassageTi
     longest_paths(seconds, pointer, before, launched, finish, critical)
     by_host = float(finish.max())
     longest_paths(seconds, pointer, before, np.zeros(count), finish, critical)
-    by_stream = np.zeros(len(STREAMS))
     last = int(finish.argmax())
-    add_path(critical, last, passage.category.astype(np.int32), seconds, 1.0, by_stream)
+    # What the computation does itself; the rest it waits for what runs beside it and is on the longest path.
+    by_stream = _sums(passage.category, np.where(passage.beside, 0.0, seconds), len(STREAMS))
+    waited = np.zeros(len(STREAMS))
+    add_path(critical, last, passage.category.astype(np.int32), seconds * passage.beside, 1.0, waited)
+    if waited.any():
+        by_stream += max(0.0, float(finish[last] - by_stream.sum())) * waited / waited.sum()
     return PassageTime(seconds, (float(finish[last]), by_host, host_s * count), by_stream)
 
 

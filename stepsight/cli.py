@@ -273,8 +273,8 @@ EXPERIMENTS = ("dilated", "memory")
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def experiment(
-    name: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.")],
     context: typer.Context,
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.")] = "",
 ) -> None:
     """Measure again what the README claims: `dilated` (pipelines that sleep, for real) or `memory` (against PyTorch's
     tracker). Each takes options of its own, `--json` and `--help` among them.
@@ -285,6 +285,9 @@ def experiment(
     """
     from importlib import import_module
 
+    if name in ("", "-h", "--help"):
+        typer.echo(context.get_help())
+        return
     if name not in EXPERIMENTS:
         raise StepsightError(f"experiment must be one of {', '.join(EXPERIMENTS)}, got {name!r}")
     sys.exit(import_module(f"stepsight.experiments.{name}").main(context.args))

@@ -72,8 +72,17 @@ class Prediction:
 
     def _utilisation(self, which: int) -> float:
         flops = iteration_flops(self.simulation.lowered)[which] / self.job.parallel.pp  # of a rank, mean over stages
-        peak = self.simulation.hardware.flops_per_s(self.job.batch.precision)
-        return flops / (self.iteration_time_s * peak)
+        return flops / (self.iteration_time_s * self.peak_flops)
+
+    @property
+    def peak_flops(self) -> float:
+        """FLOP/s of one device in the job's precision: what utilisation is measured by."""
+        return self.simulation.hardware.flops_per_s(self.job.batch.precision)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the job allows but looks like a mistake."""
+        return self.job.warnings
 
     @property
     def _scale(self) -> float:
@@ -108,7 +117,7 @@ class Prediction:
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
             "hfu": self.hfu,
-            "warnings": list(self.job.warnings),
+            "warnings": list(self.warnings),
             "unsupported": list(self.unsupported),
             "source": self.source,
         }

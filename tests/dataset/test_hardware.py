@@ -48,7 +48,16 @@ def test_all_nics_of_a_node_work_for_a_group() -> None:
     )
     seconds = [alpha_beta_seconds(Collective("all_gather", 10**9, 16, n), fabric) for n in (1, 2, 4, 8)]
     assert seconds == pytest.approx([seconds[0] / n for n in (1, 2, 4, 4)])
-    assert alpha_beta_seconds(Collective("all_to_all", 10**9, 16, 8), fabric) == pytest.approx(seconds[0])
+
+
+def test_of_an_all_to_all_only_what_is_for_other_nodes_leaves_a_node() -> None:
+    """8 of 16 parts over the network, or 7 of 16 within the node if these take longer."""
+    link = {"latency_us": 0}
+    for within, expected in ((4, 8 / 16), (0.5, 7 / 16 / 0.5)):
+        table = {"intra_node": {"bandwidth_gbytes_per_s": within, **link},
+                 "inter_node": {"bandwidth_gbytes_per_s": 1, **link}}  # fmt: skip
+        seconds = alpha_beta_seconds(Collective("all_to_all", 10**9, 16, 8), fabric_from_dict("f", table))
+        assert seconds == pytest.approx(expected)
 
 
 def test_roofline() -> None:
