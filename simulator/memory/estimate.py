@@ -15,6 +15,7 @@ from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import DTYPE_BYTES
 from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.memory.devices import smallest_devices
 from stepsight.simulator.memory.part import PartMemory, part_memory
 from stepsight.simulator.memory.peaks import ACTION, ACTIVATIONS, FLYING, GRADIENTS, MOMENT, find_peaks
 from stepsight.simulator.memory.states import States, states_of
@@ -36,8 +37,9 @@ class StageMemory:
         activations: Kept for backward, over all micro-batches in flight.
         temporary: What the moment itself needs: what an op works on, gathered or recomputed layers, messages.
         reserved: What no tensor can have: context, libraries, fragments.
-        in_flight: Micro-batches (of any chunk) whose activations are kept.
+        in_flight: Passes whose activations are kept: a micro-batch counts once for every chunk.
         moment: ``forward``, ``backward`` or ``optimizer``.
+        capacity_bytes: Of the smallest device that holds a rank of the stage.
     """
 
     parameters: float
@@ -48,6 +50,7 @@ class StageMemory:
     reserved: float
     in_flight: int
     moment: str
+    capacity_bytes: float
 
     @property
     def tensors(self) -> float:
@@ -64,20 +67,20 @@ class StageMemory:
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """What a job needs against what a device has.
+    """What a job needs against what devices have.
 
     Attributes:
         bytes_of: Shape ``(num_stages, 6)``: the fields of ``StageMemory`` of every stage, in ``FIELDS``'s order.
-        flying: Micro-batches in flight on each stage.
+        flying: Passes in flight on each stage.
         moments: Number of each stage's moment in ``MOMENTS``.
-        capacity_bytes: Of one device.
+        devices: Of each stage the smallest that holds one of its ranks; a single one where all nodes are alike.
         job, hardware: What was asked, for advice.
     """
 
     bytes_of: Floats = field(repr=False)
     flying: Floats = field(repr=False)
     moments: Floats = field(repr=False)
-    capacity_bytes: float
+    devices: tuple[Hardware, ...] = field(repr=False)
     job: Job = field(repr=False)
     hardware: Hardware = field(repr=False)
 
@@ -86,19 +89,34 @@ class Memory:
         """Of each pipeline stage."""
         rows = zip(self.bytes_of.tolist(), self.flying.tolist(), self.moments.tolist(), strict=True)
         return tuple(
-            StageMemory(**dict(zip(FIELDS, sizes, strict=True)), in_flight=int(flying), moment=MOMENTS[int(moment)])
-            for sizes, flying, moment in rows
+            StageMemory(
+                **dict(zip(FIELDS, sizes, strict=True)),
+                in_flight=int(flying),
+                moment=MOMENTS[int(moment)],
+                capacity_bytes=self.device(at).memory_bytes,
+            )
+            for at, (sizes, flying, moment) in enumerate(rows)
         )
 
-    @property
+    def device(self, stage: int) -> Hardware:
+        """The smallest that holds a rank of a stage."""
+        return self.devices[stage % len(self.devices)]
+
+    @cached_property
     def fullest(self) -> int:
-        """Number of the stage that needs most."""
-        return int(self.bytes_of.sum(axis=1).argmax())
+        """Number of the stage that needs most of what its device has."""
+        capacities = np.array([device.memory_bytes for device in self.devices])
+        return int((self.bytes_of.sum(axis=1) / capacities).argmax())
 
     @cached_property
     def peak_bytes(self) -> float:
-        """Of the stage that needs most."""
-        return float(self.bytes_of.sum(axis=1).max())
+        """Of the fullest stage."""
+        return float(self.bytes_of[self.fullest].sum())
+
+    @property
+    def capacity_bytes(self) -> float:
+        """Of the fullest stage's device."""
+        return self.device(self.fullest).memory_bytes
 
     @property
     def fits(self) -> bool:
@@ -114,12 +132,19 @@ class Memory:
         at = self.fullest
         stage = self.stages[at]
         parts = ", ".join(f"{name} {getattr(stage, name) / 1e9:.1f}" for name in FIELDS)
+        whose = f"its smallest device, {self.device(at).name}," if self.job.cluster.mixed else "a device"
         text = (
-            f"stage {at} needs {stage.total / 1e9:.1f} GB in its {stage.moment} ({parts}; {stage.in_flight} "
-            f"micro-batches in flight), a device has {self.capacity_bytes / 1e9:.1f} GB"
+            f"stage {at} needs {stage.total / 1e9:.1f} GB in its {stage.moment} ({parts}; "
+            f"{self._flying_words(stage.in_flight)} in flight), {whose} has {stage.capacity_bytes / 1e9:.1f} GB"
         )
         tip = advice(self.job, self.hardware, self.peak_bytes)
         return f"{text}; {tip}" if tip else text
+
+    def _flying_words(self, count: int) -> str:
+        if self.job.parallel.virtual_stages == 1:
+            return f"{count} micro-batch{'' if count == 1 else 'es'}"
+        many = self.job.num_micro_batches
+        return f"{count} pass{'' if count == 1 else 'es'} of {many} micro-batch{'' if many == 1 else 'es'}"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -132,7 +157,11 @@ class Memory:
 
 
 def estimate_memory(job: Job, hardware: Hardware) -> Memory:
-    """Peak bytes of every stage of a job."""
+    """Peak bytes of every stage of a job.
+
+    Raises:
+        JobError: If nothing is known of the devices of some nodes, or a schedule's table does not go with the job.
+    """
     p = job.parallel
     asked = _Asked(
         rank_shape(job),
@@ -142,7 +171,13 @@ def estimate_memory(job: Job, hardware: Hardware) -> Memory:
         p.runtime == "torch" or (p.runtime == "" and hardware.kind == "cpu"),
         (hardware.reserved_bytes, hardware.fragmentation),
     )
-    return Memory(*_stages(asked), hardware.memory_bytes, job, hardware)
+    bytes_of, flying, moments = _stages(asked)
+    devices = smallest_devices(job, hardware)
+    if job.cluster.mixed:
+        bytes_of = bytes_of.copy()
+        fixed, more = (np.array([getattr(d, name) for d in devices]) for name in ("reserved_bytes", "fragmentation"))
+        bytes_of[:, 5] = fixed + more * bytes_of[:, :5].sum(axis=1)
+    return Memory(bytes_of, flying, moments, devices, job, hardware)
 
 
 @dataclass(frozen=True, slots=True)

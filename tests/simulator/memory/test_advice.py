@@ -28,3 +28,11 @@ def test_nothing_is_promised(make_job: JobMaker, gpu: Hardware) -> None:
     reason = estimate_memory(job, gpu).reason
     assert reason.endswith("not enough alone")
     assert "offloading the optimizer" in reason
+
+
+def test_passes_are_told_from_micro_batches(make_job: JobMaker, gpu: Hardware) -> None:
+    """With several chunks a micro-batch passes a stage as often; one is one."""
+    large = {"micro_batch": 512, "precision": "bf16", "model": LONG}
+    looped = estimate_memory(make_job(pp=2, virtual_stages=2, micro_batches=2, **large), gpu)
+    assert "; 4 passes of 2 micro-batches in flight)" in looped.reason
+    assert "; 1 micro-batch in flight)" in estimate_memory(make_job(micro_batches=8, **large), gpu).reason

@@ -1,0 +1,45 @@
+"""Whose memory decides: of every stage the smallest device that holds one of its ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stepsight.dataset.errors import JobError
+from stepsight.dataset.hardware import Hardware, find_hardware, hardware_names
+from stepsight.dataset.job import Job
+from stepsight.simulator.layout import layout_of
+
+
+def smallest_devices(job: Job, hardware: Hardware) -> tuple[Hardware, ...]:
+    """One device for each stage; a single one where all nodes are alike.
+
+    Raises:
+        JobError: If nothing is known of the devices of some nodes.
+    """
+    if not job.cluster.mixed:
+        return (hardware,)
+    known = [hardware, *(_preset(other.hardware) for other in job.cluster.mixed)]
+    layout = layout_of(job)
+    ranks = np.arange(layout.num_ranks)
+    nodes = ranks // layout.devices_per_node
+    kind = np.zeros(len(ranks), dtype=np.int64)
+    for number, other in enumerate(job.cluster.mixed):
+        kind[np.isin(nodes, other.nodes)] = number + 1
+    stage = ranks // layout.stride("pp") % job.parallel.pp
+    found = [np.unique(kind[stage == at]).tolist() for at in range(job.parallel.pp)]
+    return tuple(min((known[k] for k in kinds), key=_room) for kinds in found)
+
+
+def _room(device: Hardware) -> float:
+    """Bytes that tensors can have."""
+    return (device.memory_bytes - device.reserved_bytes) / (1 + device.fragmentation)
+
+
+def _preset(name: str) -> Hardware:
+    hardware = find_hardware(name)
+    if hardware is None:
+        raise JobError(
+            f"cluster.mixed: hardware must be a preset ({', '.join(hardware_names())}), got {name!r}: "
+            "nothing is known of it"
+        )
+    return hardware
