@@ -36,7 +36,10 @@ def check_output_file(path: Path) -> None:
         StepsightError: If something else than a plain file is there (a device or a folder is never replaced), or
             nothing can be written beside it.
     """
-    path = path.resolve()  # through a link, not over it
+    try:
+        path = path.resolve()  # through a link, not over it
+    except RuntimeError as error:  # a link to itself
+        raise StepsightError(f"an output must be a new or plain file, got {path}: {error}") from None
     if path.exists() and not path.is_file():
         raise StepsightError(f"an output must be a new or plain file, got {path}")
     check_writable(path.parent)

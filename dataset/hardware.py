@@ -159,6 +159,9 @@ def find_fabric(name: str) -> Fabric:
     return fabric_from_dict(name, table)
 
 
+MOST_NUMBER = 1e100
+
+
 def usual_fabric(hardware: str) -> str:
     """The fabric that comes with some hardware, where a job names none."""
     usual = {"a100": "dgx-a100", "h100": "dgx-h100", "cpu": "loopback"}
@@ -178,6 +181,8 @@ def fabric_from_dict(name: str, table: dict[str, Any]) -> Fabric:
         for field_name, number in link.items():
             if isinstance(number, bool) or not isinstance(number, int | float):
                 raise JobError(f"fabric.{key}.{field_name} must be a number, got {number!r}")
+            if not -MOST_NUMBER < number < MOST_NUMBER:
+                raise JobError(f"fabric.{key}.{field_name} must be a number of less than {MOST_NUMBER:g}")
         links[key] = Link(link["bandwidth_gbytes_per_s"] * 1e9, link["latency_us"] * 1e-6)
     unknown = set(table) - set(links) - {"source"}
     if unknown:

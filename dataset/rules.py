@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import TYPE_CHECKING
 
 from stepsight.dataset.errors import JobError
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
     from stepsight.dataset.job import Job
 
 # Beyond these a number is a slip of the pen.
-MOST, MOST_LAYERS, MOST_DEVICES, MOST_ACTIONS, MOST_SLOWDOWN = 2**31, 10_000, 2**24, 2**23, 1000.0
+MOST, MOST_LAYERS, MOST_DEVICES, MOST_ACTIONS, MOST_SLOWDOWN = 2**31, 10_000, 2**24, 2**20, 1000.0
+MOST_EXPERTS = 2**16
 _POSITIVE = {
     "model": ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "moe_every", "imbalance"),
     "parallel": (
@@ -193,6 +193,7 @@ def _experts(rules: _Rules, job: Job) -> None:
         rules.require(p.ep == 1, f"parallel.ep > 1 needs model.experts, got ep {p.ep} with a dense model")
         return
     rules.require(m.family not in _NO_DECODER, f"model.experts are for gpt and llama, got family {m.family!r}")
+    rules.require(m.experts <= MOST_EXPERTS, f"model.experts must be <= {MOST_EXPERTS}, got {m.experts}")
     rules.require(
         1 <= m.experts_per_token <= m.experts,
         f"model.experts_per_token must lie in 1 ... experts, got {m.experts_per_token} of {m.experts}",
@@ -246,7 +247,9 @@ def _cluster(rules: _Rules, job: Job) -> None:
     for table, key, value, limit in places:
         rules.require(0 <= value < limit, f"cluster.{table}: {key} must lie in 0 ... {limit - 1}, got {value}")
     for slowdown in (*(s.slowdown for s in c.stragglers), *(s.slowdown for s in c.slow_links)):
-        good = isfinite(slowdown) and 1 <= slowdown <= MOST_SLOWDOWN
+        good = 1 <= slowdown <= MOST_SLOWDOWN  # neither infinite nor no number
         rules.require(good, f"a slowdown must lie in 1 ... {MOST_SLOWDOWN:.0f}, got {slowdown}")
+    named = [node for other in c.mixed for node in other.nodes]
+    rules.require(len(named) == len(set(named)), f"cluster.mixed must name every node once, got {sorted(named)!s:.80}")
     for other in c.mixed:
         rules.require(bool(other.hardware), "cluster.mixed: hardware must name a device, got ''")

@@ -71,6 +71,9 @@ def explanation_report(job: Job, prediction: Prediction, top: int) -> dict[str, 
     ]
     header = ["op or collective", "times on the critical path", "each", "% of the time", "halving it saves", "%"]
     text = f"{job.name}: {seconds_text(whole)}\n{table(header, cells)}"
+    host = prediction.breakdown["host"]
+    if host > 0.01 * whole:
+        text += f"\nthe host holds up {100 * host / whole:.1f} % of the time, which is no op's"
     values = [row.to_dict() for row in rows]
     return {"job": job.name, "iteration_time_s": whole, "sensitivities": values, "text": text}
 

@@ -48,6 +48,7 @@ class Space:
 
 
 MIN_CP_TOKENS = 4096
+MOST_SEED = 2**31  # samplers take 32 bits, and a study that goes on adds its trials
 
 
 class Layout(NamedTuple):
@@ -327,6 +328,8 @@ def search(
     space = space or Space()
     if seed < 0:
         raise StepsightError(f"seed must be >= 0, got {seed}")
+    if seed > MOST_SEED:
+        raise StepsightError(f"seed must be <= {MOST_SEED}, got {seed}")
     predict(job, predictor)  # a job that cannot be answered is refused before a study begins
     if trials < 1:
         raise StepsightError(f"trials must be >= 1, got {trials}")

@@ -35,13 +35,12 @@ def describe(path: Path) -> dict[str, Any]:
     if path.suffix == ".json" and "heldout" in (value := read_object(path)):
         return _summary(path, value)
     job = Job.from_file(path)
-    parallel = job.parallel
     rows = [[section, key, value] for section, keys in job.to_dict().items() for key, value in keys.items()]
     rows.append(["", "micro-batches", job.num_micro_batches])
     text = f"job {job.name}\n" + table(["table", "key", "value"], [[str(c) for c in row] for row in rows])
     return {
         "job": job.to_dict(),
-        "devices": parallel.tp * parallel.pp * parallel.dp,
+        "devices": job.cluster.num_devices,
         "micro_batches": job.num_micro_batches,
         "text": text,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.op import Collective, Op
 from stepsight.simulator.simulate import Simulation, simulate_lowered
 
@@ -41,6 +42,8 @@ class Sensitivity:
 
 def explain(simulation: Simulation, most: int = 10) -> tuple[Sensitivity, ...]:
     """The signatures that the time depends on most, first that with the largest share."""
+    if most < 1:
+        raise StepsightError(f"explain lists at least 1 row, got {most}")
     total = simulation.iteration_time_s
     seconds = dict(zip(simulation.lowered.all_works, simulation.work_seconds.tolist(), strict=True))
     counts = sorted(simulation.op_counts.items(), key=lambda item: -item[1] * seconds[item[0]])[:most]

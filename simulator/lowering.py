@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -239,6 +241,11 @@ def _find_track(p: ParallelSpec, num_micro_batches: int, runtime: str) -> Track:
 @lru_cache(maxsize=64)
 def _read_track(path: Path, changed: int, stages: int, micro_batches: int, virtual_stages: int, runtime: str) -> Track:
     """A user's own table; ``changed`` is there to read a file again that is another."""
+    with suppress(OSError), path.open("rb") as file:  # what is no file is told by its reader
+        ranks = sum(1 for _ in itertools.islice(file, stages + 1))
+        if ranks != stages:
+            got = ranks if ranks < stages else "more"
+            raise JobError(f"{path} must hold a row for each of pp = {stages} ranks, got {got}")
     schedule = read_schedule(path)
     has = (schedule.num_stages, schedule.num_micro_batches, schedule.num_parts)
     if has != (stages, micro_batches, stages * virtual_stages):

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 LEVELS = ("segment", "op")
 _MICROSECONDS = 1e6
 _ACTION, _PROCESS = b"\x01", b"\x02"  # what a template leaves open, beside the times
-_TO_NEXT, _TO_PREVIOUS = "pp to next", "pp to previous"
 
 
 def trace_events(simulation: Simulation, level: str = "segment") -> dict[str, Any]:
@@ -154,7 +153,7 @@ class _Writer:
         for message, (source, target) in enumerate(zip(track.source.tolist(), track.target.tolist(), strict=True)):
             stage, to = int(track.stage[source]), int(track.stage[target])
             begin, end = float(run.message_start[message]), float(run.message_finish[message])
-            stream = _TO_NEXT if to > stage else _TO_PREVIOUS
+            stream = f"pp {names[source][0]} to stage {to}"
             yield self._event(f"{names[source]} to stage {to}", first + stage, stream, begin, end, "pp")
 
 

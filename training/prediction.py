@@ -76,8 +76,15 @@ class Prediction:
 
     @property
     def peak_flops(self) -> float:
-        """FLOP/s of one device in the job's precision: what utilisation is measured by."""
-        return self.simulation.hardware.flops_per_s(self.job.batch.precision)
+        """FLOP/s of one device, mean over all, in the job's precision: what utilisation is measured by."""
+        cluster, precision = self.job.cluster, self.job.batch.precision
+        own = self.simulation.hardware.flops_per_s(precision)
+        more = 0.0
+        for other in cluster.mixed:
+            hardware = find_hardware(other.hardware)
+            assert hardware is not None, other.hardware  # the simulation asked
+            more += len(other.nodes) * (hardware.flops_per_s(precision) - own)
+        return own + more / cluster.nodes
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -134,8 +141,12 @@ def predict(job: Job, predictor: Predictor | None = None) -> Prediction:
         PredictorError: If the predictor is for other hardware.
         JobError: If there is no predictor and no preset of the job's hardware.
     """
+    if not isinstance(job, Job):
+        raise JobError(f"predict takes a Job, got {type(job).__name__}")
     if predictor is None:
         return _from_facts(job)
+    if not isinstance(predictor, Predictor):
+        raise JobError(f"predict takes a Predictor or None, got {type(predictor).__name__}")
     latency = predictor.latency(job)
     simulation = simulate(job, latency)
     unsupported, share = _outside(simulation, latency)

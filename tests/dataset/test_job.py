@@ -36,7 +36,7 @@ def test_defaults_are_filled() -> None:
         ({"model": {"heads": 7}}, "heads must divide hidden, got 256 % 7 = 4"),
         ({"model": {"kv_heads": 3}}, "kv_heads must divide heads, got 8 % 3 = 2"),
         ({"model": {"layers": 10**20}}, "model.layers must be > 0 and <= 10000"),
-        ({"batch": {"global_batch": 2**30}}, r"micro-batches \* pp must be <= 8388608, got"),
+        ({"batch": {"global_batch": 2**30}}, r"micro-batches \* pp must be <= 1048576, got"),
         ({"model": {"laeyrs": 3}}, "unknown key model.laeyrs"),
         ({"model": {"layers": 0}}, "model.layers must be > 0 and <= 10000, got 0"),
         ({"model": {"layers": True}}, "model.layers must be a whole number, got True"),

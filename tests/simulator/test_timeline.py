@@ -42,7 +42,7 @@ def test_ends_with_the_iteration(simulation: Simulation, level: str) -> None:
 
 def test_stages_and_streams_have_names(simulation: Simulation) -> None:
     names = {event["args"]["name"] for event in events(simulation, "op") if event["ph"] == "M"}
-    assert names == {"stage 0", "stage 1", "compute", "tp", "dp", "pp to next", "pp to previous"}
+    assert names == {"stage 0", "stage 1", "compute", "tp", "dp", "pp F to stage 1", "pp B to stage 0"}
 
 
 def test_every_action_is_there_once(simulation: Simulation) -> None:
@@ -53,3 +53,13 @@ def test_every_action_is_there_once(simulation: Simulation) -> None:
 def test_unknown_levels_are_refused(simulation: Simulation) -> None:
     with pytest.raises(StepsightError, match="level must be one of segment, op, got 'kernel'"):
         simulation.timeline("kernel")
+
+
+@pytest.mark.parametrize("strategy", [{"schedule": "zb-h1"}, {"zero_stage": 3, "reshard_after_forward": False}, {}])
+def test_nothing_is_before_the_beginning(make_job: JobMaker, gpu: Hardware, strategy: dict[str, Any]) -> None:
+    """Whatever a segment does beside its computation."""
+    job = make_job(pp=2, dp=4, micro_batches=4, bucket_mbytes=0.01, **strategy)
+    result = simulate(job, RooflineLatency(gpu, Fabric("toy", Link(1e8, 3e-6), Link(1e8, 3e-6))))
+    spans = [(e["ts"], e["ts"] + e["dur"]) for e in events(result, "op") if e["ph"] == "X"]
+    assert min(begin for begin, _ in spans) >= 0
+    assert max(end for _, end in spans) <= result.iteration_time_s * 1e6 + 2e-3
