@@ -245,7 +245,7 @@ def _bytes_of(asked: _Asked, schedule: Schedule, parts: list[PartMemory]) -> tup
     PyTorch's pipeline runtime has a place for each micro-batch's message of either direction, keeps what each sends
     until its backward, and keeps all logits until the end; Megatron's has two messages at a time.
     """
-    bytes_of = np.zeros((schedule.num_stages, schedule.virtual_stages, 7))
+    bytes_of = np.zeros((schedule.num_stages, schedule.virtual_stages, 8))
     messages = np.zeros(schedule.num_stages)
     passes = boundary_bytes(asked.shape, asked.parts)
     logits = DTYPE_BYTES[asked.shape.dtype] / 4  # as they are, of their softmax in fp32
@@ -262,5 +262,6 @@ def _bytes_of(asked: _Asked, schedule: Schedule, parts: list[PartMemory]) -> tup
             messages[stage] = max(messages[stage], arrives + leaves)
         bytes_of[stage, chunk] = (
             max(kept, 0.0), left, part.deferred, part.grown, part.forward, part.backward, part.backward_first,
+            part.gathered,
         )  # fmt: skip
     return bytes_of, messages

@@ -52,7 +52,11 @@ class Keeping:
 
 @dataclass(frozen=True, slots=True)
 class PartMemory:
-    """Bytes of one part and micro-batch on one rank; attributes as in ``BlockMemory``."""
+    """Bytes of one part and micro-batch on one rank; attributes as in ``BlockMemory``.
+
+    Attributes:
+        gathered: Of parameters that stay whole from the first forward on, also while other parts of the rank run.
+    """
 
     numel: int
     expert_numel: int
@@ -63,6 +67,7 @@ class PartMemory:
     backward: float
     backward_first: float
     output: float
+    gathered: float
 
 
 @dataclass(slots=True)
@@ -122,6 +127,7 @@ def part_memory(shape: RankShape, part: PartShape, keeping: Keeping) -> PartMemo
         backward=backward + resident,
         backward_first=first + resident,
         output=runs[-1].block.output if part.last else 0.0,
+        gathered=gathered.stays,
     )
 
 
@@ -156,8 +162,8 @@ class _Around:
         self.total = sum(run.times * run.numel for run in runs)
         self.root = sum(run.numel for run in runs if run.root)
         self.layer = max((run.numel for run in runs if not run.root), default=0)
-        self.head = 0  # gradients that are there before those of layers
-        if runs and runs[-1].root:
+        self.head = 0  # gradients that are there before those of layers, where they do not stay anyway
+        if runs and runs[-1].root and not how.reduce_once:
             self.head = self.root if shared else runs[-1].numel
         self.last = runs[-1] if runs else None
         self.first_layers = next((run for run in runs if not run.root), None)
@@ -167,6 +173,11 @@ class _Around:
     def begin(self) -> float:
         """What the root came in is still there when the first layer arrives."""
         return float(2 * (self.root + self.layer) * self.how.element_bytes)
+
+    @property
+    def stays(self) -> float:
+        """What later passes find gathered: the root always."""
+        return float((self.total if self.how.all_stay else self.root) * self.how.element_bytes)
 
     def forward(self, run: _Run) -> float:
         size = self.how.element_bytes
@@ -179,8 +190,8 @@ class _Around:
         """A layer's parameters and the next one's, and the head's gradients."""
         size = self.how.element_bytes
         if self.how.all_stay:
-            return float((self.total + (0 if self.how.reduce_once else self.head)) * size)
-        if run is self.last:
+            return float((self.total + self.head) * size)
+        if run is self.last and run.root:
             return float((self.root + self.layer * self.how.prefetch) * size)
         here = 0 if run.root else self.layer * (1 + self.how.prefetch)
         return float((self.root + here + self.head) * size)

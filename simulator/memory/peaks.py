@@ -13,7 +13,7 @@ from stepsight.simulator.schedules import Schedule
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 
-KEPT, LEFT, DEFERRED, GROWN, FORWARD_PEAK, BACKWARD_PEAK, FIRST_PEAK = range(7)
+KEPT, LEFT, DEFERRED, GROWN, FORWARD_PEAK, BACKWARD_PEAK, FIRST_PEAK, GATHERED = range(8)
 MOMENT, ACTIVATIONS, GRADIENTS, FLYING, ACTION = range(5)
 
 
@@ -28,9 +28,9 @@ def find_peaks(schedule: Schedule, bytes_of: Floats) -> Floats:
 
     Args:
         schedule: Of all stages.
-        bytes_of: Shape ``(num_stages, num_chunks, 7)``: what a micro-batch keeps until its backward, leaves until the
+        bytes_of: Shape ``(num_stages, num_chunks, 8)``: what a micro-batch keeps until its backward, leaves until the
             end, defers from its input's to its parameters' gradients; gradients that its first backward brings; peaks
-            of forward, of backward, and of the first backward.
+            of forward, of backward, and of the first backward; parameters that stay gathered from the first forward on.
 
     Returns:
         Shape ``(num_stages, 5)``: bytes of the largest moment, of it kept activations and gradients, micro-batches in
@@ -38,24 +38,36 @@ def find_peaks(schedule: Schedule, bytes_of: Floats) -> Floats:
     """
     bounds, rows = _flat(schedule)
     out = np.zeros((schedule.num_stages, 5))
-    _walk(bounds, rows, bytes_of, np.zeros(bytes_of.shape[:2], dtype=np.bool_), out)
+    came, seen = np.zeros((2, *bytes_of.shape[:2]), dtype=np.bool_)
+    _walk(bounds, rows, bytes_of, came, seen, out)
     return out
 
 
 @compiled
-def _walk(bounds: NDArray[np.int64], rows: Ints, bytes_of: Floats, seen: NDArray[np.bool_], out: Floats) -> None:
+def _walk(
+    bounds: NDArray[np.int64],
+    rows: Ints,
+    bytes_of: Floats,
+    came: NDArray[np.bool_],
+    seen: NDArray[np.bool_],
+    out: Floats,
+) -> None:
+    """``came`` and ``seen``: whether each chunk ran forward and backward before; all false."""
     for stage in range(len(bounds) - 1):
-        kept, grown, flying = 0.0, 0.0, 0
+        kept, grown, flying, gathered = 0.0, 0.0, 0, 0.0
         for at in range(bounds[stage], bounds[stage + 1]):
             kind, chunk = rows[at, 0], rows[at, 2]
             size = bytes_of[stage, chunk, 0]
+            if kind == 0 and not came[stage, chunk]:
+                came[stage, chunk] = True
+                gathered += bytes_of[stage, chunk, 7]
             if kind == 0:  # forward
                 moment = kept + bytes_of[stage, chunk, 4]
                 kept += size + bytes_of[stage, chunk, 1]
                 flying += 1
                 there, number = kept, flying
             elif kind == 3:  # parameters' gradients
-                moment, there, number = kept, kept, flying
+                moment, there, number = kept + bytes_of[stage, chunk, 7], kept, flying
                 kept -= bytes_of[stage, chunk, 2]
                 flying -= 1
             else:
@@ -67,6 +79,7 @@ def _walk(bounds: NDArray[np.int64], rows: Ints, bytes_of: Floats, seen: NDArray
                     flying -= 1
                 else:  # the parameters' gradients are yet to come
                     kept += bytes_of[stage, chunk, 2]
+            moment += gathered - bytes_of[stage, chunk, 7]  # the chunk's own are part of its peaks
             if moment + grown > out[stage, 0]:
                 out[stage, 0] = moment + grown
                 out[stage, 1] = min(there, moment)

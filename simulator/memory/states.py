@@ -73,7 +73,7 @@ def states_of(p: ParallelSpec, optimizer: OptimizerSpec, precision: str, groups:
     fresh = 4.0 if eager else 0.0
     if sharded:
         size = DTYPE_BYTES[COMPUTE_DTYPE[precision]]
-        gathered = Gathered(size, p.prefetch, not p.reshard_after_forward or pipelined, pipelined)
+        gathered = Gathered(size, p.prefetch, not p.reshard_after_forward, pipelined)
         fresh = 0.0 if pipelined else float(size)
     stay = each(4.0, (1, 1)) if pipelined else gradients if grows else (0.0, 0.0)
     growing = Gradients(*stay, fresh, whole_blocks=sharded and not pipelined)

@@ -65,3 +65,17 @@ def test_foreach_makes_a_copy(make_job: JobMaker) -> None:
     foreach = OptimizerSpec(fused=False)
     assert states_of(job.parallel, job.optimizer, "fp32", groups_of(job)).workspace == (0, 0)
     assert states_of(job.parallel, foreach, "fp32", groups_of(job)).workspace == (4 / 8, 4 / 8)
+
+
+def test_parameters_stay_gathered_in_a_pipeline(make_job: JobMaker, gpu: Hardware) -> None:
+    """All layers of all chunks, or one and the next that is on its way; 2 bytes each.
+
+    The middle stage has neither embedding nor head.
+    """
+    way = {"pp": 3, "virtual_stages": 2, "dp": 8, "micro_batches": 6, "zero_stage": 3, "precision": "bf16"}
+    model = {"layers": 18, "seq_len": 2048}
+    jobs = [make_job(**way, reshard_after_forward=again, model=model) for again in (False, True)]
+    stay, few = (estimate_memory(job, gpu).stages[1] for job in jobs)
+    layer = 12 * 64**2 + 13 * 64
+    assert stay.temporary - few.temporary == pytest.approx(2 * layer * (6 - 2))
+    assert stay.activations == few.activations
