@@ -116,10 +116,14 @@ def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
         "fits",
     ]
     text = f"{job.name}: {result.evaluated} of {result.legal} legal strategies evaluated\n" + table(header, cells)
+    own = None if result.own is None else result.own.to_dict()
+    if own is not None:
+        fits = "fits" if own["fits"] else "does not fit"
+        text += f"\nthe job itself: {seconds_text(own['iteration_time_s'])}, {own['memory_bytes'] / 1e9:.2f} GB, {fits}"
     best = rows[0] if result.choices and result.choices[0].fits else None
     if best is None:
         text += "\nno strategy fits in memory"
-    return {"best": best, "evaluated": result.evaluated, "legal": result.legal, "top": rows, "text": text}
+    return {"best": best, "evaluated": result.evaluated, "legal": result.legal, "own": own, "top": rows, "text": text}
 
 
 def training_report(predictor: Predictor, out: Path) -> dict[str, Any]:

@@ -96,11 +96,18 @@ class Choice:
 
 @dataclass
 class SearchResult:
-    """Distinct strategies, best first; those that do not fit in memory come last."""
+    """Distinct strategies, best first; those that do not fit in memory come last.
+
+    Attributes:
+        choices: What was evaluated.
+        evaluated, legal: How many of how many.
+        own: The job as it was given.
+    """
 
     choices: list[Choice] = field(default_factory=list)
     evaluated: int = 0
     legal: int = 0
+    own: Choice | None = None
 
     @property
     def best(self) -> Choice:
@@ -330,7 +337,7 @@ def search(
         raise StepsightError(f"seed must be >= 0, got {seed}")
     if seed > MOST_SEED:
         raise StepsightError(f"seed must be <= {MOST_SEED}, got {seed}")
-    predict(job, predictor)  # a job that cannot be answered is refused before a study begins
+    given = predict(job, predictor)  # a job that cannot be answered is refused before a study begins
     if trials < 1:
         raise StepsightError(f"trials must be >= 1, got {trials}")
     if sampler not in SAMPLERS:
@@ -371,7 +378,7 @@ def search(
         if on_trial is not None:
             on_trial(number, min((c.prediction.iteration_time_s for c in choices if c.fits), default=None))
     choices.sort(key=lambda c: (not c.fits, c.prediction.iteration_time_s))
-    return SearchResult(choices, len(choices), len(grid))
+    return SearchResult(choices, len(choices), len(grid), Choice(job, given, given.memory.fits))
 
 
 def _ask(study: optuna.Study, grid: Grid) -> tuple[optuna.Trial, int]:

@@ -218,6 +218,9 @@ def search(
 ) -> None:
     """Search the parallel strategy with the shortest predicted iteration that fits in memory.
 
+    It varies the degrees of all axes, micro-batch, schedule and virtual stages, ZeRO stage, recomputation and sequence
+    parallelism; everything else stays as the job has it.
+
     Example:
 
         stepsight search examples/gpt3-175b-1024.toml --trials 300 --plot search.png
