@@ -191,7 +191,7 @@ def _send_parameters(
     for group, numel, clock in ((groups.shard, full.numel, DATA), (groups.experts, full.expert_numel, SECOND)):
         if group.size > 1 and numel:
             work = group.collective("all_gather", numel * size)
-            sent.append(builder.send(work, clock, f"{full.name}.parameters", number))
+            sent.append(builder.send(work, clock, f"{full.name}.parameters", number, early=True))
     return sent
 
 
