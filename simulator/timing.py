@@ -281,7 +281,7 @@ def time_ops(segment: Segment, seconds: Floats, host_s: float) -> OpTimes:
         ready = np.full(count, -np.inf)
         if clock == 0:
             launched = ~graph.taken
-            ready = np.where(launched & ~graph.early, host_s * np.cumsum(launched), -np.inf)
+            ready = np.where(graph.early, -np.inf, np.where(launched, host_s * np.cumsum(launched), 0.0))
         elif graph.first[clock] >= 0:
             ready[graph.first[clock]] = 0.0
         longest_paths(seconds, graph.pointer, graph.before, ready, finish[clock], critical[clock])
