@@ -2,6 +2,11 @@
 
 What a step works on beside what it keeps follows from what its ops read and write: an op that reads the kept tensors
 or the parameters adds the rest.  Steps add to this with ``temporary_bytes``.
+
+Where backward is split, the parameters' half needs inputs of linears and gradients of their outputs; all else is free
+after the input's half.  Per layer of GPT these are 32 s b h bytes of 34 (Qi et al. 2023, arXiv:2401.10241, table 1).
+With sequence parallelism they are more than was kept: inputs wait as each rank's own part and are gathered again, but
+gradients of row-parallel linears' outputs wait as they were used, gathered (as in the authors' own Megatron).
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 from stepsight.dataset.op import DTYPE_BYTES, Op
 from stepsight.simulator.blocks.family import embedding_block, find_family, head_block, layer_block
@@ -42,6 +48,8 @@ class BlockMemory:
         numel, expert_numel: Elements of its parameters.
         kept: From forward to backward.
         deferred: From the input's gradient to the parameters', where backward is split.
+        output_gradients: Of all steps with parameters: what PyTorch's split adds to what is kept.
+        weight: What the parameters' half works on beside what was deferred.
         grown: Gradients that are there after the first backward and were not before.
         forward: Peak of forward over what was there before it.
         backward: Peak of backward over what is there after it, once all gradients are.
@@ -53,6 +61,8 @@ class BlockMemory:
     expert_numel: int
     kept: float
     deferred: float
+    output_gradients: float
+    weight: float
     grown: float
     forward: float
     backward: float
@@ -111,6 +121,8 @@ def block_memory(
         expert_numel=sum(sum(step.parameters) for step in block if step.expert),
         kept=kept,
         deferred=sum(size + _output_gradients(step) for step, size in zip(block, saved, strict=True) if _waits(step)),
+        output_gradients=sum(map(_output_gradients, block)),
+        weight=max((_weight_bytes(step) + sum(step.parameters) * gradients.fresh for step in block), default=0.0),
         grown=grown,
         forward=forward,
         backward=backward,
@@ -155,11 +167,26 @@ def _ops(items: Iterable[Item]) -> Iterable[Op | Comm]:
     return (item for item in items if isinstance(item, Op | Comm))
 
 
+def _products(step: Step) -> list[Op]:
+    return [item for item in step.weight_grad if isinstance(item, Op) and item.kind.endswith("linear_wgrad")]
+
+
 def _waits(step: Step) -> bool:
-    return any(isinstance(item, Op) and item.kind.endswith("linear_wgrad") for item in step.weight_grad)
+    return bool(_products(step))
 
 
 def _output_gradients(step: Step) -> float:
-    """Bytes of the gradients of a linear's output."""
-    products = [item for item in step.weight_grad if isinstance(item, Op) and item.kind.endswith("linear_wgrad")]
+    """Bytes of the gradient of a linear's output, or a norm's, which is as large as its input."""
+    products = _products(step)
+    if not products:
+        return float(step.saved_bytes if step.parameters else 0)
     return sum(float(op.dims[-3] * op.dims[-2] * DTYPE_BYTES[op.dtype]) for op in products)
+
+
+def _weight_bytes(step: Step) -> float:
+    """What the products for a linear's parameters read beside what waited: a gathered input."""
+    there, most = step.saved_bytes + _output_gradients(step), 0.0
+    for op in _products(step):
+        written = prod((*op.dims[:-3], *op.dims[-2:])) * DTYPE_BYTES[op.dtype]
+        most = max(most, op.num_bytes - written - there)
+    return most

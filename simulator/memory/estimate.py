@@ -243,9 +243,11 @@ def _bytes_of(asked: _Asked, schedule: Schedule, parts: list[PartMemory]) -> tup
     """What ``find_peaks`` wants, and bytes of messages on every stage.
 
     PyTorch's pipeline runtime has a place for each micro-batch's message of either direction, keeps what each sends
-    until its backward, and keeps all logits until the end; Megatron's has two messages at a time.
+    until its backward, and keeps all logits until the end; Megatron's has two messages at a time.  PyTorch's split
+    backward frees little before the parameters' half: only what comes after the last parameters, the softmax of the
+    loss; the first part has no input's half at all.
     """
-    bytes_of = np.zeros((schedule.num_stages, schedule.virtual_stages, 8))
+    bytes_of = np.zeros((schedule.num_stages, schedule.virtual_stages, 9))
     messages = np.zeros(schedule.num_stages)
     passes = boundary_bytes(asked.shape, asked.parts)
     logits = DTYPE_BYTES[asked.shape.dtype] / 4  # as they are, of their softmax in fp32
@@ -254,14 +256,18 @@ def _bytes_of(asked: _Asked, schedule: Schedule, parts: list[PartMemory]) -> tup
         arrives = passes[index - 1] if index else 0
         leaves = passes[index] if index < len(passes) else 0
         kept, left = part.kept, 0.0
+        deferred = part.deferred
+        weight = deferred + part.weight
         if asked.torch_runtime and len(parts) > 1:
             kept += leaves - arrives
             left = part.output * logits
+            deferred = max(kept - part.output + part.output_gradients, deferred) if index else kept
+            weight = deferred + part.weight if index else part.backward - part.gathered
             messages[stage] += many * (arrives + leaves)
         else:
             messages[stage] = max(messages[stage], arrives + leaves)
         bytes_of[stage, chunk] = (
-            max(kept, 0.0), left, part.deferred, part.grown, part.forward, part.backward, part.backward_first,
-            part.gathered,
+            max(kept, 0.0), left, max(deferred, 0.0), part.grown, part.forward, part.backward, part.backward_first,
+            part.gathered, weight,
         )  # fmt: skip
     return bytes_of, messages

@@ -62,6 +62,8 @@ class PartMemory:
     expert_numel: int
     kept: float
     deferred: float
+    output_gradients: float
+    weight: float
     grown: float
     forward: float
     backward: float
@@ -122,6 +124,8 @@ def part_memory(shape: RankShape, part: PartShape, keeping: Keeping) -> PartMemo
         expert_numel=sum(run.times * run.block.expert_numel for run in runs),
         kept=kept,
         deferred=sum(run.times * run.block.deferred for run in runs),
+        output_gradients=sum(run.times * run.block.output_gradients for run in runs),
+        weight=max((run.block.weight for run in runs), default=0.0),
         grown=grown,
         forward=forward + resident,
         backward=backward + resident,

@@ -13,7 +13,7 @@ from stepsight.simulator.schedules import Schedule
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 
-KEPT, LEFT, DEFERRED, GROWN, FORWARD_PEAK, BACKWARD_PEAK, FIRST_PEAK, GATHERED = range(8)
+KEPT, LEFT, DEFERRED, GROWN, FORWARD_PEAK, BACKWARD_PEAK, FIRST_PEAK, GATHERED, WEIGHT_PEAK = range(9)
 MOMENT, ACTIVATIONS, GRADIENTS, FLYING, ACTION = range(5)
 
 
@@ -28,9 +28,10 @@ def find_peaks(schedule: Schedule, bytes_of: Floats) -> Floats:
 
     Args:
         schedule: Of all stages.
-        bytes_of: Shape ``(num_stages, num_chunks, 8)``: what a micro-batch keeps until its backward, leaves until the
+        bytes_of: Shape ``(num_stages, num_chunks, 9)``: what a micro-batch keeps until its backward, leaves until the
             end, defers from its input's to its parameters' gradients; gradients that its first backward brings; peaks
-            of forward, of backward, and of the first backward; parameters that stay gathered from the first forward on.
+            of forward, of backward, and of the first backward; parameters that stay gathered from the first forward on;
+            peak of the parameters' half of a backward.
 
     Returns:
         Shape ``(num_stages, 5)``: bytes of the largest moment, of it kept activations and gradients, micro-batches in
@@ -67,11 +68,14 @@ def _walk(
                 flying += 1
                 there, number = kept, flying
             elif kind == 3:  # parameters' gradients
-                moment, there, number = kept + bytes_of[stage, chunk, 7], kept, flying
+                there, number = kept, flying
                 kept -= bytes_of[stage, chunk, 2]
+                moment = kept + bytes_of[stage, chunk, 8] + bytes_of[stage, chunk, 7]
+                if not seen[stage, chunk]:
+                    moment += bytes_of[stage, chunk, 3]
                 flying -= 1
             else:
-                peak = bytes_of[stage, chunk, 5 if seen[stage, chunk] else 6]
+                peak = bytes_of[stage, chunk, 5 if kind == 2 or seen[stage, chunk] else 6]
                 there, number = kept, flying
                 kept -= size
                 moment = kept + peak
@@ -79,6 +83,8 @@ def _walk(
                     flying -= 1
                 else:  # the parameters' gradients are yet to come
                     kept += bytes_of[stage, chunk, 2]
+                    if kept + bytes_of[stage, chunk, 7] > moment:
+                        moment, there = kept + bytes_of[stage, chunk, 7], kept
             moment += gathered - bytes_of[stage, chunk, 7]  # the chunk's own are part of its peaks
             if moment + grown > out[stage, 0]:
                 out[stage, 0] = moment + grown
@@ -86,6 +92,6 @@ def _walk(
                 out[stage, 2] = grown
                 out[stage, 3] = number
                 out[stage, 4] = kind
-            if (kind == 1 or kind == 2) and not seen[stage, chunk]:
+            if (kind == 1 or kind == 3) and not seen[stage, chunk]:
                 seen[stage, chunk] = True
                 grown += bytes_of[stage, chunk, 3]

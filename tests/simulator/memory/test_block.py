@@ -64,6 +64,14 @@ def test_split_backward_keeps_inputs_and_output_gradients_of_linears() -> None:
     assert layer().deferred == pytest.approx(2 * (7 + 9) * S * B * H)
 
 
+def test_split_backward_keeps_gathered_gradients_with_sequence_parallelism() -> None:
+    """Inputs wait as the rank's own part, but output gradients of out and fc2 (1 and 1) are of all rows."""
+    one = layer(tp=Group(8, 8), sequence_parallel=True)
+    assert one.deferred == pytest.approx(2 * (7 + 3 + 4 + 8 * (1 + 1)) / 8 * S * B * H)
+    assert one.weight == pytest.approx(2 * 7 / 8 * S * B * H)  # the input of qkv or fc1 from the other seven
+    assert layer().weight == 0
+
+
 def test_names_are_kept_once() -> None:
     """Two steps that keep the same tensor."""
     block = (Step("a", saved=(Saved(100, "x"),)), Step("b", saved=(Saved(100, "x"), Saved(10))))

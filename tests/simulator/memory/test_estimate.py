@@ -110,6 +110,28 @@ def test_optimizers_step_may_need_most(make_job: JobMaker, gpu: Hardware) -> Non
     assert stage.temporary == stage.parameters
 
 
+def test_zero_bubble_needs_no_more_without_sequence_parallelism(make_job: JobMaker, gpu: Hardware) -> None:
+    """Qi et al. 2023, section 2.3: no stage keeps more than 1F1B's first, the parameters' half less than the whole."""
+    for tp in (1, 4):
+        model = {**LARGE, "vocab": 512}  # logits come on top
+        ways = {"pp": 4, "tp": tp, "micro_batches": 8, "precision": "bf16", "model": model}
+        zero, plain = (estimate_memory(make_job(schedule=name, **ways), gpu) for name in ("zb-h1", "1f1b"))
+        most, usual = (max(stage.activations + stage.temporary for stage in memory.stages) for memory in (zero, plain))
+        assert most <= 1.06 * usual  # the head on top
+
+
+def test_pytorchs_split_frees_little(make_job: JobMaker, gpu: Hardware) -> None:
+    """A middle stage keeps all that it kept and the output gradients of linears and norms besides; in elements per
+    s b h: 9 and 2 for a layer.  One forward and three halves of backwards are in flight."""
+    way = {"pp": 4, "micro_batches": 8, "schedule": "zb-h1", "model": LARGE}
+    torch, megatron = (estimate_memory(make_job(**way, runtime=name), gpu).stages[2] for name in ("torch", ""))
+    unit = 4 * 2048 * 1024 * 2  # of two layers
+    lse = 4 * 2048 * 16 * 2
+    assert megatron.in_flight == torch.in_flight == 4
+    assert megatron.activations == pytest.approx(4 * 16 * unit, rel=0.02)
+    assert torch.activations == pytest.approx((16 + 3 * (16 + 11)) * unit + 4 * lse, rel=0.01)
+
+
 def test_users_own_schedule(make_job: JobMaker, gpu: Hardware, tmp_path: Path) -> None:
     """Its micro-batches in flight are counted from its actions; it is read again when it changes."""
     path = tmp_path / "own.csv"

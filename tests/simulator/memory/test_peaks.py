@@ -10,8 +10,8 @@ from stepsight.simulator.schedules import Schedule, find_schedule
 def peaks(
     schedule: Schedule, *, kept: float = 1, deferred: float = 0, grown: float = 0, backward: float = 1
 ) -> np.ndarray:
-    sizes = np.zeros((schedule.num_stages, schedule.virtual_stages, 8))
-    sizes[:] = (kept, 0, deferred, grown, kept, backward, backward, 0)
+    sizes = np.zeros((schedule.num_stages, schedule.virtual_stages, 9))
+    sizes[:] = (kept, 0, deferred, grown, kept, backward, backward, 0, deferred)
     return find_peaks(schedule, sizes)
 
 
@@ -42,7 +42,7 @@ def test_in_flight_interleaved(stages: int, virtual_stages: int) -> None:
 def test_every_chunk_counts_for_itself() -> None:
     """Chunks of very different sizes: their micro-batches are counted apart."""
     schedule = find_schedule("1f1b", 2, 8, 2)
-    sizes = np.zeros((2, 2, 8))
+    sizes = np.zeros((2, 2, 9))
     sizes[:, :, 0] = sizes[:, :, 4] = sizes[:, :, 5] = sizes[:, :, 6] = (1, 100)
     found = find_peaks(schedule, sizes)
     assert found[:, FLYING].tolist() == [5, 3]
@@ -66,7 +66,7 @@ def test_what_is_deferred_waits_for_its_own_action() -> None:
 def test_gathered_parameters_stay_from_the_first_forward_on() -> None:
     """The peaks of a chunk hold its own; those of the others come on top, once they have run."""
     schedule = find_schedule("1f1b", 2, 4, 2)
-    sizes = np.zeros((2, 2, 8))
+    sizes = np.zeros((2, 2, 9))
     sizes[:, :, 7] = sizes[:, :, 4] = sizes[:, :, 5] = sizes[:, :, 6] = (10, 100)
     assert find_peaks(schedule, sizes)[:, MOMENT].tolist() == [110, 110]
     sizes[:, 1, 7] = 0
