@@ -105,18 +105,22 @@ class Memory:
     @cached_property
     def fullest(self) -> int:
         """Number of the stage that needs most of what its device has."""
-        capacities = np.array([device.memory_bytes for device in self.devices])
-        return int((self.bytes_of.sum(axis=1) / capacities).argmax())
+        needs = self.bytes_of.sum(axis=1)
+        if len(self.devices) > 1:
+            needs /= [device.memory_bytes for device in self.devices]
+        return int(needs.argmax())
 
     @cached_property
     def peak_bytes(self) -> float:
         """Of the fullest stage."""
+        if len(self.devices) == 1:
+            return float(self.bytes_of.sum(axis=1).max())
         return float(self.bytes_of[self.fullest].sum())
 
     @property
     def capacity_bytes(self) -> float:
         """Of the fullest stage's device."""
-        return self.device(self.fullest).memory_bytes
+        return self.devices[0 if len(self.devices) == 1 else self.fullest].memory_bytes
 
     @property
     def fits(self) -> bool:
