@@ -171,7 +171,9 @@ class _Around:
             self.head = self.root if shared else runs[-1].numel
         self.last = runs[-1] if runs else None
         self.first_layers = next((run for run in runs if not run.root), None)
-        self.ahead = 0.0 if how.all_stay else float(self.layer * how.prefetch * how.element_bytes)
+        layers = sum(run.times for run in runs if not run.root)
+        self.prefetch = max(0, min(how.prefetch, layers - 1))  # there are no more to gather ahead
+        self.ahead = 0.0 if how.all_stay else float(self.layer * self.prefetch * how.element_bytes)
 
     @property
     def begin(self) -> float:
@@ -187,7 +189,7 @@ class _Around:
         size = self.how.element_bytes
         if self.how.all_stay:
             return float(self.total * size)
-        here = run.numel * (1 + self.how.prefetch) if not run.root else 0
+        here = run.numel * (1 + self.prefetch) if not run.root else 0
         return float((self.root + here) * size)
 
     def backward(self, run: _Run) -> float:
@@ -196,8 +198,8 @@ class _Around:
         if self.how.all_stay:
             return float((self.total + self.head) * size)
         if run is self.last and run.root:
-            return float((self.root + self.layer * self.how.prefetch) * size)
-        here = 0 if run.root else self.layer * (1 + self.how.prefetch)
+            return float((self.root + self.layer * self.prefetch) * size)
+        here = 0 if run.root else self.layer * (1 + self.prefetch)
         return float((self.root + here + self.head) * size)
 
     def gradients(self, run: _Run) -> float:
