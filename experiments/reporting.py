@@ -19,6 +19,11 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
+def flops_text(flops_per_s: float) -> str:
+    """``167 TFLOP/s`` or ``43 GFLOP/s``."""
+    return f"{flops_per_s / 1e12:.0f} TFLOP/s" if flops_per_s >= 1e12 else f"{flops_per_s / 1e9:.0f} GFLOP/s"
+
+
 def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
     """Time, interval, breakdown and memory of one job."""
     whole = prediction.iteration_time_s
@@ -36,9 +41,9 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
             ],
         ),
         f"speed      {prediction.tokens_per_s:,.0f} tokens/s, "
-        f"{prediction.mfu * prediction.peak_flops / 1e12:.0f} TFLOP/s per device, "
+        f"{flops_text(prediction.mfu * prediction.peak_flops)} per device: "
         f"MFU {100 * prediction.mfu:.1f} %, HFU {100 * prediction.hfu:.1f} % of "
-        f"{prediction.peak_flops / 1e12:.0f} ({job.batch.precision})",
+        f"{flops_text(prediction.peak_flops)} ({job.batch.precision})",
         f"memory     {prediction.memory.peak_bytes / 1e9:.2f} GB of "
         f"{prediction.memory.capacity_bytes / 1e9:.2f} GB on the fullest stage",
     ]

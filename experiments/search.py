@@ -35,7 +35,7 @@ class Space:
         cp: Context-parallel degrees, each where it leaves a rank ``MIN_CP_TOKENS`` tokens of a sequence.
         zero_stages, recompute, sequence_parallel: As in a job.
 
-    Expert-parallel degrees are all that divide the experts.
+    Expert-parallel degrees are all that divide the experts; pipelines are those whose layers split nearly evenly.
     """
 
     max_tp: int = 0
@@ -48,6 +48,7 @@ class Space:
 
 
 MIN_CP_TOKENS = 4096
+MOST_UNEVEN = 1.2  # layers of the fullest stage over the mean: what waits for more is never best
 MOST_SEED = 2**31  # samplers take 32 bits, and a study that goes on adds its trials
 
 
@@ -131,6 +132,8 @@ def layouts(job: Job, space: Space) -> list[Layout]:
         for cp, pp in itertools.product(space.cp, _divisors(devices // tp)):
             dp, rest = divmod(devices, tp * cp * pp)
             if rest or not dp or (cp > 1 and model.seq_len < cp * MIN_CP_TOKENS):
+                continue
+            if -(-model.total_layers // pp) * pp > MOST_UNEVEN * model.total_layers:
                 continue
             for ep in _divisors(model.experts) if model.experts else [1]:
                 layout = Layout(tp, cp, pp, ep, dp)
