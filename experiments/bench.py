@@ -17,7 +17,7 @@ from typing import Any
 
 from stepsight.dataset.files import write_json
 from stepsight.dataset.job import Job
-from stepsight.experiments.search import Space, strategies
+from stepsight.experiments.strategies import Space, strategies
 from stepsight.experiments.tables import Number, table
 from stepsight.training.prediction import Prediction, predict, predict_many
 from stepsight.training.predictor import Predictor

@@ -20,7 +20,6 @@ class Issue:
     """Adds work to a program in the order of issue."""
 
     def __init__(self, label: str = "", compute_share: float = 0.0) -> None:
-        self.count = 0
         self._builder = ProgramBuilder(label)
         self._share = compute_share
         self._last: int | None = None  # newest node of the computation: an op, or a collective that blocks
@@ -79,7 +78,6 @@ class Issue:
         return sorted({*self._awaited, *([] if self._last is None else [self._last])})
 
     def _node(self, work: Work, stream: str, name: str, after: Iterable[int], share: float = 1.0) -> int:
-        self.count += 1
         why = Dependency.SYNCHRONISATION
         return self._builder.add(work, stream, name, after=after, why=why, share=share)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.hardware import Fabric, Hardware
+from stepsight.dataset.hardware import Fabric, Hardware, find_hardware
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.physics import alpha_beta_seconds, roofline_seconds
 from stepsight.dataset.program import Program
@@ -38,6 +39,13 @@ class LatencyModel(Protocol):
     def in_context(self, programs: Sequence[Program], seconds: Sequence[Seconds]) -> Sequence[Seconds]:
         """Seconds of every node of each program within it, from the seconds alone; same shapes."""
         ...
+
+
+@lru_cache(maxsize=64)
+def preset_latency(hardware_name: str, fabric: Fabric) -> RooflineLatency | None:
+    """The roofline of a preset, the same each time; None if there is no preset of that name."""
+    hardware = find_hardware(hardware_name)
+    return None if hardware is None else RooflineLatency(hardware, fabric)
 
 
 class RooflineLatency:

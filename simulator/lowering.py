@@ -20,6 +20,7 @@ from stepsight.dataset.program import Program
 from stepsight.dataset.specs import OptimizerSpec, ParallelSpec
 from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.layout import Layout, layout_of
+from stepsight.simulator.optimizer import optimizer_segment
 from stepsight.simulator.parts import Groups, PartShape, boundary_bytes, groups_of, part_shapes, rank_shape
 from stepsight.simulator.passages import BACKWARD as WHOLE
 from stepsight.simulator.passages import INPUT, WEIGHT
@@ -33,7 +34,7 @@ from stepsight.simulator.schedules import (
     read_schedule,
 )
 from stepsight.simulator.segment import Segment
-from stepsight.simulator.stage import Recompute, backward_segment, forward_segment, optimizer_segment
+from stepsight.simulator.stage import Recompute, backward_segment, forward_segment
 from stepsight.simulator.track import FIRST, LAST, Track, find_track
 from stepsight.simulator.track import track as order_entries
 

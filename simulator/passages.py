@@ -84,11 +84,6 @@ class Passage:
         return np.array([place[node.work] for node in self.program.nodes], dtype=np.int32)
 
     @cached_property
-    def is_compute(self) -> NDArray[np.bool_]:
-        """Whether each of ``works`` is an op of the device, shape ``(num_works,)``."""
-        return np.array([isinstance(work, Op) for work in self.works], dtype=np.bool_)
-
-    @cached_property
     def category(self) -> NDArray[np.int8]:
         """Index into ``STREAMS`` of each node, shape ``(num_nodes,)``."""
         return np.array([STREAMS.index(node.stream) for node in self.program.nodes], dtype=np.int8)

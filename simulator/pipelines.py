@@ -14,10 +14,10 @@ from math import lcm
 import numpy as np
 
 from stepsight.dataset.errors import JobError
-from stepsight.dataset.hardware import find_hardware, hardware_names
+from stepsight.dataset.hardware import hardware_names
 from stepsight.dataset.job import Job
 from stepsight.simulator.engine import Floats
-from stepsight.simulator.latency import LatencyModel, RooflineLatency
+from stepsight.simulator.latency import LatencyModel, RooflineLatency, preset_latency
 from stepsight.simulator.layout import Layout, layout_of
 from stepsight.simulator.lowering import Lowered
 from stepsight.simulator.parts import REPLICAS
@@ -101,22 +101,10 @@ def _in_step(job: Job, layout: Layout, *, beside: bool) -> int:
 
 
 def _other_latency(name: str, job: Job) -> RooflineLatency:
-    hardware = find_hardware(name)
-    if hardware is None:
+    latency = preset_latency(name, job.fabric)
+    if latency is None:
         raise JobError(
             f"cluster.mixed: hardware must be a preset ({', '.join(hardware_names())}), got {name!r}: "
             "nothing is known of it"
         )
-    return _latency(hardware.name, job)
-
-
-_LATENCIES: dict[tuple[str, str], RooflineLatency] = {}
-
-
-def _latency(name: str, job: Job) -> RooflineLatency:
-    key = (name, repr(job.fabric))
-    if key not in _LATENCIES:
-        hardware = find_hardware(name)
-        assert hardware is not None
-        _LATENCIES[key] = RooflineLatency(hardware, job.fabric)
-    return _LATENCIES[key]
+    return latency

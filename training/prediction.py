@@ -6,7 +6,7 @@ import gc
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 from stepsight.dataset.errors import JobError
@@ -14,7 +14,7 @@ from stepsight.dataset.hardware import find_hardware, hardware_names
 from stepsight.dataset.job import Job
 from stepsight.simulator.explain import Sensitivity, explain
 from stepsight.simulator.flops import iteration_flops
-from stepsight.simulator.latency import RooflineLatency
+from stepsight.simulator.latency import preset_latency
 from stepsight.simulator.memory import Memory
 from stepsight.simulator.simulate import Simulation, simulate
 from stepsight.simulator.timeline import timeline_json
@@ -175,19 +175,14 @@ def predict_many(jobs: Sequence[Job], predictor: Predictor | None = None) -> lis
             gc.enable()
 
 
-@lru_cache(maxsize=64)
-def _roofline(hardware_name: str, fabric: Any) -> RooflineLatency:
-    hardware = find_hardware(hardware_name)
-    if hardware is None:
+def _from_facts(job: Job) -> Prediction:
+    latency = preset_latency(job.cluster.hardware, job.fabric)
+    if latency is None:
         raise JobError(
             "without a predictor, cluster.hardware must be a preset "
-            f"({', '.join(hardware_names())}), got {hardware_name!r}: train a predictor for it, or name a preset"
+            f"({', '.join(hardware_names())}), got {job.cluster.hardware!r}: train a predictor for it, or name a preset"
         )
-    return RooflineLatency(hardware, fabric)
-
-
-def _from_facts(job: Job) -> Prediction:
-    simulation = simulate(job, _roofline(job.cluster.hardware, job.fabric))
+    simulation = simulate(job, latency)
     seconds = simulation.iteration_time_s
     low, high = Intervals().interval(seconds)
     return Prediction(

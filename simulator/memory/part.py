@@ -51,24 +51,13 @@ class Keeping:
 
 
 @dataclass(frozen=True, slots=True)
-class PartMemory:
+class PartMemory(BlockMemory):
     """Bytes of one part and micro-batch on one rank; attributes as in ``BlockMemory``.
 
     Attributes:
         gathered: Of parameters that stay whole from the first forward on, also while other parts of the rank run.
     """
 
-    numel: int
-    expert_numel: int
-    kept: float
-    deferred: float
-    output_gradients: float
-    weight: float
-    grown: float
-    forward: float
-    backward: float
-    backward_first: float
-    output: float
     gathered: float
 
 

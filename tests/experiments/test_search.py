@@ -7,7 +7,8 @@ import pytest
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.job import Job
-from stepsight.experiments.search import Grid, Space, exhaustive, layouts, search, strategies
+from stepsight.experiments.search import exhaustive, search
+from stepsight.experiments.strategies import Grid, Space, layouts, strategies
 
 SMALL = Space(schedules=(("1f1b", 1),), zero_stages=(0, 1), recompute=("none", "full"), micro_batches=(1, 2))
 
