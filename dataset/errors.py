@@ -6,6 +6,7 @@
      +-- StepsightError          anything a user can put right; its text states the rule and the values
           +-- JobError           a job that cannot exist (degrees, sizes, unknown keys)
           +-- TraceError         a trace or run folder that is missing, truncated or inconsistent
+          +-- TableError         a table of measurements that is malformed
           +-- PredictorError     a folder that is no predictor, or one for another hardware
           +-- CollectError       a collection that cannot lawfully or technically run here
 
@@ -23,6 +24,10 @@ class JobError(StepsightError):
 
 class TraceError(StepsightError):
     """A trace or run folder that cannot be read whole."""
+
+
+class TableError(StepsightError):
+    """A table of measurements that cannot be read whole."""
 
 
 class PredictorError(StepsightError):

@@ -1,0 +1,189 @@
+"""Measurements: times of ops and collectives by signature, each with its device, software and origin."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stepsight.dataset.errors import TableError
+from stepsight.dataset.files import new_file
+from stepsight.dataset.op import Collective, Op
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_TEXTS = ("device", "fabric", "software", "source")
+_META = b"stepsight.measurements"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file that was read.
+
+    Attributes:
+        licence: SPDX identifier, or "unknown".
+        digest: ``files.digest_files`` of it.
+    """
+
+    licence: str
+    digest: str
+
+
+@dataclass(frozen=True, eq=False)
+class Measurements:
+    """A table of measurements, one row each.
+
+    Attributes:
+        works: What was measured, shape ``[rows]``; equal signatures may come many times.
+        seconds: Time of one call, float64 ``[rows]``, positive and finite.
+        device: Hardware preset, or a name of that style where there is no preset; "" where the source names none.
+        fabric: Fabric preset of a collective, or a name of that style; "" for an op.
+        software: Framework or library with its version, and the kernel where the source tells it.
+        source: Key of ``files``: format and path within what was read.
+        files: Files that the rows come from.
+        skipped: Number of rows of those files that are not here, by reason.
+    """
+
+    works: tuple[Op | Collective, ...]
+    seconds: np.ndarray
+    device: tuple[str, ...]
+    fabric: tuple[str, ...]
+    software: tuple[str, ...]
+    source: tuple[str, ...]
+    files: Mapping[str, SourceFile]
+    skipped: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(getattr(self, name)) for name in ("works", "seconds", *_TEXTS)}
+        assert len(set(lengths.values())) == 1, lengths
+        assert set(self.source) <= set(self.files), set(self.source) - set(self.files)
+        if not (np.isfinite(self.seconds) & (self.seconds > 0)).all():
+            raise TableError("seconds of a measurement must be positive and finite")
+
+    def __len__(self) -> int:
+        return len(self.works)
+
+    def take(self, rows: np.ndarray | Sequence[int]) -> Measurements:
+        """Some rows, by a boolean mask or by index; what was skipped is left behind."""
+        rows = np.asarray(rows)
+        index = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64)
+        columns = {name: tuple(getattr(self, name)[i] for i in index) for name in ("works", *_TEXTS)}
+        used = set(columns["source"])
+        files = {name: file for name, file in self.files.items() if name in used}
+        return Measurements(seconds=self.seconds[index], files=files, **columns)
+
+    def where(
+        self, kind: str | Collection[str] | None = None, device: str | Collection[str] | None = None
+    ) -> Measurements:
+        """Rows of one or several kinds (of ops or of collectives) and devices."""
+        kinds, devices = ({one} if isinstance(one, str) else one for one in (kind, device))
+        mask = np.ones(len(self), bool)
+        if kinds is not None:
+            mask &= np.fromiter((work.kind in kinds for work in self.works), bool, len(self))
+        if devices is not None:
+            mask &= np.fromiter((name in devices for name in self.device), bool, len(self))
+        return self.take(mask)
+
+    @staticmethod
+    def concat(tables: Iterable[Measurements]) -> Measurements:
+        """All rows of some tables, in order."""
+        tables = list(tables)
+        files: dict[str, SourceFile] = {}
+        skipped: Counter[str] = Counter()
+        for table in tables:
+            files |= table.files
+            skipped.update(table.skipped)
+        return Measurements(
+            seconds=np.concatenate([np.empty(0), *(table.seconds for table in tables)]),
+            files=files,
+            skipped=dict(skipped),
+            **{name: tuple(value for table in tables for value in getattr(table, name)) for name in ("works", *_TEXTS)},
+        )
+
+    def to_parquet(self, path: Path) -> None:
+        """Write the table whole or not at all."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        signatures = list(zip(*map(_signature, self.works), strict=True)) or [()] * 6
+        texts = [list(getattr(self, name)) for name in _TEXTS]
+        table = pa.table([*map(list, signatures), self.seconds, *texts], schema=_schema())
+        meta = {"files": {name: asdict(file) for name, file in self.files.items()}, "skipped": dict(self.skipped)}
+        with new_file(path) as temporary:
+            pq.write_table(table.replace_schema_metadata({_META: json.dumps(meta).encode()}), temporary)
+
+    @staticmethod
+    def from_parquet(path: Path) -> Measurements:
+        """Read what ``to_parquet`` wrote.
+
+        Raises:
+            TableError: If it is no table of measurements.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            table = pq.read_table(path)
+        except (OSError, pa.ArrowInvalid) as error:
+            reason = str(error).splitlines()[0]
+            raise TableError(f"a table of measurements must be a Parquet file, got {path} ({reason})") from None
+        meta = (table.schema.metadata or {}).get(_META)
+        if meta is None or table.schema.remove_metadata() != _schema():
+            raise TableError(
+                f"a table of measurements must have columns {', '.join(_schema().names)} and what stepsight wrote "
+                f"beside them, got {', '.join(table.column_names)} in {path}"
+            )
+        *signatures, seconds, device, fabric, software, source = (column.to_pylist() for column in table.columns)
+        shared: dict[tuple[Any, ...], Op | Collective] = {}
+        try:
+            works = tuple(_work(shared, *row) for row in zip(*signatures, strict=True))
+            said = json.loads(meta)
+            files = {name: SourceFile(**file) for name, file in said["files"].items()}
+        except (ValueError, TypeError, KeyError) as error:
+            raise TableError(f"{path}: {error}") from None
+        return Measurements(
+            works,
+            np.array(seconds, float),
+            *(tuple(column) for column in (device, fabric, software, source)),
+            files=files,
+            skipped=said["skipped"],
+        )
+
+
+def _schema() -> pa.Schema:
+    import pyarrow as pa
+
+    return pa.schema(
+        [
+            ("kind", pa.string()),
+            ("dims", pa.list_(pa.int64())),  # empty for a collective
+            ("dtype", pa.string()),  # "" for a collective
+            ("num_bytes", pa.int64()),  # 0 for an op, as are the next two
+            ("group_size", pa.int64()),
+            ("ranks_per_node", pa.int64()),
+            ("seconds", pa.float64()),
+            *((name, pa.string()) for name in _TEXTS),
+        ]
+    )
+
+
+def _signature(work: Op | Collective) -> tuple[str, tuple[int, ...], str, int, int, int]:
+    if isinstance(work, Op):
+        return work.kind, work.dims, work.dtype, 0, 0, 0
+    return work.kind, (), "", work.num_bytes, work.group_size, work.ranks_per_node
+
+
+def _work(
+    shared: dict[tuple[Any, ...], Op | Collective], kind: str, dims: list[int], dtype: str, *sizes: int
+) -> Op | Collective:
+    """The op or collective of a row; equal rows share one object."""
+    key = (kind, *dims, dtype, *sizes)
+    if key not in shared:
+        shared[key] = Collective(kind, *sizes) if sizes[1] else Op(kind, tuple(dims), dtype)
+    return shared[key]
