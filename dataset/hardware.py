@@ -162,10 +162,24 @@ def find_fabric(name: str) -> Fabric:
 MOST_NUMBER = 1e100
 
 
+# A word of a hardware's name and the fabric of its vendor's own systems; the first that fits.
+_USUAL_FABRICS = {
+    ("h100", "pcie"): "pcie-gen5",
+    ("pcie",): "pcie-gen4",
+    ("a100",): "dgx-a100",
+    ("h100",): "dgx-h100",
+    ("h200",): "dgx-h100",
+    ("b200",): "dgx-b200",
+    ("gb200",): "gb200-nvl72",
+    ("v100",): "dgx-1v",
+    ("cpu",): "loopback",
+}
+
+
 def usual_fabric(hardware: str) -> str:
     """The fabric that comes with some hardware, where a job names none."""
-    usual = {"a100": "dgx-a100", "h100": "dgx-h100", "cpu": "loopback"}
-    return next((fabric for part, fabric in usual.items() if part in hardware.split("-")), "dgx-a100")
+    words = set(hardware.split("-"))
+    return next((fabric for needed, fabric in _USUAL_FABRICS.items() if words.issuperset(needed)), "dgx-a100")
 
 
 def fabric_from_dict(name: str, table: dict[str, Any]) -> Fabric:

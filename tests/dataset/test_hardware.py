@@ -10,6 +10,8 @@ from stepsight.dataset.hardware import (
     find_hardware,
     hardware_from_dict,
     hardware_names,
+    suspicious_links,
+    usual_fabric,
 )
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.physics import alpha_beta_seconds, roofline_seconds
@@ -23,6 +25,25 @@ def test_presets_are_sound() -> None:
     for name in fabric_names():
         assert find_fabric(name).intra_node.bandwidth_bytes_per_s > 0
     assert find_hardware("abacus") is None
+
+
+@pytest.mark.parametrize("name", [name for name in hardware_names() if name != "local-cpu"])
+def test_presets_of_gpus(name: str) -> None:
+    """Half-precision peaks are dense and above fp32; the usual fabric exists and looks like one device's links."""
+    hardware = find_hardware(name)
+    assert hardware is not None
+    peaks = hardware.peak_flops
+    assert 3.9 <= peaks["fp16"] / peaks["fp32"] <= 32
+    assert "fp8" not in peaks or 1.9 <= peaks["fp8"] / peaks["bf16"] <= 2.1
+    named = float(name.split("-")[-1].removesuffix("gb"))
+    assert 0.97 * named <= hardware.memory_bytes / 2**30 <= 1.02 * named or named <= hardware.memory_bytes / 1e9
+    assert not suspicious_links(find_fabric(usual_fabric(name)), 8)
+
+
+def test_usual_fabrics() -> None:
+    """A card in a PCIe slot has no NVLink, whatever its chip; what is unknown is taken for a DGX A100."""
+    found = {name: usual_fabric(name) for name in ("a100-pcie-80gb", "h100-pcie-80gb", "h200-sxm-141gb", "mine")}
+    assert list(found.values()) == ["pcie-gen4", "pcie-gen5", "dgx-h100", "dgx-a100"]
 
 
 def test_ring_cost() -> None:
