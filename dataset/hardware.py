@@ -50,6 +50,7 @@ class Hardware:
         peak_flops: FLOP/s by dtype.
         memory_bandwidth_bytes_per_s: Of the device's main memory.
         memory_bytes: Capacity.
+        num_processors: Streaming multiprocessors, over which a matrix product's tiles are spread; 0: unknown.
         compute_efficiency: Fraction of the peak that large matrix products reach (for the roofline alone).
         memory_efficiency: Fraction of the bandwidth that streaming kernels reach (likewise).
         op_latency_s: Time of an op that does nothing, launch included.
@@ -68,6 +69,7 @@ class Hardware:
     peak_flops: dict[str, float] = field(hash=False)
     memory_bandwidth_bytes_per_s: float
     memory_bytes: float
+    num_processors: int = 0
     compute_efficiency: float = 1.0
     memory_efficiency: float = 1.0
     op_latency_s: float = 0.0
@@ -97,6 +99,7 @@ class Hardware:
             if not 0 < value <= 1:
                 raise JobError(f"hardware {self.name}: {name} must lie in (0, 1], got {value}")
         for name, value in (
+            ("num_processors", self.num_processors),
             ("host_op_s", self.host_op_s),
             ("reserved_bytes", self.reserved_bytes),
             ("fragmentation", self.fragmentation),
