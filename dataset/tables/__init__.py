@@ -1,5 +1,7 @@
 """Tables of measurements that others published, or that a user took, read into one form."""
 
+from stepsight.dataset.tables.formats import FORMATS, read_table
+from stepsight.dataset.tables.summary import summary, summary_text
 from stepsight.dataset.tables.table import Measurements, SourceFile
 
-__all__ = ["Measurements", "SourceFile"]
+__all__ = ["FORMATS", "Measurements", "SourceFile", "read_table", "summary", "summary_text"]

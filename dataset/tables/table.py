@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +90,10 @@ class Measurements:
             mask &= np.fromiter((name in devices for name in self.device), bool, len(self))
         return self.take(mask)
 
+    def with_skipped(self, more: Mapping[str, int]) -> Measurements:
+        """The same rows, with more that was left out."""
+        return replace(self, skipped=dict(Counter(self.skipped) + Counter(more)))
+
     @staticmethod
     def concat(tables: Iterable[Measurements]) -> Measurements:
         """All rows of some tables, in order."""
@@ -139,7 +143,7 @@ class Measurements:
                 f"a table of measurements must have columns {', '.join(_schema().names)} and what stepsight wrote "
                 f"beside them, got {', '.join(table.column_names)} in {path}"
             )
-        *signatures, seconds, device, fabric, software, source = (column.to_pylist() for column in table.columns)
+        *signatures, seconds, device, fabric, software, source = (tuple(column.to_pylist()) for column in table.columns)
         shared: dict[tuple[Any, ...], Op | Collective] = {}
         try:
             works = tuple(_work(shared, *row) for row in zip(*signatures, strict=True))
@@ -148,11 +152,7 @@ class Measurements:
         except (ValueError, TypeError, KeyError) as error:
             raise TableError(f"{path}: {error}") from None
         return Measurements(
-            works,
-            np.array(seconds, float),
-            *(tuple(column) for column in (device, fabric, software, source)),
-            files=files,
-            skipped=said["skipped"],
+            works, np.array(seconds, float), device, fabric, software, source, files=files, skipped=said["skipped"]
         )
 
 

@@ -1,0 +1,92 @@
+"""Formats of published tables, and how a file or a folder of one is read."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from stepsight.dataset.errors import TableError
+from stepsight.dataset.files import digest_files
+from stepsight.dataset.tables import aicb, aiconfigurator, nccl_tests, neusight, own_csv, simumax, vidur, vtrain
+from stepsight.dataset.tables.rows import Rows
+from stepsight.dataset.tables.table import Measurements, SourceFile
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format.
+
+    Attributes:
+        read: Reads a file into rows.
+        names: Pattern of the paths, within a folder, of the files that are read.
+        licence: SPDX identifier under which it was published; "unknown" for what users measured.
+    """
+
+    read: Callable[[Rows], None]
+    names: str
+    licence: str
+
+
+FORMATS = MappingProxyType(
+    {
+        "aiconfigurator": Format(aiconfigurator.read, r"_perf\.parquet$", "Apache-2.0"),
+        "neusight": Format(neusight.read, r"^(?!.*(label|summary)/).*\.csv(\.gz)?$", "MIT"),
+        "vidur": Format(vidur.read, r"(^|/)(mlp|all_reduce|send_recv)\.csv(\.gz)?$", "MIT"),
+        "simumax": Format(simumax.read, r"^(?!.*docs/).*\.json(\.gz)?$", "Apache-2.0"),
+        "nccl-tests": Format(nccl_tests.read, r"\.(log|out|txt|csv)(\.gz)?$", "unknown"),
+        "vtrain": Format(vtrain.read, r"(^|/)AR_GPU\d+_[^/]*LUT$", "MIT"),
+        "aicb": Format(aicb.read, r"\.csv(\.gz)?$", "Apache-2.0"),
+        "csv": Format(own_csv.read, r"\.csv(\.gz)?$", "unknown"),
+    }
+)
+_LICENCES = {"Apache License": "Apache-2.0", "Permission is hereby granted, free of charge": "MIT"}
+_NO_DATA = re.compile(r"(^|/)(LICENSE|NOTICE|README|SOURCE)[^/]*$|\.(md|yaml)$|(^|/)\.")
+
+
+def read_table(name: str, path: Path) -> Measurements:
+    """Measurements of a file, or of all files of a folder that have the format.
+
+    Raises:
+        TableError: If there is no such format or path, nothing of the format is there, or a file is malformed.
+    """
+    if name not in FORMATS:
+        raise TableError(f"the format must be one of {', '.join(FORMATS)}, got {name!r}")
+    path, form = Path(path), FORMATS[name]
+    if path.is_file():
+        return _read_file(name, path, path.name, path.parent)
+    if not path.is_dir():
+        raise TableError(f"a table must be a file or a folder, got {path}")
+    inside = {file.relative_to(path).as_posix(): file for file in sorted(path.rglob("*")) if file.is_file()}
+    wanted = {place: file for place, file in inside.items() if re.search(form.names, place)}
+    if not wanted:
+        raise TableError(f"the folder must hold files of format {name}, got none in {path}")
+    others = Counter(
+        f"a file that is no table of this format ({file.suffix or 'no suffix'})"
+        for place, file in inside.items()
+        if place not in wanted and not _NO_DATA.search(place)
+    )
+    tables = Measurements.concat(_read_file(name, file, place, path) for place, file in wanted.items())
+    return tables if not others else tables.with_skipped(others)
+
+
+def _read_file(name: str, path: Path, place: str, root: Path) -> Measurements:
+    rows = Rows(path)
+    FORMATS[name].read(rows)
+    licence = _licence_beside(path, root) or FORMATS[name].licence
+    return rows.table(f"{name}/{place}", SourceFile(licence, digest_files([path])))
+
+
+def _licence_beside(path: Path, root: Path) -> str:
+    """The licence of a file by the nearest LICENSE up to the folder that was given, or ""."""
+    for folder in path.parents:
+        text = folder / "LICENSE"
+        if text.is_file():
+            head = text.read_text("utf-8", errors="replace")
+            return next((name for phrase, name in _LICENCES.items() if phrase in head), "")
+        if folder == root:
+            break
+    return ""

@@ -1,0 +1,151 @@
+"""nccl-tests: its logs as they are printed, and the same parsed to CSV; microseconds, sizes in bytes.
+
+``size`` is the gathered output of an all-gather, the whole input of a reduce-scatter, one rank's input of an
+all-to-all: what ``Collective.num_bytes`` says.  All-reduces are taken in place, as training runs them, others out of
+place.  ``sendrecv`` sends around a ring of all ranks at once: within a node every message stays there, over two nodes
+the slowest crosses; over more it depends on their order and is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from stepsight.dataset.op import Collective
+from stepsight.dataset.tables.device import device_name
+from stepsight.dataset.tables.rows import Line, Rows, read_csv, read_text
+
+_KINDS = {
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "sendrecv": "send_recv",
+}
+_PARSED = ("collective", "n_ranks", "n_nodes", "device", "size_bytes", "time_us_oop", "time_us_ip")
+_RANK = re.compile(r"#\s+Rank\s+(\d+) .*? on\s+(\S+)\s+device\s+\d+ \[[^\]]*\]\s+(.+)")
+_TEST = re.compile(r"\b(\w+)_perf\b")
+_LIBRARY = re.compile(r"nccl-library=(\d+)")
+_TYPES = "int8|uint8|int32|uint32|int64|uint64|half|float|double|bfloat16|fp8_e4m3|fp8_e5m2|f8e4m3|f8e5m2"
+_ROW = re.compile(rf"\s*(\d+)\s+(\d+)\s+({_TYPES})\s+(.*)")
+_CLUSTER = re.compile(r"example-cluster\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """Ranks of a run, and what tells its log from others."""
+
+    num_ranks: int
+    num_nodes: int
+    device: str
+    fabric: str
+    software: str
+    log: str
+
+
+def read(rows: Rows) -> None:
+    if rows.path.name.endswith((".csv", ".csv.gz")):
+        for line in read_csv(rows, _PARSED):
+            _read_parsed(rows, line)
+    else:
+        _read_log(rows)
+
+
+def _read_parsed(rows: Rows, line: Line) -> None:
+    log = line.cells.get("file", "")
+    cluster = _CLUSTER.search(log)
+    ranks, nodes = line.whole("n_ranks", 2), line.whole("n_nodes")
+    device = device_name(line.text("device"))
+    where = _Where(ranks, nodes, device, _fabric(nodes, device, cluster[0] if cluster else ""), "nccl-tests", log)
+    wrong = (line.cells.get("wrong_oop", "0"), line.cells.get("wrong_ip", "0"))
+    times = (line.real("time_us_oop"), line.real("time_us_ip"))
+    _add(rows, line.number, line.text("collective"), line.whole("size_bytes", 0), times, wrong, where)
+
+
+def _fabric(num_nodes: int, device: str, cluster: str) -> str:
+    """Within a node, what such devices come with; between nodes, the cluster's name."""
+    if num_nodes > 1:
+        return cluster and f"nccl-tests-{cluster}"
+    return {"h100-sxm-80gb": "dgx-h100", "a100-sxm-80gb": "dgx-a100"}.get(device, "")
+
+
+def _read_log(rows: Rows) -> None:
+    """A log may hold several runs, each with its own header; a run that failed just ends."""
+    test, library = "", ""
+    ranks: dict[int, tuple[str, str]] = {}
+    named = _TEST.search(rows.path.name)
+    where: _Where | None = None
+    for number, text in enumerate(read_text(rows).splitlines(), 1):
+        row = _ROW.match(text)
+        if row is None:
+            if found := _TEST.search(text):
+                test = found[1]
+            if found := _LIBRARY.search(text):
+                library = f" nccl {_version(int(found[1]))}"
+            if found := _RANK.search(text):
+                if where is not None:  # the next run's
+                    ranks, where = {}, None
+                ranks[int(found[1])] = (found[2], found[3].strip())
+            continue
+        if where is None:
+            where = _where(rows, number, ranks, f"nccl-tests{library}")
+        test = test or (named[1] if named else "")
+        if not test:
+            raise rows.error("a log must name its test (such as all_reduce_perf) in it or in its name", number)
+        _add(rows, number, test, int(row[1]), *_times(rows, number, row[4]), where)
+    if where is None:
+        raise rows.error("a log of nccl-tests must have rows, each with size, count, type, times and bandwidths")
+
+
+def _version(code: int) -> str:
+    return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
+
+
+def _where(rows: Rows, number: int, ranks: dict[int, tuple[str, str]], software: str) -> _Where:
+    if len(ranks) < 2:
+        raise rows.error(f"a log must list two ranks or more (#  Rank  0 ... on HOST ...), got {len(ranks)}", number)
+    nodes = len({host for host, _ in ranks.values()})
+    device = device_name(ranks[min(ranks)][1])
+    return _Where(len(ranks), nodes, device, _fabric(nodes, device, ""), software, str(number))
+
+
+def _times(rows: Rows, number: int, text: str) -> tuple[tuple[float, float], tuple[str, str]]:
+    """Out-of-place and in-place microseconds, and their wrong results, of a row's last eight columns."""
+    cells = text.split()[-8:]
+    try:
+        return (float(cells[0]), float(cells[4])), (cells[3], cells[7])
+    except (ValueError, IndexError):
+        raise rows.error(f"a row must end with twice time, algbw, busbw, #wrong, got {text!r}", number) from None
+
+
+def _add(
+    rows: Rows, number: int, test: str, size: int, times_us: tuple[float, float], wrong: tuple[str, str], where: _Where
+) -> None:
+    kind = _KINDS.get(test)
+    in_place = kind == "all_reduce"
+    if kind is None:
+        rows.skip(f"no collective kind for {test}")
+        return
+    if size == 0:
+        rows.skip("no message size")
+        return
+    if wrong[in_place].strip() not in ("0", "N/A", ""):
+        rows.skip("wrong results")
+        return
+    if where.num_ranks % where.num_nodes:
+        raise rows.error(f"nodes must have as many ranks each, got {where.num_ranks} on {where.num_nodes}", number)
+    group, per_node = where.num_ranks, where.num_ranks // where.num_nodes
+    if kind == "send_recv":
+        if where.num_nodes > 2:
+            rows.skip("a ring of messages over more than two nodes")
+            return
+        group, per_node = 2, 3 - where.num_nodes
+    rows.add(
+        Collective(kind, size, group, per_node),
+        times_us[in_place] * 1e-6,
+        device=where.device,
+        fabric=where.fabric,
+        software=f"{where.software} {'in-place' if in_place else 'out-of-place'}",
+        part=where.log,
+    )
