@@ -248,6 +248,42 @@ def search(
     _answer(report, report.pop("text"), as_json)
 
 
+@app.command()
+def evaluate(
+    runs: Annotated[
+        Path, typer.Argument(parser=path, help="Table of measured runs (.csv or .csv.gz), a row for each.")
+    ],
+    predictor: PredictorPath = None,
+    source: Annotated[str, typer.Option(help="Only rows whose source matches this pattern.")] = "*",
+    plot: Annotated[
+        Path | None, typer.Option(parser=path, help="Write predicted against measured times here (.png, .svg).")
+    ] = None,
+    worst: Annotated[int, typer.Option(min=0, help="Worst rows to show with their breakdown.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Set predictions beside the measured times of many runs: errors, ranks, regret and coverage per source.
+
+    Without a predictor each row is answered by the one for its hardware, or from hardware facts where there is none.
+    Two naive references stand beside. Rows that a predictor was fitted on are refused. Example:
+
+        stepsight evaluate published_runs.csv.gz --source "*megatron*" --plot runs.png
+    """
+    from stepsight.dataset.files import check_output_file
+    from stepsight.experiments.plots import FORMATS, published_runs
+    from stepsight.experiments.published.evaluate import evaluate as judge
+    from stepsight.experiments.published.predictors import predictor_by_hardware
+    from stepsight.experiments.published.report import evaluation_text
+
+    if plot is not None:
+        if plot.suffix not in FORMATS:
+            raise StepsightError(f"--plot ends in {', '.join(FORMATS)}, got {str(plot)!r}")
+        check_output_file(plot)
+    result = judge(runs, predictor_by_hardware(_load(predictor)), source=source)
+    if plot is not None and result.scored:
+        published_runs(result.points, plot, "published runs")
+    _answer(result.to_dict(), evaluation_text(result, worst), as_json)
+
+
 def _trial_progress(trials: int) -> Any:
     def show(number: int, best: float | None) -> None:
         if sys.stderr.isatty() or (number + 1) % 50 == 0:
@@ -294,6 +330,37 @@ def experiment(
     if name not in EXPERIMENTS:
         raise StepsightError(f"experiment must be one of {', '.join(EXPERIMENTS)}, got {name!r}")
     sys.exit(import_module(f"stepsight.experiments.{name}").main(context.args))
+
+
+@app.command("import")
+def import_table(
+    format: Annotated[
+        str,
+        typer.Argument(
+            help="aiconfigurator, neusight, vidur, simumax, nccl-tests (logs or parsed), vtrain, aicb, or csv: a table "
+            "of your own with columns op, dims (4096x4096x1024), dtype, microseconds."
+        ),
+    ],
+    table: Annotated[Path, typer.Argument(metavar="PATH", parser=path, help="A file of that format, or a folder.")],
+    out: Annotated[
+        Path | None, typer.Option(parser=path, help="Write all measurements here (.parquet), with their origin.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Read measurements of ops and collectives that others published, or that you took, into one table."""
+    from stepsight.dataset.files import check_output_file
+    from stepsight.dataset.tables import read_table, summary, summary_text
+
+    if out is not None:
+        check_output_file(out)
+    found = read_table(format, table)
+    answer = summary(found)
+    text = summary_text(answer)
+    if out is not None:
+        found.to_parquet(out)
+        answer["out"] = str(out)
+        text += f"\n\nwrote {len(found)} measurements to {out}"
+    _answer(answer, text, as_json)
 
 
 @app.command()

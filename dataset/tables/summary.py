@@ -37,9 +37,9 @@ def summary(table: Measurements) -> dict[str, Any]:
 def summary_text(told: dict[str, Any]) -> str:
     """The same for people."""
     lines = [f"{told['rows']} measurements from {len(told['files'])} files", ""]
-    lines += [f"{'kind':<24}{'rows':>9}{'least':>14}{'most':>14}"]
+    lines += [f"{'kind':<24}{'rows':>9}{'least':>17}{'most':>17}"]
     for kind, of in told["kinds"].items():
-        lines.append(f"{kind:<24}{of['rows']:>9}{of['min_us']:>11.2f} us{of['max_us']:>11.2f} us")
+        lines.append(f"{kind:<24}{of['rows']:>9}{of['min_us']:>14.2f} us{of['max_us']:>14.2f} us")
     titles = {"devices": "device", "fabrics": "fabric", "software": "software", "skipped": "rows skipped, and why"}
     for key, title in titles.items():
         named = {name: count for name, count in told[key].items() if name}

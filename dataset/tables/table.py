@@ -73,10 +73,11 @@ class Measurements:
         """Some rows, by a boolean mask or by index; what was skipped is left behind."""
         rows = np.asarray(rows)
         index = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64)
-        columns = {name: tuple(getattr(self, name)[i] for i in index) for name in ("works", *_TEXTS)}
-        used = set(columns["source"])
-        files = {name: file for name, file in self.files.items() if name in used}
-        return Measurements(seconds=self.seconds[index], files=files, **columns)
+        works, device, fabric, software, source = (
+            tuple(getattr(self, name)[i] for i in index) for name in ("works", *_TEXTS)
+        )
+        files = {name: self.files[name] for name in dict.fromkeys(source)}
+        return Measurements(works, self.seconds[index], device, fabric, software, source, files)
 
     def where(
         self, kind: str | Collection[str] | None = None, device: str | Collection[str] | None = None
@@ -103,12 +104,11 @@ class Measurements:
         for table in tables:
             files |= table.files
             skipped.update(table.skipped)
-        return Measurements(
-            seconds=np.concatenate([np.empty(0), *(table.seconds for table in tables)]),
-            files=files,
-            skipped=dict(skipped),
-            **{name: tuple(value for table in tables for value in getattr(table, name)) for name in ("works", *_TEXTS)},
+        works, device, fabric, software, source = (
+            tuple(value for table in tables for value in getattr(table, name)) for name in ("works", *_TEXTS)
         )
+        seconds = np.concatenate([np.empty(0), *(table.seconds for table in tables)])
+        return Measurements(works, seconds, device, fabric, software, source, files, dict(skipped))
 
     def to_parquet(self, path: Path) -> None:
         """Write the table whole or not at all."""
