@@ -11,8 +11,6 @@ was looked at; these do not judge.
 from __future__ import annotations
 
 import argparse
-import csv
-import gzip
 import json
 import statistics
 import sys
@@ -25,6 +23,9 @@ from typing import Any
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.hardware import Hardware, find_hardware
 from stepsight.dataset.job import Job
+from stepsight.experiments.published.jobs import job_of
+from stepsight.experiments.published.table import Row as Run
+from stepsight.experiments.published.table import read_runs
 from stepsight.experiments.tables import Number, table
 from stepsight.simulator.memory import StageMemory, estimate_memory
 
@@ -162,85 +163,48 @@ SOURCES = (
     Source("torchtitan", "h100-sxm-80gb", True, False),  # torch.cuda's reserved bytes
     Source("BLOOM", "a100-sxm-80gb", True, True, False),  # nvidia-smi
 )
-# What rows of these models leave out (their published configurations; the runs have one dense layer).
-_LATENT = {
-    "attention": "mla", "q_lora_rank": 1536, "kv_lora_rank": 512, "rope_head_dim": 64, "head_dim": 128,
-    "v_head_dim": 128, "dense_layers": 1,
-}  # fmt: skip
-_MIXTURES: dict[str, dict[str, Any]] = {
-    "deepseekv2": {**_LATENT, "ffn": 12288, "shared_experts": 2},
-    "deepseekv3": {**_LATENT, "ffn": 18432, "shared_experts": 1},
-}
 
 
-def published_job(row: Mapping[str, str], source: Source) -> Job:
-    """The job of a row.
+def published_job(row: Run, source: Source) -> Job:
+    """The job of a row, on devices of which the reserve is known.
 
     Raises:
         JobError: If the row leaves out what matters, or no job says what ran.
     """
-
-    def number(key: str, default: int | None = None) -> int:
-        if row[key] == "" and default is None:
-            raise JobError(f"{key} is unknown")
-        return int(float(row[key] or default or 0))
-
-    if source.word == "torchtitan" and row["recompute"] == "selective":
+    if source.word == "torchtitan" and row.text("recompute") == "selective":
         raise JobError("selective recomputation is chosen op by op there")
-    zero_stage = 3 if "zero3" in row["zero_stage"] else 1 if "1" in row["zero_stage"] else 0
-    model: dict[str, Any] = {key: number(key) for key in ("layers", "hidden", "ffn", "vocab", "seq_len")}
-    model["heads"] = number("heads", model["hidden"] // 128)  # some rows leave it out, and it hardly matters here
-    model["kv_heads"] = number("kv_heads", model["heads"])
-    model |= {"family": row["family"], "gated_mlp": bool(number("gated_mlp"))}
-    model |= {"tied_embeddings": bool(number("tied_embeddings")), "fused_attention": source.fused_attention}
-    parallel = {key: number(key) for key in ("tp", "pp", "dp")} | {key: number(key, 1) for key in ("cp", "ep")}
-    if row["family"] == "moe":
-        known = _MIXTURES[row["model_name"].split()[0]]
-        model |= {"expert_ffn": model["ffn"], "experts": number("experts"), "experts_per_token": number("top_k")}
-        model |= {"family": "llama", **known}
-        parallel["expert_tp"] = 1
-    nodes, devices = number("nodes"), number("gpus")
-    return Job.from_dict(
-        {
-            "model": model,
-            "parallel": {
-                **parallel,
-                "virtual_stages": number("vp"),
-                "zero_stage": zero_stage,
-                "sequence_parallel": bool(number("sequence_parallel")) and parallel["tp"] > 1,
-                "recompute": row["recompute"],
-            },
-            "batch": {
-                "micro_batch": number("micro_batch"),
-                "global_batch": number("global_batch"),
-                "precision": "fp16" if row["precision"].startswith("fp16") else "bf16",  # fp8 is in the products alone
-            },
-            "cluster": {"hardware": source.hardware, "nodes": nodes, "devices_per_node": devices // nodes},
-        }
+    job = job_of(row).job
+    precision = "fp16" if job.batch.precision == "fp16" else "bf16"  # fp8 is in the products alone
+    return replace(
+        job,
+        model=replace(job.model, fused_attention=source.fused_attention),
+        batch=replace(job.batch, precision=precision),
+        cluster=replace(job.cluster, hardware=source.hardware),
     )
 
 
 def published_rows(path: Path) -> tuple[list[Row], dict[str, int]]:
     """Rows of a table that say how much memory was used, and why others of these were left out."""
-    with gzip.open(path, "rt", encoding="utf-8") as stream:
-        cells = [row for row in csv.DictReader(stream) if row["memory_gb"]]
     rows: list[Row] = []
     skipped: dict[str, int] = defaultdict(int)
-    for row in cells:
-        source = next((s for s in SOURCES if s.word in row["source"]), None)
+    for run in read_runs(path):
+        used = run.real("memory_gb")
+        if used is None:
+            continue
+        source = next((s for s in SOURCES if s.word in run.source), None)
         try:
             if source is None:
                 raise JobError("what it counts is unknown")
-            job = published_job(row, source)
+            job = published_job(run, source)
         except JobError as error:
-            skipped[f"{row['source'].split()[0]}: {error}"] += 1
+            skipped[f"{run.source.split()[0]}: {error}"] += 1
             continue
         hardware = find_hardware(source.hardware)
         assert hardware is not None
         memory = estimate_memory(job, replace(hardware, memory_bytes=float("1e15")))
         estimate = source.count(memory.stages[memory.fullest], hardware)
         fitted = source.context and job.cluster.num_devices <= FITTED_GPUS
-        rows.append(Row(source.word, job.name, float(row["memory_gb"]) * GIB, estimate, not fitted))
+        rows.append(Row(source.word, job.name, used * GIB, estimate, not fitted))
     return rows, dict(skipped)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,26 @@ def predicted_against_measured(rows: Sequence[dict[str, Any]], path: Path, title
     axes.set_xlabel("measured iteration time (ms)")
     axes.set_ylabel("predicted iteration time (ms), with interval")
     axes.legend(loc="upper left", frameon=False)
+    _plain_ticks(axes.xaxis)
+    _plain_ticks(axes.yaxis)
+    _save(figure, path)
+
+
+def published_runs(groups: Mapping[str, Sequence[tuple[float, float]]], path: Path, title: str) -> None:
+    """Scatter of ``(measured, predicted)`` seconds in groups, each in a colour of its own."""
+    figure, axes = _figure(8.5, 5.0)
+    everything = [seconds for pairs in groups.values() for pair in pairs for seconds in pair]
+    line = [min(everything) * 0.8, max(everything) * 1.25]
+    axes.plot(line, line, color="black", lw=0.8)
+    axes.fill_between(line, [x * 0.9 for x in line], [x * 1.1 for x in line], color="grey", alpha=0.15)
+    markers = "os^vD<>ph*XP"
+    for index, (name, pairs) in enumerate(groups.items()):
+        marker, colour = markers[index // 10 % len(markers)], f"C{index % 10}"
+        axes.scatter(*zip(*pairs, strict=True), s=14, marker=marker, color=colour, label=f"{name[:40]} ({len(pairs)})")
+    axes.set(xscale="log", yscale="log", xlim=line, ylim=line, title=title)
+    axes.set_xlabel("measured iteration time (s); grey: within 10 %")
+    axes.set_ylabel("predicted iteration time (s)")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")
     _plain_ticks(axes.xaxis)
     _plain_ticks(axes.yaxis)
     _save(figure, path)

@@ -8,6 +8,7 @@ import pytest
 
 from stepsight.dataset.errors import JobError
 from stepsight.experiments.memory import SOURCES, published_job, published_rows, summary, tracked_job, tracked_row
+from stepsight.experiments.published.table import Row
 
 ROOT = Path(__file__).parents[2]
 RUNS = Path(os.environ.get("STEPSIGHT_DATA", ROOT.parent / "shared" / "data")) / "e2e" / "published_runs.csv.gz"
@@ -54,4 +55,4 @@ def test_published_runs() -> None:
 def test_rows_that_leave_out_what_matters() -> None:
     """An empty cell without a usual value is a reason to leave a row out."""
     with pytest.raises(JobError, match="selective recomputation is chosen op by op there"):
-        published_job({"recompute": "selective"}, SOURCES[1])
+        published_job(Row({"recompute": "selective"}), SOURCES[1])

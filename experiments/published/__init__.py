@@ -1,0 +1,5 @@
+"""Runs that others published: read, asked about, and compared.
+
+``table`` reads the rows, ``places`` and ``jobs`` say them as a ``Job``, ``evaluate`` predicts and scores them with
+``metrics`` and ``references``, ``report`` prints.
+"""

@@ -1,0 +1,201 @@
+"""Published runs against predictions: who is used and why others are not, figures per source, worst rows."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.errors import JobError, PredictorError, TableError
+from stepsight.dataset.job import Job
+from stepsight.experiments.published.jobs import job_of
+from stepsight.experiments.published.metrics import Errors, errors, regret, share
+from stepsight.experiments.published.references import carried_forward, constant_mfu
+from stepsight.experiments.published.scored import Scored
+from stepsight.experiments.published.table import Row, read_runs
+from stepsight.training.prediction import predict
+from stepsight.training.predictor import Predictor
+
+PredictorOf = Callable[[str], Predictor | None]  # of a hardware's name; None: its roofline
+SUSPECT = "marked SUSPECT (scored apart)"
+WEAK = "grade C: more than one field is a guess"
+OTHER_HARDWARE = "the predictor is for other hardware"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What came out.
+
+    Attributes:
+        rows: Number of rows by source.
+        scored: Rows that count, in the table's order.
+        suspect: Rows that were predicted but are doubted: they count in no figure.
+        skipped: Number of rows by reason.
+    """
+
+    rows: Mapping[str, int]
+    scored: Sequence[Scored]
+    suspect: Sequence[Scored] = ()
+    skipped: Mapping[str, int] = field(default_factory=dict)
+
+    def by(self, key: Callable[[Scored], str]) -> dict[str, list[Scored]]:
+        """Rows that count, in groups."""
+        groups: dict[str, list[Scored]] = defaultdict(list)
+        for row in self.scored:
+            groups[key(row)].append(row)
+        return dict(groups)
+
+    @property
+    def points(self) -> dict[str, list[tuple[float, float]]]:
+        """Measured and predicted seconds by source."""
+        return {name: [(r.measured_s, r.predicted_s) for r in rows] for name, rows in self.by(_source).items()}
+
+    def worst(self, most: int = 10) -> list[Scored]:
+        """Rows with the largest absolute errors, the largest first."""
+        return sorted(self.scored, key=lambda row: -abs(row.error))[:most]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; times in seconds, all else in percent but ``spearman`` and counts."""
+        by_source = self.by(_source)
+        references = {name: reference_figures(rows) for name, rows in by_source.items()}
+        return {
+            "sources": {name: {"rows": n, **figures(by_source.get(name, ()))} for name, n in self.rows.items()},
+            "overall": {"rows": sum(self.rows.values()), **figures(self.scored)},
+            "skipped": dict(self.skipped),
+            "predictions": [row.to_dict() for row in self.scored],
+            "kinds": {name: figures(rows) for name, rows in self.by(_kind).items()},
+            "references": {**references, "overall": reference_figures(self.scored)},
+            "suspect": {**figures(self.suspect), "predictions": [row.to_dict() for row in self.suspect]},
+            "worst": [worst_row(row) for row in self.worst()],
+        }
+
+
+def _source(row: Scored) -> str:
+    return row.row.source
+
+
+def _kind(row: Scored) -> str:
+    return f"{row.row.source}: {row.kind}"
+
+
+def figures(rows: Sequence[Scored]) -> dict[str, float | None]:
+    """The figures of some rows."""
+    predicted, measured = [row.predicted_s for row in rows], [row.measured_s for row in rows]
+    return {
+        **errors(predicted, measured).to_dict(),
+        "regret": regret([row.choice for row in rows], predicted, measured),
+        "coverage": share([row.held for row in rows]),
+        "out_of_support": share([row.unsupported != 0 for row in rows]),
+    }
+
+
+def reference_figures(rows: Sequence[Scored]) -> dict[str, dict[str, float | None]]:
+    """Errors of the references, and ours on the rows that the second one can speak of."""
+    carried = [(row, seconds) for row, seconds in zip(rows, carried_forward(rows), strict=True) if seconds is not None]
+    truth = [row.measured_s for row, _ in carried]
+    found: dict[str, Errors] = {
+        "constant_mfu": errors(constant_mfu(rows), [row.measured_s for row in rows]),
+        "carried_forward": errors([seconds for _, seconds in carried], truth),
+        "ours_where_carried": errors([row.predicted_s for row, _ in carried], truth),
+    }
+    return {name: of.to_dict() for name, of in found.items()}
+
+
+def worst_row(row: Scored) -> dict[str, Any]:
+    """A row with what its time is made of."""
+    return {
+        **row.to_dict(),
+        "source": row.row.source,
+        "job": row.job.name,
+        "framework": row.framework.name,
+        "error": row.error,
+        "breakdown": row.breakdown,
+    }
+
+
+def evaluate(
+    path: Path, predictor_of: PredictorOf, *, source: str = "*", fitted: Sequence[str] | None = None
+) -> Evaluation:
+    """Predict every run of a table that can be said as a job.
+
+    Args:
+        path: A table of runs (see ``read_runs``).
+        predictor_of: The predictor for a hardware.
+        source: Only rows whose source matches this pattern, whatever its case.
+        fitted: Digests of rows that a calibration of this very evaluation was fitted on, and which are therefore left
+            out; any other row that a predictor was fitted on is an error.
+
+    Raises:
+        TableError: If no row's source matches.
+        PredictorError: If a predictor was fitted on a row that it would be judged by.
+    """
+    runs = [row for row in read_runs(path) if fnmatch.fnmatch(row.source.lower(), source.lower())]
+    if not runs:
+        raise TableError(f"--source must match the source of a row in {path}, got {source!r}")
+    excluded = set(fitted or ())
+    skipped: Counter[str] = Counter()
+    scored: list[Scored] = []
+    suspect: list[Scored] = []
+    for row in runs:
+        if row.digest in excluded:
+            skipped["used for calibration"] += 1
+        elif row.weak:
+            skipped[WEAK] += 1
+        else:
+            try:
+                found = score(row, predictor_of)
+            except JobError as error:
+                skipped[_reason(error)] += 1
+                continue
+            (suspect if row.suspect else scored).append(found)
+    skipped[SUSPECT] += len(suspect)
+    return Evaluation(
+        Counter(row.source for row in runs), scored, suspect, {k: n for k, n in skipped.most_common() if n}
+    )
+
+
+def score(row: Row, predictor_of: PredictorOf) -> Scored:
+    """Predict one row.
+
+    Raises:
+        JobError: If no job says what ran, or nobody can predict it; the message is a reason that rows share.
+        PredictorError: If the row was fitted.
+    """
+    measured = row.measured_s
+    published = job_of(row)
+    job = published.job
+    predictor = predictor_of(job.cluster.hardware)
+    if predictor is not None:
+        _check_lawful(row, job, predictor)
+    prediction = predict(job, predictor)
+    return Scored(
+        row,
+        job,
+        published.framework,
+        measured,
+        prediction.iteration_time_s,
+        prediction.low_s,
+        prediction.high_s,
+        prediction.mfu * prediction.iteration_time_s,
+        -1 if predictor is None else len(prediction.unsupported),
+        dict(prediction.breakdown),
+    )
+
+
+def _check_lawful(row: Row, job: Job, predictor: Predictor) -> None:
+    """The predictor serves this hardware and has not seen the row."""
+    if predictor.hardware.name != job.cluster.hardware:
+        raise JobError(OTHER_HARDWARE)
+    if row.digest in predictor.manifest.get("fitted_rows", ()):
+        raise PredictorError(
+            f"rows that a predictor was fitted on cannot judge it, got row {row.row_id} of {row.source} "
+            f"in the manifest of {predictor.hardware.name}"
+        )
+
+
+def _reason(error: JobError) -> str:
+    """A reason without a row's own values, so that rows can share it."""
+    return str(error).split("; ")[0].split(", got ")[0]

@@ -1,0 +1,97 @@
+"""What ``evaluate`` prints for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stepsight.experiments.published.evaluate import Evaluation
+from stepsight.experiments.reporting import seconds_text
+from stepsight.experiments.tables import Number, table
+
+_COLUMNS = ("mape", "median", "p90", "max", "bias", "spearman", "regret", "coverage", "out_of_support")
+_NAME = 44  # letters of a source's name that are shown
+
+
+def evaluation_text(result: Evaluation, num_worst: int) -> str:
+    """Figures per source, per kind and overall; the references; who was left out; the worst rows."""
+    value = result.to_dict()
+    used = {name: row for name, row in value["sources"].items() if row["used"]}
+    parts = [
+        _figures(used, value["overall"]),
+        _references({name: value["references"][name] for name in (*used, "overall")}),
+    ]
+    kinds = {name: row for name, row in value["kinds"].items() if name.rsplit(": ", 1)[0] in _several(value["kinds"])}
+    if kinds:
+        parts.append(_figures(kinds, None))
+    if result.suspect:
+        parts.append(f"rows marked SUSPECT, apart: {_cells_in_line(value['suspect'])}")
+    parts += [f"left out {count}: {why}" for why, count in result.skipped.items()]
+    parts += [_worst(row) for row in value["worst"][:num_worst]]
+    return "\n\n".join(parts)
+
+
+def _several(kinds: Mapping[str, Any]) -> set[str]:
+    """Sources with rows of more than one kind."""
+    names = [name.rsplit(": ", 1)[0] for name in kinds]
+    return {name for name in names if names.count(name) > 1}
+
+
+def _cell(name: str, value: float | None) -> object:
+    if value is None:
+        return "-"
+    return Number(value, 3 if name == "spearman" else 1)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _NAME else name[: _NAME - 3] + "..."
+
+
+def _figures(rows: Mapping[str, Mapping[str, Any]], overall: Mapping[str, Any] | None) -> str:
+    lines = [*rows.items(), *([("overall", overall)] if overall else [])]
+    header = ["percent", "rows", "used", *(c.replace("out_of_support", "outside") for c in _COLUMNS)]
+    cells = [
+        [_kind_name(name), row.get("rows", "-"), row["used"], *(_cell(c, row[c]) for c in _COLUMNS)]
+        for name, row in lines
+    ]
+    return table(header, cells)
+
+
+def _kind_name(name: str) -> str:
+    source, _, kind = name.rpartition(": ")
+    return f"{_short(source)}: {kind}" if source else _short(name)
+
+
+def _references(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    header = [
+        "MAPE (max), percent",
+        "constant MFU x bubble, fitted here",
+        "carried forward",
+        "ours there",
+        "on",
+    ]
+    cells = []
+    for name, row in rows.items():
+        carried = row["carried_forward"]
+        shown = [_pair(row["constant_mfu"]), _pair(carried), _pair(row["ours_where_carried"])]
+        cells.append([_short(name), *shown, carried["used"]])
+    return table(header, cells)
+
+
+def _pair(row: Mapping[str, Any]) -> str:
+    return f"{row['mape']:.1f} ({row['max']:.1f})" if row["used"] else "-"
+
+
+def _cells_in_line(row: Mapping[str, Any]) -> str:
+    return f"{row['used']} rows, MAPE {row['mape']:.1f} %, max {row['max']:.1f} %"
+
+
+def _worst(row: Mapping[str, Any]) -> str:
+    causes = sorted(row["breakdown"].items(), key=lambda item: -item[1])
+    shares = [(name, 100 * seconds / row["predicted_s"]) for name, seconds in causes]
+    made_of = ", ".join(f"{name} {percent:.0f} %" for name, percent in shares if percent > 1)
+    return (
+        f"{row['error']:+.1f} %  row {row['row_id']} of {_short(row['source'])}: {row['job']}\n"
+        f"    measured {seconds_text(row['measured_s'])}, predicted {seconds_text(row['predicted_s'])} "
+        f"({seconds_text(row['low_s'])} to {seconds_text(row['high_s'])}): {made_of}"
+    )

@@ -1,0 +1,67 @@
+"""One row with its prediction: what all figures are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from stepsight.dataset.frameworks import Framework
+from stepsight.dataset.job import Job
+from stepsight.experiments.published.table import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A row that was predicted.
+
+    Attributes:
+        row, job, framework: What ran.
+        measured_s, predicted_s, low_s, high_s: Iteration times.
+        ideal_s: Time of the model's FLOP at the devices' peak.
+        unsupported: How much of it lies outside of what was measured, in works; -1: nothing was measured at all.
+        breakdown: Seconds by cause.
+    """
+
+    row: Row
+    job: Job
+    framework: Framework
+    measured_s: float
+    predicted_s: float
+    low_s: float
+    high_s: float
+    ideal_s: float
+    unsupported: int
+    breakdown: dict[str, float] = field(repr=False)
+
+    @property
+    def error(self) -> float:
+        """``predicted / measured - 1`` in percent."""
+        return 100.0 * (self.predicted_s / self.measured_s - 1.0)
+
+    @property
+    def held(self) -> bool:
+        """Whether the interval holds the measured time."""
+        return self.low_s <= self.measured_s <= self.high_s
+
+    @property
+    def choice(self) -> Hashable:
+        """What rows share between which somebody could choose: model, devices and global batch."""
+        m, batch, cluster = self.job.model, self.job.batch, self.job.cluster
+        model = (self.row.text("model_name"), m.layers, m.hidden, m.seq_len)
+        return self.row.source, model, cluster.hardware, self.row.gpus, batch.global_batch, batch.precision
+
+    @property
+    def kind(self) -> str:
+        """Rows of a source fall into kinds that are hard in different ways: precision, mixtures of experts."""
+        mixture = "moe" if self.job.model.experts else "dense"
+        return f"{self.job.batch.precision} {mixture}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "row_id": self.row.row_id,
+            "measured_s": self.measured_s,
+            "predicted_s": self.predicted_s,
+            "low_s": self.low_s,
+            "high_s": self.high_s,
+        }

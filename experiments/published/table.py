@@ -1,0 +1,158 @@
+"""Tables of measured runs: one row per run with its configuration, as text."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from stepsight.dataset.errors import JobError, TableError
+from stepsight.dataset.files import digest
+
+NEEDED = (
+    "row_id", "source", "hardware", "gpus", "framework", "family", "layers", "hidden", "seq_len", "micro_batch",
+    "global_batch", "precision", "iteration_time_s",
+)  # fmt: skip
+UNKNOWN = ("", "nan", "na", "none?")
+# Cells by which a run is told from others, whatever number its row has.
+_IDENTITY = (
+    "source", "hardware", "gpu_mem_gb", "framework", "model_name", "gpus", "layers", "hidden", "ffn", "heads", "vocab",
+    "seq_len", "tp", "pp", "vp", "cp", "ep", "dp", "zero_stage", "micro_batch", "global_batch", "recompute",
+    "precision", "iteration_time_s",
+)  # fmt: skip
+
+
+class RowError(JobError):
+    """A row that cannot be said as a job; the message is a reason that rows share."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured run.
+
+    Attributes:
+        cells: Text by column; an empty or absent cell is unknown.
+    """
+
+    cells: Mapping[str, str]
+
+    def text(self, key: str) -> str:
+        """A cell, or an empty string if it is unknown."""
+        value = (self.cells.get(key) or "").strip()
+        return "" if value.lower() in UNKNOWN else value
+
+    def real(self, key: str) -> float | None:
+        """A number, or None if it is unknown.
+
+        Raises:
+            RowError: If it is no finite number.
+        """
+        text = self.text(key)
+        if not text:
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise RowError(f"{key} must be a number, got {text!r:.40}")
+        return value
+
+    def whole(self, key: str) -> int | None:
+        """A whole number, or None if it is unknown."""
+        value = self.real(key)
+        if value is not None and value != round(value):
+            raise RowError(f"{key} must be a whole number, got {value}")
+        return None if value is None else int(value)
+
+    def known(self, key: str) -> int:
+        """A whole number that must be there."""
+        value = self.whole(key)
+        if value is None:
+            raise RowError(f"{key} is unknown")
+        return value
+
+    def flag(self, key: str) -> bool | None:
+        """Yes or no, or None if it is unknown."""
+        value = self.text(key).lower()
+        return None if not value else value in ("true", "yes") or (value[0].isdigit() and float(value) > 0)
+
+    @property
+    def row_id(self) -> int | str:
+        """As the table has it: a number where it is one."""
+        text = self.text("row_id")
+        return int(float(text)) if text.replace(".", "", 1).isdigit() else text
+
+    @property
+    def source(self) -> str:
+        return self.text("source") or "unnamed"
+
+    @cached_property
+    def gpus(self) -> int:
+        return self.known("gpus")
+
+    @property
+    def measured_s(self) -> float:
+        """Iteration time in seconds."""
+        value = self.real("iteration_time_s")
+        if value is None or value <= 0:
+            raise RowError("iteration_time_s is unknown")
+        return value
+
+    @property
+    def notes(self) -> str:
+        return self.text("notes")
+
+    @property
+    def suspect(self) -> bool:
+        """Whether who collected the row doubts it."""
+        return "SUSPECT" in self.notes
+
+    @property
+    def weak(self) -> bool:
+        """Whether its grade says that more than one field was guessed."""
+        return self.text("quality").upper() == "C"
+
+    @cached_property
+    def digest(self) -> str:
+        """What a predictor's manifest notes of a row that it was fitted on: content, not the row's number."""
+        return digest(*(self._plain(key) for key in _IDENTITY))
+
+    def _plain(self, key: str) -> str:
+        """A cell in one spelling: 8 as 8.0."""
+        text = self.text(key)
+        try:
+            return f"{float(text):.6g}"
+        except ValueError:
+            return text
+
+
+def read_runs(path: Path) -> list[Row]:
+    """Rows of a ``.csv`` or ``.csv.gz`` file with the columns ``NEEDED`` and as many of the others as are known.
+
+    Raises:
+        TableError: If it is no such table; the message says which file and why.
+    """
+    try:
+        return list(_rows(path))
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+        raise TableError(f"cannot read runs from {path}: {error}") from None
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    with path.open("rb") as raw:
+        packed = raw.read(2) == b"\x1f\x8b"
+    opener = gzip.open if packed else open
+    with opener(path, "rt", encoding="utf-8-sig", newline="") as stream:
+        reader = csv.DictReader(stream)
+        missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
+        if missing:
+            raise TableError(f"a table of runs has columns {', '.join(NEEDED)}; {path} lacks {', '.join(missing)}")
+        for cells in reader:
+            if None in cells:
+                raise TableError(f"{path}, line {reader.line_num}: more cells than columns")
+            yield Row(cells)
