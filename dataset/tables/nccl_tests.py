@@ -93,7 +93,7 @@ def _read_log(rows: Rows) -> None:
         test = test or (named[1] if named else "")
         if not test:
             raise rows.error("a log must name its test (such as all_reduce_perf) in it or in its name", number)
-        _add(rows, number, test, int(row[1]), *_times(rows, number, row[4]), where)
+        _add(rows, number, test, int(row[1]), *_times(rows, number, int(row[1]), row[4]), where)
     if where is None:
         raise rows.error("a log of nccl-tests must have rows, each with size, count, type, times and bandwidths")
 
@@ -110,13 +110,22 @@ def _where(rows: Rows, number: int, ranks: dict[int, tuple[str, str]], software:
     return _Where(len(ranks), nodes, device, _fabric(nodes, device, ""), software, str(number))
 
 
-def _times(rows: Rows, number: int, text: str) -> tuple[tuple[float, float], tuple[str, str]]:
-    """Out-of-place and in-place microseconds, and their wrong results, of a row's last eight columns."""
-    cells = text.split()[-8:]
+def _times(rows: Rows, number: int, size: int, text: str) -> tuple[tuple[float, float], tuple[str, str]]:
+    """Out-of-place and in-place microseconds, and their wrong results, of what follows size, count and type.
+
+    Before them stand the reduction and the root, in old versions one of them or neither.
+    """
+    cells = text.split()
+    cells = cells[max(0, min(len(cells) - 8, 2)) :]
     try:
-        return (float(cells[0]), float(cells[4])), (cells[3], cells[7])
+        times, rates = (float(cells[0]), float(cells[4])), (float(cells[1]), float(cells[5]))
+        wrong = cells[3], cells[7]
     except (ValueError, IndexError):
         raise rows.error(f"a row must end with twice time, algbw, busbw, #wrong, got {text!r}", number) from None
+    for time_us, rate in zip(times, rates, strict=True):
+        if time_us < 0 or abs((size / time_us / 1e3 if time_us else 0.0) - rate) > 0.02 + 0.05 * rate:
+            raise rows.error(f"algbw must be size / time, got {rate} for {size} bytes in {time_us} us", number)
+    return times, wrong
 
 
 def _add(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import math
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ def read_text(rows: Rows) -> str:
     try:
         data = rows.path.read_bytes()
         return (gzip.decompress(data) if rows.path.suffix == ".gz" else data).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise rows.error(f"must be a whole text file ({str(error).splitlines()[0]})") from None
 
 

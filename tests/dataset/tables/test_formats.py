@@ -1,0 +1,56 @@
+"""Formats: what is refused, and what a summary and the command line say."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stepsight.dataset.errors import TableError
+from stepsight.dataset.tables import FORMATS, Measurements, read_table, summary, summary_text
+
+_TEXT = "op,dims,dtype,microseconds,device\nlinear,4x8x2,bf16,3,a100-sxm-80gb\nlinear,8x8x2,bf16,5,\nadd,64,,,\n"
+
+
+def test_an_unknown_format_is_told_the_known(tmp_path: Path) -> None:
+    with pytest.raises(TableError, match=", ".join(FORMATS)):
+        read_table("excel", tmp_path)
+
+
+def test_a_folder_without_tables_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("nothing")
+    with pytest.raises(TableError, match="must hold files of format vidur"):
+        read_table("vidur", tmp_path)
+
+
+def test_a_summary_counts(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text(_TEXT)
+    told = summary(read_table("csv", tmp_path))
+    assert told["rows"] == 2 and told["skipped"] == {"no time": 1}
+    assert told["kinds"]["linear"] == {"rows": 2, "min_us": pytest.approx(3), "max_us": pytest.approx(5)}
+    assert told["devices"] == {"": 1, "a100-sxm-80gb": 1}
+    assert told["files"]["csv/mine.csv"]["licence"] == "unknown"
+    text = summary_text(told)
+    assert "2 measurements from 1 files" in text and "1  no time" in text
+
+
+def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "stepsight", "import", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_import_writes_the_table(tmp_path: Path) -> None:
+    """``import`` prints what it found and writes what ``Measurements.from_parquet`` reads."""
+    (tmp_path / "mine.csv").write_text(_TEXT)
+    done = _run("csv", tmp_path / "mine.csv", "--out", tmp_path / "table.parquet", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows"] == 2 == len(Measurements.from_parquet(tmp_path / "table.parquet"))
+
+
+def test_import_refuses_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text(_TEXT.replace("4x8x2", "4x8"))
+    done = _run("csv", tmp_path / "mine.csv", "--out", tmp_path / "table.parquet")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "mine.csv, row 1: linear takes non-negative dims" in done.stderr
+    assert not (tmp_path / "table.parquet").exists()

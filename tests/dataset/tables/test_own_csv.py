@@ -1,0 +1,51 @@
+"""A table of one's own."""
+
+from pathlib import Path
+
+import pytest
+
+from stepsight.dataset.errors import TableError
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.tables import Measurements, read_table
+from tests.dataset.tables.reader_contract import ReaderContract
+
+
+class TestOwnCsv(ReaderContract):
+    format = "csv"
+    place = "mine.csv"
+    text = (
+        "op,dims,dtype,microseconds,device,num_bytes,group_size,ranks_per_node\n"
+        "linear,4096x4096x1024,bf16,150.5,a100-sxm-80gb,,,\n"
+        "attention,1x32x8x4096x4096x128x0,fp16,1500,a100-sxm-80gb,,,\n"
+        "gelu,1048576,,,a100-sxm-80gb,,,\n"
+        "all_reduce,,,73.25,a100-sxm-80gb,1048576,16,8\n"
+    )
+
+    def test_ops_and_collectives_stand_in_one_table(self, table: Measurements) -> None:
+        assert table.works == (
+            Op("linear", (4096, 4096, 1024), "bf16"),
+            Op("attention", (1, 32, 8, 4096, 4096, 128, 0), "fp16"),
+            Collective("all_reduce", 1048576, 16, 8),
+        )
+        assert table.seconds.tolist() == pytest.approx([150.5e-6, 1500e-6, 73.25e-6])
+        assert table.skipped == {"no time": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "rule"),
+    [
+        ("gemm,4x4x4,bf16,1", "op kind must be one of"),
+        ("linear,4x4,bf16,1", "takes non-negative dims"),
+        ("linear,4x4.5x4,bf16,1", "whole numbers joined by x"),
+        ("linear,4x0x4,bf16,1", "dims must be >= 1"),
+        ("linear,4x4x4,int8,1", "dtype must be one of"),
+        ("linear,4x4x4,bf16,fast", "microseconds must be a number"),
+        ("all_reduce,,,1", "needs columns num_bytes"),
+        ("linear,4x4x4", "a row must have 4 cells"),
+    ],
+)
+def test_a_mistake_is_told_by_row_and_rule(tmp_path: Path, row: str, rule: str) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(f"op,dims,dtype,microseconds\nlinear,2x2x2,bf16,1\n{row}\n")
+    with pytest.raises(TableError, match=f"mine.csv, row 2: .*{rule}"):
+        read_table("csv", path)
