@@ -128,6 +128,66 @@ class SwiGLU(torch.autograd.Function):
             return swiglu_backward(grad, gate_up)
 
 
+def gelu(x: Tensor) -> Tensor:
+    """By the hyperbolic tangent."""
+    return F.gelu(x, approximate="tanh")
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """``gelu(gate) * up`` of ``gate_up[rows, 2 * ffn]``."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu(gate).mul_(up)
+
+
+def geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """Gradient for ``gate_up``."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    out = torch.empty_like(gate_up)
+    grad_gate, grad_up = out.chunk(2, dim=-1)
+    torch.mul(gelu(gate), grad, out=grad_up)
+    torch.ops.aten.gelu_backward.grad_input(grad * up, gate, approximate="tanh", grad_input=grad_gate)
+    return out
+
+
+class GeGLU(torch.autograd.Function):
+    """``geglu`` with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        with annotate.op("geglu", (gate_up.numel() // 2,), gate_up.dtype):
+            return geglu(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        with annotate.op("geglu_backward", (gate_up.numel() // 2,), gate_up.dtype):
+            return geglu_backward(grad, gate_up)
+
+
+def relu_backward(grad: Tensor, y: Tensor) -> Tensor:
+    """Gradient where ``y`` is positive."""
+    found: Tensor = torch.ops.aten.threshold_backward(grad, y, 0)
+    return found
+
+
+class ReLU(torch.autograd.Function):
+    """``relu`` with its gradient, named in traces."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with annotate.op("relu", (x.numel(),), x.dtype):
+            y = torch.relu(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        with annotate.op("relu_backward", (y.numel(),), y.dtype):
+            return relu_backward(grad, y)
+
+
 def cross_entropy(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """This rank's part of a softmax over a vocabulary of which it holds ``first, first + 1, ...``.
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 
 from .errors import HarnessError
-from .model import attend
+from .model_parts import attend
 from .pool import Call, Inputs, Maker, Pool
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from types import MappingProxyType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import kernels
@@ -44,29 +43,9 @@ def _gated_backward(function: Callable[[Tensor, Tensor], Tensor]) -> Maker:
     return make
 
 
-def _gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
 def _gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
     y: Tensor = torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
     return y
-
-
-def geglu(gate_up: Tensor) -> Tensor:
-    """``gelu(gate) * up`` of ``gate_up[rows, 2 * ffn]``."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return _gelu(gate).mul_(up)
-
-
-def geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """Gradient for ``gate_up``."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    out = torch.empty_like(gate_up)
-    grad_gate, grad_up = out.chunk(2, dim=-1)
-    torch.mul(_gelu(gate), grad, out=grad_up)
-    torch.ops.aten.gelu_backward.grad_input(grad * up, gate, approximate="tanh", grad_input=grad_gate)
-    return out
 
 
 def _rope(pool: Pool, numel: int) -> Call:
@@ -90,14 +69,14 @@ def _dropout_backward(pool: Pool, numel: int) -> Call:
 
 MAKERS: MappingProxyType[str, Maker] = MappingProxyType(
     {
-        "gelu": _each(_gelu),
+        "gelu": _each(kernels.gelu),
         "gelu_backward": _each(_gelu_backward, 2),
         "relu": _each(torch.relu),
-        "relu_backward": _each(lambda grad, y: torch.ops.aten.threshold_backward(grad, y, 0), 2),
+        "relu_backward": _each(kernels.relu_backward, 2),
         "swiglu": _gated(kernels.swiglu),
         "swiglu_backward": _gated_backward(kernels.swiglu_backward),
-        "geglu": _gated(geglu),
-        "geglu_backward": _gated_backward(geglu_backward),
+        "geglu": _gated(kernels.geglu),
+        "geglu_backward": _gated_backward(kernels.geglu_backward),
         "rope": _rope,
         "rope_backward": _rope,
         "dropout": _each(lambda x: torch.native_dropout(x, 0.1, True)),

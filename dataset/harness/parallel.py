@@ -23,7 +23,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 from . import annotate, comm, cores
-from .model import Stage, shape_of
+from .model import Stage, shape_of, token_rows
 from .plan import num_micro_batches
 
 AXES = ("pp", "dp", "tp")
@@ -111,12 +111,18 @@ class Training:
         return schedule
 
     def _data(self) -> tuple[Tensor, Tensor]:
-        """This replica's ``tokens`` and ``targets``, each ``[num_micro_batches * micro_batch, seq_len]``."""
+        """This replica's ``tokens`` and ``targets``, each ``[num_micro_batches * micro_batch, seq_len]``.
+
+        An encoder's tokens come before the decoder's, and then the micro-batch is the last dimension (``token_rows``).
+        """
         batch, model = self.job["batch"], self.job["model"]
         generator = torch.Generator().manual_seed(20)
-        tokens = torch.randint(model["vocab"], (batch["global_batch"], model["seq_len"] + 1), generator=generator)
+        length = model["seq_len"] + model.get("encoder_seq_len", 0)
+        tokens = torch.randint(model["vocab"], (batch["global_batch"], length + 1), generator=generator)
         mine = tokens.chunk(self.job["parallel"]["dp"])[self._rank("dp")].to(self.device)
-        return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
+        each = (mine[:, :-1], mine[:, -model["seq_len"] :])
+        tokens, targets = (token_rows(self.shape, part.contiguous()) for part in each)
+        return tokens, targets
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = comm.CrossEntropy.apply(

@@ -21,6 +21,7 @@ from .errors import HarnessError
 
 SCHEMA = 1
 _MOST = 2**48  # beyond, a number is a slip of the pen
+FAMILIES = ("gpt", "llama", "bert", "t5")
 OPTIONS = {"rounds": 3, "steps": 4, "warmup": 2, "profile_steps": 2}
 _JOB: dict[str, dict[str, type]] = {  # what a job must say, and of what kind
     "model": {
@@ -35,7 +36,7 @@ _JOB: dict[str, dict[str, type]] = {  # what a job must say, and of what kind
     "cluster": {"hardware": str, "nodes": int, "devices_per_node": int},
 }  # fmt: skip
 _ONLY: dict[str, dict[str, Any]] = {  # what a job may say beside, where this harness does one thing alone
-    "model": {"fused_attention": True, "attention": "mha", "experts": 0, "encoder_layers": 0},
+    "model": {"attention": "mha", "experts": 0},
     "parallel": {
         "cp": 1, "ep": 1, "order": "tp-cp-dp-pp", "vocab_parallel": True, "overlap_grad_reduce": True,
         "overlap_param_gather": False, "reshard_after_forward": True, "prefetch": 1, "stage_layers": [],
@@ -183,7 +184,7 @@ def _harness_rules(job: dict[str, Any]) -> list[tuple[bool, str]]:
     tp, pp, dp = parallel["tp"], parallel["pp"], parallel["dp"]
     rows, head_dim = batch["micro_batch"] * model["seq_len"], model["hidden"] // model["heads"]
     choices = [
-        (model, "family", ("gpt", "llama"), "families gpt and llama"),
+        (model, "family", FAMILIES, "families gpt, llama, bert and t5"),
         (model, "head_dim", (0, head_dim), f"head_dim = hidden / heads = {head_dim}"),
         (batch, "precision", ("fp32", "bf16", "fp16"), "precisions fp32, bf16 and fp16"),
         (parallel, "zero_stage", (0, 3), "zero_stage 0 (DDP) and 3 (FSDP2)"),
@@ -211,8 +212,44 @@ def _harness_rules(job: dict[str, Any]) -> list[tuple[bool, str]]:
             f"tp must divide micro_batch * seq_len, got {rows} % {tp}",
         ),
         (
-            model["family"] == "gpt" or head_dim % 2 == 0,
+            model["family"] != "llama" or head_dim % 2 == 0,
             f"rotary positions need an even head_dim, got {model['hidden']} / {model['heads']}",
+        ),
+        *_encoder_rules(job),
+    ]
+
+
+def _encoder_rules(job: dict[str, Any]) -> list[tuple[bool, str]]:
+    """T5 has an encoder and a bias of its scores; the others have neither."""
+    model, tp, pp = job["model"], job["parallel"]["tp"], job["parallel"]["pp"]
+    layers, length, fused = (model.get(key, 0) for key in ("encoder_layers", "encoder_seq_len", "fused_attention"))
+    if model["family"] != "t5":
+        fused = model.get("fused_attention", True)
+        return [
+            (fused is True, f"the harness runs model.fused_attention = True, got {fused!r:.80}"),
+            (layers == 0, f"the harness runs model.encoder_layers = 0 but for t5, got {layers!r:.80}"),
+        ]
+    rows = job["batch"]["micro_batch"] * length if _is(length, int) else 0
+    heads, kv_heads = model["heads"], model["kv_heads"]
+    return [
+        (
+            fused is False,
+            "no fused kernel of the CPU gives the gradient of t5's learned bias: the harness runs "
+            f"model.fused_attention = False, got {fused!r:.80}",
+        ),
+        *(
+            (_is(value, int) and value > 0, f"model.{key} of t5 must be a whole number > 0, got {value!r:.80}")
+            for key, value in (("encoder_layers", layers), ("encoder_seq_len", length))
+        ),
+        (kv_heads == heads, f"the harness runs t5 with kv_heads = heads, got {kv_heads} and {heads}"),
+        (
+            not job["parallel"]["sequence_parallel"] or rows % tp == 0,
+            f"tp must divide micro_batch * encoder_seq_len, got {rows} % {tp}",
+        ),
+        (
+            pp == 1,
+            "stages of t5 would have to share its tables of relative positions: the harness runs t5 with pp = 1, "
+            f"got {pp}",
         ),
     ]
 

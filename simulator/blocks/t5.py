@@ -17,7 +17,7 @@ from stepsight.simulator.blocks.heads import Heads
 from stepsight.simulator.blocks.mlp import mlp
 from stepsight.simulator.blocks.parts import column_linear, enter, leave, norm, residual, row_linear
 from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.blocks.step import Block, Saved, Step
+from stepsight.simulator.blocks.step import Block, Item, Saved, Step
 
 BUCKETS = 32  # of relative positions
 
@@ -28,9 +28,10 @@ def encoder_shape(shape: RankShape) -> RankShape:
 
 
 def layer_kinds(model: ModelSpec) -> tuple[tuple[str, int], ...]:
-    """The encoder's last layer has the encoder's final norm."""
-    encoder = (("encoder", model.encoder_layers - 1), ("last_encoder", 1), ("decoder", model.layers))
-    return tuple((kind, count) for kind, count in encoder if count)
+    """The last layers have no gradient to add theirs to; the encoder's has the encoder's final norm."""
+    encoder = (("encoder", model.encoder_layers - 1), ("last_encoder", 1))
+    kinds = (*encoder, ("decoder", model.layers - 1), ("last_decoder", 1))
+    return tuple((kind, count) for kind, count in kinds if count)
 
 
 def boundary_bytes(shape: RankShape, layers_before: int) -> int:
@@ -41,11 +42,12 @@ def boundary_bytes(shape: RankShape, layers_before: int) -> int:
 
 def layer(shape: RankShape, kind: str) -> Block:
     """One layer of the encoder or of the decoder."""
-    if kind == "decoder":
-        look = (norm(shape, "norm1"), *_biased(shape, causal=True), residual(shape), *_cross(shape))
+    adds = kind in ("encoder", "decoder")
+    if kind in ("decoder", "last_decoder"):
+        look = (norm(shape, "norm1"), *_biased(shape, adds, causal=True), residual(shape), *_cross(shape, adds))
         return (*look, norm(shape, "norm3"), *mlp(shape), residual(shape))
     shape = encoder_shape(shape)
-    look = (norm(shape, "norm1"), *_biased(shape, causal=False), residual(shape))
+    look = (norm(shape, "norm1"), *_biased(shape, adds, causal=False), residual(shape))
     end: Block = ()
     if kind == "last_encoder":
         found = Saved(shape.rows_before_columns * shape.model.hidden * shape.gemm_bytes)
@@ -54,16 +56,20 @@ def layer(shape: RankShape, kind: str) -> Block:
     return (*look, norm(shape, "norm2"), *mlp(shape), residual(shape), *end)
 
 
-def _biased(shape: RankShape, *, causal: bool) -> Block:
-    """Self-attention with relative positions: unfused kernels add the bias to the scores."""
+def _biased(shape: RankShape, adds: bool, *, causal: bool) -> Block:
+    """Self-attention with relative positions: unfused kernels add the bias to the scores.
+
+    ``adds``: the bias's gradient is added to that of later layers.
+    """
     numel = _scores(shape)
+    total: tuple[Item, ...] = (shape.op("add", numel),) if adds else ()
     block = list(attention(shape, causal=causal))
     for index, step in enumerate(block):
         if step.name == "attention":
-            block[index] = replace(step, backward=(*step.backward, shape.op("add", numel)))
+            block[index] = replace(step, backward=(*step.backward, *total))
         elif step.name == "scores":
             add, reduce = (shape.op(word, shape.micro_batch * numel) for word in ("add", "reduce"))
-            block[index] = replace(step, forward=(*step.forward, add), backward=(reduce, *step.backward))
+            block[index] = replace(step, forward=(*step.forward, add), backward=(reduce, *step.backward, *total))
     return tuple(block)
 
 
@@ -72,7 +78,7 @@ def _scores(shape: RankShape) -> int:
     return shape.model.heads // shape.tp.size * shape.seq_len * shape.model.seq_len
 
 
-def _cross(shape: RankShape) -> Block:
+def _cross(shape: RankShape, adds: bool) -> Block:
     """Attention of the decoder's tokens to the encoder's.
 
     All of the decoder's layers keep the same encoder's output, which is counted with the encoder's last layer.
@@ -80,12 +86,14 @@ def _cross(shape: RankShape) -> Block:
     model, far = shape.model, encoder_shape(shape)
     heads, kv_heads, size = model.heads // shape.tp.size, model.kv_heads // shape.tp.size, model.head_size
     sizes = Heads(heads, kv_heads, size, size, shape.seq_len, far.seq_len, causal=False)
-    sums = Step("fork", backward=(shape.op("add", far.local_rows * model.hidden),))  # gradients of the encoder's output
+    sums: Block = ()  # gradients of the encoder's output
+    if adds:
+        sums = (Step("fork", backward=(shape.op("add", far.local_rows * model.hidden),)),)
     return (
         norm(shape, "norm2"),
         *enter(shape),
         column_linear(shape, "cross_q", heads * size, model.hidden),
-        sums,
+        *sums,
         *enter(far),
         replace(column_linear(far, "cross_kv", 2 * kv_heads * size, model.hidden), saved=()),
         *core(shape, sizes),

@@ -25,6 +25,7 @@ MODEL = {
     "tied_embeddings": False,
 }
 LLAMA = {"family": "llama", "kv_heads": 2, "gated_mlp": True}
+T5 = {"family": "t5", "layers": 2, "encoder_layers": 2, "encoder_seq_len": 12, "fused_attention": False}
 PARALLEL = {
     "tp": 1,
     "pp": 1,

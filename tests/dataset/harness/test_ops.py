@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stepsight.dataset.harness import op_experts
+from stepsight.dataset.harness import kernels, op_experts
 from stepsight.dataset.harness.errors import HarnessError
 from stepsight.dataset.harness.events import _merge
-from stepsight.dataset.harness.op_elementwise import geglu, geglu_backward
 from stepsight.dataset.harness.ops import op_call
 from stepsight.dataset.harness.pool import Pool
 from stepsight.dataset.op import OP_KINDS
@@ -95,8 +94,8 @@ def test_gated_gelu_has_autograds_gradient(pool: Pool) -> None:
     grad = pool.take(8, 6).double()
     gate, up = gate_up.chunk(2, dim=-1)
     y = torch.nn.functional.gelu(gate, approximate="tanh") * up
-    torch.testing.assert_close(geglu(gate_up.detach()), y.detach())
-    torch.testing.assert_close(geglu_backward(grad, gate_up.detach()), torch.autograd.grad(y, gate_up, grad)[0])
+    torch.testing.assert_close(kernels.geglu(gate_up.detach()), y.detach())
+    torch.testing.assert_close(kernels.geglu_backward(grad, gate_up.detach()), torch.autograd.grad(y, gate_up, grad)[0])
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,15 @@ STRATEGIES = {
         {"dp": 2, "pp": 2, "zero_stage": 3},
     ],
 }
-MODELS = {"gpt": {}, "llama": jobs.LLAMA, "gated gpt": {"gated_mlp": True, "kv_heads": 2}}
+MODELS = {
+    "gpt": {},
+    "llama": jobs.LLAMA,
+    "gated gpt": {"gated_mlp": True, "kv_heads": 2},
+    "bert": {"family": "bert"},
+    "t5": jobs.T5,
+    "gated t5": {**jobs.T5, "gated_mlp": True},
+}
+TWICE = ("gpt", "llama", "bert", "t5")  # also on four ranks
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +50,7 @@ def alone() -> dict[str, list[float]]:
 def test_losses_equal_those_of_one_rank(ranks: int, alone: dict[str, list[float]], tmp_path: Path) -> None:
     """Forward, backward and every gradient reduction are right, for products of strategies too."""
     cases = [(name, strategy) for name in MODELS for strategy in STRATEGIES[ranks]]
-    cases = [case for case in cases if ranks == 2 or case[0] != "gated gpt"]
+    cases = [(name, s) for name, s in cases if (ranks == 2 or name in TWICE) and not ("t5" in name and "pp" in s)]
     micro_batch = {2: 2, 4: 1}[ranks]
     (tmp_path / "jobs.json").write_text(json.dumps([jobs.job(MODELS[n], micro_batch, **s) for n, s in cases]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

@@ -29,6 +29,11 @@ def test_options_are_filled_in_and_the_plan_is_left_alone() -> None:
     assert world_sizes(checked) == [1, 2]
 
 
+def test_stages_of_t5_are_refused() -> None:
+    with pytest.raises(HarnessError, match=r"share its tables of relative positions: .* t5 with pp = 1, got 2"):
+        check_plan(jobs.plan([jobs.run("a", jobs.job(jobs.T5, pp=2))]))
+
+
 def test_a_jobs_dictionary_is_a_valid_job() -> None:
     """The harness knows no ``Job``, but takes what one writes."""
     job = Job.from_dict(jobs.job(dp=2))
@@ -61,7 +66,12 @@ def test_what_the_harness_cannot_run_is_refused(changes: dict[str, Any], text: s
     ("changes", "text"),
     [
         ({"model": {"heads": 3}}, "heads must divide hidden, got 16 % 3"),
-        ({"model": {"family": "t5"}}, "families gpt and llama, got 't5'"),
+        ({"model": {"family": "vit"}}, "families gpt, llama, bert and t5, got 'vit'"),
+        ({"model": {"fused_attention": False}}, r"model\.fused_attention = True, got False"),
+        ({"model": {"encoder_layers": 2}}, r"model\.encoder_layers = 0 but for t5, got 2"),
+        ({"model": {**jobs.T5, "fused_attention": True}}, r"t5's learned bias: .*fused_attention = False, got True"),
+        ({"model": {**jobs.T5, "encoder_seq_len": "9"}}, r"encoder_seq_len of t5 must be a whole number > 0, got '9'"),
+        ({"model": {**jobs.T5, "kv_heads": 2}}, "t5 with kv_heads = heads, got 2 and 4"),
         ({"model": {"experts": 8}}, r"model\.experts = 0, got 8"),
         ({"model": {"layers": "3"}}, r"model\.layers must be a whole number, got '3'"),
         ({"model": {"layers": True}}, r"model\.layers must be a whole number, got True"),

@@ -1,3 +1,5 @@
+from collections import Counter
+
 from stepsight.dataset.op import Op
 from stepsight.simulator.blocks import t5
 from tests.simulator.blocks.shapes import items, ops, parameters, small_model, small_shape, words
@@ -19,7 +21,7 @@ def test_encoder_layers_have_the_encoders_tokens() -> None:
 
 def test_the_last_encoder_layer_ends_with_the_encoders_norm() -> None:
     shape = small_shape("t5")
-    assert t5.layer_kinds(shape.model) == (("encoder", 2), ("last_encoder", 1), ("decoder", 2))
+    assert t5.layer_kinds(shape.model) == (("encoder", 2), ("last_encoder", 1), ("decoder", 1), ("last_decoder", 1))
     assert t5.layer_kinds(small_model("t5", encoder_layers=1))[0] == ("last_encoder", 1)
     more = parameters(t5.layer(shape, "last_encoder")) - parameters(t5.layer(shape, "encoder"))
     assert more == 64
@@ -44,3 +46,10 @@ def test_gated_models_have_gated_gelu() -> None:
 def test_unfused_attention_adds_the_bias_to_the_scores() -> None:
     block = t5.layer(small_shape("t5", model={"fused_attention": False}), "encoder")
     assert "batched_matmul add softmax batched_matmul" in words(block)
+
+
+def test_only_the_last_layers_add_to_no_gradient() -> None:
+    """Of the bias (4 heads of 32 x 32) and of the encoder's output (2 x 64 tokens, 64 wide)."""
+    shape = small_shape("t5", model={"fused_attention": False})
+    both, none = (Counter(ops(t5.layer(shape, kind), "add")) for kind in ("decoder", "last_decoder"))
+    assert both - none == Counter([shape.op("add", 4 * 32 * 32), shape.op("add", 2 * 64 * 64)])
