@@ -1,0 +1,56 @@
+"""Profiles of frameworks."""
+
+import pytest
+
+from stepsight.dataset.errors import JobError
+from stepsight.dataset.frameworks import find_framework, framework_from_dict, framework_names
+
+
+def test_presets_are_sound() -> None:
+    """Every preset can be built, says where it is known from, and is found by its own name."""
+    assert len(framework_names()) > 10
+    for name in framework_names():
+        framework = find_framework(name)
+        assert framework.name == name and framework.words and len(framework.source) > 40
+        assert all(word == word.lower() for word in framework.words)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("Megatron-LM @6985e589", "megatron-lm"),
+        ("Megatron-LM 0.14 (no comm overlap) + TE 2.11", "megatron-core"),
+        ("Megatron-DeepSpeed", "megatron-deepspeed"),
+        ("Megatron-DeepSpeed (ZeRO-1 + PP)", "bloom"),
+        ("DeepSpeed ZeRO-3", "deepspeed"),
+        ("NeMo (v25.02 recipes)", "nemo"),
+        ("NeMo-Megatron", "nemo-2021"),
+        ("MaxText (JAX) (v25.04 recipes)", "maxtext"),
+        ("Composer + PyTorch FSDP, FlashAttention", "llm-foundry"),
+        ("torchtitan (FSDP2)", "torchtitan"),
+        ("PyTorch FSDP + torch.compile", "fms-fsdp"),
+        ("InternEvo (FlashAttention, Apex)", "internevo"),
+        ("my own trainer", "generic"),
+        ("", "generic"),
+    ],
+)
+def test_names_that_runs_use(text: str, name: str) -> None:
+    """The first profile of which a word stands in the text; PyTorch's defaults for what nobody knows."""
+    assert find_framework(text).name == name
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ({"zoo": 1}, "unknown keys zoo"),
+        ({"p2p": "half"}, "p2p must be one of full, scattered, got 'half'"),
+        ({"gradients": "fp8"}, "gradients must be one of"),
+        ({"selective": "some"}, "selective must be one of"),
+        ({"bucket_mbytes": 0}, "bucket_mbytes > 0"),
+        ({"host_layer_s": -1.0}, "host_layer_s >= 0"),
+    ],
+)
+def test_bad_profiles(table: dict[str, object], text: str) -> None:
+    """A profile that cannot be is refused with its rule."""
+    with pytest.raises(JobError, match=text):
+        framework_from_dict("mine", table)

@@ -1,0 +1,127 @@
+"""What rows say goes into jobs; what they leave open is filled by rule or is a reason to leave them out."""
+
+from typing import Any
+
+import pytest
+
+from stepsight.dataset.errors import JobError
+from stepsight.experiments.published.jobs import job_of, precision_of
+from tests.experiments.published.run_tables import run_row
+
+
+def test_a_whole_row() -> None:
+    """Sizes, degrees and batch as they stand; the vocabulary padded and attention unfused as the framework has it."""
+    job = job_of(run_row()).job
+    m, p = job.model, job.parallel
+    assert (m.layers, m.hidden, m.ffn, m.heads, m.kv_heads, m.seq_len) == (8, 1024, 4096, 16, 16, 1024)
+    assert m.vocab == 50688 and not m.fused_attention and m.tied_embeddings  # 99 * 128 * 4
+    assert (p.tp, p.pp, p.dp, p.zero_stage, p.recompute) == (4, 2, 2, 0, "full")
+    assert not p.overlap_grad_reduce and not p.sequence_parallel and job.optimizer.clip_grad_norm
+    assert (job.batch.micro_batch, job.batch.global_batch, job.batch.precision) == (2, 64, "fp16")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0.0", (0, 0, True)),
+        ("1", (1, 0, True)),
+        ("distopt(zero1)", (1, 0, True)),
+        ("zero1 over all DP", (1, 0, True)),
+        ("zero1 within groups of 2 (hybrid)", (1, 2, True)),
+        ("zero1 within groups of 8 (hybrid)", (1, 0, True)),
+        ("fsdp2(zero3)", (3, 0, True)),
+        ("fsdp=4", (3, 4, True)),
+        ("hsdp (shard in node, replicate across)", (3, 8, True)),
+        ("fsdp (zero2-like: no reshard after forward)", (3, 0, False)),
+    ],
+)
+def test_words_for_sharding(text: str, expected: tuple[int, int, bool]) -> None:
+    """Stage, group and resharding; a group of all replicas is no group."""
+    dp = 16 if "hsdp" in text or "=" in text else 8
+    job = job_of(run_row(zero_stage=text, tp=16 // dp, pp=1, dp=dp, framework="torchtitan")).job
+    p = job.parallel
+    assert (p.zero_stage, p.dp_shard, p.reshard_after_forward) == expected
+
+
+@pytest.mark.parametrize(
+    ("framework", "text", "expected"),
+    [
+        ("NeMo", "", ("none", 1)),
+        ("NeMo-Megatron", "none (block, 0 layers)", ("none", 1)),
+        ("Megatron-LM", "selective (attention core)", ("selective", 1)),
+        ("torchtitan", "selective op", ("full", 2)),
+        ("torchtitan", "full", ("full", 1)),
+    ],
+)
+def test_words_for_recomputation(framework: str, text: str, expected: tuple[str, int]) -> None:
+    """What selective means, and what is done where nothing is said, depends on the framework."""
+    p = job_of(run_row(framework=framework, recompute=text)).job.parallel
+    assert (p.recompute, p.recompute_every) == expected
+
+
+def test_flags_of_a_row_go_before_its_frameworks() -> None:
+    """Overlap and bucket size as a recipe states them; what a job cannot say yet is kept beside it."""
+    notes = "yaml flags: ub_tp_comm_overlap=false overlap_grad_sync=False overlap_param_sync=true bucket_cap_mb=75"
+    published = job_of(run_row(framework="NeMo", notes=notes))
+    p = published.job.parallel
+    assert (p.overlap_grad_reduce, p.overlap_param_gather, p.bucket_mbytes) == (False, True, 75.0)
+    assert not published.framework.overlap_tp and published.framework.overlap_p2p
+    plain = job_of(run_row(framework="NeMo", notes="bucket_cap_mb=None")).framework
+    assert plain.overlap_tp and plain.bucket_mbytes == 400.0
+    assert job_of(run_row(precision="amp_bf16; MP mode DEFAULT")).framework.gradients == "fp32"
+
+
+def test_embedding_and_loss_as_layers() -> None:
+    """70 layers on 12 stages are 5, 6, ... 6, 5; what divides evenly stays even."""
+    row: dict[str, Any] = {"gpus": 96, "nodes": 12, "tp": 8, "pp": 12, "dp": 1, "heads": 16}
+    assert job_of(run_row(layers=70, **row)).job.parallel.stage_layers == (5, *[6] * 10, 5)
+    assert job_of(run_row(layers=72, **row)).job.parallel.stage_layers == ()
+    assert job_of(run_row(layers=71, **row)).job.parallel.stage_layers == ()
+
+
+def test_mixtures() -> None:
+    """Experts of a table's ``ffn``, unless the model is known better; cut by tensor parallelism where there is room."""
+    row: dict[str, Any] = {"family": "moe", "experts": 8, "top_k": 2, "gated_mlp": 1, "framework": "NeMo"}
+    job = job_of(run_row(**row, ep=2)).job
+    assert (job.model.expert_ffn, job.model.experts_per_token, job.parallel.expert_tp) == (4096, 2, 0)
+    assert job_of(run_row(**row, ep=8)).job.parallel.expert_tp == 1
+    latent = job_of(run_row(**row, ep=2, model_name="DeepSeek-V3 (proxy)")).job.model
+    assert (latent.attention, latent.expert_ffn, latent.ffn) == ("mla", 2048, 18432)
+
+
+def test_what_rows_leave_out() -> None:
+    """Rules for unknown cells."""
+    row = run_row(heads="", ffn="", vp="", cp="", ep="", dp="", vocab="", model_name="GPT3-5B", tied_embeddings="")
+    job = job_of(row).job
+    assert (job.model.heads, job.model.ffn, job.model.tied_embeddings) == (8, 4096, True)
+    assert (job.parallel.dp, job.parallel.virtual_stages, job.parallel.cp) == (2, 1, 1)
+    assert job.model.vocab == 50688
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"vocab": ""}, "vocab is unknown"),
+        ({"micro_batch": ""}, "micro_batch is unknown"),
+        ({"recompute": ""}, "recompute is unknown"),
+        ({"recompute": "none/selective"}, "recompute is 'none/selective'"),
+        ({"zero_stage": ""}, "zero_stage is unknown"),
+        ({"family": "dlrm"}, "no job has the family dlrm"),
+        ({"precision": "NVFP4"}, "no job has the precision NVFP4"),
+        ({"dp": 4}, "is not the number of devices"),
+        ({"family": "llama", "ffn": "", "gated_mlp": ""}, "ffn is unknown"),
+        ({"family": "moe"}, "experts is unknown"),
+        ({"global_batch": 63}, "must divide global_batch"),
+        ({"iter_time_derivation": "e2e (optimizer step NOT included?)"}, "not that of a training iteration"),
+    ],
+)
+def test_rows_that_no_job_says(changes: dict[str, Any], text: str) -> None:
+    """Each has its reason."""
+    with pytest.raises(JobError, match=text):
+        job_of(run_row(**changes))
+
+
+def test_words_for_precision() -> None:
+    """The type of the large products."""
+    words = {"fp16 mixed": "fp16", "BF16": "bf16", "amp_bf16; MP mode PURE": "bf16", "MXFP8": "fp8", "float8": "fp8"}
+    assert {text: precision_of(text) for text in words} == words

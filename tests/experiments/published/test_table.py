@@ -1,0 +1,54 @@
+"""Tables of runs are read whole, or the message says why not."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from stepsight.dataset.errors import TableError
+from stepsight.experiments.published.table import RowError, read_runs
+from tests.experiments.published.run_tables import run_row, write_runs
+
+
+def test_packed_and_plain_tables(tmp_path: Path) -> None:
+    """Whether a table is packed is seen from its content."""
+    rows = [run_row(), run_row(row_id=2, gpus=32)]
+    for name in ("runs.csv", "runs.csv.gz"):
+        assert read_runs(write_runs(tmp_path / name, *rows)) == rows
+
+
+def test_cells() -> None:
+    """Empty cells are unknown; numbers are numbers however they are written."""
+    row = run_row(row_id="7.0", vocab="", tp="8", notes="SUSPECT: odd", quality="C", heads="many", layers=7.5)
+    assert (row.row_id, row.whole("vocab"), row.whole("tp"), row.suspect, row.weak) == (7, None, 8, True, True)
+    assert (row.flag("gated_mlp"), row.flag("tied_embeddings"), row.flag("experts")) == (False, True, None)
+    with pytest.raises(RowError, match="vocab is unknown"):
+        row.known("vocab")
+    with pytest.raises(RowError, match="heads must be a number, got 'many'"):
+        row.whole("heads")
+    with pytest.raises(RowError, match="layers must be a whole number"):
+        row.whole("layers")
+    with pytest.raises(RowError, match="iteration_time_s is unknown"):
+        _ = run_row(iteration_time_s=0).measured_s
+
+
+def test_a_digest_is_of_content() -> None:
+    """The same run has the same digest in another spelling and at another place; another time is another run."""
+    assert run_row().digest == run_row(row_id=99, tp="4", notes="x", quality="B").digest
+    assert run_row().digest != run_row(iteration_time_s=1.01).digest
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    """The message names the file and the rule."""
+    with pytest.raises(TableError, match=r"lacks source, hardware"):
+        (tmp_path / "a.csv").write_text("row_id\n1\n")
+        read_runs(tmp_path / "a.csv")
+    with pytest.raises(TableError, match=r"b\.csv, line 2: more cells than columns"):
+        path = write_runs(tmp_path / "b.csv", run_row(notes="one, two"))
+        read_runs(path)
+    for name, content in (("c.csv.gz", gzip.compress(b"x" * 1000)[:20]), ("d.csv", b"\xff\xfe\x00")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(TableError, match=f"cannot read runs from .*{name}"):
+            read_runs(tmp_path / name)
+    with pytest.raises(TableError, match=r"cannot read runs from .*absent\.csv"):
+        read_runs(tmp_path / "absent.csv")
