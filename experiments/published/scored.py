@@ -47,9 +47,10 @@ class Scored:
     @property
     def choice(self) -> Hashable:
         """What rows share between which somebody could choose: model, devices and global batch."""
-        m, batch, cluster = self.job.model, self.job.batch, self.job.cluster
-        model = (self.row.text("model_name"), m.layers, m.hidden, m.seq_len)
-        return self.row.source, model, cluster.hardware, self.row.gpus, batch.global_batch, batch.precision
+        m, batch = self.job.model, self.job.batch
+        model = self.row.text("model_name") or (m.layers, m.hidden, m.heads)
+        devices = (self.job.cluster.hardware, self.row.gpus)
+        return self.row.source, model, m.seq_len, devices, batch.global_batch, batch.precision
 
     @property
     def kind(self) -> str:

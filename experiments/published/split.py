@@ -19,7 +19,8 @@ def split_by_size(rows: Sequence[Scored], most_gpus: int = MOST_GPUS) -> tuple[l
     for row in rows:
         name = row.row.source
         smallest[name] = min(smallest.get(name, row.row.gpus), row.row.gpus)
-    fitted, judging = [], []
+    fitted: list[Scored] = []
+    judging: list[Scored] = []
     for row in rows:
         limit = max(most_gpus, smallest[row.row.source])
         (fitted if row.row.gpus <= limit else judging).append(row)
