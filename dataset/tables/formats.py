@@ -37,7 +37,7 @@ FORMATS = MappingProxyType(
         "neusight": Format(neusight.read, r"^(?!.*(label|summary)/).*\.csv(\.gz)?$", "MIT"),
         "vidur": Format(vidur.read, r"(^|/)(mlp|all_reduce|send_recv)\.csv(\.gz)?$", "MIT"),
         "simumax": Format(simumax.read, r"^(?!.*docs/).*\.json(\.gz)?$", "Apache-2.0"),
-        "nccl-tests": Format(nccl_tests.read, r"\.(log|out|txt|csv)(\.gz)?$", "unknown"),
+        "nccl-tests": Format(nccl_tests.read, nccl_tests.LOGS + r"|\.(csv|tar)(\.gz)?$|\.tgz$", "unknown"),
         "vtrain": Format(vtrain.read, r"(^|/)AR_GPU\d+_[^/]*LUT$", "MIT"),
         "aicb": Format(aicb.read, r"\.csv(\.gz)?$", "Apache-2.0"),
         "csv": Format(own_csv.read, r"\.csv(\.gz)?$", "unknown"),

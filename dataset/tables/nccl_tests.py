@@ -9,7 +9,11 @@ the slowest crosses; over more it depends on their order and is left out.
 from __future__ import annotations
 
 import re
+import tarfile
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from stepsight.dataset.op import Collective
 from stepsight.dataset.tables.device import device_name
@@ -23,13 +27,15 @@ _KINDS = {
     "broadcast": "broadcast",
     "sendrecv": "send_recv",
 }
+LOGS = r"\.(log|out|txt)(\.gz)?$"
+_OTHERS = ("reduce", "gather", "scatter", "hypercube", "alltoallv")
 _PARSED = ("collective", "n_ranks", "n_nodes", "device", "size_bytes", "time_us_oop", "time_us_ip")
 _RANK = re.compile(r"#\s+Rank\s+(\d+) .*? on\s+(\S+)\s+device\s+\d+ \[[^\]]*\]\s+(.+)")
-_TEST = re.compile(r"\b(\w+)_perf\b")
+_TEST = re.compile(rf"({'|'.join((*_KINDS, *_OTHERS))})_perf")
 _LIBRARY = re.compile(r"nccl-library=(\d+)")
 _TYPES = "int8|uint8|int32|uint32|int64|uint64|half|float|double|bfloat16|fp8_e4m3|fp8_e5m2|f8e4m3|f8e5m2"
-_ROW = re.compile(rf"\s*(\d+)\s+(\d+)\s+({_TYPES})\s+(.*)")
-_CLUSTER = re.compile(r"example-cluster\d+")
+_ROW = re.compile(rf"(?:\d+: )?\s*(\d+)\s+(\d+)\s+({_TYPES})\s+(.*)")
+_CLUSTER = re.compile(r"(?:example-)?cluster\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,66 +54,82 @@ def read(rows: Rows) -> None:
     if rows.path.name.endswith((".csv", ".csv.gz")):
         for line in read_csv(rows, _PARSED):
             _read_parsed(rows, line)
+    elif rows.path.name.endswith((".tar", ".tar.gz", ".tgz")):
+        for name, text in _archived(rows):
+            _read_log(rows, name, text)
     else:
-        _read_log(rows)
+        _read_log(rows, str(rows.path), read_text(rows))
+
+
+def _archived(rows: Rows) -> Iterator[tuple[str, str]]:
+    """Path and text of each log of an archive."""
+    try:
+        with tarfile.open(rows.path) as archive:
+            for member in archive:
+                file = archive.extractfile(member) if re.search(LOGS, member.name) else None
+                if file is not None:
+                    yield member.name, file.read().decode("utf-8")
+    except (OSError, EOFError, zlib.error, tarfile.TarError, UnicodeDecodeError) as error:
+        raise rows.error(f"must be a whole archive of logs ({error})") from None
 
 
 def _read_parsed(rows: Rows, line: Line) -> None:
     log = line.cells.get("file", "")
-    cluster = _CLUSTER.search(log)
     ranks, nodes = line.whole("n_ranks", 2), line.whole("n_nodes")
     device = device_name(line.text("device"))
-    where = _Where(ranks, nodes, device, _fabric(nodes, device, cluster[0] if cluster else ""), "nccl-tests", log)
+    where = _Where(ranks, nodes, device, _fabric(nodes, device, log), "nccl-tests", log)
     wrong = (line.cells.get("wrong_oop", "0"), line.cells.get("wrong_ip", "0"))
     times = (line.real("time_us_oop"), line.real("time_us_ip"))
     _add(rows, line.number, line.text("collective"), line.whole("size_bytes", 0), times, wrong, where)
 
 
-def _fabric(num_nodes: int, device: str, cluster: str) -> str:
-    """Within a node, what such devices come with; between nodes, the cluster's name."""
+def _fabric(num_nodes: int, device: str, path: str) -> str:
+    """Within a node, what such devices come with; between nodes, the cluster that the log's path names."""
     if num_nodes > 1:
-        return cluster and f"nccl-tests-{cluster}"
+        cluster = _CLUSTER.search(path)
+        return f"nccl-tests-{cluster[0]}" if cluster else ""
     return {"h100-sxm-80gb": "dgx-h100", "a100-sxm-80gb": "dgx-a100"}.get(device, "")
 
 
-def _read_log(rows: Rows) -> None:
+def _read_log(rows: Rows, path: str, log: str) -> None:
     """A log may hold several runs, each with its own header; a run that failed just ends."""
-    test, library = "", ""
+    named = _TEST.search(PurePath(path).name)
+    test, library, num_rows = named[1] if named else "", "", 0
     ranks: dict[int, tuple[str, str]] = {}
-    named = _TEST.search(rows.path.name)
     where: _Where | None = None
-    for number, text in enumerate(read_text(rows).splitlines(), 1):
+    for number, text in enumerate(log.splitlines(), 1):
         row = _ROW.match(text)
-        if row is None:
-            if found := _TEST.search(text):
-                test = found[1]
-            if found := _LIBRARY.search(text):
-                library = f" nccl {_version(int(found[1]))}"
-            if found := _RANK.search(text):
-                if where is not None:  # the next run's
-                    ranks, where = {}, None
-                ranks[int(found[1])] = (found[2], found[3].strip())
+        if row is not None:
+            if not test:
+                raise rows.error("a log must name its test (such as all_reduce_perf) in it or in its name", number)
+            where = where or _where(rows, number, ranks, f"nccl-tests{library}", path)
+            _add(rows, number, test, int(row[1]), *_times(rows, number, int(row[1]), row[4]), where)
+            num_rows += 1
             continue
-        if where is None:
-            where = _where(rows, number, ranks, f"nccl-tests{library}")
-        test = test or (named[1] if named else "")
-        if not test:
-            raise rows.error("a log must name its test (such as all_reduce_perf) in it or in its name", number)
-        _add(rows, number, test, int(row[1]), *_times(rows, number, int(row[1]), row[4]), where)
-    if where is None:
-        raise rows.error("a log of nccl-tests must have rows, each with size, count, type, times and bandwidths")
+        if found := _TEST.search(text):
+            test = found[1]
+        if found := _LIBRARY.search(text):
+            library = f" nccl {_version(int(found[1]))}"
+        if found := _RANK.search(text):
+            if where is not None:  # the next run's
+                ranks, where = {}, None
+            ranks[int(found[1])] = (found[2], found[3].strip())
+    if not num_rows:
+        if not (test and ranks):
+            raise rows.error("a log of nccl-tests must list its ranks, then sizes with times and bandwidths")
+        rows.skip("a log of failed runs alone")
 
 
 def _version(code: int) -> str:
     return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
 
 
-def _where(rows: Rows, number: int, ranks: dict[int, tuple[str, str]], software: str) -> _Where:
+def _where(rows: Rows, number: int, ranks: dict[int, tuple[str, str]], software: str, path: str) -> _Where:
     if len(ranks) < 2:
         raise rows.error(f"a log must list two ranks or more (#  Rank  0 ... on HOST ...), got {len(ranks)}", number)
     nodes = len({host for host, _ in ranks.values()})
     device = device_name(ranks[min(ranks)][1])
-    return _Where(len(ranks), nodes, device, _fabric(nodes, device, ""), software, str(number))
+    return _Where(len(ranks), nodes, device, _fabric(nodes, device, path), software, f"{path}:{number}")
 
 
 def _times(rows: Rows, number: int, size: int, text: str) -> tuple[tuple[float, float], tuple[str, str]]:

@@ -17,8 +17,8 @@ from stepsight.dataset.tables.rows import Rows, read_text
 
 _DEVICES = {
     "a100_pcie": "a100-pcie-80gb",
-    "a100_sxm": "a100-sxm-80gb",
-    "h100_sxm": "h100-sxm-80gb",
+    "a100": "a100-sxm-80gb",
+    "h100_nvlink": "h100-sxm-80gb",
     "b200": "b200-sxm-180gb",
 }
 _TOLD = ("layout", "accumulate", "out_dtype", "qkv_contiguous")

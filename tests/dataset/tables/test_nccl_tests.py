@@ -1,5 +1,6 @@
 """nccl-tests: logs as printed, and parsed."""
 
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ class TestLog(ReaderContract):
 
 def test_old_logs_name_neither_root_nor_test(tmp_path: Path) -> None:
     """Then the file's name says the test, and a row's last eight columns are times and bandwidths."""
-    path = tmp_path / "all_gather_perf.txt"
+    path = tmp_path / "run_all_gather_perf.txt"
     header = _header("", 1, 2).replace("# Collective test starting: _perf\n", "")
     path.write_text(header + _row("33554432 4194304 float", "123.25 272.25 136.1 0", "120.28 278.96 139.5 0"))
     assert read_table("nccl-tests", path).works == (Collective("all_gather", 33554432, 2, 2),)
@@ -82,13 +83,30 @@ def test_old_logs_name_neither_root_nor_test(tmp_path: Path) -> None:
     [
         ("a.log", _header("", 1, 2).replace("_perf", "") + _row("8 2 float sum -1", "5 0 0 0", "5 0 0 0"), "its test"),
         ("all_reduce_perf.log", _row("8 2 float sum -1", "5 0 0 0", "5 0 0 0"), "two ranks or more"),
-        ("a.log", _header("all_reduce", 1, 2), "must have rows"),
+        ("a.log", "# Collective test starting: all_reduce_perf\n", "must list its ranks"),
     ],
 )
 def test_a_log_that_says_too_little_is_refused(tmp_path: Path, name: str, text: str, rule: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(TableError, match=rule):
         read_table("nccl-tests", tmp_path / name)
+
+
+def test_an_archive_holds_logs(tmp_path: Path) -> None:
+    """Each log on its own: one whose runs all failed is counted, and its path names the cluster."""
+    row = _row("33554432 524288 double none -1", "123.25 272.25 238.22 0", "120.28 278.96 244.09 0")
+    logs = {"b/cluster01/logs/a.log": _header("all_gather", 2, 2) + row, "b/logs/b.log": _header("all_gather", 2, 2)}
+    with tarfile.open(tmp_path / "raw_logs.tar.gz", "w:gz") as archive:
+        for name, text in logs.items():
+            (tmp_path / "log").write_text(text)
+            archive.add(tmp_path / "log", name)
+    table = read_table("nccl-tests", tmp_path / "raw_logs.tar.gz")
+    assert table.works == (Collective("all_gather", 33554432, 4, 2),)
+    assert table.fabric == ("nccl-tests-cluster01",) and table.skipped == {"a log of failed runs alone": 1}
+    whole = (tmp_path / "raw_logs.tar.gz").read_bytes()
+    (tmp_path / "raw_logs.tar.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(TableError, match="must be a whole archive"):
+        read_table("nccl-tests", tmp_path / "raw_logs.tar.gz")
 
 
 class TestParsed(ReaderContract):
