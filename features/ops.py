@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.op import DTYPE_BYTES, OP_KINDS, Op
 from stepsight.dataset.physics import roofline_seconds
+from stepsight.features.tiles import TILE_FEATURES, tile_features
 
 Array = NDArray[np.float64]
 
@@ -32,7 +33,11 @@ OP_FEATURES = (
     "log_roofline_s",
     *(f"log_dim{i}" for i in range(MAX_DIMS)),
     "alignment",
+    *TILE_FEATURES,
+    "variant",
 )
+_DIMS = OP_FEATURES.index("log_dim0")
+_ALIGNMENT = OP_FEATURES.index("alignment")
 
 
 def op_terms(op: Op) -> tuple[float, ...]:
@@ -69,17 +74,21 @@ def _alignment(op: Op) -> int:
     return min(min((dim & -dim).bit_length() - 1, 6) for dim in op.dims[-3:])
 
 
-def op_features(ops: Sequence[Op], hardware: Hardware, busy: Sequence[int] | int) -> Array:
+def op_features(
+    ops: Sequence[Op], hardware: Hardware, busy: Sequence[int] | int, variants: Sequence[int] | int = 0
+) -> Array:
     """Features for trees, shape ``(len(ops), len(OP_FEATURES))``.
 
     Args:
         busy: Devices of the node that compute at the same time, one number or one per op.
+        variants: Which software ran it, one number or one per op; 0 is the one to predict for.
     """
     busies = np.broadcast_to(np.asarray(busy, dtype=np.float64), (len(ops),))
     rows = np.zeros((len(ops), len(OP_FEATURES)))
+    rows[:, -1] = variants
     for row, op, num_busy in zip(rows, ops, busies, strict=True):
         flops, num_bytes = max(op.flops, 1.0), max(op.num_bytes, 1.0)
-        row[:7] = (
+        row[:_DIMS] = (
             KIND_IDS[op.kind],
             DTYPE_BYTES[op.dtype],
             np.log(num_busy),
@@ -88,8 +97,9 @@ def op_features(ops: Sequence[Op], hardware: Hardware, busy: Sequence[int] | int
             np.log(flops / num_bytes),
             np.log(roofline_seconds(op, hardware) + 1e-9),
         )
-        row[7 : 7 + len(op.dims)] = np.log1p(op.dims)
-        row[-1] = _alignment(op)
+        row[_DIMS : _DIMS + len(op.dims)] = np.log1p(op.dims)
+        row[_ALIGNMENT] = _alignment(op)
+        row[_ALIGNMENT + 1 : -1] = tile_features(op, hardware.num_processors)
     return rows
 
 

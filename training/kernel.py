@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.op import OP_KINDS, Op
+from stepsight.dataset.op import Op
 from stepsight.dataset.physics import roofline_seconds
 from stepsight.features.ops import OP_FEATURES, OP_TERMS, op_features, op_position, op_terms
+from stepsight.training.derived import Ratio, as_run, base_of, dtype_class, least_seconds
 from stepsight.training.physics import Bounds
 from stepsight.training.regressor import Regressor, Rows, fit_regressor
 
@@ -20,28 +21,43 @@ Array = NDArray[np.float64]
 OUTSIDE = 0.7  # log units beyond the measured range from which an op counts as unsupported: twice the largest size
 
 
-def op_rows(ops: Sequence[Op], hardware: Hardware, busy: Sequence[int] | int) -> Rows:
+def op_rows(
+    ops: Sequence[Op], hardware: Hardware, busy: Sequence[int] | int, variants: Sequence[int] | int = 0
+) -> Rows:
     """Ops as the regressor's rows."""
     return Rows(
-        tuple(op.kind for op in ops),
-        tuple(op.family for op in ops),
+        tuple(_label(op.kind, op, hardware) for op in ops),
+        tuple(_label(op.family, op, hardware) for op in ops),
         np.array([op_terms(op) for op in ops], float).reshape(len(ops), len(OP_TERMS)),
         np.broadcast_to(np.asarray(busy, float), (len(ops),)).copy(),
         tuple(op_position(op) for op in ops),
-        op_features(ops, hardware, busy),
+        op_features(ops, hardware, busy, variants),
     )
 
 
-def op_bounds(hardware: Hardware) -> Bounds:
+def _label(name: str, op: Op, hardware: Hardware) -> str:
+    """Kind or family, with the precision where it makes kernels of their own."""
+    precision = dtype_class(op, hardware)
+    return f"{name}/{precision}" if precision else name
+
+
+SCORES_OF_GPU = 0.25  # part of the time to stream attention scores that a fused kernel is thought to take for them
+
+
+def op_bounds(hardware: Hardware, family: str) -> Bounds:
     """What physics allows on this hardware, in seconds per unit of ``OP_TERMS``.
 
     Nothing computes faster than twice the stated peak; caches may outrun memory by fifty; an op costs between
-    0.1 microseconds and 3 ms of overhead.
+    0.1 microseconds and 3 ms of overhead.  A GPU's fused attention keeps its scores in registers: where a single head
+    size was measured, the prior says how little of its time is theirs (a rule of thumb).
     """
+    fused = hardware.kind == "gpu" and family in ("attention", "latent_attention")
     flop = 1.0 / max(hardware.peak_flops.values())
     byte = 1.0 / hardware.memory_bandwidth_bytes_per_s
     return Bounds(
-        prior=np.array([max(hardware.op_latency_s, 3e-6), 2 * flop, byte, byte, byte, 1e-9]),
+        prior=np.array(
+            [max(hardware.op_latency_s, 3e-6), 2 * flop, byte, SCORES_OF_GPU * byte if fused else byte, byte, 1e-9]
+        ),
         low=np.array([1e-7, 0.5 * flop, 0.02 * byte, 0.02 * byte, 0.02 * byte, 1e-12]),
         high=np.array([3e-3, 500 * flop, 100 * byte, 100 * byte, 100 * byte, 1e-4]),
     )
@@ -55,21 +71,58 @@ class KernelModel:
         hardware: What was measured.
         regressor: Physics, trees and neighbours by kind.
         left_out: Answer as if the ops asked about had not been measured (for honest intervals).
+        derives: Whether kinds that were not measured take the efficiency of others (see ``derived``), or the roofline.
+        ratios: By kind that was not measured here, what others measured of it against its base.
+        serves: Another device with the same chip that is asked about: ops take as much longer as its roofline says.
     """
 
     hardware: Hardware
     regressor: Regressor
     left_out: bool = False
+    derives: bool = False
+    ratios: Mapping[str, Ratio] = field(default_factory=dict)
+    serves: Hardware | None = None
 
     def seconds(self, ops: Sequence[Op], busy: int) -> Array:
-        """Seconds of each op alone, shape ``(len(ops),)``; roofline for kinds that were never measured."""
+        """Seconds of each op alone, shape ``(len(ops),)``; see ``derives`` for kinds that were never measured."""
         if not ops:
             return np.zeros(0)
-        rows = op_rows(ops, self.hardware, busy)
+        traced = [self._traced(op) for op in ops]
+        rows = op_rows([base for base, _, _ in traced], self.hardware, busy)
         seconds = self.regressor.seconds_left_out(rows) if self.left_out else self.regressor.seconds(rows)
-        for index in np.flatnonzero(np.isnan(seconds)).tolist():
-            seconds[index] = roofline_seconds(ops[index], self.hardware)
+        for index, (op, (base, log_ratio, _)) in enumerate(zip(ops, traced, strict=True)):
+            if np.isnan(seconds[index]):  # nothing tells of it
+                seconds[index] = roofline_seconds(op, self.hardware)
+            elif base is not op:
+                physics = roofline_seconds(op, self.hardware) / roofline_seconds(base, self.hardware)
+                seconds[index] *= physics * np.exp(log_ratio)
+            if self.derives:
+                seconds[index] = max(seconds[index], least_seconds(op, self.hardware))
+            if self.serves is not None:
+                seconds[index] *= roofline_seconds(op, self.serves) / roofline_seconds(op, self.hardware)
         return seconds
+
+    def measured(self, kind: str) -> bool:
+        """Whether a kind was measured, in the precision that names it."""
+        return kind in self.regressor.physics
+
+    def _measured(self, op: Op) -> bool:
+        return _label(op.kind, op, self.hardware) in self.regressor.physics
+
+    def _traced(self, op: Op) -> tuple[Op, float, bool]:
+        """The measured op that tells of this one (itself if there is none), the log-ratio between them, and whether
+        that was measured somewhere, step by step.
+        """
+        if not self.derives:
+            return op, 0.0, True
+        at: Op | None = as_run(op, self.hardware)
+        log_ratio, evident = 0.0, True
+        while at is not None and not self._measured(at):
+            ratio = self.ratios.get(at.kind)
+            log_ratio += ratio.log_ratio if ratio is not None else 0.0
+            evident &= ratio is not None
+            at = base_of(at, self.hardware)
+        return (op, 0.0, True) if at is None else (at, log_ratio, evident)
 
     def crowded(self, busy: int) -> str:
         """Why so many busy devices of a node lie outside what was measured; empty if they do not."""
@@ -79,17 +132,31 @@ class KernelModel:
         return f"{busy} devices of a node compute at once: measured with {low:.0f} to {high:.0f}"
 
     def unsupported(self, op: Op) -> str:
-        """Why an op lies outside what was measured; empty if it does not."""
-        if op.kind not in self.regressor.physics:
+        """Why an op lies outside what was measured; empty if it does not.
+
+        A kind with a ratio that was measured elsewhere counts as measured.
+        """
+        base, _, evident = self._traced(op)
+        if not self._measured(base):
             return f"{op}: no {op.kind} was measured"
-        excess = self.regressor.excess(op.kind, op_position(op))
-        return f"{op}: {np.exp(excess):.1f} x outside the measured range" if excess > OUTSIDE else ""
+        excess = self.regressor.excess(_label(base.kind, base, self.hardware), op_position(base))
+        far = f"{np.exp(excess):.1f} x outside the measured range" if excess > OUTSIDE else ""
+        if evident:
+            return f"{op}: {far}" if far else ""
+        return f"{op}: no {_label(op.kind, op, self.hardware)} was measured, {base.kind} and physics carry it"
 
 
 def fit_kernels(
-    ops: Sequence[Op], busy: Sequence[int], seconds: Array, hardware: Hardware, *, seed: int = 0
+    ops: Sequence[Op],
+    busy: Sequence[int] | int,
+    seconds: Array,
+    hardware: Hardware,
+    *,
+    variants: Sequence[int] | int = 0,
+    seed: int = 0,
 ) -> KernelModel:
-    """Fit from measured ops; the same op may be given for several numbers of busy devices."""
-    bounds = op_bounds(hardware)
-    rows = op_rows(ops, hardware, busy)
-    return KernelModel(hardware, fit_regressor(rows, seconds, dict.fromkeys(OP_KINDS, bounds), OP_FEATURES, seed))
+    """Fit from measured ops; the same op may be given for several numbers of busy devices and several variants."""
+    rows = op_rows(ops, hardware, busy, variants)
+    families = dict(zip(rows.kinds, (op.family for op in ops), strict=True))
+    bounds = {kind: op_bounds(hardware, family) for kind, family in families.items()}
+    return KernelModel(hardware, fit_regressor(rows, seconds, bounds, OP_FEATURES, seed))

@@ -4,16 +4,18 @@
 
     manifest.json       schema, hardware, provenance, digests of the training data, versions, metrics
     hardware.json       measured facts
-    kernel.json         physics, neighbours and supports of ops;        kernel.<family>.txt  LightGBM
-    collective.json     the same for collectives;                       collective.<label>.txt
+    kernel.json         physics, neighbours and supports of ops;        kernel.<family>.txt.gz  LightGBM
+    collective.json     the same for collectives;                       collective.<label>.txt.gz
     gnn.json            shape of the context model, where there is one; gnn.safetensors      its weights
     intervals.json      held-back residuals, calibration
 
-Loading reads numbers and never executes code.
+Loading reads numbers and never executes code.  Predictors that come with the package lie in ``predictors``.
 """
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stepsight.dataset.errors import PredictorError, StepsightError
-from stepsight.dataset.files import check_writable, digest, new_folder, read_json, write_json, write_text
+from stepsight.dataset.files import check_writable, digest, new_folder, read_json, write_json
 from stepsight.dataset.hardware import Hardware, hardware_from_dict
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
@@ -29,6 +31,7 @@ from stepsight.features.collectives import COLLECTIVE_FEATURES, COLLECTIVE_TERMS
 from stepsight.features.ops import OP_FEATURES, OP_TERMS
 from stepsight.training.calibration import Calibration
 from stepsight.training.collective import CollectiveModel
+from stepsight.training.derived import Ratio
 from stepsight.training.intervals import Intervals
 from stepsight.training.kernel import KernelModel
 from stepsight.training.latency import LearnedLatency
@@ -39,7 +42,8 @@ if TYPE_CHECKING:
     from stepsight.gnn.inference import ContextWeights
 
 FORMAT = "stepsight-predictor"
-SCHEMA = 2
+SCHEMA = 3
+SHIPPED = Path(__file__).with_name("predictors")
 T = TypeVar("T")
 
 
@@ -120,10 +124,11 @@ class Predictor:
             for name, regressor in (("kernel", self.kernel.regressor), ("collective", self.collective.regressor)):
                 trees = {}
                 for label, model in regressor.trees.items():
-                    file = f"{name}.{label.replace('/', '-')}.txt"
-                    write_text(new / file, model.text)
+                    file = f"{name}.{label.replace('/', '-')}.txt.gz"
+                    (new / file).write_bytes(gzip.compress(model.text.encode(), mtime=0))
                     trees[label] = {"file": file, "share": model.share}
-                write_json(new / f"{name}.json", {**regressor.to_dict(), "trees": trees})
+                more = _derived_to_dict(self.kernel) if name == "kernel" else {}
+                write_json(new / f"{name}.json", {**regressor.to_dict(), **more, "trees": trees})
             write_json(
                 new / "intervals.json",
                 {"intervals": self.intervals.to_dict(), "calibration": self.calibration.to_dict()},
@@ -135,14 +140,19 @@ class Predictor:
 
     @classmethod
     def load(cls, folder: str | Path) -> Predictor:
-        """Read a folder that ``save`` wrote.
+        """Read a folder that ``save`` wrote, or a predictor that comes with the package by its name.
 
         Raises:
             PredictorError: If it is no predictor, has another schema, or a file is missing or not as it was saved.
         """
         folder = Path(folder)
+        if not folder.exists() and folder.name in shipped_names():
+            folder = SHIPPED / folder.name
         if not (folder / "manifest.json").is_file():
-            raise PredictorError(f"a predictor is a folder with manifest.json, got {folder}")
+            raise PredictorError(
+                "a predictor is a folder with manifest.json"
+                f"{''.join(f', or {name}' for name in shipped_names())}, got {folder}"
+            )
         manifest = _read(folder / "manifest.json", _manifest)
         found = _digests(folder)
         changed = sorted(name for name, of in manifest["files"].items() if found.get(name) != of)
@@ -176,6 +186,7 @@ class Predictor:
         kernel, collective = (
             _read(folder / f"{name}.json", partial(_regressor, folder, *size)) for name, size in sizes.items()
         )
+        derives, ratios = _read(folder / "kernel.json", _derived)
         tables = _read(folder / "intervals.json", dict)
         context = None
         if (folder / "gnn.json").exists():
@@ -184,13 +195,18 @@ class Predictor:
             context = ContextWeights.load(folder)
         return cls(
             hardware,
-            KernelModel(hardware, kernel),
+            KernelModel(hardware, kernel, derives=derives, ratios=ratios),
             CollectiveModel(collective),
             context,
             _made(folder / "intervals.json", Calibration.from_dict, tables.get("calibration")),
             _made(folder / "intervals.json", Intervals.from_dict, tables.get("intervals")),
             manifest,
         )
+
+
+def shipped_names() -> tuple[str, ...]:
+    """Names of the predictors that come with the package."""
+    return tuple(sorted(path.parent.name for path in SHIPPED.glob("*/manifest.json")))
 
 
 def check_output(folder: Path) -> None:
@@ -237,8 +253,9 @@ def _made(path: Path, make: Callable[[Any], T], table: Any) -> T:
 def _text(folder: Path, name: Any) -> str:
     path = folder / Path(str(name)).name  # never outside of the folder
     try:
-        return path.read_text("utf-8")
-    except (OSError, ValueError) as error:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            return file.read()
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise PredictorError(f"every file of a predictor must be readable, got {path}: {error}") from None
 
 
@@ -250,6 +267,15 @@ def _regressor(folder: Path, num_terms: int, num_features: int, table: dict[str,
     regressor = Regressor.from_dict(table, trees)
     regressor.check(num_terms)
     return regressor
+
+
+def _derived_to_dict(kernel: KernelModel) -> dict[str, Any]:
+    return {"derives": kernel.derives, "ratios": {kind: ratio.to_dict() for kind, ratio in kernel.ratios.items()}}
+
+
+def _derived(table: dict[str, Any]) -> tuple[bool, dict[str, Ratio]]:
+    """What ``_derived_to_dict`` wrote."""
+    return bool(table["derives"]), {kind: Ratio.from_dict(ratio) for kind, ratio in table["ratios"].items()}
 
 
 def _manifest(table: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stepsight.training.neighbours import LENGTHS, Neighbours, fit_neighbours
 from stepsight.training.physics import Bounds, Physics, fit_physics
-from stepsight.training.trees import MIN_ROWS, Trees, fit_trees
+from stepsight.training.trees import MANY_ROWS, MIN_ROWS, Trees, fit_trees
 
 Array = NDArray[np.float64]
 Key = tuple[str, tuple[float, ...], float]
@@ -89,7 +89,7 @@ class Regressor:
     Attributes:
         physics: By kind; a kind that is not here was never measured.
         trees: By family, where they help.
-        neighbours: By kind.
+        neighbours: By kind; none where a table is so large that its trees say all.
         support: By kind, lowest and highest position that was measured, two arrays ``(axes,)``.
         busy: Fewest and most busy devices of a node that were measured.
         errors: By family, mean absolute log-error on signatures left out in turn.
@@ -127,7 +127,7 @@ class Regressor:
             log_seconds[index] = np.log(self.physics[kind].seconds(rows.terms[index], rows.busy[index]))
             trees = self.trees.get(rows.families[index[0]])
             if trees is not None:
-                fade = np.exp(-np.array([self.excess(kind, rows.positions[i]) for i in index]) / FADE)
+                fade = np.exp(-np.array([self._excess_of_trees(kind, rows.positions[i]) for i in index]) / FADE)
                 log_seconds[index] += trees.predict(rows.features[index]) * fade
         return log_seconds
 
@@ -141,6 +141,12 @@ class Regressor:
         low, high = self.support[kind]
         return float(np.maximum(np.maximum(low - position, position - high), 0.0).sum())
 
+    def _excess_of_trees(self, kind: str, position: Array) -> float:
+        """The same over axes along which something was measured: trees say nothing of others, wherever one is."""
+        low, high = self.support[kind]
+        varied = high > low
+        return float(np.maximum(np.maximum(low - position, position - high), 0.0)[varied].sum())
+
     def check(self, num_terms: int) -> None:
         """Check what was read.
 
@@ -148,7 +154,9 @@ class Regressor:
             ValueError: If its arrays do not fit each other.
         """
         for kind, physics in self.physics.items():
-            (low, high), places = self.support[kind], self.neighbours[kind].positions
+            low, high = self.support[kind]
+            near = self.neighbours.get(kind)
+            places = near.positions if near is not None else np.zeros((0, 0))
             shapes = (physics.log_constants.shape, physics.busy_exponents.shape)
             axes = {low.shape, high.shape, (places.shape[1] - 1,)} if len(places) else {low.shape, high.shape}
             if shapes != ((num_terms,), (num_terms,)) or len(axes) != 1:
@@ -208,11 +216,12 @@ def fit_regressor(
         fitted = _fit_physics(own, measured, bounds)
         if share:
             fitted = _with_trees(fitted, own, measured, names, seed).with_share(share)
-        residual = np.log(measured) - fitted.log_without_neighbours(own)
         physics |= fitted.physics
         trees |= fitted.trees
         support |= fitted.support
-        neighbours |= {k: fit_neighbours(own.places(i), residual[i], length) for k, i in own.by_kind().items()}
+        if len(own) < MANY_ROWS:
+            residual = np.log(measured) - fitted.log_without_neighbours(own)
+            neighbours |= {k: fit_neighbours(own.places(i), residual[i], length) for k, i in own.by_kind().items()}
     busy = (float(rows.busy.min()), float(rows.busy.max())) if len(rows) else (1.0, 1.0)
     return Regressor(physics, trees, neighbours, support, busy, errors, left_out)
 
@@ -237,10 +246,15 @@ def _with_trees(fitted: Regressor, rows: Rows, seconds: Array, names: tuple[str,
 def _choose(
     rows: Rows, seconds: Array, bounds: Mapping[str, Bounds], names: tuple[str, ...], seed: int
 ) -> tuple[float, float, Array]:
-    """The trees' share, how far neighbours reach, and ``log(predicted / measured)`` of signatures left out."""
+    """The trees' share, how far neighbours reach, and ``log(predicted / measured)`` of signatures left out.
+
+    A table of many rows is left to its trees: physics alone is far behind, and neighbours take a part of it at most.
+    """
     folds = _folds(rows, seed)
-    shares = TREE_SHARES if len(rows) >= MIN_ROWS else (0.0,)
-    off = {(share, length): np.full(len(rows), UNKNOWN) for share in shares for length in LENGTHS}
+    many = len(rows) >= MANY_ROWS
+    shares = (1.0,) if many else TREE_SHARES if len(rows) >= MIN_ROWS else (0.0,)
+    lengths = LENGTHS[:1] if many else LENGTHS
+    off = {(share, length): np.full(len(rows), UNKNOWN) for share in shares for length in lengths}
     for fold in range(FOLDS):
         train, test = np.flatnonzero(folds != fold), np.flatnonzero(folds == fold)
         if not len(train) or not len(test):
@@ -251,19 +265,23 @@ def _choose(
             bare = _with_trees(bare, kept, seconds[train], names, seed)
         for share in shares:
             fitted = bare.with_share(share)
-            residual = np.log(seconds[train]) - fitted.log_without_neighbours(kept)
             predicted = fitted.log_without_neighbours(left_out)
+            known = np.flatnonzero(np.isfinite(predicted))
+            if many:
+                off[share, lengths[0]][test[known]] = predicted[known] - np.log(seconds[test[known]])
+                continue
+            residual = np.log(seconds[train]) - fitted.log_without_neighbours(kept)
             kinds = kept.by_kind()
             for kind, index in left_out.by_kind().items():
                 if kind not in kinds:
                     continue
                 places, near = left_out.places(index), kept.places(kinds[kind])
-                for length in LENGTHS:
+                for length in lengths:
                     correction = fit_neighbours(near, residual[kinds[kind]], length).residual(places)
                     off[share, length][test[index]] = predicted[index] + correction - np.log(seconds[test[index]])
     best = next(iter(off))
     for share in shares:  # the best reach of each share, then the shares against each other
-        own = min(LENGTHS, key=lambda length: float(np.abs(off[share, length]).mean()))
+        own = min(lengths, key=lambda length: float(np.abs(off[share, length]).mean()))
         if best[0] == share or np.abs(off[share, own]).mean() < np.abs(off[best]).mean() * (1 - MIN_GAIN):
             best = (share, own)
     return (*best, off[best])

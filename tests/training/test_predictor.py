@@ -26,7 +26,7 @@ def test_a_saved_predictor_answers_as_before(predictor: Predictor, tmp_path: Pat
     before = predictor.latency(_job())
     assert loaded.op_seconds(ops) == pytest.approx(before.op_seconds(ops), rel=1e-5)
     assert loaded.collective_seconds(collectives) == pytest.approx(before.collective_seconds(collectives), rel=1e-5)
-    assert {path.suffix for path in (tmp_path / "p").iterdir()} <= {".json", ".txt", ".safetensors"}
+    assert {path.suffix for path in (tmp_path / "p").iterdir()} <= {".json", ".gz", ".safetensors"}
 
 
 def test_durations_are_for_as_many_busy_devices_as_the_job_has_on_a_node(predictor: Predictor) -> None:
@@ -51,7 +51,7 @@ def test_a_folder_that_is_no_predictor_is_refused(tmp_path: Path) -> None:
     [
         ("manifest.json", "{", "readable"),
         ("manifest.json", "[1]", "what Predictor.save wrote"),
-        ("manifest.json", json.dumps({"format": "stepsight-predictor", "schema": 99}), "schema 2"),
+        ("manifest.json", json.dumps({"format": "stepsight-predictor", "schema": 99}), "schema 3"),
         ("hardware.json", "{}", "fields of Hardware"),
         ("kernel.json", '{"physics": {}}', "kernel.json"),
         ("kernel.json", None, "readable"),
@@ -68,7 +68,7 @@ def test_a_folder_that_is_no_predictor_is_refused(tmp_path: Path) -> None:
         ("intervals.json", "[" * 10**5, "nested thousands deep"),
         ("kernel.json", '{"trees": {}, "trees": {}}', "'trees' twice"),
         ("hardware.json", '{"name": "toy", "kind": "cpu", "peak_flops": 3}', "hardware.json"),
-        ("kernel.gemm.txt", "tree", "changed or missing kernel.gemm.txt"),
+        ("kernel.gemm.txt.gz", "tree", "changed or missing kernel.gemm.txt.gz"),
     ],
 )
 def test_a_broken_file_is_refused(

@@ -1,0 +1,197 @@
+"""Predictors that come with the package: which there are, for which hardware, and how each is made from public tables.
+
+``python -m stepsight.training.shipped a100-sxm --data DATA --out DIR`` makes one again, bit for bit with the same
+versions of the libraries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from stepsight.dataset.errors import PredictorError, StepsightError
+from stepsight.dataset.files import digest
+from stepsight.dataset.hardware import find_hardware
+from stepsight.dataset.op import OP_KINDS
+from stepsight.dataset.tables import Measurements
+from stepsight.training.collective import fit_collectives
+from stepsight.training.predictor import SHIPPED, Predictor, shipped_names
+from stepsight.training.tables import OpRows, fit_table, op_table
+
+# Products by inference engines' kernels where training runs the same ones.  Their kernels for experts are others: on
+# A100 they take half as long again as Transformer Engine's, whose ratio to plain products is measured elsewhere.
+PRODUCTS = ("gemm", "attention")
+STREAMING = ("norm", "elementwise")
+__all__ = ["RECIPES", "Recipe", "Source", "read_recipe", "retrain", "shipped_names", "shipped_predictor"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A part of the public data.
+
+    Attributes:
+        format: Of ``dataset.tables.FORMATS``.
+        path: Within the folder of all data.
+        families: Of ops that are taken from it; empty: all.
+    """
+
+    format: str
+    path: str
+    families: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a predictor is made.
+
+    Attributes:
+        hardware: Preset of what was measured.
+        twins: Presets with the same chip, served too: ops take as much longer as their roofline says.
+        own: Measurements of the hardware.
+        others: Measurements of other devices, for kinds that ``own`` lacks.
+        software: Patterns of what ran them: first what training runs most alike, then what only lends its shapes.
+    """
+
+    hardware: str
+    twins: tuple[str, ...]
+    own: tuple[Source, ...]
+    others: tuple[Source, ...]
+    software: tuple[str, ...]
+
+
+_SIMUMAX = "kernels/simumax/configs/system"
+
+RECIPES = MappingProxyType(
+    {
+        "a100-sxm": Recipe(
+            "a100-sxm-80gb",
+            ("a100-sxm-40gb",),
+            (
+                Source("aiconfigurator", "kernels/aiconfigurator/data/a100_sxm", PRODUCTS),
+                Source("vidur", "kernels/vidur/compute/a100", STREAMING),
+            ),
+            (Source("simumax", f"{_SIMUMAX}/a100_pcie.json"),),
+            ("SGLang|vidur", "TRTLLM"),
+        ),
+        # FlashAttention-3 and cuDNN's attention are alike; Triton's is not what training runs.
+        "h100-sxm": Recipe(
+            "h100-sxm-80gb",
+            ("h100-sxm-96gb",),
+            (
+                Source("aiconfigurator", "kernels/aiconfigurator/data/h100_sxm", PRODUCTS),
+                Source("vidur", "kernels/vidur/compute/h100", STREAMING),
+            ),
+            (Source("simumax", _SIMUMAX),),
+            (
+                r"SGLang .* (fa3|flash_attention_v3|sglang_torch_linear|sglang_sgl_kernel_fp8_scaled_mm)|vidur",
+                r"TRTLLM .* torch_flow$",
+            ),
+        ),
+    }
+)
+
+
+@cache
+def shipped_predictor(name: str) -> Predictor | None:
+    """The predictor of that name, or the one that serves that hardware; None if there is none."""
+    for own, recipe in RECIPES.items():
+        if name in (own, recipe.hardware, *recipe.twins) and own in shipped_names():
+            predictor = Predictor.load(SHIPPED / own)
+            hardware = find_hardware(recipe.hardware if name == own else name)
+            assert hardware is not None, name
+            if hardware.name in recipe.twins:
+                return replace(predictor, hardware=hardware, kernel=replace(predictor.kernel, serves=hardware))
+            return replace(predictor, hardware=hardware)  # facts of the preset as they are now
+    return None
+
+
+def read_recipe(recipe: Recipe, data: Path) -> tuple[OpRows, Measurements, Measurements]:
+    """Distinct ops of a recipe's hardware, and the rows they and others come from.
+
+    Raises:
+        TableError: If a source is not there or malformed.
+    """
+    own = Measurements.concat(_read(source, data) for source in recipe.own)
+    others = Measurements.concat(_read(source, data) for source in recipe.others)
+    return op_table(own, recipe.hardware, recipe.software), own, others
+
+
+def _read(source: Source, data: Path) -> Measurements:
+    from stepsight.dataset.tables import read_table
+
+    table = read_table(source.format, data / source.path)
+    kinds = [kind.name for kind in OP_KINDS.values() if not source.families or kind.family in source.families]
+    return table.where(kind=kinds)
+
+
+def retrain(name: str, data: Path, out: Path, seed: int = 0) -> Predictor:
+    """Make a shipped predictor again, and write it.
+
+    Args:
+        name: Of a recipe.
+        data: Folder of the public data; ``Recipe`` says what must be there.
+        out: Folder of the predictor to write.
+        seed: Of everything random; 0 made what is shipped.
+
+    Raises:
+        PredictorError: If there is no such recipe, or ``out`` is something else.
+        TableError: If a source is not there or malformed.
+    """
+    recipe = RECIPES.get(name)
+    if recipe is None:
+        raise PredictorError(f"a shipped predictor must be one of {', '.join(RECIPES)}, got {name!r}")
+    hardware = find_hardware(recipe.hardware)
+    assert hardware is not None, recipe.hardware
+    rows, own, others = read_recipe(recipe, data)
+    kernel = fit_table(rows, hardware, others, seed=seed)
+    collective = fit_collectives([], np.zeros(0), seed=seed)
+    files = {source: {"digest": f.digest, "licence": f.licence} for source, f in {**own.files, **others.files}.items()}
+    metrics = {
+        f"alone_error_{family.replace('/', '_')}_percent": round(100 * float(np.expm1(error)), 3)
+        for family, error in kernel.regressor.errors.items()
+    }
+    manifest: dict[str, Any] = {
+        "name": name,
+        "digest": digest(*(file["digest"] for file in files.values()), str(seed), version("stepsight")),
+        "sources": files,
+        "num_ops": len(rows),
+        "kinds_measured": sorted(kernel.regressor.physics),
+        "kinds_by_ratio": {kind: ratio.to_dict() for kind, ratio in kernel.ratios.items()},
+        "fitted_rows": [],
+        "versions": {package: version(package) for package in ("stepsight", "lightgbm", "numpy")},
+        "seed": seed,
+        "metrics": metrics,
+    }
+    predictor = Predictor(hardware, kernel, collective, manifest=manifest)
+    predictor.save(out)
+    return predictor
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m stepsight.training.shipped", description=__doc__)
+    parser.add_argument("name", choices=list(RECIPES))
+    parser.add_argument("--data", type=Path, required=True, help="folder of the public tables")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the predictor to write")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(arguments)
+    try:
+        predictor = retrain(args.name, args.data, args.out, args.seed)
+    except StepsightError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for metric, value in predictor.manifest["metrics"].items():
+        print(f"{metric} {value}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""A predictor from tables of measurements: one device's own rows, and what others' rows tell of kinds it lacks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.errors import TableError
+from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.op import Op
+from stepsight.dataset.tables import Measurements
+from stepsight.training.derived import MAX_LOG_RATIO, MIN_LOG_RATIO, Ratio, base_of
+from stepsight.training.kernel import KernelModel, fit_kernels
+
+Array = NDArray[np.float64]
+
+MIN_EVIDENCE = 4  # rows of a kind, and of its base, from which a ratio is believed
+
+
+@dataclass(frozen=True)
+class OpRows:
+    """Distinct measured ops, shapes ``(rows,)``: the median where an op was measured several times.
+
+    Attributes:
+        ops: Signatures.
+        seconds: Of one call.
+        variants: Which group of software ran it; 0 is the one to predict for.
+    """
+
+    ops: tuple[Op, ...]
+    seconds: Array
+    variants: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.ops)
+
+    def take(self, index: NDArray[np.int64]) -> OpRows:
+        return OpRows(tuple(self.ops[i] for i in index), self.seconds[index], self.variants[index])
+
+
+def op_table(table: Measurements, device: str, software: Sequence[str]) -> OpRows:
+    """Ops of one device.
+
+    Args:
+        table: Any rows.
+        device: Whose rows.
+        software: Patterns of what ran them, those to predict for first; rows that match none are left out.
+    """
+    groups = [re.compile(pattern) for pattern in software]
+    variant_of = {
+        name: next((index for index, group in enumerate(groups) if group.search(name)), -1)
+        for name in set(table.software)
+    }
+    found: dict[tuple[Op, int], list[float]] = {}
+    for work, seconds, where, name in zip(table.works, table.seconds, table.device, table.software, strict=True):
+        if isinstance(work, Op) and where == device and variant_of[name] >= 0:
+            found.setdefault((work, variant_of[name]), []).append(float(seconds))
+    return OpRows(
+        tuple(op for op, _ in found),
+        np.array([np.median(times) for times in found.values()], dtype=np.float64),
+        np.array([variant for _, variant in found], dtype=np.int64),
+    )
+
+
+def fit_table(rows: OpRows, hardware: Hardware, others: Measurements, *, seed: int = 0) -> KernelModel:
+    """Fit one device's ops.
+
+    Args:
+        rows: Measured on it.
+        hardware: The device; what nobody measured streams at its bandwidth, or runs at its roofline.
+        others: Rows of other devices, for ratios of kinds that ``rows`` lacks.
+        seed: Of everything random.
+
+    Raises:
+        TableError: If there are no rows.
+    """
+    if not len(rows):
+        raise TableError(f"fitting {hardware.name} needs measured ops of it, got none")
+    model = fit_kernels(rows.ops, 1, rows.seconds, hardware, variants=rows.variants, seed=seed)
+    model = replace(model, derives=True, hardware=hardware)
+    return replace(model, ratios=fit_ratios(model, others))
+
+
+def fit_ratios(model: KernelModel, others: Measurements) -> dict[str, Ratio]:
+    """How much slower than its base's kernels each kind runs that a device lacks, from devices that have both.
+
+    A device is compared with itself: what a kind takes there over what the model says of its base, against what the
+    base itself takes there over it; sums over ops, so that the long ones count.  Devices count alike.
+    """
+    rows = [index for index, work in enumerate(others.works) if isinstance(work, Op)]
+    ops = [work for work in others.works if isinstance(work, Op)]
+    predicted = model.seconds(ops, 1)
+    sums: dict[tuple[str, str], Array] = {}
+    for index, op, seconds in zip(rows, ops, predicted, strict=True):
+        key = (others.device[index], op.kind)
+        sums.setdefault(key, np.zeros(3))[:] += (others.seconds[index], seconds, 1)
+    ratios = {}
+    for example in {op.kind: op for op in ops}.values():
+        base = base_of(example, model.hardware)
+        if base is None or model.measured(example.kind):
+            continue
+        found = {
+            device: float(np.log(own[0] / own[1]) - np.log(its[0] / its[1]))
+            for (device, kind), own in sums.items()
+            if kind == example.kind
+            and (its := sums.get((device, base.kind), np.zeros(3)))[2] >= MIN_EVIDENCE
+            and own[2] >= MIN_EVIDENCE
+        }
+        if found:
+            log_ratio = float(np.clip(np.mean(list(found.values())), MIN_LOG_RATIO, MAX_LOG_RATIO))
+            ratios[example.kind] = Ratio(round(log_ratio, 4), f"a ratio measured on {' and '.join(sorted(found))}")
+    return ratios
