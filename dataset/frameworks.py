@@ -17,6 +17,7 @@ from stepsight.dataset.errors import JobError
 SELECTIVE = ("attention", "every-2nd-layer")
 GRADIENTS = ("model", "fp32")
 P2P = ("full", "scattered")
+ATTENTION = ("unfused", "flash-1", "flash-2", "flash-3")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +30,8 @@ class Framework:
         source: Where this is known from, with a date.
         overlap_grad_reduce, overlap_param_gather, bucket_mbytes, prefetch, reshard_after_forward: As in
             ``ParallelSpec``.
-        fused_attention: Whether attention keeps no score matrix.
+        attention: One of ``ATTENTION``: three ops with a score matrix, or a generation of fused kernels (``flash-3``:
+            cuDNN's too).  Which generation it is, is *declared*: a job says only whether attention is fused.
         fused_optimizer, clip_grad_norm: As in ``OptimizerSpec``.
         vocab_multiple: Tables of the vocabulary are padded to a multiple of this times the tensor-parallel degree.
         sequence_parallel: Whether norms are shared out wherever tensor parallelism is on and a run does not say.
@@ -54,7 +56,7 @@ class Framework:
     bucket_mbytes: float = 25.0
     prefetch: int = 1
     reshard_after_forward: bool = True
-    fused_attention: bool = True
+    attention: str = "flash-2"
     fused_optimizer: bool = True
     clip_grad_norm: bool = True
     vocab_multiple: int = 1
@@ -73,6 +75,7 @@ class Framework:
             ("selective", self.selective, SELECTIVE),
             ("gradients", self.gradients, GRADIENTS),
             ("p2p", self.p2p, P2P),
+            ("attention", self.attention, ATTENTION),
         ):
             if value not in allowed:
                 raise JobError(f"framework {self.name}: {key} must be one of {', '.join(allowed)}, got {value!r}")
@@ -81,6 +84,11 @@ class Framework:
                 f"framework {self.name}: vocab_multiple must be >= 1, bucket_mbytes > 0 and host_layer_s >= 0, got "
                 f"{self.vocab_multiple}, {self.bucket_mbytes} and {self.host_layer_s}"
             )
+
+    @property
+    def fused_attention(self) -> bool:
+        """Whether attention keeps no score matrix."""
+        return self.attention != "unfused"
 
 
 GENERIC = Framework(name="generic", source="PyTorch's own defaults: what a run of an unknown framework is taken for")

@@ -39,11 +39,19 @@ def test_names_that_runs_use(text: str, name: str) -> None:
     assert find_framework(text).name == name
 
 
+def test_generations_of_attention() -> None:
+    """Unfused attention keeps a score matrix; every generation of flash attention does not."""
+    kernels = {name: find_framework(name) for name in ("bloom", "llm-foundry", "nemo")}
+    assert [f.attention for f in kernels.values()] == ["unfused", "flash-1", "flash-3"]
+    assert [f.fused_attention for f in kernels.values()] == [False, True, True]
+
+
 @pytest.mark.parametrize(
     ("table", "text"),
     [
         ({"zoo": 1}, "unknown keys zoo"),
         ({"p2p": "half"}, "p2p must be one of full, scattered, got 'half'"),
+        ({"attention": "flash-9"}, "attention must be one of unfused, flash-1"),
         ({"gradients": "fp8"}, "gradients must be one of"),
         ({"selective": "some"}, "selective must be one of"),
         ({"bucket_mbytes": 0}, "bucket_mbytes > 0"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.errors import PredictorError, TableError
-from stepsight.experiments.published.evaluate import evaluate, figures, score
+from stepsight.experiments.published.evaluate import PredictorOf, evaluate, figures, score
 from stepsight.experiments.published.predictors import predictor_by_hardware
 from stepsight.experiments.published.references import carried_forward, constant_mfu
 from stepsight.experiments.published.report import evaluation_text
@@ -18,7 +18,7 @@ from tests.experiments.published.run_tables import run_row, write_runs
 
 ROOT = Path(__file__).parents[3]
 RUNS = Path(os.environ.get("STEPSIGHT_DATA", ROOT.parent / "shared" / "data")) / "e2e" / "published_runs.csv.gz"
-FACTS = predictor_by_hardware()
+FACTS: PredictorOf = lambda hardware: None
 FIGURES = {
     "used", "mape", "median", "p90", "max", "bias", "spearman", "regret", "coverage", "out_of_support",
 }  # fmt: skip
@@ -100,6 +100,13 @@ def test_fitted_rows_cannot_judge(tmp_path: Path) -> None:
     other: Any = SimpleNamespace(hardware=SimpleNamespace(name="toy"), manifest={})
     result = evaluate(path, lambda hardware: other, fitted=[rows[0].digest])
     assert dict(result.skipped) == {"used for calibration": 1, "the predictor is for other hardware": 1}
+
+
+def test_who_answers() -> None:
+    """A named predictor answers for all rows; else what is shipped, and facts where nothing is."""
+    named: Any = SimpleNamespace()
+    assert predictor_by_hardware(named)("a100-sxm-80gb") is named
+    assert predictor_by_hardware()("v100-sxm-32gb") is None
 
 
 def test_figures_of_a_perfect_prediction() -> None:
