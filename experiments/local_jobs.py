@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 
@@ -22,18 +23,24 @@ def local_job(
     strategy: str, micro_batch: int, num_micro_batches: int,
 ) -> Job:  # fmt: skip
     """A job on one node of this machine: ``strategy`` is a key of ``STRATEGIES``."""
-    parallel = ParallelSpec(**{"dp": 1, **STRATEGIES[strategy]})  # type: ignore[arg-type]
+    model = ModelSpec(
+        family=family,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        vocab=vocab,
+        seq_len=seq_len,
+    )
+    return job_of(model, STRATEGIES[strategy], micro_batch, num_micro_batches)
+
+
+def job_of(model: ModelSpec, strategy: Mapping[str, object], micro_batch: int, num_micro_batches: int) -> Job:
+    """A job on one node of this machine: ``strategy`` is what its ``[parallel]`` table says beside ``dp = 1``."""
+    parallel = ParallelSpec(**{"dp": 1, **strategy})  # type: ignore[arg-type]
     return Job(
-        model=ModelSpec(
-            family=family,
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            ffn=ffn,
-            vocab=vocab,
-            seq_len=seq_len,
-        ),
+        model=model,
         parallel=parallel,
         batch=BatchSpec(
             micro_batch=micro_batch, global_batch=micro_batch * num_micro_batches * parallel.dp, precision="fp32"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,9 @@ from stepsight.dataset.errors import TraceError
 from stepsight.training.measured import MeasuredRun, read_runs
 from stepsight.training.prediction import predict
 from stepsight.training.predictor import Predictor
+
+if TYPE_CHECKING:
+    from stepsight.training.context import Example
 
 Array = NDArray[np.float64]
 
@@ -23,7 +26,8 @@ class Evaluation:
 
     Attributes:
         rows: One per run: ``run``, ``job``, ``measured_s``, ``spread_percent``, ``num_steps``, ``predicted_s``,
-            ``low_s``, ``high_s``, ``error_percent``, ``predicted_without_gnn_s``, ``unsupported``.
+            ``low_s``, ``high_s``, ``error_percent``, ``predicted_without_gnn_s``, ``unsupported``, and the run's own
+            ``op_error_regressor`` and ``op_error_with_gnn``.
         mape: Mean absolute error of the iteration time, percent.
         mape_without_gnn: The same by regressors alone, percent.
         spearman: Rank correlation of predicted and measured iteration times.
@@ -55,28 +59,29 @@ def evaluate(predictor: Predictor, collection: Path, *, role: str = "heldout") -
     known = {Path(str(path)).resolve() for path in predictor.manifest.get("collections", ())}
     if trained and role != "train" and collection.resolve() in known:
         raise TraceError(f"runs that trained a predictor cannot judge it, got {', '.join(sorted(trained))}")
-    rows = [_row(run, predictor) for run in runs]
+    examples = _examples(runs, predictor)
+    rows = [_row(run, predictor, [e for e in examples if e.run == run.manifest.name]) for run in runs]
     measured = np.array([row["measured_s"] for row in rows])
     predicted = np.array([row["predicted_s"] for row in rows])
     alone = np.array([row["predicted_without_gnn_s"] for row in rows])
     held = [row["low_s"] <= row["measured_s"] <= row["high_s"] for row in rows]
-    op_errors = _op_errors(runs, predictor)
     return Evaluation(
         rows,
         _mape(predicted, measured),
         _mape(alone, measured),
         spearman(predicted, measured),
         100.0 * float(np.mean(held)),
-        *op_errors,
+        *_op_errors(examples, predictor),
     )
 
 
-def _row(run: MeasuredRun, predictor: Predictor) -> dict[str, Any]:
+def _row(run: MeasuredRun, predictor: Predictor, examples: list[Example]) -> dict[str, Any]:
     manifest = run.manifest
     prediction = predict(manifest.job, predictor)
     alone = predict(manifest.job, predictor.without_context)
     measured = manifest.iteration_time_s
     steps = np.array(manifest.step_seconds)
+    by_regressor, with_gnn = _op_errors(examples, predictor)
     return {
         "run": manifest.name,
         "job": manifest.job.name,
@@ -89,20 +94,27 @@ def _row(run: MeasuredRun, predictor: Predictor) -> dict[str, Any]:
         "error_percent": 100 * (prediction.iteration_time_s / measured - 1),
         "predicted_without_gnn_s": alone.iteration_time_s,
         "unsupported": len(prediction.unsupported),
+        "op_error_regressor": by_regressor,
+        "op_error_with_gnn": with_gnn,
     }
 
 
-def _op_errors(runs: list[MeasuredRun], predictor: Predictor) -> tuple[float, float]:
-    if not any(run.segments for run in runs):
+def _op_errors(examples: list[Example], predictor: Predictor) -> tuple[float, float]:
+    """Of ops in context by regressors alone, and with the context model; 0 without examples."""
+    if not examples:
         return 0.0, 0.0
     from stepsight.training.context import op_error
+
+    alone = op_error(examples, None, predictor.hardware)
+    return alone, op_error(examples, predictor.context, predictor.hardware)
+
+
+def _examples(runs: list[MeasuredRun], predictor: Predictor) -> list[Example]:
+    if not any(run.segments for run in runs):
+        return []
     from stepsight.training.learning import make_examples
 
-    examples = make_examples(runs, predictor)
-    return (
-        op_error(examples, None, predictor.hardware),
-        op_error(examples, predictor.context, predictor.hardware),
-    )
+    return make_examples(runs, predictor)
 
 
 def _mape(predicted: Array, measured: Array) -> float:
