@@ -75,7 +75,10 @@ def _alignment(op: Op) -> int:
 
 
 def op_features(
-    ops: Sequence[Op], hardware: Hardware, busy: Sequence[int] | int, variants: Sequence[int] | int = 0
+    ops: Sequence[Op],
+    hardware: Hardware,
+    busy: Sequence[int] | int,
+    variants: Sequence[int] | NDArray[np.int64] | int = 0,
 ) -> Array:
     """Features for trees, shape ``(len(ops), len(OP_FEATURES))``.
 

@@ -307,7 +307,7 @@ def demo(
     _answer(summary, text, as_json)
 
 
-EXPERIMENTS = ("dilated", "memory")
+EXPERIMENTS = ("dilated", "kernels", "memory")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
@@ -315,8 +315,9 @@ def experiment(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.")] = "",
 ) -> None:
-    """Measure again what the README claims: `dilated` (pipelines that sleep, for real) or `memory` (against PyTorch's
-    tracker). Each takes options of its own, `--json` and `--help` among them.
+    """Measure again what the README claims: `dilated` (pipelines that sleep, for real), `kernels` (public tables,
+    shapes held out) or `memory` (against PyTorch's tracker). Each takes options of its own, `--json` and `--help`
+    among them.
 
     Example:
 

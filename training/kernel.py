@@ -22,7 +22,10 @@ OUTSIDE = 0.7  # log units beyond the measured range from which an op counts as 
 
 
 def op_rows(
-    ops: Sequence[Op], hardware: Hardware, busy: Sequence[int] | int, variants: Sequence[int] | int = 0
+    ops: Sequence[Op],
+    hardware: Hardware,
+    busy: Sequence[int] | int,
+    variants: Sequence[int] | NDArray[np.int64] | int = 0,
 ) -> Rows:
     """Ops as the regressor's rows."""
     return Rows(
@@ -71,7 +74,8 @@ class KernelModel:
         hardware: What was measured.
         regressor: Physics, trees and neighbours by kind.
         left_out: Answer as if the ops asked about had not been measured (for honest intervals).
-        derives: Whether kinds that were not measured take the efficiency of others (see ``derived``), or the roofline.
+        derives: Whether this comes from tables of a device on its own: then kinds that were not measured take the
+            efficiency of others (see ``derived``) instead of the roofline, and busy neighbours do not count.
         ratios: By kind that was not measured here, what others measured of it against its base.
         serves: Another device with the same chip that is asked about: ops take as much longer as its roofline says.
     """
@@ -88,7 +92,7 @@ class KernelModel:
         if not ops:
             return np.zeros(0)
         traced = [self._traced(op) for op in ops]
-        rows = op_rows([base for base, _, _ in traced], self.hardware, busy)
+        rows = op_rows([base for base, _, _ in traced], self.hardware, 1 if self.derives else busy)
         seconds = self.regressor.seconds_left_out(rows) if self.left_out else self.regressor.seconds(rows)
         for index, (op, (base, log_ratio, _)) in enumerate(zip(ops, traced, strict=True)):
             if np.isnan(seconds[index]):  # nothing tells of it
@@ -127,7 +131,7 @@ class KernelModel:
     def crowded(self, busy: int) -> str:
         """Why so many busy devices of a node lie outside what was measured; empty if they do not."""
         low, high = self.regressor.busy
-        if low <= busy <= high:
+        if low <= busy <= high or self.derives:
             return ""
         return f"{busy} devices of a node compute at once: measured with {low:.0f} to {high:.0f}"
 
@@ -152,11 +156,15 @@ def fit_kernels(
     seconds: Array,
     hardware: Hardware,
     *,
-    variants: Sequence[int] | int = 0,
+    variants: Sequence[int] | NDArray[np.int64] | int = 0,
     seed: int = 0,
+    judged: bool = True,
 ) -> KernelModel:
-    """Fit from measured ops; the same op may be given for several numbers of busy devices and several variants."""
+    """Fit from measured ops; the same op may be given for several numbers of busy devices and several variants.
+
+    ``judged``: whether errors are wanted where nothing depends on them; see ``fit_regressor``.
+    """
     rows = op_rows(ops, hardware, busy, variants)
     families = dict(zip(rows.kinds, (op.family for op in ops), strict=True))
     bounds = {kind: op_bounds(hardware, family) for kind, family in families.items()}
-    return KernelModel(hardware, fit_regressor(rows, seconds, bounds, OP_FEATURES, seed))
+    return KernelModel(hardware, fit_regressor(rows, seconds, bounds, OP_FEATURES, seed, judged=judged))

@@ -191,7 +191,7 @@ class Regressor:
 
 
 def fit_regressor(
-    rows: Rows, seconds: Array, bounds: Mapping[str, Bounds], names: tuple[str, ...], seed: int
+    rows: Rows, seconds: Array, bounds: Mapping[str, Bounds], names: tuple[str, ...], seed: int, *, judged: bool = True
 ) -> Regressor:
     """Fit every layer; trees and reach of the neighbours are chosen per family by cross-validation.
 
@@ -201,6 +201,7 @@ def fit_regressor(
         bounds: Physical range of the constants, by kind.
         names: Names of the features.
         seed: Of folds and trees.
+        judged: Whether errors and what was left out are wanted of families with so many rows that nothing is chosen.
     """
     physics: dict[str, Physics] = {}
     trees: dict[str, Trees] = {}
@@ -210,9 +211,11 @@ def fit_regressor(
     left_out: dict[Key, float] = {}
     for family, index in rows.by_family().items():
         own, measured = rows.take(index), seconds[index]
-        share, length, off = _choose(own, measured, bounds, names, seed)
-        errors[family] = float(np.abs(off).mean())
-        left_out |= {own.key(i): float(measured[i] * np.exp(off[i])) for i in range(len(own))}
+        share, length = 1.0, LENGTHS[0]
+        if judged or len(own) < MANY_ROWS:
+            share, length, off = _choose(own, measured, bounds, names, seed)
+            errors[family] = float(np.abs(off).mean())
+            left_out |= {own.key(i): float(measured[i] * np.exp(off[i])) for i in range(len(own))}
         fitted = _fit_physics(own, measured, bounds)
         if share:
             fitted = _with_trees(fitted, own, measured, names, seed).with_share(share)
