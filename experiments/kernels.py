@@ -84,8 +84,8 @@ def figures_of(name: str, rows: OpRows, hardware: Hardware, seed: int = 0) -> li
     for index, op in enumerate(rows.ops):
         families.setdefault((op.family, dtype_class(op, hardware)), []).append(index)
     found = []
-    for (family, precision), index in families.items():
-        own = rows.take(np.array(index))
+    for (family, precision), indices in families.items():
+        own = rows.take(np.array(indices))
         label = f"{family}/{precision}" if precision else family
         splits: dict[str, Callable[[Op], Hashable]] = {
             "random": lambda op: (op.kind, op.dims),
