@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from stepsight.dataset.errors import JobError
+from stepsight.dataset.errors import JobError, PredictorError
 from stepsight.dataset.hardware import find_hardware, hardware_names
 from stepsight.dataset.job import Job
 from stepsight.simulator.explain import Sensitivity, explain
@@ -130,12 +130,13 @@ class Prediction:
         }
 
 
-def predict(job: Job, predictor: Predictor | None = None) -> Prediction:
+def predict(job: Job, predictor: Predictor | str | None = None) -> Prediction:
     """Predict one iteration of a job.
 
     Args:
         job: What to ask about.
-        predictor: Learned for the job's hardware; without one, a roofline from the preset's facts.
+        predictor: Learned for the job's hardware, or the name (of it or of the hardware) of one that comes with the
+            package; without one, a roofline from the preset's facts.
 
     Raises:
         PredictorError: If the predictor is for other hardware.
@@ -145,8 +146,10 @@ def predict(job: Job, predictor: Predictor | None = None) -> Prediction:
         raise JobError(f"predict takes a Job, got {type(job).__name__}")
     if predictor is None:
         return _from_facts(job)
+    if isinstance(predictor, str):
+        predictor = _shipped(predictor)
     if not isinstance(predictor, Predictor):
-        raise JobError(f"predict takes a Predictor or None, got {type(predictor).__name__}")
+        raise JobError(f"predict takes a Predictor, the name of one or None, got {type(predictor).__name__}")
     latency = predictor.latency(job)
     simulation = simulate(job, latency)
     unsupported, share = _outside(simulation, latency)
@@ -164,7 +167,7 @@ def predict(job: Job, predictor: Predictor | None = None) -> Prediction:
     )
 
 
-def predict_many(jobs: Sequence[Job], predictor: Predictor | None = None) -> list[Prediction]:
+def predict_many(jobs: Sequence[Job], predictor: Predictor | str | None = None) -> list[Prediction]:
     """Predict several jobs; what they share is worked out once."""
     collects = gc.isenabled()
     gc.disable()  # all that is made is kept: looking for garbage again and again costs a tenth of the time
@@ -173,6 +176,17 @@ def predict_many(jobs: Sequence[Job], predictor: Predictor | None = None) -> lis
     finally:
         if collects:
             gc.enable()
+
+
+def _shipped(name: str) -> Predictor:
+    from stepsight.training.shipped import shipped_names, shipped_predictor
+
+    found = shipped_predictor(name)
+    if found is None:
+        raise PredictorError(
+            f"a predictor by name must be one of {', '.join(shipped_names())} or their hardware, got {name!r}"
+        )
+    return found
 
 
 def _from_facts(job: Job) -> Prediction:

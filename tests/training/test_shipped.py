@@ -73,6 +73,14 @@ def test_a_twin_streams_at_its_own_bandwidth() -> None:
     assert slower == pytest.approx([1, 2.039 / 1.555], rel=0.01)
 
 
+def test_predict_takes_a_name() -> None:
+    job = Job.from_file(EXAMPLES / "gpt3-175b-1024.toml")
+    by_name, by_hardware = (predict(job, name).iteration_time_s for name in ("a100-sxm", "a100-sxm-80gb"))
+    assert by_name == by_hardware == predict(job, shipped_predictor("a100-sxm")).iteration_time_s
+    with pytest.raises(PredictorError, match="must be one of a100-sxm, h100-sxm or their hardware, got 'x'"):
+        predict(job, "x")
+
+
 def test_other_hardware_has_none() -> None:
     assert shipped_predictor("local-cpu") is None
 
