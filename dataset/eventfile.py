@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.box import Box
 from stepsight.dataset.errors import TraceError
+from stepsight.dataset.hardware import Fabric
 from stepsight.dataset.manifest import SCHEMA, number, read_object, typed
 from stepsight.dataset.op import Collective, Op
 
@@ -33,6 +35,7 @@ class EventFile:
         works: What was measured.
         seconds: Of each.
         hardware: Fields of ``Hardware`` that were measured.
+        fabric: Of the box that it was measured in, None outside of one.
     """
 
     path: Path
@@ -40,6 +43,7 @@ class EventFile:
     works: tuple[Op | Collective, ...]
     seconds: tuple[float, ...]
     hardware: Mapping[str, Any]
+    fabric: Fabric | None = None
 
 
 def read_event_file(path: Path) -> EventFile:
@@ -58,7 +62,9 @@ def read_event_file(path: Path) -> EventFile:
         records = [typed(record, dict, "a record") for record in typed(tree.get("records"), list, "records")]
         works = tuple(_work(record) for record in records)
         seconds = tuple(_positive(record.get("seconds"), "seconds") for record in records)
-        return EventFile(path, busy, works, seconds, _facts(typed(tree.get("hardware", {}), dict, "hardware")))
+        facts = _facts(typed(tree.get("hardware", {}), dict, "hardware"))
+        fabric = Box.from_dict(tree["box"]).links if "box" in tree else None
+        return EventFile(path, busy, works, seconds, facts, fabric)
     except (KeyError, TypeError, ValueError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise TraceError(f"{path} must be an event profile: {why}") from None

@@ -1,4 +1,8 @@
-"""Numbers from collectives: steps and bytes that take time, and features for the trees."""
+"""Numbers from collectives on a fabric: what takes time, and features for the trees.
+
+A collective is seen relative to the links that it crosses, so what is learned on one fabric serves others: links of
+another rate, nodes of another size.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.hardware import Fabric
 from stepsight.dataset.op import COLLECTIVE_KINDS, Collective
 
 Array = NDArray[np.float64]
 
 COLLECTIVE_IDS = {kind: index for index, kind in enumerate(COLLECTIVE_KINDS)}
-COLLECTIVE_TERMS = ("calls", "steps", "wire_bytes", "buffer_bytes")
-COLLECTIVE_FEATURES = ("kind", "log_bytes", "log_group_size", "log_ranks_per_node", "log_wire_bytes")
+COLLECTIVE_TERMS = ("calls", "steps", "buffer_bytes", "wire_seconds", "messages")
+OVERLAPPING = (3, 4)  # terms that run at the same time: the longer counts
+COLLECTIVE_FEATURES = ("kind", "log_bytes", "log_group_size", "log_ranks_per_node", "log_wire_seconds")
 
 
 def ring_steps(collective: Collective) -> float:
@@ -30,12 +36,28 @@ def wire_bytes(collective: Collective) -> float:
     return ring_steps(collective) * collective.num_bytes / collective.group_size
 
 
-def collective_terms(collective: Collective) -> tuple[float, ...]:
-    """Quantities whose weighted sum is a collective's time, in the order of ``COLLECTIVE_TERMS``."""
-    return (1.0, ring_steps(collective), wire_bytes(collective), float(collective.num_bytes))
+def wire_seconds(collective: Collective, fabric: Fabric) -> float:
+    """Seconds in which the slowest link that a collective crosses moves what has to cross it.
+
+    A link's bandwidth is that of one device; what leaves a node leaves through those of all the group's ranks there.
+    """
+    if collective.num_nodes == 1:
+        return wire_bytes(collective) / fabric.intra_node.bandwidth_bytes_per_s
+    near = 1 if collective.kind in ("send_recv", "all_to_all") else collective.ranks_per_node
+    return wire_bytes(collective) / (near * fabric.inter_node.bandwidth_bytes_per_s)
 
 
-def collective_features(collectives: Sequence[Collective]) -> Array:
+def collective_terms(collective: Collective, fabric: Fabric) -> tuple[float, ...]:
+    """Quantities whose weighted sum is a collective's time, in the order of ``COLLECTIVE_TERMS``.
+
+    Of the link's seconds and of the messages of all ranks (work of a host that ranks share) the longer counts.
+    """
+    steps = ring_steps(collective)
+    messages = steps * collective.group_size
+    return (1.0, steps, float(collective.num_bytes), wire_seconds(collective, fabric), messages)
+
+
+def collective_features(collectives: Sequence[Collective], fabrics: Sequence[Fabric]) -> Array:
     """Features for trees, shape ``(len(collectives), len(COLLECTIVE_FEATURES))``."""
     return np.array(
         [
@@ -44,14 +66,15 @@ def collective_features(collectives: Sequence[Collective]) -> Array:
                 np.log1p(c.num_bytes),
                 np.log(c.group_size),
                 np.log(c.ranks_per_node),
-                np.log1p(wire_bytes(c)),
+                np.log(wire_seconds(c, fabric) + 1e-9),
             )
-            for c in collectives
+            for c, fabric in zip(collectives, fabrics, strict=True)
         ],
         dtype=np.float64,
     ).reshape(len(collectives), len(COLLECTIVE_FEATURES))
 
 
-def collective_position(collective: Collective) -> Array:
-    """Where a collective lies among its kind: log of bytes, group size and ranks per node."""
-    return np.log([max(collective.num_bytes, 1), collective.group_size, collective.ranks_per_node])
+def collective_position(collective: Collective, fabric: Fabric) -> Array:
+    """Where a collective lies among its kind: log of bytes, group size, ranks per node and seconds on the link."""
+    wire = max(wire_seconds(collective, fabric), 1e-9)
+    return np.log([max(collective.num_bytes, 1), collective.group_size, collective.ranks_per_node, wire])

@@ -1,4 +1,4 @@
-"""Seconds of collectives, learned from event profiles: steps and bytes first, residual within the measured range."""
+"""Seconds of collectives, learned from event profiles: physics of the links first, residual within the measured range."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from stepsight.dataset.physics import alpha_beta_seconds
 from stepsight.features.collectives import (
     COLLECTIVE_FEATURES,
     COLLECTIVE_TERMS,
+    OVERLAPPING,
     collective_features,
     collective_position,
     collective_terms,
@@ -25,11 +26,13 @@ Array = NDArray[np.float64]
 
 OUTSIDE = 0.7  # log units, as for ops
 
-# Seconds per call, step, byte on the wire and byte of the buffer, from NVLink to a loopback socket.
+# Seconds per call, step, byte of the buffer, second that the link's facts say, and message that a shared host handles;
+# from NVLink to a loopback socket.
 BOUNDS = Bounds(
-    prior=np.array([2e-5, 5e-5, 1e-9, 2e-10]),
-    low=np.array([1e-7, 1e-7, 5e-13, 1e-14]),
-    high=np.array([5e-2, 1e-2, 1e-7, 1e-8]),
+    prior=np.array([2e-5, 5e-5, 2e-10, 1.1, 2e-6]),
+    low=np.array([1e-7, 1e-7, 1e-14, 0.3, 1e-9]),
+    high=np.array([5e-2, 1e-2, 1e-8, 30.0, 2e-3]),
+    overlapping=OVERLAPPING,
 )
 
 
@@ -38,16 +41,17 @@ def _label(collective: Collective) -> str:
     return f"{collective.kind}/{'inter' if collective.num_nodes > 1 else 'intra'}"
 
 
-def collective_rows(collectives: Sequence[Collective]) -> Rows:
-    """Collectives as the regressor's rows."""
+def collective_rows(collectives: Sequence[Collective], fabrics: Sequence[Fabric]) -> Rows:
+    """Collectives, each on its fabric, as the regressor's rows."""
+    pairs = list(zip(collectives, fabrics, strict=True))
     labels = tuple(_label(c) for c in collectives)
     return Rows(
         labels,
         labels,
-        np.array([collective_terms(c) for c in collectives], float).reshape(len(collectives), len(COLLECTIVE_TERMS)),
+        np.array([collective_terms(c, f) for c, f in pairs], float).reshape(len(pairs), len(COLLECTIVE_TERMS)),
         np.ones(len(collectives)),
-        tuple(collective_position(c) for c in collectives),
-        collective_features(collectives),
+        tuple(collective_position(c, f) for c, f in pairs),
+        collective_features(collectives, fabrics),
     )
 
 
@@ -67,13 +71,13 @@ class CollectiveModel:
         """Seconds of each collective alone; by the fabric's facts where kind and layout were never measured."""
         if not collectives:
             return np.zeros(0)
-        rows = collective_rows(collectives)
+        rows = collective_rows(collectives, [fabric] * len(collectives))
         seconds = self.regressor.seconds_left_out(rows) if self.left_out else self.regressor.seconds(rows)
         for index in np.flatnonzero(np.isnan(seconds)).tolist():
             seconds[index] = alpha_beta_seconds(collectives[index], fabric)
         return seconds
 
-    def unsupported(self, collective: Collective) -> str:
+    def unsupported(self, collective: Collective, fabric: Fabric) -> str:
         """Why a collective lies outside what was measured; empty if it does not."""
         label = _label(collective)
         if label not in self.regressor.physics:
@@ -82,11 +86,15 @@ class CollectiveModel:
         low, high = self.regressor.support[label]
         if not low[1] - 1e-9 <= np.log(collective.group_size) <= high[1] + 1e-9:
             return f"{collective}: measured for groups of {np.exp(low[1]):.0f} to {np.exp(high[1]):.0f} ranks"
-        excess = self.regressor.excess(label, collective_position(collective))
+        excess = self.regressor.excess(label, collective_position(collective, fabric))
         return f"{collective}: {np.exp(excess):.1f} x outside the measured sizes" if excess > OUTSIDE else ""
 
 
-def fit_collectives(collectives: Sequence[Collective], seconds: Array, *, seed: int = 0) -> CollectiveModel:
-    """Fit from measured collectives."""
+def fit_collectives(
+    collectives: Sequence[Collective], fabrics: Sequence[Fabric], seconds: Array, *, seed: int = 0
+) -> CollectiveModel:
+    """Fit from measured collectives, each on its fabric."""
     bounds = {f"{kind}/{where}": BOUNDS for kind in COLLECTIVE_KINDS for where in ("intra", "inter")}
-    return CollectiveModel(fit_regressor(collective_rows(collectives), seconds, bounds, COLLECTIVE_FEATURES, seed))
+    return CollectiveModel(
+        fit_regressor(collective_rows(collectives, fabrics), seconds, bounds, COLLECTIVE_FEATURES, seed)
+    )

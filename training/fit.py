@@ -14,7 +14,7 @@ import numpy as np
 
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.files import digest
-from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.hardware import Hardware, find_fabric, usual_fabric
 from stepsight.training.calibration import fit_calibration
 from stepsight.training.collective import fit_collectives
 from stepsight.training.intervals import Intervals, conformal
@@ -69,7 +69,7 @@ def train(
     check_output(out)  # before anything is learned
     check_store(uri)
     say("reading event profiles and traces")
-    profile = read_profiles(collections)
+    profile = read_profiles(collections, find_fabric(usual_fabric(hardware_name)))
     runs = read_runs(collections, roles)
     if not profile.ops and not any(run.segments for run in runs):
         raise TraceError(
@@ -96,7 +96,7 @@ def _learn(profile: Profile, runs: list[MeasuredRun], hardware: Hardware, seed: 
         say(f"kinds known from traces alone: {', '.join(from_traces)}")
     say(f"regressors: {len(profile.ops)} ops, {len(profile.collectives)} collectives")
     kernel = fit_kernels(profile.ops, profile.op_busy, np.array(profile.op_seconds), hardware, seed=seed)
-    collective = fit_collectives(profile.collectives, np.array(profile.collective_seconds), seed=seed)
+    collective = fit_collectives(profile.collectives, profile.fabrics, np.array(profile.collective_seconds), seed=seed)
     metrics: dict[str, float] = {
         f"alone_error_{family.replace('/', '_')}_percent": 100 * float(np.expm1(error))
         for model in (kernel.regressor, collective.regressor)

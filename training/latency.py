@@ -86,7 +86,8 @@ class LearnedLatency:
         known = self._outside.get(id(works))
         if known is None:
             reasons = [
-                self._kernel.unsupported(w) if isinstance(w, Op) else self._collective.unsupported(w) for w in works
+                self._kernel.unsupported(w) if isinstance(w, Op) else self._collective.unsupported(w, self.fabric)
+                for w in works
             ]
             mask = np.array([bool(reason) for reason in reasons], dtype=np.bool_)
             if crowded := self._kernel.crowded(self.busy):

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.box import HARDWARE as SLEEPERS
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.eventfile import EventFile, read_event_file
 from stepsight.dataset.files import digest, digest_files
-from stepsight.dataset.hardware import Hardware, find_hardware, hardware_from_dict
+from stepsight.dataset.hardware import Fabric, Hardware, find_hardware, hardware_from_dict
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
 from stepsight.dataset.trace import RunManifest, Segment, read_collection, read_run
@@ -27,15 +28,18 @@ class Profile:
 
     Attributes:
         ops, op_busy, op_seconds: Measured ops, one entry each.
-        collectives, collective_seconds: Measured collectives.
+        fabric: Of collectives whose file does not say on which links.
+        collectives, fabrics, collective_seconds: Measured collectives.
         facts: Fields of ``Hardware`` that were measured.
         digest: Of the files.
     """
 
+    fabric: Fabric
     ops: list[Op] = field(default_factory=list)
     op_busy: list[int] = field(default_factory=list)
     op_seconds: list[float] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
+    fabrics: list[Fabric] = field(default_factory=list)
     collective_seconds: list[float] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
@@ -47,6 +51,8 @@ class Profile:
             TraceError: If neither knows the facts.
         """
         preset = find_hardware(name)
+        if preset is not None and name == SLEEPERS:
+            return preset  # they sleep as long as it says: there is nothing to measure
         known = preset.to_dict() if preset else {"op_latency_s": 5e-6}
         facts = {**known, **self.facts, "name": name, "kind": "cpu" if device == "cpu" else "gpu"}
         facts["source"] = "measured by stepsight collect" if self.facts else known.get("source", "")
@@ -74,13 +80,13 @@ class MeasuredRun:
         return float(np.std(np.log(values))) if len(values) > 1 else 0.0
 
 
-def read_profiles(collections: Iterable[Path]) -> Profile:
-    """Read every event file of some collections.
+def read_profiles(collections: Iterable[Path], fabric: Fabric) -> Profile:
+    """Read every event file of some collections; ``fabric`` is that of files which name none.
 
     Raises:
         TraceError: If a folder is no collection or named twice, or a file is not what the harness writes.
     """
-    profile = Profile()
+    profile = Profile(fabric)
     files = [read_event_file(path) for folder in _distinct(collections) for path in read_collection(folder).events]
     for file in files:
         _add(file, profile)
@@ -96,6 +102,7 @@ def _add(file: EventFile, profile: Profile) -> None:
             profile.op_seconds.append(seconds)
         else:
             profile.collectives.append(work)
+            profile.fabrics.append(file.fabric or profile.fabric)
             profile.collective_seconds.append(seconds)
     facts = dict(file.hardware)
     shares = [table["memory_bytes"] for table in (profile.facts, facts) if "memory_bytes" in table]
@@ -163,6 +170,7 @@ def fill_from_traces(profile: Profile, runs: Iterable[MeasuredRun]) -> list[str]
             profile.op_seconds.append(float(np.median(seconds)))
         else:
             profile.collectives.append(work)
+            profile.fabrics.append(profile.fabric)
             profile.collective_seconds.append(float(np.median(seconds)))
     return sorted({work.kind for work, _ in found})
 

@@ -18,24 +18,30 @@ NOISE = 0.05  # log-seconds that repeated measurements differ by
 HUBER = 2.0  # residuals beyond this many noises count linearly
 CONSTANT_PRIOR_STD = 2.0  # log units
 BUSY_PRIOR_STD = 0.5
+SHARPNESS = 6.0  # of a maximum: the power of a norm
 MAX_BUSY_EXPONENT = 1.2  # 1: the quantity is fully shared among the busy devices of a node
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where the constants may lie: prior, lowest and highest seconds per unit of each term, ``(terms,)``."""
+    """Where the constants may lie: prior, lowest and highest seconds per unit of each term, ``(terms,)``.
+
+    Of ``overlapping`` terms only the longest counts.
+    """
 
     prior: Array
     low: Array
     high: Array
+    overlapping: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Physics:
-    """Fitted constants of one kind, shapes ``(terms,)``."""
+    """Fitted constants of one kind, shapes ``(terms,)``; of ``overlapping`` terms only the longest counts."""
 
     log_constants: Array
     busy_exponents: Array
+    overlapping: tuple[int, ...] = ()
 
     def seconds(self, terms: Array, busy: Array) -> Array:
         """Seconds of each row; ``terms`` is ``(rows, terms)``, ``busy`` is ``(rows,)``."""
@@ -43,14 +49,27 @@ class Physics:
 
     def _parts(self, terms: Array, busy: Array) -> Array:
         weights = self.log_constants + np.log(busy)[:, None] * self.busy_exponents
-        return np.asarray(terms * np.exp(weights))
+        parts = np.asarray(terms * np.exp(weights))
+        if self.overlapping:  # shares of a smooth maximum, which is what they add up to
+            columns = list(self.overlapping)
+            among = parts[:, columns]
+            longest = among.max(axis=1, keepdims=True) + 1e-30
+            powers = (among / longest) ** SHARPNESS
+            total = powers.sum(axis=1, keepdims=True) + 1e-30
+            parts[:, columns] = longest * total ** (1 / SHARPNESS - 1) * powers
+        return parts
 
     def to_dict(self) -> dict[str, Any]:
-        return {"log_constants": self.log_constants.tolist(), "busy_exponents": self.busy_exponents.tolist()}
+        table = {"log_constants": self.log_constants.tolist(), "busy_exponents": self.busy_exponents.tolist()}
+        return {**table, "overlapping": list(self.overlapping)} if self.overlapping else table
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Physics:
-        return cls(np.array(value["log_constants"], float), np.array(value["busy_exponents"], float))
+        return cls(
+            np.array(value["log_constants"], float),
+            np.array(value["busy_exponents"], float),
+            tuple(value.get("overlapping", ())),
+        )
 
 
 def fit_physics(terms: Array, busy: Array, seconds: Array, bounds: Bounds, steps: int = 80) -> Physics:
@@ -69,11 +88,11 @@ def fit_physics(terms: Array, busy: Array, seconds: Array, bounds: Bounds, steps
     stds = np.concatenate([np.full(count, CONSTANT_PRIOR_STD), np.full(count, BUSY_PRIOR_STD)])
     log_seconds, log_busy = np.log(seconds), np.log(busy)[:, None]
     theta, damping = prior.copy(), 1.0
-    loss, gradient, hessian = _objective(theta, terms, busy, log_seconds, log_busy, prior, stds)
+    loss, gradient, hessian = _objective(theta, terms, busy, log_seconds, log_busy, prior, stds, bounds.overlapping)
     for _ in range(steps):
         step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), -gradient)
         candidate = np.clip(theta + np.clip(step, -1.5, 1.5), low, high)
-        result = _objective(candidate, terms, busy, log_seconds, log_busy, prior, stds)
+        result = _objective(candidate, terms, busy, log_seconds, log_busy, prior, stds, bounds.overlapping)
         if result[0] < loss:
             converged = loss - result[0] < 1e-7 * loss
             theta, (loss, gradient, hessian) = candidate, result
@@ -84,15 +103,22 @@ def fit_physics(terms: Array, busy: Array, seconds: Array, bounds: Bounds, steps
             damping *= 4
             if damping > 1e9:
                 break
-    return Physics(theta[:count], theta[count:])
+    return Physics(theta[:count], theta[count:], bounds.overlapping)
 
 
 def _objective(
-    theta: Array, terms: Array, busy: Array, log_seconds: Array, log_busy: Array, prior: Array, stds: Array
+    theta: Array,
+    terms: Array,
+    busy: Array,
+    log_seconds: Array,
+    log_busy: Array,
+    prior: Array,
+    stds: Array,
+    overlapping: tuple[int, ...],
 ) -> tuple[float, Array, Array]:
     """Loss, its gradient and a Gauss-Newton Hessian."""
     count = terms.shape[1]
-    physics = Physics(theta[:count], theta[count:])
+    physics = Physics(theta[:count], theta[count:], overlapping)
     parts = physics._parts(terms, busy)
     total = parts.sum(axis=1) + 1e-12
     residual = (np.log(total) - log_seconds) / NOISE

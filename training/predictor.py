@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from stepsight.dataset.errors import PredictorError, StepsightError
 from stepsight.dataset.files import check_writable, digest, new_folder, read_json, write_json
-from stepsight.dataset.hardware import Hardware, hardware_from_dict
+from stepsight.dataset.hardware import Fabric, Hardware, hardware_from_dict
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
 from stepsight.features.collectives import COLLECTIVE_FEATURES, COLLECTIVE_TERMS
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from stepsight.gnn.inference import ContextWeights
 
 FORMAT = "stepsight-predictor"
-SCHEMA = 3
+SCHEMA = 4
 SHIPPED = Path(__file__).with_name("predictors")
 T = TypeVar("T")
 
@@ -108,10 +108,10 @@ class Predictor:
             self, kernel=replace(self.kernel, left_out=True), collective=replace(self.collective, left_out=True)
         )
 
-    def unsupported(self, works: Iterable[Op | Collective]) -> list[str]:
-        """Which ops and collectives lie outside what was measured, and why."""
+    def unsupported(self, works: Iterable[Op | Collective], fabric: Fabric) -> list[str]:
+        """Which ops, and collectives on a fabric, lie outside what was measured, and why."""
         reasons = (
-            self.kernel.unsupported(work) if isinstance(work, Op) else self.collective.unsupported(work)
+            self.kernel.unsupported(work) if isinstance(work, Op) else self.collective.unsupported(work, fabric)
             for work in works
         )
         return [reason for reason in reasons if reason]

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -34,6 +35,9 @@ from torch.distributed import distributed_c10d as c10d
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+Span = tuple[str, int, int, float, float]  # label, stage, micro-batch (-1: none), start and end in monotonic seconds
 
 
 class _State(threading.local):
@@ -49,6 +53,7 @@ class _Recorder:
         self.sequence: dict[str, int] = {}
         self.pending: dict[int, tuple[Any, str]] = {}  # id of a work -> (the work, kept alive; its wait's name)
         self.installed = False
+        self.spans: list[Span] | None = None
 
 
 _recorder = _Recorder()
@@ -67,6 +72,29 @@ def recording() -> Iterator[None]:
         _recorder.pending.clear()
 
 
+@contextmanager
+def noting(spans: list[Span]) -> Iterator[None]:
+    """Note when segments begin and end: no more than that, so that it costs next to nothing."""
+    _recorder.spans = spans
+    try:
+        yield
+    finally:
+        _recorder.spans = None
+
+
+class _Noted:
+    """A segment whose times are noted."""
+
+    def __init__(self, spans: list[Span], label: str, stage: int, micro_batch: int) -> None:
+        self._spans, self._what = spans, (label, stage, micro_batch)
+
+    def __enter__(self) -> None:
+        self._start = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._spans.append((*self._what, self._start, time.monotonic()))
+
+
 def name_groups(groups: Mapping[str, dist.ProcessGroup | None]) -> None:
     """Name the process groups of a run in annotations (``tp``, ``dp``, ``pp``); others are called ``world``."""
     _recorder.group_names = {group.group_name: name for name, group in groups.items() if group is not None}
@@ -74,6 +102,8 @@ def name_groups(groups: Mapping[str, dist.ProcessGroup | None]) -> None:
 
 def segment(label: str, **facts: int) -> AbstractContextManager[Any]:
     """A part of a step: ``forward``, ``backward``, ``optimizer``, or the ``step`` itself."""
+    if _recorder.spans is not None:
+        return _Noted(_recorder.spans, label, facts.get("stage", 0), facts.get("micro_batch", -1))
     if not _recorder.active:
         return _NOTHING
     words = [f"label={label}", *(f"{key}={value}" for key, value in facts.items())]

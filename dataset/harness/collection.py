@@ -22,10 +22,11 @@ from . import annotate, cores
 from . import plan as plans
 from .errors import HarnessError
 from .files import new_folder, write_json
-from .measure import barrier, gather, profiled_steps, timed_steps
+from .measure import barrier, gather, noted_steps, profiled_steps, timed_steps
 from .parallel import Training
 from .progress import ROUND_UNITS
 from .rounds import read_rounds, rounds_path, write_rounds
+from .sleeping import WARM_UP_PACE, SleepingTraining
 
 
 class Collection:
@@ -40,14 +41,19 @@ class Collection:
     def __init__(self, plan: dict[str, Any], out: Path, report: Callable[..., None]) -> None:
         self.plan, self.out, self._report = plans.check_plan(plan), out, report
         torch.set_num_threads(1)
-        local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        self.device = _device(self.plan["device"], local_rank, local_size)
-        dist.init_process_group(
-            "nccl" if self.device.type == "cuda" else "gloo",
-            timeout=timedelta(minutes=10),
-            device_id=self.device if self.device.type == "cuda" else None,
-        )
-        if self.device.type == "cpu":  # a GPU's rank is left alone: its autograd thread needs a core beside it
+        local_rank, self.local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        self.device = _device(self.plan["device"], local_rank, self.local_size)
+        if "box" in self.plan:
+            cores.hurry_communication()
+        with cores.any_core():
+            dist.init_process_group(
+                "nccl" if self.device.type == "cuda" else "gloo",
+                timeout=timedelta(minutes=10),
+                device_id=self.device if self.device.type == "cuda" else None,
+            )
+        if "box" in self.plan:
+            os.setpriority(os.PRIO_PROCESS, 0, -20)
+        elif self.device.type == "cpu":  # a GPU's rank is left alone: its autograd thread needs a core beside it
             cores.pin(local_rank)
         annotate.install()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -72,29 +78,42 @@ class Collection:
 
     def _runs(self) -> None:
         runs = [run for run in self.plan["runs"] if plans.world_size(run["job"]) == self.size]
-        runs = [run for run in runs if not self._agreed((self.out / "runs" / run["name"] / "manifest.json").exists())]
+        runs = [run for run in runs if not self._agreed(self._is_done(run["name"]))]
         state = {run["name"]: self._agreed(self._load_rounds(run)) for run in runs}
         for number in range(max((run["rounds"] for run in runs), default=0)):
             for run in runs:
                 if len(state[run["name"]]["rounds"]) <= number < run["rounds"]:
                     self._round(run, number, state[run["name"]])
 
+    def _is_done(self, name: str) -> bool:
+        return any((self.out / place / name / "manifest.json").exists() for place in ("runs", "rejected"))
+
     def _load_rounds(self, run: dict[str, Any]) -> dict[str, Any]:
         state = read_rounds(self.out, run)
         keep = run["rounds"] - 1  # the last round also profiles, so it is done again
-        return {**state, "rounds": state["rounds"][:keep]}
+        return {**state, "rounds": state["rounds"][:keep], "records": state["records"][:keep]}
 
     def _round(self, run: dict[str, Any], number: int, state: dict[str, Any]) -> None:
         name = run["name"]
         self._say(f"{name} round {number + 1}/{run['rounds']}")
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        training = Training(run["job"], self.device)
-        _, losses = timed_steps(training, run["warmup"])
-        seconds, more = timed_steps(training, run["steps"])
+        training: Training | SleepingTraining
+        if "sleeps" in run:
+            training = SleepingTraining(run, self.device)
+            training.hurry(WARM_UP_PACE)
+            noted_steps(training, run["warmup"])
+            training.hurry(1.0)
+            seconds, records = noted_steps(training, run["steps"])
+            state["records"].append(records)
+            state["losses"] = [0.0] * (run["warmup"] + run["steps"])
+        else:
+            training = Training(run["job"], self.device)
+            _, losses = timed_steps(training, run["warmup"])
+            seconds, more = timed_steps(training, run["steps"])
+            if number == 0:
+                state["losses"] = self._losses(training, losses + more)
         state["rounds"].append(seconds)
-        if number == 0:
-            state["losses"] = self._losses(training, losses + more)
         if number < run["rounds"] - 1:
             if self.rank == 0:
                 write_rounds(self.out, run, state)
@@ -108,18 +127,22 @@ class Collection:
         replicas = [column for column in known if column is not None]
         return [sum(column) / len(replicas) for column in zip(*replicas, strict=True)]
 
-    def _finish(self, run: dict[str, Any], state: dict[str, Any], training: Training) -> None:
+    def _finish(self, run: dict[str, Any], state: dict[str, Any], training: Training | SleepingTraining) -> None:
         """Profile, and put the run's folder in its place."""
         folder = self.out / ".partial" / run["name"]
         stack = ExitStack()
+        cpu = max((record["cpu"] for steps in state["records"] for record in steps), default=0.0)
         if self.rank == 0:
-            stack.enter_context(new_folder(self.out / "runs" / run["name"], folder))
+            place = "runs" if cpu <= plans.MOST_CPU else "rejected"
+            stack.enter_context(new_folder(self.out / place / run["name"], folder))
         with stack:
             barrier()
             self._profile(run, state, training, folder)
         rounds_path(self.out, run["name"]).unlink(missing_ok=True)
 
-    def _profile(self, run: dict[str, Any], state: dict[str, Any], training: Training, folder: Path) -> None:
+    def _profile(
+        self, run: dict[str, Any], state: dict[str, Any], training: Training | SleepingTraining, folder: Path
+    ) -> None:
         """Write this rank's traces, and on rank 0 the manifest."""
         seconds: list[float] = []
         traces: dict[str, str] = {}
@@ -145,6 +168,9 @@ class Collection:
             "traces": {str(rank): t for rank, (t, _, _) in enumerate(ranks) if t},
             "digests": {name: digest for _, of, _ in ranks for name, digest in of.items()},
         }
+        if "sleeps" in run:
+            manifest["box"] = self.plan["box"]
+            write_json(folder / "records.json", {"steps": [step for steps in state["records"] for step in steps]})
         write_json(folder / "manifest.json", manifest)
 
     def _events(self) -> None:
@@ -155,9 +181,10 @@ class Collection:
             if event["world_size"] != self.size or self._agreed(path.exists()):
                 continue
             self._say(f"events {event['name']}")
-            result = measure_events(event, self.device, self._say)
+            boxed = {"box": self.plan["box"]} if "box" in self.plan else {}
+            result = measure_events(event, self.device, self._say, asleep=bool(boxed))
             if self.rank == 0:
-                head = {"schema": 1, "busy": self.size, "world_size": self.size}
+                head = {"schema": 1, "busy": self.local_size, "world_size": self.size, **boxed}
                 write_json(path, {**head, "fingerprint": self.fingerprint, "versions": self.versions, **result})
 
 

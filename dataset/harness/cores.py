@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_real_time = False
 _ALLOWED = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
@@ -21,15 +22,30 @@ def pin(local_rank: int) -> None:
         os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
 
 
+def hurry_communication() -> None:
+    """Have threads that communicate run in real time from now on: many ranks share a core in a box, and they must not
+    wait for each other's turns to end.
+
+    Not so the thread that computes: gloo's calls may spin for a moment, which in real time would keep the kernel from
+    moving the very packets that it waits for.
+    """
+    global _real_time
+    _real_time = True
+
+
 @contextmanager
 def any_core() -> Iterator[None]:
-    """Threads made within may run on every core that the process was given."""
+    """Threads made within are those that communicate: they may run on every core that the process was given."""
     if not _ALLOWED:
         yield
         return
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, _ALLOWED)
+    if _real_time:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     try:
         yield
     finally:
         os.sched_setaffinity(0, mine)
+        if _real_time:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

@@ -30,15 +30,18 @@ _OP_REPEATS, _COLLECTIVE_REPEATS = (3, 25), (8, 40)  # per visit
 _MOST_SECONDS = 0.06  # for one signature, however large the budget
 
 
-def measure_events(event: dict[str, Any], device: torch.device, say: Callable[..., None]) -> dict[str, Any]:
+def measure_events(
+    event: dict[str, Any], device: torch.device, say: Callable[..., None], *, asleep: bool = False
+) -> dict[str, Any]:
     """Records of all ops and collectives of one entry of a plan, plus measured hardware facts.
 
     Args:
         event: ``{"name", "world_size", "ops", "collectives", "seconds"}``.
         say: Told what has begun, and ``done`` units (one per signature).
+        asleep: Whether this is a box, whose ranks do not compute: there are no facts to measure.
     """
     clock = _Clock(device)
-    hardware = facts.measure(device, clock)
+    hardware = {} if asleep else facts.measure(device, clock)
     ops, collectives = list(event.get("ops", ())), list(event.get("collectives", ()))
     random.Random(0).shuffle(ops)  # neighbours in size are measured at different times
     # Collectives are visited before and after the ops: their times wander more than those of ops, over seconds.
@@ -138,17 +141,27 @@ def _time_op(op: dict[str, Any], pools: dict[str, Pool], clock: _Clock, budget: 
 
 @cache
 def _group(group_size: int, ranks_per_node: int) -> tuple[list[int], Any]:
-    """Ranks of a group that lies on nodes as asked for, and its process group (all ranks must ask alike)."""
+    """Ranks of this rank's group that lies on nodes as asked for, and its process group; none if it is left over.
+
+    All ranks must ask alike.
+    """
     local_size = int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = -(-group_size // ranks_per_node)
-    ranks = [node * local_size + index for node in range(nodes) for index in range(ranks_per_node)][:group_size]
     if ranks_per_node > local_size or nodes * local_size > dist.get_world_size():
         raise HarnessError(
             f"a group must fit on the nodes, got {ranks_per_node} of {group_size} ranks per node on "
             f"{dist.get_world_size() // local_size} nodes of {local_size}"
         )
+    # All ranks that can, in groups of their own: neighbours share links in training too.
+    mine: tuple[list[int], Any] = ([], None)
     with cores.any_core():
-        return ranks, dist.new_group(ranks)
+        for first in range(0, dist.get_world_size() // local_size - nodes + 1, nodes):
+            for at in range(0, local_size - ranks_per_node + 1, ranks_per_node):
+                places = [(first + node) * local_size + at + i for node in range(nodes) for i in range(ranks_per_node)]
+                group = dist.new_group(places[:group_size])
+                if dist.get_rank() in places[:group_size]:
+                    mine = (places[:group_size], group)
+    return mine
 
 
 def _try_collective(
@@ -176,10 +189,8 @@ def _time_collective(collective: dict[str, Any], device: torch.device, clock: _C
     count = _repeats(first, share, _COLLECTIVE_REPEATS)
     samples: list[float] = []
     for _ in range(count):
-        if kind == "send_recv":  # spans of the two sides are comparable only if both start together
-            barrier()
         if member:
-            samples.append(clock(call))
+            samples.append(clock(call) / (2 if kind == "send_recv" else 1))
     return samples
 
 
@@ -203,15 +214,17 @@ def _collective_call(
 
 
 def _send_recv(message: Tensor, ranks: list[int], group: Any) -> None:
+    """There and back: a sender alone is done as soon as its kernel has taken the message."""
     if dist.get_rank() == ranks[0]:
         dist.send(message, ranks[1], group=group)
+        dist.recv(message, ranks[1], group=group)
     else:
         dist.recv(message, ranks[0], group=group)
+        dist.send(message, ranks[0], group=group)
 
 
 def _merge(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One duration from all ranks' samples: they compute alike, a collective ends with its last rank, and a
-    message takes what the quicker of its two sides saw (the other one waited for it)."""
+    """One duration from all ranks' samples: they compute alike, and a collective ends with its last rank."""
     merged = []
     for versions in zip(*gather(records), strict=True):
         record = {key: value for key, value in versions[0].items() if key != "samples"}
@@ -219,8 +232,7 @@ def _merge(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if "op" in record:
             samples = [sample for rank in sampled for sample in rank]
         else:
-            pick = min if record["collective"]["kind"] == "send_recv" else max
-            samples = [pick(column) for column in zip(*sampled, strict=True)]
+            samples = [max(column) for column in zip(*sampled, strict=True)]
         merged.append(
             {**record, "seconds": statistics.median(samples), "min_seconds": min(samples), "repeats": len(samples)}
         )

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from . import plan as plans
+from .box import check_possible
 from .errors import HarnessError
 from .files import read_json, write_json
 from .progress import ROUND_UNITS, Progress
@@ -65,14 +66,18 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
     """Run and measure everything in a plan that is not yet in ``out``.
 
     Returns:
-        ``{"runs", "events"}`` (how many there are) and ``{"collected", "kept"}`` (how many of them are new).
+        ``{"runs", "events"}`` (how many there are) and ``{"collected", "kept"}`` (how many of them are new); of a box
+        also ``rejected``: names of runs that kept the cores too busy.
 
     Raises:
         HarnessError: If the plan breaks a rule, needs more ranks than there are cores, differs from the one
             in ``out``, or a worker failed; the message names the run, the reason and the log.
     """
     plan = plans.check_plan(json.loads(json.dumps(plan)))  # as it will be read back: lists for tuples
-    _check_cores(plan)
+    if "box" in plan:
+        check_possible()
+    else:
+        _check_cores(plan)
     out = Path(out)
     if out.exists() and not out.is_dir():
         raise HarnessError(f"a collection is a folder, got the file {out}")
@@ -95,7 +100,7 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
             print(busy, file=sys.stderr)
         try:
             for size in outstanding:
-                _run_world(out, size, bar)
+                _run_world(out, size, bar, "box" in plan)
         except KeyboardInterrupt:
             bar.end_line()
             raise
@@ -107,7 +112,8 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
         items = len(plan["runs"]) + len(plan["events"])
         bar.close(f"{len(plan['runs'])} runs and {len(plan['events'])} event files in {out}")
     counts = {"runs": len(plan["runs"]), "events": len(plan["events"])}
-    return {**counts, "collected": items - kept, "kept": kept}
+    rejected = [run["name"] for run in plan["runs"] if (out / "rejected" / run["name"]).exists()]
+    return {**counts, "collected": items - kept, "kept": kept, **({"rejected": rejected} if "box" in plan else {})}
 
 
 def _read_plan(path: Path) -> Any:
@@ -166,14 +172,19 @@ def _locked(out: Path) -> Iterator[None]:
 
 
 def _complete(out: Path, plan: dict[str, Any]) -> list[str]:
-    runs = [r["name"] for r in plan["runs"] if (out / "runs" / r["name"] / "manifest.json").exists()]
+    runs = [run["name"] for run in plan["runs"] if _is_done(out, run["name"])]
     return runs + [e["name"] for e in plan["events"] if (out / "events" / f"{e['name']}.json").exists()]
+
+
+def _is_done(out: Path, name: str) -> bool:
+    """Whether a run is over, be it that a box was too busy for it."""
+    return any((out / place / name / "manifest.json").exists() for place in ("runs", "rejected"))
 
 
 def _outstanding(out: Path, plan: dict[str, Any], size: int) -> list[str]:
     """Names of what this world size still owes."""
     runs = [run["name"] for run in plan["runs"] if plans.world_size(run["job"]) == size]
-    runs = [name for name in runs if not (out / "runs" / name / "manifest.json").exists()]
+    runs = [name for name in runs if not _is_done(out, name)]
     events = [event["name"] for event in plan["events"] if event["world_size"] == size]
     return runs + [name for name in events if not (out / "events" / f"{name}.json").exists()]
 
@@ -191,18 +202,22 @@ def _units(plan: dict[str, Any]) -> int:
 def _units_done(out: Path, plan: dict[str, Any]) -> int:
     done: int = 0
     for run in plan["runs"]:
-        if (out / "runs" / run["name"] / "manifest.json").exists():
+        if _is_done(out, run["name"]):
             done += ROUND_UNITS * run["rounds"]
         else:
             done += ROUND_UNITS * len(read_rounds(out, run)["rounds"])
     return done + sum(_event_units(e) for e in plan["events"] if (out / "events" / f"{e['name']}.json").exists())
 
 
-def _run_world(out: Path, size: int, bar: Progress) -> None:
+def _run_world(out: Path, size: int, bar: Progress, boxed: bool) -> None:
     """One launch of this world size, to its end."""
     package = __package__ or "harness"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    command += ["-m", f"{package}.worker", str(out / "plan.json"), "--out", str(out)]
+    arguments = [str(out / "plan.json"), "--out", str(out)]
+    if boxed:
+        command = [sys.executable, "-m", f"{package}.box", *arguments]
+    else:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        command += ["-m", f"{package}.worker", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "STEPSIGHT_WATCH_STDIN": "1"}
     environment["PYTHONUNBUFFERED"] = "1"
     if "." not in package:  # copied as one folder: its parent must be importable

@@ -7,7 +7,9 @@ are events on the compute stream.
 
 from __future__ import annotations
 
+import gc
 import gzip
+import os
 import shutil
 import time
 from pathlib import Path
@@ -71,6 +73,40 @@ def timed_steps(training: Training, steps: int) -> tuple[list[float], list[Any]]
         losses.append(training.step())
         clock.mark()
     return [max(column) for column in zip(*gather(clock.seconds()), strict=True)], losses
+
+
+LEAD_S = 0.05  # all ranks know the common start of a step so long before it
+
+
+def noted_steps(training: Any, steps: int) -> tuple[list[float], list[dict[str, Any]]]:
+    """Seconds of steps that all ranks begin at one time, and what they did when.
+
+    Returns:
+        Seconds from the common start to the last rank's end, of each step; and a record of each: ``begin``, per rank
+        ``spans`` (see ``annotate.Span``) and ``ends``, in monotonic seconds, and ``cpu``, the part of all cores'
+        time that the ranks computed.
+    """
+    seconds, records = [], []
+    for _ in range(steps):
+        spans: list[annotate.Span] = []
+        gc.collect()
+        gc.disable()
+        begin = torch.tensor([time.monotonic() + LEAD_S], dtype=torch.float64)
+        if dist.get_world_size() > 1:
+            dist.broadcast(begin, 0)
+        before = time.process_time()
+        time.sleep(max(0.0, begin.item() - time.monotonic()))
+        with annotate.noting(spans):
+            training.step()
+        end = time.monotonic()
+        ranks = gather((spans, end, time.process_time() - before))
+        gc.enable()
+        seconds.append(max(end for _, end, _ in ranks) - begin.item())
+        used = sum(computed for _, _, computed in ranks) / (seconds[-1] * (os.cpu_count() or 1))
+        records.append(
+            {"begin": begin.item(), "spans": [s for s, _, _ in ranks], "ends": [e for _, e, _ in ranks], "cpu": used}
+        )
+    return seconds, records
 
 
 def profiled_steps(training: Training, steps: int, folder: Path, rank: int) -> tuple[list[float], dict[str, str]]:

@@ -170,7 +170,7 @@ class Training:
     def _synchronise_gradients(self) -> None:
         """Sum what is still partial: replicated weights under sequence parallel, and data parallel of a pipeline."""
         if self.shape.sequence_parallel and self.groups["tp"] is not None:
-            _all_reduce_flat([_local(p.grad) for p in self._partial() if p.grad is not None], self.groups["tp"], 1)
+            all_reduce_flat([_local(p.grad) for p in self._partial() if p.grad is not None], self.groups["tp"], 1)
         group = self.groups["dp"]
         if group is None or self.sharded or self.schedule is None:
             return
@@ -180,7 +180,7 @@ class Training:
         for index, gradient in enumerate(gradients):
             bucket.append(gradient)
             if index == len(gradients) - 1 or sum(g.numel() * g.element_size() for g in bucket) >= limit:
-                _all_reduce_flat(bucket, group, group.size())
+                all_reduce_flat(bucket, group, group.size())
                 bucket = []
 
     def _partial(self) -> list[nn.Parameter]:
@@ -215,7 +215,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _all_reduce_flat(tensors: list[Tensor], group: dist.ProcessGroup, divisor: int) -> None:
+def all_reduce_flat(tensors: list[Tensor], group: dist.ProcessGroup, divisor: int) -> None:
     """Sum the tensors over the group as one message, divide, and put them back."""
     if not tensors:
         return

@@ -7,7 +7,10 @@ A plan is a JSON object::
                "profile_steps": 2}],
      "events": [{"name", "world_size", "ops": [{kind, dims, dtype}], "collectives": [{kind, num_bytes, group_size,
                  ranks_per_node}], "seconds": 20}],
-     "device": "auto"}                                  # optional: cpu, cuda
+     "device": "auto",                                  # optional: cpu, cuda
+     "box": {"nodes", "ranks_per_node", "mbits_per_s": [rate of each node's link]}}     # optional: a cluster in a box
+
+In a box (see ``box``) every run has ``sleeps`` (see ``sleeping``): its computation is slept.
 
 A job is what ``stepsight.dataset.job.Job.to_dict`` writes, with every key filled in.
 """
@@ -17,9 +20,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from .box import box_problems
 from .errors import HarnessError
 
 SCHEMA = 1
+MOST_CPU = 0.25  # of all cores' time that a run in a box may compute, for its times to mean anything
 _MOST = 2**48  # beyond, a number is a slip of the pen
 FAMILIES = ("gpt", "llama", "bert", "t5")
 OPTIONS = {"rounds": 3, "steps": 4, "warmup": 2, "profile_steps": 2}
@@ -45,6 +50,7 @@ _ONLY: dict[str, dict[str, Any]] = {  # what a job may say beside, where this ha
     "optimizer": {"kind": "adamw", "fused": True, "clip_grad_norm": False, "offload": False},
     "cluster": {"stragglers": [], "slow_links": [], "mixed": []},
 }  # fmt: skip
+SLEEPS = {"parts", "blocks", "root", "boundary_numel", "optimizer", "paces", "table"}  # what a run in a box must say
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 
@@ -74,16 +80,23 @@ def check_plan(plan: Any) -> dict[str, Any]:
     if not isinstance(plan, dict) or plan.get("schema") != SCHEMA:
         got = plan.get("schema") if isinstance(plan, dict) else type(plan).__name__
         raise HarnessError(f"a plan is a JSON object with schema = {SCHEMA}, got {got!r:.80}")
-    unknown = sorted(set(plan) - {"schema", "runs", "events", "device"})
+    unknown = sorted(set(plan) - {"schema", "runs", "events", "device", "box"})
     if unknown:
-        raise HarnessError(f"a plan has the keys schema, runs, events and device, got also {', '.join(unknown)}")
+        raise HarnessError(f"a plan has the keys schema, runs, events, device and box, got also {', '.join(unknown)}")
+    boxed = "box" in plan
+    wrong = box_problems(plan["box"]) if boxed else []
+    if wrong:
+        raise HarnessError("; ".join(wrong))
+    ranks = plan["box"]["nodes"] * plan["box"]["ranks_per_node"] if boxed else 0
     device = plan.get("device", "auto")
     problems = [] if device in ("auto", "cpu", "cuda") else [f"device must be auto, cpu or cuda, got {device!r:.80}"]
     runs, events = (_items(plan, key) for key in ("runs", "events"))
     for run in runs:
-        problems += [f"run {run.get('name')!r:.80}: {text}" for text in _run_problems(run)]
+        problems += [f"run {run.get('name')!r:.80}: {text}" for text in _run_problems(run, ranks)]
     for event in events:
         problems += [f"events {event.get('name')!r:.80}: {text}" for text in _event_problems(event)]
+        if boxed and event.get("world_size") != ranks:
+            problems.append(f"a box holds events of {ranks} ranks, got world_size {event.get('world_size')!r:.80}")
     for names in ([run.get("name") for run in runs], [event.get("name") for event in events]):
         problems += [
             f"names must be unique, got {name!r:.80} twice"
@@ -91,7 +104,8 @@ def check_plan(plan: Any) -> dict[str, Any]:
         ]
     if problems:
         raise HarnessError("; ".join(problems))
-    return {"schema": SCHEMA, "runs": [{**OPTIONS, **run} for run in runs], "events": events, "device": device}
+    checked = {"schema": SCHEMA, "runs": [{**OPTIONS, **run} for run in runs], "events": events, "device": device}
+    return {**checked, "box": plan["box"]} if boxed else checked
 
 
 def _items(plan: dict[str, Any], key: str) -> list[dict[str, Any]]:
@@ -110,22 +124,76 @@ def _is(value: Any, kind: type) -> bool:
     return isinstance(value, kind) and (not isinstance(value, int) or abs(value) <= _MOST)
 
 
-def _run_problems(run: dict[str, Any]) -> list[str]:
+def _run_problems(run: dict[str, Any], ranks: int) -> list[str]:
+    """What is wrong with a run; ``ranks`` of the box that it is for, 0 where there is none."""
     problems = _name_problems(run)
-    unknown = sorted(set(run) - {"name", "role", "job", *OPTIONS})
+    unknown = sorted(set(run) - {"name", "role", "job", *(["sleeps"] if ranks else []), *OPTIONS})
     problems += [f"unknown key {key!r:.80}" for key in unknown]
     for key, default in OPTIONS.items():
-        value, least = run.get(key, default), 2 if key == "warmup" else 0 if key == "profile_steps" else 1
+        fewest = {"warmup": 1 if ranks else 2, "profile_steps": 0}
+        value, least = run.get(key, default), fewest.get(key, 1)
         if not _is(value, int) or value < least:
             problems.append(f"{key} must be a whole number >= {least}, got {value!r:.80}")
     role = run.get("role")
     if not isinstance(role, str) or not role.strip() or not role.isprintable():
         problems.append(f"role must be a word, got {role!r:.80}")
-    return problems + job_problems(run.get("job"))
+    return problems + (_sleeping_problems(run, ranks) if ranks else job_problems(run.get("job")))
 
 
-def job_problems(job: Any) -> list[str]:
-    """Everything that keeps this harness from running a job."""
+def _sleeping_problems(run: dict[str, Any], ranks: int) -> list[str]:
+    job, sleeps = run.get("job"), run.get("sleeps")
+    problems = _form_problems(job)
+    if problems:
+        return problems
+    if not isinstance(sleeps, dict) or set(sleeps) != SLEEPS:
+        got = sorted(sleeps) if isinstance(sleeps, dict) else sleeps
+        return [f"a run in a box has sleeps with {', '.join(sorted(SLEEPS))}, got {got!r:.80}"]
+    return [text for kept, text in [*_job_rules(job), *_sleeping_rules(job, sleeps, ranks)] if not kept]
+
+
+def sleeping_problems(job: Any) -> list[str]:
+    """Everything that keeps this harness from running a job asleep."""
+    problems = _form_problems(job)
+    return problems or [text for kept, text in [*_job_rules(job), *_asleep_rules(job)] if not kept]
+
+
+def _sleeping_rules(job: dict[str, Any], sleeps: dict[str, Any], ranks: int) -> list[tuple[bool, str]]:
+    parallel = job["parallel"]
+    parts = parallel["pp"] * parallel["virtual_stages"]
+    counts = {"parts": parts, "boundary_numel": parts - 1, "optimizer": parallel["pp"], "paces": ranks}
+    return [
+        *_asleep_rules(job),
+        (world_size(job) == ranks, f"a run must have as many ranks as its box, got {world_size(job)} != {ranks}"),
+        *(
+            (
+                isinstance(sleeps[key], list) and len(sleeps[key]) == count,
+                f"sleeps.{key} must be a list of {count}, got {sleeps[key]!r:.60}",
+            )
+            for key, count in counts.items()
+        ),
+    ]
+
+
+def _asleep_rules(job: dict[str, Any]) -> list[tuple[bool, str]]:
+    """What this harness can run asleep."""
+    parallel = job["parallel"]
+    zero, pp, precision = parallel["zero_stage"], parallel["pp"], job["batch"]["precision"]
+    only = {"cp": 1, "ep": 1, "overlap_grad_reduce": True, "reshard_after_forward": True, "order": "tp-cp-dp-pp"}
+    return [
+        (zero in (0, 3), f"in a box zero_stage is 0 (DDP) or 3 (FSDP2), got {zero}"),
+        (zero == 0 or pp == 1, f"in a box zero_stage 3 runs without a pipeline, got pp = {pp}"),
+        (precision == "fp32", f"in a box precision is fp32, got {precision!r:.80}"),
+        (parallel["recompute"] == "none", f"in a box recompute is none, got {parallel['recompute']!r:.80}"),
+        *(
+            (parallel.get(key, value) == value, f"in a box parallel.{key} is {value!r}, got {parallel[key]!r:.80}")
+            for key, value in only.items()
+            if key in parallel
+        ),
+    ]
+
+
+def _form_problems(job: Any) -> list[str]:
+    """Whether a job is a table of tables with what is needed in them."""
     if not isinstance(job, dict):
         return [f"job must be a table, got {job!r:.80}"]
     wrong = [name for name in (*_JOB, *_ONLY) if not isinstance(job.get(name, {}), dict)]
@@ -142,6 +210,12 @@ def job_problems(job: Any) -> list[str]:
                 problems.append(f"{table}.{key} must be {_WORDS[kind]}, got {value!r:.80}")
             elif kind in (int, float) and value < (0 if key == "zero_stage" else 1e-9):
                 problems.append(f"{table}.{key} must be > 0, got {value}")
+    return problems
+
+
+def job_problems(job: Any) -> list[str]:
+    """Everything that keeps this harness from running a job."""
+    problems = _form_problems(job)
     if problems:
         return problems
     rules = [*_job_rules(job), *_harness_rules(job)]

@@ -13,13 +13,16 @@ def rounds_path(out: Path, name: str) -> Path:
 
 
 def read_rounds(out: Path, run: dict[str, Any]) -> dict[str, Any]:
-    """``{"rounds": seconds of each step, "losses": of each step of the first}``; a damaged file is measured again."""
+    """``{"rounds": seconds of each step, "losses": of each step of the first, "records": of a box's steps, by round}``.
+
+    A damaged file is measured again.
+    """
     path = rounds_path(out, run["name"])
     try:
         state = read_json(path)
     except (OSError, ValueError):
         state = None
-    return state if _is_state(state, run) else {"rounds": [], "losses": []}
+    return state if _is_state(state, run) else {"rounds": [], "losses": [], "records": []}
 
 
 def write_rounds(out: Path, run: dict[str, Any], state: dict[str, Any]) -> None:
@@ -28,9 +31,11 @@ def write_rounds(out: Path, run: dict[str, Any], state: dict[str, Any]) -> None:
 
 
 def _is_state(state: Any, run: dict[str, Any]) -> bool:
-    if not isinstance(state, dict) or set(state) != {"rounds", "losses"}:
+    if not isinstance(state, dict) or set(state) != {"rounds", "losses", "records"}:
         return False
-    rounds, losses = state["rounds"], state["losses"]
+    rounds, losses, records = state["rounds"], state["losses"], state["records"]
+    if not isinstance(records, list) or len(records) != (len(rounds) if "sleeps" in run else 0):
+        return False
     if not isinstance(rounds, list) or not 0 < len(rounds) <= run["rounds"]:
         return False
     if not all(_are_numbers(seconds, run["steps"]) and min(seconds) > 0 for seconds in rounds):

@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from .errors import HarnessError
 
@@ -34,11 +34,15 @@ def main() -> None:
     arguments = parser.parse_args()
     if os.environ.get("STEPSIGHT_WATCH_STDIN"):
         threading.Thread(target=_exit_with_launcher, daemon=True).start()
-    plan = json.loads(arguments.plan.read_text("utf-8"))
+    collect_rank(json.loads(arguments.plan.read_text("utf-8")), arguments.out)
+
+
+def collect_rank(plan: dict[str, Any], out: Path) -> NoReturn:
+    """Do what a plan holds for this rank's world size, and end the process."""
     from .collection import Collection  # torch takes seconds to import: not before the arguments are good
 
     try:
-        Collection(plan, arguments.out, _report).run()
+        Collection(plan, out, _report).run()
     except HarnessError as error:
         _report(refused=str(error))
         sys.exit(2)
@@ -50,7 +54,7 @@ def main() -> None:
     leave()
 
 
-def leave() -> None:
+def leave() -> NoReturn:
     """End the process at once: tearing gloo's threads down now and then aborts, when all the work is done."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,0 +1,230 @@
+"""A cluster in a box: every node a network namespace of this machine, joined by links of a given rate.
+
+``python -m harness.box plan.json --out DIR`` runs a plan whose ``box`` says how many nodes there are and how fast their
+links.  Real processes of ``torch.distributed`` talk over real TCP; computation is slept (see ``sleeping``), so sixteen
+ranks fit on two cores.
+
+The namespaces have no names: a bridge in one, and one for each node, joined by pairs of ``veth`` that ``tc tbf`` limits
+both ways.  The kernel removes them with the last process inside, and every process here is killed with its parent, so
+nothing is left behind however it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .errors import HarnessError
+
+MOST_NODES = 250  # of one subnet
+SUBNET = "10.77.0"
+INTERFACE = "eth0"
+PORT = "29500"
+BURST_BYTES = 65536  # that pass a link at once: one packet as the kernel hands it over
+QUEUE_BYTES = 16 * 2**20  # that a link may hold back: more than TCP ever has under way, so nothing is dropped
+MTU = 9000
+_NEW_NETWORK = 0x40000000
+_DEATH_SIGNAL = 1
+
+
+def box_problems(box: Any) -> list[str]:
+    """Everything that is wrong with a plan's ``box``: ``{"nodes", "ranks_per_node", "mbits_per_s": [per node]}``."""
+    if not isinstance(box, dict) or set(box) != {"nodes", "ranks_per_node", "mbits_per_s"}:
+        return [f"a box has nodes, ranks_per_node and mbits_per_s, got {box!r:.80}"]
+    problems = []
+    for key, most in (("nodes", MOST_NODES), ("ranks_per_node", 1024)):
+        value = box[key]
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            problems.append(f"{key} of a box must be a whole number from 1 to {most}, got {value!r:.80}")
+    rates = box["mbits_per_s"]
+    good = isinstance(rates, list) and all(
+        isinstance(rate, int | float) and not isinstance(rate, bool) and 1 <= rate <= 1e5 for rate in rates
+    )
+    if not good:
+        problems.append(f"mbits_per_s of a box must hold numbers from 1 to 100,000, got {rates!r:.80}")
+    elif not problems and len(rates) != box["nodes"]:
+        problems.append(f"mbits_per_s of a box must hold one number per node, got {len(rates)} for {box['nodes']}")
+    return problems
+
+
+def check_possible() -> None:
+    """Whether this machine can hold a box.
+
+    Raises:
+        HarnessError: If not, with what it lacks.
+    """
+    if not sys.platform.startswith("linux"):
+        raise HarnessError(f"a box needs Linux's network namespaces, got {sys.platform}")
+    lacking = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
+    if lacking:
+        raise HarnessError(f"a box needs iproute2 (the commands ip and tc): {' and '.join(lacking)} not found")
+    probe = subprocess.run(
+        [sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False, env={"PATH": os.environ["PATH"]}
+    )
+    if probe.returncode:
+        why = " ".join((probe.stderr or probe.stdout).split())[-200:]
+        raise HarnessError(
+            "a box needs root (CAP_NET_ADMIN and CAP_SYS_ADMIN) and a kernel with veth, bridge and tbf, "
+            f"got uid {os.geteuid()}: {why}"
+        )
+
+
+_PROBE = f"""
+import ctypes, os, subprocess, sys
+if ctypes.CDLL(None, use_errno=True).unshare({_NEW_NETWORK}):
+    sys.exit("no network namespace: " + os.strerror(ctypes.get_errno()))
+for words in ("ip link add probe0 type bridge", "ip link add probe1 type veth peer name probe2",
+              "tc qdisc add dev probe1 root tbf rate 10mbit burst 64kb limit 1mb"):
+    done = subprocess.run(words.split(), capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(words + ": " + done.stderr)
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="harness.box", description="All ranks of a collection in a box.")
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    plan = json.loads(options.plan.read_text("utf-8"))
+    _die_with(os.getppid())
+
+    def work() -> None:
+        from .worker import collect_rank
+
+        collect_rank(plan, options.out)
+
+    from . import collection  # noqa: F401  all ranks share what is imported here
+
+    return run_box(plan["box"], work)
+
+
+def run_box(box: dict[str, Any], work: Callable[[], None]) -> int:
+    """Run ``work`` in every rank of a box, torchrun's environment set; the worst exit code.
+
+    The calling process becomes the switch that joins the nodes.
+    """
+    nodes, rates = box["nodes"], box["mbits_per_s"]
+    gc.collect()
+    gc.freeze()  # or every rank's own collection writes to, and so copies, all that they share
+    _unshare()
+    _run("ip link add switch type bridge")
+    _run("ip link set switch up")
+    ready = [os.pipe() for _ in range(nodes)]  # a node has its namespace; its link is there
+    linked = [os.pipe() for _ in range(nodes)]
+    workers: dict[int, int] = {}
+    for node in range(nodes):
+        pid = os.fork()
+        if pid == 0:
+            _leave(lambda node=node: _node(node, box, ready[node][1], linked[node][0], work))  # type: ignore[misc]
+        workers[pid] = node
+        os.read(ready[node][0], 1)
+        port = f"port{node}"
+        _run(f"ip link add {port} mtu {MTU} type veth peer name {INTERFACE} mtu {MTU} netns {pid}")
+        _run(f"ip link set {port} master switch up")
+        _limit(port, rates[node])
+        os.write(linked[node][1], b"x")
+    worst = 0
+    while workers:
+        pid, status = os.wait()
+        workers.pop(pid, None)
+        code = os.waitstatus_to_exitcode(status)
+        if code:
+            for other in workers:  # they would wait for it
+                os.kill(other, signal.SIGTERM)
+            worst = worst or code
+    return worst
+
+
+def _node(node: int, box: dict[str, Any], ready: int, linked: int, work: Callable[[], None]) -> int:
+    """One node: its link, then its ranks."""
+    _die_with(os.getppid())
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _unshare()
+    os.write(ready, b"x")
+    os.read(linked, 1)
+    _run(f"ip addr add {SUBNET}.{node + 1}/24 dev {INTERFACE}")
+    _run(f"ip link set {INTERFACE} up")
+    _run("ip link set lo up")
+    _limit(INTERFACE, box["mbits_per_s"][node])
+    size = box["ranks_per_node"]
+    ranks = []
+    for local in range(size):
+        pid = os.fork()
+        if pid == 0:
+            _die_with(os.getppid())
+            os.environ.update(_environment(node, local, box))
+            _leave(lambda: work())
+        ranks.append(pid)
+    worst = 0
+    for _ in ranks:
+        _, status = os.wait()
+        code = os.waitstatus_to_exitcode(status)
+        if code:
+            return code  # the others die with this process
+    return worst
+
+
+def _environment(node: int, local: int, box: dict[str, Any]) -> dict[str, str]:
+    size = box["ranks_per_node"]
+    return {
+        "RANK": str(node * size + local),
+        "WORLD_SIZE": str(box["nodes"] * size),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": f"{SUBNET}.1",
+        "MASTER_PORT": PORT,
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+    }
+
+
+def _limit(device: str, mbits_per_s: float) -> None:
+    """What leaves by a device leaves at this rate."""
+    _run(f"tc qdisc add dev {device} root tbf rate {mbits_per_s * 1e6:.0f}bit burst {BURST_BYTES} limit {QUEUE_BYTES}")
+
+
+def _run(words: str) -> None:
+    done = subprocess.run(words.split(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise HarnessError(f"a box could not be built: {words}: {done.stderr.strip() or done.returncode}")
+
+
+def _unshare() -> None:
+    """Give the calling process a network of its own."""
+    if ctypes.CDLL(None, use_errno=True).unshare(_NEW_NETWORK):
+        raise HarnessError(f"a box needs root for its network namespaces: {os.strerror(ctypes.get_errno())}")
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill the calling process when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended just before
+        os._exit(1)
+
+
+def _leave(work: Callable[[], Any]) -> None:
+    """Run a forked process's work and end it, with its exit code."""
+    code = 1
+    try:
+        code = work() or 0
+    except HarnessError as error:
+        print(f"error: {error}", file=sys.stderr)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
