@@ -29,7 +29,8 @@ def _model(family: str, *sizes: int, **more: Any) -> ModelSpec:
     names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len")
     if family == "t5":
         more |= {"fused_attention": False}
-    return ModelSpec(family=family, **dict(zip(names, sizes, strict=True)), **more)
+    more |= dict(zip(names, sizes, strict=True))
+    return ModelSpec(family=family, **more)
 
 
 # layers, hidden, heads, kv_heads, ffn, vocab, seq_len; each with strategy, micro_batch, micro-batches per replica
