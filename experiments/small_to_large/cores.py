@@ -2,13 +2,14 @@
 
 Training and held-out runs take turns in one collection, so that a drift of the machine touches both alike.
 
-What two visits to a shared two-core virtual machine showed (2026-11-21, torch 2.13, three rounds each): the same
-held-out runs of two ranks differed by a mean of 9.7 % from visit to visit, those of one rank by about 2 %; predictions
-trained on either visit were 5.6 and 5.1 % off both together.  Ops in context: 46.1 and 49.8 % by regressors, 16.6 and
-16.1 % with the GNN.  Tensor-parallel runs came out low, by 9 and 4 %, since a collective's time is learned from the
-rank that comes last, which leaves out that every rank waits for the slower one.  Learning the mean over the ranks
-instead, waits included, gave -5 and +2 %, but +7 and +5 % (from -1 and -4 %) with sequence parallelism: 5.3 and 5.9 %
-in all.  That is no gain that this noise lets show, so it is not done.
+What two visits to a shared two-core virtual machine showed (2026-11-21, torch 2.13, three rounds each; runs of one rank
+and event profiles of one visit): the same held-out runs of two ranks differed by a mean of 9.7 % from visit to visit.
+Predictions trained on either were 5.7 and 6.8 % off their own visit, 5.6 and 5.1 % off both together: the aim of 5 %
+was not shown.  Ops in context: 46.1 and 49.8 % by regressors, 16.6 and 16.1 % with the GNN.  Tensor-parallel runs came
+out low, by 9 and 4 %, perhaps since a collective's time is learned from the rank that comes last, which leaves out that
+the other waits for it.  Learning the mean over the ranks instead, waits included, gave -5 and +2 %, but +7 and +5 %
+(from -1 and -4 %) with sequence parallelism, and 5.3 and 5.9 % in all: no gain that this noise lets show, so it is not
+done.
 """
 
 from __future__ import annotations
