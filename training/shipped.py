@@ -153,7 +153,7 @@ def retrain(name: str, data: Path, out: Path, seed: int = 0) -> Predictor:
     assert hardware is not None, recipe.hardware
     rows, own, others = read_recipe(recipe, data)
     kernel = fit_table(rows, hardware, others, seed=seed)
-    collective = fit_collectives([], np.zeros(0), seed=seed)
+    collective = fit_collectives([], [], np.zeros(0), seed=seed)
     files = {source: {"digest": f.digest, "licence": f.licence} for source, f in {**own.files, **others.files}.items()}
     metrics = {
         f"alone_error_{family.replace('/', '_')}_percent": round(100 * float(np.expm1(error)), 3)
