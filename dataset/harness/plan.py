@@ -233,12 +233,13 @@ def _job_rules(job: dict[str, Any]) -> list[tuple[bool, str]]:
     tp, pp, dp = parallel["tp"], parallel["pp"], parallel["dp"]
     devices, sequences = cluster["nodes"] * cluster["devices_per_node"], batch["global_batch"]
     micro_batch, heads = batch["micro_batch"], model["heads"]
+    layers = model["layers"] + model.get("encoder_layers", 0)
     return [
         (
             tp * pp * dp == devices,
             f"tp * pp * dp must equal the number of devices, got {tp} * {pp} * {dp} != {devices}",
         ),
-        (model["layers"] >= pp, f"every pipeline stage needs a layer, got {model['layers']} < {pp}"),
+        (layers >= pp, f"every pipeline stage needs a layer, got {layers} < {pp}"),
         (model["hidden"] % heads == 0, f"heads must divide hidden, got {model['hidden']} % {heads}"),
         (heads % model["kv_heads"] == 0, f"kv_heads must divide heads, got {heads} % {model['kv_heads']}"),
         (
