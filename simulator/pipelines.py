@@ -9,6 +9,7 @@ pace of the slowest.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import lcm
 
 import numpy as np
@@ -31,14 +32,22 @@ class Pipeline:
     Attributes:
         slowdowns: Of each stage.
         links: How much slower the messages of each stage's ranks are, where they leave a node.
-        replica: Number of the first such replica.
-        count: How many are alike.
+        replicas: Numbers of those that are alike.
     """
 
     slowdowns: tuple[Slowdown, ...]
     links: tuple[float, ...]
-    replica: int = 0
-    count: int = 1
+    replicas: tuple[int, ...] = (0,)
+
+    @property
+    def replica(self) -> int:
+        """Number of the first."""
+        return self.replicas[0]
+
+    @property
+    def count(self) -> int:
+        """How many are alike."""
+        return len(self.replicas)
 
     @property
     def is_plain(self) -> bool:
@@ -61,7 +70,7 @@ def distinct_pipelines(job: Job, latency: LatencyModel) -> tuple[Pipeline, ...]:
     """
     cluster, stages = job.cluster, job.parallel.pp
     if not (cluster.stragglers or cluster.slow_links or cluster.mixed):
-        return (Pipeline((AS_IT_IS,) * stages, (1.0,) * stages, count=job.parallel.dp),)
+        return (_plain(stages, job.parallel.dp),)
     layout = layout_of(job)
     ranks = np.arange(layout.num_ranks)
     nodes = ranks // layout.devices_per_node
@@ -88,7 +97,15 @@ def distinct_pipelines(job: Job, latency: LatencyModel) -> tuple[Pipeline, ...]:
             slowdown = Slowdown(slowest[0], float(link[stage == at].max()), links[-1], waited)
             slowdowns.append(AS_IT_IS if slowdown == AS_IT_IS else slowdown)
         found.setdefault((tuple(slowdowns), tuple(links)), []).append(number)
-    return tuple(Pipeline(*key, numbers[0], in_step * len(numbers)) for key, numbers in found.items())
+    return tuple(
+        Pipeline(*key, tuple(first + more for first in numbers for more in range(in_step)))
+        for key, numbers in found.items()
+    )
+
+
+@lru_cache(maxsize=512)
+def _plain(stages: int, replicas: int) -> Pipeline:
+    return Pipeline((AS_IT_IS,) * stages, (1.0,) * stages, tuple(range(replicas)))
 
 
 def _in_step(job: Job, layout: Layout, *, beside: bool) -> int:

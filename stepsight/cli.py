@@ -307,7 +307,7 @@ def demo(
     _answer(summary, text, as_json)
 
 
-EXPERIMENTS = ("dilated", "kernels", "memory")
+EXPERIMENTS = ("dilated", "kernels", "memory", "small-to-large")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
@@ -316,7 +316,7 @@ def experiment(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.")] = "",
 ) -> None:
     """Measure again what the README claims: `dilated` (pipelines that sleep, for real), `kernels` (public tables,
-    shapes held out) or `memory` (against PyTorch's tracker). Each takes options of its own, `--json` and `--help`
+    shapes held out), `memory` (against PyTorch's tracker) or `small-to-large` (train on four ranks, predict sixteen). Each takes options of its own, `--json` and `--help`
     among them.
 
     Example:
@@ -330,7 +330,7 @@ def experiment(
         return
     if name not in EXPERIMENTS:
         raise StepsightError(f"experiment must be one of {', '.join(EXPERIMENTS)}, got {name!r}")
-    sys.exit(import_module(f"stepsight.experiments.{name}").main(context.args))
+    sys.exit(import_module(f"stepsight.experiments.{name.replace('-', '_')}").main(context.args))
 
 
 @app.command("import")

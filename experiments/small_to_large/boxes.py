@@ -40,13 +40,13 @@ def file_name(case: Case) -> str:
     return case.name.removeprefix("box/").replace("/", ".").replace("@", "-")
 
 
-def measure(cases: Sequence[Case], out: Path, *, progress: bool = True) -> list[str]:
+def measure(cases: Sequence[Case], out: Path, *, progress: bool = True, events: bool = True) -> list[str]:
     """Run what is not there yet, a collection for each box; names of runs that kept the cores too busy.
 
-    Small boxes first.  All of a box's runs take turns, so that a drift of the machine touches them alike.
+    ``events``: also what ops and collectives take on their own.  Small boxes first.  All of a box's runs take turns, so that a drift of the machine touches them alike.
     """
     rejected = []
-    for box in profiled_boxes():
+    for box in profiled_boxes() if events else ():
         plan = box_plan(
             box, [], sleeping(box), collectives=collectives_of(box), ops=ops_profiled(), event_seconds=EVENT_SECONDS
         )

@@ -1,0 +1,77 @@
+"""A strategy for a model that nothing was measured of: best, second and worst, predicted and then run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.specs import ParallelSpec
+from stepsight.experiments.small_to_large.box_cases import (
+    RATE,
+    SEARCHED,
+    SEARCHED_BATCH,
+    Case,
+    case,
+    read_box,
+    strategies,
+    strategy_name,
+)
+from stepsight.experiments.small_to_large.box_results import Compared, compare_all
+from stepsight.experiments.small_to_large.boxes import measure
+from stepsight.training.prediction import predict
+from stepsight.training.predictor import Predictor
+
+RANKS = 16
+PLACES = ("best", "second", "worst")
+
+
+def candidates() -> list[Case]:
+    """Every strategy with the same global batch: all degrees, 1F1B plain and interleaved."""
+    box = read_box(f"{RANKS}x1@{RATE}mbit")
+    found = []
+    for parallel in strategies(SEARCHED, RANKS):
+        for chunks in (1, 2, 3):
+            parts = parallel.pp * chunks
+            batches = SEARCHED_BATCH // parallel.dp
+            if (parallel.pp == 1 and chunks > 1) or parts > SEARCHED.layers or SEARCHED.layers % parts:
+                continue
+            if (parallel.pp > 1 and batches < parallel.pp) or (chunks > 1 and batches % parallel.pp):
+                continue  # the runtime wants as many micro-batches as stages
+            found.append(case("searched", SEARCHED, box, replace(parallel, virtual_stages=chunks), batches))
+    return found
+
+
+def search(predictor: Predictor, out: Path, *, progress: bool) -> dict[str, Any]:
+    """Predict all candidates, run three of them, compare."""
+    cases = candidates()
+    seconds = [predict(found.job, predictor).iteration_time_s for found in cases]
+    order = sorted(range(len(cases)), key=seconds.__getitem__)
+    chosen = [cases[order[0]], cases[order[1]], cases[order[-1]]]
+    measure(chosen, out / "search", progress=progress, events=False)
+    return _summary(compare_all(chosen, out / "search", predictor), len(cases))
+
+
+def _summary(rows: Sequence[Compared], strategies: int) -> dict[str, Any]:
+    choices = [
+        {
+            "place": place,
+            "strategy": _strategy(row.measured.case.job.parallel),
+            "predicted_s": row.prediction.iteration_time_s,
+            "measured_s": row.measured.seconds,
+            "error": row.error,
+        }
+        for place, row in zip(PLACES, rows, strict=True)
+    ]
+    fastest = min(row.measured.seconds for row in rows)
+    return {
+        "model": f"gpt of {SEARCHED.layers} layers",
+        "strategies": strategies,
+        "choices": choices,
+        "regret": 100 * (rows[0].measured.seconds / fastest - 1),
+    }
+
+
+def _strategy(parallel: ParallelSpec) -> str:
+    return strategy_name(parallel)
