@@ -316,8 +316,8 @@ def experiment(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.")] = "",
 ) -> None:
     """Measure again what the README claims: `dilated` (pipelines that sleep, for real), `kernels` (public tables,
-    shapes held out), `memory` (against PyTorch's tracker) or `small-to-large` (train on four ranks, predict sixteen). Each takes options of its own, `--json` and `--help`
-    among them.
+    shapes held out), `memory` (against PyTorch's tracker) or `small-to-large` (train on four ranks, predict
+    sixteen). Each takes options of its own, `--json` and `--help` among them.
 
     Example:
 

@@ -126,11 +126,15 @@ def predicted_passes(simulation: Simulation) -> Passes:
         passing = passing_of[within // parallel.tp]
         run, track = passing.run, simulation.lowered.track
         own = np.flatnonzero(track.stage == stage)
+        done = passing.clocks[stage].max()  # and all that was sent beside the computation
+        end_of = run.finish[own, 0].copy()
+        if parallel.pp == 1:  # DDP and FSDP2 wait for it within the last backward
+            end_of[np.argmax(end_of)] = done
         values = (np.full(len(own), rank), track.kind[own], track.part[own], track.micro_batch[own],
-                  run.start[own, 0], run.finish[own, 0])  # fmt: skip
+                  run.start[own, 0], end_of)  # fmt: skip
         for column, value in zip(columns, values, strict=True):
             column.append(value)
-        optimizer[rank] = passing.clocks[stage, 0], simulation.finish[stage].max()
+        optimizer[rank] = done, simulation.finish[stage].max()
     rank, kind, part, micro_batch, start, end = (np.concatenate(column) for column in columns)
     passes = Passes(*(column.astype(np.int64) for column in (rank, kind, part, micro_batch)), start, end, optimizer)
     order = passes.order()
