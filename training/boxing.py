@@ -64,8 +64,14 @@ def sleeps_of(job: Job, latency: LatencyModel) -> dict[str, Any]:
             if unit.root:
                 root.add(number)
         parts.append(own)
-    ops = {item for _, block in blocks.values() for step in block
-           for items in (step.forward, step.backward, step.weight_grad) for item in items if isinstance(item, Op)}  # fmt: skip
+    ops = {
+        item
+        for _, block in blocks.values()
+        for step in block
+        for items in (step.forward, step.backward, step.weight_grad)
+        for item in items
+        if isinstance(item, Op)
+    }
     lowered = lower(job, latency.hardware)
     steps = [[node.work for node in lowered.segments[at].program.nodes if isinstance(node.work, Op)
               and node.work.kind == "adamw"] for at in lowered.optimizer.tolist()]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Seconds of collectives, learned from event profiles: physics of the links first, residual within the measured range."""
+"""Seconds of collectives, learned from event profiles: physics of links first, residual within the measured range."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, sc
 
 from . import annotate
 from .parallel import Training
+from .sleeping import SleepingTraining
 
 
 def barrier() -> None:
@@ -78,7 +79,7 @@ def timed_steps(training: Training, steps: int) -> tuple[list[float], list[Any]]
 LEAD_S = 0.05  # all ranks know the common start of a step so long before it
 
 
-def noted_steps(training: Any, steps: int) -> tuple[list[float], list[dict[str, Any]]]:
+def noted_steps(training: SleepingTraining, steps: int) -> tuple[list[float], list[dict[str, Any]]]:
     """Seconds of steps that all ranks begin at one time, and what they did when.
 
     Returns:
@@ -109,7 +110,9 @@ def noted_steps(training: Any, steps: int) -> tuple[list[float], list[dict[str, 
     return seconds, records
 
 
-def profiled_steps(training: Training, steps: int, folder: Path, rank: int) -> tuple[list[float], dict[str, str]]:
+def profiled_steps(
+    training: Training | SleepingTraining, steps: int, folder: Path, rank: int
+) -> tuple[list[float], dict[str, str]]:
     """Profile some steps; the traces' names within the folder, by format, are the second result.
 
     Kineto records every step.  The execution trace, which slows small ops several times more than Kineto does, is on

@@ -141,7 +141,8 @@ def _run_problems(run: dict[str, Any], ranks: int) -> list[str]:
 
 
 def _sleeping_problems(run: dict[str, Any], ranks: int) -> list[str]:
-    job, sleeps = run.get("job"), run.get("sleeps")
+    job: Any = run.get("job")
+    sleeps: Any = run.get("sleeps")
     problems = _form_problems(job)
     if problems:
         return problems

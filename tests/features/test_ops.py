@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.hardware import find_hardware
-from stepsight.dataset.op import OP_KINDS, Collective, Op
-from stepsight.features.collectives import COLLECTIVE_FEATURES, collective_features, collective_terms, wire_bytes
+from stepsight.dataset.op import OP_KINDS, Op
 from stepsight.features.ops import OP_FEATURES, OP_TERMS, op_features, op_position, op_terms
 
 HARDWARE = find_hardware("local-cpu")
@@ -28,10 +27,3 @@ def test_busy_is_the_only_difference_between_contexts() -> None:
 
 def test_no_ops_give_no_rows() -> None:
     assert op_features([], HARDWARE, 1).shape == (0, len(OP_FEATURES))
-    assert collective_features([]).shape == (0, len(COLLECTIVE_FEATURES))
-
-
-def test_an_all_reduce_sends_twice_what_an_all_gather_does() -> None:
-    reduce, gather = (Collective(kind, 1 << 20, 4, 4) for kind in ("all_reduce", "all_gather"))
-    assert wire_bytes(reduce) == 2 * wire_bytes(gather) == 1.5 * (1 << 20)
-    assert collective_terms(reduce)[1] == 2 * collective_terms(gather)[1] == 6

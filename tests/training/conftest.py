@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.hardware import Hardware, find_fabric
 from stepsight.dataset.op import Collective, Op
 from stepsight.training.collective import fit_collectives
 from stepsight.training.kernel import fit_kernels
@@ -60,5 +60,6 @@ def predictor(
     seconds = np.array([op_truth(*pair) * np.exp(rng.normal(0, 0.01)) for pair in pairs])
     kernel = fit_kernels([op for op, _ in pairs], [busy for _, busy in pairs], seconds, hardware)
     collectives = [Collective("all_reduce", 2**power, 2, 2) for power in range(8, 24)]
-    collective = fit_collectives(collectives, np.array([collective_truth(c) for c in collectives]))
+    fabrics = [find_fabric("loopback")] * len(collectives)
+    collective = fit_collectives(collectives, fabrics, np.array([collective_truth(c) for c in collectives]))
     return Predictor(hardware, kernel, collective)

@@ -29,7 +29,7 @@ def test_far_beyond_the_measured_sizes_physics_carries_on(predictor: Predictor, 
 def test_a_kind_never_measured_falls_back_on_the_roofline_and_is_reported(predictor: Predictor) -> None:
     op = Op("rope", (4096,), "fp32")
     assert predictor.kernel.seconds([op], 1)[0] == roofline_seconds(op, predictor.hardware)
-    assert predictor.unsupported([op]) == ["rope[4096]fp32: no rope was measured"]
+    assert predictor.kernel.unsupported(op) == "rope[4096]fp32: no rope was measured"
 
 
 def test_every_family_never_measured_falls_back_on_the_roofline(predictor: Predictor) -> None:
@@ -42,8 +42,8 @@ def test_every_family_never_measured_falls_back_on_the_roofline(predictor: Predi
 
 
 def test_sizes_outside_the_measured_range_are_reported(predictor: Predictor) -> None:
-    assert predictor.unsupported([Op("gelu", (50_000,), "fp32")]) == []
-    assert "outside the measured range" in predictor.unsupported([Op("gelu", (5_000_000,), "fp32")])[0]
+    assert predictor.kernel.unsupported(Op("gelu", (50_000,), "fp32")) == ""
+    assert "outside the measured range" in predictor.kernel.unsupported(Op("gelu", (5_000_000,), "fp32"))
 
 
 def test_errors_by_family_are_cross_validated(predictor: Predictor) -> None:

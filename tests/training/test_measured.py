@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.errors import TraceError
+from stepsight.dataset.hardware import find_fabric
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program, ProgramBuilder
 from stepsight.dataset.trace import Segment
 from stepsight.training.measured import STALL, Profile, average, read_profiles, read_runs
 
+LOOPBACK = find_fabric("loopback")
 ADD, GELU = Op("add", (1000,), "fp32"), Op("gelu", (1000,), "fp32")
 
 
@@ -59,7 +61,7 @@ def test_peaks_are_those_of_a_device_that_computes_alone(tmp_path: Path) -> None
     both = {**alone, "peak_flops": {"fp32": 5e10}, "comm_compute_share": 0.7, "unknown": 1}
     _events(tmp_path, 1, alone, [op])
     _events(tmp_path, 2, both, [op, {"collective": message, "seconds": 1e-4}])
-    profile = read_profiles([tmp_path])
+    profile = read_profiles([tmp_path], LOOPBACK)
     hardware = profile.hardware("my-box", "cpu")
     assert (hardware.peak_flops["fp32"], hardware.comm_compute_share) == (8e10, 0.7)
     assert profile.ops == [ADD, ADD]
@@ -71,18 +73,18 @@ def test_peaks_are_those_of_a_device_that_computes_alone(tmp_path: Path) -> None
 def test_a_broken_event_profile_is_refused(tmp_path: Path, record: dict[str, object]) -> None:
     _events(tmp_path, 1, {}, [record])
     with pytest.raises(TraceError, match=r"world1\.json must be an event profile"):
-        read_profiles([tmp_path])
+        read_profiles([tmp_path], LOOPBACK)
 
 
 def test_a_collection_counts_once(tmp_path: Path) -> None:
     (tmp_path / "c" / "runs").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "c")
     for folders in ([tmp_path / "c"] * 2, [tmp_path / "c", tmp_path / "link"]):
-        for read in (read_profiles, partial(read_runs, roles=None)):
+        for read in (partial(read_profiles, fabric=LOOPBACK), partial(read_runs, roles=None)):
             with pytest.raises(TraceError, match=r"every collection must be named once, got .*c and "):
                 read(folders)
 
 
 def test_hardware_without_facts_is_refused() -> None:
     with pytest.raises(TraceError, match="must hold event profiles with hardware facts, or 'my-box' must be a preset"):
-        Profile().hardware("my-box", "cpu")
+        Profile(LOOPBACK).hardware("my-box", "cpu")

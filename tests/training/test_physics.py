@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from stepsight.training.physics import Bounds, fit_physics
+from stepsight.training.physics import Bounds, Physics, _objective, fit_physics
 
 BOUNDS = Bounds(prior=np.array([1e-5, 1e-9]), low=np.array([1e-7, 1e-11]), high=np.array([1e-3, 1e-7]))
 
@@ -35,3 +35,41 @@ def test_sharing_among_busy_devices_is_learned() -> None:
     fitted = fit_physics(terms, busy, seconds, BOUNDS)
     assert fitted.busy_exponents[1] == pytest.approx(1.0, abs=0.1)
     assert fitted.busy_exponents[0] < 0.4
+
+
+def test_of_overlapping_terms_the_longest_counts() -> None:
+    """A smooth maximum: never below the longest, and close to it where one is much longer."""
+    physics = Physics(np.zeros(3), np.zeros(3), overlapping=(1, 2))
+    far, near = physics.seconds(np.array([[1.0, 5.0, 1.0], [1.0, 5.0, 5.0]]), np.ones(2))
+    assert far == pytest.approx(6.0, rel=1e-3)
+    assert 6.0 < near < 1.0 + 5.0 * 1.15
+    assert Physics(np.zeros(3), np.zeros(3)).seconds(np.array([[1.0, 5.0, 5.0]]), np.ones(1)) == pytest.approx(11.0)
+
+
+def test_an_overlapping_term_that_is_nothing_adds_nothing() -> None:
+    physics = Physics(np.zeros(3), np.zeros(3), overlapping=(1, 2))
+    assert physics.seconds(np.array([[1.0, 0.0, 0.0]]), np.ones(1)) == pytest.approx(1.0)
+    assert physics.seconds(np.array([[1.0, 0.0, 4.0]]), np.ones(1)) == pytest.approx(5.0)
+
+
+def test_the_gradient_of_overlapping_terms_is_that_of_the_loss() -> None:
+    rng = np.random.default_rng(1)
+    terms, busy, seconds = rng.uniform(0.5, 2, (9, 3)), rng.integers(1, 3, 9).astype(float), rng.uniform(1, 4, 9)
+    theta, prior, stds = rng.normal(0, 0.3, 6), np.zeros(6), np.ones(6)
+    theta[3:] = np.abs(theta[3:])
+
+    def loss_at(point: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+        return _objective(point, terms, busy, np.log(seconds), np.log(busy)[:, None], prior, stds, (1, 2))
+
+    step = 1e-6
+    numeric = [(loss_at(theta + step * axis)[0] - loss_at(theta - step * axis)[0]) / (2 * step) for axis in np.eye(6)]
+    assert loss_at(theta)[1] == pytest.approx(np.array(numeric), rel=1e-4, abs=1e-3)
+
+
+def test_constants_of_overlapping_terms_are_found_where_each_is_the_longest() -> None:
+    terms = np.stack([np.ones(24), np.tile(np.logspace(3, 6, 12), 2), np.repeat([1.0, 1e5], 12)], axis=1)
+    seconds = 1e-5 + np.maximum(2e-9 * terms[:, 1], 3e-9 * terms[:, 2])
+    bounds = Bounds(np.array([1e-5, 1e-9, 1e-9]), np.full(3, 1e-12), np.full(3, 1e-2), overlapping=(1, 2))
+    fitted = fit_physics(terms, np.ones(24), seconds, bounds)
+    assert np.exp(fitted.log_constants) == pytest.approx([1e-5, 2e-9, 3e-9], rel=0.1)
+    assert Physics.from_dict(fitted.to_dict()).overlapping == (1, 2)

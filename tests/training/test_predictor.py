@@ -51,7 +51,7 @@ def test_a_folder_that_is_no_predictor_is_refused(tmp_path: Path) -> None:
     [
         ("manifest.json", "{", "readable"),
         ("manifest.json", "[1]", "what Predictor.save wrote"),
-        ("manifest.json", json.dumps({"format": "stepsight-predictor", "schema": 99}), "schema 3"),
+        ("manifest.json", json.dumps({"format": "stepsight-predictor", "schema": 99}), "schema 4"),
         ("hardware.json", "{}", "fields of Hardware"),
         ("kernel.json", '{"physics": {}}', "kernel.json"),
         ("kernel.json", None, "readable"),

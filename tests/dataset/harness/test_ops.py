@@ -136,12 +136,10 @@ def test_unknown_op_is_refused(kind: str, dims: list[int], text: str, pool: Pool
         op_call(kind, dims, pool)
 
 
-@pytest.mark.parametrize(("kind", "seconds"), [("all_reduce", 5.0), ("send_recv", 1.0)])
-def test_collective_takes_its_last_rank_and_a_message_its_quicker_side(
-    kind: str, seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kind", ["all_reduce", "send_recv"])
+def test_a_collective_takes_as_long_as_its_last_rank(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = [[{"collective": {"kind": kind}, "samples": samples}] for samples in ([1.0, 5.0, 9.0], [5.0, 1.0, 1.0])]
     monkeypatch.setattr("stepsight.dataset.harness.events.gather", lambda _: ranks)
     (record,) = _merge(ranks[0])
-    assert record["seconds"] == seconds
+    assert record["seconds"] == 5.0
     assert record["repeats"] == 3

@@ -12,9 +12,9 @@ from stepsight.dataset.harness.launch import collect
 from stepsight.dataset.harness.plan import check_plan
 from stepsight.dataset.harness.rounds import read_rounds, rounds_path, write_rounds
 
-EMPTY = {"rounds": [], "losses": []}
+EMPTY: dict[str, list[float]] = {"rounds": [], "losses": [], "records": []}
 RUN = jobs.run("a", jobs.job(), rounds=3)  # two steps a round, after two of warm-up
-STATE = {"rounds": [[0.1, 0.2], [0.1, 0.3]], "losses": [4.0, 3.0, 2.0, 1]}
+STATE = {"rounds": [[0.1, 0.2], [0.1, 0.3]], "losses": [4.0, 3.0, 2.0, 1], "records": []}
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -31,8 +31,8 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         "null",
         "[]",
         "{}",
-        '{"rounds": 3, "losses": []}',
-        '{"rounds": [], "losses": []}',
+        '{"rounds": 3, "losses": [], "records": []}',
+        '{"rounds": [], "losses": [], "records": []}',
         *(
             json.dumps({**STATE, **change})
             for change in (
@@ -46,10 +46,12 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
                 {"rounds": [[0.1, 0.2]] * 4},
                 {"losses": []},
                 {"losses": [4.0, 3.0, 2.0, [1.0]]},
+                {"records": None},
+                {"records": [[]]},
                 {"more": 1},
             )
         ),
-        '{"rounds": [[0.1, 1e999]], "losses": [4, 3, 2, 1]}',
+        '{"rounds": [[0.1, 1e999]], "losses": [4, 3, 2, 1], "records": []}',
     ],
 )
 def test_damage_is_as_nothing(tmp_path: Path, text: str) -> None:
@@ -58,7 +60,7 @@ def test_damage_is_as_nothing(tmp_path: Path, text: str) -> None:
     assert read_rounds(tmp_path, RUN) == EMPTY
 
 
-KEPT = {"rounds": [[1.5, 2.5]], "losses": [4.0, 3.0, 2.0, 1.0]}
+KEPT = {"rounds": [[1.5, 2.5]], "losses": [4.0, 3.0, 2.0, 1.0], "records": []}
 
 
 @pytest.mark.parametrize(
