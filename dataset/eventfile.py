@@ -9,7 +9,6 @@ from typing import Any
 
 from stepsight.dataset.box import Box
 from stepsight.dataset.errors import TraceError
-from stepsight.dataset.hardware import Fabric
 from stepsight.dataset.manifest import SCHEMA, number, read_object, typed
 from stepsight.dataset.op import Collective, Op
 
@@ -35,7 +34,7 @@ class EventFile:
         works: What was measured.
         seconds: Of each.
         hardware: Fields of ``Hardware`` that were measured.
-        fabric: Of the box that it was measured in, None outside of one.
+        box: That it was measured in, None outside of one.
     """
 
     path: Path
@@ -43,7 +42,7 @@ class EventFile:
     works: tuple[Op | Collective, ...]
     seconds: tuple[float, ...]
     hardware: Mapping[str, Any]
-    fabric: Fabric | None = None
+    box: Box | None = None
 
 
 def read_event_file(path: Path) -> EventFile:
@@ -63,8 +62,12 @@ def read_event_file(path: Path) -> EventFile:
         works = tuple(_work(record) for record in records)
         seconds = tuple(_positive(record.get("seconds"), "seconds") for record in records)
         facts = _facts(typed(tree.get("hardware", {}), dict, "hardware"))
-        fabric = Box.from_dict(tree["box"]).links if "box" in tree else None
-        return EventFile(path, busy, works, seconds, facts, fabric)
+        box = Box.from_dict(tree["box"]) if "box" in tree else None
+        if box is not None and tree.get("world_size") != box.num_ranks:
+            raise ValueError(
+                f"world_size must equal the box's ranks, got {tree.get('world_size')!r:.80} != {box.num_ranks}"
+            )
+        return EventFile(path, busy, works, seconds, facts, box)
     except (KeyError, TypeError, ValueError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise TraceError(f"{path} must be an event profile: {why}") from None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from stepsight.dataset.box import Box
 from stepsight.dataset.errors import JobError, TraceError
 from stepsight.dataset.files import read_json
 from stepsight.dataset.job import Job
@@ -36,6 +37,7 @@ class RunManifest:
         digests: SHA-256 by file name, of the traces.
         peak_memory_bytes: Per rank.
         losses: Per step.
+        box: That it ran in, None outside of one.
     """
 
     folder: Path
@@ -51,6 +53,7 @@ class RunManifest:
     digests: Mapping[str, str] = field(default_factory=dict)
     peak_memory_bytes: tuple[float, ...] = ()
     losses: tuple[float, ...] = ()
+    box: Box | None = None
 
     @property
     def step_seconds(self) -> tuple[float, ...]:
@@ -108,6 +111,7 @@ def _manifest(folder: Path, tree: dict[str, Any]) -> RunManifest:
         digests={name: typed(value, str, "digests") for name, value in _table(tree, "digests").items()},
         peak_memory_bytes=_numbers(tree.get("peak_memory_bytes", []), "peak_memory_bytes"),
         losses=_numbers(tree.get("losses", []), "losses"),
+        box=Box.from_dict(tree["box"]) if "box" in tree else None,
     )
 
 
@@ -157,6 +161,8 @@ def _check(manifest: RunManifest, path: Path) -> None:
     devices = manifest.job.cluster.num_devices
     if manifest.world_size != devices:
         raise TraceError(f"world_size must equal the job's devices, got {manifest.world_size} != {devices} in {path}")
+    if manifest.box is not None and manifest.box.num_ranks != devices:
+        raise TraceError(f"a box must have the job's ranks, got {manifest.box.num_ranks} != {devices} in {path}")
     ranks = sorted(manifest.traces)
     if ranks and ranks != list(range(manifest.world_size)):
         absent = sorted(set(range(manifest.world_size)) - set(ranks))

@@ -21,6 +21,8 @@ from stepsight.dataset.trace import RunManifest, Segment, read_collection, read_
 
 Array = NDArray[np.float64]
 
+MOST_TRAINING_RANKS = 4  # of a box: what is larger is there to judge predictions, and must stay unseen
+
 
 @dataclass
 class Profile:
@@ -84,10 +86,14 @@ def read_profiles(collections: Iterable[Path], fabric: Fabric) -> Profile:
     """Read every event file of some collections; ``fabric`` is that of files which name none.
 
     Raises:
-        TraceError: If a folder is no collection or named twice, or a file is not what the harness writes.
+        TraceError: If a folder is no collection or named twice, a file is not what the harness writes, or is of a box
+            with more than ``MOST_TRAINING_RANKS``.
     """
     profile = Profile(fabric)
     files = [read_event_file(path) for folder in _distinct(collections) for path in read_collection(folder).events]
+    for file in files:
+        if file.box is not None:
+            _check_ranks(file.box.num_ranks, file.path)
     for file in files:
         _add(file, profile)
     profile.digest = digest_files([file.path for file in files]) if files else ""
@@ -102,7 +108,7 @@ def _add(file: EventFile, profile: Profile) -> None:
             profile.op_seconds.append(seconds)
         else:
             profile.collectives.append(work)
-            profile.fabrics.append(file.fabric or profile.fabric)
+            profile.fabrics.append(file.box.links if file.box else profile.fabric)
             profile.collective_seconds.append(seconds)
     facts = dict(file.hardware)
     shares = [table["memory_bytes"] for table in (profile.facts, facts) if "memory_bytes" in table]
@@ -125,14 +131,28 @@ def _distinct(collections: Iterable[Path]) -> list[Path]:
 
 
 def read_runs(collections: Iterable[Path], roles: Sequence[str] | None) -> list[MeasuredRun]:
-    """Read the complete runs of some roles (None: all), traces included where there are any."""
+    """Read the complete runs of some roles (None: all), traces included where there are any.
+
+    Raises:
+        TraceError: As ``read_profiles``.
+    """
     runs = []
     for collection in _distinct(collections):
         for manifest in read_collection(collection).runs:
             if roles is None or manifest.role in roles:
+                if manifest.box is not None or manifest.job.cluster.hardware == SLEEPERS:
+                    _check_ranks(manifest.world_size, manifest.folder)
                 segments = read_run(manifest.folder).segments() if manifest.traces else []
                 runs.append(MeasuredRun(manifest, tuple(segments)))
     return runs
+
+
+def _check_ranks(ranks: int, where: Path) -> None:
+    if ranks > MOST_TRAINING_RANKS:
+        raise TraceError(
+            f"only runs and events of at most {MOST_TRAINING_RANKS} ranks of a box may train: what is larger judges "
+            f"predictions; got {ranks} ranks in {where}"
+        )
 
 
 def check_hardware(runs: Sequence[MeasuredRun], name: str) -> None:
@@ -157,22 +177,23 @@ def runs_digest(runs: Sequence[MeasuredRun]) -> str:
 def fill_from_traces(profile: Profile, runs: Iterable[MeasuredRun]) -> list[str]:
     """Add the in-context median of op and collective kinds that no event profile holds; returns those kinds."""
     have = {op.kind for op in profile.ops} | {c.kind for c in profile.collectives}
-    found: dict[tuple[Op | Collective, int], list[float]] = {}
+    found: dict[tuple[Op | Collective, int, Fabric], list[float]] = {}
     for run in runs:
+        fabric = run.manifest.job.fabric
         for segment in run.segments:
             for node, seconds in zip(segment.program.nodes, segment.slot_s.tolist(), strict=True):
                 if node.work.kind not in have and seconds > 0:
-                    found.setdefault((node.work, segment.busy), []).append(seconds)
-    for (work, busy), seconds in found.items():
+                    found.setdefault((node.work, segment.busy, fabric), []).append(seconds)
+    for (work, busy, fabric), seconds in found.items():
         if isinstance(work, Op):
             profile.ops.append(work)
             profile.op_busy.append(busy)
             profile.op_seconds.append(float(np.median(seconds)))
         else:
             profile.collectives.append(work)
-            profile.fabrics.append(profile.fabric)
+            profile.fabrics.append(fabric)
             profile.collective_seconds.append(float(np.median(seconds)))
-    return sorted({work.kind for work, _ in found})
+    return sorted({work.kind for work, _, _ in found})
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from stepsight.dataset.box import read_box
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.eventfile import read_event_file
 from stepsight.dataset.op import Collective, Op
@@ -22,6 +23,12 @@ def test_what_was_measured(tmp_path: Path) -> None:
     assert file.works == (Op("linear", (4, 6, 8), "fp32"), Collective("all_reduce", 96, 2, 2))
     assert (file.seconds, file.busy) == ((2e-6, 5e-5), 2)
     assert file.hardware == {"memory_bytes": 8.0, "peak_flops": {"fp32": 1e9}}
+
+
+def test_events_of_a_box_say_which(tmp_path: Path) -> None:
+    box = read_box("2x2@200mbit")
+    assert read_event_file(write_events(tmp_path, box=box.to_dict(), world_size=4)).box == box
+    assert read_event_file(write_events(tmp_path, "outside")).box is None
 
 
 @pytest.mark.parametrize(
@@ -48,6 +55,11 @@ def test_what_was_measured(tmp_path: Path) -> None:
         ({"hardware": {"comm_compute_share": 2}}, "comm_compute_share must lie within 0 and 1, got 2"),
         ({"busy": 10**400}, "busy must lie within"),
         ({"hardware": {"memory_bytes": "x"}}, "memory_bytes must be a number within +-1e+30, got 'x'"),
+        ({"box": {"nodes": 2}}, "a box has nodes, ranks_per_node and mbits_per_s"),
+        (
+            {"box": read_box("4x2@200mbit").to_dict(), "world_size": 4},
+            "world_size must equal the box's ranks, got 4 != 8",
+        ),
     ],
 )
 def test_a_damaged_file_is_one_line_that_names_it(tmp_path: Path, changes: dict[str, Any], says: str) -> None:

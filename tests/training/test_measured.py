@@ -1,3 +1,4 @@
+import ast
 import json
 from functools import partial
 from pathlib import Path
@@ -5,12 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from stepsight.dataset.box import Box, read_box
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.hardware import find_fabric
+from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program, ProgramBuilder
 from stepsight.dataset.trace import Segment
-from stepsight.training.measured import STALL, Profile, average, read_profiles, read_runs
+from stepsight.training.fit import train
+from stepsight.training.measured import MOST_TRAINING_RANKS, STALL, Profile, average, read_profiles, read_runs
+from tests.dataset.run_folders import write_events, write_run
 
 LOOPBACK = find_fabric("loopback")
 ADD, GELU = Op("add", (1000,), "fp32"), Op("gelu", (1000,), "fp32")
@@ -88,3 +93,56 @@ def test_a_collection_counts_once(tmp_path: Path) -> None:
 def test_hardware_without_facts_is_refused() -> None:
     with pytest.raises(TraceError, match="must hold event profiles with hardware facts, or 'my-box' must be a preset"):
         Profile(LOOPBACK).hardware("my-box", "cpu")
+
+
+def _box_run(folder: Path, box: Box, *, named: bool = True) -> None:
+    """A run in a box that was only timed, and whether it names the box."""
+    job = Job(
+        model=ModelSpec(family="gpt", layers=2, hidden=256, heads=16, vocab=2048, seq_len=128),
+        parallel=ParallelSpec(dp=box.num_ranks),
+        batch=BatchSpec(micro_batch=1, global_batch=box.num_ranks, precision="fp32"),
+        cluster=ClusterSpec(hardware="box", devices_per_node=box.num_ranks),
+    )
+    held = box.holds(job).to_dict()
+    write_run(folder, 0, job=held, world_size=box.num_ranks, box=box.to_dict() if named else None)
+
+
+def test_four_ranks_of_a_box_may_train(tmp_path: Path) -> None:
+    """Collectives are on the box's links, whatever is usual for the hardware."""
+    box = read_box("2x2@200mbit")
+    _box_run(tmp_path, box)
+    write_events(tmp_path, world_size=box.num_ranks, box=box.to_dict())
+    assert box.num_ranks == MOST_TRAINING_RANKS
+    assert [run.manifest.box for run in read_runs([tmp_path], None)] == [box]
+    assert read_profiles([tmp_path], LOOPBACK).fabrics == [box.links]
+
+
+@pytest.mark.parametrize("text", ["5x1@200mbit", "8x1@200mbit", "4x4@200mbit"])
+def test_no_run_or_event_of_more_ranks_of_a_box_can_train(tmp_path: Path, text: str) -> None:
+    """They judge predictions.  A run is known by its box and by its hardware."""
+    box = read_box(text)
+    rule = rf"at most 4 ranks of a box may train: .*; got {box.num_ranks} ranks in .*"
+    _box_run(tmp_path / "runs-alone", box)
+    _box_run(tmp_path / "unnamed", box, named=False)
+    (tmp_path / "events-alone" / "runs").mkdir(parents=True)
+    write_events(tmp_path / "events-alone", world_size=box.num_ranks, box=box.to_dict())
+    for name in ("runs-alone", "unnamed", "events-alone"):
+        for hardware in ("box", "local-cpu"):
+            with pytest.raises(TraceError, match=rule):
+                train([tmp_path / name], tmp_path / "out", hardware_name=hardware, progress=False)
+    with pytest.raises(TraceError, match=rule):
+        read_runs([tmp_path / "runs-alone"], ("heldout", "train"))
+    with pytest.raises(TraceError, match=rule):
+        read_profiles([tmp_path / "events-alone"], LOOPBACK)
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_that_trains_reads_measurements_through_the_module_that_refuses() -> None:
+    readers = {f"stepsight.dataset.{name}" for name in ("eventfile", "manifest", "store", "trace")}
+    harmless = {"RunManifest", "Segment"}
+    root = Path(__file__).parents[2]
+    for path in [*(root / "training").rglob("*.py"), *(root / "gnn").rglob("*.py")]:
+        nodes = ast.walk(ast.parse(path.read_text("utf-8")))
+        used = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module in readers]
+        named = {alias.name for node in used for alias in node.names}
+        assert path.name == "measured.py" or named <= harmless, path
