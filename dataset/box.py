@@ -10,7 +10,7 @@ from typing import Any
 
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.hardware import Fabric, fabric_from_dict
-from stepsight.dataset.harness.box import box_problems
+from stepsight.dataset.harness.box import BURST_BYTES, box_problems
 from stepsight.dataset.job import Job
 from stepsight.dataset.specs import SlowLink
 
@@ -55,7 +55,11 @@ class Box:
         rate = max(self.mbits_per_s) / 8e3 / self.ranks_per_node
         return {
             "intra_node": dict(_INTRA),
-            "inter_node": {"bandwidth_gbytes_per_s": rate, "latency_us": _INTER_LATENCY_US},
+            "inter_node": {
+                "bandwidth_gbytes_per_s": rate,
+                "latency_us": _INTER_LATENCY_US,
+                "burst_bytes": BURST_BYTES / self.ranks_per_node,
+            },
         }
 
     @property

@@ -18,12 +18,16 @@ class Link:
     Attributes:
         bandwidth_bytes_per_s: Per device and per direction.
         latency_s: Time for an empty message between two devices.
+        burst_bytes: Of what follows a pause, so much passes at once (a limited link's bucket).
     """
 
     bandwidth_bytes_per_s: float
     latency_s: float
+    burst_bytes: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.burst_bytes <= 1e12:
+            raise JobError(f"a link's burst_bytes must lie within 0 and 1e12, got {self.burst_bytes}")
         if not (1e3 <= self.bandwidth_bytes_per_s <= 1e15 and 0 <= self.latency_s <= 1e3):
             raise JobError(
                 "a link needs bandwidth_bytes_per_s from 1e3 to 1e15 and latency_s from 0 to 1000, got "
@@ -192,7 +196,7 @@ def fabric_from_dict(name: str, table: dict[str, Any]) -> Fabric:
     links = {}
     for key in ("intra_node", "inter_node"):
         link = table.get(key)
-        if not isinstance(link, dict) or set(link) != {"bandwidth_gbytes_per_s", "latency_us"}:
+        if not isinstance(link, dict) or set(link) - {"burst_bytes"} != {"bandwidth_gbytes_per_s", "latency_us"}:
             raise JobError(
                 f"fabric.{key} must be a table of bandwidth_gbytes_per_s (per device, per direction) and latency_us, "
                 f"got {link!r}"
@@ -202,7 +206,7 @@ def fabric_from_dict(name: str, table: dict[str, Any]) -> Fabric:
                 raise JobError(f"fabric.{key}.{field_name} must be a number, got {number!r}")
             if not -MOST_NUMBER < number < MOST_NUMBER:
                 raise JobError(f"fabric.{key}.{field_name} must be a number of less than {MOST_NUMBER:g}")
-        links[key] = Link(link["bandwidth_gbytes_per_s"] * 1e9, link["latency_us"] * 1e-6)
+        links[key] = Link(link["bandwidth_gbytes_per_s"] * 1e9, link["latency_us"] * 1e-6, link.get("burst_bytes", 0.0))
     unknown = set(table) - set(links) - {"source"}
     if unknown:
         raise JobError(f"fabric has keys intra_node and inter_node, got also {', '.join(sorted(unknown))}")

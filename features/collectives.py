@@ -43,8 +43,9 @@ def wire_seconds(collective: Collective, fabric: Fabric) -> float:
     """
     if collective.num_nodes == 1:
         return wire_bytes(collective) / fabric.intra_node.bandwidth_bytes_per_s
+    link = fabric.inter_node
     near = 1 if collective.kind in ("send_recv", "all_to_all") else collective.ranks_per_node
-    return wire_bytes(collective) / (near * fabric.inter_node.bandwidth_bytes_per_s)
+    return max(0.0, wire_bytes(collective) / near - link.burst_bytes) / link.bandwidth_bytes_per_s
 
 
 def collective_terms(collective: Collective, fabric: Fabric) -> tuple[float, ...]:

@@ -72,6 +72,11 @@ def recording() -> Iterator[None]:
         _recorder.pending.clear()
 
 
+def active() -> bool:
+    """Whether what happens is recorded."""
+    return _recorder.active
+
+
 @contextmanager
 def noting(spans: list[Span]) -> Iterator[None]:
     """Note when segments begin and end: no more than that, so that it costs next to nothing."""

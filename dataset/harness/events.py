@@ -27,6 +27,7 @@ from .ops import op_call
 from .pool import DTYPES, Call, Pool
 
 _OP_REPEATS, _COLLECTIVE_REPEATS = (3, 25), (8, 40)  # per visit
+_PAUSE_S = 5e-3
 _MOST_SECONDS = 0.06  # for one signature, however large the budget
 
 
@@ -49,7 +50,8 @@ def measure_events(
     pools = {name: Pool(device, DTYPES[name]) for name in sorted({op["dtype"] for op in ops if op["dtype"] in DTYPES})}
     records: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
-    earlier = [_try_collective(collective, device, clock, budget) for collective in collectives]
+    pause_s = _PAUSE_S if asleep else 0.0
+    earlier = [_try_collective(collective, device, clock, budget, pause_s) for collective in collectives]
     for op in ops:
         try:
             samples = _time_op(op, pools, clock, budget)
@@ -62,7 +64,7 @@ def measure_events(
         if isinstance(first, str):
             skipped.append({"collective": collective, "reason": first})
         else:
-            second = _time_collective(collective, device, clock, budget)
+            second = _time_collective(collective, device, clock, budget, pause_s)
             records.append({"collective": collective, "samples": first + second})
         say(f"events {event['name']}: {collective['kind']}", done=1)
     return {"records": _merge(records), "skipped": skipped, "hardware": hardware}
@@ -165,16 +167,19 @@ def _group(group_size: int, ranks_per_node: int) -> tuple[list[int], Any]:
 
 
 def _try_collective(
-    collective: dict[str, Any], device: torch.device, clock: _Clock, budget: _Budget
+    collective: dict[str, Any], device: torch.device, clock: _Clock, budget: _Budget, pause_s: float
 ) -> list[float] | str:
     """Samples, or why there are none."""
     try:
-        return _time_collective(collective, device, clock, budget)
+        return _time_collective(collective, device, clock, budget, pause_s)
     except (HarnessError, RuntimeError) as error:  # RuntimeError: this backend has no such collective
         return str(error).splitlines()[0]
 
 
-def _time_collective(collective: dict[str, Any], device: torch.device, clock: _Clock, budget: _Budget) -> list[float]:
+def _time_collective(
+    collective: dict[str, Any], device: torch.device, clock: _Clock, budget: _Budget, pause_s: float
+) -> list[float]:
+    """Samples; ``pause_s`` between them lets links rest, as computation does in training."""
     share = budget.share()
     kind, size = collective["kind"], collective["group_size"]
     if kind == "send_recv" and size != 2:
@@ -189,6 +194,7 @@ def _time_collective(collective: dict[str, Any], device: torch.device, clock: _C
     count = _repeats(first, share, _COLLECTIVE_REPEATS)
     samples: list[float] = []
     for _ in range(count):
+        time.sleep(pause_s)
         if member:
             samples.append(clock(call) / (2 if kind == "send_recv" else 1))
     return samples

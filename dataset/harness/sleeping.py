@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -48,6 +49,7 @@ MULTI = {
 }
 V_SHAPED = ("zbv", "dualpipev")
 SLACK_S = 2e-3  # time that the host may take between two ops without holding up the device
+AHEAD_S = 8e-3  # so far the host runs ahead of the device: waking for every op would cost more than the ops' own work
 WARM_UP_PACE = 0.1  # of sleeps in steps that do not count: buffers and connections are made
 FP32_BYTES = 4
 
@@ -61,16 +63,21 @@ class Device:
         self.pace = 1.0
         self._until = 0.0
 
-    def wait(self) -> None:
-        """Its ops are done, and it waited for something else."""
+    def begin(self) -> None:
+        """It waited for something else: its next op begins now."""
         self._until = time.perf_counter()
 
+    def finish(self) -> None:
+        """Sleep until its ops are done."""
+        left = self._until - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+
     def compute(self, seconds: float) -> None:
-        """Sleep until an op is done."""
-        now = time.perf_counter()
-        self._until = max(self._until, now - SLACK_S) + seconds * self.pace
-        if self._until > now:
-            time.sleep(self._until - now)
+        """One op more; sleep once it has so much before it that the host waits."""
+        self._until = max(self._until, time.perf_counter() - SLACK_S) + seconds * self.pace
+        if self._until > time.perf_counter() + AHEAD_S:
+            self.finish()
 
 
 class Rank:
@@ -79,7 +86,14 @@ class Rank:
     def __init__(self, group: comm.Group | None) -> None:
         self.device = Device()
         self.group = group
+        self.sharded = False  # then hooks gather and scatter between blocks
         self._buffers: dict[int, Tensor] = {}
+
+    def at_edge(self) -> None:
+        """The device is done; with hooks that wait for others, it begins anew."""
+        if self.sharded:
+            self.device.finish()
+            self.device.begin()
 
     def do(self, items: Sequence[Item]) -> None:
         """Sleep for ops, call collectives."""
@@ -88,8 +102,19 @@ class Rank:
                 _, kind, dims, dtype, seconds = item
                 with annotate.op(kind, dims, DTYPES[dtype]):
                     self.device.compute(seconds)
+                    if annotate.active():  # a trace shows what every op takes
+                        self.device.finish()
             else:
+                self.device.finish()
                 self._collective(item[1], item[2])
+
+    @contextmanager
+    def device_segment(self, label: str, micro_batch: int, stage: int = 0) -> Iterator[None]:
+        """A segment that ends when the device is done."""
+        with annotate.segment(label, micro_batch=micro_batch, stage=stage):
+            self.device.begin()
+            yield
+            self.device.finish()
 
     def _collective(self, kind: str, num_bytes: int) -> None:
         assert self.group is not None
@@ -103,7 +128,7 @@ class Rank:
                 comm.all_gather(full, shard, self.group)
             else:
                 comm.reduce_scatter(shard, full, self.group)
-        self.device.wait()
+        self.device.begin()
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -154,6 +179,21 @@ class _Resize(torch.autograd.Function):
         return torch.zeros(ctx.shape), None
 
 
+class _Edge(torch.autograd.Function):
+    """Where a block begins or ends: what hooks stand there find the device done."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rank: Rank) -> Tensor:
+        ctx.rank = rank
+        rank.at_edge()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.rank.at_edge()
+        return gradients[0], None
+
+
 class Block(nn.Module):
     """A layer, an embedding or a head."""
 
@@ -164,6 +204,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         held = iter(self.weights)
+        x = cast(Tensor, _Edge.apply(x, self.rank))
         for step in self.steps:
             parameters = [next(held) for _ in step["parameters"]]
             apply = [partial(_Input.apply, x, self.rank, step)]
@@ -171,7 +212,7 @@ class Block(nn.Module):
                 apply.insert(0 if not step["weight_first"] else 1, partial(_Weight.apply, self.rank, step, *parameters))
             results = [cast(Tensor, make()) for make in apply]
             x = results[0] if len(results) == 1 else results[0] + results[1]
-        return x
+        return cast(Tensor, _Edge.apply(x, self.rank))
 
 
 class Part(nn.Module):
@@ -198,9 +239,10 @@ class RecordedStage(PipelineStage):
 
     rank: Rank
 
-    def _segment(self, label: str, micro_batch: int) -> Any:
-        self.rank.device.wait()
-        return annotate.segment(label, micro_batch=micro_batch, stage=self.stage_index)
+    @contextmanager
+    def _segment(self, label: str, micro_batch: int) -> Iterator[None]:
+        with self.rank.device_segment(label, micro_batch, self.stage_index):
+            yield
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._segment("forward", fwd_chunk_id):
@@ -240,6 +282,7 @@ class SleepingTraining:
         self._optimizer = sleeps["optimizer"][self.stage_index]
         self.parts = {number: Part(self.rank, sleeps, number) for number in _own(parallel, self.stage_index)}
         self.sharded = parallel["zero_stage"] == 3 and degrees["dp"] > 1
+        self.rank.sharded = self.sharded
         self.models = {number: self._data_parallel(part, mesh) for number, part in self.parts.items()}
         self.schedule = self._schedule(parallel, sleeps) if degrees["pp"] > 1 else None
         self.last = any(part.last for part in self.parts.values())
@@ -298,10 +341,9 @@ class SleepingTraining:
                 self.schedule.step(*arguments, target=batch if self.last else None, return_outputs=False)
             else:
                 self._micro_batches()
-            self.rank.device.wait()
-            with annotate.segment("optimizer", stage=self.stage_index):
+            with self.rank.device_segment("optimizer", -1, self.stage_index):
                 self._synchronise_gradients()
-                self.rank.device.wait()
+                self.rank.device.begin()
                 self.rank.do([self._optimizer])
                 for model in self.models.values():
                     model.zero_grad(set_to_none=True)
@@ -312,11 +354,9 @@ class SleepingTraining:
         for index in range(self.num_micro_batches):
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = index == self.num_micro_batches - 1
-            self.rank.device.wait()
-            with annotate.segment("forward", micro_batch=index, stage=0):
+            with self.rank.device_segment("forward", index):
                 loss = model(torch.zeros(1, 1)).sum()
-            self.rank.device.wait()
-            with annotate.segment("backward", micro_batch=index, stage=0):
+            with self.rank.device_segment("backward", index):
                 loss.backward()
 
     def _synchronise_gradients(self) -> None:

@@ -177,7 +177,7 @@ def profiled_boxes() -> list[Box]:
     return [read_box(text) for text in ("2x1@200mbit", "3x1@200mbit", "4x1@200mbit", "2x2@200mbit", "4x1@400mbit")]
 
 
-SIZES_PROFILED = (64, 1024, 16384, 65536, 131072, 262144, 2**20, 2**22)  # bytes
+SIZES_PROFILED = (64, 1024, 16384, 65536, 131072, 2**19, 2**21)  # bytes
 MESSAGES_PROFILED = (256, 16384, 65536, 131072, 262144, 2**20)
 
 
