@@ -127,7 +127,7 @@ class Predictor:
                     file = f"{name}.{label.replace('/', '-')}.txt.gz"
                     (new / file).write_bytes(gzip.compress(model.text.encode(), mtime=0))
                     trees[label] = {"file": file, "share": model.share}
-                more = _derived_to_dict(self.kernel) if name == "kernel" else {}
+                more = _derived_to_dict(self.kernel) if name == "kernel" else _library_to_dict(self.collective)
                 write_json(new / f"{name}.json", {**regressor.to_dict(), **more, "trees": trees})
             write_json(
                 new / "intervals.json",
@@ -187,6 +187,7 @@ class Predictor:
             _read(folder / f"{name}.json", partial(_regressor, folder, *size)) for name, size in sizes.items()
         )
         derives, ratios = _read(folder / "kernel.json", _derived)
+        nccl, carried = _read(folder / "collective.json", _library)
         tables = _read(folder / "intervals.json", dict)
         context = None
         if (folder / "gnn.json").exists():
@@ -196,7 +197,7 @@ class Predictor:
         return cls(
             hardware,
             KernelModel(hardware, kernel, derives=derives, ratios=ratios),
-            CollectiveModel(collective),
+            CollectiveModel(collective, nccl=nccl, carried=carried),
             context,
             _made(folder / "intervals.json", Calibration.from_dict, tables.get("calibration")),
             _made(folder / "intervals.json", Intervals.from_dict, tables.get("intervals")),
@@ -276,6 +277,15 @@ def _derived_to_dict(kernel: KernelModel) -> dict[str, Any]:
 def _derived(table: dict[str, Any]) -> tuple[bool, dict[str, Ratio]]:
     """What ``_derived_to_dict`` wrote."""
     return bool(table["derives"]), {kind: Ratio.from_dict(ratio) for kind, ratio in table["ratios"].items()}
+
+
+def _library_to_dict(collective: CollectiveModel) -> dict[str, Any]:
+    return {"nccl": collective.nccl, "carried": list(collective.carried)}
+
+
+def _library(table: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
+    """What ``_library_to_dict`` wrote; a predictor without it was trained on one host's messages."""
+    return bool(table.get("nccl", False)), tuple(str(label) for label in table.get("carried", ()))
 
 
 def _manifest(table: dict[str, Any]) -> dict[str, Any]:

@@ -21,11 +21,10 @@ import numpy as np
 from stepsight.dataset.errors import PredictorError, StepsightError
 from stepsight.dataset.files import digest
 from stepsight.dataset.hardware import find_hardware
-from stepsight.dataset.op import OP_KINDS
+from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS
 from stepsight.dataset.tables import Measurements
-from stepsight.training.collective import fit_collectives
 from stepsight.training.predictor import SHIPPED, Predictor, shipped_names
-from stepsight.training.tables import OpRows, fit_table, op_table
+from stepsight.training.tables import CollectiveRows, OpRows, collective_table, fit_links, fit_table, op_table
 
 # Products by inference engines' kernels where training runs the same ones.  Their kernels for experts are others: on
 # A100 they take half as long again as Transformer Engine's, whose ratio to plain products is measured elsewhere.
@@ -59,6 +58,8 @@ class Recipe:
         own: Measurements of the hardware.
         others: Measurements of other devices, for kinds that ``own`` lacks.
         software: Patterns of what ran them: first what training runs most alike, then what only lends its shapes.
+        collectives: Measurements of collectives; between nodes those of other devices count too, relative to their
+            links.
     """
 
     hardware: str
@@ -66,8 +67,14 @@ class Recipe:
     own: tuple[Source, ...]
     others: tuple[Source, ...]
     software: tuple[str, ...]
+    collectives: tuple[Source, ...] = ()
 
 
+# Fabrics of tables, and the presets whose links they are.  ``cluster01`` reaches 48.9 GB/s per adapter.  Left out are
+# networks of which nobody knows the links (Vidur's between nodes, ``cluster00``).
+_LINKS = MappingProxyType({"dgx-a100": "dgx-a100", "dgx-h100": "dgx-h100", "nccl-tests-example-cluster01": "dgx-h100"})
+_NCCL = r"nccl-tests|nccl .*half$|^nccl$"  # not in 8 bits, where switches do not sum
+_NCCL_TESTS = Source("nccl-tests", "collectives/nccl-tests-cluster")
 _SIMUMAX = "kernels/simumax/configs/system"
 
 RECIPES = MappingProxyType(
@@ -81,6 +88,12 @@ RECIPES = MappingProxyType(
             ),
             (Source("simumax", f"{_SIMUMAX}/a100_pcie.json"),),
             ("SGLang|vidur", "TRTLLM"),
+            (
+                Source("aiconfigurator", "kernels/aiconfigurator/data/a100_sxm"),
+                Source("vtrain", "collectives/vtrain/trace/a100"),
+                Source("vidur", "collectives/vidur/network/a100_dgx/send_recv.csv.gz"),
+                _NCCL_TESTS,
+            ),
         ),
         # FlashAttention-3 and cuDNN's attention are alike; Triton's is not what training runs.
         "h100-sxm": Recipe(
@@ -94,6 +107,11 @@ RECIPES = MappingProxyType(
             (
                 r"SGLang .* (fa3|flash_attention_v3|sglang_torch_linear|sglang_sgl_kernel_fp8_scaled_mm)|vidur",
                 r"TRTLLM .* torch_flow$",
+            ),
+            (
+                Source("aiconfigurator", "kernels/aiconfigurator/data/h100_sxm"),
+                Source("vidur", "collectives/vidur/network/h100_dgx/send_recv.csv.gz"),
+                _NCCL_TESTS,
             ),
         ),
     }
@@ -125,6 +143,21 @@ def read_recipe(recipe: Recipe, data: Path) -> tuple[OpRows, Measurements, Measu
     return op_table(own, recipe.hardware, recipe.software), own, others
 
 
+def read_links(recipe: Recipe, data: Path) -> tuple[CollectiveRows, Measurements]:
+    """Distinct collectives of a recipe, and the rows they come from.
+
+    Raises:
+        TableError: If a source is not there or malformed.
+    """
+    from stepsight.dataset.tables import read_table
+
+    table = Measurements.concat(
+        read_table(source.format, data / source.path).where(kind=list(COLLECTIVE_KINDS))
+        for source in recipe.collectives
+    )
+    return collective_table(table, recipe.hardware, _LINKS, _NCCL), table
+
+
 def _read(source: Source, data: Path) -> Measurements:
     from stepsight.dataset.tables import read_table
 
@@ -153,18 +186,22 @@ def retrain(name: str, data: Path, out: Path, seed: int = 0) -> Predictor:
     assert hardware is not None, recipe.hardware
     rows, own, others = read_recipe(recipe, data)
     kernel = fit_table(rows, hardware, others, seed=seed)
-    collective = fit_collectives([], [], np.zeros(0), seed=seed)
-    files = {source: {"digest": f.digest, "licence": f.licence} for source, f in {**own.files, **others.files}.items()}
+    links, measured = read_links(recipe, data)
+    collective = fit_links(links, seed=seed)
+    all_files = {**own.files, **others.files, **measured.files}
+    files = {source: {"digest": f.digest, "licence": f.licence} for source, f in all_files.items()}
     metrics = {
         f"alone_error_{family.replace('/', '_')}_percent": round(100 * float(np.expm1(error)), 3)
-        for family, error in kernel.regressor.errors.items()
+        for family, error in {**kernel.regressor.errors, **collective.regressor.errors}.items()
     }
     manifest: dict[str, Any] = {
         "name": name,
         "digest": digest(*(file["digest"] for file in files.values()), str(seed), version("stepsight")),
         "sources": files,
         "num_ops": len(rows),
+        "num_collectives": len(links),
         "kinds_measured": sorted(kernel.regressor.physics),
+        "collectives_measured": sorted(collective.regressor.physics),
         "kinds_by_ratio": {kind: ratio.to_dict() for kind, ratio in kernel.ratios.items()},
         "fitted_rows": [],
         "versions": {package: version(package) for package in ("stepsight", "lightgbm", "numpy")},

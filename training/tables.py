@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import TableError
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.op import Op
+from stepsight.dataset.hardware import Fabric, Hardware, find_fabric
+from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.tables import Measurements
+from stepsight.training.collective import CollectiveModel, fit_collectives, label_of
 from stepsight.training.derived import MAX_LOG_RATIO, MIN_LOG_RATIO, Ratio, base_of
 from stepsight.training.kernel import KernelModel, fit_kernels
 
 Array = NDArray[np.float64]
 
 MIN_EVIDENCE = 4  # rows of a kind, and of its base, from which a ratio is believed
+CLOSE = 1.05  # sizes of one collective that differ by less tell the same
 
 
 @dataclass(frozen=True)
@@ -114,3 +116,65 @@ def fit_ratios(model: KernelModel, others: Measurements) -> dict[str, Ratio]:
             log_ratio = float(np.clip(np.mean(list(found.values())), MIN_LOG_RATIO, MAX_LOG_RATIO))
             ratios[example.kind] = Ratio(round(log_ratio, 4), f"a ratio measured on {' and '.join(sorted(found))}")
     return ratios
+
+
+@dataclass(frozen=True)
+class CollectiveRows:
+    """Distinct measured collectives, shapes ``(rows,)``: the median where one was measured several times.
+
+    Attributes:
+        collectives, fabrics: Signatures, each on its links.
+        seconds: Of one call.
+        own: Whether it was measured on the device itself, rather than on another one's links.
+    """
+
+    collectives: tuple[Collective, ...]
+    fabrics: tuple[Fabric, ...]
+    seconds: Array
+    own: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.collectives)
+
+    def take(self, index: NDArray[np.int64]) -> CollectiveRows:
+        pick = index.tolist()
+        collectives, fabrics = (tuple(column[i] for i in pick) for column in (self.collectives, self.fabrics))
+        return CollectiveRows(collectives, fabrics, self.seconds[index], self.own[index])
+
+
+def collective_table(table: Measurements, device: str, links: Mapping[str, str], software: str) -> CollectiveRows:
+    """Collectives of a device within its nodes, and those of all devices between nodes.
+
+    Args:
+        table: Any rows.
+        device: Whose rows count within a node; whose rows between nodes go before those of others.
+        links: Preset of the fabric of each name that rows have; rows on others are left out.
+        software: Pattern of what ran them.
+    """
+    found: dict[tuple[Collective, str], list[tuple[float, bool]]] = {}
+    columns = (table.works, table.seconds, table.device, table.fabric, table.software)
+    for work, seconds, where, fabric, name in zip(*columns, strict=True):
+        if not isinstance(work, Collective) or fabric not in links or not re.search(software, name):
+            continue
+        if where == device or work.num_nodes > 1:
+            found.setdefault((work, links[fabric]), []).append((float(seconds), where == device))
+    newest: dict[tuple[object, ...], int] = {}
+    kept = []
+    for work, fabric in sorted(found, key=lambda key: (key[1], key[0].kind, key[0].num_bytes)):
+        group = (fabric, work.kind, work.group_size, work.ranks_per_node)
+        if work.num_bytes >= CLOSE * newest.get(group, 0):
+            newest[group] = work.num_bytes
+            kept.append((work, fabric))
+    return CollectiveRows(
+        tuple(work for work, _ in kept),
+        tuple(find_fabric(fabric) for _, fabric in kept),
+        np.array([np.median([seconds for seconds, _ in found[key]]) for key in kept], dtype=np.float64),
+        np.array([any(own for _, own in found[key]) for key in kept], dtype=np.bool_),
+    )
+
+
+def fit_links(rows: CollectiveRows, *, seed: int = 0) -> CollectiveModel:
+    """Fit NCCL's collectives; what was measured on others' links alone is said to be."""
+    model = fit_collectives(rows.collectives, rows.fabrics, rows.seconds, seed=seed, nccl=True)
+    own = {label_of(c) for c, measured in zip(rows.collectives, rows.own, strict=True) if measured}
+    return replace(model, carried=tuple(sorted({label_of(c) for c in rows.collectives} - own)))

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from stepsight.dataset.errors import PredictorError, TableError
-from stepsight.dataset.hardware import find_hardware
+from stepsight.dataset.hardware import find_fabric, find_hardware, usual_fabric
 from stepsight.dataset.job import Job
-from stepsight.dataset.op import Op
+from stepsight.dataset.op import Collective, Op
 from stepsight.training import shipped
 from stepsight.training.prediction import predict
 from stepsight.training.predictor import SHIPPED, Predictor
@@ -30,7 +30,8 @@ def test_every_recipe_is_shipped_and_all_are_a_few_megabytes() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_manifests_name_every_source_with_its_licence(name: str) -> None:
     sources = Predictor.load(name).manifest["sources"]
-    assert {source.split("/")[0] for source in sources} == {"aiconfigurator", "vidur", "simumax"}
+    found = {source.split("/")[0] for source in sources}
+    assert found - {"vtrain"} == {"aiconfigurator", "vidur", "simumax", "nccl-tests"}
     assert {source["licence"] for source in sources.values()} == {"Apache-2.0", "MIT"}
 
 
@@ -54,6 +55,21 @@ def test_a_step_is_longer_on_more_tokens(name: str) -> None:
         rest = dims.get(kind, (64,))
         seconds = predictor.kernel.seconds([Op(kind, (2**power, *rest)) for power in range(4, 30, 5)], 8)
         assert (seconds[1:] > seconds[:-1]).all(), kind
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_collectives_reach_most_of_their_links_and_never_more(name: str) -> None:
+    """Up to 2,048 ranks, wherever the measurements came from."""
+    predictor = shipped_predictor(name)
+    assert predictor is not None
+    fabric = find_fabric(usual_fabric(predictor.hardware.name))
+    for ranks, near in ((8, 8), (16, 8), (80, 8), (2048, 8), (64, 1)):
+        work = Collective("all_gather", 1 << 32, ranks, near)
+        link = fabric.intra_node.bandwidth_bytes_per_s
+        link = link if ranks == near else min(link, near * fabric.inter_node.bandwidth_bytes_per_s)
+        seconds = predictor.collective.seconds([work], fabric)[0]
+        least = 0.35 if ranks > 1000 else 0.6  # a ring of so many ranks spends most of its time on steps
+        assert least < work.num_bytes * (ranks - 1) / ranks / seconds / link < 1, work
 
 
 def test_a_job_is_answered_offline() -> None:
