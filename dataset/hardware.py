@@ -61,6 +61,8 @@ class Hardware:
         comm_compute_share: Part of an overlapped collective's time that it takes from the device's compute
             (1: nothing is gained by overlap, 0: communication is free while hidden).
         host_op_s: Time in which the host launches one op; 0 where ops run on the host itself.
+        host_action_s, host_message_s: What the runtime of a pipeline takes before each pass of a micro-batch, and to
+            post one side of a message.
         host_link_bytes_per_s: Between device and host, per direction.
         host_memory_bandwidth_bytes_per_s: Of the host's memory, a device's part of it.
         reserved_bytes: Memory that no tensor can have: context, libraries, communication buffers.
@@ -79,6 +81,8 @@ class Hardware:
     op_latency_s: float = 0.0
     comm_compute_share: float = 0.0
     host_op_s: float = 0.0
+    host_action_s: float = 0.0
+    host_message_s: float = 0.0
     host_link_bytes_per_s: float = 25e9
     host_memory_bandwidth_bytes_per_s: float = 25e9
     reserved_bytes: float = 0.0
@@ -105,6 +109,8 @@ class Hardware:
         for name, value in (
             ("num_processors", self.num_processors),
             ("host_op_s", self.host_op_s),
+            ("host_action_s", self.host_action_s),
+            ("host_message_s", self.host_message_s),
             ("reserved_bytes", self.reserved_bytes),
             ("fragmentation", self.fragmentation),
         ):

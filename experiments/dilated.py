@@ -20,10 +20,10 @@ import numpy as np
 
 from stepsight.dataset.errors import CollectError, StepsightError
 from stepsight.dataset.files import write_json
-from stepsight.experiments.runtime_costs import RuntimeCosts, fit_costs, measured, simulate
 from stepsight.experiments.tables import Number, table
 from stepsight.simulator.schedules import write_schedule
 from stepsight.simulator.track import Track, find_track
+from stepsight.training.runtime_costs import RuntimeCosts, fit_costs, measured, simulate
 
 SCHEDULES = (
     ("gpipe", 1),

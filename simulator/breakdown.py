@@ -59,5 +59,5 @@ def break_down(simulation: Simulation) -> dict[str, float]:
 def _messages(simulation: Simulation) -> float:
     passing = simulation.slowest
     free = np.zeros(len(passing.message_seconds))
-    clocks = track_clocks(passing.lowered.track, passing.rows, passing.transition, free)
+    clocks = track_clocks(passing.lowered.track, passing.rows, passing.transition, free, *passing.host)
     return max(0.0, float(passing.clocks.max() - clocks.max()))

@@ -38,6 +38,7 @@ class Passing:
         rows: Row of each action, shape ``(num_actions,)``.
         transition: Paths from clock to clock, shape ``(num_rows, NUM_CLOCKS, NUM_CLOCKS)``.
         message_seconds: Of each of the track's messages.
+        host: Seconds that the runtime takes before each action, and to post a side of a message.
         clocks: Of each stage at the end, shape ``(num_stages, NUM_CLOCKS)``.
     """
 
@@ -48,12 +49,13 @@ class Passing:
     rows: Ints
     transition: Floats
     message_seconds: Floats
+    host: tuple[float, float]
     clocks: Floats
 
     @cached_property
     def run(self) -> TrackRun:
         """When every action and message runs; ``run.segment`` are ``rows``."""
-        return run_track(self.lowered.track, self.rows, self.transition, self.message_seconds)
+        return run_track(self.lowered.track, self.rows, self.transition, self.message_seconds, *self.host)
 
     def condition(self, row: int) -> Slowdown:
         """What slows a row."""
@@ -218,7 +220,8 @@ def simulate_lowered(
     """As ``simulate``, with everything at hand."""
     each = timer.work_seconds(lowered.messages)
     message_seconds = each[lowered.message] if len(each) != 1 else np.full(len(lowered.message), each[0])
-    passings = tuple(_pass(lowered, timer, pipeline, message_seconds) for pipeline in pipelines)
+    host = (hardware.host_action_s, hardware.host_message_s) if job.parallel.pp > 1 else (0.0, 0.0)
+    passings = tuple(_pass(lowered, timer, pipeline, message_seconds, host) for pipeline in pipelines)
     clocks = passings[0].clocks
     for passing in passings[1:]:
         clocks = np.maximum(clocks, passing.clocks)
@@ -249,7 +252,9 @@ def optimizer_transitions(simulation: Simulation) -> Floats:
     return np.array([found[key] for key in keys])
 
 
-def _pass(lowered: Lowered, timer: Timer, pipeline: Pipeline, message_seconds: Floats) -> Passing:
+def _pass(
+    lowered: Lowered, timer: Timer, pipeline: Pipeline, message_seconds: Floats, host: tuple[float, float]
+) -> Passing:
     track, conditions = lowered.track, tuple(dict.fromkeys(pipeline.slowdowns))
     if len(conditions) == 1:
         segments, slowdowns, rows = lowered.table, conditions, lowered.place
@@ -263,5 +268,5 @@ def _pass(lowered: Lowered, timer: Timer, pipeline: Pipeline, message_seconds: F
         found = zip(segments.tolist(), slowdowns, strict=True)
         transition = np.array([timer.segment(lowered.segments[at], slow).transition for at, slow in found])
     seconds = message_seconds if pipeline.is_plain else message_seconds * pipeline.message_factors(lowered)
-    clocks = track_clocks(track, rows, transition, seconds)
-    return Passing(pipeline, lowered, segments, slowdowns, rows, transition, seconds, clocks)
+    clocks = track_clocks(track, rows, transition, seconds, *host)
+    return Passing(pipeline, lowered, segments, slowdowns, rows, transition, seconds, host, clocks)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from stepsight.dataset.errors import TraceError
-from stepsight.dataset.files import digest
+from stepsight.dataset.files import digest, read_json
 from stepsight.dataset.hardware import Hardware, find_fabric, usual_fabric
 from stepsight.training.calibration import fit_calibration
 from stepsight.training.collective import fit_collectives
@@ -30,6 +30,7 @@ from stepsight.training.measured import (
 )
 from stepsight.training.predictor import Predictor, check_output
 from stepsight.training.regressor import UNKNOWN
+from stepsight.training.runtime_costs import fit_host
 from stepsight.training.tracking import TrackedRun, check_store, default_uri, tracked
 
 Progress = Any
@@ -78,7 +79,7 @@ def train(
         )
     check_hardware(runs, hardware_name)
     device = next((str(run.manifest.fingerprint.get("device", "cpu")) for run in runs), "cpu")
-    hardware = profile.hardware(hardware_name, device)
+    hardware = with_host(profile.hardware(hardware_name, device), runs)
     with tracked(uri, f"train {hardware_name}") as run:
         predictor = _learn(profile, runs, hardware, seed, say)
         manifest = _manifest(predictor, profile, runs, seed, run.run_id, uri, collections)
@@ -88,6 +89,20 @@ def train(
         _track(run, predictor, out)
     say(f"done: {out}")
     return Predictor.load(out)
+
+
+def with_host(hardware: Hardware, runs: Sequence[MeasuredRun]) -> Hardware:
+    """The hardware with what the pipeline runtime's host takes, where runs in boxes tell."""
+    records = [
+        (run.manifest.job, step)
+        for run in runs
+        if run.manifest.job.parallel.pp > 1 and (path := run.manifest.folder / "records.json").exists()
+        for step in read_json(path)["steps"]
+    ]
+    host_action_s, host_message_s = fit_host(records)
+    if not host_action_s and not host_message_s:
+        return hardware
+    return replace(hardware, host_action_s=host_action_s, host_message_s=host_message_s)
 
 
 def _learn(profile: Profile, runs: list[MeasuredRun], hardware: Hardware, seed: int, say: Progress) -> Predictor:

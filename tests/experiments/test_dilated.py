@@ -8,9 +8,9 @@ import pytest
 
 from stepsight.dataset.errors import CollectError
 from stepsight.experiments import dilated
-from stepsight.experiments.runtime_costs import RuntimeCosts, fit_costs, measured, simulate, sleeps
 from stepsight.simulator.schedules import KIND_NAMES
 from stepsight.simulator.track import Track, find_track
+from stepsight.training.runtime_costs import RuntimeCosts, fit_costs, measured, simulate, sleeps
 
 COSTS = RuntimeCosts(sleep_s=3e-4, action_s=1e-4, host_action_s=2e-4, host_message_s=1e-4, message_s=5e-4)
 

@@ -9,12 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.job import Job
 from stepsight.simulator.engine import Floats, Ints
 from stepsight.simulator.pipeline import TrackRun, run_track
 from stepsight.simulator.runtimes import COMPUTE, POST
 from stepsight.simulator.schedules import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KIND_NAMES
-from stepsight.simulator.track import Track
+from stepsight.simulator.track import Track, find_track
 
+Gaps = list[tuple[int, float]]
+KINDS = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}  # by the label of a segment
+FEWEST_GAPS = 20
+MOST_HOST_S = 0.05
 CLEAR_S = 2e-3  # a rank surely waited, or surely did not, if it was so long
 
 
@@ -92,8 +97,8 @@ def fit_costs(records: Sequence[tuple[dict[str, Any], Track, dict[str, Any]]]) -
     Lengths of actions give ``sleep_s`` and ``action_s``; gaps without a wait the host's part; waits the message's.
     """
     lengths: list[Floats] = []
-    gaps: list[tuple[int, float]] = []
-    waits: list[tuple[int, float]] = []
+    gaps: Gaps = []
+    waits: Gaps = []
     for case, track, step in records:
         seconds, goes = sleeps(case, track)
         start, end = measured(step, track)
@@ -112,6 +117,29 @@ def fit_costs(records: Sequence[tuple[dict[str, Any], Track, dict[str, Any]]]) -
     )
 
 
+def fit_host(records: Sequence[tuple[Job, dict[str, Any]]]) -> tuple[float, float]:
+    """Seconds that the runtime's host takes before each action, and to post a side of a message.
+
+    Args:
+        records: Jobs with pipelines on a box, and the records of their steps (``measure.noted_steps`` of the harness).
+
+    Returns:
+        Both 0 where nothing tells.
+    """
+    gaps: Gaps = []
+    for job, step in records:
+        p = job.parallel
+        track = find_track(p.schedule, p.pp, job.num_micro_batches, p.virtual_stages, runtime=p.runtime or "torch")
+        stages = [step["spans"][stage * p.tp * p.dp] for stage in range(p.pp)]  # of the first replica
+        rows = [[(KINDS[label], *span) for label, *span in spans if label in KINDS] for spans in stages]
+        start, end = measured({"ranks": rows}, track)
+        _sort_gaps(track, start, end, gaps, [])
+    if len(gaps) < FEWEST_GAPS:
+        return 0.0, 0.0
+    host_action_s, host_message_s = _line(np.array(gaps))
+    return min(host_action_s, MOST_HOST_S), min(host_message_s, MOST_HOST_S)
+
+
 def _line(points: NDArray[np.float64]) -> tuple[float, float]:
     """Intercept and slope through the medians of ``(x, y)`` at every x, neither negative."""
     values, count = np.unique(points[:, 0], return_counts=True)
@@ -121,9 +149,7 @@ def _line(points: NDArray[np.float64]) -> tuple[float, float]:
     return max(0.0, float(np.mean(middles - slope * values))), slope
 
 
-def _sort_gaps(
-    track: Track, start: Floats, end: Floats, gaps: list[tuple[int, float]], waits: list[tuple[int, float]]
-) -> None:
+def _sort_gaps(track: Track, start: Floats, end: Floats, gaps: Gaps, waits: Gaps) -> None:
     """Times between a rank's actions, sorted into those without a wait and those that wait for a message.
 
     Added to ``gaps``: posts between, and seconds from the action before.  To ``waits``: posts on the side that was
