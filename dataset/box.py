@@ -27,11 +27,13 @@ class Box:
     Attributes:
         nodes, ranks_per_node: Sizes.
         mbits_per_s: Rate of every node's link, both ways.
+        latency_ms: By how much what leaves each node is held up; empty: not at all.
     """
 
     nodes: int
     ranks_per_node: int
     mbits_per_s: tuple[float, ...]
+    latency_ms: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         problems = box_problems(self.to_dict())
@@ -47,17 +49,18 @@ class Box:
         """``4x1@200mbit``; with links that differ, the fastest rate and how many are slower."""
         fastest = max(self.mbits_per_s)
         slower = sum(rate < fastest for rate in self.mbits_per_s)
-        return f"{self.nodes}x{self.ranks_per_node}@{fastest:g}mbit" + (f"-{slower}slow" if slower else "")
+        late = f"-{max(self.latency_ms):g}ms" if any(self.latency_ms) else ""
+        return f"{self.nodes}x{self.ranks_per_node}@{fastest:g}mbit" + (f"-{slower}slow" if slower else "") + late
 
     @property
     def fabric(self) -> dict[str, Any]:
-        """As a job's ``[cluster] fabric``: the fastest link, shared by a node's ranks."""
+        """As a job's ``[cluster] fabric``: the fastest link, shared by a node's ranks, and the longest latency."""
         rate = max(self.mbits_per_s) / 8e3 / self.ranks_per_node
         return {
             "intra_node": dict(_INTRA),
             "inter_node": {
                 "bandwidth_gbytes_per_s": rate,
-                "latency_us": _INTER_LATENCY_US,
+                "latency_us": _INTER_LATENCY_US + 1e3 * max(self.latency_ms, default=0.0),
                 "burst_bytes": BURST_BYTES / self.ranks_per_node,
             },
         }
@@ -89,18 +92,22 @@ class Box:
         problems = box_problems(table)
         if problems:
             raise JobError("; ".join(problems))
-        return cls(table["nodes"], table["ranks_per_node"], tuple(table["mbits_per_s"]))
+        return cls(
+            table["nodes"], table["ranks_per_node"], tuple(table["mbits_per_s"]), tuple(table.get("latency_ms", ()))
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As a plan of the harness has it."""
         rates = list(self.mbits_per_s)
-        return {"nodes": self.nodes, "ranks_per_node": self.ranks_per_node, "mbits_per_s": rates}
+        table: dict[str, Any] = {"nodes": self.nodes, "ranks_per_node": self.ranks_per_node, "mbits_per_s": rates}
+        return {**table, "latency_ms": list(self.latency_ms)} if self.latency_ms else table
 
 
 def read_box(text: str) -> Box:
     """A box from ``4x1@200mbit`` (nodes x ranks per node @ rate of each link), or from a TOML file.
 
-    The file has ``nodes``, ``ranks_per_node`` and ``mbits_per_s``, one number or one for each node.
+    The file has ``nodes``, ``ranks_per_node`` and ``mbits_per_s``, one number or one for each node, and maybe
+    ``latency_ms`` likewise.
 
     Raises:
         JobError: If it is neither.
@@ -118,9 +125,10 @@ def read_box(text: str) -> Box:
         raise JobError(f"cannot read box {path}: {error.strerror}") from None
     except ValueError as error:
         raise JobError(f"{path} must be TOML, got {error}") from None
-    rates = table.get("mbits_per_s")
-    if isinstance(rates, int | float) and isinstance(table.get("nodes"), int):
-        table["mbits_per_s"] = [rates] * min(table["nodes"], 10_000)
+    for key in ("mbits_per_s", "latency_ms"):
+        number = table.get(key)
+        if isinstance(number, int | float) and isinstance(table.get("nodes"), int):
+            table[key] = [number] * min(table["nodes"], 10_000)
     try:
         return Box.from_dict(table)
     except JobError as error:

@@ -7,10 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.box import HARDWARE, Box
 from stepsight.dataset.errors import CollectError
 from stepsight.dataset.files import check_writable, read_json, write_json
-from stepsight.dataset.harness.plan import check_plan
+from stepsight.dataset.hardware import find_hardware
+from stepsight.dataset.harness.plan import MOST_CPU, check_plan
 from stepsight.dataset.job import Job
+from stepsight.simulator.lowering import signatures
+from stepsight.training.boxing import REAL, SleepingLatency, box_plan
 from stepsight.training.planning import collectable, make_plan
 
 
@@ -60,11 +64,20 @@ def collect_jobs(
     event_seconds: float,
     plan_only: bool,
     progress: bool,
+    box: Box | None = None,
 ) -> dict[str, Any]:
-    """Plan and run job files, or run one plan file; the summary says what was measured."""
+    """Plan and run job files, or run one plan file; the summary says what was measured.
+
+    With a ``box`` the jobs run asleep there, whatever their clusters; ``rejected`` of the summary then names the runs
+    that kept the cores too busy.
+    """
     check_writable(out)
     if len(paths) == 1 and paths[0].name.endswith("plan.json"):
+        if box is not None:
+            raise CollectError(f"a box is for job files: a plan says its own, got {paths[0]}")
         plan = read_plan(paths[0])
+    elif box is not None:
+        plan = plan_in_box(box, [Job.from_file(path) for path in paths], role, counts, event_seconds)
     else:
         jobs = [Job.from_file(path) for path in paths]
         for job in jobs:
@@ -77,7 +90,34 @@ def collect_jobs(
         where = out / "plan.json"
         return {"plan": str(where), "text": f"wrote {where}; run it with: python -m harness {where} --out DIR"}
     summary = run_plan(plan, out, progress=progress)
-    return {**summary, "text": collection_text(out)}
+    text = collection_text(out)
+    if summary.get("rejected"):
+        text += f"\nrejected, more than {100 * MOST_CPU:.0f} % CPU: {', '.join(summary['rejected'])}"
+    return {**summary, "text": text}
+
+
+def plan_in_box(
+    box: Box, jobs: Sequence[Job], role: str, counts: dict[str, int], event_seconds: float
+) -> dict[str, Any]:
+    """A plan of jobs asleep in a box.
+
+    Events are what is real there: collectives, and the ops that cost so little that nobody sleeps for them.
+    """
+    hardware = find_hardware(HARDWARE)
+    assert hardware is not None
+    ops, collectives = set(), set()
+    for job in jobs:
+        found, messages = signatures(box.holds(job), hardware)
+        ops |= {op for op in found if op.kind in REAL}
+        collectives |= set(messages)
+    return box_plan(
+        box,
+        [("", role, job, counts) for job in jobs],
+        SleepingLatency(hardware, box.links),
+        collectives=sorted(collectives, key=str),
+        ops=sorted(ops, key=str),
+        event_seconds=event_seconds,
+    )
 
 
 def collection_text(out: Path) -> str:

@@ -74,11 +74,23 @@ def collect(
     ] = "train",
     rounds: Annotated[int, typer.Option(min=1, help="Repeats, interleaved over the runs so that drift shows.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps per round, without a profiler.")] = 4,
-    warmup: Annotated[int, typer.Option(min=2, help="Steps before each round's timing (2 or more).")] = 2,
-    profile_steps: Annotated[int, typer.Option(min=1, help="Profiled steps in the last round.")] = 2,
+    warmup: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps before each round's timing: 2 or more, in a box 1.", show_default="2"),
+    ] = None,
+    profile_steps: Annotated[
+        int | None, typer.Option(min=0, help="Profiled steps in the last round; in a box none.", show_default="2")
+    ] = None,
     event_seconds: Annotated[
         float, typer.Option(min=0, help="Time for measuring every distinct op and collective once; 0: none.")
     ] = 30.0,
+    box: Annotated[
+        str | None,
+        typer.Option(
+            help="Run in a cluster in a box: nodes x ranks per node @ link rate, as in 4x1@200mbit, or a .toml file. "
+            "Computation is slept. Needs root and iproute2.",
+        ),
+    ] = None,
     plan_only: Annotated[
         bool, typer.Option(help="Only write plan.json, to be run elsewhere with the harness folder alone.")
     ] = False,
@@ -86,17 +98,28 @@ def collect(
 ) -> None:
     """Run jobs for real under torchrun, time and trace them, and measure their ops one by one.
 
-    Needs one core (or GPU) per rank. Example:
+    Needs one core (or GPU) per rank; in a box sixteen ranks share two cores, and runs that compute too much for their
+    times to mean anything are rejected (exit code 2). Examples:
 
         stepsight collect examples/local-gpt-tp2.toml --out runs/mine
+        stepsight collect examples/box-gpt-pp4.toml --box 4x1@200mbit --out runs/box
     """
     from stepsight.experiments.collecting import collect_jobs
 
-    counts = {"rounds": rounds, "steps": steps, "warmup": warmup, "profile_steps": profile_steps}
+    if box is not None:
+        from stepsight.dataset.box import read_box
+
+        held, usual = read_box(box), {"warmup": 1, "profile_steps": 0}
+    else:
+        held, usual = None, {"warmup": 2, "profile_steps": 2}
+    given = {key: value for key, value in (("warmup", warmup), ("profile_steps", profile_steps)) if value is not None}
+    counts = {"rounds": rounds, "steps": steps, **usual, **given}
     summary = collect_jobs(
-        jobs, out, role=role, counts=counts, event_seconds=event_seconds, plan_only=plan_only, progress=True
+        jobs, out, role=role, counts=counts, event_seconds=event_seconds, plan_only=plan_only, progress=True, box=held
     )
     _answer(summary, summary["text"], as_json)
+    if summary.get("rejected"):
+        raise typer.Exit(2)
 
 
 @app.command()

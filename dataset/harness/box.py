@@ -38,26 +38,30 @@ _DEATH_SIGNAL = 1
 
 
 def box_problems(box: Any) -> list[str]:
-    """Everything that is wrong with a plan's ``box``: ``{"nodes", "ranks_per_node", "mbits_per_s": [per node]}``."""
-    if not isinstance(box, dict) or set(box) != {"nodes", "ranks_per_node", "mbits_per_s"}:
-        return [f"a box has nodes, ranks_per_node and mbits_per_s, got {box!r:.80}"]
+    """Everything that is wrong with a plan's ``box``: ``{"nodes", "ranks_per_node", "mbits_per_s": [per node]}``, and
+    where messages are held up ``"latency_ms": [per node]``."""
+    if not isinstance(box, dict) or set(box) - {"latency_ms"} != {"nodes", "ranks_per_node", "mbits_per_s"}:
+        return [f"a box has nodes, ranks_per_node, mbits_per_s and maybe latency_ms, got {box!r:.80}"]
     problems = []
     for key, most in (("nodes", MOST_NODES), ("ranks_per_node", 1024)):
         value = box[key]
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             problems.append(f"{key} of a box must be a whole number from 1 to {most}, got {value!r:.80}")
-    rates = box["mbits_per_s"]
-    good = isinstance(rates, list) and all(
-        isinstance(rate, int | float) and not isinstance(rate, bool) and 1 <= rate <= 1e5 for rate in rates
-    )
-    if not good:
-        problems.append(f"mbits_per_s of a box must hold numbers from 1 to 100,000, got {rates!r:.80}")
-    elif not problems and len(rates) != box["nodes"]:
-        problems.append(f"mbits_per_s of a box must hold one number per node, got {len(rates)} for {box['nodes']}")
+    sized = not problems
+    for key, least, most in (("mbits_per_s", 1, 100_000), ("latency_ms", 0, 1000)):
+        numbers = box.get(key, [0.0] * box["nodes"] if sized else [])
+        good = isinstance(numbers, list) and all(
+            isinstance(number, int | float) and not isinstance(number, bool) and least <= number <= most
+            for number in numbers
+        )
+        if not good:
+            problems.append(f"{key} of a box must hold numbers from {least} to {most:,}, got {numbers!r:.80}")
+        elif sized and len(numbers) != box["nodes"]:
+            problems.append(f"{key} of a box must hold one number per node, got {len(numbers)} for {box['nodes']}")
     return problems
 
 
-def check_possible() -> None:
+def check_possible(box: dict[str, Any]) -> None:
     """Whether this machine can hold a box.
 
     Raises:
@@ -68,23 +72,38 @@ def check_possible() -> None:
     lacking = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
     if lacking:
         raise HarnessError(f"a box needs iproute2 (the commands ip and tc): {' and '.join(lacking)} not found")
-    probe = subprocess.run(
-        [sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False, env={"PATH": os.environ["PATH"]}
-    )
-    if probe.returncode:
-        why = " ".join((probe.stderr or probe.stdout).split())[-200:]
+    why = _lacks(*_BUILT)
+    if why:
         raise HarnessError(
             "a box needs root (CAP_NET_ADMIN and CAP_SYS_ADMIN) and a kernel with veth, bridge and tbf, "
             f"got uid {os.geteuid()}: {why}"
         )
+    if _is_late(box):
+        why = _lacks(*_BUILT, "tc qdisc add dev probe2 root netem delay 1ms")
+        if why:
+            raise HarnessError(f"latency_ms of a box needs netem, but this kernel has no sch_netem: {why}")
 
 
+def _is_late(box: dict[str, Any]) -> bool:
+    return any(box.get("latency_ms", ()))
+
+
+def _lacks(*commands: str) -> str:
+    """Why these commands do not run in a network namespace of their own; empty if they do."""
+    probe = subprocess.run([sys.executable, "-c", _PROBE, *commands], capture_output=True, text=True, check=False)
+    return " ".join((probe.stderr or probe.stdout).split())[-200:] if probe.returncode else ""
+
+
+_BUILT = (
+    "ip link add probe0 type bridge",
+    "ip link add probe1 type veth peer name probe2",
+    "tc qdisc add dev probe1 root tbf rate 10mbit burst 64kb limit 1mb",
+)
 _PROBE = f"""
 import ctypes, os, subprocess, sys
 if ctypes.CDLL(None, use_errno=True).unshare({_NEW_NETWORK}):
     sys.exit("no network namespace: " + os.strerror(ctypes.get_errno()))
-for words in ("ip link add probe0 type bridge", "ip link add probe1 type veth peer name probe2",
-              "tc qdisc add dev probe1 root tbf rate 10mbit burst 64kb limit 1mb"):
+for words in sys.argv[1:]:
     done = subprocess.run(words.split(), capture_output=True, text=True)
     if done.returncode:
         sys.exit(words + ": " + done.stderr)
@@ -157,7 +176,7 @@ def _node(node: int, box: dict[str, Any], ready: int, linked: int, work: Callabl
     _run(f"ip addr add {SUBNET}.{node + 1}/24 dev {INTERFACE}")
     _run(f"ip link set {INTERFACE} up")
     _run("ip link set lo up")
-    _limit(INTERFACE, box["mbits_per_s"][node])
+    _limit(INTERFACE, box["mbits_per_s"][node], box["latency_ms"][node] if _is_late(box) else 0.0)
     size = box["ranks_per_node"]
     ranks = []
     for local in range(size):
@@ -189,9 +208,14 @@ def _environment(node: int, local: int, box: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _limit(device: str, mbits_per_s: float) -> None:
-    """What leaves by a device leaves at this rate."""
-    _run(f"tc qdisc add dev {device} root tbf rate {mbits_per_s * 1e6:.0f}bit burst {BURST_BYTES} limit {QUEUE_BYTES}")
+def _limit(device: str, mbits_per_s: float, late_ms: float = 0.0) -> None:
+    """What leaves by a device leaves at this rate, and so much later."""
+    where = "root"
+    if late_ms:
+        _run(f"tc qdisc add dev {device} root handle 1: netem delay {late_ms:g}ms limit {QUEUE_BYTES // MTU}")
+        where = "parent 1:1"
+    rate = f"{mbits_per_s * 1e6:.0f}bit"
+    _run(f"tc qdisc add dev {device} {where} tbf rate {rate} burst {BURST_BYTES} limit {QUEUE_BYTES}")
 
 
 def _run(words: str) -> None:

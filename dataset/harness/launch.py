@@ -75,7 +75,7 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
     """
     plan = plans.check_plan(json.loads(json.dumps(plan)))  # as it will be read back: lists for tuples
     if "box" in plan:
-        check_possible()
+        check_possible(plan["box"])
     else:
         _check_cores(plan)
     out = Path(out)

@@ -8,9 +8,10 @@ A plan is a JSON object::
      "events": [{"name", "world_size", "ops": [{kind, dims, dtype}], "collectives": [{kind, num_bytes, group_size,
                  ranks_per_node}], "seconds": 20}],
      "device": "auto",                                  # optional: cpu, cuda
-     "box": {"nodes", "ranks_per_node", "mbits_per_s": [rate of each node's link]}}     # optional: a cluster in a box
+     "box": {"nodes", "ranks_per_node", "mbits_per_s": [rate of each node's link], "latency_ms": [...]}}   # optional
 
-In a box (see ``box``) every run has ``sleeps`` (see ``sleeping``): its computation is slept.
+A plan with ``box`` is for a cluster in a box (see ``box``; ``latency_ms`` may be left out).  Every run then has
+``sleeps`` (see ``sleeping``): its computation is slept.
 
 A job is what ``stepsight.dataset.job.Job.to_dict`` writes, with every key filled in.
 """
