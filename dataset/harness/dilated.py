@@ -32,19 +32,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from .files import write_json
+from .measure import LEAD_S
+from .sleeping import MULTI, SINGLE, V_SHAPED, WARM_UP_PACE
 
 WIDTH = 4  # of a micro-batch's row: messages cost their latency
-SINGLE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
-MULTI = {
-    "1f1b": "ScheduleInterleaved1F1B",
-    "looped-bfs": "ScheduleLoopedBFS",
-    "interleaved-zb": "ScheduleInterleavedZeroBubble",
-    "zbv": "ScheduleZBVZeroBubble",
-    "dualpipev": "ScheduleDualPipeV",
-}
-V_SHAPED = ("zbv", "dualpipev")
-WARM_UP_PACE = 0.1  # of sleeps in the step that does not count: buffers and connections are made
-LEAD_S = 0.05  # all ranks know the common start of a step so long before it
 
 Row = tuple[str, int, int, float, float]  # kind, part, micro-batch, start, end
 
