@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class Measured:
     @property
     def cpu(self) -> float:
         """Part of the cores' time that its ranks computed, in the busiest repeat."""
-        return max(step["cpu"] for step in self.steps)
+        return max(float(step["cpu"]) for step in self.steps)
 
 
 def read_case(case: Case, out: Path) -> Measured | None:
@@ -84,20 +84,14 @@ class Passes:
     end: Array
     optimizer: Array
 
-    def order(self) -> NDArray[np.int64]:
-        return np.lexsort((self.micro_batch, self.part, self.kind, self.rank))
-
 
 def measured_passes(measured: Measured) -> Passes:
     """What the ranks did: medians over the repeats."""
     found = [_of_step(step) for step in measured.steps]
-    orders = [passes.order() for passes in found]
-    first = found[0]
-    take = orders[0]
-    start = np.median([passes.start[order] for passes, order in zip(found, orders, strict=True)], axis=0)
-    end = np.median([passes.end[order] for passes, order in zip(found, orders, strict=True)], axis=0)
-    optimizer = np.median([passes.optimizer for passes in found], axis=0)
-    return Passes(first.rank[take], first.kind[take], first.part[take], first.micro_batch[take], start, end, optimizer)
+    start, end, optimizer = (
+        np.median([getattr(passes, name) for passes in found], axis=0) for name in ("start", "end", "optimizer")
+    )
+    return replace(found[0], start=start, end=end, optimizer=optimizer)
 
 
 def _of_step(step: dict[str, Any]) -> Passes:
@@ -109,16 +103,14 @@ def _of_step(step: dict[str, Any]) -> Passes:
                 rows.append((rank, kinds[label], part, micro_batch, start - step["begin"], end - step["begin"]))
             elif label == "optimizer":
                 optimizer[rank] = start - step["begin"], end - step["begin"]
-    table = np.array(rows, dtype=np.float64)
-    whole = table[:, :4].astype(np.int64)
-    return Passes(whole[:, 0], whole[:, 1], whole[:, 2], whole[:, 3], table[:, 4], table[:, 5], optimizer)
+    return _passes(np.array(rows, dtype=np.float64), optimizer)
 
 
 def predicted_passes(simulation: Simulation) -> Passes:
     """What the simulator says of every rank, in the same order."""
     parallel = simulation.job.parallel
     inner = parallel.tp * parallel.dp  # ranks of a stage lie together
-    columns: list[list[Any]] = [[] for _ in range(6)]
+    tables: list[Array] = []
     passing_of = {replica: passing for passing in simulation.passings for replica in passing.pipeline.replicas}
     optimizer = np.zeros((simulation.job.cluster.num_devices, 2))
     for rank in range(len(optimizer)):
@@ -127,21 +119,20 @@ def predicted_passes(simulation: Simulation) -> Passes:
         run, track = passing.run, simulation.lowered.track
         own = np.flatnonzero(track.stage == stage)
         done = passing.clocks[stage].max()  # and all that was sent beside the computation
-        end_of = run.finish[own, 0].copy()
+        ends = run.finish[own, 0].copy()
         if parallel.pp == 1:  # DDP and FSDP2 wait for it within the last backward
-            end_of[np.argmax(end_of)] = done
-        values = (np.full(len(own), rank), track.kind[own], track.part[own], track.micro_batch[own],
-                  run.start[own, 0], end_of)  # fmt: skip
-        for column, value in zip(columns, values, strict=True):
-            column.append(value)
+            ends[np.argmax(ends)] = done
+        what = (np.full(len(own), rank), track.kind[own], track.part[own], track.micro_batch[own])
+        tables.append(np.stack([*what, run.start[own, 0], ends], axis=1))
         optimizer[rank] = done, simulation.finish[stage].max()
-    rank, kind, part, micro_batch, start, end = (np.concatenate(column) for column in columns)
-    passes = Passes(*(column.astype(np.int64) for column in (rank, kind, part, micro_batch)), start, end, optimizer)
-    order = passes.order()
-    return Passes(
-        passes.rank[order], passes.kind[order], passes.part[order], passes.micro_batch[order], start[order],
-        end[order], optimizer,
-    )  # fmt: skip
+    return _passes(np.concatenate(tables), optimizer)
+
+
+def _passes(table: Array, optimizer: Array) -> Passes:
+    """From rows of rank, kind, part, micro-batch, start and end, in the order of the first four."""
+    table = table[np.lexsort((table[:, 3], table[:, 2], table[:, 1], table[:, 0]))]
+    rank, kind, part, micro_batch = table[:, :4].astype(np.int64).T
+    return Passes(rank, kind, part, micro_batch, table[:, 4], table[:, 5], optimizer)
 
 
 @dataclass(frozen=True)

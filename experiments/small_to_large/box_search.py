@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.specs import ParallelSpec
+from stepsight.dataset.box import read_box
 from stepsight.experiments.small_to_large.box_cases import (
     RATE,
     SEARCHED,
     SEARCHED_BATCH,
     Case,
     case,
-    read_box,
     strategies,
     strategy_name,
 )
@@ -57,7 +56,7 @@ def _summary(rows: Sequence[Compared], strategies: int) -> dict[str, Any]:
     choices = [
         {
             "place": place,
-            "strategy": _strategy(row.measured.case.job.parallel),
+            "strategy": strategy_name(row.measured.case.job.parallel),
             "predicted_s": row.prediction.iteration_time_s,
             "measured_s": row.measured.seconds,
             "error": row.error,
@@ -71,7 +70,3 @@ def _summary(rows: Sequence[Compared], strategies: int) -> dict[str, Any]:
         "choices": choices,
         "regret": 100 * (rows[0].measured.seconds / fastest - 1),
     }
-
-
-def _strategy(parallel: ParallelSpec) -> str:
-    return strategy_name(parallel)
