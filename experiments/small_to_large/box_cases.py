@@ -1,7 +1,7 @@
 """What runs in boxes: every strategy of three models on 4, 8 and 16 ranks, and what else decides their time.
 
-A case is called ``box/<model>/<strategy>``: ``2M2P4D`` is tensor 2, pipeline 2, data 4, then what differs from 1F1B, DDP
-with buckets of 25 MB, and ``nodes x 1 @ 200 Mbit/s``.
+A case is called ``box/<model>/<strategy>``: ``2M2P4D`` is tensor 2, pipeline 2, data 4; then follows what differs from
+1F1B, DDP with buckets of 25 MB, and ``nodes x 1 @ 200 Mbit/s``.
 """
 
 from __future__ import annotations

@@ -157,8 +157,10 @@ def text(summary: Mapping[str, Any]) -> str:
         lines += ["", table(["the same runs by", "mean error %", "max %"], rows)]
     if summary.get("search"):
         found = summary["search"]
-        rows = [[c["place"], c["strategy"], Number(c["predicted_s"], 2), Number(c["measured_s"], 2), Number(c["error"], 2)]
-                for c in found["choices"]]  # fmt: skip
+        rows = [
+            [c["place"], c["strategy"], *(Number(c[key], 2) for key in ("predicted_s", "measured_s", "error"))]
+            for c in found["choices"]
+        ]
         lines += ["", f"search: {found['model']}, 16 ranks, {found['strategies']} strategies",
                   table(["", "strategy", "predicted s", "measured s", "error %"], rows),
                   f"regret {found['regret']:.2f} %"]  # fmt: skip

@@ -43,7 +43,8 @@ def file_name(case: Case) -> str:
 def measure(cases: Sequence[Case], out: Path, *, progress: bool = True, events: bool = True) -> list[str]:
     """Run what is not there yet, a collection for each box; names of runs that kept the cores too busy.
 
-    ``events``: also what ops and collectives take on their own.  Small boxes first.  All of a box's runs take turns, so that a drift of the machine touches them alike.
+    ``events``: also what ops and collectives take on their own.  Small boxes first.  All of a box's runs take turns, so
+    that a drift of the machine touches them alike.
     """
     rejected = []
     for box in profiled_boxes() if events else ():
