@@ -14,7 +14,7 @@ from stepsight.dataset.box import HARDWARE as SLEEPERS
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.eventfile import EventFile, read_event_file
 from stepsight.dataset.files import digest, digest_files
-from stepsight.dataset.hardware import Fabric, Hardware, find_hardware, hardware_from_dict
+from stepsight.dataset.hardware import Fabric, Hardware, Link, find_hardware, hardware_from_dict
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
 from stepsight.dataset.trace import RunManifest, Segment, read_collection, read_run
@@ -96,8 +96,19 @@ def read_profiles(collections: Iterable[Path], fabric: Fabric) -> Profile:
             _check_ranks(file.box.num_ranks, file.path)
     for file in files:
         _add(file, profile)
+    _take_medians(profile)
     profile.digest = digest_files([file.path for file in files]) if files else ""
     return profile
+
+
+def _take_medians(profile: Profile) -> None:
+    """Collectives that several files measured on like links count once: one visit may have been disturbed."""
+    found: dict[tuple[Collective, Link, Link], list[tuple[float, Fabric]]] = {}
+    for work, fabric, seconds in zip(profile.collectives, profile.fabrics, profile.collective_seconds, strict=True):
+        found.setdefault((work, fabric.intra_node, fabric.inter_node), []).append((seconds, fabric))
+    profile.collectives = [work for work, _, _ in found]
+    profile.fabrics = [visits[0][1] for visits in found.values()]
+    profile.collective_seconds = [float(np.median([seconds for seconds, _ in visits])) for visits in found.values()]
 
 
 def _add(file: EventFile, profile: Profile) -> None:
