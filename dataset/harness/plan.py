@@ -51,6 +51,15 @@ _ONLY: dict[str, dict[str, Any]] = {  # what a job may say beside, where this ha
     "optimizer": {"kind": "adamw", "fused": True, "clip_grad_norm": False, "offload": False},
     "cluster": {"stragglers": [], "slow_links": [], "mixed": []},
 }  # fmt: skip
+_ONLY_ASLEEP: dict[str, dict[str, Any]] = {  # likewise, in a box
+    "model": {"experts": 0},
+    "parallel": {
+        "cp": 1, "ep": 1, "order": "tp-cp-dp-pp", "overlap_grad_reduce": True, "overlap_param_gather": False,
+        "reshard_after_forward": True, "prefetch": 1, "offload_activations": False,
+    },
+    "optimizer": _ONLY["optimizer"],
+    "cluster": {"mixed": []},
+}  # fmt: skip
 SLEEPS = {"parts", "blocks", "root", "boundary_numel", "optimizer", "paces", "table"}  # what a run in a box must say
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
@@ -180,17 +189,27 @@ def _asleep_rules(job: dict[str, Any]) -> list[tuple[bool, str]]:
     """What this harness can run asleep."""
     parallel = job["parallel"]
     zero, pp, precision = parallel["zero_stage"], parallel["pp"], job["batch"]["precision"]
-    only = {"cp": 1, "ep": 1, "overlap_grad_reduce": True, "reshard_after_forward": True, "order": "tp-cp-dp-pp"}
     return [
         (zero in (0, 3), f"in a box zero_stage is 0 (DDP) or 3 (FSDP2), got {zero}"),
         (zero == 0 or pp == 1, f"in a box zero_stage 3 runs without a pipeline, got pp = {pp}"),
         (precision == "fp32", f"in a box precision is fp32, got {precision!r:.80}"),
         (parallel["recompute"] == "none", f"in a box recompute is none, got {parallel['recompute']!r:.80}"),
-        *(
-            (parallel.get(key, value) == value, f"in a box parallel.{key} is {value!r}, got {parallel[key]!r:.80}")
-            for key, value in only.items()
-            if key in parallel
+        (
+            not (job["model"]["tied_embeddings"] and pp > 1),
+            f"a box ties embeddings only within one stage, got tied_embeddings and pp = {pp}",
         ),
+        (
+            pp == 1 or parallel["schedule"] != "1f1b" or num_micro_batches(job) >= pp,
+            f"schedule 1f1b needs as many micro-batches as stages, got {num_micro_batches(job)} < {pp}",
+        ),
+        *(
+            (parallel.get(key, allowed[0]) in allowed, f"a box runs {words}, got {parallel.get(key)!r:.80}")
+            for key, allowed, words in (
+                ("dp_shard", (0, parallel["dp"]), "zero_stage over all replicas (dp_shard)"),
+                ("runtime", ("", "torch"), "PyTorch's own pipeline runtime"),
+            )
+        ),
+        *_fixed_rules(job, _ONLY_ASLEEP, "a box runs"),
     ]
 
 
@@ -220,13 +239,19 @@ def job_problems(job: Any) -> list[str]:
     problems = _form_problems(job)
     if problems:
         return problems
-    rules = [*_job_rules(job), *_harness_rules(job)]
-    for table, only in _ONLY.items():
+    rules = [*_job_rules(job), *_harness_rules(job), *_fixed_rules(job, _ONLY, "the harness runs")]
+    return [text for kept, text in rules if not kept]
+
+
+def _fixed_rules(job: dict[str, Any], fixed: dict[str, dict[str, Any]], who: str) -> list[tuple[bool, str]]:
+    """Keys of a job that may be left out, but say nothing else."""
+    rules = []
+    for table, only in fixed.items():
         for key, wanted in only.items():
             value = job.get(table, {}).get(key, wanted)
             value = list(value) if isinstance(value, tuple) else value  # of a job that was never written
-            rules.append((value == wanted, f"the harness runs {table}.{key} = {wanted!r}, got {value!r:.80}"))
-    return [text for kept, text in rules if not kept]
+            rules.append((value == wanted, f"{who} {table}.{key} = {wanted!r}, got {value!r:.80}"))
+    return rules
 
 
 def _job_rules(job: dict[str, Any]) -> list[tuple[bool, str]]:
