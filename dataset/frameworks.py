@@ -31,15 +31,16 @@ class Framework:
         overlap_grad_reduce, overlap_param_gather, bucket_mbytes, prefetch, reshard_after_forward: As in
             ``ParallelSpec``.
         attention: One of ``ATTENTION``: three ops with a score matrix, or a generation of fused kernels (``flash-3``:
-            cuDNN's too).  Which generation it is, is *declared*: a job says only whether attention is fused.
+            cuDNN's too).
+        dropout: As in ``ModelSpec``.
         fused_optimizer, clip_grad_norm: As in ``OptimizerSpec``.
         vocab_multiple: Tables of the vocabulary are padded to a multiple of this times the tensor-parallel degree.
         sequence_parallel: Whether norms are shared out wherever tensor parallelism is on and a run does not say.
         recompute: What it does where a run does not say; empty: unknown.
         selective: What its selective recomputation comes closest to: one of ``SELECTIVE``.
-        gradients: *Declared.*  Type in which gradients are summed over replicas: ``model`` (that of the weights) or
+        gradients: Type in which gradients are summed over replicas: ``model`` (that of the weights) or
             ``fp32``.
-        p2p: *Declared.*  Whether tensor-parallel ranks pass the ``full`` activation on to the next stage, or each a
+        p2p: Whether tensor-parallel ranks pass the ``full`` activation on to the next stage, or each a
             ``scattered`` part that is gathered there.
         overlap_p2p: *Declared.*  Whether messages between stages travel beside computation.
         overlap_tp: *Declared.*  Whether tensor-parallel collectives are split to run beside the products.
@@ -57,6 +58,7 @@ class Framework:
     prefetch: int = 1
     reshard_after_forward: bool = True
     attention: str = "flash-2"
+    dropout: float = 0.0
     fused_optimizer: bool = True
     clip_grad_norm: bool = True
     vocab_multiple: int = 1

@@ -7,8 +7,8 @@ elements it moves; nothing here knows any hardware.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 DTYPE_BYTES = MappingProxyType({"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
@@ -119,12 +119,12 @@ def _kinds() -> dict[str, OpKind]:
         ("elementwise", 1.0, 2.0),
     ):
         kinds.append(OpKind(name, "elementwise", _NUMEL, lambda n, f=flops: f * n, lambda n, e=moved: e * n))
-    kinds += _later_kinds()
+    kinds += _later_kinds({kind.name: kind for kind in kinds})
     return {kind.name: kind for kind in kinds}
 
 
-def _later_kinds() -> list[OpKind]:
-    """Kinds of larger models; their place after the others keeps the numbers that features give those."""
+def _later_kinds(kinds_of: Mapping[str, OpKind]) -> list[OpKind]:
+    """Kinds of larger models (``kinds_of``: the earlier ones by name); their place after the others keeps the numbers that features give those."""
     kinds = [
         # Many small matrix products of one shape: a product for every pair of matrices.
         OpKind(
@@ -185,6 +185,9 @@ def _later_kinds() -> list[OpKind]:
         kinds.append(OpKind(name, "elementwise", _NUMEL, lambda n, f=flops: f * n, lambda n, e=moved: e * n))
     # The optimizer's step on the host.
     kinds.append(OpKind("adamw_host", "host", ("numel", "tensors"), lambda n, t: 12.0 * n, lambda n, t: 7.0 * n))
+    # Earlier generations of fused attention, where it is known which one runs.
+    for generation in ("flash1", "flash2"):
+        kinds += [replace(kinds_of[name], name=f"{generation}_{name}") for name in ("attention", "attention_backward")]
     return kinds
 
 

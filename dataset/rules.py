@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.specs import (
+    ATTENTION_KERNELS,
     ATTENTIONS,
     AXES,
     CONTEXT_PARALLEL,
     FAMILIES,
+    GRADIENT_DTYPES,
     OPTIMIZERS,
     PRECISIONS,
     RECOMPUTE,
@@ -83,6 +85,8 @@ def _choices(rules: _Rules, job: Job) -> None:
     for key, value, allowed in (
         ("model.family", m.family, FAMILIES),
         ("model.attention", m.attention, ATTENTIONS),
+        ("model.attention_kernels", m.attention_kernels, ATTENTION_KERNELS),
+        ("parallel.gradient_dtype", p.gradient_dtype, GRADIENT_DTYPES),
         ("parallel.recompute", p.recompute, RECOMPUTE),
         ("parallel.zero_stage", p.zero_stage, (0, 1, 2, 3)),
         ("parallel.context_parallel", p.context_parallel, CONTEXT_PARALLEL),
@@ -169,6 +173,11 @@ def _model(rules: _Rules, job: Job) -> None:
             f"sequence_parallel needs tp to divide model.{key}{' / cp' if p.cp > 1 else ''}, "
             f"got {here} % {p.tp} = {here % p.tp}",
         )
+    rules.require(0 <= m.dropout < 1, f"model.dropout must lie in [0, 1), got {m.dropout}")
+    rules.require(
+        m.fused_attention or not m.attention_kernels,
+        f"model.attention_kernels are of fused attention, got {m.attention_kernels!r} with fused_attention false",
+    )
     rules.require(
         m.fused_attention or p.cp == 1 or p.context_parallel == "all_gather",
         f"context_parallel 'ring' needs fused_attention, got fused_attention false with cp {p.cp}",

@@ -24,6 +24,8 @@ RECOMPUTE = ("none", "selective", "full")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 ATTENTIONS = ("mha", "mla")
 CONTEXT_PARALLEL = ("ring", "all_gather")
+ATTENTION_KERNELS = ("", "flash-1", "flash-2", "flash-3")
+GRADIENT_DTYPES = ("", "model", "fp32")
 OPTIMIZERS = ("adam", "adamw")
 AXES = ("tp", "cp", "dp", "pp")
 
@@ -67,6 +69,9 @@ class ModelSpec:
         gated_mlp: None: as the family has it.
         tied_embeddings: Whether logits use the embedding's table.
         fused_attention: Whether attention is one kernel that keeps no score matrix.
+        attention_kernels: Generation of fused attention: ``flash-1`` (in Triton), ``flash-2``, ``flash-3`` (cuDNN's too);
+            empty: the one that was measured on the device.
+        dropout: Probability with which attention scores and what residuals take are dropped; 0: none.
         attention: ``mha`` (with grouped queries too), or ``mla``: DeepSeek's latent attention.
         q_lora_rank, kv_lora_rank, rope_head_dim, v_head_dim: Of ``mla``; ``head_dim`` is then the part without rotary
             positions.
@@ -95,6 +100,8 @@ class ModelSpec:
     gated_mlp: bool | None = None
     tied_embeddings: bool = False
     fused_attention: bool = True
+    attention_kernels: str = ""
+    dropout: float = 0.0
     attention: str = "mha"
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
@@ -148,9 +155,13 @@ class ParallelSpec:
         prefetch: FSDP: layers that are gathered ahead of their use.
         reshard_after_forward: FSDP: whether backward gathers parameters again.
         bucket_mbytes: Size of a gradient bucket.
+        gradient_dtype: Of the buffers in which gradients of micro-batches are summed, and of what replicas exchange:
+            ``model`` (that of the weights) or ``fp32``; empty: fp32 but for fp16, summed where products write them.
         schedule: A key of ``SCHEDULES``, or a ``.csv`` file of actions.
         virtual_stages: Chunks of the model on each rank.
         stage_layers: Layers of every part of the model in its order; empty: even.
+        scatter_p2p: Whether each tensor-parallel rank passes on its part of an activation alone, which is gathered where
+            it arrives (with ``sequence_parallel`` nothing else is there; FSDP passes all on).
         runtime: ``asynchronous`` or ``torch``: how pipeline messages wait; empty: as the device's kind has it.
         recompute: ``none``, ``selective`` (the attention core) or ``full`` layers again in backward.
         recompute_every: With ``full``: only every n-th layer.
@@ -174,9 +185,11 @@ class ParallelSpec:
     prefetch: int = 1
     reshard_after_forward: bool = True
     bucket_mbytes: float = 25.0
+    gradient_dtype: str = ""
     schedule: str = "1f1b"
     virtual_stages: int = 1
     stage_layers: tuple[int, ...] = ()
+    scatter_p2p: bool = False
     runtime: str = ""
     recompute: str = "none"
     recompute_every: int = 1

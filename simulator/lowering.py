@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.op import DTYPE_BYTES, Collective, Op
 from stepsight.dataset.program import Program
 from stepsight.dataset.specs import OptimizerSpec, ParallelSpec
-from stepsight.simulator.blocks.shape import Group, RankShape
+from stepsight.simulator.blocks.shape import COMPUTE_DTYPE, Group, RankShape
 from stepsight.simulator.layout import Layout, layout_of
 from stepsight.simulator.optimizer import optimizer_segment
 from stepsight.simulator.parts import Groups, PartShape, boundary_bytes, groups_of, part_shapes, rank_shape
@@ -144,10 +144,18 @@ def replicas_of(p: ParallelSpec, groups: Groups, precision: str, beside: bool, s
         p.prefetch,
         p.reshard_after_forward,
         reduce_once=pipeline and p.zero_stage == 3 and beside,
-        gradient_bytes=GRADIENT_BYTES.get("" if p.zero_stage == 3 else precision, FULL_GRADIENT_BYTES),
+        gradient_bytes=_gradient_bytes(p, precision),
         eager=precision == "fp32",
         compute_share=share,
     )
+
+
+def _gradient_bytes(p: ParallelSpec, precision: str) -> int:
+    if p.gradient_dtype == "fp32":
+        return FULL_GRADIENT_BYTES
+    if p.gradient_dtype == "model":
+        return DTYPE_BYTES[COMPUTE_DTYPE[precision]]
+    return GRADIENT_BYTES.get("" if p.zero_stage == 3 else precision, FULL_GRADIENT_BYTES)
 
 
 @lru_cache(maxsize=512)

@@ -56,7 +56,10 @@ def rank_shape(job: Job) -> RankShape:
     """What one rank of a job sees of a micro-batch."""
     p, batch = job.parallel, job.batch
     split = (p.ep, p.experts_tp, p.sequence_parallel and p.tp > 1, p.vocab_parallel, p.context_parallel)
-    return _rank_shape(job.model, batch.micro_batch, batch.precision, layout_of(job), *split, p.offload_activations)
+    buffers = bool(p.gradient_dtype) and p.zero_stage < 3 and batch.precision != "fp32"
+    scatters = p.scatter_p2p and p.tp > 1 and p.pp > 1 and p.zero_stage < 3 and not p.sequence_parallel
+    more = (p.offload_activations, buffers, scatters)
+    return _rank_shape(job.model, batch.micro_batch, batch.precision, layout_of(job), *split, *more)
 
 
 @lru_cache(maxsize=4096)
@@ -71,6 +74,8 @@ def _rank_shape(
     vocab_parallel: bool,
     context_parallel: str,
     offload_activations: bool,
+    gradient_buffers: bool,
+    scatter_p2p: bool,
 ) -> RankShape:
     tp = layout.group("tp")
     return RankShape(
@@ -85,6 +90,8 @@ def _rank_shape(
         vocab_parallel=vocab_parallel,
         context_parallel=context_parallel,
         offload_activations=offload_activations,
+        gradient_buffers=gradient_buffers,
+        scatter_p2p=scatter_p2p,
     )
 
 
@@ -141,5 +148,5 @@ def boundary_bytes(shape: RankShape, parts: tuple[PartShape, ...]) -> tuple[int,
     passes, before, out = find_family(shape.model.family).boundary_bytes, 0, []
     for part in parts[:-1]:
         before += part.num_layers
-        out.append(passes(shape, before))
+        out.append(passes(shape, before) // (shape.tp.size if shape.scatter_p2p else 1))
     return tuple(out)

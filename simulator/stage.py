@@ -16,6 +16,7 @@ from functools import lru_cache
 
 from stepsight.dataset.op import DTYPE_BYTES, Op
 from stepsight.simulator.blocks.family import embedding_block, head_block, layer_block
+from stepsight.simulator.blocks.parts import arrivals
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Step
 from stepsight.simulator.parts import PartShape
@@ -75,7 +76,10 @@ class Unit:
 def part_units(shape: RankShape, part: PartShape, every: int = 1) -> tuple[Unit, ...]:
     """Blocks of a part in forward order; ``every`` n-th layer is recomputed."""
     shared = shape.model.tied_embeddings and part.first and part.last
+    here, there = arrivals(shape) if shape.scatter_p2p else ((), ())
     units = [Unit(embedding_block(shape, shared), "embedding", root=True)] if part.first else []
+    if here and not part.first:
+        units.append(Unit(here, "arrival", again=False))
     number = 0
     for kind, count in part.layers:
         block, end = layer_block(shape, kind), number + count
@@ -86,6 +90,8 @@ def part_units(shape: RankShape, part: PartShape, every: int = 1) -> tuple[Unit,
             number += times
     if part.last:
         units.append(Unit(head_block(shape, shared), "head", root=True))
+    elif there:
+        units.append(Unit(there, "arrival", again=False))
     return tuple(units)
 
 

@@ -27,6 +27,10 @@ _BASES = {
     "grouped_linear_dgrad": "grouped_linear",
     "grouped_linear_wgrad": "grouped_linear",
     "attention_backward": "attention",
+    "flash1_attention": "flash2_attention",
+    "flash1_attention_backward": "flash2_attention_backward",
+    "flash2_attention": "attention",
+    "flash2_attention_backward": "attention_backward",
     "mla_attention": "attention",
     "mla_attention_backward": "mla_attention",
 }

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +23,7 @@ from stepsight.dataset.files import digest
 from stepsight.dataset.hardware import find_hardware
 from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS
 from stepsight.dataset.tables import Measurements
+from stepsight.training.derived import Ratio
 from stepsight.training.predictor import SHIPPED, Predictor, shipped_names
 from stepsight.training.tables import CollectiveRows, OpRows, collective_table, fit_links, fit_table, op_table
 
@@ -58,6 +59,7 @@ class Recipe:
         own: Measurements of the hardware.
         others: Measurements of other devices, for kinds that ``own`` lacks.
         software: Patterns of what ran them: first what training runs most alike, then what only lends its shapes.
+        stated: Ratios of kinds that nobody's table has, from papers.
         collectives: Measurements of collectives; between nodes those of other devices count too, relative to their
             links.
     """
@@ -68,7 +70,19 @@ class Recipe:
     others: tuple[Source, ...]
     software: tuple[str, ...]
     collectives: tuple[Source, ...] = ()
+    stated: Mapping[str, Ratio] = field(default_factory=dict)
 
+
+# Geometric means of what papers say of one generation of attention kernels against the next.
+_FIRST = Ratio(0.59, "FlashAttention-2 (Dao 2023), section 4.1: 1.3 to 2.5 times as fast as the first one in Triton")
+_SECOND = "FlashAttention-3 (Shah et al. 2024), abstract and section 4.1"
+_FLASH_1 = {"flash1_attention": _FIRST, "flash1_attention_backward": _FIRST}
+_FLASH_2 = {
+    "flash2_attention": Ratio(0.55, f"{_SECOND}: 1.5 to 2.0 times as fast as the second one"),
+    "flash2_attention_backward": Ratio(0.48, f"{_SECOND}: 1.5 to 1.75 times as fast as the second one"),
+}
+_SAME = Ratio(0.0, "the second generation is the last one for this device, and what was measured")
+_FLASH_2_LAST = {"flash2_attention": _SAME, "flash2_attention_backward": _SAME}
 
 # Fabrics of tables, and the presets whose links they are.  ``cluster01`` reaches 48.9 GB/s per adapter.  Left out are
 # networks of which nobody knows the links (Vidur's between nodes, ``cluster00``).
@@ -94,6 +108,7 @@ RECIPES = MappingProxyType(
                 Source("vidur", "collectives/vidur/network/a100_dgx/send_recv.csv.gz"),
                 _NCCL_TESTS,
             ),
+            {**_FLASH_1, **_FLASH_2_LAST},
         ),
         # FlashAttention-3 and cuDNN's attention are alike; Triton's is not what training runs.
         "h100-sxm": Recipe(
@@ -113,6 +128,7 @@ RECIPES = MappingProxyType(
                 Source("vidur", "collectives/vidur/network/h100_dgx/send_recv.csv.gz"),
                 _NCCL_TESTS,
             ),
+            {**_FLASH_1, **_FLASH_2},
         ),
     }
 )
@@ -186,6 +202,7 @@ def retrain(name: str, data: Path, out: Path, seed: int = 0) -> Predictor:
     assert hardware is not None, recipe.hardware
     rows, own, others = read_recipe(recipe, data)
     kernel = fit_table(rows, hardware, others, seed=seed)
+    kernel = replace(kernel, ratios={**kernel.ratios, **recipe.stated})
     links, measured = read_links(recipe, data)
     collective = fit_links(links, seed=seed)
     all_files = {**own.files, **others.files, **measured.files}

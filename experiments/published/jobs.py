@@ -139,6 +139,8 @@ def _model(row: Row, framework: Framework, tp: int) -> dict[str, Any]:
         "gated_mlp": gated,
         "tied_embeddings": family in ("gpt", "bert") if tied is None else tied,
         "fused_attention": framework.fused_attention,
+        "attention_kernels": framework.attention if framework.fused_attention else "",
+        "dropout": framework.dropout,
     }
     if experts:
         model |= {"expert_ffn": ffn, "experts": experts, "experts_per_token": row.known("top_k")}
@@ -162,6 +164,8 @@ def _parallel(row: Row, framework: Framework) -> dict[str, Any]:
         "overlap_grad_reduce": framework.overlap_grad_reduce,
         "overlap_param_gather": framework.overlap_param_gather,
         "bucket_mbytes": framework.bucket_mbytes,
+        "gradient_dtype": framework.gradients,
+        "scatter_p2p": framework.p2p == "scattered",
         "prefetch": framework.prefetch,
         **_sharding(row, framework, dp),
         **_recompute(row, framework),

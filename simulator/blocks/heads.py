@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from stepsight.dataset.op import Op
 from stepsight.simulator.blocks.shape import RankShape
 
+_GENERATIONS = {"flash-1": "flash1_", "flash-2": "flash2_"}  # the last one is what plain ``attention`` stands for
+
 
 @dataclass(frozen=True, slots=True)
 class Heads:
@@ -35,6 +37,7 @@ class Heads:
         """Fused ``attention`` or ``attention_backward`` of some queries and some keys."""
         batch, flag = shape.micro_batch, int(causal)
         if self.v_dim == self.head_dim:
+            kind = _GENERATIONS.get(shape.model.attention_kernels, "") + kind
             return shape.op(kind, batch, self.heads, self.kv_heads, q_len, kv_len, self.head_dim, flag)
         return shape.op(f"mla_{kind}", batch, self.heads, q_len, kv_len, self.head_dim, self.v_dim, flag)
 

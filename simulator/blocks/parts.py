@@ -11,10 +11,12 @@ optimizer's step, and not here.  What it keeps is the cast input.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from stepsight.dataset.op import Op
 from stepsight.dataset.specs import ModelSpec
 from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.blocks.step import Saved, Step
+from stepsight.simulator.blocks.step import Block, Saved, Step
 
 
 def column_linear(shape: RankShape, name: str, n: int, k: int, *, keeps: str = "") -> Step:
@@ -54,7 +56,11 @@ def linear(
     """
     bias = shape.model.has_bias if bias is None else bias
     weights = (n, n * k) if bias_first else (n * k, n)
-    weight_grad = (shape.gemm("linear_wgrad", rows, n, k), *([shape.op("bias_grad", rows, n)] if bias else []))
+    weight_grad = (
+        shape.gemm("linear_wgrad", rows, n, k),
+        *accumulated(shape, n * k),
+        *([shape.op("bias_grad", rows, n)] if bias else []),
+    )
     return Step(
         name,
         (*cast(shape, rows * k), shape.gemm("linear", rows, n, k)),
@@ -65,6 +71,12 @@ def linear(
         replicated=replicated,
         saved=(kept((input_rows or rows) * k * shape.gemm_bytes, keeps),),
     )
+
+
+def accumulated(shape: RankShape, numel: int) -> tuple[Op, ...]:
+    """Gradients that are added to a buffer: 6 bytes more than a product alone, in 16 bits by a kernel of its own, in
+    fp32 within the product (Megatron's fused accumulation)."""
+    return (shape.op("add", numel),) if shape.gradient_buffers else ()
 
 
 def kept(num_bytes: int, name: str) -> Saved:
@@ -103,7 +115,12 @@ def fork(shape: RankShape, name: str = "fork") -> Step:
 
 def residual(shape: RankShape) -> Step:
     """Where the residual comes back."""
-    return Step("residual", forward=(shape.op("add", shape.local_rows * shape.model.hidden),))
+    numel = shape.local_rows * shape.model.hidden
+    forward = (shape.op("add", numel),)
+    if not shape.model.dropout:
+        return Step("residual", forward=forward)
+    backward = (shape.op("dropout_backward", numel),)  # forward it is fused with the addition (Megatron, 2021)
+    return Step("residual", forward, backward, saved=(Saved(numel),))
 
 
 def enter(shape: RankShape, width: int = 0) -> tuple[Step, ...]:
@@ -130,3 +147,10 @@ def leave(shape: RankShape) -> tuple[Step, ...]:
 
 def _full_bytes(shape: RankShape, width: int = 0) -> int:
     return shape.rows * (width or shape.model.hidden) * shape.dtype_bytes
+
+
+@lru_cache(maxsize=4096)
+def arrivals(shape: RankShape) -> tuple[Block, Block]:
+    """Where a part's activation arrives in parts, and where the gradient of its output does: each is gathered."""
+    gather = shape.tp_comm("all_gather", _full_bytes(shape, 0))
+    return (Step("arrival", forward=(gather,)),), (Step("arrival", backward=(gather,)),)

@@ -42,6 +42,8 @@ class RankShape:
         vocab_parallel: Whether the vocabulary is shared by ``tp``.
         context_parallel: ``ring`` or ``all_gather``.
         offload_activations: Whether what is kept moves to the host and back.
+        gradient_buffers: Whether gradients of products are added to buffers of their own.
+        scatter_p2p: Whether ranks pass on their parts of activations, gathered where they arrive.
     """
 
     model: ModelSpec
@@ -55,6 +57,8 @@ class RankShape:
     vocab_parallel: bool = True
     context_parallel: str = "ring"
     offload_activations: bool = False
+    gradient_buffers: bool = False
+    scatter_p2p: bool = False
 
     @property
     def dtype(self) -> str:

@@ -1,8 +1,8 @@
 """Attention as separate kernels that keep the score matrix.
 
 Korthikanti et al. 2022 (arXiv:2205.05198) count 5 a s^2 b bytes for it in 16 bits: 2 for the softmax's output, 1 for
-the mask of a dropout and 2 for what the dropout leaves.  There is no dropout here: 2 a s^2 b are kept, once, as the
-softmax's output and as the second product's input.  The whole square is computed, masked or not.
+the mask of a dropout and 2 for what the dropout leaves.  Without dropout 2 a s^2 b are kept, once, as the softmax's
+output and as the second product's input.  The whole square is computed, masked or not.
 """
 
 from __future__ import annotations
@@ -58,4 +58,13 @@ def unfused_core(shape: RankShape, heads: Heads, joined: tuple[Item, ...]) -> Bl
         saved=(Saved(own_v * size, outside=True), Saved((v_numel - own_v) * size)),
         attention_core=True,
     )
-    return (scores, softmax, context)
+    return (scores, softmax, *_dropout(shape, numel), context)
+
+
+def _dropout(shape: RankShape, numel: int) -> Block:
+    """Dropout of the scores: its mask takes a byte of each, its output is the second product's input."""
+    if not shape.model.dropout:
+        return ()
+    forward, backward = (shape.op("dropout", numel),), (shape.op("dropout_backward", numel),)
+    kept = (Saved(numel), Saved(numel * shape.dtype_bytes, "dropped scores"))
+    return (Step("dropout", forward, backward, saved=kept, attention_core=True),)

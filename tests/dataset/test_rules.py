@@ -33,6 +33,12 @@ def job(model: dict[str, Any], **parallel: Any) -> Job:
             {"cp": 8},
             "context parallelism needs cp to divide model.seq_len, got 60 % 8 = 4",
         ),
+        ({"dropout": 1.0}, {}, r"model.dropout must lie in \[0, 1\), got 1.0"),
+        (
+            {"fused_attention": False, "attention_kernels": "flash-2"},
+            {},
+            "attention_kernels are of fused attention, got 'flash-2' with fused_attention false",
+        ),
         (
             {"fused_attention": False},
             {"cp": 2},

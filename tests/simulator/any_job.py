@@ -31,7 +31,8 @@ MODELS: list[dict[str, Any]] = [
     {"family": "bert"},
     {"family": "t5", "encoder_layers": 2, "encoder_seq_len": 128},
     {"family": "vit", "patch_dim": 48},
-    {"family": "gpt", "fused_attention": False},
+    {"family": "gpt", "fused_attention": False, "dropout": 0.1},
+    {"family": "llama", "attention_kernels": "flash-2"},
 ]
 
 
@@ -102,6 +103,8 @@ def jobs(draw: st.DrawFn, *, uneven_cluster: bool = False) -> Job:
                 prefetch=one_of(0, 1, 2, 3),
                 reshard_after_forward=one_of(True, False),
                 bucket_mbytes=one_of(0.001, 0.02, 25.0),
+                gradient_dtype=one_of("", "model", "fp32"),
+                scatter_p2p=one_of(False, True),
                 schedule=schedule,
                 virtual_stages=chunks,
                 stage_layers=stage_layers,

@@ -1,0 +1,52 @@
+"""What frameworks do differently, as jobs say it: dropout, gradient buffers, scattered messages, attention kernels."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepsight.simulator.blocks import dense
+from stepsight.simulator.blocks.parts import arrivals
+from stepsight.simulator.parts import PartShape
+from stepsight.simulator.stage import part_units
+from tests.simulator.blocks.shapes import ops, small_shape, words
+
+UNFUSED = {"fused_attention": False}
+
+
+def test_dropout_of_unfused_scores_is_a_kernel_and_of_residuals_one_more_in_backward() -> None:
+    block = dense.layer(small_shape(model={**UNFUSED, "dropout": 0.1}))
+    assert "softmax dropout batched_matmul" in words(block)
+    assert "dropout_backward" not in words(dense.layer(small_shape(model=UNFUSED)), backward=True)
+    numel = [op.dims[0] for op in ops(block, "dropout_backward")]
+    assert sorted(numel) == [2 * 32 * 64, 2 * 32 * 64, 2 * 4 * 32 * 32]
+
+
+def test_fused_attention_drops_scores_at_no_cost() -> None:
+    block = dense.layer(small_shape(model={"dropout": 0.1}))
+    assert "attention" in words(block) and not ops(block, "dropout")
+
+
+def test_gradients_added_to_buffers_cost_an_addition_for_each_product() -> None:
+    plain, buffers = (small_shape(precision="bf16", gradient_buffers=flag) for flag in (False, True))
+    more = len(ops(dense.layer(buffers), "add")) - len(ops(dense.layer(plain), "add"))
+    assert more == len(ops(dense.layer(plain), "linear_wgrad")) == 4
+
+
+@pytest.mark.parametrize(
+    ("kernels", "kind"), [("", "attention"), ("flash-3", "attention"), ("flash-2", "flash2_attention")]
+)
+def test_a_generation_of_attention_has_kernels_of_its_own(kernels: str, kind: str) -> None:
+    block = dense.layer(small_shape(model={"attention_kernels": kernels}))
+    assert len(ops(block, kind)) == len(ops(block, f"{kind}_backward")) == 1
+
+
+def test_scattered_activations_are_gathered_where_they_arrive() -> None:
+    """Forward on all parts but the first, backward on all but the last."""
+    shape = small_shape(tp=2, precision="bf16", scatter_p2p=True)
+    first, middle, last = (PartShape((("layer", 1),), first=at == 0, last=at == 2) for at in range(3))
+    ends = [[unit.block for unit in part_units(shape, part)] for part in (first, middle, last)]
+    here, there = arrivals(shape)
+    assert [here in blocks for blocks in ends] == [False, True, True]
+    assert [there in blocks for blocks in ends] == [True, True, False]
+    gather = here[0].forward[0]
+    assert gather.work.num_bytes == 2 * 32 * 64 * 2  # type: ignore[union-attr]
