@@ -6,10 +6,17 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.errors import CollectError
-from stepsight.experiments.collecting import collect_jobs
+from stepsight.dataset.box import HARDWARE, read_box
+from stepsight.dataset.errors import CollectError, JobError
+from stepsight.dataset.harness.box import check_possible
+from stepsight.dataset.harness.errors import HarnessError
+from stepsight.dataset.job import Job
+from stepsight.experiments.collecting import collect_jobs, read_plan
 from stepsight.experiments.local_jobs import local_job
 from stepsight.experiments.showing import describe
+from stepsight.training.boxing import REAL
+from stepsight.training.fit import train
+from stepsight.training.prediction import predict
 
 COUNTS = {"rounds": 1, "steps": 2, "warmup": 2, "profile_steps": 1}
 
@@ -93,3 +100,68 @@ def test_a_plan_changed_by_hand_is_refused(tmp_path: Path, changes: dict[str, An
     with pytest.raises(CollectError, match=r"^cannot read plan .*plan\.json: .*$"):
         collect(path, tmp_path / "c", plan_only=True)
     assert not (tmp_path / "c").exists()
+
+
+BOX_JOB = Path(__file__).parents[2] / "examples" / "box-gpt-pp4.toml"
+BOX_COUNTS = {"rounds": 1, "steps": 1, "warmup": 1, "profile_steps": 0}
+
+
+def test_a_box_replaces_the_jobs_cluster(tmp_path: Path) -> None:
+    """The plan holds what every rank sleeps, and of events only what is real in a box."""
+    box = read_box("2x2@100mbit")
+    collect(BOX_JOB, tmp_path, plan_only=True, counts=BOX_COUNTS, box=box)
+    plan = read_plan(tmp_path / "plan.json")
+    (run,) = plan["runs"]
+    assert plan["box"] == box.to_dict()
+    assert run["job"]["cluster"]["nodes"] == 2 and len(run["sleeps"]["paces"]) == 4
+    (events,) = plan["events"]
+    assert {op["kind"] for op in events["ops"]} <= set(REAL)
+    assert {c["kind"] for c in events["collectives"]} == {"send_recv"}
+    with pytest.raises(CollectError, match="a plan says its own"):
+        collect(tmp_path / "plan.json", tmp_path, plan_only=True, box=box)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("2x1@100mbit", "must equal the number of devices"), ("8x1@100mbit", "number of devices")]
+)
+def test_a_box_of_another_size_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(JobError, match=says):
+        collect(BOX_JOB, tmp_path / "p", plan_only=True, counts=BOX_COUNTS, box=read_box(text))
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_machine_without_boxes_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepsight.dataset.harness.box.shutil.which", lambda tool: None)
+    with pytest.raises(CollectError, match=r"^a box needs iproute2 \(the commands ip and tc\): ip and tc not found$"):
+        collect(BOX_JOB, tmp_path / "c", counts=BOX_COUNTS, box=read_box("4x1@100mbit"))
+
+
+def test_rejected_runs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs").mkdir()
+    summary = {"runs": 1, "events": 0, "collected": 1, "kept": 0, "rejected": ["a"]}
+    monkeypatch.setattr("stepsight.experiments.collecting.run_plan", lambda *_, **__: summary)
+    text = collect(BOX_JOB, tmp_path, counts=BOX_COUNTS, box=read_box("4x1@100mbit"))["text"]
+    assert text.splitlines()[-1] == "rejected, more than 25 % CPU: a"
+
+
+def test_traced_runs_of_two_ranks_of_a_box_train(tmp_path: Path) -> None:
+    """Kineto traces of sleeping ranks are read, learned from, and the run itself is predicted."""
+    box = read_box("2x1@200mbit")
+    try:
+        check_possible(box.to_dict())
+    except HarnessError as error:
+        pytest.skip(str(error))
+    tables = Job.from_file(BOX_JOB).to_dict()
+    tables["model"]["layers"] = 2
+    tables["parallel"] |= {"pp": 1, "tp": 2, "dp": 1, "virtual_stages": 1}
+    tables["batch"] |= {"global_batch": 1}
+    tables["cluster"] |= {"nodes": 2}
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps(tables))
+    collect(job, tmp_path / "c", counts={**BOX_COUNTS, "profile_steps": 1}, box=box)
+    (folder,) = [*(tmp_path / "c" / "runs").iterdir()]
+    assert {"linear", "adamw", "attention", "all_reduce"} <= set(describe(folder)["kinds"])
+    predictor = train([tmp_path / "c"], tmp_path / "p", hardware_name=HARDWARE, progress=False)
+    asked = box.holds(Job.from_file(job))
+    slept = predict(asked).iteration_time_s
+    assert predict(asked, predictor).iteration_time_s == pytest.approx(slept, rel=0.3)

@@ -5,15 +5,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from stepsight.cli import main
 from stepsight.dataset.store import read_op_table
 from stepsight.experiments.local_jobs import local_job
 from tests.dataset.run_folders import write_events, write_run
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gpt3-175b-1024.toml"
+BOXED = ROOT / "examples" / "box-gpt-pp4.toml"
 
 
 def run(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -44,6 +47,28 @@ def test_search_and_show(tmp_path: Path) -> None:
     assert "gpt3-175b" in shown.stdout and shown.returncode == 0
 
 
+@pytest.mark.parametrize(("rejected", "code"), [([], 0), (["a"], 2)])
+def test_a_rejected_run_is_an_exit_code(
+    rejected: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``collect --box`` fails where a run was too busy; in a box one step warms up and none is profiled."""
+    asked: dict[str, Any] = {}
+
+    def collect_jobs(*_: object, **options: Any) -> dict[str, Any]:
+        asked.update(options)
+        return {"rejected": rejected, "text": "done"}
+
+    monkeypatch.setattr("stepsight.experiments.collecting.collect_jobs", collect_jobs)
+    monkeypatch.setattr(
+        sys, "argv", ["stepsight", "collect", str(BOXED), "--box", "4x1@200mbit", "--out", "c", "--json"]
+    )
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
+    assert json.loads(capsys.readouterr().out)["rejected"] == rejected
+    assert (asked["counts"]["warmup"], asked["counts"]["profile_steps"], asked["box"].num_ranks) == (1, 0, 4)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -69,6 +94,10 @@ def test_search_and_show(tmp_path: Path) -> None:
         (("train", "nowhere", "--out", "p"), "nowhere"),
         (("collect", "bad.toml", "--out", "c"), "must equal"),
         (("collect", EXAMPLE, "--out", "c"), "got"),
+        (("collect", BOXED, "--box", "4x1", "--out", "c"), "as in 4x1@200mbit"),
+        (("collect", BOXED, "--box", "8x1@200mbit", "--out", "c"), "must equal the number of devices"),
+        (("collect", BOXED, "--box", "absent.toml", "--out", "c"), "cannot read box"),
+        (("collect", EXAMPLE, "--box", "4x1@200mbit", "--out", "c"), "must equal"),
     ],
 )
 def test_mistakes(arguments: tuple[object, ...], text: str, tmp_path: Path) -> None:
