@@ -124,7 +124,10 @@ def _kinds() -> dict[str, OpKind]:
 
 
 def _later_kinds(kinds_of: Mapping[str, OpKind]) -> list[OpKind]:
-    """Kinds of larger models (``kinds_of``: the earlier ones by name); their place after the others keeps the numbers that features give those."""
+    """Kinds of larger models; their place after the others keeps the numbers that features give those.
+
+    ``kinds_of``: the earlier ones by name.
+    """
     kinds = [
         # Many small matrix products of one shape: a product for every pair of matrices.
         OpKind(

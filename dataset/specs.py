@@ -69,8 +69,8 @@ class ModelSpec:
         gated_mlp: None: as the family has it.
         tied_embeddings: Whether logits use the embedding's table.
         fused_attention: Whether attention is one kernel that keeps no score matrix.
-        attention_kernels: Generation of fused attention: ``flash-1`` (in Triton), ``flash-2``, ``flash-3`` (cuDNN's too);
-            empty: the one that was measured on the device.
+        attention_kernels: Generation of fused attention: ``flash-1``, ``flash-2`` or ``flash-3`` (cuDNN's too); empty:
+            the one that was measured on the device.
         dropout: Probability with which attention scores and what residuals take are dropped; 0: none.
         attention: ``mha`` (with grouped queries too), or ``mla``: DeepSeek's latent attention.
         q_lora_rank, kv_lora_rank, rope_head_dim, v_head_dim: Of ``mla``; ``head_dim`` is then the part without rotary
@@ -160,8 +160,8 @@ class ParallelSpec:
         schedule: A key of ``SCHEDULES``, or a ``.csv`` file of actions.
         virtual_stages: Chunks of the model on each rank.
         stage_layers: Layers of every part of the model in its order; empty: even.
-        scatter_p2p: Whether each tensor-parallel rank passes on its part of an activation alone, which is gathered where
-            it arrives (with ``sequence_parallel`` nothing else is there; FSDP passes all on).
+        scatter_p2p: Whether each tensor-parallel rank passes on its part of an activation alone, which is gathered
+            where it arrives (with ``sequence_parallel`` nothing else is there; FSDP passes all on).
         runtime: ``asynchronous`` or ``torch``: how pipeline messages wait; empty: as the device's kind has it.
         recompute: ``none``, ``selective`` (the attention core) or ``full`` layers again in backward.
         recompute_every: With ``full``: only every n-th layer.

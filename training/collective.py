@@ -95,7 +95,7 @@ class CollectiveModel:
         seconds = self.regressor.seconds_left_out(rows) if self.left_out else self.regressor.seconds(rows)
         for index in np.flatnonzero(np.isnan(seconds)).tolist():
             seconds[index] = alpha_beta_seconds(asked[index], fabric)
-        seconds = seconds * np.array(longer)
+        seconds *= np.array(longer)
         if self.nccl:
             for index, collective in enumerate(collectives):
                 seconds[index] = min(seconds[index], self._tree_seconds(collective, fabric))
