@@ -55,7 +55,7 @@ def test_events_of_a_box_say_which(tmp_path: Path) -> None:
         ({"hardware": {"comm_compute_share": 2}}, "comm_compute_share must lie within 0 and 1, got 2"),
         ({"busy": 10**400}, "busy must lie within"),
         ({"hardware": {"memory_bytes": "x"}}, "memory_bytes must be a number within +-1e+30, got 'x'"),
-        ({"box": {"nodes": 2}}, "a box has nodes, ranks_per_node and mbits_per_s"),
+        ({"box": {"nodes": 2}}, "a box has nodes, ranks_per_node, mbits_per_s"),
         (
             {"box": read_box("4x2@200mbit").to_dict(), "world_size": 4},
             "world_size must equal the box's ranks, got 4 != 8",

@@ -36,7 +36,7 @@ def pool() -> Pool:
     return Pool(torch.device("cpu"), torch.float32, numel=64)
 
 
-@pytest.mark.parametrize("kind", OP_KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in OP_KINDS if not kind.startswith("flash")])  # torch has the last one
 def test_op_runs_twice_on_other_inputs(kind: str, pool: Pool) -> None:
     call = op_call(kind, DIMS[OP_KINDS[kind].family], pool)
     for _ in range(2):

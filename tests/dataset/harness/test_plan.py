@@ -54,6 +54,8 @@ def test_a_jobs_dictionary_is_a_valid_job() -> None:
         ({"cp": 2}, r"parallel\.cp = 1, got 2"),
         ({"runtime": "asynchronous"}, "PyTorch's own pipeline runtime, got 'asynchronous'"),
         ({"stage_layers": [1, 2]}, r"parallel\.stage_layers = \[\], got \[1, 2\]"),
+        ({"gradient_dtype": "fp32"}, r"parallel\.gradient_dtype = '', got 'fp32'"),
+        ({"scatter_p2p": True}, r"parallel\.scatter_p2p = False, got True"),
         ({"dp": 2, "dp_shard": 1}, r"over all 2 replicas \(dp_shard\), got 1"),
     ],
 )
@@ -72,6 +74,8 @@ def test_what_the_harness_cannot_run_is_refused(changes: dict[str, Any], text: s
         ({"model": {**jobs.T5, "fused_attention": True}}, r"t5's learned bias: .*fused_attention = False, got True"),
         ({"model": {**jobs.T5, "encoder_seq_len": "9"}}, r"encoder_seq_len of t5 must be a whole number > 0, got '9'"),
         ({"model": {**jobs.T5, "kv_heads": 2}}, "t5 with kv_heads = heads, got 2 and 4"),
+        ({"model": {"attention_kernels": "flash-2"}}, r"model\.attention_kernels = '', got 'flash-2'"),
+        ({"model": {"dropout": 0.1}}, r"model\.dropout = 0, got 0\.1"),
         ({"model": {"experts": 8}}, r"model\.experts = 0, got 8"),
         ({"model": {"layers": "3"}}, r"model\.layers must be a whole number, got '3'"),
         ({"model": {"layers": True}}, r"model\.layers must be a whole number, got True"),
