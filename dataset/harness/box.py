@@ -140,20 +140,24 @@ def run_box(box: dict[str, Any], work: Callable[[], None]) -> int:
     _unshare()
     _run("ip link add switch type bridge")
     _run("ip link set switch up")
-    ready = [os.pipe() for _ in range(nodes)]  # a node has its namespace; its link is there
-    linked = [os.pipe() for _ in range(nodes)]
     workers: dict[int, int] = {}
+    here = os.getpid()
     for node in range(nodes):
+        has_network, unshared = os.pipe()
+        has_link, linked = os.pipe()
         pid = os.fork()
         if pid == 0:
-            _leave(lambda node=node: _node(node, box, ready[node][1], linked[node][0], work))  # type: ignore[misc]
+            _die_with(here)
+            _leave(lambda: _node(node, box, unshared, has_link, work))  # noqa: B023  runs before the loop goes on
         workers[pid] = node
-        os.read(ready[node][0], 1)
+        os.close(unshared)  # so that a node that ends early ends the wait below
+        if not os.read(has_network, 1):
+            raise HarnessError(f"a box could not be built: node {node} ended")
         port = f"port{node}"
         _run(f"ip link add {port} mtu {MTU} type veth peer name {INTERFACE} mtu {MTU} netns {pid}")
         _run(f"ip link set {port} master switch up")
         _limit(port, rates[node])
-        os.write(linked[node][1], b"x")
+        os.write(linked, b"x")
     worst = 0
     while workers:
         pid, status = os.wait()
@@ -166,23 +170,23 @@ def run_box(box: dict[str, Any], work: Callable[[], None]) -> int:
     return worst
 
 
-def _node(node: int, box: dict[str, Any], ready: int, linked: int, work: Callable[[], None]) -> int:
-    """One node: its link, then its ranks."""
-    _die_with(os.getppid())
+def _node(node: int, box: dict[str, Any], unshared: int, has_link: int, work: Callable[[], None]) -> int:
+    """One node: its link, then its ranks.  It writes to ``unshared`` and waits for ``has_link``."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _unshare()
-    os.write(ready, b"x")
-    os.read(linked, 1)
+    os.write(unshared, b"x")
+    os.read(has_link, 1)
     _run(f"ip addr add {SUBNET}.{node + 1}/24 dev {INTERFACE}")
     _run(f"ip link set {INTERFACE} up")
     _run("ip link set lo up")
     _limit(INTERFACE, box["mbits_per_s"][node], box["latency_ms"][node] if _is_late(box) else 0.0)
     size = box["ranks_per_node"]
     ranks = []
+    here = os.getpid()
     for local in range(size):
         pid = os.fork()
         if pid == 0:
-            _die_with(os.getppid())
+            _die_with(here)
             os.environ.update(_environment(node, local, box))
             _leave(lambda: work())
         ranks.append(pid)
@@ -231,7 +235,10 @@ def _unshare() -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill the calling process when its parent ends, however that ends."""
+    """Have the kernel kill the calling process when its parent ends, however that ends.
+
+    ``parent``: its number as it was before the fork; a parent that has ended already has another one.
+    """
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:  # it ended just before
         os._exit(1)
