@@ -76,10 +76,10 @@ class SearchResult:
         return self.choices[0]
 
 
-def _question(job: Job, predictor: Predictor | None, space: Space) -> str:
+def _question(job: Job, source: str, space: Space) -> str:
     """What a study is about: its trials answer no other question."""
     asked = (job.model, job.batch.global_batch, job.batch.precision, job.cluster, job.parallel.bucket_mbytes, space)
-    return digest(repr(asked), "" if predictor is None else predictor.source)
+    return digest(repr(asked), source)
 
 
 def _study(storage: str | None, name: str | None, question: str) -> optuna.Study:
@@ -118,7 +118,7 @@ def _storage(storage: str | None) -> Any:
 
 def search(
     job: Job,
-    predictor: Predictor | None = None,
+    predictor: Predictor | str | None = None,
     *,
     space: Space | None = None,
     trials: int = 200,
@@ -156,7 +156,7 @@ def search(
         raise StepsightError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     grid = Grid(job, space)
-    study = _study(storage, study_name, _question(job, predictor, space))
+    study = _study(storage, study_name, _question(job, given.source, space))
     seed += len(study.trials)  # a study that goes on does not repeat its choices
     whole = sampler == "auto" and len(grid) <= trials
     study.sampler = (
@@ -206,7 +206,7 @@ def _ask(study: optuna.Study, grid: Grid) -> tuple[optuna.Trial, int]:
         study.enqueue_trial(grid.params(grid.nearest(index)))
 
 
-def exhaustive(job: Job, predictor: Predictor | None = None, space: Space | None = None) -> SearchResult:
+def exhaustive(job: Job, predictor: Predictor | str | None = None, space: Space | None = None) -> SearchResult:
     """Ask about every legal strategy: the reference for ``search``."""
     choices = []
     for candidate in strategies(job, space):

@@ -43,7 +43,9 @@ PredictorPath = Annotated[
         "--predictor",
         "-p",
         parser=path,
-        help="Folder of a trained predictor. Without it the answer is a roofline from hardware facts, and says so.",
+        help="Folder of a trained predictor, the name of one that comes with stepsight, as a100-sxm, or "
+        "`roofline`. Without it the one that comes with stepsight for the job's hardware answers, and a roofline from "
+        "hardware facts only where there is none; the answer says which.",
     ),
 ]
 
@@ -52,9 +54,13 @@ def _answer(value: dict[str, Any], text: str, as_json: bool) -> None:
     typer.echo(json.dumps(value, allow_nan=False) if as_json else text)
 
 
-def _load(path: Path | None) -> Predictor | None:
+def _load(path: Path | None) -> Predictor | str | None:
     if path is None:
         return None
+    from stepsight.training.prediction import ROOFLINE
+
+    if str(path) == ROOFLINE and not path.exists():
+        return ROOFLINE
     from stepsight.training.predictor import Predictor
 
     return Predictor.load(path)

@@ -43,7 +43,7 @@ class LearnedLatency:
         self._ops: dict[Op, float] = {}
         self._collectives: dict[Collective, float] = {}
         self._programs: dict[int, tuple[Program, Seconds, Seconds]] = {}
-        self._outside: dict[int, tuple[object, tuple[str, ...], NDArray[np.bool_]]] = {}
+        self._outside: dict[Op | Collective, str] = {}
 
     def op_seconds(self, ops: Sequence[Op]) -> Seconds:
         """Seconds of each op alone, shape ``(len(ops),)``."""
@@ -76,28 +76,22 @@ class LearnedLatency:
         self._programs[id(program)] = (program, alone, inside)  # the program is kept, so that its id stays its own
         return inside
 
-    def outside(self, works: tuple[Op | Collective, ...]) -> tuple[tuple[str, ...], NDArray[np.bool_]]:
+    def outside(self, works: Sequence[Op | Collective]) -> tuple[str, list[str]]:
         """What lies outside of what was measured.
 
         Returns:
-            Reasons, and which works they are about, ``(len(works),)``: all of them where more devices of a node
-            compute at once than were measured.
+            Why all of it does (more devices of a node compute at once than were measured), and why each work does;
+            empty where it does not.
         """
-        known = self._outside.get(id(works))
-        if known is None:
-            reasons = [
-                self._kernel.unsupported(w) if isinstance(w, Op) else self._collective.unsupported(w, self.fabric)
-                for w in works
-            ]
-            mask = np.array([bool(reason) for reason in reasons], dtype=np.bool_)
-            if crowded := self._kernel.crowded(self.busy):
-                reasons.insert(0, crowded)
-                mask[:] = True
-            if len(self._outside) >= MAX_PROGRAMS:
-                self._outside.clear()
-            # The works are kept, so that their id stays their own.
-            self._outside[id(works)] = known = (works, tuple(filter(None, reasons)), mask)
-        return known[1], known[2]
+        known = self._outside
+        for work in works:
+            if work in known:
+                continue
+            if isinstance(work, Op):
+                known[work] = self._kernel.unsupported(work)
+            else:
+                known[work] = self._collective.unsupported(work, self.fabric)
+        return self._kernel.crowded(self.busy), [known[work] for work in works]
 
     def alone_seconds(self, work: Op | Collective) -> float:
         """Seconds of one signature alone."""

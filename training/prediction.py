@@ -22,7 +22,8 @@ from stepsight.training.intervals import Intervals
 from stepsight.training.latency import LearnedLatency
 from stepsight.training.predictor import Predictor
 
-ROOFLINE_SOURCE = "roofline from hardware facts alone: nothing was measured for {}"
+ROOFLINE = "roofline"  # in place of a predictor: hardware facts alone, whatever comes with the package
+ROOFLINE_SOURCE = "roofline from hardware facts alone: {}"
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,44 @@ class Prediction:
     Attributes:
         job: What was asked.
         iteration_time_s: Predicted.
-        low_s, high_s: Interval, meant to hold 90 % of what is measured.
-        unsupported: What lies outside of what was measured, each with its reason.
         source: Where the durations come from, for people.
+        predictor: Who was asked; None: hardware facts.
     """
 
     job: Job
     iteration_time_s: float
-    low_s: float
-    high_s: float
-    unsupported: tuple[str, ...]
     source: str
     simulation: Simulation = field(repr=False)
+    predictor: Predictor | None = field(default=None, repr=False)
+
+    @property
+    def low_s(self) -> float:
+        """Low end of the interval that is meant to hold 90 % of what is measured."""
+        return self._interval[0]
+
+    @property
+    def high_s(self) -> float:
+        """High end of the interval."""
+        return self._interval[1]
+
+    @cached_property
+    def _interval(self) -> tuple[float, float]:
+        intervals = Intervals() if self.predictor is None else self.predictor.intervals
+        return intervals.interval(self.iteration_time_s, self.unsupported_share)
+
+    @property
+    def unsupported(self) -> tuple[str, ...]:
+        """What lies outside of what was measured, each with its reason, that which takes longest first."""
+        return self._outside[0]
+
+    @property
+    def unsupported_share(self) -> float:
+        """Part of the critical path, 0 ... 1, that lies outside of what was measured; 0 of hardware facts."""
+        return self._outside[1]
+
+    @cached_property
+    def _outside(self) -> tuple[tuple[str, ...], float]:
+        return ((), 0.0) if self.predictor is None else _outside(self.simulation, self.predictor.latency(self.job))
 
     @cached_property
     def breakdown(self) -> dict[str, float]:
@@ -126,6 +153,7 @@ class Prediction:
             "hfu": self.hfu,
             "warnings": list(self.warnings),
             "unsupported": list(self.unsupported),
+            "unsupported_share": self.unsupported_share,
             "source": self.source,
         }
 
@@ -136,7 +164,8 @@ def predict(job: Job, predictor: Predictor | str | None = None) -> Prediction:
     Args:
         job: What to ask about.
         predictor: Learned for the job's hardware, or the name (of it or of the hardware) of one that comes with the
-            package; without one, a roofline from the preset's facts.
+            package, or ``ROOFLINE``; None: the one of the package that serves the job's hardware, and a roofline from
+            the preset's facts only where there is none.  ``source`` of the answer says which.
 
     Raises:
         PredictorError: If the predictor is for other hardware.
@@ -145,6 +174,8 @@ def predict(job: Job, predictor: Predictor | str | None = None) -> Prediction:
     if not isinstance(job, Job):
         raise JobError(f"predict takes a Job, got {type(job).__name__}")
     if predictor is None:
+        predictor = _serving(job.cluster.hardware) or ROOFLINE
+    if predictor == ROOFLINE:
         return _from_facts(job)
     if isinstance(predictor, str):
         predictor = _shipped(predictor)
@@ -152,19 +183,8 @@ def predict(job: Job, predictor: Predictor | str | None = None) -> Prediction:
         raise JobError(f"predict takes a Predictor, the name of one or None, got {type(predictor).__name__}")
     latency = predictor.latency(job)
     simulation = simulate(job, latency)
-    unsupported, share = _outside(simulation, latency)
-    scale = predictor.calibration.scale
-    seconds = simulation.iteration_time_s * scale
-    low, high = predictor.intervals.interval(seconds, share)
-    return Prediction(
-        job,
-        seconds,
-        low,
-        high,
-        unsupported,
-        predictor.source,
-        simulation,
-    )
+    seconds = simulation.iteration_time_s * predictor.calibration.scale
+    return Prediction(job, seconds, predictor.source, simulation, predictor)
 
 
 def predict_many(jobs: Sequence[Job], predictor: Predictor | str | None = None) -> list[Prediction]:
@@ -178,13 +198,21 @@ def predict_many(jobs: Sequence[Job], predictor: Predictor | str | None = None) 
             gc.enable()
 
 
-def _shipped(name: str) -> Predictor:
-    from stepsight.training.shipped import shipped_names, shipped_predictor
+def _serving(hardware: str) -> Predictor | None:
+    """The predictor of the package for a hardware; None if none comes with it."""
+    from stepsight.training.shipped import shipped_predictor  # how tables are read is not needed until then
 
-    found = shipped_predictor(name)
+    return shipped_predictor(hardware)
+
+
+def _shipped(name: str) -> Predictor:
+    from stepsight.training.shipped import shipped_names
+
+    found = _serving(name)
     if found is None:
         raise PredictorError(
-            f"a predictor by name must be one of {', '.join(shipped_names())} or their hardware, got {name!r}"
+            f"a predictor by name must be one of {', '.join(shipped_names())} or their hardware, or {ROOFLINE}, "
+            f"got {name!r}"
         )
     return found
 
@@ -197,25 +225,19 @@ def _from_facts(job: Job) -> Prediction:
             f"({', '.join(hardware_names())}), got {job.cluster.hardware!r}: train a predictor for it, or name a preset"
         )
     simulation = simulate(job, latency)
-    seconds = simulation.iteration_time_s
-    low, high = Intervals().interval(seconds)
-    return Prediction(
-        job,
-        seconds,
-        low,
-        high,
-        (),
-        ROOFLINE_SOURCE.format(job.cluster.hardware),
-        simulation,
-    )
+    why = f"nothing was measured for {job.cluster.hardware}" if _serving(job.cluster.hardware) is None else "as asked"
+    return Prediction(job, simulation.iteration_time_s, ROOFLINE_SOURCE.format(why), simulation)
 
 
 def _outside(simulation: Simulation, latency: LearnedLatency) -> tuple[tuple[str, ...], float]:
     """Reasons of what was never measured, and the part of the critical path that it makes up."""
-    reasons, outside = latency.outside(simulation.lowered.all_works)
-    if not reasons:
+    crowded, reasons = latency.outside(simulation.lowered.all_works)
+    outside = [index for index, reason in enumerate(reasons) if reason]
+    if not outside and not crowded:
         return (), 0.0
-    if outside.all():
-        return reasons, 1.0
-    seconds = float((simulation.count_works() * simulation.work_seconds)[outside].sum())
-    return reasons, min(1.0, seconds / max(simulation.iteration_time_s, 1e-12))
+    seconds = simulation.count_works() * simulation.work_seconds
+    outside.sort(key=lambda index: -seconds[index])
+    named = tuple(reasons[index] for index in outside)
+    if crowded:
+        return (crowded, *named), 1.0
+    return named, min(1.0, float(seconds[outside].sum()) / max(simulation.iteration_time_s, 1e-12))

@@ -92,9 +92,11 @@ class Predictor:
     @property
     def source(self) -> str:
         """Where its durations come from, for people."""
+        name = self.manifest.get("name", "")  # those that come with the package have one
+        own = f"{name}, which comes with stepsight, for {self.hardware.name}" if name else self.hardware.name
         digest = self.manifest.get("digest", "")
         context = "with context" if self.context is not None else "without context"
-        return f"predictor {self.hardware.name}{f' {digest}' if digest else ''}, {context}"
+        return f"predictor {own}{f' {digest}' if digest else ''}, {context}"
 
     @cached_property
     def without_context(self) -> Predictor:

@@ -16,7 +16,7 @@ from stepsight.experiments.published.metrics import Errors, errors, regret, shar
 from stepsight.experiments.published.references import carried_forward, constant_mfu
 from stepsight.experiments.published.scored import Scored
 from stepsight.experiments.published.table import Row, read_runs
-from stepsight.training.prediction import predict
+from stepsight.training.prediction import ROOFLINE, predict
 from stepsight.training.predictor import Predictor
 
 PredictorOf = Callable[[str], Predictor | None]  # of a hardware's name; None: its roofline
@@ -88,7 +88,7 @@ def figures(rows: Sequence[Scored]) -> dict[str, float | None]:
         **errors(predicted, measured).to_dict(),
         "regret": regret([row.choice for row in rows], predicted, measured),
         "coverage": share([row.held for row in rows]),
-        "out_of_support": share([row.unsupported != 0 for row in rows]),
+        "out_of_support": share([row.outside for row in rows]),
     }
 
 
@@ -170,7 +170,7 @@ def score(row: Row, predictor_of: PredictorOf) -> Scored:
     predictor = predictor_of(job.cluster.hardware)
     if predictor is not None:
         _check_lawful(row, job, predictor)
-    prediction = predict(job, predictor)
+    prediction = predict(job, predictor or ROOFLINE)
     return Scored(
         row,
         job,
@@ -180,7 +180,7 @@ def score(row: Row, predictor_of: PredictorOf) -> Scored:
         prediction.low_s,
         prediction.high_s,
         prediction.mfu * prediction.iteration_time_s,
-        -1 if predictor is None else len(prediction.unsupported),
+        1.0 if predictor is None else prediction.unsupported_share,
         dict(prediction.breakdown),
     )
 

@@ -7,6 +7,8 @@ from stepsight.training.predictor import Predictor
 from stepsight.training.shipped import shipped_predictor
 
 
-def predictor_by_hardware(named: Predictor | None = None) -> PredictorOf:
-    """The named predictor for every row; without one, what is shipped for each hardware, or hardware facts."""
-    return shipped_predictor if named is None else lambda hardware: named
+def predictor_by_hardware(named: Predictor | str | None = None) -> PredictorOf:
+    """The named predictor (or roofline) for every row; without one, what is shipped for each hardware, or its facts."""
+    if named is None:
+        return shipped_predictor
+    return lambda hardware: None if isinstance(named, str) else named

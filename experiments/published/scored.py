@@ -10,6 +10,8 @@ from stepsight.dataset.frameworks import Framework
 from stepsight.dataset.job import Job
 from stepsight.experiments.published.table import Row
 
+NOTABLE_SHARE = 0.2  # what takes a fifth of an iteration can be wrong by half before that costs ten percent
+
 
 @dataclass(frozen=True, slots=True)
 class Scored:
@@ -19,7 +21,7 @@ class Scored:
         row, job, framework: What ran.
         measured_s, predicted_s, low_s, high_s: Iteration times.
         ideal_s: Time of the model's FLOP at the devices' peak.
-        unsupported: How much of it lies outside of what was measured, in works; -1: nothing was measured at all.
+        unsupported_share: Part of the predicted time in what lies outside of what was measured, 0 ... 1.
         breakdown: Seconds by cause.
     """
 
@@ -31,7 +33,7 @@ class Scored:
     low_s: float
     high_s: float
     ideal_s: float
-    unsupported: int
+    unsupported_share: float
     breakdown: dict[str, float] = field(repr=False)
 
     @property
@@ -43,6 +45,11 @@ class Scored:
     def held(self) -> bool:
         """Whether the interval holds the measured time."""
         return self.low_s <= self.measured_s <= self.high_s
+
+    @property
+    def outside(self) -> bool:
+        """Whether a notable part of the time lies outside of what was measured."""
+        return self.unsupported_share > NOTABLE_SHARE
 
     @property
     def choice(self) -> Hashable:

@@ -32,7 +32,7 @@ def test_predict_json_and_timeline(tmp_path: Path) -> None:
     answer = json.loads(done.stdout)
     assert answer["low_s"] <= answer["iteration_time_s"] <= answer["high_s"]
     assert sum(answer["breakdown"].values()) == pytest.approx(answer["iteration_time_s"])
-    assert "roofline" in answer["source"]
+    assert "predictor a100-sxm, which comes with stepsight" in answer["source"]
     events = json.loads(timeline.read_text())["traceEvents"]
     assert len({event["pid"] for event in events if event["ph"] == "X"}) == 16
 

@@ -13,7 +13,7 @@ from stepsight.dataset.hardware import find_fabric, find_hardware, usual_fabric
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
 from stepsight.training import shipped
-from stepsight.training.prediction import predict
+from stepsight.training.prediction import ROOFLINE, predict
 from stepsight.training.predictor import SHIPPED, Predictor
 from stepsight.training.shipped import RECIPES, STREAMING, Source, main, retrain, shipped_names, shipped_predictor
 
@@ -74,8 +74,8 @@ def test_collectives_reach_most_of_their_links_and_never_more(name: str) -> None
 
 def test_a_job_is_answered_offline() -> None:
     job = Job.from_file(EXAMPLES / "gpt3-175b-1024.toml")
-    answer = predict(job, shipped_predictor(job.cluster.hardware))
-    assert answer.source.startswith("predictor a100-sxm-80gb")
+    answer = predict(job)
+    assert answer.source.startswith("predictor a100-sxm, which comes with stepsight, for a100-sxm-80gb")
     assert 0.4 < answer.mfu < 0.7
     assert not any("linear" in reason for reason in answer.unsupported)
     assert any("physics carry it" in reason for reason in answer.unsupported)
@@ -92,13 +92,33 @@ def test_a_twin_streams_at_its_own_bandwidth() -> None:
 def test_predict_takes_a_name() -> None:
     job = Job.from_file(EXAMPLES / "gpt3-175b-1024.toml")
     by_name, by_hardware = (predict(job, name).iteration_time_s for name in ("a100-sxm", "a100-sxm-80gb"))
-    assert by_name == by_hardware == predict(job, shipped_predictor("a100-sxm")).iteration_time_s
-    with pytest.raises(PredictorError, match="must be one of a100-sxm, h100-sxm or their hardware, got 'x'"):
+    assert by_name == by_hardware == predict(job).iteration_time_s
+    with pytest.raises(PredictorError, match="must be one of a100-sxm, .* or their hardware, or roofline, got 'x'"):
         predict(job, "x")
 
 
 def test_other_hardware_has_none() -> None:
     assert shipped_predictor("local-cpu") is None
+
+
+def test_the_roofline_answers_where_asked() -> None:
+    """It knows nothing of what was measured, and says that it was asked for."""
+    job = Job.from_file(EXAMPLES / "gpt3-175b-1024.toml")
+    facts = predict(job, ROOFLINE)
+    assert facts.source == "roofline from hardware facts alone: as asked"
+    assert facts.unsupported == () and facts.iteration_time_s != predict(job).iteration_time_s
+
+
+def test_what_is_outside_is_listed_by_what_it_takes() -> None:
+    """A kind without a measurement counts for its part of the critical path, no more."""
+    job = Job.from_file(EXAMPLES / "gpt3-175b-1024.toml")
+    answer = predict(job)
+    assert 0 < answer.unsupported_share < 0.5
+    counts, seconds = answer.simulation.count_works(), answer.simulation.work_seconds
+    parts = {str(w): n * t for w, n, t in zip(answer.simulation.lowered.all_works, counts, seconds, strict=True)}
+    taken = [parts[reason.split(": ")[0]] for reason in answer.unsupported]
+    assert taken == sorted(taken, reverse=True)
+    assert sum(taken) == pytest.approx(answer.unsupported_share * answer.iteration_time_s)
 
 
 def test_a_folder_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +129,7 @@ def test_a_folder_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_an_unknown_recipe_lists_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(PredictorError, match="a100-sxm, h100-sxm, got 'x'"):
+    with pytest.raises(PredictorError, match="a100-sxm, .*, got 'x'"):
         retrain("x", tmp_path, tmp_path / "out")
 
 
