@@ -7,9 +7,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-HALVES = ("box", "cores")
+if TYPE_CHECKING:
+    from stepsight.experiments.small_to_large.box_cases import Asked
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,16 +28,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--model", type=Path, action="append", default=[], metavar="JOB", help="job file of one more model (repeatable)"
     )
+    parser.add_argument(
+        "--box",
+        action="append",
+        default=[],
+        metavar="BOX",
+        help="a box of more than 4 ranks for all strategies of "
+        "these models, else of all: 8x2@300mbit or a file (repeatable)",
+    )
+    parser.add_argument(
+        "--micro-batches", type=int, action="append", default=[], metavar="N", help="of each replica there (repeatable)"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--list", action="store_true", help="print the names of the runs")
     options = parser.parse_args(arguments)
     from stepsight.dataset.errors import StepsightError
+    from stepsight.experiments.small_to_large.box_cases import Asked
 
+    asked = Asked(options.model, options.box, options.micro_batches)
     try:
         if options.list:
-            print("\n".join(_names(options.only, options.model)))
+            print("\n".join(_names(options.only, asked)))
             return 0
-        figures = run(options.out.resolve(), options.only, options.model)
+        figures = run(options.out.resolve(), options.only, asked)
     except (StepsightError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -45,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(out: Path, only: str, extra: Sequence[Path]) -> dict[str, Any]:
+def run(out: Path, only: str, asked: Asked) -> dict[str, Any]:
     """Figures of each half that holds runs which match ``only``.
 
     Raises:
@@ -55,28 +69,28 @@ def run(out: Path, only: str, extra: Sequence[Path]) -> dict[str, Any]:
     from stepsight.experiments.small_to_large import box_study, cores
 
     figures = {}
-    names = _names(only, extra)
+    names = _names(only, asked)
     if any(name.startswith("box/") for name in names):
-        figures["box"] = box_study.run(out / "box", only, extra=extra)
+        figures["box"] = box_study.run(out / "box", only, asked=asked)
     if any(name.startswith("cores/") for name in names):
-        figures["cores"] = cores.run(out / "cores", only, extra=[path for path in extra if _computes(path)])
+        figures["cores"] = cores.run(out / "cores", only, extra=_computing(asked))
     if not figures:
         raise CollectError(f"--only must match a run such as box/gpt2/2M2P4D or cores/llama/tp2, got {only!r}")
     return figures
 
 
-def _names(only: str, extra: Sequence[Path]) -> list[str]:
+def _names(only: str, asked: Asked) -> list[str]:
     from fnmatch import fnmatch
 
     from stepsight.experiments.small_to_large import box_cases, cores
 
-    names = [case.name for case in box_cases.all_cases(extra)]
-    names += [case.name for case in cores.cases([path for path in extra if _computes(path)]) if case.role != "train"]
+    names = [case.name for case in box_cases.all_cases(asked)]
+    names += [case.name for case in cores.cases(_computing(asked)) if case.role != "train"]
     return [name for name in names if fnmatch(name, only)]
 
 
-def _computes(path: Path) -> bool:
-    """Whether a job file's own strategy fits on whole cores."""
+def _computing(asked: Asked) -> list[Path]:
+    """Job files whose own strategy fits on whole cores."""
     from stepsight.dataset.job import Job
 
-    return Job.from_file(path).cluster.num_devices <= 2
+    return [path for path in asked.models if Job.from_file(path).cluster.num_devices <= 2]

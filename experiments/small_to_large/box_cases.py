@@ -156,16 +156,60 @@ def small_cases() -> list[Case]:
     ]
 
 
-def all_cases(extra: Sequence[Path] = ()) -> list[Case]:
-    """Every case, the smallest ranks first, with those of users' own jobs (``box/<file>/<strategy>``)."""
+@dataclass(frozen=True)
+class Asked:
+    """What a user adds to the study.
+
+    Attributes:
+        models: Job files whose models run too, called as the file.
+        boxes: As ``read_box`` takes them; every strategy of the models asked for (else of all) runs there too.
+        micro_batches: Numbers of them per replica with which they run, on the boxes asked for (else on 8 and 16
+            nodes of one rank); empty: as the pipeline needs.
+    """
+
+    models: Sequence[Path] = ()
+    boxes: Sequence[str] = ()
+    micro_batches: Sequence[int] = ()
+
+    def cases(self) -> list[Case]:
+        """What they come to.
+
+        Raises:
+            JobError: If a model's name is taken, a box is as small as those that train, or a number is none.
+        """
+        own = {path.stem: Job.from_file(path).model for path in self.models}
+        taken = sorted(set(own) & {*MODELS, "searched"})
+        if taken:
+            raise JobError(f"a model of one's own needs a name of its own, got {', '.join(taken)}")
+        cases = [found for model, spec in own.items() for found in model_cases(model, spec)]
+        if not self.boxes and not self.micro_batches:
+            return cases
+        judging = [ranks for ranks in SIZES if ranks > MOST_TRAINING_RANKS]
+        boxes = [read_box(text) for text in self.boxes] or [_flat(ranks) for ranks in judging]
+        small = [box.name for box in boxes if box.num_ranks <= MOST_TRAINING_RANKS]
+        if small:
+            raise JobError(f"a box that judges has more than {MOST_TRAINING_RANKS} ranks, got {', '.join(small)}")
+        if min(self.micro_batches, default=1) < 1:
+            raise JobError(f"a replica needs a micro-batch, got {min(self.micro_batches)}")
+        return cases + [
+            case(model, spec, box, parallel, batches)
+            for model, spec in (own or MODELS).items()
+            for box in boxes
+            for parallel in strategies(spec, box.num_ranks)
+            for batches in self.micro_batches or (0,)
+            if not 0 < batches < parallel.pp  # 1F1B fills its pipeline
+        ]
+
+
+NOTHING = Asked()
+
+
+def all_cases(asked: Asked = NOTHING) -> list[Case]:
+    """Every case, the smallest ranks first, with those of users' own (``box/<file>/<strategy>``)."""
     cases = [found for model, spec in MODELS.items() for found in model_cases(model, spec)]
     cases += small_cases() + runtime_cases() + other_boxes() + what_if_cases()
-    for path in extra:
-        job = Job.from_file(path)
-        if path.stem in MODELS:
-            raise JobError(f"a model of one's own needs a name of its own, got {path.stem}")
-        cases += model_cases(path.stem, job.model)
-    return sorted(cases, key=lambda found: (found.job.cluster.num_devices, found.box.name, found.name))
+    by_name = {found.name: found for found in [*asked.cases(), *cases]}
+    return sorted(by_name.values(), key=lambda found: (found.job.cluster.num_devices, found.box.name, found.name))
 
 
 def _flat(ranks: int) -> Box:

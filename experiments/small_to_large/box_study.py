@@ -13,7 +13,7 @@ from stepsight.dataset.box import HARDWARE
 from stepsight.dataset.errors import CollectError
 from stepsight.dataset.files import check_writable, digest, write_json, write_text
 from stepsight.experiments.plots import predicted_against_measured
-from stepsight.experiments.small_to_large.box_cases import all_cases
+from stepsight.experiments.small_to_large.box_cases import NOTHING, Asked, all_cases
 from stepsight.experiments.small_to_large.box_results import Compared, compare_all
 from stepsight.experiments.small_to_large.box_search import search
 from stepsight.experiments.small_to_large.box_tables import cost, others, summarise, text
@@ -24,7 +24,7 @@ from stepsight.training.prediction import predict
 from stepsight.training.predictor import Predictor
 
 
-def run(out: Path, only: str = "*", *, progress: bool = True, extra: Sequence[Path] = ()) -> dict[str, Any]:
+def run(out: Path, only: str = "*", *, progress: bool = True, asked: Asked = NOTHING) -> dict[str, Any]:
     """Measure, train, predict and compare the runs whose names match ``only``; goes on where it stopped.
 
     What trains is always measured whole.  The search runs with ``only = "*"`` or ``box/*``.
@@ -33,7 +33,7 @@ def run(out: Path, only: str = "*", *, progress: bool = True, extra: Sequence[Pa
         CollectError: Where there can be no box, or no run was lawful.
     """
     check_writable(out)
-    cases = all_cases(extra)
+    cases = all_cases(asked)
     wanted = [case for case in cases if fnmatch(case.name, only)]
     training = [case for case in all_cases() if not case.judges]
     rejected = measure([*training, *(case for case in wanted if case.judges)], out, progress=progress)

@@ -12,6 +12,7 @@ from stepsight.dataset.errors import CollectError, JobError
 from stepsight.dataset.specs import ParallelSpec
 from stepsight.experiments.small_to_large.box_cases import (
     MODELS,
+    Asked,
     all_cases,
     case,
     collectives_of,
@@ -87,11 +88,33 @@ def test_a_model_of_ones_own_joins(tmp_path: Path) -> None:
         '[batch]\nmicro_batch = 1\nglobal_batch = 4\nprecision = "fp32"\n'
         '[cluster]\nhardware = "box"\ndevices_per_node = 1\n'
     )
-    names = {found.name for found in all_cases([path])}
+    names = {found.name for found in all_cases(Asked([path]))}
     assert "box/mine/2M2P4D" in names and "box/mine/1M8P1D" not in names
     path.rename(tmp_path / "bert.toml")
     with pytest.raises(JobError, match="a name of its own"):
-        all_cases([tmp_path / "bert.toml"])
+        all_cases(Asked([tmp_path / "bert.toml"]))
+
+
+def test_boxes_and_micro_batches_of_ones_own_join() -> None:
+    """On the boxes asked for; a pipeline is never asked to run with fewer micro-batches than stages."""
+    names = {found.name for found in all_cases(Asked(boxes=["4x2@300mbit"]))}
+    assert {"box/bert/2M2P2D-4x2@300mbit", "box/t5/8M1P1D-4x2@300mbit"} <= names
+    asked = Asked(micro_batches=[6])
+    names = {found.name for found in all_cases(asked)}
+    assert "box/gpt2/2M4P2D-m6" in names and "box/gpt2/1M8P2D-m6" not in names
+    assert all(found.job.num_micro_batches == 6 and found.judges for found in asked.cases())
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (Asked(boxes=["2x2@300mbit"]), "more than 4 ranks, got 2x2@300mbit"),
+        (Asked(micro_batches=[0]), "a replica needs a micro-batch, got 0"),
+    ],
+)
+def test_what_cannot_judge_is_refused(asked: Asked, says: str) -> None:
+    with pytest.raises(JobError, match=says):
+        all_cases(asked)
 
 
 def test_the_search_has_one_global_batch() -> None:
