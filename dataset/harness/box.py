@@ -148,7 +148,7 @@ def run_box(box: dict[str, Any], work: Callable[[], None]) -> int:
         pid = os.fork()
         if pid == 0:
             _die_with(here)
-            _leave(lambda: _node(node, box, unshared, has_link, work))  # noqa: B023  runs before the loop goes on
+            _leave(lambda: _node(node, box, unshared, has_link, work))  # noqa: B023
         workers[pid] = node
         os.close(unshared)  # so that a node that ends early ends the wait below
         if not os.read(has_network, 1):
