@@ -25,6 +25,7 @@ from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS
 from stepsight.dataset.tables import Measurements
 from stepsight.training.derived import Ratio
 from stepsight.training.predictor import SHIPPED, Predictor, shipped_names
+from stepsight.training.quantized import products_alone
 from stepsight.training.tables import CollectiveRows, OpRows, collective_table, fit_links, fit_table, op_table
 
 # Products by inference engines' kernels where training runs the same ones.  Their kernels for experts are others: on
@@ -58,7 +59,8 @@ class Recipe:
         twins: Presets with the same chip, served too: ops take as much longer as their roofline says.
         own: Measurements of the hardware.
         others: Measurements of other devices, for kinds that ``own`` lacks.
-        software: Patterns of what ran them: first what training runs most alike, then what only lends its shapes.
+        software: Patterns of what ran them and of its precision (``TRTLLM 1.0 fp8``): first what training runs most
+            alike, then what only lends its shapes.
         stated: Ratios of kinds that nobody's table has, from papers.
         collectives: Measurements of collectives; between nodes those of other devices count too, relative to their
             links.
@@ -86,7 +88,14 @@ _FLASH_2_LAST = {"flash2_attention": _SAME, "flash2_attention_backward": _SAME}
 
 # Fabrics of tables, and the presets whose links they are.  ``cluster01`` reaches 48.9 GB/s per adapter.  Left out are
 # networks of which nobody knows the links (Vidur's between nodes, ``cluster00``).
-_LINKS = MappingProxyType({"dgx-a100": "dgx-a100", "dgx-h100": "dgx-h100", "nccl-tests-example-cluster01": "dgx-h100"})
+_LINKS = MappingProxyType(
+    {
+        "dgx-a100": "dgx-a100",
+        "dgx-h100": "dgx-h100",
+        "dgx-b200": "dgx-b200",
+        "nccl-tests-example-cluster01": "dgx-h100",
+    }
+)
 _NCCL = r"nccl-tests|nccl .*half$|^nccl$"  # not in 8 bits, where switches do not sum
 _NCCL_TESTS = Source("nccl-tests", "collectives/nccl-tests-cluster")
 _SIMUMAX = "kernels/simumax/configs/system"
@@ -119,15 +128,33 @@ RECIPES = MappingProxyType(
                 Source("vidur", "kernels/vidur/compute/h100", STREAMING),
             ),
             (Source("simumax", _SIMUMAX),),
+            # In 8 bits TensorRT-LLM calls cuBLAS with one scale for a tensor, as Transformer Engine and PyTorch do.
             (
-                r"SGLang .* (fa3|flash_attention_v3|sglang_torch_linear|sglang_sgl_kernel_fp8_scaled_mm)|vidur",
-                r"TRTLLM .* torch_flow$",
+                r"SGLang .* (fa3|flash_attention_v3|sglang_torch_linear) bf16|TRTLLM .* torch_flow fp8$|vidur",
+                r"TRTLLM .* torch_flow bf16|sglang_sgl_kernel_fp8_scaled_mm",
             ),
             (
                 Source("aiconfigurator", "kernels/aiconfigurator/data/h100_sxm"),
                 Source("vidur", "collectives/vidur/network/h100_dgx/send_recv.csv.gz"),
                 _NCCL_TESTS,
             ),
+            {**_FLASH_1, **_FLASH_2},
+        ),
+        # Products of training itself (Transformer Engine, fp32 sums of gradients) before those of inference engines.
+        # In 8 bits DeepGEMM runs the instructions with scales of blocks that cuBLAS runs for MXFP8.
+        "b200-sxm": Recipe(
+            "b200-sxm-180gb",
+            ("gb200-sxm-186gb", "b300-sxm-270gb", "gb300-sxm-279gb"),
+            (
+                Source("aiconfigurator", "kernels/aiconfigurator/data/b200_sxm", PRODUCTS),
+                Source("simumax", f"{_SIMUMAX}/b200_bf16_ceperm.json.gz"),
+            ),
+            (Source("simumax", f"{_SIMUMAX}/a100_pcie.json"),),
+            (
+                "simumax|deepgemm",
+                r"SGLang .* (sglang_torch_linear|sglang_sgl_kernel_fp8_scaled_mm)",
+            ),
+            (Source("aiconfigurator", "kernels/aiconfigurator/data/b200_sxm"), _NCCL_TESTS),
             {**_FLASH_1, **_FLASH_2},
         ),
     }
@@ -154,7 +181,9 @@ def read_recipe(recipe: Recipe, data: Path) -> tuple[OpRows, Measurements, Measu
     Raises:
         TableError: If a source is not there or malformed.
     """
-    own = Measurements.concat(_read(source, data) for source in recipe.own)
+    hardware = find_hardware(recipe.hardware)
+    assert hardware is not None, recipe.hardware
+    own = products_alone(Measurements.concat(_read(source, data) for source in recipe.own), hardware)
     others = Measurements.concat(_read(source, data) for source in recipe.others)
     return op_table(own, recipe.hardware, recipe.software), own, others
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,17 +51,21 @@ def op_table(table: Measurements, device: str, software: Sequence[str]) -> OpRow
     Args:
         table: Any rows.
         device: Whose rows.
-        software: Patterns of what ran them, those to predict for first; rows that match none are left out.
+        software: Patterns of what ran them and of its precision (``library 1.0 bf16``), those to predict for first;
+            rows that match none are left out.
     """
     groups = [re.compile(pattern) for pattern in software]
-    variant_of = {
-        name: next((index for index, group in enumerate(groups) if group.search(name)), -1)
-        for name in set(table.software)
-    }
+
+    @cache
+    def variant_of(name: str, dtype: str) -> int:
+        return next((index for index, group in enumerate(groups) if group.search(f"{name} {dtype}")), -1)
+
     found: dict[tuple[Op, int], list[float]] = {}
     for work, seconds, where, name in zip(table.works, table.seconds, table.device, table.software, strict=True):
-        if isinstance(work, Op) and where == device and variant_of[name] >= 0:
-            found.setdefault((work, variant_of[name]), []).append(float(seconds))
+        if isinstance(work, Op) and where == device:
+            variant = variant_of(name, work.dtype)
+            if variant >= 0:
+                found.setdefault((work, variant), []).append(float(seconds))
     return OpRows(
         tuple(op for op, _ in found),
         np.array([np.median(times) for times in found.values()], dtype=np.float64),

@@ -48,6 +48,12 @@ def test_software_is_told_apart_and_the_median_is_taken() -> None:
     ]
 
 
+def test_a_pattern_may_name_the_precision() -> None:
+    products = [Op("linear", (64, 64, 64), dtype) for dtype in ("bf16", "fp8")]
+    found = op_table(_table([(op, 1.0, "a", "lib") for op in products]), "a", ["lib fp8$", "lib bf16"])
+    assert dict(zip(found.ops, found.variants.tolist(), strict=True)) == {products[0]: 1, products[1]: 0}
+
+
 def test_a_measured_kind_is_as_measured(model: KernelModel) -> None:
     op = Op("linear", (768, 1024, 1024))
     assert model.seconds([op], 8)[0] == pytest.approx(1.2 * roofline_seconds(op, GPU), rel=0.06)
