@@ -18,6 +18,7 @@ from stepsight.training.regressor import Regressor, Rows, fit_regressor
 
 Array = NDArray[np.float64]
 
+STREAMING = ("norm", "elementwise")  # families whose time grows with their first dim, elements or rows, once it is long
 OUTSIDE = 0.7  # log units beyond the measured range from which an op counts as unsupported: twice the largest size
 
 
@@ -92,8 +93,10 @@ class KernelModel:
         if not ops:
             return np.zeros(0)
         traced = [self._traced(op) for op in ops]
-        rows = op_rows([base for base, _, _ in traced], self.hardware, 1 if self.derives else busy)
+        asked, longer = zip(*[self._within_length(base) for base, _, _ in traced], strict=True)
+        rows = op_rows(asked, self.hardware, 1 if self.derives else busy)
         seconds = self.regressor.seconds_left_out(rows) if self.left_out else self.regressor.seconds(rows)
+        seconds *= np.array(longer)
         for index, (op, (base, log_ratio, _)) in enumerate(zip(ops, traced, strict=True)):
             if np.isnan(seconds[index]):  # nothing tells of it
                 seconds[index] = roofline_seconds(op, self.hardware)
@@ -127,6 +130,18 @@ class KernelModel:
             evident &= ratio is not None
             at = base_of(at, self.hardware)
         return (op, 0.0, True) if at is None else (at, log_ratio, evident)
+
+    def _within_length(self, op: Op) -> tuple[Op, float]:
+        """What streams takes as much longer as it is longer than the longest of its kind that was measured: that one
+        (itself if it is no longer), and how often it goes.
+        """
+        label = _label(op.kind, op, self.hardware)
+        if not self.derives or op.family not in STREAMING or label not in self.regressor.support:
+            return op, 1.0
+        most = round(float(np.exp(self.regressor.support[label][1][0])))
+        if op.dims[0] <= most:
+            return op, 1.0
+        return Op(op.kind, (most, *op.dims[1:]), op.dtype), op.dims[0] / most
 
     def crowded(self, busy: int) -> str:
         """Why so many busy devices of a node lie outside what was measured; empty if they do not."""

@@ -6,6 +6,7 @@ import pytest
 from stepsight.dataset.op import OP_KINDS, Op
 from stepsight.dataset.physics import roofline_seconds
 from stepsight.training.predictor import Predictor
+from stepsight.training.shipped import shipped_predictor
 
 Truth = Callable[[Op, int], float]
 
@@ -54,3 +55,19 @@ def test_errors_by_family_are_cross_validated(predictor: Predictor) -> None:
 def test_no_op_takes_no_time(predictor: Predictor) -> None:
     assert predictor.kernel.seconds([], 1).shape == (0,)
     assert np.isfinite(predictor.kernel.seconds([Op("gelu", (0,), "fp32")], 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("op", "longer"),
+    [
+        (Op("add", (2**29,)), Op("add", (2**31,))),
+        (Op("layer_norm", (2**14, 2560)), Op("layer_norm", (2**16, 2560))),
+        (Op("dropout", (2**29,)), Op("dropout", (2**31,))),  # as an addition of as many bytes
+    ],
+)
+def test_what_streams_keeps_the_bandwidth_of_the_longest_that_was_measured(op: Op, longer: Op) -> None:
+    """Beyond any cache and any launch, four times the work takes four times as long."""
+    shipped = shipped_predictor("a100-sxm")
+    assert shipped is not None
+    seconds = shipped.kernel.seconds([op, longer], 1)
+    assert seconds[1] / seconds[0] == pytest.approx(4, rel=0.02)
