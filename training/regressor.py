@@ -127,8 +127,8 @@ class Regressor:
             log_seconds[index] = np.log(self.physics[kind].seconds(rows.terms[index], rows.busy[index]))
             trees = self.trees.get(rows.families[index[0]])
             if trees is not None:
-                fade = np.exp(-np.array([self._excess_of_trees(kind, rows.positions[i]) for i in index]) / FADE)
-                log_seconds[index] += trees.predict(rows.features[index]) * fade
+                excess = np.array([self._excess_of_trees(kind, rows.positions[i]) for i in index])
+                log_seconds[index] += trees.predict(rows.features[index]) * np.exp(-excess / FADE)
         return log_seconds
 
     def with_share(self, share: float) -> Regressor:
@@ -142,10 +142,15 @@ class Regressor:
         return float(np.maximum(np.maximum(low - position, position - high), 0.0).sum())
 
     def _excess_of_trees(self, kind: str, position: Array) -> float:
-        """The same over axes along which something was measured: trees say nothing of others, wherever one is."""
+        """The same over axes along which something was measured: trees say nothing of others, wherever one is.
+
+        Where a table is so large that its trees say all, what is larger than anything measured runs as the largest do:
+        efficiencies level off, and physics alone would forget how well the largest ran.
+        """
         low, high = self.support[kind]
         varied = high > low
-        return float(np.maximum(np.maximum(low - position, position - high), 0.0)[varied].sum())
+        above = position - high if kind in self.neighbours else np.zeros_like(position)
+        return float(np.maximum(np.maximum(low - position, above), 0.0)[varied].sum())
 
     def check(self, num_terms: int) -> None:
         """Check what was read.
