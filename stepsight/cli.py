@@ -37,6 +37,7 @@ def path(text: str) -> Path:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON, and nothing else, on stdout.")]
+Source = Annotated[str, typer.Option(help="Only rows whose source matches this pattern.")]
 PredictorPath = Annotated[
     Path | None,
     typer.Option(
@@ -283,7 +284,14 @@ def evaluate(
         Path, typer.Argument(parser=path, help="Table of measured runs (.csv or .csv.gz), a row for each.")
     ],
     predictor: PredictorPath = None,
-    source: Annotated[str, typer.Option(help="Only rows whose source matches this pattern.")] = "*",
+    source: Source = "*",
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            help="Also fit every source's runs of at most so many devices (as in 8gpus), or the smallest ones of "
+            "series that have none, and judge by the larger ones."
+        ),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(parser=path, help="Write predicted against measured times here (.png, .svg).")
     ] = None,
@@ -293,24 +301,71 @@ def evaluate(
     """Set predictions beside the measured times of many runs: errors, ranks, regret and coverage per source.
 
     Without a predictor each row is answered by the one for its hardware, or from hardware facts where there is none.
-    Two naive references stand beside. Rows that a predictor was fitted on are refused. Example:
+    Two naive references stand beside. Rows that a predictor was fitted on are refused. Examples:
 
         stepsight evaluate published_runs.csv.gz --source "*megatron*" --plot runs.png
+        stepsight evaluate published_runs.csv.gz --calibrate 8gpus
     """
     from stepsight.dataset.files import check_output_file
     from stepsight.experiments.plots import FORMATS, published_runs
     from stepsight.experiments.published.evaluate import evaluate as judge
     from stepsight.experiments.published.predictors import predictor_by_hardware
     from stepsight.experiments.published.report import evaluation_text
+    from stepsight.experiments.published.split import read_most_gpus
 
+    most_gpus = None if calibrate is None else read_most_gpus(calibrate)
     if plot is not None:
         if plot.suffix not in FORMATS:
             raise StepsightError(f"--plot ends in {', '.join(FORMATS)}, got {str(plot)!r}")
         check_output_file(plot)
-    result = judge(runs, predictor_by_hardware(_load(predictor)), source=source)
+    predictors = predictor_by_hardware(_load(predictor))
+    result = judge(runs, predictors, source=source)
     if plot is not None and result.scored:
         published_runs(result.points, plot, "published runs")
-    _answer(result.to_dict(), evaluation_text(result, worst), as_json)
+    value, shown = result.to_dict(), {}
+    if most_gpus is not None:
+        from stepsight.experiments.published.calibrated import FITTED_ON, SPLITS, calibrate_small
+
+        for name, split in SPLITS.items():
+            value[name] = calibrate_small(result, predictors, most_gpus, split).to_dict()
+            shown[FITTED_ON[name].format(most_gpus)] = value[name]
+    _answer(value, evaluation_text(result, worst, shown), as_json)
+
+
+@app.command()
+def calibrate(
+    runs: Annotated[
+        Path, typer.Argument(parser=path, help="Table of measured runs (.csv or .csv.gz), a row for each.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", parser=path, help="Folder of the predictor to write.")],
+    predictor: Annotated[
+        Path,
+        typer.Option(
+            "--predictor", "-p", parser=path, help="To start from: a folder, or one that comes with stepsight by name."
+        ),
+    ],
+    source: Source = "*",
+    max_devices: Annotated[
+        int, typer.Option(min=1, help="Fit runs of at most so many devices, or a source's smallest size.")
+    ] = 8,
+    as_json: Json = False,
+) -> None:
+    """Correct a predictor by the iteration times of small runs: factors of what is slow, by gradient through the
+    simulator, and what is left for jobs that are alike.
+
+    The larger runs of the table judge it; where there are none, sizes or runs left out in turn. It is written only if
+    it predicts those better than before (else exit code 2), and never judged by rows that it was fitted on. Example:
+
+        stepsight calibrate runs.csv --predictor a100-sxm --out mine
+    """
+    from stepsight.experiments.published.calibration import calibrate_runs
+    from stepsight.training.predictor import Predictor
+
+    loaded = Predictor.load(predictor)
+    report = calibrate_runs(runs, loaded, out, source=source, most_gpus=max_devices)
+    _answer(report, report.pop("text"), as_json)
+    if not report["released"]:
+        raise typer.Exit(2)
 
 
 def _trial_progress(trials: int) -> Any:

@@ -1,39 +1,76 @@
-"""Correction of whole iterations, within physics: a bounded scale, shrunk hard towards none."""
+"""Corrections that whole iterations taught, within physics.
+
+Own runs give a bounded scale, shrunk hard towards none.  Tables of runs give factors of resources, which the simulator
+turns into times, and a residual for jobs that are alike (see ``calibrating``).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from stepsight.dataset.job import Job
+from stepsight.training.constants import Constants
+from stepsight.training.residual import Residual
 
 Array = NDArray[np.float64]
 
 MAX_LOG_SCALE = 0.3
 PRIOR_RUNS = 4.0  # so many runs' worth of belief that no correction is needed
 MIN_GAIN = 0.05  # the held-back error must fall by this part
+MOST_WIDTH = 10.0
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """``calibrated = scale * seconds``.
+    """``calibrated = scale * exp(residual) * seconds``, the seconds being simulated with the constants.
 
     Attributes:
         scale: Multiplies every duration; 1: uncalibrated.
+        constants: Multiply durations by what bounds them.
+        residual: What is left of jobs that are alike; None: nothing is known.
+        width: Of the interval, half of it, in deviations of the residual.
     """
 
     scale: float = 1.0
+    constants: Constants = field(default_factory=Constants)
+    residual: Residual | None = None
+    width: float = 0.0
+
+    def factor(self, job: Job, software: str = "") -> float:
+        """What the simulated time of a job is multiplied by."""
+        if self.residual is None:
+            return self.scale
+        return self.scale * math.exp(self.residual.mean_and_std(job, software)[0])
+
+    def half_width_log(self, job: Job, software: str = "") -> float:
+        """Of the interval by what is known of jobs like this one; infinite if nothing is."""
+        return math.inf if self.residual is None else self.width * self.residual.mean_and_std(job, software)[1]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale}
+        value: dict[str, Any] = {"scale": self.scale}
+        if not self.constants.plain:
+            value["constants"] = self.constants.to_dict()
+        if self.residual is not None:
+            value |= {"residual": self.residual.to_dict(), "width": self.width}
+        return value
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Calibration:
         scale = float(value["scale"])
         if not (scale > 0 and abs(np.log(scale)) <= MAX_LOG_SCALE + 1e-9):
             raise ValueError(f"scale must lie within exp(+-{MAX_LOG_SCALE}), got {scale}")
-        return cls(scale)
+        constants = Constants.from_dict(value["constants"]) if "constants" in value else Constants()
+        if "residual" not in value:
+            return cls(scale, constants)
+        width = float(value["width"])
+        if not 0 < width < MOST_WIDTH:
+            raise ValueError(f"width must lie between 0 and {MOST_WIDTH}, got {width}")
+        return cls(scale, constants, Residual.from_dict(value["residual"]), width)
 
 
 def fit_calibration(predicted: Array, measured: Array) -> Calibration:

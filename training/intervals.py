@@ -29,10 +29,9 @@ class Intervals:
     coverage: float = COVERAGE
     num_runs: int = 0
 
-    def interval(self, seconds: float, unsupported_share: float = 0.0) -> tuple[float, float]:
-        """Low and high seconds; wider by the share of the time that lies outside of what was measured."""
-        half = self.half_width_log + UNSUPPORTED_LOG * min(max(unsupported_share, 0.0), 1.0)
-        return seconds * math.exp(-half), seconds * math.exp(half)
+    def half_width(self, unsupported_share: float = 0.0) -> float:
+        """Half of the width in log-seconds, wider by the share of the time that lies outside of what was measured."""
+        return self.half_width_log + UNSUPPORTED_LOG * min(max(unsupported_share, 0.0), 1.0)
 
     def to_dict(self) -> dict[str, Any]:
         return {"half_width_log": self.half_width_log, "coverage": self.coverage, "num_runs": self.num_runs}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from stepsight.dataset.hardware import Fabric, Hardware
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
 from stepsight.training.collective import CollectiveModel
+from stepsight.training.constants import Constants
 from stepsight.training.kernel import KernelModel
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 Seconds = NDArray[np.float64]
 MAX_PROGRAMS = 4096
+T = TypeVar("T", Op, Collective)
 
 
 class LearnedLatency:
@@ -32,6 +34,7 @@ class LearnedLatency:
         context: ContextWeights | None,
         fabric: Fabric,
         busy: int,
+        constants: Constants | None = None,
     ) -> None:
         self.hardware = hardware
         self.fabric = fabric
@@ -39,6 +42,7 @@ class LearnedLatency:
         self._kernel = kernel
         self._collective = collective
         self._context = context
+        self._constants = constants or Constants()
         self.knows_context = context is not None
         self._ops: dict[Op, float] = {}
         self._collectives: dict[Collective, float] = {}
@@ -49,15 +53,19 @@ class LearnedLatency:
         """Seconds of each op alone, shape ``(len(ops),)``."""
         missing = [op for op in dict.fromkeys(ops) if op not in self._ops]
         if missing:
-            self._ops.update(zip(missing, self._kernel.seconds(missing, self.busy).tolist(), strict=True))
+            self._remember(self._ops, missing, self._kernel.seconds(missing, self.busy))
         return np.array([self._ops[op] for op in ops], dtype=np.float64)
 
     def collective_seconds(self, collectives: Sequence[Collective]) -> Seconds:
         """Seconds of each collective alone, shape ``(len(collectives),)``."""
         missing = [c for c in dict.fromkeys(collectives) if c not in self._collectives]
         if missing:
-            self._collectives.update(zip(missing, self._collective.seconds(missing, self.fabric).tolist(), strict=True))
+            self._remember(self._collectives, missing, self._collective.seconds(missing, self.fabric))
         return np.array([self._collectives[c] for c in collectives], dtype=np.float64)
+
+    def _remember(self, known: dict[T, float], works: Sequence[T], seconds: Seconds) -> None:
+        factors = [self._constants.factor(work) for work in works]
+        known.update(zip(works, (seconds * factors).tolist(), strict=True))
 
     def in_context(self, programs: Sequence[Program], seconds: Sequence[Seconds]) -> Sequence[Seconds]:
         """Seconds of every node within its program, from the seconds alone; same shapes."""

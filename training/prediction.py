@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -35,6 +36,7 @@ class Prediction:
         iteration_time_s: Predicted.
         source: Where the durations come from, for people.
         predictor: Who was asked; None: hardware facts.
+        software: What was said to run it.
     """
 
     job: Job
@@ -42,6 +44,7 @@ class Prediction:
     source: str
     simulation: Simulation = field(repr=False)
     predictor: Predictor | None = field(default=None, repr=False)
+    software: str = ""
 
     @property
     def low_s(self) -> float:
@@ -56,7 +59,10 @@ class Prediction:
     @cached_property
     def _interval(self) -> tuple[float, float]:
         intervals = Intervals() if self.predictor is None else self.predictor.intervals
-        return intervals.interval(self.iteration_time_s, self.unsupported_share)
+        half = intervals.half_width(self.unsupported_share)
+        if self.predictor is not None:  # runs of jobs like this one say more than what is measured of their ops
+            half = min(half, self.predictor.calibration.half_width_log(self.job, self.software))
+        return self.iteration_time_s * math.exp(-half), self.iteration_time_s * math.exp(half)
 
     @property
     def unsupported(self) -> tuple[str, ...]:
@@ -158,7 +164,7 @@ class Prediction:
         }
 
 
-def predict(job: Job, predictor: Predictor | str | None = None) -> Prediction:
+def predict(job: Job, predictor: Predictor | str | None = None, *, software: str = "") -> Prediction:
     """Predict one iteration of a job.
 
     Args:
@@ -166,6 +172,8 @@ def predict(job: Job, predictor: Predictor | str | None = None) -> Prediction:
         predictor: Learned for the job's hardware, or the name (of it or of the hardware) of one that comes with the
             package, or ``ROOFLINE``; None: the one of the package that serves the job's hardware, and a roofline from
             the preset's facts only where there is none.  ``source`` of the answer says which.
+        software: What runs it, in the words of the runs that a predictor was calibrated on (their column
+            ``framework``); only such a predictor listens.
 
     Raises:
         PredictorError: If the predictor is for other hardware.
@@ -183,8 +191,8 @@ def predict(job: Job, predictor: Predictor | str | None = None) -> Prediction:
         raise JobError(f"predict takes a Predictor, the name of one or None, got {type(predictor).__name__}")
     latency = predictor.latency(job)
     simulation = simulate(job, latency)
-    seconds = simulation.iteration_time_s * predictor.calibration.scale
-    return Prediction(job, seconds, predictor.source, simulation, predictor)
+    seconds = simulation.iteration_time_s * predictor.calibration.factor(job, software)
+    return Prediction(job, seconds, predictor.source, simulation, predictor, software)
 
 
 def predict_many(jobs: Sequence[Job], predictor: Predictor | str | None = None) -> list[Prediction]:

@@ -85,7 +85,13 @@ class Predictor:
         key = (busy, job.fabric)
         if key not in self._bound:
             self._bound[key] = LearnedLatency(
-                self.hardware, self.kernel, self.collective, self.context, job.fabric, busy
+                self.hardware,
+                self.kernel,
+                self.collective,
+                self.context,
+                job.fabric,
+                busy,
+                self.calibration.constants,
             )
         return self._bound[key]
 

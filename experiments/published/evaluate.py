@@ -170,7 +170,7 @@ def score(row: Row, predictor_of: PredictorOf) -> Scored:
     predictor = predictor_of(job.cluster.hardware)
     if predictor is not None:
         _check_lawful(row, job, predictor)
-    prediction = predict(job, predictor or ROOFLINE)
+    prediction = predict(job, predictor or ROOFLINE, software=row.software)
     return Scored(
         row,
         job,

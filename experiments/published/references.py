@@ -38,8 +38,8 @@ def carried_forward(rows: Sequence[Scored]) -> list[float | None]:
     """Seconds of every row, in their order; None for the smallest runs of their series."""
     series: dict[Hashable, list[Scored]] = defaultdict(list)
     for row in rows:
-        series[_series(row)].append(row)
-    return [_carried(row, series[_series(row)]) for row in rows]
+        series[series_of(row)].append(row)
+    return [_carried(row, series[series_of(row)]) for row in rows]
 
 
 def _carried(row: Scored, series: Sequence[Scored]) -> float | None:
@@ -62,7 +62,7 @@ def _sequences(row: Scored) -> float:
     return row.job.batch.global_batch / row.row.gpus
 
 
-def _series(row: Scored) -> Hashable:
+def series_of(row: Scored) -> Hashable:
     """What runs of a series share: all but the number of replicas and the batch."""
     m, p, job = row.job.model, row.job.parallel, row.job
     degrees = (p.tp, p.pp, p.virtual_stages, p.cp, p.ep, p.sequence_parallel, p.recompute, p.recompute_every)
@@ -74,5 +74,5 @@ def _series(row: Scored) -> Hashable:
         p.zero_stage,
         p.dp_shard,
         job.batch.precision,
-        (job.cluster.hardware),
+        job.cluster.hardware,
     )

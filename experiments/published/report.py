@@ -13,14 +13,18 @@ _COLUMNS = ("mape", "median", "p90", "max", "bias", "spearman", "regret", "cover
 _NAME = 44  # letters of a source's name that are shown
 
 
-def evaluation_text(result: Evaluation, num_worst: int) -> str:
-    """Figures per source, per kind and overall; the references; who was left out; the worst rows."""
+def evaluation_text(result: Evaluation, num_worst: int, calibrated: Mapping[str, Any] | None = None) -> str:
+    """Figures per source, per kind and overall; the references; calibrated ones; who was left out; the worst rows.
+
+    ``calibrated`` is what ``Calibrated.to_dict`` says, by what is fitted, in words.
+    """
     value = result.to_dict()
     used = {name: row for name, row in value["sources"].items() if row["used"]}
     parts = [
         _figures(used, value["overall"]),
         _references({name: value["references"][name] for name in (*used, "overall")}),
     ]
+    parts += [_calibrated(words, figures) for words, figures in (calibrated or {}).items()]
     kinds = {name: row for name, row in value["kinds"].items() if name.rsplit(": ", 1)[0] in _several(value["kinds"])}
     if kinds:
         parts.append(_figures(kinds, None))
@@ -76,6 +80,27 @@ def _references(rows: Mapping[str, Mapping[str, Any]]) -> str:
         shown = [_pair(row["constant_mfu"]), _pair(carried), _pair(row["ours_where_carried"])]
         cells.append([_short(name), *shown, carried["used"]])
     return table(header, cells)
+
+
+def _calibrated(words: str, value: Mapping[str, Any]) -> str:
+    """As shipped and calibrated beside each other, on the same larger rows."""
+    header = ["larger rows, MAPE (max), percent", "fitted", "judged", "as shipped", "calibrated", "carried forward"]
+    header += ["bias", "spearman", "regret", "coverage"]
+    several = _several(value["kinds"])
+    kinds = {name: row for name, row in value["kinds"].items() if name.rsplit(": ", 1)[0] in several}
+    cells = [
+        [
+            _kind_name(name),
+            row.get("fitted", "-"),
+            row["used"],
+            _pair(row["as_shipped"]),
+            _pair(row),
+            _pair(row["carried_forward"]) if row["carried_forward"] else "-",
+            *(_cell(key, row[key]) for key in ("bias", "spearman", "regret", "coverage")),
+        ]
+        for name, row in [*value["sources"].items(), *kinds.items(), ("overall", value["overall"])]
+    ]
+    return f"calibrated on {words}, judged by larger rows alone\n{table(header, cells)}"
 
 
 def _pair(row: Mapping[str, Any]) -> str:

@@ -91,6 +91,11 @@ class Row:
     def source(self) -> str:
         return self.text("source") or "unnamed"
 
+    @property
+    def software(self) -> str:
+        """What ran it, in the words of who measured."""
+        return self.text("framework")
+
     @cached_property
     def gpus(self) -> int:
         return self.known("gpus")

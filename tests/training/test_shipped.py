@@ -93,7 +93,7 @@ def test_predict_takes_a_name() -> None:
     job = Job.from_file(EXAMPLES / "gpt3-175b-1024.toml")
     by_name, by_hardware = (predict(job, name).iteration_time_s for name in ("a100-sxm", "a100-sxm-80gb"))
     assert by_name == by_hardware == predict(job).iteration_time_s
-    with pytest.raises(PredictorError, match="must be one of a100-sxm, .* or their hardware, or roofline, got 'x'"):
+    with pytest.raises(PredictorError, match=r"must be one of a100-sxm, .* or their hardware, or roofline, got 'x'"):
         predict(job, "x")
 
 
@@ -129,7 +129,7 @@ def test_a_folder_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_an_unknown_recipe_lists_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(PredictorError, match="a100-sxm, .*, got 'x'"):
+    with pytest.raises(PredictorError, match=r"a100-sxm, .*, got 'x'"):
         retrain("x", tmp_path, tmp_path / "out")
 
 

@@ -1,0 +1,168 @@
+"""``stepsight calibrate``: fit on small runs of a table, judge by its larger ones, write only what is better."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepsight.dataset.errors import TableError
+from stepsight.dataset.files import digest
+from stepsight.experiments.published.calibrated import with_rows
+from stepsight.experiments.published.evaluate import evaluate, score
+from stepsight.experiments.published.metrics import Errors, errors
+from stepsight.experiments.published.scored import Scored
+from stepsight.experiments.published.split import split_by_size
+from stepsight.experiments.tables import Number, table
+from stepsight.training.calibrating import Fit
+from stepsight.training.constants import RESOURCES
+from stepsight.training.predictor import Predictor, check_output
+
+LARGER = "larger runs"
+SIZES, ROWS = "each size left out in turn", "each run left out in turn"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Errors on runs that a fit did not see.
+
+    Attributes:
+        by: Which runs those are.
+        before, after: Errors without and with calibration.
+        sources: The same by source.
+        digests: Of the runs.
+    """
+
+    by: str
+    before: Errors
+    after: Errors
+    sources: dict[str, tuple[Errors, Errors]]
+    digests: tuple[str, ...]
+
+    @property
+    def better(self) -> bool:
+        """Whether the mean error is lower."""
+        return (self.after.mape or 0.0) < (self.before.mape or 0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        pairs = {name: {"before": b.to_dict(), "after": a.to_dict()} for name, (b, a) in self.sources.items()}
+        return {"by": self.by, "before": self.before.to_dict(), "after": self.after.to_dict(), "sources": pairs}
+
+
+def calibrate_runs(
+    runs: Path, predictor: Predictor, out: Path, *, source: str = "*", most_gpus: int = 8
+) -> dict[str, Any]:
+    """Calibrate a predictor on small runs and write it if it predicts larger ones better than before.
+
+    Args:
+        runs: Table of runs (see ``read_runs``); those of other hardware are left out.
+        predictor: To start from.
+        out: Folder of the predictor to write.
+        source: Only rows whose source matches this pattern.
+        most_gpus: Rows of at most so many devices are fitted, or those of a source's smallest size; larger ones judge.
+
+    Returns:
+        What ``--json`` prints, and ``text``; ``released`` says whether the predictor was written.
+
+    Raises:
+        TableError: If no row can be used.
+        PredictorError: If the predictor was fitted on a row before, or ``out`` is something else.
+    """
+    check_output(out)
+    evaluation = evaluate(runs, lambda hardware: predictor, source=source)
+    if len(evaluation.scored) < 2:
+        raise TableError(
+            f"a calibration takes at least 2 runs on {predictor.hardware.name} that can be said as jobs, "
+            f"got {len(evaluation.scored)} of {sum(evaluation.rows.values())} rows in {runs} "
+            f"(left out: {dict(evaluation.skipped)})"
+        )
+    fitted, larger = split_by_size(evaluation.scored, most_gpus)
+    fit = with_rows(predictor, fitted)
+    evidence = _on_larger(fit.predictor, larger) if larger else _left_out(fit, fitted)
+    found = fit.predictor.calibration
+    value: dict[str, Any] = {
+        "predictor": predictor.source,
+        "fitted": len(fitted),
+        "constants": {
+            name: {
+                "factor": found.constants.to_dict()[name],
+                "prior_std_log": resource.prior_std_log,
+                "low_log": resource.low_log,
+                "high_log": resource.high_log,
+            }
+            for name, resource in RESOURCES.items()
+        },
+        "residual": {} if found.residual is None else {"spread": found.residual.spread, "noise": found.residual.noise},
+        "evidence": evidence.to_dict(),
+        "released": evidence.better,
+    }
+    if evidence.better:
+        record = {key: value[key] for key in ("predictor", "fitted", "constants", "residual", "evidence")}
+        judged = {"judged_rows": list(evidence.digests), "runs": {runs.name: digest(runs.read_bytes())}}
+        manifest = fit.predictor.manifest
+        changed = {
+            "name": "",  # no longer the one that comes with the package
+            "digest": digest(str(manifest.get("digest", "")), *manifest["fitted_rows"]),
+            "calibration": {**record, **judged},
+        }
+        replace(fit.predictor, manifest={**manifest, **changed}).save(out)
+        value["out"] = str(out)
+    return {**value, "text": _text(value, evidence, out)}
+
+
+def _on_larger(predictor: Predictor, rows: Sequence[Scored]) -> Evidence:
+    after = [score(row.row, lambda hardware: predictor).predicted_s for row in rows]
+    return _evidence(LARGER, rows, after)
+
+
+def _left_out(fit: Fit, rows: Sequence[Scored]) -> Evidence:
+    """Where no run is larger: sizes in turn, or runs where there is one size."""
+    sizes: list[Hashable] = [row.row.gpus for row in rows]
+    by = SIZES if len(set(sizes)) > 1 else ROWS
+    off, _ = fit.left_out(sizes if by == SIZES else list(range(len(rows))))
+    return _evidence(by, rows, [row.measured_s * float(np.exp(-log)) for row, log in zip(rows, off, strict=True)])
+
+
+def _evidence(by: str, rows: Sequence[Scored], after: Sequence[float]) -> Evidence:
+    sources = {}
+    for name in dict.fromkeys(row.row.source for row in rows):
+        index = [i for i, row in enumerate(rows) if row.row.source == name]
+        sources[name] = _pair([rows[i] for i in index], [after[i] for i in index])
+    return Evidence(by, *_pair(rows, after), sources, tuple(row.row.digest for row in rows))
+
+
+def _pair(rows: Sequence[Scored], after: Sequence[float]) -> tuple[Errors, Errors]:
+    measured = [row.measured_s for row in rows]
+    return errors([row.predicted_s for row in rows], measured), errors(after, measured)
+
+
+def _text(value: dict[str, Any], evidence: Evidence, out: Path) -> str:
+    constants = ", ".join(f"{name} x {c['factor']:.3f}" for name, c in value["constants"].items())
+    lines = [(*pair, name) for name, pair in evidence.sources.items()]
+    if len(lines) > 1:
+        lines.append((evidence.before, evidence.after, "all"))
+    header = ["judged by", "runs", "MAPE before", "after", "max before", "after", "bias before", "after"]
+    cells = [
+        [name, before.used, *(Number(x or 0.0) for key in ("mape", "max", "bias") for x in _both(before, after, key))]
+        for before, after, name in lines
+    ]
+    verdict = (
+        f"wrote {out}"
+        if evidence.better
+        else f"REFUSED, nothing was written: it does not lower the mean error on {evidence.by}"
+    )
+    return "\n".join(
+        [
+            f"calibrated {value['predictor']} on {value['fitted']} runs: {constants}",
+            f"errors in percent on {evidence.by}:",
+            table(header, cells),
+            verdict,
+        ]
+    )
+
+
+def _both(before: Errors, after: Errors, key: str) -> tuple[float | None, float | None]:
+    return getattr(before, key), getattr(after, key)

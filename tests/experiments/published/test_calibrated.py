@@ -1,0 +1,129 @@
+"""Calibrating on small rows: only they are seen, only larger ones judge, and what does not help is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepsight.dataset.errors import PredictorError, StepsightError, TableError
+from stepsight.experiments.published.calibrated import FITTED_ON, SPLITS, calibrate_small
+from stepsight.experiments.published.calibration import LARGER, SIZES, calibrate_runs
+from stepsight.experiments.published.evaluate import Evaluation, evaluate, score
+from stepsight.experiments.published.predictors import predictor_by_hardware
+from stepsight.experiments.published.report import evaluation_text
+from stepsight.experiments.published.split import read_most_gpus, split_by_series, split_by_size
+from stepsight.experiments.published.table import Row
+from stepsight.training.predictor import Predictor
+from stepsight.training.shipped import shipped_predictor
+from tests.experiments.published.run_tables import run_row, write_runs
+
+SIZES_SEEN = (8, 16, 64, 256)
+
+
+def lab(off: dict[int, float], **cells: Any) -> list[Row]:
+    """One series, each run by a factor off what the shipped predictor says."""
+    rows = []
+    for gpus, factor in off.items():
+        sizes = {"gpus": gpus, "nodes": gpus // 8, "dp": gpus // 8, "global_batch": 4 * gpus, "row_id": gpus}
+        plain = {**sizes, "tp": 8, "pp": 1, **cells}
+        guess = score(run_row(**plain), shipped_predictor).predicted_s
+        rows.append(run_row(**plain, iteration_time_s=guess * factor))
+    return rows
+
+
+def table(path: Path, *rows: Row) -> Evaluation:
+    return evaluate(write_runs(path / "runs.csv", *rows), shipped_predictor)
+
+
+def test_small_rows_alone_are_fitted(tmp_path: Path) -> None:
+    """What is off by as much at all sizes is right after calibration, beside figures as shipped of the same rows."""
+    result = table(tmp_path, *lab(dict.fromkeys(SIZES_SEEN, 1.15)))
+    value = calibrate_small(result, shipped_predictor, 8, split_by_size).to_dict()
+    found = value["sources"]["lab"]
+    assert (found["fitted"], found["used"], found["as_shipped"]["used"]) == (1, 3, 3)
+    assert found["as_shipped"]["mape"] == pytest.approx(13.0, abs=0.1) and found["mape"] < 2.5
+    assert [row["row_id"] for row in value["predictions"]] == [16, 64, 256]
+    assert value["overall"]["coverage"] == 100.0
+    assert json.loads(json.dumps(value, allow_nan=False)) == value
+    text = evaluation_text(result, 0, {FITTED_ON["calibrated_by_source"].format(8): value})
+    assert "calibrated on rows of at most 8 devices alone" in text and "carried forward" in text
+
+
+def test_larger_rows_change_nothing_of_a_fit(tmp_path: Path) -> None:
+    """Other times of the rows that judge leave the calibrated predictions as they are, to the last bit."""
+    found = []
+    for number, factor in enumerate((1.0, 1.4)):
+        (tmp_path / str(number)).mkdir()
+        result = table(tmp_path / str(number), *lab({8: 1.15, 16: factor, 64: 1 / factor}))
+        value = calibrate_small(result, shipped_predictor, 8, split_by_size).to_dict()
+        found.append([row["predicted_s"] for row in value["predictions"]])
+    assert found[0] == found[1]
+
+
+def test_series_begin_at_their_own_smallest_size() -> None:
+    """A model that needs 64 devices is fitted there; by source alone it is judged there."""
+    rows = [score(row, shipped_predictor) for row in lab({8: 1.0, 16: 1.0})]
+    rows += [score(row, shipped_predictor) for row in lab({64: 1.0, 256: 1.0}, hidden=2048, ffn=8192)]
+    assert [row.row.gpus for row in split_by_series(rows)[0]] == [8, 64]
+    assert [row.row.gpus for row in split_by_size(rows)[0]] == [8]
+    assert set(SPLITS) == set(FITTED_ON)
+
+
+def test_a_better_predictor_is_written_with_its_evidence(tmp_path: Path) -> None:
+    """It names every fitted row, is refused by those, and judges the others."""
+    rows = lab(dict.fromkeys(SIZES_SEEN, 1.15))
+    runs = write_runs(tmp_path / "runs.csv", *rows)
+    answer = calibrate_runs(runs, Predictor.load("a100-sxm"), tmp_path / "mine")
+    assert answer["released"] and answer["evidence"]["by"] == LARGER
+    assert answer["evidence"]["after"]["mape"] < answer["evidence"]["before"]["mape"]
+    mine = Predictor.load(tmp_path / "mine")
+    assert mine.manifest["fitted_rows"] == [rows[0].digest]
+    assert set(mine.manifest["calibration"]["judged_rows"]) == {row.digest for row in rows[1:]}
+    assert mine.manifest["calibration"]["constants"]["products"]["prior_std_log"] > 0
+    assert mine.source.startswith("predictor a100-sxm-80gb") and mine.manifest["digest"] in mine.source
+    with pytest.raises(PredictorError, match="rows that a predictor was fitted on cannot judge it, got row 8 of lab"):
+        evaluate(runs, predictor_by_hardware(mine))
+    larger = write_runs(tmp_path / "larger.csv", *rows[1:])
+    result = evaluate(larger, predictor_by_hardware(mine)).to_dict()
+    assert result["overall"]["mape"] == pytest.approx(answer["evidence"]["after"]["mape"], abs=1e-6)
+
+
+def test_what_does_not_help_is_refused(tmp_path: Path) -> None:
+    """The evidence is told and nothing is written."""
+    runs = write_runs(tmp_path / "runs.csv", *lab({8: 1.2, 16: 1.0, 64: 1.0}))
+    answer = calibrate_runs(runs, Predictor.load("a100-sxm"), tmp_path / "mine")
+    assert not answer["released"] and "REFUSED" in answer["text"] and "out" not in answer
+    assert answer["evidence"]["after"]["mape"] > answer["evidence"]["before"]["mape"]
+    assert not (tmp_path / "mine").exists()
+
+
+def test_without_larger_rows_they_are_left_out_in_turn(tmp_path: Path) -> None:
+    """By size where there are several."""
+    runs = write_runs(tmp_path / "runs.csv", *lab({8: 1.1, 16: 1.1, 64: 1.1}))
+    answer = calibrate_runs(runs, Predictor.load("a100-sxm"), tmp_path / "mine", most_gpus=64)
+    assert answer["released"] and answer["fitted"] == 3 and answer["evidence"]["by"] == SIZES
+    one = write_runs(tmp_path / "one.csv", *lab({8: 1.1}))
+    with pytest.raises(TableError, match=r"at least 2 runs on a100-sxm-80gb .* got 1 of 1 rows"):
+        calibrate_runs(one, Predictor.load("a100-sxm"), tmp_path / "none")
+
+
+@pytest.mark.parametrize("text", ["8", "8gpus", "<=8gpus", "≤8gpus", "8 GPUs", "8 devices"])
+def test_numbers_of_devices(text: str) -> None:
+    assert read_most_gpus(text) == 8
+
+
+def test_no_number_of_devices() -> None:
+    with pytest.raises(StepsightError, match="--calibrate takes a number of devices, as in 8gpus, got 'few'"):
+        read_most_gpus("few")
+
+
+def test_shipped_predictors_were_fitted_on_no_run() -> None:
+    """Their manifests say so, and nothing corrects whole iterations."""
+    for name in ("a100-sxm", "h100-sxm"):
+        predictor = Predictor.load(name)
+        assert predictor.manifest["fitted_rows"] == []
+        assert predictor.calibration.factor(score(run_row(), lambda hardware: None).job) == 1.0
+        assert not any("published" in source or "e2e" in source for source in predictor.manifest["sources"])
