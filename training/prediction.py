@@ -22,6 +22,7 @@ from stepsight.simulator.timeline import timeline_json
 from stepsight.training.intervals import Intervals
 from stepsight.training.latency import LearnedLatency
 from stepsight.training.predictor import Predictor
+from stepsight.training.widths import published_widths
 
 ROOFLINE = "roofline"  # in place of a predictor: hardware facts alone, whatever comes with the package
 ROOFLINE_SOURCE = "roofline from hardware facts alone: {}"
@@ -49,19 +50,29 @@ class Prediction:
     @property
     def low_s(self) -> float:
         """Low end of the interval that is meant to hold 90 % of what is measured."""
-        return self._interval[0]
+        return self.interval()[0]
 
     @property
     def high_s(self) -> float:
         """High end of the interval."""
-        return self._interval[1]
+        return self.interval()[1]
 
-    @cached_property
-    def _interval(self) -> tuple[float, float]:
-        intervals = Intervals() if self.predictor is None else self.predictor.intervals
-        half = intervals.half_width(self.unsupported_share)
-        if self.predictor is not None:  # runs of jobs like this one say more than what is measured of their ops
-            half = min(half, self.predictor.calibration.half_width_log(self.job, self.software))
+    def interval(self, without: str = "") -> tuple[float, float]:
+        """Low and high end, in seconds.
+
+        By runs held back while the predictor was trained; for one from public tables by its errors on published runs,
+        those of the source ``without`` left out (see ``training.widths``).  A calibrated one knows jobs like its runs
+        better.  Without a predictor it is wide.
+        """
+        share, asked = self.unsupported_share, self.predictor
+        if asked is None:
+            half = Intervals().half_width_log
+        elif asked.kernel.derives and not asked.intervals.num_runs:
+            half = published_widths().half_width(self.job, share, without)
+        else:
+            half = asked.intervals.half_width(share)
+        if asked is not None:
+            half = min(half, asked.calibration.half_width_log(self.job, self.software))
         return self.iteration_time_s * math.exp(-half), self.iteration_time_s * math.exp(half)
 
     @property

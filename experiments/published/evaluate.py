@@ -18,6 +18,7 @@ from stepsight.experiments.published.scored import Scored
 from stepsight.experiments.published.table import Row, read_runs
 from stepsight.training.prediction import ROOFLINE, predict
 from stepsight.training.predictor import Predictor
+from stepsight.training.widths import published_widths
 
 PredictorOf = Callable[[str], Predictor | None]  # of a hardware's name; None: its roofline
 SUSPECT = "marked SUSPECT (scored apart)"
@@ -70,6 +71,7 @@ class Evaluation:
             "references": {**references, "overall": reference_figures(self.scored)},
             "suspect": {**figures(self.suspect), "predictions": [row.to_dict() for row in self.suspect]},
             "worst": [worst_row(row) for row in self.worst()],
+            "interval_rows": {name: len(rows) for name, rows in published_widths().sources.items()},
         }
 
 
@@ -177,8 +179,7 @@ def score(row: Row, predictor_of: PredictorOf) -> Scored:
         published.framework,
         measured,
         prediction.iteration_time_s,
-        prediction.low_s,
-        prediction.high_s,
+        *prediction.interval(without=row.source),
         prediction.mfu * prediction.iteration_time_s,
         1.0 if predictor is None else prediction.unsupported_share,
         dict(prediction.breakdown),

@@ -30,6 +30,11 @@ def evaluation_text(result: Evaluation, num_worst: int, calibrated: Mapping[str,
         parts.append(_figures(kinds, None))
     if result.suspect:
         parts.append(f"rows marked SUSPECT, apart: {_cells_in_line(value['suspect'])}")
+    others = value["interval_rows"]
+    parts.append(
+        f"intervals of shipped predictors are as wide as errors on {sum(others.values())} published runs of "
+        f"{len(others)} sources say; those of a row's own source never count for it"
+    )
     parts += [f"left out {count}: {why}" for why, count in result.skipped.items()]
     parts += [_worst(row) for row in value["worst"][:num_worst]]
     return "\n\n".join(parts)

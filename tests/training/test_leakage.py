@@ -1,0 +1,38 @@
+"""What trains and what judges stay apart: shipped predictors know public kernel and collective tables, and no run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from stepsight.dataset.files import digest_files
+from stepsight.training.predictor import SHIPPED, shipped_names
+
+DATA = Path(os.environ.get("STEPSIGHT_DATA", Path(__file__).parents[3] / "shared" / "data"))
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_no_run_was_fitted(name: str) -> None:
+    """Neither by the manifest nor by what was saved: no constant, no residual, no scale."""
+    manifest = json.loads((SHIPPED / name / "manifest.json").read_text())
+    assert manifest["fitted_rows"] == [] and "calibration" not in manifest
+    assert json.loads((SHIPPED / name / "intervals.json").read_text())["calibration"] == {"scale": 1.0}
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"needs the public data in {DATA}")
+@pytest.mark.parametrize("name", shipped_names())
+def test_every_source_is_a_table_of_kernels_or_collectives(name: str) -> None:
+    """By content: each digest of the manifest is that of a file there, and none that of a table of runs."""
+    sources = json.loads((SHIPPED / name / "manifest.json").read_text())["sources"]
+    tables = {
+        digest_files([path])
+        for folder in ("kernels", "collectives")
+        for path in (DATA / folder).rglob("*")
+        if path.is_file()
+    }
+    assert {source["digest"] for source in sources.values()} <= tables
+    runs = {digest_files([path]) for path in (DATA / "e2e").rglob("*") if path.is_file()}
+    assert not runs & {source["digest"] for source in sources.values()}
