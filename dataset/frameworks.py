@@ -13,6 +13,7 @@ from importlib import resources
 from typing import Any
 
 from stepsight.dataset.errors import JobError
+from stepsight.dataset.specs import OVERLAP_TP
 
 SELECTIVE = ("attention", "every-2nd-layer")
 GRADIENTS = ("model", "fp32")
@@ -43,7 +44,7 @@ class Framework:
         p2p: Whether tensor-parallel ranks pass the ``full`` activation on to the next stage, or each a
             ``scattered`` part that is gathered there.
         overlap_p2p: *Declared.*  Whether messages between stages travel beside computation.
-        overlap_tp: *Declared.*  Whether tensor-parallel collectives are split to run beside the products.
+        overlap_tp: As in ``ParallelSpec``.
         compiled: *Declared.*  Whether a compiler fuses the small kernels between products.
         host_layer_s: *Declared.*  Time in which the host launches a layer's forward and backward; 0: as the hardware's
             ``host_op_s`` has it.
@@ -68,7 +69,7 @@ class Framework:
     gradients: str = "model"
     p2p: str = "full"
     overlap_p2p: bool = False
-    overlap_tp: bool = False
+    overlap_tp: str = ""
     compiled: bool = False
     host_layer_s: float = 0.0
 
@@ -76,6 +77,7 @@ class Framework:
         for key, value, allowed in (
             ("selective", self.selective, SELECTIVE),
             ("gradients", self.gradients, GRADIENTS),
+            ("overlap_tp", self.overlap_tp, OVERLAP_TP),
             ("p2p", self.p2p, P2P),
             ("attention", self.attention, ATTENTION),
         ):

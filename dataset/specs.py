@@ -26,6 +26,7 @@ ATTENTIONS = ("mha", "mla")
 CONTEXT_PARALLEL = ("ring", "all_gather")
 ATTENTION_KERNELS = ("", "flash-1", "flash-2", "flash-3")
 GRADIENT_DTYPES = ("", "model", "fp32")
+OVERLAP_TP = ("", "backward", "split")
 OPTIMIZERS = ("adam", "adamw")
 AXES = ("tp", "cp", "dp", "pp")
 
@@ -150,6 +151,10 @@ class ParallelSpec:
         context_parallel: ``ring`` passes keys and values around beside the computation, ``all_gather`` fetches all.
         zero_stage: 0 all-reduces gradients; 1 shards the optimizer, 2 gradients too, 3 parameters too (FSDP).
         dp_shard: Replicas over which ``zero_stage`` shards; 0: all (fewer: hybrid sharding, HSDP).
+        overlap_tp: Which tensor-parallel collectives run beside the products: none; those of the ``backward`` of
+            column-parallel linears (Megatron's asynchronous ones: the input is gathered again beside the gradient of
+            the input, whose sum travels beside that of the weights); or also all others, ``split`` so that a product
+            begins with the first part (Transformer Engine's user buffers, PyTorch's asynchronous tensor parallelism).
         overlap_grad_reduce: Whether gradients travel while backward runs.
         overlap_param_gather: ZeRO 1 and 2: whether parameters are gathered while the next forward runs.
         prefetch: FSDP: layers that are gathered ahead of their use.
@@ -180,6 +185,7 @@ class ParallelSpec:
     context_parallel: str = "ring"
     zero_stage: int = 0
     dp_shard: int = 0
+    overlap_tp: str = ""
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = False
     prefetch: int = 1

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Dependency, Program, ProgramBuilder
-from stepsight.simulator.blocks.step import Beside, Comm, Item, Join
+from stepsight.simulator.blocks.step import Beside, Comm, Item, Join, Lost
 
 Work = Op | Collective
 
@@ -34,6 +34,9 @@ class Issue:
         """One item of a step."""
         if isinstance(item, Op):
             self._last = self._node(item, "compute", name, self._awaited)
+            self._awaited = []
+        elif isinstance(item, Lost):
+            self._last = self._node(item.work, "compute", f"{name} (cores)", self._awaited, item.share)
             self._awaited = []
         elif isinstance(item, Join):
             if item.stream in self._newest:

@@ -121,7 +121,7 @@ def lower(job: Job, hardware: Hardware) -> Lowered:
         job.parallel,
         job.optimizer,
         job.num_micro_batches,
-        rank_shape(job),
+        rank_shape(job, hardware.comm_compute_share if hardware.kind != "cpu" else 0.0),
         part_shapes(job),
         groups_of(job),
         layout_of(job),

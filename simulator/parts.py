@@ -52,14 +52,16 @@ class Groups:
     model: Group
 
 
-def rank_shape(job: Job) -> RankShape:
-    """What one rank of a job sees of a micro-batch."""
+def rank_shape(job: Job, compute_share: float = 0.0) -> RankShape:
+    """What one rank of a job sees of a micro-batch; ``compute_share`` is that of the hardware."""
     p, batch = job.parallel, job.batch
     split = (p.ep, p.experts_tp, p.sequence_parallel and p.tp > 1, p.vocab_parallel, p.context_parallel)
     buffers = bool(p.gradient_dtype) and p.zero_stage < 3 and batch.precision != "fp32"
     scatters = p.scatter_p2p and p.tp > 1 and p.pp > 1 and p.zero_stage < 3 and not p.sequence_parallel
     more = (p.offload_activations, buffers, scatters)
-    return _rank_shape(job.model, batch.micro_batch, batch.precision, layout_of(job), *split, *more)
+    overlap = p.overlap_tp if p.tp > 1 else ""
+    share = compute_share if overlap == "backward" else 0.0  # what is split is copied by engines of its own
+    return _rank_shape(job.model, batch.micro_batch, batch.precision, layout_of(job), *split, *more, overlap, share)
 
 
 @lru_cache(maxsize=4096)
@@ -76,6 +78,8 @@ def _rank_shape(
     offload_activations: bool,
     gradient_buffers: bool,
     scatter_p2p: bool,
+    overlap_tp: str,
+    compute_share: float,
 ) -> RankShape:
     tp = layout.group("tp")
     return RankShape(
@@ -92,6 +96,8 @@ def _rank_shape(
         offload_activations=offload_activations,
         gradient_buffers=gradient_buffers,
         scatter_p2p=scatter_p2p,
+        overlap_tp=overlap_tp,
+        compute_share=compute_share,
     )
 
 

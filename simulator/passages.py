@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.op import Op
 from stepsight.dataset.program import Program
-from stepsight.simulator.blocks.step import Beside, Block, Comm, Item, Join, Step
+from stepsight.simulator.blocks.step import Beside, Block, Comm, Item, Join, Lost, Step
 from stepsight.simulator.issue import Work, issue
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "forward", "backward", "input", "weight"
@@ -85,14 +85,27 @@ class Passage:
 
     @cached_property
     def category(self) -> NDArray[np.int8]:
-        """Index into ``STREAMS`` of each node, shape ``(num_nodes,)``."""
-        return np.array([STREAMS.index(node.stream) for node in self.program.nodes], dtype=np.int8)
+        """Index into ``STREAMS`` of each node, shape ``(num_nodes,)``: where its time is counted."""
+        items = [item for item, _ in self.items if not isinstance(item, Join)]
+        streams = ["compute" if isinstance(item, Op) else item.stream for item in items]
+        return np.array([STREAMS.index(stream) for stream in streams], dtype=np.int8)
+
+    @cached_property
+    def share(self) -> NDArray[np.float64]:
+        """Part of its signature's time that each node takes, shape ``(num_nodes,)``."""
+        return np.array([node.share for node in self.program.nodes])
+
+    @cached_property
+    def launched(self) -> NDArray[np.bool_]:
+        """Whether the host launches each node (rather than that its time is lost), shape ``(num_nodes,)``."""
+        items = [item for item, _ in self.items if not isinstance(item, Join)]
+        return np.array([not isinstance(item, Lost) for item in items], dtype=np.bool_)
 
     @cached_property
     def beside(self) -> NDArray[np.bool_]:
         """Whether each node runs beside the computation, shape ``(num_nodes,)``."""
         items = [item for item, _ in self.items if not isinstance(item, Join)]
-        return np.array([not isinstance(i, Op) and (isinstance(i, Beside) or i.beside) for i in items], dtype=np.bool_)
+        return np.array([isinstance(i, Beside) or (isinstance(i, Comm) and i.beside) for i in items], dtype=np.bool_)
 
     @cached_property
     def serial(self) -> bool:

@@ -183,7 +183,7 @@ class Timer:
         known = self._passages.get(key)
         if known is None:
             works = self._slowed(self.work_seconds(passage.works), passage.works, slowdown)
-            known = (passage, _time_passage(passage, works[passage.work], self._host_s))
+            known = (passage, _time_passage(passage, works[passage.work] * passage.share, self._host_s))
             _remember(self._passages, key, known)
         return known[1]
 
@@ -251,12 +251,13 @@ def timer_of(latency: LatencyModel) -> Timer:
 
 def _time_passage(passage: Passage, seconds: Floats, host_s: float) -> PassageTime:
     count = len(seconds)
-    launched: Floats = host_s * np.arange(1, count + 1, dtype=np.float64)
+    launched: Floats = host_s * passage.launched.cumsum(dtype=np.float64)
+    launches = host_s * float(passage.launched.sum())
     if passage.serial:
         total = float(seconds.sum())
         remaining = seconds[::-1].cumsum()[::-1]
         by_host = float((launched + remaining).max(initial=0.0)) if host_s else total
-        return PassageTime(seconds, (total, by_host, host_s * count), _sums(passage.category, seconds, len(STREAMS)))
+        return PassageTime(seconds, (total, by_host, launches), _sums(passage.category, seconds, len(STREAMS)))
     pointer, before = passage.edges
     finish, critical = np.empty(count), np.empty(count, dtype=np.int32)
     longest_paths(seconds, pointer, before, launched, finish, critical)
@@ -269,7 +270,7 @@ def _time_passage(passage: Passage, seconds: Floats, host_s: float) -> PassageTi
     add_path(critical, last, passage.category.astype(np.int32), seconds * passage.beside, 1.0, waited)
     if waited.any():
         by_stream += max(0.0, float(finish[last] - by_stream.sum())) * waited / waited.sum()
-    return PassageTime(seconds, (float(finish[last]), by_host, host_s * count), by_stream)
+    return PassageTime(seconds, (float(finish[last]), by_host, launches), by_stream)
 
 
 def time_ops(segment: Segment, seconds: Floats, host_s: float) -> OpTimes:

@@ -45,8 +45,9 @@ _ONLY: dict[str, dict[str, Any]] = {  # what a job may say beside, where this ha
     "model": {"attention": "mha", "experts": 0, "attention_kernels": "", "dropout": 0},
     "parallel": {
         "cp": 1, "ep": 1, "order": "tp-cp-dp-pp", "vocab_parallel": True, "overlap_grad_reduce": True,
-        "overlap_param_gather": False, "reshard_after_forward": True, "prefetch": 1, "stage_layers": [],
-        "recompute_every": 1, "offload_activations": False, "gradient_dtype": "", "scatter_p2p": False,
+        "overlap_tp": "", "overlap_param_gather": False, "reshard_after_forward": True, "prefetch": 1,
+        "stage_layers": [], "recompute_every": 1, "offload_activations": False, "gradient_dtype": "",
+        "scatter_p2p": False,
     },
     "optimizer": {"kind": "adamw", "fused": True, "clip_grad_norm": False, "offload": False},
     "cluster": {"stragglers": [], "slow_links": [], "mixed": []},
@@ -54,9 +55,9 @@ _ONLY: dict[str, dict[str, Any]] = {  # what a job may say beside, where this ha
 _ONLY_ASLEEP: dict[str, dict[str, Any]] = {  # likewise, in a box
     "model": {"experts": 0},
     "parallel": {
-        "cp": 1, "ep": 1, "order": "tp-cp-dp-pp", "overlap_grad_reduce": True, "overlap_param_gather": False,
-        "reshard_after_forward": True, "prefetch": 1, "offload_activations": False, "gradient_dtype": "",
-        "scatter_p2p": False,
+        "cp": 1, "ep": 1, "order": "tp-cp-dp-pp", "overlap_grad_reduce": True, "overlap_tp": "",
+        "overlap_param_gather": False, "reshard_after_forward": True, "prefetch": 1, "offload_activations": False,
+        "gradient_dtype": "", "scatter_p2p": False,
     },
     "optimizer": _ONLY["optimizer"],
     "cluster": {"mixed": []},

@@ -38,7 +38,6 @@ _FLAGS = {
     "overlap_grad_sync": "overlap_grad_reduce",
     "overlap_param_sync": "overlap_param_gather",
     "overlap_p2p_comm": "overlap_p2p",
-    "ub_tp_comm_overlap": "overlap_tp",
 }
 
 
@@ -87,11 +86,14 @@ def framework_of(row: Row) -> Framework:
         stated = re.search(rf"\b{flag}=(true|false)\b", notes, re.IGNORECASE)
         if stated:
             changes[field] = stated[1].lower() == "true"
+    split = re.search(r"\bub_tp_comm_overlap=(true|false)\b", notes, re.IGNORECASE)
+    if split:
+        changes["overlap_tp"] = "split" if split[1].lower() == "true" else "backward"
     bucket = re.search(r"\bbucket_cap_mb=([0-9.]+)", notes)
     if bucket and float(bucket[1]) > 0:
         changes["bucket_mbytes"] = float(bucket[1])
     if "async tp" in notes.lower() or "asynctp" in notes.lower():
-        changes["overlap_tp"] = True
+        changes["overlap_tp"] = "split"
     if "MP mode DEFAULT" in row.text("precision"):  # Composer's name for parameters in half, reduction in full
         changes["gradients"] = "fp32"
     return replace(framework, **changes) if changes else framework
@@ -164,6 +166,7 @@ def _parallel(row: Row, framework: Framework) -> dict[str, Any]:
         "overlap_grad_reduce": framework.overlap_grad_reduce,
         "overlap_param_gather": framework.overlap_param_gather,
         "bucket_mbytes": framework.bucket_mbytes,
+        "overlap_tp": framework.overlap_tp,
         "gradient_dtype": framework.gradients,
         "scatter_p2p": framework.p2p == "scattered",
         "prefetch": framework.prefetch,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stepsight.simulator.blocks.context import all_gather, ring
 from stepsight.simulator.blocks.heads import Heads
-from stepsight.simulator.blocks.parts import column_linear, enter, leave, row_linear
+from stepsight.simulator.blocks.parts import column_linear, entered, left, row_linear
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Item, Saved, Step
 from stepsight.simulator.blocks.unfused import unfused_core
@@ -20,7 +20,7 @@ def attention(shape: RankShape, *, causal: bool = True, rotary: bool = False) ->
         rope = (Step("rope", (shape.op("rope", numel),), (shape.op("rope_backward", numel),)),)
     qkv = column_linear(shape, "qkv", width, shape.model.hidden)
     out = row_linear(shape, "out", shape.model.hidden, heads.heads * heads.v_dim)
-    return (*enter(shape), qkv, *rope, *core(shape, heads), out, *leave(shape))
+    return (*entered(shape, qkv), *rope, *core(shape, heads), *left(shape, out))
 
 
 def self_heads(shape: RankShape, causal: bool) -> Heads:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepsight.dataset.specs import ModelSpec
-from stepsight.simulator.blocks.parts import column_linear, enter, leave, row_linear
+from stepsight.simulator.blocks.parts import column_linear, entered, left, row_linear
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Saved, Step
 
@@ -40,9 +40,7 @@ def mlp(shape: RankShape, ffn: int = 0, prefix: str = "", *, keeps: str = "") ->
     model, own = shape.model, (ffn or shape.model.ffn) // shape.tp.size
     first, width = ("gate_up", 2 * own) if model.gated_mlp else ("fc1", own)
     return (
-        *enter(shape),
-        column_linear(shape, prefix + first, width, model.hidden, keeps=keeps),
+        *entered(shape, column_linear(shape, prefix + first, width, model.hidden, keeps=keeps)),
         activation(shape, shape.rows, own),
-        row_linear(shape, prefix + ("down" if model.gated_mlp else "fc2"), model.hidden, own),
-        *leave(shape),
+        *left(shape, row_linear(shape, prefix + ("down" if model.gated_mlp else "fc2"), model.hidden, own)),
     )

@@ -11,12 +11,15 @@ optimizer's step, and not here.  What it keeps is the cast input.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from stepsight.dataset.op import Op
 from stepsight.dataset.specs import ModelSpec
 from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.blocks.step import Block, Saved, Step
+from stepsight.simulator.blocks.step import Block, Comm, Item, Join, Lost, Saved, Step
+
+_NOTHING: tuple[Item, ...] = ()
 
 
 def column_linear(shape: RankShape, name: str, n: int, k: int, *, keeps: str = "") -> Step:
@@ -143,6 +146,54 @@ def leave(shape: RankShape) -> tuple[Step, ...]:
         scatter = shape.tp_comm("reduce_scatter", num_bytes)
         return (Step("tp", (scatter,), (shape.tp_comm("all_gather", num_bytes),)),)
     return (Step("tp", (shape.tp_comm("all_reduce", num_bytes),)),)
+
+
+def entered(shape: RankShape, linear: Step) -> Block:
+    """A column-parallel linear with what ``enter`` does before it, beside it where ``overlap_tp`` says so.
+
+    Backward then gathers the input again beside the gradient of the input, and sums that beside the weights'
+    (Megatron-LM, ``LinearWithGradAccumulationAndAsyncCommunication``, 2022; Transformer Engine likewise).  Logits, which
+    come once, are left in a row, so that FSDP can send parameters between their parts.
+    """
+    if not shape.overlap_tp or shape.tp.size == 1:
+        return (*enter(shape), linear)
+    num_bytes = _full_bytes(shape)
+    arrive, again, forward = _NOTHING, _NOTHING, linear.forward
+    if shape.sequence_parallel:
+        arrive, forward = _split(shape, "all_gather", num_bytes, forward)
+        again = _beside(shape, "all_gather", num_bytes)
+    sums = _beside(shape, "reduce_scatter" if shape.sequence_parallel else "all_reduce", num_bytes)
+    before = Step("tp", forward=arrive, backward=(Join("tp"),))
+    return before, replace(
+        linear, forward=forward, backward=(*again, *linear.backward, Join("tp"), *sums), weight_grad_first=False
+    )
+
+
+def left(shape: RankShape, linear: Step) -> Block:
+    """A row-parallel linear with what ``leave`` does after it, beside it where ``overlap_tp`` is ``split``."""
+    if shape.overlap_tp != "split" or shape.tp.size == 1 or not shape.sequence_parallel:
+        return (linear, *leave(shape))
+    num_bytes = _full_bytes(shape)
+    last, forward = _split(shape, "reduce_scatter", num_bytes, linear.forward)
+    first, backward = _split(shape, "all_gather", num_bytes, linear.backward)
+    return replace(linear, forward=forward, backward=backward, weight_grad_first=False), Step("tp", last, first)
+
+
+def _beside(shape: RankShape, kind: str, num_bytes: int) -> tuple[Item, ...]:
+    """A collective beside what follows, and what that loses to it."""
+    comm = shape.tp_comm(kind, num_bytes, beside=True)
+    return (comm, Lost(comm.work, shape.compute_share, comm.stream)) if shape.compute_share else (comm,)
+
+
+def _split(
+    shape: RankShape, kind: str, num_bytes: int, products: tuple[Item, ...]
+) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+    """A collective in as many parts as ranks: one on the spot, the others beside the products, if at all."""
+    if shape.overlap_tp != "split":
+        return (shape.tp_comm(kind, num_bytes),), products
+    one = num_bytes // shape.tp.size
+    rest: Comm = shape.tp_comm(kind, num_bytes - one, beside=True)
+    return (shape.tp_comm(kind, one),), (rest, *products, Join("tp"))
 
 
 def _full_bytes(shape: RankShape, width: int = 0) -> int:

@@ -44,6 +44,8 @@ class RankShape:
         offload_activations: Whether what is kept moves to the host and back.
         gradient_buffers: Whether gradients of products are added to buffers of their own.
         scatter_p2p: Whether ranks pass on their parts of activations, gathered where they arrive.
+        overlap_tp: As in ``ParallelSpec``.
+        compute_share: Part of an overlapped collective's time that the computation loses.
     """
 
     model: ModelSpec
@@ -59,6 +61,8 @@ class RankShape:
     offload_activations: bool = False
     gradient_buffers: bool = False
     scatter_p2p: bool = False
+    overlap_tp: str = ""
+    compute_share: float = 0.0
 
     @property
     def dtype(self) -> str:

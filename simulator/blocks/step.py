@@ -35,13 +35,28 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True)
+class Lost:
+    """Time that the computation loses to a collective beside it, which holds some of the device's cores.
+
+    Attributes:
+        work: The collective's signature.
+        share: Part of its time.
+        stream: Which line of the breakdown.
+    """
+
+    work: Collective
+    share: float
+    stream: str = "tp"
+
+
+@dataclass(frozen=True, slots=True)
 class Join:
     """The computation waits for everything on a stream."""
 
     stream: str
 
 
-Item = Op | Comm | Beside | Join
+Item = Op | Comm | Beside | Lost | Join
 
 
 @dataclass(frozen=True, slots=True)

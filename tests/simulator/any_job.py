@@ -98,6 +98,7 @@ def jobs(draw: st.DrawFn, *, uneven_cluster: bool = False) -> Job:
                 context_parallel=one_of("ring", "all_gather") if model.get("fused_attention", True) else "all_gather",
                 zero_stage=one_of(0, 1, 2, 3),
                 dp_shard=one_of(0, 2) if dp == 4 else 0,
+                overlap_tp=one_of("", "backward", "split"),
                 overlap_grad_reduce=one_of(True, False),
                 overlap_param_gather=one_of(False, True),
                 prefetch=one_of(0, 1, 2, 3),

@@ -65,9 +65,10 @@ def test_flags_of_a_row_go_before_its_frameworks() -> None:
     published = job_of(run_row(framework="NeMo", notes=notes))
     p = published.job.parallel
     assert (p.overlap_grad_reduce, p.overlap_param_gather, p.bucket_mbytes) == (False, True, 75.0)
-    assert not published.framework.overlap_tp and published.framework.overlap_p2p
+    assert published.framework.overlap_tp == published.job.parallel.overlap_tp == "backward"
+    assert published.framework.overlap_p2p
     plain = job_of(run_row(framework="NeMo", notes="bucket_cap_mb=None")).framework
-    assert plain.overlap_tp and plain.bucket_mbytes == 400.0
+    assert plain.overlap_tp == "split" and plain.bucket_mbytes == 400.0
     assert job_of(run_row(precision="amp_bf16; MP mode DEFAULT")).framework.gradients == "fp32"
 
 

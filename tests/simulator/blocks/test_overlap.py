@@ -1,0 +1,100 @@
+"""Tensor-parallel collectives beside the products."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from stepsight.dataset.op import Collective, Op
+from stepsight.simulator.blocks import dense
+from stepsight.simulator.blocks.parts import column_linear, entered, left, row_linear
+from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.blocks.step import Block
+from stepsight.simulator.passages import INPUT, WEIGHT, BackwardSpec, Passage, backward_passage, forward_passage
+from stepsight.simulator.timing import _time_passage
+from tests.simulator.blocks.shapes import small_shape
+
+GATHER, SUM, PRODUCT = 3.0, 5.0, 7.0
+OVERLAPS = ("", "backward", "split")
+
+
+def _shape(overlap: str, share: float = 0.0, *, sequence: bool = True) -> RankShape:
+    return small_shape(tp=4, precision="bf16", sequence_parallel=sequence, overlap_tp=overlap, compute_share=share)
+
+
+def _seconds(passage: Passage) -> float:
+    """With products that take the same, collectives by their part of the whole activation, and nothing else."""
+    whole = 2 * 32 * 64 * 2
+    each = {"all_gather": GATHER / whole, "reduce_scatter": SUM / whole, "all_reduce": SUM / whole}
+
+    def one(work: Op | Collective) -> float:
+        if isinstance(work, Collective):
+            return each[work.kind] * work.num_bytes
+        return PRODUCT if work.family == "gemm" else 0.0
+
+    works = np.array([one(work) for work in passage.works])
+    return _time_passage(passage, works[passage.work] * passage.share, 0.0).paths[0]
+
+
+def _column(shape: RankShape) -> Block:
+    return entered(shape, column_linear(shape, "fc1", 64, 64))
+
+
+def _row(shape: RankShape) -> Block:
+    return left(shape, row_linear(shape, "fc2", 64, 64))
+
+
+def test_without_overlap_all_is_in_a_row() -> None:
+    shape = _shape("")
+    assert _seconds(forward_passage(_column(shape))) == GATHER + PRODUCT
+    assert _seconds(backward_passage(_column(shape), BackwardSpec())) == 2 * PRODUCT + SUM
+
+
+@pytest.mark.parametrize("overlap", ["backward", "split"])
+def test_a_column_gathers_again_beside_one_product_and_sums_beside_the_other(overlap: str) -> None:
+    """Megatron's asynchronous backward: what is shorter than its product costs nothing."""
+    assert _seconds(backward_passage(_column(_shape(overlap)), BackwardSpec())) == 2 * PRODUCT
+    plain = _shape(overlap, sequence=False)
+    assert _seconds(backward_passage(_column(plain), BackwardSpec())) == 2 * PRODUCT
+
+
+def test_a_product_loses_a_share_of_what_runs_beside_it() -> None:
+    shape = _shape("backward", 0.2)
+    assert _seconds(backward_passage(_column(shape), BackwardSpec())) == pytest.approx(
+        2 * PRODUCT + 0.2 * (GATHER + SUM)
+    )
+
+
+def test_split_collectives_expose_their_first_or_last_part() -> None:
+    shape = _shape("split")
+    assert _seconds(forward_passage(_column(shape))) == GATHER / 4 + PRODUCT
+    assert _seconds(forward_passage(_row(shape))) == PRODUCT + SUM / 4
+    assert _seconds(backward_passage(_row(shape), BackwardSpec())) == GATHER / 4 + 2 * PRODUCT
+
+
+def test_halves_of_the_backward_hold_their_own() -> None:
+    """Zero-bubble schedules: the sum is waited for where the gradient of the input is needed."""
+    block = _column(_shape("backward"))
+    assert _seconds(backward_passage(block, BackwardSpec(INPUT))) == PRODUCT + SUM
+    assert _seconds(backward_passage(block, BackwardSpec(WEIGHT))) == PRODUCT
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_layer_computes_the_same_and_forward_moves_as_much(overlap: str) -> None:
+    plain, block = dense.layer(_shape("")), dense.layer(_shape(overlap))
+
+    def moved(block: Block) -> int:
+        nodes = forward_passage(block).program.nodes
+        return sum(node.work.num_bytes for node in nodes if isinstance(node.work, Collective))
+
+    def flops(block: Block) -> float:
+        nodes = backward_passage(block, BackwardSpec()).program.nodes
+        return sum(node.work.flops for node in nodes if isinstance(node.work, Op))
+
+    assert flops(block) == flops(plain)
+    assert moved(block) == moved(plain)
+
+
+def test_a_single_rank_overlaps_nothing() -> None:
+    nodes = forward_passage(dense.layer(small_shape(overlap_tp="split"))).program.nodes
+    assert not any(isinstance(node.work, Collective) for node in nodes)
