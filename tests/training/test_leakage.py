@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from stepsight.dataset.files import digest_files
+from stepsight.dataset.tables import read_table
+from stepsight.training import shipped
 from stepsight.training.predictor import SHIPPED, shipped_names
+from stepsight.training.shipped import STREAMING, Source
 
 DATA = Path(os.environ.get("STEPSIGHT_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
@@ -36,3 +40,22 @@ def test_every_source_is_a_table_of_kernels_or_collectives(name: str) -> None:
     assert {source["digest"] for source in sources.values()} <= tables
     runs = {digest_files([path]) for path in (DATA / "e2e").rglob("*") if path.is_file()}
     assert not runs & {source["digest"] for source in sources.values()}
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"needs the public data in {DATA}")
+def test_retraining_records_every_file_it_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of kernels, of other devices' kernels and of collectives, each with its licence."""
+    own = Source("vidur", "kernels/vidur/compute/a100/microsoft", STREAMING)
+    others = Source("simumax", "kernels/simumax/configs/system/a100_pcie.json")
+    links = Source("vtrain", "collectives/vtrain/trace/a100")
+    recipe = replace(shipped.RECIPES["a100-sxm"], own=(own,), others=(others,), collectives=(links,))
+    monkeypatch.setattr(shipped, "RECIPES", {"small": recipe})
+    shipped.retrain("small", DATA, tmp_path / "small")
+    found = json.loads((tmp_path / "small" / "manifest.json").read_text())
+    read = {
+        file: licensed.digest
+        for source in (own, others, links)
+        for file, licensed in read_table(source.format, DATA / source.path).files.items()
+    }
+    assert {file: source["digest"] for file, source in found["sources"].items()} == read
+    assert all(source["licence"] for source in found["sources"].values()) and found["fitted_rows"] == []
