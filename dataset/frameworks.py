@@ -13,10 +13,10 @@ from importlib import resources
 from typing import Any
 
 from stepsight.dataset.errors import JobError
-from stepsight.dataset.specs import OVERLAP_TP
+from stepsight.dataset.specs import OVERLAP_TP, RUNTIMES
 
 SELECTIVE = ("attention", "every-2nd-layer")
-GRADIENTS = ("model", "fp32")
+GRADIENTS = ("model", "fp32", "fp32-cast")
 P2P = ("full", "scattered")
 ATTENTION = ("unfused", "flash-1", "flash-2", "flash-3")
 
@@ -39,15 +39,14 @@ class Framework:
         sequence_parallel: Whether norms are shared out wherever tensor parallelism is on and a run does not say.
         recompute: What it does where a run does not say; empty: unknown.
         selective: What its selective recomputation comes closest to: one of ``SELECTIVE``.
-        gradients: Type in which gradients are summed over replicas: ``model`` (that of the weights) or
-            ``fp32``.
+        gradients: As ``gradient_dtype`` of ``ParallelSpec``, never empty.
+        reduce_scatter: As in ``ParallelSpec``.
+        runtime: As in ``ParallelSpec``: who passes messages between stages.
         p2p: Whether tensor-parallel ranks pass the ``full`` activation on to the next stage, or each a
             ``scattered`` part that is gathered there.
         overlap_p2p: *Declared.*  Whether messages between stages travel beside computation.
         overlap_tp: As in ``ParallelSpec``.
         compiled: *Declared.*  Whether a compiler fuses the small kernels between products.
-        host_layer_s: *Declared.*  Time in which the host launches a layer's forward and backward; 0: as the hardware's
-            ``host_op_s`` has it.
     """
 
     name: str
@@ -67,26 +66,28 @@ class Framework:
     recompute: str = ""
     selective: str = "attention"
     gradients: str = "model"
+    reduce_scatter: bool = True
+    runtime: str = ""
     p2p: str = "full"
     overlap_p2p: bool = False
     overlap_tp: str = ""
     compiled: bool = False
-    host_layer_s: float = 0.0
 
     def __post_init__(self) -> None:
         for key, value, allowed in (
             ("selective", self.selective, SELECTIVE),
             ("gradients", self.gradients, GRADIENTS),
+            ("runtime", self.runtime, ("", *RUNTIMES)),
             ("overlap_tp", self.overlap_tp, OVERLAP_TP),
             ("p2p", self.p2p, P2P),
             ("attention", self.attention, ATTENTION),
         ):
             if value not in allowed:
                 raise JobError(f"framework {self.name}: {key} must be one of {', '.join(allowed)}, got {value!r}")
-        if self.vocab_multiple < 1 or not self.bucket_mbytes > 0 or not self.host_layer_s >= 0:
+        if self.vocab_multiple < 1 or not self.bucket_mbytes > 0:
             raise JobError(
-                f"framework {self.name}: vocab_multiple must be >= 1, bucket_mbytes > 0 and host_layer_s >= 0, got "
-                f"{self.vocab_multiple}, {self.bucket_mbytes} and {self.host_layer_s}"
+                f"framework {self.name}: vocab_multiple must be >= 1 and bucket_mbytes > 0, got "
+                f"{self.vocab_multiple} and {self.bucket_mbytes}"
             )
 
     @property

@@ -110,8 +110,8 @@ def _kinds() -> dict[str, OpKind]:
         ("swiglu_backward", 12.0, 5.0),
         ("rope", 4.0, 2.0),
         ("rope_backward", 4.0, 2.0),
-        ("dropout", 2.0, 2.0),
-        ("dropout_backward", 1.0, 3.0),
+        ("dropout", 2.0, 2.5),  # the mask takes a byte, half of an element in 16 bits
+        ("dropout_backward", 1.0, 2.5),
         ("add", 1.0, 3.0),
         ("copy", 0.0, 2.0),
         ("fill", 0.0, 1.0),
@@ -191,6 +191,8 @@ def _later_kinds(kinds_of: Mapping[str, OpKind]) -> list[OpKind]:
     # Earlier generations of fused attention, where it is known which one runs.
     for generation in ("flash1", "flash2"):
         kinds += [replace(kinds_of[name], name=f"{generation}_{name}") for name in ("attention", "attention_backward")]
+    # From the 16 bits that an op's dtype says to fp32, or back.
+    kinds.append(OpKind("cast", "elementwise", _NUMEL, lambda n: 0.0, lambda n: 3.0 * n))
     return kinds
 
 

@@ -16,6 +16,7 @@ from stepsight.dataset.specs import (
     OVERLAP_TP,
     PRECISIONS,
     RECOMPUTE,
+    RUNTIMES,
     SCHEDULES,
 )
 
@@ -92,7 +93,7 @@ def _choices(rules: _Rules, job: Job) -> None:
         ("parallel.recompute", p.recompute, RECOMPUTE),
         ("parallel.zero_stage", p.zero_stage, (0, 1, 2, 3)),
         ("parallel.context_parallel", p.context_parallel, CONTEXT_PARALLEL),
-        ("parallel.runtime", p.runtime, ("", "asynchronous", "torch")),
+        ("parallel.runtime", p.runtime, ("", *RUNTIMES)),
         ("batch.precision", job.batch.precision, PRECISIONS),
         ("optimizer.kind", job.optimizer.kind, OPTIMIZERS),
     ):

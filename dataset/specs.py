@@ -25,8 +25,9 @@ PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 ATTENTIONS = ("mha", "mla")
 CONTEXT_PARALLEL = ("ring", "all_gather")
 ATTENTION_KERNELS = ("", "flash-1", "flash-2", "flash-3")
-GRADIENT_DTYPES = ("", "model", "fp32")
+GRADIENT_DTYPES = ("", "model", "fp32", "fp32-cast")
 OVERLAP_TP = ("", "backward", "split")
+RUNTIMES = ("asynchronous", "torch", "deepspeed")
 OPTIMIZERS = ("adam", "adamw")
 AXES = ("tp", "cp", "dp", "pp")
 
@@ -161,13 +162,16 @@ class ParallelSpec:
         reshard_after_forward: FSDP: whether backward gathers parameters again.
         bucket_mbytes: Size of a gradient bucket.
         gradient_dtype: Of the buffers in which gradients of micro-batches are summed, and of what replicas exchange:
-            ``model`` (that of the weights) or ``fp32``; empty: fp32 but for fp16, summed where products write them.
+            ``model`` (that of the weights), ``fp32``, or ``fp32-cast`` (as ``fp32``, but kernels of their own cast and
+            add what products write); empty: fp32 but for fp16, summed where products write them.
+        reduce_scatter: ZeRO 1: whether a rank is sent the sums of its own share alone, rather than all sums.
         schedule: A key of ``SCHEDULES``, or a ``.csv`` file of actions.
         virtual_stages: Chunks of the model on each rank.
         stage_layers: Layers of every part of the model in its order; empty: even.
         scatter_p2p: Whether each tensor-parallel rank passes on its part of an activation alone, which is gathered
             where it arrives (with ``sequence_parallel`` nothing else is there; FSDP passes all on).
-        runtime: ``asynchronous`` or ``torch``: how pipeline messages wait; empty: as the device's kind has it.
+        runtime: ``asynchronous``, ``torch`` or ``deepspeed``: how pipeline messages wait; empty: as the device's kind
+            has it.
         recompute: ``none``, ``selective`` (the attention core) or ``full`` layers again in backward.
         recompute_every: With ``full``: only every n-th layer.
         offload_activations: Whether kept activations wait in the host's memory.
@@ -192,6 +196,7 @@ class ParallelSpec:
     reshard_after_forward: bool = True
     bucket_mbytes: float = 25.0
     gradient_dtype: str = ""
+    reduce_scatter: bool = True
     schedule: str = "1f1b"
     virtual_stages: int = 1
     stage_layers: tuple[int, ...] = ()

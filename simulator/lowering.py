@@ -145,13 +145,14 @@ def replicas_of(p: ParallelSpec, groups: Groups, precision: str, beside: bool, s
         p.reshard_after_forward,
         reduce_once=pipeline and p.zero_stage == 3 and beside,
         gradient_bytes=_gradient_bytes(p, precision),
+        all_sums=p.zero_stage == 1 and not p.reduce_scatter,
         eager=precision == "fp32",
         compute_share=share,
     )
 
 
 def _gradient_bytes(p: ParallelSpec, precision: str) -> int:
-    if p.gradient_dtype == "fp32":
+    if p.gradient_dtype.startswith("fp32"):
         return FULL_GRADIENT_BYTES
     if p.gradient_dtype == "model":
         return DTYPE_BYTES[COMPUTE_DTYPE[precision]]

@@ -45,6 +45,8 @@ def optimizer_segment(
         _sum_buckets(builder, numel_of, expert, replicas)
     numel = int((-(-numel_of // np.where(expert, replicas.expert_shards, replicas.shards))).sum())
     num_tensors = len(numel_of)
+    if shape.precision == "fp16" and numel:
+        builder.items(_unscaled(shape, replicas, numel), "unscale")
     if optimizer.clip_grad_norm:
         builder.items([Op("grad_norm", (numel, num_tensors), "fp32")] if numel else [], "grad_norm")
         for group, name in ((replicas.groups.model, "grad_norm"), (replicas.groups.shard, "grad_norm.shards")):
@@ -61,6 +63,13 @@ def optimizer_segment(
             if whole and group.size > 1:
                 builder.block(group.collective("all_gather", whole * size), clock, "parameters")
     return builder.build()
+
+
+def _unscaled(shape: RankShape, replicas: Replicas, numel: int) -> list[Op]:
+    """Gradients of a scaled loss: to fp32 where they are not yet, divided by the scale and looked through for overflows
+    (Megatron's ``Float16OptimizerWithFloat16Params`` and DeepSpeed's ``FP16_Optimizer``, 2021-22)."""
+    casts = [] if replicas.gradient_bytes == FULL_GRADIENT_BYTES else [shape.op("cast", numel)]
+    return [*casts, Op("elementwise", (numel,), "fp32")]
 
 
 # Passes over all elements of foreach Adam: second moment, square root, bias correction, update.
@@ -81,7 +90,7 @@ def _step(builder: SegmentBuilder, shape: RankShape, optimizer: OptimizerSpec, n
         decay = ("elementwise",) if optimizer.kind == "adamw" else ()
         builder.items([Op(kind, (numel,), "fp32") for kind in (*decay, *_FOREACH)], "adamw")
     if shape.precision != "fp32":
-        builder.items([Op("copy", (numel,), shape.dtype)], "cast")
+        builder.items([Op("cast", (numel,), shape.dtype)], "cast")
 
 
 @lru_cache(maxsize=4096)

@@ -58,7 +58,8 @@ def rank_shape(job: Job, compute_share: float = 0.0) -> RankShape:
     split = (p.ep, p.experts_tp, p.sequence_parallel and p.tp > 1, p.vocab_parallel, p.context_parallel)
     buffers = bool(p.gradient_dtype) and p.zero_stage < 3 and batch.precision != "fp32"
     scatters = p.scatter_p2p and p.tp > 1 and p.pp > 1 and p.zero_stage < 3 and not p.sequence_parallel
-    more = (p.offload_activations, buffers, scatters)
+    casts = buffers and p.gradient_dtype == "fp32-cast"
+    more = (p.offload_activations, buffers, casts, scatters)
     overlap = p.overlap_tp if p.tp > 1 else ""
     share = compute_share if overlap == "backward" else 0.0  # what is split is copied by engines of its own
     return _rank_shape(job.model, batch.micro_batch, batch.precision, layout_of(job), *split, *more, overlap, share)
@@ -77,6 +78,7 @@ def _rank_shape(
     context_parallel: str,
     offload_activations: bool,
     gradient_buffers: bool,
+    casts_gradients: bool,
     scatter_p2p: bool,
     overlap_tp: str,
     compute_share: float,
@@ -95,6 +97,7 @@ def _rank_shape(
         context_parallel=context_parallel,
         offload_activations=offload_activations,
         gradient_buffers=gradient_buffers,
+        casts_gradients=casts_gradients,
         scatter_p2p=scatter_p2p,
         overlap_tp=overlap_tp,
         compute_share=compute_share,

@@ -38,6 +38,7 @@ class Replicas:
         reshard: FSDP: whether backward gathers again.
         reduce_once: FSDP in a pipeline: gradients are reduced after the last micro-batch alone.
         gradient_bytes: Of each element of a gradient that is sent.
+        all_sums: ZeRO 1: whether every rank is sent the sums of all gradients, rather than of its share.
         eager: Eager PyTorch's conventions (fp32): copies into buckets, one ``add`` per tensor to accumulate.
         compute_share: Part of an overlapped collective's time taken from the computation.
     """
@@ -52,6 +53,7 @@ class Replicas:
     reshard: bool = True
     reduce_once: bool = False
     gradient_bytes: int = FULL_GRADIENT_BYTES
+    all_sums: bool = False
     eager: bool = False
     compute_share: float = 0.0
 
@@ -97,7 +99,8 @@ def bucket_works(replicas: Replicas, numel: int, *, expert: bool) -> tuple[Colle
     own = groups.experts if expert else groups.shard if replicas.zero_stage else groups.replicas
     first = second = None
     if own.size > 1:
-        first = own.collective("reduce_scatter" if replicas.zero_stage else "all_reduce", num_bytes)
+        scattered = replicas.zero_stage and not replicas.all_sums
+        first = own.collective("reduce_scatter" if scattered else "all_reduce", num_bytes)
     if replicas.zero_stage and not expert and groups.replicate.size > 1:
         second = groups.replicate.collective("all_reduce", -(-num_bytes // own.size))
     return first, second

@@ -80,6 +80,41 @@ def asynchronous(order: Order, messages: Messages) -> Entries:
     return Entries(op, order.stage[where], index, side)
 
 
+# DeepSpeed's columns: every message is posted and waited for in its turn.
+_IN_TURN = ((POST, RECEIVE), (WAIT, RECEIVE), (POST, SEND), (WAIT, SEND), (COMPUTE, 0), (POST, SEND), (WAIT, SEND))
+
+
+def deepspeed_entries(schedule: Schedule, order: Order, messages: Messages) -> Entries:
+    """DeepSpeed's ``PipelineEngine`` with its ``TrainSchedule`` (0.3 to 0.16): one message after the other, each waited
+    for by both sides.  A backward first receives its gradient, then sends the result of the forward just before it.
+
+    Raises:
+        JobError: If the schedule is not 1F1B of one part per stage.
+    """
+    if schedule.name != "1f1b" or schedule.virtual_stages > 1 or not _is_standard(schedule):
+        raise JobError(
+            f"runtime deepspeed runs schedule 1f1b without virtual stages, got {schedule.name} with "
+            f"{schedule.virtual_stages} of them"
+        )
+    ranks = []
+    for stage in range(schedule.num_stages):
+        own = order.by_stage[order.first[stage] : order.first[stage + 1]]
+        sent = messages.of_source[own]
+        backward = order.kind[own] == BACKWARD
+        # What a backward has to send for the forward before it; all else is sent when it is there.
+        late = np.append(~backward[:-1] & backward[1:], False)
+        late &= schedule.num_micro_batches >= schedule.num_stages - stage  # else the pipeline drains in between
+        slots = np.full((len(own), len(_IN_TURN)), -1, dtype=np.int32)
+        slots[:, 0] = slots[:, 1] = messages.of_target[own]
+        slots[1:, 2] = slots[1:, 3] = np.where(late[:-1], sent[:-1], -1)
+        slots[:, 4] = own
+        slots[:, 5] = slots[:, 6] = np.where(late, -1, sent)
+        where, column = np.nonzero(slots >= 0)
+        op, side = np.array(_IN_TURN, dtype=np.int32)[column].T
+        ranks.append((op, slots[where, column], side))
+    return _interleaved(order, messages, ranks)
+
+
 def torch_entries(schedule: Schedule, order: Order, messages: Messages) -> Entries:
     """``torch.distributed.pipelining`` 2.13 over gloo.
 
@@ -95,16 +130,23 @@ def torch_entries(schedule: Schedule, order: Order, messages: Messages) -> Entri
             make(schedule, stage, order.by_stage[order.first[stage] : order.first[stage + 1]], messages)
             for stage in range(schedule.num_stages)
         ]
-        op, index, side = (np.concatenate([rank[field] for rank in ranks]) for field in range(3))
-        first = np.cumsum([0, *(len(rank[0]) for rank in ranks)]).astype(np.int32)
-    else:
-        op, index, side, first = _lowered(schedule, order, messages)
+        return _interleaved(order, messages, ranks)
+    return _in_one_order(order, messages, *_lowered(schedule, order, messages))
+
+
+def _interleaved(order: Order, messages: Messages, ranks: list[tuple[Ints, ...]]) -> Entries:
+    """Op, index and side of every rank's entries, in one order that can run."""
+    op, index, side = (np.concatenate([rank[field] for rank in ranks]) for field in range(3))
+    return _in_one_order(order, messages, op, index, side, np.cumsum([0, *(len(r[0]) for r in ranks)]).astype(np.int32))
+
+
+def _in_one_order(order: Order, messages: Messages, op: Ints, index: Ints, side: Ints, first: Ints) -> Entries:
     entries = np.full(len(op), -1, dtype=np.int32)
     reached = first[:-1].copy()
     _interleave(first, op, index, side, np.zeros((len(messages.source), 2), dtype=np.bool_), entries, reached)
     if len(entries) and entries[-1] < 0:
         raise JobError(_circle(order, messages, op, index, side, first, reached))
-    stage = np.repeat(np.arange(schedule.num_stages, dtype=np.int32), np.diff(first))
+    stage = np.repeat(np.arange(len(first) - 1, dtype=np.int32), np.diff(first))
     return Entries(op[entries], stage[entries], index[entries], side[entries])
 
 

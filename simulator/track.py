@@ -9,12 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import JobError
+from stepsight.dataset.specs import RUNTIMES
 from stepsight.simulator.engine import compiled
-from stepsight.simulator.runtimes import COMPUTE, POST, WAIT, Entries, asynchronous, find_messages, torch_entries
+from stepsight.simulator.runtimes import (
+    COMPUTE,
+    POST,
+    WAIT,
+    Entries,
+    asynchronous,
+    deepspeed_entries,
+    find_messages,
+    torch_entries,
+)
 from stepsight.simulator.schedules import KIND_NAMES, Order, Schedule, find_schedule, order_actions
 
 FIRST, MIDDLE, LAST = range(3)
-RUNTIMES = ("asynchronous", "torch")
 
 Ints = NDArray[np.int32]
 
@@ -79,7 +88,8 @@ def track(schedule: Schedule, runtime: str = "asynchronous") -> Track:
     Args:
         schedule: What every stage does.
         runtime: ``asynchronous``: an action asks for its message, waits for it, and its result is sent by the way.
-            ``torch``: ``torch.distributed.pipelining`` 2.13 over gloo.
+            ``torch``: ``torch.distributed.pipelining`` 2.13 over gloo.  ``deepspeed``: messages in turn, each waited
+            for.
 
     Raises:
         JobError: If the schedule cannot run.
@@ -88,7 +98,11 @@ def track(schedule: Schedule, runtime: str = "asynchronous") -> Track:
         raise JobError(f"runtime must be one of {', '.join(RUNTIMES)}, got {runtime!r}")
     order = order_actions(schedule)
     messages = find_messages(order)
-    entries = asynchronous(order, messages) if runtime == "asynchronous" else torch_entries(schedule, order, messages)
+    if runtime == "asynchronous":
+        entries = asynchronous(order, messages)
+    else:
+        make = deepspeed_entries if runtime == "deepspeed" else torch_entries
+        entries = make(schedule, order, messages)
     entries = _in_step(entries, schedule.num_stages, len(messages.source))
     return Track(
         schedule, runtime, order.stage, order.kind, order.micro_batch, order.part, _turns(order),

@@ -67,6 +67,11 @@ def _dropout_backward(pool: Pool, numel: int) -> Call:
     return Call(lambda grad: torch.ops.aten.native_dropout_backward(grad, mask, 1.1), lambda: (pool.take(numel),))
 
 
+def _cast(x: Tensor) -> Tensor:
+    """To fp32, or from it."""
+    return x.to(torch.bfloat16 if x.dtype == torch.float32 else torch.float32)
+
+
 MAKERS: MappingProxyType[str, Maker] = MappingProxyType(
     {
         "gelu": _each(kernels.gelu),
@@ -86,5 +91,6 @@ MAKERS: MappingProxyType[str, Maker] = MappingProxyType(
         "fill": lambda pool, numel: Call(lambda: torch.zeros(numel, device=pool.device, dtype=pool.dtype)),
         "reduce": lambda pool, numel: Call(lambda x: x.sum(0), lambda: (pool.take(*_matrix(numel)),)),
         "elementwise": _each(lambda x: x * 0.5),
+        "cast": _each(_cast),
     }
 )

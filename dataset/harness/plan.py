@@ -47,7 +47,7 @@ _ONLY: dict[str, dict[str, Any]] = {  # what a job may say beside, where this ha
         "cp": 1, "ep": 1, "order": "tp-cp-dp-pp", "vocab_parallel": True, "overlap_grad_reduce": True,
         "overlap_tp": "", "overlap_param_gather": False, "reshard_after_forward": True, "prefetch": 1,
         "stage_layers": [], "recompute_every": 1, "offload_activations": False, "gradient_dtype": "",
-        "scatter_p2p": False,
+        "scatter_p2p": False, "reduce_scatter": True,
     },
     "optimizer": {"kind": "adamw", "fused": True, "clip_grad_norm": False, "offload": False},
     "cluster": {"stragglers": [], "slow_links": [], "mixed": []},
@@ -57,7 +57,7 @@ _ONLY_ASLEEP: dict[str, dict[str, Any]] = {  # likewise, in a box
     "parallel": {
         "cp": 1, "ep": 1, "order": "tp-cp-dp-pp", "overlap_grad_reduce": True, "overlap_tp": "",
         "overlap_param_gather": False, "reshard_after_forward": True, "prefetch": 1, "offload_activations": False,
-        "gradient_dtype": "", "scatter_p2p": False,
+        "gradient_dtype": "", "scatter_p2p": False, "reduce_scatter": True,
     },
     "optimizer": _ONLY["optimizer"],
     "cluster": {"mixed": []},

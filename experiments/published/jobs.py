@@ -96,6 +96,8 @@ def framework_of(row: Row) -> Framework:
         changes["overlap_tp"] = "split"
     if "MP mode DEFAULT" in row.text("precision"):  # Composer's name for parameters in half, reduction in full
         changes["gradients"] = "fp32"
+    if "BF16 optimizer" in row.text("precision"):  # DeepSpeed's: casts and adds to fp32 and all-reduces that
+        changes |= {"gradients": "fp32-cast", "reduce_scatter": False}
     return replace(framework, **changes) if changes else framework
 
 
@@ -168,6 +170,8 @@ def _parallel(row: Row, framework: Framework) -> dict[str, Any]:
         "bucket_mbytes": framework.bucket_mbytes,
         "overlap_tp": framework.overlap_tp,
         "gradient_dtype": framework.gradients,
+        "reduce_scatter": framework.reduce_scatter,
+        "runtime": framework.runtime if degrees["pp"] > 1 and chunks == 1 else "",
         "scatter_p2p": framework.p2p == "scattered",
         "prefetch": framework.prefetch,
         **_sharding(row, framework, dp),

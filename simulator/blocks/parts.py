@@ -78,7 +78,9 @@ def linear(
 
 def accumulated(shape: RankShape, numel: int) -> tuple[Op, ...]:
     """Gradients that are added to a buffer: 6 bytes more than a product alone, in 16 bits by a kernel of its own, in
-    fp32 within the product (Megatron's fused accumulation)."""
+    fp32 within the product (Megatron's fused accumulation); or cast to fp32 and then added, by two kernels."""
+    if shape.casts_gradients:
+        return (shape.op("cast", numel), Op("add", (numel,), "fp32"))
     return (shape.op("add", numel),) if shape.gradient_buffers else ()
 
 
@@ -152,8 +154,8 @@ def entered(shape: RankShape, linear: Step) -> Block:
     """A column-parallel linear with what ``enter`` does before it, beside it where ``overlap_tp`` says so.
 
     Backward then gathers the input again beside the gradient of the input, and sums that beside the weights'
-    (Megatron-LM, ``LinearWithGradAccumulationAndAsyncCommunication``, 2022; Transformer Engine likewise).  Logits, which
-    come once, are left in a row, so that FSDP can send parameters between their parts.
+    (Megatron-LM, ``LinearWithGradAccumulationAndAsyncCommunication``, 2022; Transformer Engine likewise).  Logits,
+    which come once, are left in a row, so that FSDP can send parameters between their parts.
     """
     if not shape.overlap_tp or shape.tp.size == 1:
         return (*enter(shape), linear)

@@ -43,6 +43,7 @@ class RankShape:
         context_parallel: ``ring`` or ``all_gather``.
         offload_activations: Whether what is kept moves to the host and back.
         gradient_buffers: Whether gradients of products are added to buffers of their own.
+        casts_gradients: Whether these are fp32 and kernels of their own cast and add what products write.
         scatter_p2p: Whether ranks pass on their parts of activations, gathered where they arrive.
         overlap_tp: As in ``ParallelSpec``.
         compute_share: Part of an overlapped collective's time that the computation loses.
@@ -60,6 +61,7 @@ class RankShape:
     context_parallel: str = "ring"
     offload_activations: bool = False
     gradient_buffers: bool = False
+    casts_gradients: bool = False
     scatter_p2p: bool = False
     overlap_tp: str = ""
     compute_share: float = 0.0

@@ -53,12 +53,17 @@ def unfused_core(shape: RankShape, heads: Heads, joined: tuple[Item, ...]) -> Bl
     )
     context = Step(
         "context",
-        (product(q_len, heads.v_dim, kv_len),),
+        (product(q_len, heads.v_dim, kv_len), *_side_by_side(shape, heads)),
         (product(q_len, kv_len, heads.v_dim), product(kv_len, heads.v_dim, q_len)),
         saved=(Saved(own_v * size, outside=True), Saved((v_numel - own_v) * size)),
         attention_core=True,
     )
     return (scores, softmax, *_dropout(shape, numel), context)
+
+
+def _side_by_side(shape: RankShape, heads: Heads) -> tuple[Item, ...]:
+    """Megatron copies what the heads found to where each token has all of them; our harness (fp32) writes it there."""
+    return () if shape.precision == "fp32" else (shape.op("copy", heads.out_numel(shape)),)
 
 
 def _dropout(shape: RankShape, numel: int) -> Block:

@@ -55,7 +55,7 @@ def test_generations_of_attention() -> None:
         ({"gradients": "fp8"}, "gradients must be one of"),
         ({"selective": "some"}, "selective must be one of"),
         ({"bucket_mbytes": 0}, "bucket_mbytes > 0"),
-        ({"host_layer_s": -1.0}, "host_layer_s >= 0"),
+        ({"runtime": "mine"}, "runtime must be one of"),
     ],
 )
 def test_bad_profiles(table: dict[str, object], text: str) -> None:

@@ -6,9 +6,11 @@ from hypothesis import strategies as st
 from stepsight.simulator.engine import Floats, Ints
 from stepsight.simulator.pipeline import _run, _walk, run_track, walk
 from stepsight.simulator.schedules import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
-from stepsight.simulator.track import RUNTIMES, Track, find_track
+from stepsight.simulator.track import Track, find_track
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("looped-bfs", 2), ("zb-h1", 1), ("interleaved-zb", 2), ("zbv", 2)]
+RUNS = [(name, v, runtime) for name, v in SCHEDULES for runtime in ("asynchronous", "torch")]
+RUNS.append(("1f1b", 1, "deepspeed"))  # which has no other schedule
 
 
 def plain(track: Track, seconds: dict[int, float]) -> tuple[Ints, Floats]:
@@ -16,8 +18,10 @@ def plain(track: Track, seconds: dict[int, float]) -> tuple[Ints, Floats]:
     return track.kind, np.array([seconds.get(kind, 0.0) for kind in range(4)]).reshape(4, 1, 1)
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.parametrize(("name", "v"), [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("looped-bfs", 2)])
+@pytest.mark.parametrize(
+    ("name", "v", "runtime"),
+    [run for run in RUNS if run[0] in ("gpipe", "1f1b", "looped-bfs")] + [("1f1b", 3, "torch")],
+)
 def test_bubbles_of_the_closed_form(name: str, v: int, runtime: str) -> None:
     """Narayanan et al. 2021: (p - 1) / v forwards and backwards of a whole stage."""
     pp, micro_batches = 4, 12
@@ -53,11 +57,23 @@ def test_a_message_passes_when_both_sides_are_ready() -> None:
 def test_messages_asked_for_early_pass_while_a_rank_computes(name: str, v: int) -> None:
     """Torch's lowered schedules post their receives ahead, so messages cost less than where a rank asks and waits."""
     ends = []
-    for runtime in RUNTIMES:
+    for runtime in ("asynchronous", "torch"):
         track = find_track(name, 4, 8, v, runtime)
         seconds = plain(track, {0: 1.0, 1: 2.0, 2: 1.0, 3: 1.0})
         ends.append(float(run_track(track, *seconds, np.full(track.num_messages, 0.2)).clocks.max()))
     assert ends[1] < ends[0]
+
+
+@pytest.mark.parametrize(("stages", "messages"), [(2, 2), (3, 4), (6, 4)])
+def test_messages_one_by_one_are_paid_for_one_by_one(stages: int, messages: int) -> None:
+    """Under DeepSpeed a stage between two others sends two and receives two for every micro-batch, beside nothing."""
+
+    def end(micro_batches: int) -> float:
+        track = find_track("1f1b", stages, micro_batches, 1, "deepspeed")
+        seconds = plain(track, {0: 1.0, 1: 2.0})
+        return float(run_track(track, *seconds, np.full(track.num_messages, 0.1)).clocks.max())
+
+    assert (end(30) - end(20)) / 10 == pytest.approx(3.0 + 0.1 * messages)
 
 
 def test_torchs_gpipe_waits_for_its_receivers_at_the_end_of_a_pass() -> None:
@@ -72,9 +88,9 @@ def test_torchs_gpipe_waits_for_its_receivers_at_the_end_of_a_pass() -> None:
 
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[Track, Ints, Floats, Floats, float, float]:
-    name, v = draw(st.sampled_from(SCHEDULES))
+    name, v, runtime = draw(st.sampled_from(RUNS))
     stages = draw(st.integers(2, 5))
-    track = find_track(name, stages, stages * draw(st.integers(1, 3)), v, draw(st.sampled_from(RUNTIMES)))
+    track = find_track(name, stages, stages * draw(st.integers(1, 3)), v, runtime)
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     clocks, num_segments = draw(st.integers(1, 3)), 4
     segment = random.integers(0, num_segments, track.num_actions).astype(np.int32)

@@ -170,3 +170,12 @@ def test_costs_of_a_ring(gpu: Hardware) -> None:
     works = [Collective(kind, num_bytes, size, size) for kind in ("reduce_scatter", "all_gather", "all_reduce")]
     steps = (size - 1) * (link.latency_s + num_bytes / size / link.bandwidth_bytes_per_s)
     assert latency.collective_seconds(works) == pytest.approx(np.array([steps, steps, 2 * steps]))
+
+
+def test_zero_1_may_send_all_sums_to_every_rank(make_job: JobMaker, gpu: Hardware) -> None:
+    """As DeepSpeed's BF16 optimizer: gradients all-reduced in fp32, then shards stepped and gathered in bf16."""
+    asked = {"zero_stage": 1, "overlap_grad_reduce": False, "precision": "bf16", "gradient_dtype": "fp32-cast"}
+    shares, sums = (make_job(dp=4, **asked, reduce_scatter=flag) for flag in (True, False))
+    kinds = [[work.kind for work in sent(lower(job, gpu).program("optimizer"))] for job in (shares, sums)]
+    assert set(kinds[0]) == {"reduce_scatter", "all_gather"}
+    assert kinds[1] == ["all_reduce" if kind == "reduce_scatter" else kind for kind in kinds[0]]

@@ -168,3 +168,43 @@ def test_a_users_schedule_of_a_known_name_runs_as_its_own() -> None:
     other = track(Schedule(turned, 2, usual.placement, "gpipe"), "torch")
     assert our_rows(other, 1)[:3] == ["post receive 0F0", "wait receive 0F0", "compute 1F0"]
     assert "post receive 1G1" in our_rows(other, 0)
+
+
+def deepspeed_rows(stages: int, micro_batches: int, stage: int) -> list[str]:
+    """DeepSpeed's ``TrainSchedule.steps`` in the same words: a step of all stages after the other, forward and backward
+    in turn, neighbours doing the opposite."""
+    rows: list[str] = []
+
+    def pass_(words: str) -> None:
+        rows.extend((f"post {words}", f"wait {words}"))
+
+    before = -1
+    for step in range(2 * (micro_batches + stages - 1)):
+        forward = step % 2 == stage % 2
+        micro = (step - stage) // 2 if forward else (step + stage + 1) // 2 - stages
+        valid, late = 0 <= micro < micro_batches, 0 <= before < micro_batches
+        if forward and stage > 0:
+            _ = late and pass_(f"send {stage}G{before}")
+            _ = valid and pass_(f"receive {stage - 1}F{micro}")
+        if not forward and stage < stages - 1:
+            _ = valid and pass_(f"receive {stage + 1}G{micro}")
+            _ = late and pass_(f"send {stage}F{before}")
+        if valid:
+            rows.append(f"compute {stage}{'F' if forward else 'B'}{micro}")
+        before = micro
+    if stage > 0:  # the last gradient is sent in a step of its own
+        last = f"send {stage}G{micro_batches - 1}"
+        _ = f"post {last}" in rows or pass_(last)
+    return rows
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 1), (2, 5), (4, 2), (4, 3), (4, 8), (5, 7)])
+def test_deepspeed_passes_one_message_after_the_other(stages: int, micro_batches: int) -> None:
+    ours = find_track("1f1b", stages, micro_batches, runtime="deepspeed")
+    for stage in range(stages):
+        assert our_rows(ours, stage) == deepspeed_rows(stages, micro_batches, stage)
+
+
+def test_deepspeed_has_no_virtual_stages() -> None:
+    with pytest.raises(JobError, match="runs schedule 1f1b without virtual stages, got 1f1b with 2 of them"):
+        find_track("1f1b", 2, 4, 2, "deepspeed")

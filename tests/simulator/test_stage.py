@@ -75,6 +75,22 @@ def test_clipping_needs_the_norm_of_all_ranks_gradients(make_job: JobMaker, gpu:
     assert len(set(lower(job, gpu).meets.tolist())) == 1
 
 
+@pytest.mark.parametrize(
+    ("precision", "dtype", "kinds"),
+    [
+        ("fp16", "", ["cast", "elementwise"]),
+        ("fp16", "fp32", ["elementwise"]),
+        ("bf16", "", []),
+    ],
+)
+def test_gradients_of_a_scaled_loss_are_cast_and_divided(
+    make_job: JobMaker, gpu: Hardware, precision: str, dtype: str, kinds: list[str]
+) -> None:
+    """Whatever the optimizer: fp16 alone scales its loss, and only its gradients are not yet fp32."""
+    works = optimizer(make_job(precision=precision, gradient_dtype=dtype), gpu)
+    assert [work.kind for work in works] == [*kinds, "adamw", "cast"]
+
+
 @pytest.mark.parametrize(("dp", "zero_stage", "shards"), [(1, 0, 1), (4, 0, 1), (4, 1, 4), (4, 2, 4), (4, 3, 4)])
 def test_a_rank_steps_its_share(make_job: JobMaker, gpu: Hardware, dp: int, zero_stage: int, shards: int) -> None:
     whole = optimizer(make_job(), gpu)[0]

@@ -6,16 +6,17 @@ from hypothesis import strategies as st
 from stepsight.dataset.errors import JobError
 from stepsight.simulator.runtimes import COMPUTE, POST
 from stepsight.simulator.schedules import BACKWARD, BACKWARD_WEIGHT, FORWARD
-from stepsight.simulator.track import FIRST, LAST, MIDDLE, RUNTIMES, Track, find_track
+from stepsight.simulator.track import FIRST, LAST, MIDDLE, Track, find_track
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("looped-bfs", 2), ("zb-h1", 1), ("interleaved-zb", 2), ("zbv", 2)]
+RUNS = [(name, v, runtime) for name, v in SCHEDULES for runtime in ("asynchronous", "torch")]
+RUNS.append(("1f1b", 1, "deepspeed"))  # which has no other schedule
 
 tracks = st.builds(
-    lambda schedule, stages, rounds, runtime: find_track(schedule[0], stages, stages * rounds, schedule[1], runtime),
-    st.sampled_from(SCHEDULES),
+    lambda run, stages, rounds: find_track(run[0], stages, stages * rounds, *run[1:]),
+    st.sampled_from(RUNS),
     st.integers(2, 6),
     st.integers(1, 3),
-    st.sampled_from(RUNTIMES),
 )
 
 
@@ -81,5 +82,5 @@ def test_entries_can_run_in_their_order(track: Track) -> None:
 
 
 def test_unknown_runtimes_are_refused() -> None:
-    with pytest.raises(JobError, match="runtime must be one of asynchronous, torch, got 'magic'"):
+    with pytest.raises(JobError, match="runtime must be one of asynchronous, torch, deepspeed, got 'magic'"):
         find_track("1f1b", 2, 2, 1, "magic")

@@ -10,6 +10,8 @@ SEPARATE = {"fused_attention": False}
 def test_scores_softmax_and_values_are_kernels_of_their_own() -> None:
     block = dense.layer(small_shape(model=SEPARATE))
     assert "linear batched_matmul softmax batched_matmul linear" in words(block)
+    megatron = dense.layer(small_shape(precision="bf16", model=SEPARATE))
+    assert "softmax batched_matmul copy linear" in words(megatron)  # heads side by side again
     assert "batched_matmul batched_matmul softmax_backward batched_matmul batched_matmul copy" in words(
         block, backward=True
     )
