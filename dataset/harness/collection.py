@@ -52,7 +52,7 @@ class Collection:
                 device_id=self.device if self.device.type == "cuda" else None,
             )
         if "box" in self.plan:
-            os.setpriority(os.PRIO_PROCESS, 0, -20)
+            cores.go_first()
         elif self.device.type == "cpu":  # a GPU's rank is left alone: its autograd thread needs a core beside it
             cores.pin(local_rank)
         annotate.install()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _real_time = False
 _ALLOWED = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
@@ -22,15 +22,31 @@ def pin(local_rank: int) -> None:
         os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
 
 
+def may_hurry() -> bool:
+    """Whether the calling thread may run in real time: containers often keep it from that, even root."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except (AttributeError, PermissionError):
+        return False
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    return True
+
+
 def hurry_communication() -> None:
-    """Have threads that communicate run in real time from now on: many ranks share a core in a box, and they must not
-    wait for each other's turns to end.
+    """Have threads that communicate run in real time from now on, where that is allowed: many ranks share a core in a
+    box, and they must not wait for each other's turns to end.
 
     Not so the thread that computes: gloo's calls may spin for a moment, which in real time would keep the kernel from
     moving the very packets that it waits for.
     """
     global _real_time
-    _real_time = True
+    _real_time = may_hurry()
+
+
+def go_first() -> None:
+    """Have the calling thread go before other processes' ordinary threads, where that is allowed."""
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, -20)
 
 
 @contextmanager

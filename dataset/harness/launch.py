@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from . import cores
 from . import plan as plans
 from .box import check_possible
 from .errors import HarnessError
@@ -95,9 +96,8 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
         kept = len(_complete(out, plan))
         bar = Progress(_units(plan), _units_done(out, plan), shown=progress)
         outstanding = [size for size in plans.world_sizes(plan) if _outstanding(out, plan, size)]
-        busy = busy_note() if outstanding and progress else ""
-        if busy:
-            print(busy, file=sys.stderr)
+        for note in _notes(plan) if outstanding and progress else ():
+            print(f"warning: {note}", file=sys.stderr)
         try:
             for size in outstanding:
                 _run_world(out, size, bar, "box" in plan)
@@ -123,6 +123,17 @@ def _read_plan(path: Path) -> Any:
         raise HarnessError(f"cannot read plan {path}: {error}") from None
 
 
+def _notes(plan: dict[str, Any]) -> list[str]:
+    """What makes measurements on this machine worse than they could be."""
+    notes = [busy_note()]
+    if "box" in plan and not cores.may_hurry():
+        notes.append(
+            "threads of a box that communicate should run in real time, but this system forbids it (in a container: "
+            "the cgroup's cpu.rt_runtime_us); runs take more of the cores and vary more"
+        )
+    return [note for note in notes if note]
+
+
 def busy_note(seconds: float = 0.5) -> str:
     """What to say if others compute on this machine before anything of ours does, "" if nobody does.
 
@@ -134,7 +145,7 @@ def busy_note(seconds: float = 0.5) -> str:
     if others <= _QUIET:
         return ""
     return (
-        f"warning: measuring needs a quiet machine: others may keep {_QUIET} cores busy, got {others:.1f}; "
+        f"measuring needs a quiet machine: others may keep {_QUIET} cores busy, got {others:.1f}; "
         "what is measured beside them is slower and varies more"
     )
 

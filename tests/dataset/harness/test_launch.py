@@ -165,7 +165,7 @@ def test_a_busy_machine_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What others compute before the first measurement is told; a machine that does not say is taken as quiet."""
     monkeypatch.setattr(launch, "_busy_seconds", time.monotonic)  # one core
     note = launch.busy_note(0.01)
-    assert note.startswith("warning: ") and "got 1.0" in note and "\n" not in note
+    assert note.startswith("measuring needs") and "got 1.0" in note and "\n" not in note
     monkeypatch.setattr(launch, "_busy_seconds", lambda: 0.0)
     assert launch.busy_note(0.01) == ""
     monkeypatch.undo()
