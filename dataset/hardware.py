@@ -60,6 +60,8 @@ class Hardware:
         op_latency_s: Time of an op that does nothing, launch included.
         comm_compute_share: Part of an overlapped collective's time that it takes from the device's compute
             (1: nothing is gained by overlap, 0: communication is free while hidden).
+        compute_spread: Standard deviation of a matrix product's time between devices of this kind, of its mean: those
+            that move in step wait for the slowest.
         host_op_s: Time in which the host launches one op; 0 where ops run on the host itself.
         host_action_s, host_message_s: What the runtime of a pipeline takes before each pass of a micro-batch, and to
             post one side of a message.
@@ -80,6 +82,7 @@ class Hardware:
     memory_efficiency: float = 1.0
     op_latency_s: float = 0.0
     comm_compute_share: float = 0.0
+    compute_spread: float = 0.0
     host_op_s: float = 0.0
     host_action_s: float = 0.0
     host_message_s: float = 0.0
@@ -108,6 +111,7 @@ class Hardware:
                 raise JobError(f"hardware {self.name}: {name} must lie in (0, 1], got {value}")
         for name, value in (
             ("num_processors", self.num_processors),
+            ("compute_spread", self.compute_spread),
             ("host_op_s", self.host_op_s),
             ("host_action_s", self.host_action_s),
             ("host_message_s", self.host_message_s),

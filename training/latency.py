@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from statistics import NormalDist
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -20,11 +22,21 @@ if TYPE_CHECKING:
 
 Seconds = NDArray[np.float64]
 MAX_PROGRAMS = 4096
+BY_CLOCK = ("gemm", "batched_gemm", "grouped_gemm", "attention", "latent_attention")  # whose time the clock decides
 T = TypeVar("T", Op, Collective)
 
 
+@cache
+def slowest_of(devices: int) -> float:
+    """Standard deviations by which the slowest of some devices is expected to lie above their mean.
+
+    Blom's approximation to the largest of as many normal deviates (Statistical Estimates, 1958).
+    """
+    return NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
+
+
 class LearnedLatency:
-    """A ``LatencyModel`` bound to one fabric and number of busy devices per node."""
+    """A ``LatencyModel`` bound to one fabric, number of busy devices per node and of devices that move in step."""
 
     def __init__(
         self,
@@ -35,6 +47,7 @@ class LearnedLatency:
         fabric: Fabric,
         busy: int,
         constants: Constants | None = None,
+        devices: int = 1,
     ) -> None:
         self.hardware = hardware
         self.fabric = fabric
@@ -43,6 +56,7 @@ class LearnedLatency:
         self._collective = collective
         self._context = context
         self._constants = constants or Constants()
+        self._slowest = 1.0 + hardware.compute_spread * slowest_of(devices)
         self.knows_context = context is not None
         self._ops: dict[Op, float] = {}
         self._collectives: dict[Collective, float] = {}
@@ -53,7 +67,8 @@ class LearnedLatency:
         """Seconds of each op alone, shape ``(len(ops),)``."""
         missing = [op for op in dict.fromkeys(ops) if op not in self._ops]
         if missing:
-            self._remember(self._ops, missing, self._kernel.seconds(missing, self.busy))
+            paces = [self._slowest if op.family in BY_CLOCK else 1.0 for op in missing]
+            self._remember(self._ops, missing, self._kernel.seconds(missing, self.busy) * paces)
         return np.array([self._ops[op] for op in ops], dtype=np.float64)
 
     def collective_seconds(self, collectives: Sequence[Collective]) -> Seconds:

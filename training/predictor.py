@@ -82,7 +82,8 @@ class Predictor:
                 f"got {job.cluster.hardware!r}"
             )
         busy = min(job.cluster.devices_per_node, job.cluster.num_devices)
-        key = (busy, job.fabric)
+        devices = job.cluster.num_devices if self.hardware.compute_spread else 1
+        key = (busy, job.fabric, devices)
         if key not in self._bound:
             self._bound[key] = LearnedLatency(
                 self.hardware,
@@ -92,6 +93,7 @@ class Predictor:
                 job.fabric,
                 busy,
                 self.calibration.constants,
+                devices,
             )
         return self._bound[key]
 

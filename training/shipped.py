@@ -144,7 +144,7 @@ RECIPES = MappingProxyType(
         # In 8 bits DeepGEMM runs the instructions with scales of blocks that cuBLAS runs for MXFP8.
         "b200-sxm": Recipe(
             "b200-sxm-180gb",
-            ("gb200-sxm-186gb", "b300-sxm-270gb", "gb300-sxm-279gb"),
+            ("gb200-sxm-186gb",),
             (
                 Source("aiconfigurator", "kernels/aiconfigurator/data/b200_sxm", PRODUCTS),
                 Source("simumax", f"{_SIMUMAX}/b200_bf16_ceperm.json.gz"),

@@ -99,7 +99,14 @@ def test_roofline() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"peak_flops": {"bf16": 0}}, {"memory_efficiency": 1.5}, {"comm_compute_share": 2}, {"zoo": 1}]
+    "change",
+    [
+        {"peak_flops": {"bf16": 0}},
+        {"memory_efficiency": 1.5},
+        {"comm_compute_share": 2},
+        {"compute_spread": -1},
+        {"zoo": 1},
+    ],
 )
 def test_bad_hardware(change: dict[str, object]) -> None:
     """Impossible facts are refused."""

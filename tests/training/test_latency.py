@@ -1,10 +1,14 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from stepsight.dataset.hardware import find_hardware
 from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.op import Op
 from stepsight.gnn.model import ContextModel
-from stepsight.training.latency import LearnedLatency
+from stepsight.training.latency import LearnedLatency, slowest_of
 from stepsight.training.predictor import Predictor
 from tests.simulator.latency_contract import LatencyContract, small_program
 
@@ -42,3 +46,24 @@ def test_a_program_is_worked_out_once(predictor: Predictor, monkeypatch: pytest.
         latency.in_context([program], [alone.copy()])
     latency.in_context([program], [alone * 2])
     assert len(calls) == 2
+
+
+def test_the_slowest_of_many_devices_lies_farther_from_their_mean() -> None:
+    """Against the largest of so many normal deviates, drawn."""
+    drawn = np.random.default_rng(0).normal(size=(20_000, 64))
+    assert slowest_of(1) == 0.0
+    for count in (2, 8, 64):
+        assert slowest_of(count) == pytest.approx(drawn[:, :count].max(axis=1).mean(), abs=0.03)
+
+
+def test_products_wait_for_the_slowest_device_and_what_streams_does_not(predictor: Predictor) -> None:
+    uneven = replace(predictor, hardware=replace(predictor.hardware, compute_spread=0.02))
+    works = [Op("linear", (64, 128, 128), "fp32"), Op("add", (4096,), "fp32")]
+    even, spread = (one.latency(_job()).op_seconds(works) for one in (predictor, uneven))
+    assert spread / even == pytest.approx([1 + 0.02 * slowest_of(2), 1.0])
+
+
+def test_gpus_differ_by_a_stated_amount() -> None:
+    gpu, cpu = find_hardware("h100-sxm-80gb"), find_hardware("local-cpu")
+    assert gpu is not None and gpu.compute_spread == 0.015
+    assert cpu is not None and cpu.compute_spread == 0.0
