@@ -101,7 +101,8 @@ class KernelModel:
             if np.isnan(seconds[index]):  # nothing tells of it
                 seconds[index] = roofline_seconds(op, self.hardware)
             elif base is not op:
-                physics = roofline_seconds(op, self.hardware) / roofline_seconds(base, self.hardware)
+                run = as_run(op, self.hardware) if self.derives else op
+                physics = roofline_seconds(run, self.hardware) / roofline_seconds(base, self.hardware)
                 seconds[index] *= physics * np.exp(log_ratio)
             if self.derives:
                 seconds[index] = max(seconds[index], least_seconds(op, self.hardware))

@@ -71,3 +71,12 @@ def test_what_streams_keeps_the_bandwidth_of_the_longest_that_was_measured(op: O
     assert shipped is not None
     seconds = shipped.kernel.seconds([op, longer], 1)
     assert seconds[1] / seconds[0] == pytest.approx(4, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["attention", "flash1_attention_backward"])
+def test_padded_heads_take_as_long_as_those_they_are_padded_to(kind: str) -> None:
+    shipped = shipped_predictor("a100-sxm")
+    assert shipped is not None
+    padded, whole = (Op(kind, (4, 16, 16, 2048, 2048, size, 1)) for size in (80, 96))
+    seconds = shipped.kernel.seconds([padded, whole], 1)
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-9)
