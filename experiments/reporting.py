@@ -55,7 +55,8 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
         more = (
             f" and {len(prediction.unsupported) - len(shown)} more" if len(prediction.unsupported) > len(shown) else ""
         )
-        lines.append(f"outside what was measured: {', '.join(map(str, shown))}{more}")
+        part = f"{100 * prediction.unsupported_share:.0f} % of the time"
+        lines.append(f"outside what was measured, {part}: {', '.join(map(str, shown))}{more}")
     return {"job": job.name, **prediction.to_dict(), "text": "\n".join(lines)}
 
 

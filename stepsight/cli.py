@@ -171,6 +171,12 @@ def predict(
         Path | None,
         typer.Option(parser=path, help="Write the pipeline schedule here, as torch's table of actions. One job only."),
     ] = None,
+    software: Annotated[
+        str,
+        typer.Option(
+            help="What runs the jobs, as the column `framework` of the runs that the predictor was calibrated on."
+        ),
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Predict iteration time, interval, breakdown and memory of jobs.
@@ -194,7 +200,7 @@ def predict(
             check_output_file(wanted)
     loaded = _load(predictor)
     read = [Job.from_file(path) for path in jobs]
-    predictions = [ask(job, loaded) for job in read]
+    predictions = [ask(job, loaded, software=software) for job in read]
     reports = [prediction_report(job, prediction) for job, prediction in zip(read, predictions, strict=True)]
     if timeline is not None:
         with new_file(timeline) as part, part.open("wb") as file:

@@ -128,7 +128,8 @@ class CollectiveModel:
             where = "across nodes" if collective.num_nodes > 1 else "within a node"
             return f"{collective}: no {collective.kind} {where} was measured"
         low, high = self.regressor.support[label]
-        if not low[1] - 1e-9 <= np.log(collective.group_size) <= high[1] + 1e-9:
+        slack = OUTSIDE if self.nccl else 1e-9  # rings of NCCL are alike up to twice the ranks
+        if not low[1] - slack <= np.log(collective.group_size) <= high[1] + slack:
             return f"{collective}: measured for groups of {np.exp(low[1]):.0f} to {np.exp(high[1]):.0f} ranks"
         position = (nccl_position if self.nccl else collective_position)(collective, fabric)
         excess = self.regressor.excess(label, position)
