@@ -80,7 +80,8 @@ def job_of(row: Row) -> PublishedJob:
 
 def framework_of(row: Row) -> Framework:
     """The profile of a row's framework; flags and precisions that the row states go before."""
-    framework, notes = find_framework(row.text("framework")), row.notes
+    years = re.findall(r"\b20\d\d\b", row.text("source"))  # of a paper: they tell generations of a framework apart
+    framework, notes = find_framework(" ".join((row.text("framework"), *years))), row.notes
     changes: dict[str, Any] = {}
     for flag, field in _FLAGS.items():
         stated = re.search(rf"\b{flag}=(true|false)\b", notes, re.IGNORECASE)

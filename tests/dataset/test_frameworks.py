@@ -19,6 +19,7 @@ def test_presets_are_sound() -> None:
     ("text", "name"),
     [
         ("Megatron-LM @6985e589", "megatron-lm"),
+        ("Megatron-LM 2022", "megatron-lm-2022"),
         ("Megatron-LM 0.14 (no comm overlap) + TE 2.11", "megatron-core"),
         ("Megatron-DeepSpeed", "megatron-deepspeed"),
         ("Megatron-DeepSpeed (ZeRO-1 + PP)", "bloom"),

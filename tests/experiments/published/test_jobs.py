@@ -72,6 +72,12 @@ def test_flags_of_a_row_go_before_its_frameworks() -> None:
     assert job_of(run_row(precision="amp_bf16; MP mode DEFAULT")).framework.gradients == "fp32"
 
 
+def test_a_papers_year_tells_generations_of_a_framework_apart() -> None:
+    """Megatron-LM overlaps tensor-parallel collectives from 2022 on."""
+    rows = {year: run_row(framework="Megatron-LM", source=f"Some et al. {year} Table 5") for year in (2021, 2022)}
+    assert [job_of(row).job.parallel.overlap_tp for row in rows.values()] == ["", "backward"]
+
+
 def test_embedding_and_loss_as_layers() -> None:
     """70 layers on 12 stages are 5, 6, ... 6, 5; what divides evenly stays even."""
     row: dict[str, Any] = {"gpus": 96, "nodes": 12, "tp": 8, "pp": 12, "dp": 1, "heads": 16}
