@@ -1,7 +1,6 @@
 """What training frameworks do that a table of runs does not say: a small declared profile for each.
 
-A profile fills what a run leaves open.  Some of its fields go into the ``Job``; the others, marked *declared*, are what
-a job cannot say yet: they are kept with it for whoever times or calibrates such runs.
+A profile fills what a run leaves open: its fields go into the ``Job``.
 """
 
 from __future__ import annotations
@@ -44,9 +43,8 @@ class Framework:
         runtime: As in ``ParallelSpec``: who passes messages between stages.
         p2p: Whether tensor-parallel ranks pass the ``full`` activation on to the next stage, or each a
             ``scattered`` part that is gathered there.
-        overlap_p2p: *Declared.*  Whether messages between stages travel beside computation.
         overlap_tp: As in ``ParallelSpec``.
-        compiled: *Declared.*  Whether a compiler fuses the small kernels between products.
+        eager_kernels, norms_again, token_metrics: As in ``ModelSpec``.
     """
 
     name: str
@@ -69,9 +67,10 @@ class Framework:
     reduce_scatter: bool = True
     runtime: str = ""
     p2p: str = "full"
-    overlap_p2p: bool = False
     overlap_tp: str = ""
-    compiled: bool = False
+    eager_kernels: bool = False
+    norms_again: bool = False
+    token_metrics: bool = False
 
     def __post_init__(self) -> None:
         for key, value, allowed in (

@@ -74,6 +74,11 @@ class ModelSpec:
         attention_kernels: Generation of fused attention: ``flash-1``, ``flash-2`` or ``flash-3`` (cuDNN's too); empty:
             the one that was measured on the device.
         dropout: Probability with which attention scores and what residuals take are dropped; 0: none.
+        eager_kernels: Whether norms, rotary positions, gated activations and the loss are PyTorch's own, one kernel for
+            each of their operations, rather than one each (Apex, Transformer Engine, a compiler).
+        norms_again: Whether norms work on fp32 copies and run again in backward, with the residual before them, rather
+            than keep their input.
+        token_metrics: Whether accuracy and perplexity of every token are worked out from the logits.
         attention: ``mha`` (with grouped queries too), or ``mla``: DeepSeek's latent attention.
         q_lora_rank, kv_lora_rank, rope_head_dim, v_head_dim: Of ``mla``; ``head_dim`` is then the part without rotary
             positions.
@@ -104,6 +109,9 @@ class ModelSpec:
     fused_attention: bool = True
     attention_kernels: str = ""
     dropout: float = 0.0
+    eager_kernels: bool = False
+    norms_again: bool = False
+    token_metrics: bool = False
     attention: str = "mha"
     q_lora_rank: int = 0
     kv_lora_rank: int = 0

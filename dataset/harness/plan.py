@@ -41,8 +41,9 @@ _JOB: dict[str, dict[str, type]] = {  # what a job must say, and of what kind
     "batch": {"micro_batch": int, "global_batch": int, "precision": str},
     "cluster": {"hardware": str, "nodes": int, "devices_per_node": int},
 }  # fmt: skip
+_PLAIN = {"eager_kernels": False, "norms_again": False, "token_metrics": False}
 _ONLY: dict[str, dict[str, Any]] = {  # what a job may say beside, where this harness does one thing alone
-    "model": {"attention": "mha", "experts": 0, "attention_kernels": "", "dropout": 0},
+    "model": {"attention": "mha", "experts": 0, "attention_kernels": "", "dropout": 0, **_PLAIN},
     "parallel": {
         "cp": 1, "ep": 1, "order": "tp-cp-dp-pp", "vocab_parallel": True, "overlap_grad_reduce": True,
         "overlap_tp": "", "overlap_param_gather": False, "reshard_after_forward": True, "prefetch": 1,

@@ -37,7 +37,6 @@ _MODELS: dict[str, dict[str, Any]] = {
 _FLAGS = {
     "overlap_grad_sync": "overlap_grad_reduce",
     "overlap_param_sync": "overlap_param_gather",
-    "overlap_p2p_comm": "overlap_p2p",
 }
 
 
@@ -95,6 +94,8 @@ def framework_of(row: Row) -> Framework:
         changes["bucket_mbytes"] = float(bucket[1])
     if "async tp" in notes.lower() or "asynctp" in notes.lower():
         changes["overlap_tp"] = "split"
+    if re.search(r"\bcompile\b", notes.lower()):
+        changes["eager_kernels"] = False
     if "MP mode DEFAULT" in row.text("precision"):  # Composer's name for parameters in half, reduction in full
         changes["gradients"] = "fp32"
     if "BF16 optimizer" in row.text("precision"):  # DeepSpeed's: casts and adds to fp32 and all-reduces that
@@ -146,6 +147,9 @@ def _model(row: Row, framework: Framework, tp: int) -> dict[str, Any]:
         "fused_attention": framework.fused_attention,
         "attention_kernels": framework.attention if framework.fused_attention else "",
         "dropout": framework.dropout,
+        "eager_kernels": framework.eager_kernels,
+        "norms_again": framework.norms_again and not (row.text("recompute") or framework.recompute).startswith("full"),
+        "token_metrics": framework.token_metrics,
     }
     if experts:
         model |= {"expert_ffn": ffn, "experts": experts, "experts_per_token": row.known("top_k")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stepsight.simulator.blocks import eager
 from stepsight.simulator.blocks.context import all_gather, ring
 from stepsight.simulator.blocks.heads import Heads
 from stepsight.simulator.blocks.parts import column_linear, entered, left, row_linear
@@ -18,6 +19,8 @@ def attention(shape: RankShape, *, causal: bool = True, rotary: bool = False) ->
     if rotary:
         numel = shape.rows * (heads.heads + heads.kv_heads) * heads.head_dim
         rope = (Step("rope", (shape.op("rope", numel),), (shape.op("rope_backward", numel),)),)
+        if shape.model.eager_kernels and shape.precision != "fp32":
+            rope = (Step("rope", eager.rope(shape, numel), eager.rope(shape, numel)),)
     qkv = column_linear(shape, "qkv", width, shape.model.hidden)
     out = row_linear(shape, "out", shape.model.hidden, heads.heads * heads.v_dim)
     return (*entered(shape, qkv), *rope, *core(shape, heads), *left(shape, out))

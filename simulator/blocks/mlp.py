@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from stepsight.dataset.op import Op
 from stepsight.dataset.specs import ModelSpec
+from stepsight.simulator.blocks import eager
 from stepsight.simulator.blocks.parts import column_linear, entered, left, row_linear
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Saved, Step
@@ -19,10 +21,14 @@ def activation(shape: RankShape, rows: int, ffn: int) -> Step:
     """What is between the two linears."""
     kind, numel = activation_kind(shape.model), rows * ffn
     width = 2 * ffn if shape.model.gated_mlp else ffn
+    forward: tuple[Op, ...] = (shape.op(kind, numel),)
+    backward: tuple[Op, ...] = (shape.op(f"{kind}_backward", numel),)
+    if shape.model.eager_kernels and shape.model.gated_mlp and shape.precision != "fp32":
+        forward, backward = eager.gated(shape, numel)
     return Step(
         kind,
-        (shape.op(kind, numel),),
-        (shape.op(f"{kind}_backward", numel),),
+        forward,
+        backward,
         saved=(Saved(rows * width * shape.dtype_bytes),),
         temporary_bytes=numel * shape.dtype_bytes if shape.model.gated_mlp else 0,  # the gate again
     )

@@ -16,6 +16,7 @@ from functools import lru_cache
 
 from stepsight.dataset.op import Op
 from stepsight.dataset.specs import ModelSpec
+from stepsight.simulator.blocks import eager
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Comm, Item, Join, Lost, Saved, Step
 
@@ -103,10 +104,19 @@ def norm(shape: RankShape, name: str, *, fork: bool = True, rows: int = 0, width
     """A norm; where the residual forks before it, the backward adds the two gradients."""
     kind = norm_kind(shape.model)
     rows, width = rows or shape.local_rows, width or shape.model.hidden
+    forward: tuple[Op, ...] = (shape.op(kind, rows, width),)
+    backward: tuple[Op, ...] = (shape.op(f"{kind}_backward", rows, width),)
+    if shape.model.eager_kernels and kind == "rms_norm" and shape.precision != "fp32":
+        forward, backward = eager.rms_norm(shape, rows, width)
+    elif shape.model.norms_again and shape.precision != "fp32":
+        cast, full = shape.op("cast", rows * width), Op(kind, (rows, width), "fp32")
+        forward = (cast, full)  # which reads 4 bytes and writes 2, all but as much
+        again = (shape.op("add", rows * width), cast, full)
+        backward = (*again, Op(f"{kind}_backward", (rows, width), "fp32"), cast)
     return Step(
         name,
-        (shape.op(kind, rows, width),),
-        (shape.op(f"{kind}_backward", rows, width), *([shape.op("add", rows * width)] if fork else [])),
+        forward,
+        (*backward, *([shape.op("add", rows * width)] if fork else [])),
         parameters=(width, width) if kind == "layer_norm" else (width,),
         replicated=True,
         saved=(Saved(rows * width * shape.dtype_bytes),),

@@ -7,9 +7,12 @@ with sequence parallelism, fetches all rows before the logits, which every rank 
 from __future__ import annotations
 
 from stepsight.dataset.op import Op
+from stepsight.simulator.blocks import eager
 from stepsight.simulator.blocks.parts import enter, leave
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Item, Saved, Step
+
+_NOTHING: tuple[Item, ...] = ()
 
 
 def tokens(shape: RankShape, shared: bool = False, *, again: bool = False) -> Block:
@@ -77,10 +80,16 @@ def _before(shape: RankShape) -> Block:
 
 def loss(shape: RankShape, rows: int, classes: int, statistics: tuple[Item, ...] = ()) -> Step:
     """Cross-entropy in fp32; logits and their gradient are in the activations' dtype."""
+    model = shape.model
+    before, after, metrics = _NOTHING, _NOTHING, _NOTHING
+    if (model.eager_kernels or model.token_metrics) and shape.precision != "fp32":
+        before, after = eager.fp32_logits(shape, rows * classes)
+    if model.token_metrics:
+        metrics = eager.token_metrics(rows, classes)
     return Step(
         "loss",
-        (Op("cross_entropy", (rows, classes), "fp32"), *statistics),
-        (Op("cross_entropy_backward", (rows, classes), "fp32"),),
+        (*before, Op("cross_entropy", (rows, classes), "fp32"), *statistics, *metrics),
+        (Op("cross_entropy_backward", (rows, classes), "fp32"), *after),
         saved=(Saved(rows * classes * 4),),
         temporary_bytes=rows * classes * (shape.dtype_bytes - 4),
     )

@@ -60,13 +60,12 @@ def test_words_for_recomputation(framework: str, text: str, expected: tuple[str,
 
 
 def test_flags_of_a_row_go_before_its_frameworks() -> None:
-    """Overlap and bucket size as a recipe states them; what a job cannot say yet is kept beside it."""
+    """Overlap and bucket size as a recipe states them."""
     notes = "yaml flags: ub_tp_comm_overlap=false overlap_grad_sync=False overlap_param_sync=true bucket_cap_mb=75"
     published = job_of(run_row(framework="NeMo", notes=notes))
     p = published.job.parallel
     assert (p.overlap_grad_reduce, p.overlap_param_gather, p.bucket_mbytes) == (False, True, 75.0)
     assert published.framework.overlap_tp == published.job.parallel.overlap_tp == "backward"
-    assert published.framework.overlap_p2p
     plain = job_of(run_row(framework="NeMo", notes="bucket_cap_mb=None")).framework
     assert plain.overlap_tp == "split" and plain.bucket_mbytes == 400.0
     assert job_of(run_row(precision="amp_bf16; MP mode DEFAULT")).framework.gradients == "fp32"
@@ -132,3 +131,14 @@ def test_words_for_precision() -> None:
     """The type of the large products."""
     words = {"fp16 mixed": "fp16", "BF16": "bf16", "amp_bf16; MP mode PURE": "bf16", "MXFP8": "fp8", "float8": "fp8"}
     assert {text: precision_of(text) for text in words} == words
+
+
+@pytest.mark.parametrize(("notes", "eager"), [("FSDP eager", True), ("FSDP+compile+float8", False)])
+def test_a_run_says_whether_it_was_compiled(notes: str, eager: bool) -> None:
+    assert job_of(run_row(framework="torchtitan (FSDP2)", notes=notes)).job.model.eager_kernels is eager
+
+
+@pytest.mark.parametrize(("recompute", "again"), [("none", True), ("full", False)])
+def test_layers_that_are_recomputed_keep_their_norms(recompute: str, again: bool) -> None:
+    model = job_of(run_row(framework="InternEvo", recompute=recompute)).job.model
+    assert model.norms_again is again and model.token_metrics

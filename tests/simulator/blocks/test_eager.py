@@ -1,0 +1,63 @@
+"""What frameworks run for norms, rotary positions, gated activations and losses that nothing fuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepsight.dataset.op import Op
+from stepsight.simulator.blocks import dense, eager
+from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.blocks.step import Block
+from tests.simulator.blocks.shapes import GEMMS, both, ops, small_shape
+
+
+def _shape(**model: bool) -> RankShape:
+    return small_shape("llama", precision="bf16", model=dict(model))
+
+
+def _streamed(block: Block) -> float:
+    """Bytes that everything but products moves, forward and backward."""
+    found = [item for item in both(block) if isinstance(item, Op) and item.kind not in GEMMS]
+    return sum(op.num_bytes for op in found)
+
+
+def test_an_eager_norm_moves_36_bytes_of_each_element_forward_and_68_backward() -> None:
+    forward, backward = eager.rms_norm(_shape(), 64, 64)
+    assert sum(op.num_bytes for op in forward) == 36 * 64 * 64
+    assert sum(op.num_bytes for op in backward) == 68 * 64 * 64
+
+
+def test_an_eager_gate_moves_10_and_18_bytes_and_rotary_positions_20() -> None:
+    forward, backward = eager.gated(_shape(), 100)
+    assert sum(op.num_bytes for op in forward) == 1000 and sum(op.num_bytes for op in backward) == 1800
+    assert sum(op.num_bytes for op in eager.rope(_shape(), 100)) == 2000
+
+
+@pytest.mark.parametrize("block", [dense.layer, dense.head])
+def test_eager_kernels_stream_more_and_compute_the_same_products(block: object) -> None:
+    plain, loose = (block(_shape(eager_kernels=flag)) for flag in (False, True))  # type: ignore[operator]
+    assert _streamed(loose) > _streamed(plain)
+    products = [[op for kind in GEMMS for op in ops(one, kind)] for one in (plain, loose)]
+    assert products[0] == products[1]
+    assert [step.parameters for step in plain] == [step.parameters for step in loose]
+
+
+def test_norms_that_run_again_do_so_with_the_residual_before_them() -> None:
+    plain, again = (dense.layer(_shape(norms_again=flag)) for flag in (False, True))
+    assert len(ops(again, "rms_norm")) == 2 * len(ops(plain, "rms_norm"))
+    assert {op.dtype for op in ops(again, "rms_norm")} == {"fp32"}
+    assert len(ops(again, "add")) == len(ops(plain, "add")) + 2
+
+
+def test_metrics_read_all_logits_seven_times() -> None:
+    plain, counted = _shape(), _shape(token_metrics=True)
+    more = _streamed(dense.head(counted)) - _streamed(dense.head(plain))
+    logits = plain.rows * plain.model.vocab
+    assert more == (5 * 4 + 2 * 8 + 2 * 6) * logits
+
+
+def test_fp32_has_kernels_of_its_own() -> None:
+    """Those of the harness, which measures what it runs."""
+    for flag in ("eager_kernels", "norms_again"):
+        plain, same = small_shape("llama"), small_shape("llama", model={flag: True})
+        assert both(dense.layer(plain)) == both(dense.layer(same))
