@@ -12,7 +12,7 @@ from importlib import resources
 from typing import Any
 
 from stepsight.dataset.errors import JobError
-from stepsight.dataset.specs import OVERLAP_TP, RUNTIMES
+from stepsight.dataset.specs import FP8_SCALING, OVERLAP_TP, RUNTIMES
 
 SELECTIVE = ("attention", "every-2nd-layer")
 GRADIENTS = ("model", "fp32", "fp32-cast")
@@ -45,6 +45,7 @@ class Framework:
             ``scattered`` part that is gathered there.
         overlap_tp: As in ``ParallelSpec``.
         eager_kernels, norms_again, token_metrics: As in ``ModelSpec``.
+        fp8_scaling: As in ``BatchSpec``.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Framework:
     eager_kernels: bool = False
     norms_again: bool = False
     token_metrics: bool = False
+    fp8_scaling: str = "delayed"
 
     def __post_init__(self) -> None:
         for key, value, allowed in (
@@ -78,6 +80,7 @@ class Framework:
             ("gradients", self.gradients, GRADIENTS),
             ("runtime", self.runtime, ("", *RUNTIMES)),
             ("overlap_tp", self.overlap_tp, OVERLAP_TP),
+            ("fp8_scaling", self.fp8_scaling, FP8_SCALING),
             ("p2p", self.p2p, P2P),
             ("attention", self.attention, ATTENTION),
         ):

@@ -11,6 +11,7 @@ from stepsight.dataset.specs import (
     AXES,
     CONTEXT_PARALLEL,
     FAMILIES,
+    FP8_SCALING,
     GRADIENT_DTYPES,
     OPTIMIZERS,
     OVERLAP_TP,
@@ -95,6 +96,7 @@ def _choices(rules: _Rules, job: Job) -> None:
         ("parallel.context_parallel", p.context_parallel, CONTEXT_PARALLEL),
         ("parallel.runtime", p.runtime, ("", *RUNTIMES)),
         ("batch.precision", job.batch.precision, PRECISIONS),
+        ("batch.fp8_scaling", job.batch.fp8_scaling, FP8_SCALING),
         ("optimizer.kind", job.optimizer.kind, OPTIMIZERS),
     ):
         words = ", ".join(repr(a) if a == "" else str(a) for a in allowed)

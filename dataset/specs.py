@@ -22,6 +22,7 @@ SCHEDULES: MappingProxyType[str, tuple[int, int]] = MappingProxyType(
 )
 RECOMPUTE = ("none", "selective", "full")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+FP8_SCALING = ("delayed", "dynamic")
 ATTENTIONS = ("mha", "mla")
 CONTEXT_PARALLEL = ("ring", "all_gather")
 ATTENTION_KERNELS = ("", "flash-1", "flash-2", "flash-3")
@@ -227,11 +228,18 @@ class ParallelSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSpec:
-    """Sizes in sequences; ``global_batch`` is split over dp replicas and their micro-batches."""
+    """Sizes in sequences; ``global_batch`` is split over dp replicas and their micro-batches.
+
+    Attributes:
+        fp8_scaling: With ``fp8``: ``delayed`` (scales of earlier iterations, weights cast once an iteration:
+            Transformer Engine) or ``dynamic`` (the largest value of each operand is looked for first, and operands are
+            cast where they are used, weights too: torchao).
+    """
 
     micro_batch: int
     global_batch: int
     precision: str = "bf16"
+    fp8_scaling: str = "delayed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

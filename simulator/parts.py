@@ -61,8 +61,10 @@ def rank_shape(job: Job, compute_share: float = 0.0) -> RankShape:
     casts = buffers and p.gradient_dtype == "fp32-cast"
     more = (p.offload_activations, buffers, casts, scatters)
     overlap = p.overlap_tp if p.tp > 1 else ""
+    dynamic = batch.precision == "fp8" and batch.fp8_scaling == "dynamic"
     share = compute_share if overlap == "backward" else 0.0  # what is split is copied by engines of its own
-    return _rank_shape(job.model, batch.micro_batch, batch.precision, layout_of(job), *split, *more, overlap, share)
+    habits = (overlap, share, dynamic)
+    return _rank_shape(job.model, batch.micro_batch, batch.precision, layout_of(job), *split, *more, *habits)
 
 
 @lru_cache(maxsize=4096)
@@ -82,6 +84,7 @@ def _rank_shape(
     scatter_p2p: bool,
     overlap_tp: str,
     compute_share: float,
+    fp8_dynamic: bool,
 ) -> RankShape:
     tp = layout.group("tp")
     return RankShape(
@@ -101,6 +104,7 @@ def _rank_shape(
         scatter_p2p=scatter_p2p,
         overlap_tp=overlap_tp,
         compute_share=compute_share,
+        fp8_dynamic=fp8_dynamic,
     )
 
 

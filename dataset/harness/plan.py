@@ -44,6 +44,7 @@ _JOB: dict[str, dict[str, type]] = {  # what a job must say, and of what kind
 _PLAIN = {"eager_kernels": False, "norms_again": False, "token_metrics": False}
 _ONLY: dict[str, dict[str, Any]] = {  # what a job may say beside, where this harness does one thing alone
     "model": {"attention": "mha", "experts": 0, "attention_kernels": "", "dropout": 0, **_PLAIN},
+    "batch": {"fp8_scaling": "delayed"},
     "parallel": {
         "cp": 1, "ep": 1, "order": "tp-cp-dp-pp", "vocab_parallel": True, "overlap_grad_reduce": True,
         "overlap_tp": "", "overlap_param_gather": False, "reshard_after_forward": True, "prefetch": 1,

@@ -69,6 +69,7 @@ def job_of(row: Row) -> PublishedJob:
                 "micro_batch": row.known("micro_batch"),
                 "global_batch": row.known("global_batch"),
                 "precision": precision_of(row.text("precision")),
+                "fp8_scaling": framework.fp8_scaling,
             },
             "optimizer": {"fused": framework.fused_optimizer, "clip_grad_norm": framework.clip_grad_norm},
             "cluster": cluster_of(row),

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from stepsight.dataset.op import Op
 from stepsight.simulator.blocks.mlp import activation, mlp
-from stepsight.simulator.blocks.parts import cast, enter, fork, kept, leave
+from stepsight.simulator.blocks.parts import cast, cast_again, enter, fork, kept, leave
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Comm, Join, Saved, Step
 
@@ -163,9 +163,17 @@ def grouped_linear(shape: RankShape, name: str, rows: int, n: int, k: int) -> St
     groups, bias = shape.model.experts // shape.ep.size, shape.model.has_bias
     return Step(
         name,
-        (*cast(shape, rows * k), shape.gemm("grouped_linear", groups, rows, n, k)),
-        (*cast(shape, rows * n), shape.gemm("grouped_linear_dgrad", groups, rows, n, k)),
-        (shape.gemm("grouped_linear_wgrad", groups, rows, n, k), *([shape.op("bias_grad", rows, n)] if bias else [])),
+        (*cast(shape, rows * k), *cast_again(shape, groups * n * k), shape.gemm("grouped_linear", groups, rows, n, k)),
+        (
+            *cast(shape, rows * n),
+            *cast_again(shape, groups * n * k),
+            shape.gemm("grouped_linear_dgrad", groups, rows, n, k),
+        ),
+        (
+            *cast_again(shape, rows * k),
+            shape.gemm("grouped_linear_wgrad", groups, rows, n, k),
+            *([shape.op("bias_grad", rows, n)] if bias else []),
+        ),
         ((n,) * groups if bias else ()) + (n * k,) * groups,
         weight_grad_first=not bias and shape.precision != "fp8",
         expert=True,

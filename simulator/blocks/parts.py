@@ -61,14 +61,15 @@ def linear(
     bias = shape.model.has_bias if bias is None else bias
     weights = (n, n * k) if bias_first else (n * k, n)
     weight_grad = (
+        *cast_again(shape, rows * k),
         shape.gemm("linear_wgrad", rows, n, k),
         *accumulated(shape, n * k),
         *([shape.op("bias_grad", rows, n)] if bias else []),
     )
     return Step(
         name,
-        (*cast(shape, rows * k), shape.gemm("linear", rows, n, k)),
-        (*cast(shape, rows * n), shape.gemm("linear_dgrad", rows, n, k)),
+        (*cast(shape, rows * k), *cast_again(shape, n * k), shape.gemm("linear", rows, n, k)),
+        (*cast(shape, rows * n), *cast_again(shape, n * k), shape.gemm("linear_dgrad", rows, n, k)),
         weight_grad,
         weights if bias else (n * k,),
         weight_grad_first=not bias and shape.precision != "fp8",  # the cast gradient serves both: input's comes first
@@ -92,7 +93,13 @@ def kept(num_bytes: int, name: str) -> Saved:
 
 def cast(shape: RankShape, numel: int) -> tuple[Op, ...]:
     """An operand of a matrix product to fp8, and its transpose; nothing in other precisions."""
-    return (shape.op("copy", numel),) if shape.precision == "fp8" else ()
+    largest = (shape.op("reduce", numel),) if shape.fp8_dynamic else ()
+    return (*largest, shape.op("copy", numel)) if shape.precision == "fp8" else ()
+
+
+def cast_again(shape: RankShape, numel: int) -> tuple[Op, ...]:
+    """Weights, and inputs in backward, where nothing keeps them in 8 bits (torchao's ``Float8Linear``, 2024-25)."""
+    return cast(shape, numel) if shape.fp8_dynamic else ()
 
 
 def norm_kind(model: ModelSpec) -> str:

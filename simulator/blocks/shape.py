@@ -36,6 +36,7 @@ class RankShape:
         model: The whole model.
         micro_batch: Sequences.
         precision: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
+        fp8_dynamic: Whether operands in 8 bits are scaled by what they hold, where they are used.
         tp, cp, ep: Groups.
         expert_tp: Tensor-parallel degree of the experts (1 or that of ``tp``).
         sequence_parallel: Whether norms and residuals hold ``1 / tp`` of the rows.
@@ -65,6 +66,7 @@ class RankShape:
     scatter_p2p: bool = False
     overlap_tp: str = ""
     compute_share: float = 0.0
+    fp8_dynamic: bool = False
 
     @property
     def dtype(self) -> str:

@@ -114,7 +114,12 @@ def jobs(draw: st.DrawFn, *, uneven_cluster: bool = False) -> Job:
                 recompute_every=one_of(1, 2, 3),
                 offload_activations=offload,
             ),
-            batch=BatchSpec(micro_batch=2, global_batch=2 * micro_batches * dp, precision=one_of(*precisions)),
+            batch=BatchSpec(
+                micro_batch=2,
+                global_batch=2 * micro_batches * dp,
+                precision=one_of(*precisions),
+                fp8_scaling=one_of("delayed", "dynamic"),
+            ),
             optimizer=OptimizerSpec(
                 kind=one_of("adam", "adamw"),
                 fused=one_of(True, False),
