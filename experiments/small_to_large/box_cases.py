@@ -1,7 +1,7 @@
 """What runs in boxes: every strategy of three models on 4, 8 and 16 ranks, and what else decides their time.
 
 A case is called ``box/<model>/<strategy>``: ``2M2P4D`` is tensor 2, pipeline 2, data 4; then follows what differs from
-1F1B, DDP with buckets of 25 MB, and ``nodes x 1 @ 200 Mbit/s``.
+1F1B, DDP with buckets of 25 MB, and ``nodes x 1 @ 100 Mbit/s``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.specs import Straggler
 
 MOST_TRAINING_RANKS = 4
-RATE = 200  # Mbit/s
+RATE = 100  # Mbit/s
 SIZES = (4, 8, 16)
-_SHARED = {"hidden": 256, "heads": 16, "vocab": 2048, "seq_len": 128}
+_SHARED = {"hidden": 256, "heads": 16, "vocab": 2048}
 MODELS = {
-    "bert": ModelSpec(family="bert", layers=8, **_SHARED),  # type: ignore[arg-type]
-    "gpt2": ModelSpec(family="gpt", layers=16, **_SHARED),  # type: ignore[arg-type]
-    "t5": ModelSpec(family="t5", layers=2, encoder_layers=2, encoder_seq_len=128, **_SHARED),  # type: ignore[arg-type]
+    "bert": ModelSpec(family="bert", layers=4, seq_len=128, **_SHARED),  # type: ignore[arg-type]
+    "gpt2": ModelSpec(family="gpt", layers=8, seq_len=64, **_SHARED),  # type: ignore[arg-type]
+    "t5": ModelSpec(family="t5", layers=2, seq_len=64, encoder_layers=2, encoder_seq_len=128, **_SHARED),  # type: ignore[arg-type]
 }
-SEARCHED = ModelSpec(family="gpt", layers=48, **_SHARED)  # type: ignore[arg-type]
+SEARCHED = ModelSpec(family="gpt", layers=48, seq_len=64, **_SHARED)  # type: ignore[arg-type]
 SEARCHED_BATCH = 16
 
 
@@ -107,7 +107,8 @@ def runtime_cases() -> list[Case]:
         case("gpt2", gpt, _flat(8), base(pp=8), batches=10),
         case("gpt2", gpt, _flat(8), base(pp=4), batches=5),
         case("gpt2", gpt, _flat(8), base(pp=8, schedule="zb-h1"), batches=8),
-        case("gpt2", gpt, _flat(8), base(pp=8, virtual_stages=2, schedule="interleaved-zb"), batches=8),
+        case("gpt2", gpt, _flat(8), base(pp=4, virtual_stages=2, schedule="interleaved-zb"), batches=8),
+        case("gpt2", replace(gpt, layers=16), _flat(16), base(pp=16), suffix="16-layers"),
         case("bert", bert, _flat(8), base(zero_stage=3)),
     ]
     for ranks in (8, 16):
@@ -119,24 +120,23 @@ def runtime_cases() -> list[Case]:
 
 
 def other_boxes() -> list[Case]:
-    """Nodes of several ranks; links so slow that communication decides, and fast ones."""
+    """Nodes of several ranks, and faster links, on which communication decides less or nothing."""
     gpt, bert, base = MODELS["gpt2"], MODELS["bert"], ParallelSpec
     cases = []
-    for text in ("8x2@200mbit", "4x4@400mbit"):
+    for text in ("8x2@100mbit", "4x4@200mbit"):
         for p in (base(tp=2), base(tp=2, pp=4), base(tp=4, pp=4), base(pp=8)):
             cases.append(case("gpt2", gpt, read_box(text), p))
-    slow = read_box("8x1@100mbit")
-    cases += [case("bert", bert, slow, p) for p in (base(), base(tp=8), base(tp=2), base(tp=2, pp=2))]
-    cases.append(case("bert", bert, read_box("16x1@100mbit"), base()))
-    fast = read_box("8x1@800mbit")
-    return cases + [case("bert", bert, fast, p) for p in (base(tp=8), base(zero_stage=3), base(tp=2, pp=4))]
+    for text in ("8x1@200mbit", "8x1@800mbit"):
+        box = read_box(text)
+        cases += [case("bert", bert, box, p) for p in (base(), base(tp=8), base(zero_stage=3), base(tp=2, pp=4))]
+    return cases
 
 
 def what_if_cases() -> list[Case]:
     """One slow link, and one slow rank."""
-    spec, link = MODELS["bert"], Box(8, 1, (200, 200, 200, 50, 200, 200, 200, 200))
-    cases = [case("bert", spec, link, p) for p in (ParallelSpec(dp=8), ParallelSpec(tp=2, pp=4), ParallelSpec(pp=8))]
-    for p in (ParallelSpec(dp=8), ParallelSpec(pp=8), ParallelSpec(tp=2, pp=2, dp=2)):
+    spec, link = MODELS["bert"], Box(8, 1, (RATE, RATE, RATE, RATE / 4, RATE, RATE, RATE, RATE))
+    cases = [case("bert", spec, link, p) for p in (ParallelSpec(dp=8), ParallelSpec(tp=2, pp=4), ParallelSpec(pp=4))]
+    for p in (ParallelSpec(dp=8), ParallelSpec(pp=4), ParallelSpec(tp=2, pp=2)):
         plain = case("bert", spec, _flat(8), p, suffix="slow-rank")
         cluster = replace(plain.job.cluster, stragglers=(Straggler(rank=3, slowdown=1.5),))
         cases.append(replace(plain, job=replace(plain.job, cluster=cluster)))
@@ -145,7 +145,7 @@ def what_if_cases() -> list[Case]:
 
 def small_cases() -> list[Case]:
     """More of what may train: FSDP2, pipelines of both runtimes, two ranks on a node."""
-    gpt, bert, pair = MODELS["gpt2"], MODELS["bert"], read_box("2x2@200mbit")
+    gpt, bert, pair = MODELS["gpt2"], MODELS["bert"], read_box("2x2@100mbit")
     return [
         case("bert", bert, _flat(4), ParallelSpec(dp=4, zero_stage=3)),
         case("bert", bert, _flat(4), ParallelSpec(dp=4, bucket_mbytes=2.0)),
@@ -218,7 +218,7 @@ def _flat(ranks: int) -> Box:
 
 def profiled_boxes() -> list[Box]:
     """Where collectives are measured on their own."""
-    return [read_box(text) for text in ("2x1@200mbit", "3x1@200mbit", "4x1@200mbit", "2x2@200mbit", "4x1@400mbit")]
+    return [read_box(text) for text in ("2x1@100mbit", "3x1@100mbit", "4x1@100mbit", "2x2@100mbit", "4x1@400mbit")]
 
 
 SIZES_PROFILED = (64, 1024, 16384, 65536, 131072, 2**19, 2**21)  # bytes

@@ -119,6 +119,8 @@ def predicted_passes(simulation: Simulation) -> Passes:
         run, track = passing.run, simulation.lowered.track
         own = np.flatnonzero(track.stage == stage)
         done = passing.clocks[stage].max()  # and all that was sent beside the computation
+        if parallel.pp == 1:  # to which every replica belongs
+            done = max(other.clocks[stage].max() for other in simulation.passings)
         ends = run.finish[own, 0].copy()
         if parallel.pp == 1:  # DDP and FSDP2 wait for it within the last backward
             ends[np.argmax(ends)] = done

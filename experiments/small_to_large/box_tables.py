@@ -163,7 +163,7 @@ def text(summary: Mapping[str, Any]) -> str:
         ]
         lines += ["", f"search: {found['model']}, 16 ranks, {found['strategies']} strategies",
                   table(["", "strategy", "predicted s", "measured s", "error %"], rows),
-                  f"regret {found['regret']:.2f} %"]  # fmt: skip
+                  "" if found["regret"] is None else f"regret {found['regret']:.2f} %"]  # fmt: skip
     if summary.get("rejected"):
         lines += ["", f"left out, cores more than 25 % busy: {', '.join(summary['rejected'])}"]
     return "\n".join(lines)

@@ -23,7 +23,8 @@ from stepsight.experiments.small_to_large.box_cases import (
 )
 from stepsight.training.boxing import SleepingLatency, box_plan
 
-COUNTS = {"rounds": 3, "steps": 1, "warmup": 1, "profile_steps": 0}
+ROUNDS = {"judge": 3, "train": 2}
+COUNTS = {"steps": 1, "warmup": 1, "profile_steps": 0}
 EVENT_SECONDS = 30.0
 PROFILE, JUDGE = "profile", "judge"
 
@@ -56,7 +57,8 @@ def measure(cases: Sequence[Case], out: Path, *, progress: bool = True, events: 
     for case in cases:
         boxes.setdefault(case.box, []).append(case)
     for box, held in sorted(boxes.items(), key=lambda pair: (pair[0].num_ranks, pair[0].name)):
-        runs = [(file_name(case), "judge" if case.judges else "train", case.job, COUNTS) for case in held]
+        role = "judge" if held[0].judges else "train"
+        runs = [(file_name(case), role, case.job, {**COUNTS, "rounds": ROUNDS[role]}) for case in held]
         names = _collect(box_plan(box, runs, sleeping(box)), folder_of(held[0], out), progress)
         rejected += [case.name for case in held if file_name(case) in names]
     return rejected
