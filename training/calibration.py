@@ -47,9 +47,13 @@ class Calibration:
             return self.scale
         return self.scale * math.exp(self.residual.mean_and_std(job, software)[0])
 
-    def half_width_log(self, job: Job, software: str = "") -> float:
-        """Of the interval by what is known of jobs like this one; infinite if nothing is."""
-        return math.inf if self.residual is None else self.width * self.residual.mean_and_std(job, software)[1]
+    def half_width_log(self, job: Job, software: str, otherwise: float) -> float:
+        """Half of the interval of a job: its residual's as far as jobs like it are known, and ``otherwise``."""
+        if self.residual is None:
+            return otherwise
+        known = self.residual.known(job, software)
+        own = min(self.width * self.residual.mean_and_std(job, software)[1], otherwise)
+        return math.sqrt(known * own**2 + (1.0 - known) * otherwise**2)
 
     def to_dict(self) -> dict[str, Any]:
         value: dict[str, Any] = {"scale": self.scale}

@@ -72,7 +72,7 @@ class Prediction:
         else:
             half = asked.intervals.half_width(share)
         if asked is not None:
-            half = min(half, asked.calibration.half_width_log(self.job, self.software))
+            half = asked.calibration.half_width_log(self.job, self.software, half)
         return self.iteration_time_s * math.exp(-half), self.iteration_time_s * math.exp(half)
 
     @property

@@ -6,6 +6,7 @@ from all rows it was fitted on, and the deviation is then that of any job.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -50,10 +51,19 @@ class Residual:
 
     def mean_and_std(self, job: Job, software: str = "") -> tuple[float, float]:
         """Correction of a job, within ``MAX_LOG``, and its deviation, a repeated run's included; in log units."""
-        shared = self.spread**2 * covariance([Likeness.of(job, software)], self.rows)[0]
+        shared = self._shared(job, software)
         mean = float(np.clip(shared @ self._weights, -MAX_LOG, MAX_LOG))
-        variance = self.spread**2 - float(shared @ self._inverse @ shared)
-        return mean, float(np.sqrt(max(variance, 0.0) + self.noise**2))
+        variance = self.spread**2 * (1.0 - self.known(job, software))
+        return mean, math.sqrt(variance + self.noise**2)
+
+    def known(self, job: Job, software: str = "") -> float:
+        """Part of the variance from job to job that the rows tell of this one: 1 for one of them, 0 far from all."""
+        shared = self._shared(job, software)
+        return min(1.0, float(shared @ self._inverse @ shared) / self.spread**2)
+
+    def _shared(self, job: Job, software: str) -> Array:
+        """Covariance of a job with every row, ``(rows,)``."""
+        return np.asarray(self.spread**2 * covariance([Likeness.of(job, software)], self.rows)[0])
 
     def to_dict(self) -> dict[str, Any]:
         rows = [{**row.to_dict(), "log": log} for row, log in zip(self.rows, self.logs, strict=True)]

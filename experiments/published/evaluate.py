@@ -118,17 +118,13 @@ def worst_row(row: Scored) -> dict[str, Any]:
     }
 
 
-def evaluate(
-    path: Path, predictor_of: PredictorOf, *, source: str = "*", fitted: Sequence[str] | None = None
-) -> Evaluation:
+def evaluate(path: Path, predictor_of: PredictorOf, *, source: str = "*") -> Evaluation:
     """Predict every run of a table that can be said as a job.
 
     Args:
         path: A table of runs (see ``read_runs``).
         predictor_of: The predictor for a hardware.
         source: Only rows whose source matches this pattern, whatever its case.
-        fitted: Digests of rows that a calibration of this very evaluation was fitted on, and which are therefore left
-            out; any other row that a predictor was fitted on is an error.
 
     Raises:
         TableError: If no row's source matches.
@@ -137,14 +133,11 @@ def evaluate(
     runs = [row for row in read_runs(path) if fnmatch.fnmatch(row.source.lower(), source.lower())]
     if not runs:
         raise TableError(f"--source must match the source of a row in {path}, got {source!r}")
-    excluded = set(fitted or ())
     skipped: Counter[str] = Counter()
     scored: list[Scored] = []
     suspect: list[Scored] = []
     for row in runs:
-        if row.digest in excluded:
-            skipped["used for calibration"] += 1
-        elif row.weak:
+        if row.weak:
             skipped[WEAK] += 1
         else:
             try:

@@ -68,12 +68,17 @@ def test_a_job_that_was_fitted_is_reproduced_at_every_size(predictor: Predictor)
 
 def test_nothing_is_said_of_jobs_unlike_all_that_were_fitted(predictor: Predictor) -> None:
     """The residual fades with distance, the deviation grows to that of any job."""
-    rows = [TimedJob(job(256, layers=2), 1.2 * predict(job(256, layers=2), predictor).iteration_time_s)]
-    residual = calibrate(predictor, rows).predictor.calibration.residual
+    small, large = job(256, layers=2), job(16384, 8, layers=96)
+    rows = [TimedJob(small, 1.2 * predict(small, predictor).iteration_time_s)]
+    calibration = calibrate(predictor, rows).predictor.calibration
+    residual = calibration.residual
     assert residual is not None
-    near, far = residual.mean_and_std(job(256, layers=2)), residual.mean_and_std(job(16384, 8, layers=96))
+    near, far = residual.mean_and_std(small), residual.mean_and_std(large)
     assert abs(far[0]) < 0.1 * abs(near[0]) and far[1] > 3 * near[1]
     assert far[1] == pytest.approx(math.hypot(residual.spread, residual.noise), rel=0.05)
+    assert residual.known(small) > 0.95 and residual.known(large) < 0.05
+    assert calibration.half_width_log(large, "", 0.3) == pytest.approx(0.3, rel=0.03)
+    assert calibration.half_width_log(small, "", 0.3) < 0.15
 
 
 def test_no_factor_leaves_physics(predictor: Predictor) -> None:
@@ -106,6 +111,6 @@ def test_a_calibration_is_saved_whole(predictor: Predictor) -> None:
     fitted = calibrate(predictor, truth(predictor, JOBS[:4], products=1.1)).predictor.calibration
     again = Calibration.from_dict(fitted.to_dict())
     assert again.factor(job(), "lab") == fitted.factor(job(), "lab")
-    assert again.half_width_log(job(), "lab") == fitted.half_width_log(job(), "lab")
+    assert again.half_width_log(job(), "lab", 0.2) == fitted.half_width_log(job(), "lab", 0.2) < 0.2
     assert again.constants.logs == pytest.approx(fitted.constants.logs)
-    assert Calibration.from_dict({"scale": 1.0}).half_width_log(job()) == math.inf
+    assert Calibration.from_dict({"scale": 1.0}).half_width_log(job(), "lab", 0.2) == 0.2

@@ -49,6 +49,8 @@ def test_nccl_learns_relative_to_its_links_and_says_what_it_carries() -> None:
     assert model.seconds([Collective("all_reduce", 1 << 20, 4096, 8)], fast)[0] < ring / 4
     assert "other devices' links alone" in model.unsupported(Collective("all_gather", 2**24, 16, 8), fast)
     assert not model.unsupported(Collective("all_reduce", 2**24, 16, 8), fast)
+    assert not model.unsupported(Collective("all_reduce", 2**24, 64, 8), fast)  # twice the ranks
+    assert "for groups of 16 to 32 ranks" in model.unsupported(Collective("all_reduce", 2**24, 128, 8), fast)
 
 
 def _nccl_truth(work: Collective, fabric: Fabric) -> float:
