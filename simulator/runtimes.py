@@ -96,7 +96,7 @@ def deepspeed_entries(schedule: Schedule, order: Order, messages: Messages) -> E
             f"runtime deepspeed runs schedule 1f1b without virtual stages, got {schedule.name} with "
             f"{schedule.virtual_stages} of them"
         )
-    ranks = []
+    ranks: list[tuple[Ints, ...]] = []
     for stage in range(schedule.num_stages):
         own = order.by_stage[order.first[stage] : order.first[stage + 1]]
         sent = messages.of_source[own]
