@@ -379,7 +379,7 @@ class SleepingTraining:
                 bucket = []
 
 
-def _reduce_when_done(device: Device, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _reduce_when_done(device: Device, group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     """DDP's own sum of a bucket, once the device has its gradients."""
     device.finish()
     return allreduce_hook(group, bucket)
