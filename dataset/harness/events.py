@@ -142,10 +142,10 @@ def _time_op(op: dict[str, Any], pools: dict[str, Pool], clock: _Clock, budget: 
 
 
 @cache
-def _group(group_size: int, ranks_per_node: int) -> tuple[list[int], Any]:
+def _group(group_size: int, ranks_per_node: int, messages: bool) -> tuple[list[int], Any]:
     """Ranks of this rank's group that lies on nodes as asked for, and its process group; none if it is left over.
 
-    All ranks must ask alike.
+    All ranks must ask alike.  ``messages``: whether they send point to point.
     """
     local_size = int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = -(-group_size // ranks_per_node)
@@ -156,7 +156,7 @@ def _group(group_size: int, ranks_per_node: int) -> tuple[list[int], Any]:
         )
     # All ranks that can, in groups of their own: neighbours share links in training too.
     mine: tuple[list[int], Any] = ([], None)
-    with cores.any_core():
+    with cores.any_core(messages=messages):
         for first in range(0, dist.get_world_size() // local_size - nodes + 1, nodes):
             for at in range(0, local_size - ranks_per_node + 1, ranks_per_node):
                 places = [(first + node) * local_size + at + i for node in range(nodes) for i in range(ranks_per_node)]
@@ -184,7 +184,7 @@ def _time_collective(
     kind, size = collective["kind"], collective["group_size"]
     if kind == "send_recv" and size != 2:
         raise HarnessError(f"a send_recv has group_size 2, got {size}")
-    ranks, group = _group(size, collective["ranks_per_node"])
+    ranks, group = _group(size, collective["ranks_per_node"], kind == "send_recv")
     member = dist.get_rank() in ranks
     call = _collective_call(kind, collective["num_bytes"], size, ranks, group, device)
     first = 0.0

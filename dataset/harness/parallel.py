@@ -36,6 +36,16 @@ def device_mesh(device: str, pp: int, dp: int, tp: int) -> DeviceMesh:
         return init_device_mesh(device, (pp, dp, tp), mesh_dim_names=AXES)
 
 
+@cache
+def stages_group(device: str, **degrees: int) -> Any:
+    """This rank's pipeline in the mesh of these degrees, as a group for messages between its stages."""
+    mesh = device_mesh(device, **degrees)
+    with cores.any_core(messages=True):
+        lines = mesh.mesh.flatten(1).T.tolist()
+        groups = [dist.new_group(line) for line in lines]
+    return next(group for line, group in zip(lines, groups, strict=True) if dist.get_rank() in line)
+
+
 class Training:
     """One job's model, data and optimizer on this rank.
 

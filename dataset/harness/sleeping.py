@@ -37,7 +37,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn.parallel import DistributedDataParallel
 
 from . import annotate, comm
-from .parallel import AXES, all_reduce_flat, device_mesh
+from .parallel import AXES, all_reduce_flat, device_mesh, stages_group
 from .plan import num_micro_batches
 
 SINGLE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
@@ -277,6 +277,8 @@ class SleepingTraining:
         degrees = {axis: parallel[axis] for axis in AXES}
         mesh = device_mesh(device.type, **degrees) if dist.get_world_size() > 1 else None
         self.groups = {axis: mesh.get_group(axis) if mesh and degrees[axis] > 1 else None for axis in AXES}
+        if degrees["pp"] > 1:
+            self.groups["pp"] = stages_group(device.type, **degrees)
         annotate.name_groups(self.groups)
         self.rank = Rank(self.groups["tp"])
         self._pace = sleeps["paces"][dist.get_rank()]

@@ -27,6 +27,18 @@ def test_where_real_time_is_forbidden_threads_are_ordinary(monkeypatch: pytest.M
     assert os.sched_getaffinity(0) == before
 
 
+def test_only_threads_of_collectives_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits for the computing thread's lock in real time would keep that thread from running."""
+    told = []
+    monkeypatch.setattr(cores, "_real_time", True)
+    monkeypatch.setattr(os, "sched_setscheduler", lambda _, policy, __: told.append(policy))
+    with cores.any_core(messages=True):
+        assert told == []
+    with cores.any_core():
+        assert told == [os.SCHED_RR]
+    assert told == [os.SCHED_RR, os.SCHED_OTHER]
+
+
 def test_threads_made_within_run_anywhere() -> None:
     """And the one that makes them goes back to its core."""
     before = os.sched_getaffinity(0)
