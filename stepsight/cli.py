@@ -371,6 +371,9 @@ def calibrate(
     report = calibrate_runs(runs, loaded, out, source=source, most_gpus=max_devices)
     _answer(report, report.pop("text"), as_json)
     if not report["released"]:
+        print(
+            f"error: a calibration must predict {report['evidence']['by']} better than before: refused", file=sys.stderr
+        )
         raise typer.Exit(2)
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.job import Job
 from stepsight.simulator.simulate import simulate
-from stepsight.training.calibration import Calibration
+from stepsight.training.calibration import MOST_WIDTH, Calibration
 from stepsight.training.constants import NAMES, Constants, prior_stds, resource_of
 from stepsight.training.intervals import COVERAGE
 from stepsight.training.likeness import Likeness, covariance
@@ -100,7 +100,7 @@ def calibrate(predictor: Predictor, rows: Sequence[TimedJob]) -> Fit:
     logs, _ = _simulate(predictor, constants, rows)
     residual = Residual(tuple(likes), tuple((measured - logs).tolist()), spread, noise)
     fit = Fit(predictor, first, total)
-    calibration = Calibration(scale, constants, residual, _width(fit))
+    calibration = Calibration(scale, constants, residual, _width(fit, [row.job for row in rows]))
     return replace(fit, predictor=replace(predictor, calibration=calibration))
 
 
@@ -120,9 +120,10 @@ def _simulate(predictor: Predictor, constants: Constants, rows: Sequence[TimedJo
     return logs, parts
 
 
-def _width(fit: Fit) -> float:
-    """Deviations that hold ``COVERAGE`` of rows left out in turn; never less than of a normal distribution."""
-    off, stds = fit.left_out(range(len(fit.logs)))
+def _width(fit: Fit, jobs: Sequence[Job]) -> float:
+    """Deviations that hold ``COVERAGE`` of jobs left out in turn; never less than of a normal distribution."""
+    off, stds = fit.left_out(jobs)
     scores = np.sort(np.abs(off / stds))
     rank = math.ceil((len(scores) + 1) * COVERAGE)
-    return max(NORMAL_WIDTH, float(scores[rank - 1])) if rank <= len(scores) else 2 * NORMAL_WIDTH
+    width = float(scores[rank - 1]) if rank <= len(scores) else 2 * NORMAL_WIDTH
+    return min(max(NORMAL_WIDTH, width), MOST_WIDTH)

@@ -72,7 +72,7 @@ class Calibration:
         if "residual" not in value:
             return cls(scale, constants)
         width = float(value["width"])
-        if not 0 < width < MOST_WIDTH:
+        if not 0 < width <= MOST_WIDTH:
             raise ValueError(f"width must lie between 0 and {MOST_WIDTH}, got {width}")
         return cls(scale, constants, Residual.from_dict(value["residual"]), width)
 

@@ -308,4 +308,7 @@ def _manifest(table: dict[str, Any]) -> dict[str, Any]:
         raise PredictorError(f"a predictor must name its hardware, got {table.get('hardware')!r}")
     if not isinstance(table.get("files"), dict):
         raise PredictorError(f"a predictor must list the digests of its files, got {table.get('files')!r:.80}")
+    fitted = table.get("fitted_rows", [])
+    if not isinstance(fitted, list) or not all(isinstance(row, str) for row in fitted):
+        raise PredictorError(f"a predictor must list the digests of rows that it was fitted on, got {fitted!r:.80}")
     return table

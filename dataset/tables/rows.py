@@ -108,7 +108,7 @@ def read_text(rows: Rows) -> str:
     """Text of a file, packed or not."""
     try:
         data = rows.path.read_bytes()
-        return (gzip.decompress(data) if rows.path.suffix == ".gz" else data).decode("utf-8")
+        return (gzip.decompress(data) if rows.path.suffix == ".gz" else data).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise rows.error(f"must be a whole text file ({str(error).splitlines()[0]})") from None
 

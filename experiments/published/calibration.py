@@ -22,7 +22,7 @@ from stepsight.training.constants import RESOURCES
 from stepsight.training.predictor import Predictor, check_output
 
 LARGER = "larger runs"
-SIZES, ROWS = "each size left out in turn", "each run left out in turn"
+SIZES, ROWS = "each size left out in turn", "each job left out in turn"
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,8 @@ def calibrate_runs(
             f"(left out: {dict(evaluation.skipped)})"
         )
     fitted, larger = split_by_size(evaluation.scored, most_gpus)
+    known = {(row.job, row.measured_s) for row in fitted}
+    larger = [row for row in larger if (row.job, row.measured_s) not in known]  # a run that two sources tell of
     fit = with_rows(predictor, fitted)
     evidence = _on_larger(fit.predictor, larger) if larger else _left_out(fit, fitted)
     found = fit.predictor.calibration
@@ -122,7 +124,7 @@ def _left_out(fit: Fit, rows: Sequence[Scored]) -> Evidence:
     """Where no run is larger: sizes in turn, or runs where there is one size."""
     sizes: list[Hashable] = [row.row.gpus for row in rows]
     by = SIZES if len(set(sizes)) > 1 else ROWS
-    off, _ = fit.left_out(sizes if by == SIZES else list(range(len(rows))))
+    off, _ = fit.left_out(sizes if by == SIZES else [row.job for row in rows])
     return _evidence(by, rows, [row.measured_s * float(np.exp(-log)) for row, log in zip(rows, off, strict=True)])
 
 

@@ -131,6 +131,8 @@ def evaluate(path: Path, predictor_of: PredictorOf, *, source: str = "*") -> Eva
         PredictorError: If a predictor was fitted on a row that it would be judged by.
     """
     runs = [row for row in read_runs(path) if fnmatch.fnmatch(row.source.lower(), source.lower())]
+    if not runs and source == "*":
+        raise TableError(f"a table of runs has rows, got none in {path}")
     if not runs:
         raise TableError(f"--source must match the source of a row in {path}, got {source!r}")
     skipped: Counter[str] = Counter()

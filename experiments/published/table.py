@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import gzip
 import math
+import re
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +15,8 @@ from pathlib import Path
 from stepsight.dataset.errors import JobError, TableError
 from stepsight.dataset.files import digest
 
+MOST = 1e18  # of any number: beyond, it is a slip of the pen
+SHORTEST_S, LONGEST_S = 1e-6, 1e7  # of an iteration
 NEEDED = (
     "row_id", "source", "hardware", "gpus", "framework", "family", "layers", "hidden", "seq_len", "micro_batch",
     "global_batch", "precision", "iteration_time_s",
@@ -49,7 +53,7 @@ class Row:
         """A number, or None if it is unknown.
 
         Raises:
-            RowError: If it is no finite number.
+            RowError: If it is no number, or beyond ``MOST``.
         """
         text = self.text(key)
         if not text:
@@ -58,7 +62,7 @@ class Row:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not math.isfinite(value):
+        if not abs(value) <= MOST:
             raise RowError(f"{key} must be a number, got {text!r:.40}")
         return value
 
@@ -79,13 +83,15 @@ class Row:
     def flag(self, key: str) -> bool | None:
         """Yes or no, or None if it is unknown."""
         value = self.text(key).lower()
-        return None if not value else value in ("true", "yes") or (value[0].isdigit() and float(value) > 0)
+        if value in ("", "true", "yes", "false", "no"):
+            return value in ("true", "yes") if value else None
+        return (self.real(key) or 0.0) > 0
 
     @property
     def row_id(self) -> int | str:
         """As the table has it: a number where it is one."""
         text = self.text("row_id")
-        return int(float(text)) if text.replace(".", "", 1).isdigit() else text
+        return int(float(text)) if re.fullmatch(r"[0-9]{1,15}(\.0*)?", text) else text
 
     @property
     def source(self) -> str:
@@ -104,8 +110,10 @@ class Row:
     def measured_s(self) -> float:
         """Iteration time in seconds."""
         value = self.real("iteration_time_s")
-        if value is None or value <= 0:
+        if value is None:
             raise RowError("iteration_time_s is unknown")
+        if not SHORTEST_S <= value <= LONGEST_S:
+            raise RowError(f"iteration_time_s must lie within {SHORTEST_S:g} and {LONGEST_S:g}, got {value:g}")
         return value
 
     @property
@@ -144,7 +152,7 @@ def read_runs(path: Path) -> list[Row]:
     """
     try:
         return list(_rows(path))
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         raise TableError(f"cannot read runs from {path}: {error}") from None
 
 
@@ -154,10 +162,14 @@ def _rows(path: Path) -> Iterator[Row]:
     opener = gzip.open if packed else open
     with opener(path, "rt", encoding="utf-8-sig", newline="") as stream:
         reader = csv.DictReader(stream)
-        missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
+        names = list(reader.fieldnames or ())
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise TableError(f"a table has a column once, {path} has twice {', '.join(twice)}")
+        missing = [name for name in NEEDED if name not in names]
         if missing:
             raise TableError(f"a table of runs has columns {', '.join(NEEDED)}; {path} lacks {', '.join(missing)}")
         for cells in reader:
-            if None in cells:
-                raise TableError(f"{path}, line {reader.line_num}: more cells than columns")
+            if None in cells or None in cells.values():
+                raise TableError(f"{path}, line {reader.line_num}: more or fewer cells than columns")
             yield Row(cells)

@@ -19,7 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="stepsight experiment small-to-large",
         description="Train on real runs of at most 4 ranks, predict what was never trained on, run it, compare. box: "
         "clusters in a box of 4 to 16 ranks, computation slept (needs root and iproute2). cores: 1 and 2 ranks that "
-        "compute, one core each. All of it takes about two hours on a machine that does nothing else; a killed study goes on where it stopped.",
+        "compute, one core each. All of it takes about two hours on a machine that does nothing else; a killed study "
+        "goes on where it stopped.",
     )
     parser.add_argument("--out", type=Path, default=Path("runs/small-to-large"), help="folder of everything; resumed")
     parser.add_argument(

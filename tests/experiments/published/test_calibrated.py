@@ -110,6 +110,17 @@ def test_without_larger_rows_they_are_left_out_in_turn(tmp_path: Path) -> None:
         calibrate_runs(one, Predictor.load("a100-sxm"), tmp_path / "none")
 
 
+def test_a_row_that_is_there_twice_does_not_judge_itself(tmp_path: Path) -> None:
+    """Noise would be released by its own copies, in the same source or in another."""
+    predictor = shipped_predictor("a100-sxm-80gb")
+    assert predictor is not None
+    noise = [lab({8: factor}, micro_batch=n + 1, global_batch=32 * (n + 1))[0] for n, factor in enumerate((0.8, 1.3))]
+    twice = [row for row in noise for _ in range(2)]
+    report = calibrate_runs(write_runs(tmp_path / "twice.csv", *twice), predictor, tmp_path / "out")
+    once = calibrate_runs(write_runs(tmp_path / "once.csv", *noise), predictor, tmp_path / "out2")
+    assert report["evidence"]["after"]["mape"] == pytest.approx(once["evidence"]["after"]["mape"], rel=0.2)
+
+
 @pytest.mark.parametrize("text", ["8", "8gpus", "<=8gpus", "≤8gpus", "8 GPUs", "8 devices"])
 def test_numbers_of_devices(text: str) -> None:
     assert read_most_gpus(text) == 8

@@ -17,6 +17,9 @@ def test_packed_and_plain_tables(tmp_path: Path) -> None:
         assert read_runs(write_runs(tmp_path / name, *rows)) == rows
 
 
+BROKEN = gzip.compress(b"x" * 1000)[:10] + b"\xff" * 20
+
+
 def test_cells() -> None:
     """Empty cells are unknown; numbers are numbers however they are written."""
     row = run_row(row_id="7.0", vocab="", tp="8", notes="SUSPECT: odd", quality="C", heads="many", layers=7.5)
@@ -29,7 +32,13 @@ def test_cells() -> None:
     with pytest.raises(RowError, match="layers must be a whole number"):
         row.whole("layers")
     with pytest.raises(RowError, match="iteration_time_s is unknown"):
-        _ = run_row(iteration_time_s=0).measured_s
+        _ = run_row(iteration_time_s="").measured_s
+    for seconds in (0, -1, 1e-12, 1e17):
+        with pytest.raises(RowError, match="iteration_time_s must lie within 1e-06 and 1e"):
+            _ = run_row(iteration_time_s=seconds).measured_s
+    with pytest.raises(RowError, match="gated_mlp must be a number, got '8x'"):
+        run_row(gated_mlp="8x").flag("gated_mlp")
+    assert run_row(row_id="²").row_id == "²"
 
 
 def test_a_digest_is_of_content() -> None:
@@ -43,10 +52,17 @@ def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(TableError, match=r"lacks source, hardware"):
         (tmp_path / "a.csv").write_text("row_id\n1\n")
         read_runs(tmp_path / "a.csv")
-    with pytest.raises(TableError, match=r"b\.csv, line 2: more cells than columns"):
+    with pytest.raises(TableError, match=r"a column once, .*e\.csv has twice row_id"):
+        (tmp_path / "e.csv").write_text("row_id,row_id\n1,2\n")
+        read_runs(tmp_path / "e.csv")
+    with pytest.raises(TableError, match=r"b\.csv, line 2: more or fewer cells than columns"):
         path = write_runs(tmp_path / "b.csv", run_row(notes="one, two"))
         read_runs(path)
-    for name, content in (("c.csv.gz", gzip.compress(b"x" * 1000)[:20]), ("d.csv", b"\xff\xfe\x00")):
+    for name, content in (
+        ("c.csv.gz", gzip.compress(b"x" * 1000)[:20]),
+        ("d.csv", b"\xff\xfe\x00"),
+        ("f.csv.gz", BROKEN),
+    ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(TableError, match=f"cannot read runs from .*{name}"):
             read_runs(tmp_path / name)
