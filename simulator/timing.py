@@ -251,7 +251,8 @@ def timer_of(latency: LatencyModel) -> Timer:
 
 def _time_passage(passage: Passage, seconds: Floats, host_s: float) -> PassageTime:
     count = len(seconds)
-    launched: Floats = host_s * passage.launched.cumsum(dtype=np.float64)
+    # Time that is lost to a collective waits for no launch, here as in ``time_ops``.
+    launched: Floats = np.where(passage.launched, host_s * passage.launched.cumsum(dtype=np.float64), 0.0)
     launches = host_s * float(passage.launched.sum())
     if passage.serial:
         total = float(seconds.sum())
