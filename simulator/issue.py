@@ -26,6 +26,7 @@ class Issue:
         self._awaited: list[int] = []  # nodes that the next op waits for
         self._newest: dict[str, int] = {}  # by stream: what runs beside the computation until it is joined
         self._taken: dict[int, tuple[Collective, str]] = {}  # sent, and no computation issued since
+        self.lost: list[int] = []  # nodes of time that was lost to what was sent
 
     def program(self) -> Program:
         return self._builder.build()
@@ -74,6 +75,7 @@ class Issue:
         """The time that the computation loses to what was sent, before it goes on."""
         for work, name in self._taken.values():
             self._last = self._node(work, "compute", f"{name} (cores)", self._awaited, self._share)
+            self.lost.append(self._last)
             self._awaited = []
         self._taken.clear()
 

@@ -70,7 +70,7 @@ class Segment:
         return OpGraph.of(*self._written, self.works)
 
     @cached_property
-    def _written(self) -> tuple[Program, tuple[int, ...], tuple[int, ...]]:
+    def _written(self) -> tuple[Program, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         return _write_out(self)
 
 
@@ -85,7 +85,8 @@ class OpGraph:
         pointer, before: Dependencies in CSR, stream order included.
         first: The first node of each clock's stream, -1 if none, shape ``(NUM_CLOCKS,)``.
         is_op: Whether each node is an op of the device, shape ``(num_nodes,)``.
-        taken: Whether each node is time that the computation loses to what was sent, same shape.
+        taken: Whether each node is time that the computation loses to a collective, same shape.
+        sent: Whether each node is a replica's collective, or time that is lost to one, same shape.
         blocks: Whether the computation waits for each node on the spot, same shape.
         early: Whether each node was issued before the segment began, same shape.
         stream: Index into ``passages.STREAMS`` of each node of a passage, one more for all others, same shape.
@@ -99,12 +100,20 @@ class OpGraph:
     first: NDArray[np.int64]
     is_op: NDArray[np.bool_]
     taken: NDArray[np.bool_]
+    sent: NDArray[np.bool_]
     blocks: NDArray[np.bool_]
     early: NDArray[np.bool_]
     stream: NDArray[np.int8]
 
     @classmethod
-    def of(cls, program: Program, blocking: Sequence[int], early: Sequence[int], works: Sequence[Work]) -> OpGraph:
+    def of(
+        cls,
+        program: Program,
+        blocking: Sequence[int],
+        early: Sequence[int],
+        lost: Sequence[int],
+        works: Sequence[Work],
+    ) -> OpGraph:
         place = {work: index for index, work in enumerate(works)}
         clocks = {stream: clock for clock, stream in enumerate(CLOCK_STREAMS)}
         streams = {stream: index for index, stream in enumerate(STREAMS)}
@@ -122,6 +131,7 @@ class OpGraph:
             first,
             is_op,
             taken,
+            (clock > COMPUTE) | np.isin(np.arange(len(nodes)), lost),
             np.isin(np.arange(len(nodes)), blocking),
             np.isin(np.arange(len(nodes)), early),
             np.where(taken, np.int8(len(STREAMS)), stream),
@@ -234,8 +244,8 @@ class SegmentBuilder:
         return self.num_events - 1
 
 
-def _write_out(segment: Segment) -> tuple[Program, tuple[int, ...], tuple[int, ...]]:
-    """Every event's nodes with their dependencies; which of them block the computation, and which are early."""
+def _write_out(segment: Segment) -> tuple[Program, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Every event's nodes with their dependencies; which block the computation, are early, are time lost to others."""
     out = Issue(segment.label, segment.compute_share)
     nodes: list[int] = []  # of each event, -1 if none
     for kind, what, a, b, times, label, number, step in segment.events.tolist():
@@ -256,4 +266,5 @@ def _write_out(segment: Segment) -> tuple[Program, tuple[int, ...], tuple[int, .
         nodes.append(node)
     rows = list(zip(nodes, segment.events[:, 0].tolist(), segment.events[:, 4].tolist(), strict=True))
     blocking = tuple(node for node, kind, _ in rows if kind == BLOCK)
-    return out.program(), blocking, tuple(node for node, kind, early in rows if kind == SEND and early)
+    early = tuple(node for node, kind, soon in rows if kind == SEND and soon)
+    return out.program(), blocking, early, tuple(out.lost)

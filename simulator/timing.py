@@ -161,7 +161,7 @@ class Timer:
         alone = self._slowed(self.work_seconds(works), works, slowdown)[graph.work]
         if slowdown.data != slowdown.inside:
             data = self._slowed(self.work_seconds(works), works, replace(slowdown, inside=slowdown.data))[graph.work]
-            alone = np.where(graph.taken | (graph.clock > 0), data, alone)
+            alone = np.where(graph.sent, data, alone)
         alone = alone * graph.share
         if not self._latency.knows_context:
             return alone
@@ -257,7 +257,7 @@ def _time_passage(passage: Passage, seconds: Floats, host_s: float) -> PassageTi
     if passage.serial:
         total = float(seconds.sum())
         remaining = seconds[::-1].cumsum()[::-1]
-        by_host = float((launched + remaining).max(initial=0.0)) if host_s else total
+        by_host = float((launched + remaining).max(initial=-np.inf)) if host_s else total  # nothing waits for no host
         return PassageTime(seconds, (total, by_host, launches), _sums(passage.category, seconds, len(STREAMS)))
     pointer, before = passage.edges
     finish, critical = np.empty(count), np.empty(count, dtype=np.int32)
