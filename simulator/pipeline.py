@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.simulator.engine import Floats, Ints, compiled
-from stepsight.simulator.runtimes import COMPUTE, POST
+from stepsight.simulator.entries import COMPUTE, POST
 from stepsight.simulator.track import Track, steady_state
 
 Indices = NDArray[np.uint32]

@@ -1,73 +1,22 @@
-"""How pipeline runtimes turn actions into entries: computations, posts of messages, and waits for them.
-
-A post is never blocking: a side says that it is ready to send or to receive.  A message passes when both sides have
-posted it.  A wait ends when the message has passed.
-"""
+"""How pipeline runtimes turn actions into entries: GPU frameworks, DeepSpeed, and PyTorch over gloo."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import JobError
-from stepsight.simulator.engine import compiled
-from stepsight.simulator.schedules.base import BACKWARD, BACKWARD_WEIGHT, Ints, Schedule
+from stepsight.simulator.entries import COMPUTE, POST, RECEIVE, SEND, WAIT, Entries, Messages, in_one_order, interleaved
+from stepsight.simulator.schedules.base import BACKWARD, Ints, Schedule
 from stepsight.simulator.schedules.find import find_schedule
 from stepsight.simulator.schedules.order import Order
-
-COMPUTE, POST, WAIT = range(3)
-SEND, RECEIVE = range(2)
-UNSHARDED_PARTS = 3  # that torch's lowering keeps at once, whether or not anything is sharded
+from stepsight.simulator.torch_lowering import torch_lowered
 
 # What may stand around an action, in this order: columns of ``_Slots``.
 _COLUMNS = ((POST, SEND), (POST, RECEIVE), (WAIT, SEND), (WAIT, RECEIVE), (COMPUTE, 0), (WAIT, SEND), (POST, SEND))
 _SEND_FIRST, _ASK, _SENT_FIRST, _ARRIVED, _COMPUTE, _SENT, _SEND = range(len(_COLUMNS))
 _OPS = np.array([op for op, _ in _COLUMNS], dtype=np.int32)
 _SIDES = np.array([side for _, side in _COLUMNS], dtype=np.int32)
-
-
-@dataclass(frozen=True, eq=False)
-class Entries:
-    """What ranks do, in one order; arrays of shape ``(num_entries,)``.
-
-    Attributes:
-        op: ``COMPUTE``, ``POST`` or ``WAIT``.
-        stage: Whose entry it is.
-        index: The action that is computed, or the message that is posted or waited for.
-        side: ``SEND`` or ``RECEIVE`` of a message.
-    """
-
-    op: Ints
-    stage: Ints
-    index: Ints
-    side: Ints
-
-
-@dataclass(frozen=True, eq=False)
-class Messages:
-    """Messages of an order of actions.
-
-    Attributes:
-        source, target: Actions that make and need each, shape ``(num_messages,)``.
-        of_source, of_target: Message that each action makes and needs, -1 if none, shape ``(num_actions,)``.
-    """
-
-    source: Ints
-    target: Ints
-    of_source: Ints
-    of_target: Ints
-
-
-def find_messages(order: Order) -> Messages:
-    """Results that go to another stage; at most one from and one to every action."""
-    crossing = (order.source >= 0) & (order.stage[order.source] != order.stage)
-    target = np.flatnonzero(crossing).astype(np.int32)
-    source = order.source[target]
-    of_source, of_target = np.full((2, len(order)), -1, dtype=np.int32)
-    of_source[source] = of_target[target] = np.arange(len(target), dtype=np.int32)
-    return Messages(source, target, of_source, of_target)
 
 
 def asynchronous(order: Order, messages: Messages) -> Entries:
@@ -112,7 +61,7 @@ def deepspeed_entries(schedule: Schedule, order: Order, messages: Messages) -> E
         where, column = np.nonzero(slots >= 0)
         op, side = np.array(_IN_TURN, dtype=np.int32)[column].T
         ranks.append((op, slots[where, column], side))
-    return _interleaved(order, messages, ranks)
+    return interleaved(order, messages, ranks)
 
 
 def torch_entries(schedule: Schedule, order: Order, messages: Messages) -> Entries:
@@ -130,24 +79,8 @@ def torch_entries(schedule: Schedule, order: Order, messages: Messages) -> Entri
             make(schedule, stage, order.by_stage[order.first[stage] : order.first[stage + 1]], messages)
             for stage in range(schedule.num_stages)
         ]
-        return _interleaved(order, messages, ranks)
-    return _in_one_order(order, messages, *_lowered(schedule, order, messages))
-
-
-def _interleaved(order: Order, messages: Messages, ranks: list[tuple[Ints, ...]]) -> Entries:
-    """Op, index and side of every rank's entries, in one order that can run."""
-    op, index, side = (np.concatenate([rank[field] for rank in ranks]) for field in range(3))
-    return _in_one_order(order, messages, op, index, side, np.cumsum([0, *(len(r[0]) for r in ranks)]).astype(np.int32))
-
-
-def _in_one_order(order: Order, messages: Messages, op: Ints, index: Ints, side: Ints, first: Ints) -> Entries:
-    entries = np.full(len(op), -1, dtype=np.int32)
-    reached = first[:-1].copy()
-    _interleave(first, op, index, side, np.zeros((len(messages.source), 2), dtype=np.bool_), entries, reached)
-    if len(entries) and entries[-1] < 0:
-        raise JobError(_circle(order, messages, op, index, side, first, reached))
-    stage = np.repeat(np.arange(len(first) - 1, dtype=np.int32), np.diff(first))
-    return Entries(op[entries], stage[entries], index[entries], side[entries])
+        return interleaved(order, messages, ranks)
+    return in_one_order(order, messages, *torch_lowered(schedule, order, messages))
 
 
 def _is_standard(schedule: Schedule) -> bool:
@@ -206,225 +139,3 @@ def _one_f_one_b(schedule: Schedule, stage: int, own: Ints, messages: Messages) 
 
 
 _LOOPS = {"gpipe": _gpipe, "1f1b": _one_f_one_b}
-
-
-def _lowered(schedule: Schedule, order: Order, messages: Messages) -> tuple[Ints, Ints, Ints, Ints]:
-    """``_PipelineScheduleRuntime``: ranks take turns to lower an action, and whoever sends has the other side ask.
-
-    So receives are posted long before they are needed.  Sends are waited for at the very end, the last one first.
-    """
-    own = order.by_stage
-    fused = np.concatenate(schedule.fused) if schedule.fused else np.zeros(len(order), dtype=np.bool_)
-    idle = np.zeros(len(order), dtype=np.int32)
-    _count_idle(
-        order.first, order.kind[own], order.part[own], fused, schedule.num_micro_batches, schedule.num_parts, idle
-    )
-    sends, asks = messages.of_source >= 0, messages.of_target >= 0
-    lengths = np.bincount(order.stage, 1 + 2 * sends + 2 * asks, minlength=schedule.num_stages).astype(np.int64)
-    first = np.cumsum([0, *lengths]).astype(np.int32)
-    op, index, side = np.empty((3, first[-1]), dtype=np.int32)
-    done = np.zeros(len(order), dtype=np.bool_)
-    _lower(
-        order.first, own, order.stage, order.source, messages.of_source, messages.of_target, messages.target, fused,
-        idle, done, first, op, index, side,
-    )  # fmt: skip
-    if not done.all():
-        raise JobError("a schedule must not wait in a circle, got: " + _stuck(order, done, fused))
-    return op, index, side, first
-
-
-def _stuck(order: Order, done: NDArray[np.bool_], fused: NDArray[np.bool_]) -> str:
-    """Only pairs that run as one can still wait for each other, or for themselves, once the order is known to run."""
-    waits = []
-    for stage in range(len(order.first) - 1):
-        places = np.arange(order.first[stage], order.first[stage + 1])
-        left = places[~done[order.by_stage[places]]]
-        for place in left[: 1 + fused[left[0]]] if len(left) else ():
-            action = int(order.by_stage[place])
-            need = int(order.source[action])
-            if need >= 0 and not done[need]:
-                waits.append(f"stage {stage} at {order.name(action)} waits for {order.name(need)}")
-    return "; ".join(waits)
-
-
-@compiled
-def _count_idle(
-    first: Ints,
-    kind: Ints,
-    part: Ints,
-    fused: NDArray[np.bool_],
-    num_micro_batches: int,
-    num_parts: int,
-    idle: Ints,
-) -> None:
-    """Turns that torch's lowering spends before each action on gathering, freeing and reducing parameters.
-
-    They do nothing without FSDP, but shift the order in which receives are posted.
-
-    Args:
-        first: Actions of stage ``s`` are ``first[s]`` to ``first[s + 1]``.
-        kind, part, fused: Of each.
-        idle: Filled, same shape.
-    """
-    active = np.zeros(num_parts, dtype=np.bool_)
-    left = np.zeros(num_parts, dtype=np.int32)
-    soon = np.zeros(num_parts, dtype=np.int32)
-    for stage in range(len(first) - 1):
-        begin, end = first[stage], first[stage + 1]
-        nearest = np.full((end - begin, UNSHARDED_PARTS), -1, dtype=np.int32)  # parts used next from each action on
-        known = 0
-        for at in range(end - 1, begin - 1, -1):
-            move = 0
-            while move < known and soon[move] != part[at]:
-                move += 1
-            if move == known:
-                known += 1
-            for place in range(move, 0, -1):
-                soon[place] = soon[place - 1]
-            soon[0] = part[at]
-            for place in range(min(known, UNSHARDED_PARTS)):
-                nearest[at - begin, place] = soon[place]
-        active[:] = False
-        left[:] = num_micro_batches
-        for at in range(begin, end):
-            if at > begin and fused[at - 1]:
-                continue
-            wanted = nearest[at - begin]
-            for number in range(num_parts):
-                if active[number] and not (number == wanted).any():
-                    active[number] = False
-                    idle[at] += 1
-            for place in range(UNSHARDED_PARTS):
-                if wanted[place] >= 0 and not active[wanted[place]]:
-                    active[wanted[place]] = True
-                    idle[at] += 1
-            after = at + 2 if fused[at] else at + 1
-            for number in range(at, after):
-                if kind[number] == BACKWARD or kind[number] == BACKWARD_WEIGHT:
-                    left[part[number]] -= 1
-                    if left[part[number]] == 0 and after < end:
-                        idle[after] += 1
-
-
-@compiled
-def _lower(
-    first: Ints,
-    own: Ints,
-    stage: Ints,
-    source: Ints,
-    of_source: Ints,
-    of_target: Ints,
-    target: Ints,
-    fused: NDArray[np.bool_],
-    idle: Ints,
-    done: NDArray[np.bool_],
-    first_entry: Ints,
-    op: Ints,
-    index: Ints,
-    side: Ints,
-) -> None:
-    """Entries of every rank, as ``_add_send_recv`` orders them.
-
-    Args:
-        first, own: Actions of rank ``r`` are ``own[first[r]:first[r + 1]]``.
-        stage, source, of_source, of_target, target: See ``Order`` and ``Messages``.
-        fused: Whether an action of ``own`` and the next one are lowered as one.
-        idle: Turns that pass before each action of ``own``.
-        done: All false; set for every action that is lowered.
-        first_entry: Entries of rank ``r`` go to ``first_entry[r]`` to ``first_entry[r + 1]``.
-        op, index, side: Filled.
-    """
-    ranks = len(first) - 1
-    at = first[:-1].copy()
-    to = first_entry[:-1].copy()
-    waiting = idle.copy()
-    left = len(own)
-    while left > 0:
-        before = left
-        slept = False
-        for rank in range(ranks):
-            if at[rank] == first[rank + 1]:
-                continue
-            if waiting[at[rank]] > 0:
-                waiting[at[rank]] -= 1
-                slept = True
-                continue
-            end = at[rank] + 2 if fused[at[rank]] else at[rank] + 1
-            ready = True
-            for number in range(at[rank], end):
-                need = source[own[number]]
-                ready = ready and (need < 0 or done[need])
-            if not ready:
-                continue
-            for number in range(at[rank], end):
-                action = own[number]
-                if of_target[action] >= 0:
-                    op[to[rank]], index[to[rank]], side[to[rank]] = WAIT, of_target[action], RECEIVE
-                    to[rank] += 1
-                op[to[rank]], index[to[rank]], side[to[rank]] = COMPUTE, action, 0
-                to[rank] += 1
-            for number in range(at[rank], end):
-                action = own[number]
-                done[action] = True
-                message = of_source[action]
-                if message >= 0:
-                    op[to[rank]], index[to[rank]], side[to[rank]] = POST, message, SEND
-                    to[rank] += 1
-                    other = stage[target[message]]
-                    op[to[other]], index[to[other]], side[to[other]] = POST, message, RECEIVE
-                    to[other] += 1
-                left -= 1
-            at[rank] = end
-        if left == before and not slept:
-            return
-    for rank in range(ranks):
-        for number in range(first[rank + 1] - 1, first[rank] - 1, -1):
-            message = of_source[own[number]]
-            if message >= 0:
-                op[to[rank]], index[to[rank]], side[to[rank]] = WAIT, message, SEND
-                to[rank] += 1
-
-
-@compiled
-def _interleave(
-    first: Ints, op: Ints, index: Ints, side: Ints, posted: NDArray[np.bool_], entries: Ints, reached: Ints
-) -> None:
-    """Let every rank go on as far as it can, round after round.
-
-    Args:
-        first: Entries of rank ``r`` are ``first[r]`` to ``first[r + 1]``.
-        op, index, side: Of each entry.
-        posted: Per message and side, all false.
-        entries: Filled with the entries in the order of completion; stays -1 behind where it is stuck.
-        reached: Where each rank is.
-    """
-    placed = 0
-    moved = True
-    while moved:
-        moved = False
-        for rank in range(len(reached)):
-            at = reached[rank]
-            while at < first[rank + 1]:
-                if op[at] == WAIT and not (posted[index[at], 0] and posted[index[at], 1]):
-                    break
-                if op[at] == POST:
-                    posted[index[at], side[at]] = True
-                entries[placed] = at
-                placed += 1
-                at += 1
-            if at != reached[rank]:
-                moved = True
-                reached[rank] = at
-
-
-def _circle(order: Order, messages: Messages, op: Ints, index: Ints, side: Ints, first: Ints, reached: Ints) -> str:
-    waits = []
-    for rank in range(len(reached)):
-        at = int(reached[rank])
-        if at < first[rank + 1]:
-            source, target = int(messages.source[index[at]]), int(messages.target[index[at]])
-            if side[at] == SEND:
-                waits.append(f"stage {rank} waits until stage {order.stage[target]} takes {order.name(source)}")
-            else:
-                waits.append(f"stage {rank} waits until stage {order.stage[source]} sends {order.name(source)}")
-    return "a schedule must not wait in a circle, got: " + "; ".join(waits)

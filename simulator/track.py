@@ -11,16 +11,8 @@ from numpy.typing import NDArray
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.specs import RUNTIMES
 from stepsight.simulator.engine import compiled
-from stepsight.simulator.runtimes import (
-    COMPUTE,
-    POST,
-    WAIT,
-    Entries,
-    asynchronous,
-    deepspeed_entries,
-    find_messages,
-    torch_entries,
-)
+from stepsight.simulator.entries import COMPUTE, POST, WAIT, Entries, find_messages
+from stepsight.simulator.runtimes import asynchronous, deepspeed_entries, torch_entries
 from stepsight.simulator.schedules import KIND_NAMES, Order, Schedule, find_schedule, order_actions
 
 FIRST, MIDDLE, LAST = range(3)
@@ -40,7 +32,7 @@ class Track:
             first), ``MIDDLE`` between; same shape.  Passes are forwards, split input gradients, and backwards that
             give weight gradients (``B`` and ``W`` together).
         source, target: Actions that make and need each message between stages, shape ``(num_messages,)``.
-        entry_op: ``COMPUTE``, ``POST`` or ``WAIT`` (see ``runtimes``), in an order that can run,
+        entry_op: ``COMPUTE``, ``POST`` or ``WAIT`` (see ``entries``), in an order that can run,
             shape ``(num_entries,)``.
         entry_stage: Whose entry it is; same shape.
         entry_index: The action that is computed, or the message that is posted or waited for; same shape.

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.job import Job
 from stepsight.simulator.engine import Floats, Ints
+from stepsight.simulator.entries import COMPUTE, POST
 from stepsight.simulator.pipeline import TrackRun, run_track
-from stepsight.simulator.runtimes import COMPUTE, POST
 from stepsight.simulator.schedules import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KIND_NAMES
 from stepsight.simulator.track import Track, find_track
 

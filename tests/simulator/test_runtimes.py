@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.errors import JobError
-from stepsight.simulator.runtimes import COMPUTE, POST, WAIT
+from stepsight.simulator.entries import COMPUTE, POST, WAIT
 from stepsight.simulator.schedules import BACKWARD, FORWARD, KIND_NAMES, Schedule, find_schedule, v_placement
 from stepsight.simulator.track import Track, find_track, track
 

@@ -12,9 +12,9 @@ from stepsight.dataset.hardware import Fabric, Hardware, Link
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
 from stepsight.simulator import engine, pipeline
+from stepsight.simulator.entries import COMPUTE, POST
 from stepsight.simulator.latency import RooflineLatency
 from stepsight.simulator.pipelines import distinct_pipelines
-from stepsight.simulator.runtimes import COMPUTE, POST
 from stepsight.simulator.segment import CLOCK_STREAMS, NUM_CLOCKS
 from stepsight.simulator.simulate import Simulation, simulate, simulate_lowered
 from stepsight.simulator.timing import Timer

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepsight.dataset.errors import JobError
-from stepsight.simulator.runtimes import COMPUTE, POST
+from stepsight.simulator.entries import COMPUTE, POST
 from stepsight.simulator.schedules import BACKWARD, BACKWARD_WEIGHT, FORWARD
 from stepsight.simulator.track import FIRST, LAST, MIDDLE, Track, find_track
 
