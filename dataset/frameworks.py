@@ -1,11 +1,13 @@
-"""What training frameworks do that a table of runs does not say: a small declared profile for each.
+"""What training frameworks do that a job or a table of runs does not say: a small declared profile for each.
 
-A profile fills what a run leaves open: its fields go into the ``Job``.
+A profile fills what is left open: ``framework = "..."`` in a job file, the column ``framework`` of a table of runs.
 """
 
 from __future__ import annotations
 
+import re
 import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
@@ -97,6 +99,53 @@ class Framework:
         """Whether attention keeps no score matrix."""
         return self.attention != "unfused"
 
+    def fill(self, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """The tables of a job with this framework's habits where they leave something open.
+
+        What they state goes before, but for a vocabulary, which is padded, and selective recomputation, which becomes
+        what the framework means by it.  Doing it twice changes nothing more.
+        """
+        model, parallel = dict(tables.get("model", {})), dict(tables.get("parallel", {}))
+        tp, pp, chunks = (_count(parallel.get(key)) for key in ("tp", "pp", "virtual_stages"))
+        recompute = parallel.setdefault("recompute", self.recompute or "none")
+        if recompute == "selective" and self.selective == "every-2nd-layer":
+            parallel |= {"recompute": "full", "recompute_every": 2}
+        fused = model.setdefault("fused_attention", self.fused_attention)
+        vocab, multiple = model.get("vocab"), self.vocab_multiple * tp
+        if type(vocab) is int and model.get("family") != "vit":
+            model["vocab"] = -(-vocab // multiple) * multiple
+        habits: dict[str, dict[str, Any]] = {
+            "model": {
+                "attention_kernels": self.attention if fused and self.fused_attention else "",
+                "dropout": self.dropout,
+                "eager_kernels": self.eager_kernels,
+                "norms_again": self.norms_again and recompute != "full",
+                "token_metrics": self.token_metrics,
+            },
+            "parallel": {
+                "sequence_parallel": tp > 1 and self.sequence_parallel,
+                "overlap_grad_reduce": self.overlap_grad_reduce,
+                "overlap_param_gather": self.overlap_param_gather,
+                "bucket_mbytes": self.bucket_mbytes,
+                "overlap_tp": self.overlap_tp,
+                "gradient_dtype": self.gradients,
+                "reduce_scatter": self.reduce_scatter,
+                "reshard_after_forward": self.reshard_after_forward,
+                "runtime": self.runtime if pp > 1 and chunks == 1 else "",
+                "scatter_p2p": self.p2p == "scattered",
+                "prefetch": self.prefetch,
+            },
+            "batch": {"fp8_scaling": self.fp8_scaling},
+            "optimizer": {"fused": self.fused_optimizer, "clip_grad_norm": self.clip_grad_norm},
+        }
+        stated = {**tables, "model": model, "parallel": parallel}
+        return {name: {**habits.get(name, {}), **stated.get(name, {})} for name in {**stated, **habits}}
+
+
+def _count(value: Any) -> int:
+    """A degree as a job states it; 1 where it states none, or none that can be (which its rules report)."""
+    return value if type(value) is int and value > 0 else 1
+
 
 GENERIC = Framework(name="generic", source="PyTorch's own defaults: what a run of an unknown framework is taken for")
 
@@ -129,4 +178,20 @@ def find_framework(text: str) -> Framework:
     presets = _presets()
     if lower in presets:
         return presets[lower]
-    return next((f for f in presets.values() if any(word in lower for word in f.words)), GENERIC)
+    return next((f for f in presets.values() if any(_stands(word, lower) for word in f.words)), GENERIC)
+
+
+def _stands(word: str, text: str) -> bool:
+    """Whether a word stands in a text, not as a part of another one; a version may follow at once."""
+    return re.search(rf"(?<![a-z]){re.escape(word)}(?![a-z])", text) is not None
+
+
+def unknown_frameworks(names: Iterable[str]) -> str:
+    """A warning about those of some names that no profile knows; empty if there is none."""
+    unknown = [name for name in names if name not in ("", GENERIC.name) and find_framework(name) is GENERIC]
+    if not unknown:
+        return ""
+    return (
+        f"no profile knows framework {', '.join(f'{name!r:.80}' for name in unknown)}: {GENERIC.name}, PyTorch's own "
+        f"defaults, is taken (known: {', '.join(framework_names())})"
+    )

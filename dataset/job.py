@@ -12,6 +12,7 @@ from typing import Any
 
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.files import parse_json
+from stepsight.dataset.frameworks import Framework, find_framework, unknown_frameworks
 from stepsight.dataset.hardware import Fabric, fabric_from_dict, find_fabric, suspicious_links, usual_fabric
 from stepsight.dataset.models import MODELS
 from stepsight.dataset.rules import broken_rules
@@ -34,6 +35,10 @@ __all__ = ["BatchSpec", "ClusterSpec", "Job", "ModelSpec", "OptimizerSpec", "Par
 class Job:
     """One training iteration of one model on one cluster in one parallel strategy.
 
+    Attributes:
+        framework: What runs it, in the words of who asks; empty: not said.  ``from_dict`` fills its habits in, and a
+            calibrated predictor looks for runs of the same.
+
     Raises:
         JobError: On construction, with every broken rule and its values.
     """
@@ -43,6 +48,7 @@ class Job:
     batch: BatchSpec
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     cluster: ClusterSpec
+    framework: str = ""
 
     def __post_init__(self) -> None:
         wrong = [name for name, spec in SECTIONS.items() if not isinstance(getattr(self, name), spec)]
@@ -54,6 +60,8 @@ class Job:
                 )
             )
         problems = [problem for name in SECTIONS for problem in type_problems(name, getattr(self, name))]
+        if not isinstance(self.framework, str) or not self.framework.isprintable():
+            problems.append(f"framework must be a printable string, got {self.framework!a:.80}")
         if problems:
             raise JobError("; ".join(problems))
         object.__setattr__(self, "model", _filled_model(self.model))
@@ -83,7 +91,8 @@ class Job:
     @cached_property
     def warnings(self) -> tuple[str, ...]:
         """What is allowed but looks like a mistake."""
-        return suspicious_links(self.fabric, self.cluster.devices_per_node)
+        unknown = unknown_frameworks([self.framework])
+        return (*suspicious_links(self.fabric, self.cluster.devices_per_node), *([unknown] if unknown else []))
 
     @property
     def name(self) -> str:
@@ -103,17 +112,29 @@ class Job:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain tables that ``from_dict`` reads back to an equal job."""
-        return {section: asdict(getattr(self, section)) for section in SECTIONS}
+        tables = {section: asdict(getattr(self, section)) for section in SECTIONS}
+        return {"framework": self.framework, **tables} if self.framework else tables
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), sort_keys=True)
 
     @classmethod
-    def from_dict(cls, tables: Mapping[str, Any]) -> Job:
-        """Build a job from its tables; unknown, missing and wrongly typed keys are all reported at once."""
+    def from_dict(cls, tables: Mapping[str, Any], habits: Framework | None = None) -> Job:
+        """Build a job from its tables; unknown, missing and wrongly typed keys are all reported at once.
+
+        Args:
+            tables: By name; ``framework`` may stand beside them.
+            habits: What fills what they leave open, in place of the profile of their ``framework``.
+        """
+        tables = dict(tables)
+        framework = tables.pop("framework", "")
         problems = [f"unknown table [{name!s:.80}]".replace("\n", "\\n") for name in tables if name not in SECTIONS]
-        specs: dict[str, Any] = {}
-        for section, spec in SECTIONS.items():
+        if not isinstance(framework, str):
+            problems.append(f"framework must be a string, got {framework!r:.80}")
+        elif framework and habits is None:
+            habits = find_framework(framework)
+        stated: dict[str, dict[str, Any]] = {}
+        for section in SECTIONS:
             table = tables.get(section, {} if section in OPTIONAL else None)
             if not isinstance(table, Mapping):
                 problems.append(f"a job needs a table [{section}], got {table!r:.80}")
@@ -127,15 +148,24 @@ class Job:
                         f"model.name must be one of {', '.join(MODELS)} or come with sizes, got {table['name']!r:.80}"
                     )
                     continue
-            specs[section], wrong = spec_from_table(section, spec, table)
+            stated[section] = table
+        if habits is not None:
+            filled = habits.fill(stated)
+            stated = {section: filled[section] for section in stated}
+        specs: dict[str, Any] = {}
+        for section, table in stated.items():
+            specs[section], wrong = spec_from_table(section, SECTIONS[section], table)
             problems += wrong
         if problems:
             raise JobError("; ".join(problems))
-        return cls(**specs)
+        return cls(**specs, framework=framework)
 
     @classmethod
-    def from_file(cls, path: str | Path) -> Job:
-        """Read a ``.toml`` or ``.json`` job file; the path of a schedule's file is relative to it."""
+    def from_file(cls, path: str | Path, framework: str = "") -> Job:
+        """Read a ``.toml`` or ``.json`` job file; the path of a schedule's file is relative to it.
+
+        ``framework``, if not empty, is taken in place of the file's own.
+        """
         path = Path(path)
         if path.suffix not in (".toml", ".json"):
             raise JobError(f"a job file ends in .toml or .json, got {str(path)!r}")
@@ -156,6 +186,8 @@ class Job:
         parallel = tables.get("parallel")
         if isinstance(parallel, dict) and str(parallel.get("schedule", "")).endswith(".csv"):
             parallel["schedule"] = str(path.parent / str(parallel["schedule"]))
+        if framework:
+            tables["framework"] = framework
         try:
             return cls.from_dict(tables)
         except JobError as error:

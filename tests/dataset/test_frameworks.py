@@ -3,7 +3,12 @@
 import pytest
 
 from stepsight.dataset.errors import JobError
-from stepsight.dataset.frameworks import find_framework, framework_from_dict, framework_names
+from stepsight.dataset.frameworks import (
+    find_framework,
+    framework_from_dict,
+    framework_names,
+    unknown_frameworks,
+)
 
 
 def test_presets_are_sound() -> None:
@@ -31,7 +36,10 @@ def test_presets_are_sound() -> None:
         ("torchtitan (FSDP2)", "torchtitan"),
         ("PyTorch FSDP + torch.compile", "fms-fsdp"),
         ("InternEvo (FlashAttention, Apex)", "internevo"),
+        ("NeMo25.04.rc2", "nemo"),
         ("my own trainer", "generic"),
+        ("megatron-lmm", "generic"),
+        ("ajax", "generic"),
         ("", "generic"),
     ],
 )
@@ -63,3 +71,24 @@ def test_bad_profiles(table: dict[str, object], text: str) -> None:
     """A profile that cannot be is refused with its rule."""
     with pytest.raises(JobError, match=text):
         framework_from_dict("mine", table)
+
+
+def test_filling_twice_changes_nothing() -> None:
+    """Also where selective recomputation becomes every second layer."""
+    tables = {"model": {"vocab": 50257}, "parallel": {"tp": 8, "recompute": "selective"}}
+    for name in framework_names():
+        framework = find_framework(name)
+        once = framework.fill(tables)
+        assert framework.fill(once) == once
+        assert once["model"]["vocab"] % framework.vocab_multiple == 0
+        every = once["parallel"].get("recompute_every", 1)
+        assert (once["parallel"]["recompute"], every) == (
+            ("full", 2) if framework.selective == "every-2nd-layer" else ("selective", 1)
+        )
+    assert tables["model"] == {"vocab": 50257}
+
+
+def test_unknown_names() -> None:
+    """Those that no profile knows are told together; an empty one is not named."""
+    assert unknown_frameworks(["NeMo", "", "generic"]) == ""
+    assert "framework 'mine', 'yours': generic" in unknown_frameworks(["mine", "NeMo", "yours"])

@@ -124,3 +124,34 @@ def test_catalogue_and_custom_fabric() -> None:
     )
     assert job.model.kv_heads == 8 and job.model.gated_mlp
     assert job.fabric.inter_node.bandwidth_bytes_per_s == 10e9
+
+
+def test_a_framework_fills_what_a_job_leaves_open(tmp_path: Path) -> None:
+    """What is stated goes before; the vocabulary is padded; what is read back is the same job."""
+    job = Job.from_dict({"framework": "Megatron-LM", **tables(model={"vocab": 1000}, parallel={"bucket_mbytes": 7.0})})
+    m, p = job.model, job.parallel
+    assert (job.framework, m.vocab, m.dropout, m.fused_attention) == ("Megatron-LM", 1024, 0.1, False)
+    assert (p.bucket_mbytes, p.overlap_grad_reduce, p.scatter_p2p) == (7.0, False, True)
+    assert Job.from_dict(json.loads(job.to_json())) == job
+    (tmp_path / "job.json").write_text(job.to_json())
+    assert Job.from_file(tmp_path / "job.json", "InternEvo").framework == "InternEvo"
+    assert Job.from_dict(tables()).framework == "" and not job.warnings
+
+
+@pytest.mark.parametrize("framework", [7, ["nemo"], {"name": "nemo"}, "ne\nmo"])
+def test_a_framework_is_a_name(framework: Any) -> None:
+    with pytest.raises(JobError, match="framework must be a"):
+        Job.from_dict({"framework": framework, **tables()})
+
+
+def test_an_unknown_framework_is_told() -> None:
+    """Defaults are taken, and the job says so."""
+    job = Job.from_dict({"framework": "my own trainer", **tables()})
+    assert job.warnings[0].startswith("no profile knows framework 'my own trainer': generic, PyTorch's own defaults")
+    assert not Job.from_dict({"framework": "generic", **tables()}).warnings
+
+
+@pytest.mark.parametrize("changes", [{"parallel": {"tp": "2"}}, {"model": {"vocab": True}}, {"parallel": {"pp": -1}}])
+def test_a_framework_hides_no_mistake(changes: dict[str, Any]) -> None:
+    with pytest.raises(JobError, match="must be"):
+        Job.from_dict({"framework": "megatron-deepspeed", **tables(**changes)})
