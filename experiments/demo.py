@@ -96,7 +96,9 @@ def run_demo(out: Path) -> tuple[dict[str, Any], str]:
     }
     predicted_against_measured(evaluation.rows, out / "predicted_vs_measured.png", "held-out runs on this machine")
     search_result(rows, out / "search.png", f"{target.name}, {target.cluster.num_devices} devices")
-    write_text(out / "timeline.json", json.dumps(found.best.prediction.timeline("op")))
+    best = found.best.prediction
+    assert best is not None  # what fits was timed
+    write_text(out / "timeline.json", json.dumps(best.timeline("op")))
     summary["seconds"] = time.monotonic() - started
     text = summary_text(summary)
     write_text(out / "summary.txt", text + "\n")

@@ -82,10 +82,10 @@ def published_runs(groups: Mapping[str, Sequence[tuple[float, float]]], path: Pa
 
 
 def search_result(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Iteration time against peak memory of every strategy asked about."""
+    """Iteration time against peak memory of every strategy that was timed."""
     figure, axes = _figure(7.0, 4.5)
     for fits, colour, label in ((True, "tab:blue", "fits"), (False, "lightgrey", "does not fit")):
-        chosen = [row for row in rows if row["fits"] is fits]
+        chosen = [row for row in rows if row["fits"] is fits and row["iteration_time_s"] is not None]
         axes.scatter(
             [row["memory_bytes"] / 1e9 for row in chosen],
             [row["iteration_time_s"] for row in chosen],

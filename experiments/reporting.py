@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepsight.dataset.frameworks import find_framework
 from stepsight.dataset.job import Job
 from stepsight.experiments.tables import Number, table
 
@@ -47,17 +48,21 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
         f"memory     {prediction.memory.peak_bytes / 1e9:.2f} GB of "
         f"{prediction.memory.capacity_bytes / 1e9:.2f} GB on the fullest stage",
     ]
-    lines += [f"warning: {text}" for text in job.warnings]
+    if job.framework:
+        lines.insert(1, f"framework  {job.framework}: profile {find_framework(job.framework).name} fills what is open")
+    lines += [f"warning: {text}" for text in prediction.warnings]
     if not prediction.memory.fits:
         lines.append(f"does not fit: {prediction.memory.reason}")
     if prediction.unsupported:
-        shown = prediction.unsupported[:5]
-        more = (
-            f" and {len(prediction.unsupported) - len(shown)} more" if len(prediction.unsupported) > len(shown) else ""
-        )
+        others = len(prediction.unsupported) - 1
+        more = f"; {others} more (--json lists all)" if others else ""
         part = f"{100 * prediction.unsupported_share:.0f} % of the time"
-        lines.append(f"outside what was measured, {part}: {', '.join(map(str, shown))}{more}")
+        lines.append(f"outside    {part} was never measured: {_cut(prediction.unsupported[0], 100)}{more}")
     return {"job": job.name, **prediction.to_dict(), "text": "\n".join(lines)}
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def explanation_report(job: Job, prediction: Prediction, top: int) -> dict[str, Any]:
@@ -98,8 +103,7 @@ def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
             row["zero_stage"],
             row["recompute"],
             "yes" if row["sequence_parallel"] else "no",
-            seconds_text(row["iteration_time_s"]),
-            f"{seconds_text(row['low_s'])} to {seconds_text(row['high_s'])}",
+            *_times(row),
             Number(row["memory_bytes"] / 1e9, 2),
             "yes" if row["fits"] else "NO",
         ]
@@ -121,7 +125,9 @@ def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
         "GB",
         "fits",
     ]
-    text = f"{job.name}: {result.evaluated} of {result.legal} legal strategies evaluated\n" + table(header, cells)
+    too_large = sum(not choice.fits for choice in result.choices)
+    text = f"{job.name}: {result.evaluated} of {result.legal} legal strategies evaluated"
+    text += f", {too_large} of them too large for the devices' memory\n{table(header, cells)}"
     own = None if result.own is None else result.own.to_dict()
     if own is not None:
         fits = "fits" if own["fits"] else "does not fit"
@@ -129,7 +135,18 @@ def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
     best = rows[0] if result.choices and result.choices[0].fits else None
     if best is None:
         text += "\nno strategy fits in memory"
-    return {"best": best, "evaluated": result.evaluated, "legal": result.legal, "own": own, "top": rows, "text": text}
+    counts = {"evaluated": result.evaluated, "legal": result.legal, "too_large": too_large}
+    return {"best": best, **counts, "own": own, "top": rows, "text": text}
+
+
+def _times(row: dict[str, Any]) -> list[str]:
+    """Iteration and interval; what does not fit was not timed."""
+    if row["iteration_time_s"] is None:
+        return ["-", "-"]
+    return [
+        seconds_text(row["iteration_time_s"]),
+        f"{seconds_text(row['low_s'])} to {seconds_text(row['high_s'])}",
+    ]
 
 
 def training_report(predictor: Predictor, out: Path) -> dict[str, Any]:

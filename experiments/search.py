@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,10 @@ import numpy as np
 
 from stepsight.dataset.errors import JobError, StepsightError
 from stepsight.dataset.files import digest
+from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
-from stepsight.experiments.strategies import Grid, Space, strategies
+from stepsight.experiments.strategies import VARIED, Grid, Space, strategies
+from stepsight.simulator.memory import Memory, estimate_memory
 from stepsight.training.prediction import Prediction, predict
 
 if TYPE_CHECKING:
@@ -26,11 +28,26 @@ MOST_SEED = 2**31  # samplers take 32 bits, and a study that goes on adds its tr
 
 @dataclass(frozen=True)
 class Choice:
-    """One strategy that was asked about."""
+    """One strategy that was asked about.
+
+    Attributes:
+        prediction: None where it does not fit in memory: what cannot run takes no time.
+    """
 
     job: Job
-    prediction: Prediction
-    fits: bool
+    memory: Memory
+    prediction: Prediction | None
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.fits
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Best first: by time, and behind those that fit by how far the others are from fitting."""
+        if self.prediction is None or not self.fits:
+            return True, self.memory.peak_bytes
+        return False, self.prediction.iteration_time_s
 
     def to_dict(self) -> dict[str, Any]:
         parallel, batch = self.job.parallel, self.job.batch
@@ -46,10 +63,10 @@ class Choice:
             "zero_stage": parallel.zero_stage,
             "recompute": parallel.recompute,
             "sequence_parallel": parallel.sequence_parallel,
-            "iteration_time_s": self.prediction.iteration_time_s,
-            "low_s": self.prediction.low_s,
-            "high_s": self.prediction.high_s,
-            "memory_bytes": self.prediction.memory.peak_bytes,
+            "iteration_time_s": None if self.prediction is None else self.prediction.iteration_time_s,
+            "low_s": None if self.prediction is None else self.prediction.low_s,
+            "high_s": None if self.prediction is None else self.prediction.high_s,
+            "memory_bytes": self.memory.peak_bytes,
             "fits": self.fits,
         }
 
@@ -59,8 +76,8 @@ class SearchResult:
     """Distinct strategies, best first; those that do not fit in memory come last.
 
     Attributes:
-        choices: What was evaluated.
-        evaluated, legal: How many of how many.
+        choices: What was evaluated, and the job as it was given if it fits.
+        evaluated, legal: How many of how many in the space.
         own: The job as it was given.
     """
 
@@ -78,8 +95,8 @@ class SearchResult:
 
 def _question(job: Job, source: str, space: Space) -> str:
     """What a study is about: its trials answer no other question."""
-    asked = (job.model, job.batch.global_batch, job.batch.precision, job.cluster, job.parallel.bucket_mbytes, space)
-    return digest(repr(asked), source)
+    batch, parallel = replace(job.batch, micro_batch=1), {**asdict(job.parallel), **dict.fromkeys(VARIED)}
+    return digest(repr((job.model, batch, job.optimizer, job.cluster, job.framework, parallel, space)), source)
 
 
 def _study(storage: str | None, name: str | None, question: str) -> optuna.Study:
@@ -130,9 +147,11 @@ def search(
 ) -> SearchResult:
     """Find the strategy with the shortest predicted iteration that fits in memory.
 
+    The job's own strategy is tried first where it is in the space, and nothing slower is ever best.
+
     Args:
-        job: Gives the model, global batch and cluster; its own strategy is only the template for what the
-            space does not vary.
+        job: Gives the model, global batch and cluster; its own strategy is the template for what the space does not
+            vary.
         trials: At most so many distinct strategies beside those of a stored study; a space that is not larger is
             enumerated whole (``auto``).
         sampler: ``tpe``, ``random``, or ``auto``: enumeration where ``trials`` allow it, else ``tpe``.
@@ -163,20 +182,23 @@ def search(
         optuna.samplers.RandomSampler(seed) if whole or sampler == "random" else optuna.samplers.TPESampler(seed=seed)
     )
     grid.shuffle(seed)
+    own, first = Choice(job, given.memory, given), grid.find(job)
     choices: list[Choice] = []
 
     def evaluate(index: int) -> Choice:
         candidate = grid.take(index)
-        prediction = predict(candidate, predictor)
-        choices.append(Choice(candidate, prediction, prediction.memory.fits))
+        choices.append(own if index == first else _asked(candidate, predictor, given.simulation.hardware))
         return choices[-1]
 
-    for earlier in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,)):
+    states = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED
+    for earlier in study.get_trials(deepcopy=False, states=states):
         index = grid.index(earlier.params)
         if index is not None and grid.left[index]:
             evaluate(index)
     for number in range(min(trials, int(grid.left.sum()))):
-        if whole:
+        if first is not None and grid.left[first]:
+            study.enqueue_trial(grid.params(first))
+        elif whole:
             study.enqueue_trial(grid.params(int(np.argmax(grid.left))))
         trial, index = _ask(study, grid)
         try:
@@ -184,13 +206,23 @@ def search(
         except BaseException:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
             raise
-        memory = choice.prediction.memory
-        trial.set_constraint("memory", memory.peak_bytes - memory.capacity_bytes)
-        study.tell(trial, choice.prediction.iteration_time_s)
+        trial.set_constraint("memory", choice.memory.peak_bytes - choice.memory.capacity_bytes)
+        if choice.prediction is None:
+            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        else:
+            study.tell(trial, choice.prediction.iteration_time_s)
         if on_trial is not None:
-            on_trial(number, min((c.prediction.iteration_time_s for c in choices if c.fits), default=None))
-    choices.sort(key=lambda c: (not c.fits, c.prediction.iteration_time_s))
-    return SearchResult(choices, len(choices), len(grid), Choice(job, given, given.memory.fits))
+            on_trial(number, min((c.rank[1] for c in choices if c.fits), default=None))
+    evaluated = len(choices)
+    if own.fits and all(choice.job != job for choice in choices):
+        choices.append(own)
+    return SearchResult(sorted(choices, key=lambda c: c.rank), evaluated, len(grid), own)
+
+
+def _asked(job: Job, predictor: Predictor | str | None, hardware: Hardware) -> Choice:
+    """A strategy, which is not timed if it cannot fit."""
+    memory = estimate_memory(job, hardware)
+    return Choice(job, memory, predict(job, predictor) if memory.fits else None)
 
 
 def _ask(study: optuna.Study, grid: Grid) -> tuple[optuna.Trial, int]:
@@ -208,9 +240,6 @@ def _ask(study: optuna.Study, grid: Grid) -> tuple[optuna.Trial, int]:
 
 def exhaustive(job: Job, predictor: Predictor | str | None = None, space: Space | None = None) -> SearchResult:
     """Ask about every legal strategy: the reference for ``search``."""
-    choices = []
-    for candidate in strategies(job, space):
-        prediction = predict(candidate, predictor)
-        choices.append(Choice(candidate, prediction, prediction.memory.fits))
-    choices.sort(key=lambda c: (not c.fits, c.prediction.iteration_time_s))
-    return SearchResult(choices, len(choices), len(choices))
+    hardware = predict(job, predictor).simulation.hardware
+    choices = [_asked(candidate, predictor, hardware) for candidate in strategies(job, space)]
+    return SearchResult(sorted(choices, key=lambda c: c.rank), len(choices), len(choices))

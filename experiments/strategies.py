@@ -28,7 +28,9 @@ class Space:
         cp: Context-parallel degrees, each where it leaves a rank ``MIN_CP_TOKENS`` tokens of a sequence.
         zero_stages, recompute, sequence_parallel: As in a job.
 
-    Expert-parallel degrees are all that divide the experts; pipelines are those whose layers split nearly evenly.
+    Expert-parallel degrees are all that divide the experts; pipelines are those whose layers split nearly evenly.  What
+    is the same as another choice is left out: selective recomputation with fused attention, which keeps nothing that it
+    could free, and ``gpipe`` of one micro-batch, which is 1F1B.
     """
 
     max_tp: int = 0
@@ -40,6 +42,11 @@ class Space:
     sequence_parallel: tuple[bool, ...] = (False, True)
 
 
+# What a strategy is made of, beside the micro-batch, and what goes with one strategy alone.
+VARIED = (
+    "tp", "cp", "pp", "ep", "dp", "schedule", "virtual_stages", "zero_stage", "recompute", "sequence_parallel",
+    "stage_layers", "dp_shard",
+)  # fmt: skip
 MIN_CP_TOKENS = 4096
 MOST_UNEVEN = 1.2  # layers of the fullest stage over the mean: what waits for more is never best
 
@@ -94,6 +101,8 @@ def _is_legal(job: Job, layout: Layout) -> bool:
 def _options(job: Job, space: Space, layout: Layout) -> dict[str, list[Any]]:
     """The further choices that are legal and differ under one layout."""
     per_replica = job.batch.global_batch // layout.dp
+    schedules = [s for s in space.schedules if job.parallel.runtime != "deepspeed" or s == ("1f1b", 1)]  # its only one
+    recompute = [r for r in space.recompute if r != "selective" or not job.model.fused_attention]
     tokens = job.model.seq_len // layout.cp
     sequence_parallel = space.sequence_parallel if layout.tp > 1 else (False,)
     return {
@@ -101,11 +110,12 @@ def _options(job: Job, space: Space, layout: Layout) -> dict[str, list[Any]]:
             f"{size} {schedule} x{chunks}"
             for size in space.micro_batches
             if per_replica % size == 0
-            for schedule, chunks in (space.schedules if layout.pp > 1 else space.schedules[:1])
+            for schedule, chunks in (schedules if layout.pp > 1 else space.schedules[:1])
             if chunks == 1 or (layout.pp * chunks <= job.model.total_layers and per_replica // size % layout.pp == 0)
+            if schedule != "gpipe" or per_replica > size or ("1f1b", 1) not in space.schedules
         ],
         "zero_stage": list(space.zero_stages) if layout.dp * layout.cp > 1 else [0],
-        "recompute": list(space.recompute),
+        "recompute": recompute or list(space.recompute),
         "sequence_parallel": [sp for sp in sequence_parallel if not sp or tokens % layout.tp == 0],
     }
 
@@ -165,14 +175,25 @@ class Grid:
     def __len__(self) -> int:
         return len(self._points)
 
+    def find(self, job: Job) -> int | None:
+        """The strategy that a job has, None if it is not in this grid."""
+        p, batch = job.parallel, job.batch
+        pipeline = f"{batch.micro_batch} {p.schedule} x{p.virtual_stages}"
+        point = str(Layout(p.tp, p.cp, p.pp, p.ep, p.dp)), (pipeline, p.zero_stage, p.recompute, p.sequence_parallel)
+        index = self._places.get(point)
+        return index if index is not None and self._job_at(index) == job else None
+
     def shuffle(self, seed: int) -> None:
         """Which of several nearest strategies comes first."""
         self._turn = np.random.default_rng(seed).permutation(len(self))
 
     def take(self, index: int) -> Job:
         """The job of a strategy, which is then no longer left."""
-        name, values = self._points[index]
         self.left[index] = False
+        return self._job_at(index)
+
+    def _job_at(self, index: int) -> Job:
+        name, values = self._points[index]
         return _build(self._job, self._layouts[name], dict(zip(self._options[name], values, strict=True)))
 
     def params(self, index: int) -> dict[str, Any]:

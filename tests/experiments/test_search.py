@@ -2,13 +2,16 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.job import Job
+from stepsight.experiments.reporting import search_report
 from stepsight.experiments.search import exhaustive, search
 from stepsight.experiments.strategies import Grid, Space, layouts, strategies
+from stepsight.training.prediction import predict
 
 SMALL = Space(schedules=(("1f1b", 1),), zero_stages=(0, 1), recompute=("none", "full"), micro_batches=(1, 2))
 
@@ -97,7 +100,8 @@ def test_memory_is_a_constraint(job: Job) -> None:
     """A model too large for one device is only placed where it fits; too large for all is an error."""
     large = replace(job, model=replace(job.model, layers=64, hidden=8192, heads=64, ffn=32768, kv_heads=64))
     found = search(large, space=SMALL, trials=500)
-    assert any(not choice.fits for choice in found.choices)
+    assert not any(choice.fits for choice in found.choices)
+    assert [choice for choice in found.choices if choice.prediction] == [found.own]  # what was asked about is answered
     with pytest.raises(StepsightError, match="no strategy fits"):
         _ = found.best
 
@@ -134,6 +138,11 @@ def test_a_study_answers_one_question(job: Job, tmp_path: Path) -> None:
     assert {c.job for c in first.choices} <= {c.job for c in second.choices}
     assert second.evaluated > first.evaluated
     other = replace(job, batch=replace(job.batch, global_batch=64))
+    own = replace(job, parallel=replace(job.parallel, tp=2, dp=4))  # another strategy asks the same
+    assert search(own, space=SMALL, trials=1, storage=storage, study_name="s").evaluated > second.evaluated
+    eager = replace(job, parallel=replace(job.parallel, overlap_grad_reduce=False))
+    with pytest.raises(StepsightError, match="another job"):
+        search(eager, space=SMALL, trials=1, storage=storage, study_name="s")
     with pytest.raises(StepsightError, match="another job"):
         search(other, space=SMALL, trials=1, storage=storage, study_name="s")
     with pytest.raises(StepsightError, match="storage must be"):
@@ -151,3 +160,55 @@ def test_foreign_files_and_unanswerable_jobs_are_left_alone(job: Job, tmp_path: 
         search(replace(job, cluster=replace(job.cluster, hardware="abacus")), space=SMALL, trials=1)
     with pytest.raises(StepsightError, match="seed"):
         search(job, space=SMALL, trials=1, seed=-1)
+
+
+@pytest.mark.parametrize("sampler", ["auto", "tpe", "random"])
+def test_the_own_strategy_is_tried_first(job: Job, sampler: str) -> None:
+    """So one trial returns it, and more return nothing slower."""
+    own = replace(job, parallel=replace(job.parallel, tp=4, dp=2), batch=replace(job.batch, micro_batch=2))
+    (choice,) = search(own, space=SMALL, trials=1, sampler=sampler).choices
+    assert choice.job == own
+    found = search(own, space=SMALL, trials=5, sampler=sampler)
+    assert found.own is not None and found.best.rank <= found.own.rank and found.evaluated == 5
+
+
+def test_a_strategy_outside_of_the_space_is_kept(job: Job) -> None:
+    """What the space does not hold can still be best: it is no worse for that."""
+    own = replace(job, parallel=replace(job.parallel, pp=4, dp=2, zero_stage=2, stage_layers=(1, 3, 3, 1)))
+    worse = Space(max_tp=1, micro_batches=(1,), schedules=(("gpipe", 1),), zero_stages=(3,), recompute=("full",))
+    found = search(own, space=worse, trials=500)
+    assert found.evaluated == found.legal == len(found.choices) - 1 and found.own in found.choices
+    assert Grid(own, worse).find(own) is None
+
+
+def test_what_does_not_fit_is_not_timed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only strategies that fit are predicted, beside the job itself."""
+    large = replace(job, model=replace(job.model, layers=32, hidden=4096, heads=32, ffn=16384, kv_heads=32))
+    asked: list[Job] = []
+
+    def counted(candidate: Job, *rest: Any) -> Any:
+        asked.append(candidate)
+        return predict(candidate, *rest)
+
+    monkeypatch.setattr("stepsight.experiments.search.predict", counted)
+    found = search(large, space=SMALL, trials=500)
+    fit = [choice.job for choice in found.choices if choice.fits]
+    assert 0 < len(fit) < found.evaluated and set(asked) == {large, *fit}
+    report = search_report(large, found, found.evaluated)
+    assert report["too_large"] == found.evaluated - len(fit) and "too large for the devices' memory" in report["text"]
+
+
+def test_what_is_the_same_is_tried_once(job: Job) -> None:
+    """Selective recomputation frees nothing of fused attention, and one micro-batch has one order."""
+    recompute = {candidate.parallel.recompute for candidate in strategies(job)}
+    assert recompute == {"none", "full"}
+    unfused = replace(job, model=replace(job.model, fused_attention=False))
+    assert "selective" in {candidate.parallel.recompute for candidate in strategies(unfused)}
+    gpipe = [c for c in strategies(job) if c.parallel.schedule == "gpipe"]
+    assert gpipe and all(candidate.num_micro_batches > 1 for candidate in gpipe)
+
+
+def test_deepspeed_has_one_schedule(job: Job) -> None:
+    """A search suggests nothing that its runtime refuses."""
+    own = replace(job, parallel=replace(job.parallel, runtime="deepspeed"))
+    assert {(c.parallel.schedule, c.parallel.virtual_stages) for c in strategies(own)} == {("1f1b", 1)}
