@@ -143,6 +143,7 @@ def test_measurements_as_a_table(tmp_path: Path) -> None:
 
 def test_every_verb_teaches() -> None:
     """Each verb has help and ``--json``."""
-    for verb in ("collect", "train", "predict", "search", "demo", "show"):
+    verbs = ("collect", "train", "predict", "explain", "search", "evaluate", "calibrate", "demo", "import", "show")
+    for verb in verbs:
         done = run(verb, "--help")
         assert done.returncode == 0 and "--json" in done.stdout

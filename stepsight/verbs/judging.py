@@ -1,0 +1,97 @@
+"""Verbs that set predictions beside measured runs: evaluate, calibrate."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepsight.verbs.options import Json, PredictorPath, Runs, Source, answer, check_plot, load, path, progress
+
+
+def evaluate(
+    runs: Runs,
+    predictor: PredictorPath = None,
+    source: Source = "*",
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            help="Also fit every source's runs of at most so many devices (as in 8gpus), or the smallest ones of "
+            "series that have none, and judge by the larger ones."
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(parser=path, help="Write predicted against measured times here (.png, .svg).")
+    ] = None,
+    worst: Annotated[int, typer.Option(min=0, help="Worst rows to show with their breakdown.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Set predictions beside the measured times of many runs: errors, ranks, regret and coverage per source.
+
+    Without a predictor each row is answered by the one for its hardware, or from hardware facts where there is none.
+    Two naive references stand beside: one utilisation fitted to each source, and the smallest run of a series carried
+    forward. Rows that cannot be said as a job, and rows that the predictor was fitted on, are left out and counted by
+    their reason; where nothing remains that is an error (exit code 2). Examples:
+
+        stepsight evaluate published_runs.csv.gz --source "*megatron*" --plot runs.png
+        stepsight evaluate published_runs.csv.gz --calibrate 8gpus
+    """
+    from stepsight.experiments.plots import published_runs
+    from stepsight.experiments.published.evaluate import evaluate as judge
+    from stepsight.experiments.published.predictors import predictor_by_hardware
+    from stepsight.experiments.published.report import evaluation_text
+    from stepsight.experiments.published.split import read_most_gpus
+
+    most_gpus = None if calibrate is None else read_most_gpus(calibrate)
+    check_plot(plot)
+    predictors = predictor_by_hardware(load(predictor))
+    result = judge(runs, predictors, source=source, on_row=progress("rows predicted"))
+    if plot is not None:
+        published_runs(result.points, plot, "published runs")
+    value, shown = result.to_dict(), {}
+    if most_gpus is not None:
+        from stepsight.experiments.published.calibrated import FITTED_ON, SPLITS, calibrate_small
+
+        for name, split in SPLITS.items():
+            on_set = progress(f"sources calibrated, {name}")
+            value[name] = calibrate_small(result, predictors, most_gpus, split, on_set).to_dict()
+            shown[FITTED_ON[name].format(most_gpus)] = value[name]
+    answer(value, evaluation_text(result, worst, shown), as_json)
+
+
+def calibrate(
+    runs: Runs,
+    out: Annotated[Path, typer.Option("--out", "-o", parser=path, help="Folder of the predictor to write.")],
+    predictor: Annotated[
+        Path,
+        typer.Option(
+            "--predictor", "-p", parser=path, help="To start from: a folder, or one that comes with stepsight by name."
+        ),
+    ],
+    source: Source = "*",
+    max_devices: Annotated[
+        int, typer.Option(min=1, help="Fit runs of at most so many devices, or a source's smallest size.")
+    ] = 8,
+    as_json: Json = False,
+) -> None:
+    """Correct a predictor by the iteration times of small runs: factors of what is slow, by gradient through the
+    simulator, and what is left for jobs that are alike.
+
+    The larger runs of the table judge it; where there are none, sizes or runs left out in turn. It is written only if
+    it predicts those better than before (else exit code 2), and never judged by rows that it was fitted on. Example:
+
+        stepsight calibrate runs.csv --predictor a100-sxm --out mine
+    """
+    from stepsight.experiments.published.calibration import calibrate_runs
+    from stepsight.training.predictor import Predictor
+
+    loaded = Predictor.load(predictor)
+    report = calibrate_runs(runs, loaded, out, source=source, most_gpus=max_devices)
+    answer(report, report.pop("text"), as_json)
+    if not report["released"]:
+        print(
+            f"error: a calibration must predict {report['evidence']['by']} better than before: refused", file=sys.stderr
+        )
+        raise typer.Exit(2)

@@ -1,0 +1,199 @@
+"""Verbs that measure, learn, read, and say what is there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepsight.dataset.errors import StepsightError
+from stepsight.verbs.options import Json, answer, path
+
+
+def collect(
+    jobs: Annotated[
+        list[Path],
+        typer.Argument(parser=path, help="Job files (.toml or .json) to run for real, or one plan (plan.json)."),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", parser=path, help="Collection folder. A killed collection resumes there.")
+    ],
+    role: Annotated[
+        str, typer.Option(help="What the runs are for: only `train` runs may train a predictor.")
+    ] = "train",
+    rounds: Annotated[int, typer.Option(min=1, help="Repeats, interleaved over the runs so that drift shows.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per round, without a profiler.")] = 4,
+    warmup: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps before each round's timing: 2 or more, in a box 1.", show_default="2"),
+    ] = None,
+    profile_steps: Annotated[
+        int | None, typer.Option(min=0, help="Profiled steps in the last round; in a box none.", show_default="2")
+    ] = None,
+    event_seconds: Annotated[
+        float, typer.Option(min=0, help="Time for measuring every distinct op and collective once; 0: none.")
+    ] = 30.0,
+    box: Annotated[
+        str | None,
+        typer.Option(
+            help="Run in a cluster in a box: nodes x ranks per node @ link rate, as in 4x1@200mbit, or a .toml file. "
+            "Computation is slept. Needs root and iproute2.",
+        ),
+    ] = None,
+    plan_only: Annotated[
+        bool, typer.Option(help="Only write plan.json, to be run elsewhere with the harness folder alone.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Run jobs for real under torchrun, time and trace them, and measure their ops one by one.
+
+    Needs one core (or GPU) per rank; in a box sixteen ranks share two cores, and runs that compute too much for their
+    times to mean anything are rejected (exit code 2). Examples:
+
+        stepsight collect examples/local-gpt-tp2.toml --out runs/mine
+        stepsight collect examples/box-gpt-pp4.toml --box 4x1@200mbit --out runs/box
+    """
+    from stepsight.experiments.collecting import collect_jobs
+
+    if box is not None:
+        from stepsight.dataset.box import read_box
+
+        held, usual = read_box(box), {"warmup": 1, "profile_steps": 0}
+    else:
+        held, usual = None, {"warmup": 2, "profile_steps": 2}
+    given = {key: value for key, value in (("warmup", warmup), ("profile_steps", profile_steps)) if value is not None}
+    counts = {"rounds": rounds, "steps": steps, **usual, **given}
+    summary = collect_jobs(
+        jobs, out, role=role, counts=counts, event_seconds=event_seconds, plan_only=plan_only, progress=True, box=held
+    )
+    answer(summary, summary["text"], as_json)
+    if summary.get("rejected"):
+        raise typer.Exit(2)
+
+
+def train(
+    collections: Annotated[
+        list[Path], typer.Argument(parser=path, help="Collection folders written by `stepsight collect`.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", parser=path, help="Folder of the predictor to write.")],
+    hardware: Annotated[
+        str, typer.Option(help="Name that jobs give this hardware in [cluster] hardware.")
+    ] = "local-cpu",
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    tracking_uri: Annotated[
+        str | None, typer.Option(help="MLflow tracking URI; by default sqlite beside the predictor.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Learn kernel and collective regressors and the context GNN from collections; track all in MLflow.
+
+    Example:
+
+        stepsight train runs/mine --out runs/predictor
+    """
+    from stepsight.experiments.reporting import training_report
+    from stepsight.training.fit import train as fit
+
+    predictor = fit(collections, out, hardware_name=hardware, seed=seed, tracking_uri=tracking_uri, progress=True)
+    report = training_report(predictor, out)
+    answer(report, report["text"], as_json)
+
+
+def demo(
+    out: Annotated[Path, typer.Option("--out", "-o", parser=path, help="Where everything is written.")] = Path(
+        "runs/demo"
+    ),
+    as_json: Json = False,
+) -> None:
+    """The whole product on this machine: measure, train, predict held-out runs, search (about four minutes)."""
+    from stepsight.experiments.demo import run_demo
+
+    summary, text = run_demo(out)
+    answer(summary, text, as_json)
+
+
+EXPERIMENTS = ("dilated", "kernels", "memory", "small-to-large")
+
+
+def experiment(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.")] = "",
+) -> None:
+    """Measure again what the README claims: `dilated` (pipelines that sleep, for real), `kernels` (public tables,
+    shapes held out), `memory` (against PyTorch's tracker) or `small-to-large` (train on four ranks, predict
+    sixteen). Each takes options of its own, `--json` and `--help` among them.
+
+    Example:
+
+        stepsight experiment dilated --only "1f1b*"
+    """
+    from importlib import import_module
+
+    if name in ("", "-h", "--help"):
+        typer.echo(context.get_help())
+        return
+    if name not in EXPERIMENTS:
+        raise StepsightError(f"experiment must be one of {', '.join(EXPERIMENTS)}, got {name!r}")
+    sys.exit(import_module(f"stepsight.experiments.{name.replace('-', '_')}").main(context.args))
+
+
+def import_table(
+    format: Annotated[
+        str,
+        typer.Argument(
+            help="aiconfigurator, neusight, vidur, simumax, nccl-tests (logs or parsed), vtrain, aicb, or csv: a table "
+            "of your own with columns op, dims (4096x4096x1024), dtype, microseconds."
+        ),
+    ],
+    table: Annotated[Path, typer.Argument(metavar="PATH", parser=path, help="A file of that format, or a folder.")],
+    out: Annotated[
+        Path | None, typer.Option(parser=path, help="Write all measurements here (.parquet), with their origin.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Read measurements of ops and collectives that others published, or that you took, into one table.
+
+    For looking before believing: which ops, sizes, devices and software a table really holds, in one set of units and
+    names, and what was left out of it. Predictors that come with stepsight are learned from tables read so
+    (`python -m stepsight.training.shipped`); `train` takes collections, not this table. Example:
+
+        stepsight import nccl-tests logs/ --out collectives.parquet
+    """
+    from stepsight.dataset.tables import check_table_output, read_table, summary, summary_text
+
+    if out is not None:
+        check_table_output(format, table, out)
+    found = read_table(format, table)
+    told = summary(found)
+    text = summary_text(told)
+    if out is not None:
+        found.to_parquet(out)
+        told["out"] = str(out)
+        text += f"\n\nwrote {len(found)} measurements to {out}"
+    answer(told, text, as_json)
+
+
+def show(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            parser=path, help="A job file, collection, run folder, predictor (folder or name) or summary.json."
+        ),
+    ],
+    table: Annotated[
+        Path | None,
+        typer.Option(parser=path, help="Of a collection: write every op and collective measured here (.parquet)."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a file or folder is and what is in it."""
+    from stepsight.experiments.showing import describe, write_table
+
+    description = describe(path)
+    text = description.pop("text")
+    if table is not None:
+        description["measurements"] = write_table(path, table)
+        text += f"\nwrote {description['measurements']} measurements to {table}"
+    answer(description, text, as_json)

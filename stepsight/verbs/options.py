@@ -1,0 +1,102 @@
+"""Options and answers that verbs share."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stepsight.dataset.errors import StepsightError
+
+if TYPE_CHECKING:
+    from stepsight.training.predictor import Predictor
+
+
+def path(text: str) -> Path:
+    """A path that a user names: not the empty one, which would be the current folder."""
+    if not text:
+        raise typer.BadParameter("a path must not be empty, got ''")
+    return Path(text)
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON, and nothing else, on stdout.")]
+Source = Annotated[str, typer.Option(help="Only rows whose source matches this pattern.")]
+Runs = Annotated[
+    Path,
+    typer.Argument(
+        parser=path,
+        help="Table of measured runs (.csv or .csv.gz), a row for each; examples/runs.csv is one, and the README "
+        "explains its columns.",
+    ),
+]
+PredictorPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--predictor",
+        "-p",
+        parser=path,
+        help="Folder of a trained predictor, the name of one that comes with stepsight, as a100-sxm, or "
+        "`roofline`. Without it the one that comes with stepsight for the job's hardware answers, and a roofline from "
+        "hardware facts only where there is none; the answer says which.",
+    ),
+]
+FrameworkName = Annotated[
+    str,
+    typer.Option(
+        "--framework",
+        help="What runs the job, as megatron-lm, nemo or torchtitan: its habits fill what the job file leaves open. In "
+        "place of the file's own `framework`.",
+    ),
+]
+
+
+def answer(value: dict[str, Any], text: str, as_json: bool) -> None:
+    """Print a verb's answer, for programs or for people."""
+    typer.echo(json.dumps(value, allow_nan=False) if as_json else text)
+
+
+def load(path: Path | None) -> Predictor | str | None:
+    """What ``--predictor`` names."""
+    if path is None:
+        return None
+    from stepsight.training.prediction import ROOFLINE
+
+    if str(path) == ROOFLINE and not path.exists():
+        return ROOFLINE
+    from stepsight.training.predictor import Predictor
+
+    return Predictor.load(path)
+
+
+def check_plot(plot: Path | None) -> None:
+    """Before the work: a plot that can be written."""
+    if plot is None:
+        return
+    from stepsight.dataset.files import check_output_file
+    from stepsight.experiments.plots import FORMATS
+
+    if plot.suffix not in FORMATS:
+        raise StepsightError(f"--plot ends in {', '.join(FORMATS)}, got {str(plot)!r}")
+    check_output_file(plot)
+
+
+def progress(what: str) -> Callable[..., None]:
+    """Says on stderr how much is done, of how many, and what more there is to say: a line that changes on a terminal,
+    elsewhere one every ten seconds; nothing about what is quick."""
+    last, pause = time.monotonic(), 0.2 if sys.stderr.isatty() else 10.0
+
+    def show(done: int, of: int, more: str = "") -> None:
+        nonlocal last
+        if sys.stderr.isatty() and done == of:
+            typer.echo("\r\x1b[K", nl=False, err=True)
+        elif time.monotonic() - last >= pause:
+            last = time.monotonic()
+            over, end = ("\r\x1b[K", False) if sys.stderr.isatty() else ("", True)
+            typer.echo(f"{over}{what} {done}/{of}  {more}".rstrip(), nl=end, err=True)
+
+    return show
