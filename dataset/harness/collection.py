@@ -23,7 +23,7 @@ from . import plan as plans
 from .errors import HarnessError
 from .files import new_folder, write_json
 from .measure import barrier, gather, noted_steps, profiled_steps, timed_steps
-from .parallel import Training
+from .parallel import Training, end_groups
 from .progress import ROUND_UNITS
 from .rounds import read_rounds, rounds_path, write_rounds
 from .sleeping import WARM_UP_PACE, SleepingTraining
@@ -98,9 +98,24 @@ class Collection:
         self._say(f"{name} round {number + 1}/{run['rounds']}")
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        training: Training | SleepingTraining
-        if "sleeps" in run:
-            training = SleepingTraining(run, self.device)
+        training = SleepingTraining(run, self.device) if "sleeps" in run else Training(run["job"], self.device)
+        self._steps(run, number, state, training)
+        if number < run["rounds"] - 1:
+            if self.rank == 0:
+                write_rounds(self.out, run, state)
+        else:
+            self._finish(run, state, training)
+        barrier()
+        groups = training.mesh, training.groups["pp"]
+        del training
+        end_groups(*groups)
+        self._say(name, done=ROUND_UNITS)
+
+    def _steps(
+        self, run: dict[str, Any], number: int, state: dict[str, Any], training: Training | SleepingTraining
+    ) -> None:
+        """Time a round's steps, and add them to the run's ``state``."""
+        if isinstance(training, SleepingTraining):
             training.hurry(WARM_UP_PACE)
             noted_steps(training, run["warmup"])
             training.hurry(1.0)
@@ -108,18 +123,11 @@ class Collection:
             state["records"].append(records)
             state["losses"] = [0.0] * (run["warmup"] + run["steps"])
         else:
-            training = Training(run["job"], self.device)
             _, losses = timed_steps(training, run["warmup"])
             seconds, more = timed_steps(training, run["steps"])
             if number == 0:
                 state["losses"] = self._losses(training, losses + more)
         state["rounds"].append(seconds)
-        if number < run["rounds"] - 1:
-            if self.rank == 0:
-                write_rounds(self.out, run, state)
-        else:
-            self._finish(run, state, training)
-        self._say(name, done=ROUND_UNITS)
 
     def _losses(self, training: Training, losses: list[torch.Tensor]) -> list[float]:
         """Loss of each step, the mean over replicas; only ranks of the last stage know theirs."""

@@ -275,7 +275,7 @@ class SleepingTraining:
         self.job, self.device = job, device
         self.num_micro_batches = num_micro_batches(job)
         degrees = {axis: parallel[axis] for axis in AXES}
-        mesh = device_mesh(device.type, **degrees) if dist.get_world_size() > 1 else None
+        self.mesh = mesh = device_mesh(device.type, **degrees) if dist.get_world_size() > 1 else None
         self.groups = {axis: mesh.get_group(axis) if mesh and degrees[axis] > 1 else None for axis in AXES}
         if degrees["pp"] > 1:
             self.groups["pp"] = stages_group(device.type, **degrees)
