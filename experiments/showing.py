@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.eventfile import read_event_file
@@ -15,6 +16,9 @@ from stepsight.dataset.manifest import RunManifest, read_object
 from stepsight.dataset.trace import read_collection, read_run
 from stepsight.experiments.tables import Number, table
 
+if TYPE_CHECKING:
+    from stepsight.training.predictor import Predictor
+
 
 def describe(path: Path) -> dict[str, Any]:
     """A description with a ``text`` for people.
@@ -23,6 +27,10 @@ def describe(path: Path) -> dict[str, Any]:
         StepsightError: If nothing of ours is there.
     """
     if not path.exists():
+        from stepsight.training.predictor import shipped_names
+
+        if str(path) in shipped_names():
+            return _predictor(path)
         raise StepsightError(f"show needs an existing file or folder, got {path}")
     if path.is_dir():
         if (path / "summary.json").is_file():
@@ -35,9 +43,13 @@ def describe(path: Path) -> dict[str, Any]:
     if path.suffix == ".json" and "heldout" in (value := read_object(path)):
         return _summary(path, value)
     job = Job.from_file(path)
-    rows = [[section, key, value] for section, keys in job.to_dict().items() for key, value in keys.items()]
+    tables = job.to_dict()
+    framework = tables.pop("framework", "")
+    rows = [["", "framework", framework]] if framework else []
+    rows += [[section, key, value] for section, keys in tables.items() for key, value in keys.items()]
     rows.append(["", "micro-batches", job.num_micro_batches])
     text = f"job {job.name}\n" + table(["table", "key", "value"], [[str(c) for c in row] for row in rows])
+    text += "".join(f"\nwarning: {warning}" for warning in job.warnings)
     return {
         "job": job.to_dict(),
         "devices": job.cluster.num_devices,
@@ -120,5 +132,27 @@ def _run(path: Path) -> dict[str, Any]:
 def _predictor(path: Path) -> dict[str, Any]:
     from stepsight.training.predictor import Predictor
 
-    manifest = Predictor.load(path).manifest
-    return {"predictor": str(path), **manifest, "text": f"predictor {path}\n{json.dumps(manifest, indent=2)}"}
+    predictor = Predictor.load(path)
+    manifest = predictor.manifest
+    text = f"predictor {path}\n{_calibration_text(predictor)}{json.dumps(manifest, indent=2)}"
+    return {"predictor": str(path), **manifest, "text": text}
+
+
+def _calibration_text(predictor: Predictor) -> str:
+    """On which runs it was calibrated, what that changed, and what it brought; empty if it was not."""
+    calibration, told = predictor.calibration, predictor.manifest.get("calibration", {})
+    if calibration.residual is None:
+        return ""
+    factors = ", ".join(f"{name} x {factor:.3f}" for name, factor in calibration.constants.to_dict().items())
+    shift = 100 * math.expm1(statistics.median(calibration.residual.logs))
+    lines = [
+        f"calibrated on {predictor.calibrated_on}, by {', '.join(map(repr, calibration.residual.software))}",
+        f"which changed durations: {factors}; iterations of jobs like those runs: {shift:+.1f} % in the middle",
+    ]
+    if "evidence" in told:
+        before, after = (told["evidence"][key] for key in ("before", "after"))
+        lines.append(
+            f"judged by {told['evidence']['by']} ({before['used']}): mean error {before['mape']:.1f} % before, "
+            f"{after['mape']:.1f} % after; begun from {told['predictor']}"
+        )
+    return "\n".join(lines) + "\n"

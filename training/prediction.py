@@ -37,7 +37,7 @@ class Prediction:
         iteration_time_s: Predicted.
         source: Where the durations come from, for people.
         predictor: Who was asked; None: hardware facts.
-        software: What was said to run it.
+        software: What is said to run it.
     """
 
     job: Job
@@ -132,8 +132,16 @@ class Prediction:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the job allows but looks like a mistake."""
-        return self.job.warnings
+        """What the job allows but looks like a mistake, and software that no run of a calibration had."""
+        residual = None if self.predictor is None else self.predictor.calibration.residual
+        if residual is None or self.software in residual.software:
+            return self.job.warnings
+        named = f"framework {self.software!r:.80}" if self.software else "a framework that is not named"
+        return (
+            *self.job.warnings,
+            f"{named} ran none of the runs that this predictor was calibrated on: their correction counts for less "
+            f"(theirs: {', '.join(map(repr, residual.software))})",
+        )
 
     @property
     def _scale(self) -> float:
@@ -184,7 +192,7 @@ def predict(job: Job, predictor: Predictor | str | None = None, *, software: str
             package, or ``ROOFLINE``; None: the one of the package that serves the job's hardware, and a roofline from
             the preset's facts only where there is none.  ``source`` of the answer says which.
         software: What runs it, in the words of the runs that a predictor was calibrated on (their column
-            ``framework``); only such a predictor listens.
+            ``framework``), by default the job's ``framework``; only such a predictor listens.
 
     Raises:
         PredictorError: If the predictor is for other hardware.
@@ -200,6 +208,7 @@ def predict(job: Job, predictor: Predictor | str | None = None, *, software: str
         predictor = _shipped(predictor)
     if not isinstance(predictor, Predictor):
         raise JobError(f"predict takes a Predictor, the name of one or None, got {type(predictor).__name__}")
+    software = software or job.framework
     latency = predictor.latency(job)
     simulation = simulate(job, latency)
     seconds = simulation.iteration_time_s * predictor.calibration.factor(job, software)

@@ -77,14 +77,28 @@ def _beside(rows: Sequence[CalibratedRow]) -> dict[str, Any]:
 
 
 def calibrate_small(
-    evaluation: Evaluation, predictor_of: PredictorOf, most_gpus: int, split: Callable[[Sequence[Scored], int], Split]
+    evaluation: Evaluation,
+    predictor_of: PredictorOf,
+    most_gpus: int,
+    split: Callable[[Sequence[Scored], int], Split],
+    on_set: Callable[[int, int], None] | None = None,
 ) -> Calibrated:
-    """Fit and judge every source's hardware for which there is a predictor; ``split`` is one of ``SPLITS``."""
+    """Fit and judge every source's hardware for which there is a predictor.
+
+    Args:
+        split: One of ``SPLITS``.
+        on_set: Called with how many sources' hardware are done, of how many.
+    """
     carried = dict(zip(map(id, evaluation.scored), carried_forward(evaluation.scored), strict=True))
     result = Calibrated()
-    for rows in evaluation.by(lambda row: f"{row.row.source}/{row.job.cluster.hardware}").values():
+    sets = evaluation.by(lambda row: f"{row.row.source}/{row.job.cluster.hardware}")
+    for number, rows in enumerate(sets.values(), 1):
+        if on_set is not None:
+            on_set(number, len(sets))
         predictor = predictor_of(rows[0].job.cluster.hardware)
         fitted, judging = split(rows, most_gpus)
+        seen = {row.digest for row in fitted}
+        judging = [row for row in judging if row.digest not in seen]  # a run that is there twice
         if predictor is None or not judging:
             continue
         own = with_rows(predictor, fitted).predictor
@@ -100,5 +114,5 @@ def calibrate_small(
 def with_rows(predictor: Predictor, rows: Sequence[Scored]) -> Fit:
     """The predictor calibrated on some rows, which its manifest names from then on."""
     fit = calibrate(predictor, [TimedJob(row.job, row.measured_s, row.row.software) for row in rows])
-    seen = {*predictor.manifest.get("fitted_rows", ()), *(row.row.digest for row in rows)}
+    seen = {*predictor.manifest.get("fitted_rows", ()), *(row.digest for row in rows)}
     return replace(fit, predictor=replace(fit.predictor, manifest={**predictor.manifest, "fitted_rows": sorted(seen)}))

@@ -9,17 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.errors import TableError
+from stepsight.dataset.errors import PredictorError, TableError
 from stepsight.dataset.files import digest
 from stepsight.experiments.published.calibrated import with_rows
-from stepsight.experiments.published.evaluate import evaluate, score
+from stepsight.experiments.published.evaluate import FITTED, evaluate, score
 from stepsight.experiments.published.metrics import Errors, errors
 from stepsight.experiments.published.scored import Scored
 from stepsight.experiments.published.split import split_by_size
 from stepsight.experiments.tables import Number, table
 from stepsight.training.calibrating import Fit
 from stepsight.training.constants import RESOURCES
-from stepsight.training.predictor import Predictor, check_output
+from stepsight.training.manifest import check_output
+from stepsight.training.predictor import Predictor
 
 LARGER = "larger runs"
 SIZES, ROWS = "each size left out in turn", "each job left out in turn"
@@ -73,6 +74,11 @@ def calibrate_runs(
     """
     check_output(out)
     evaluation = evaluate(runs, lambda hardware: predictor, source=source)
+    if FITTED in evaluation.skipped:
+        raise PredictorError(
+            f"a calibration begins with a predictor that was fitted on none of its rows, got {predictor.source}, "
+            f"fitted on {evaluation.skipped[FITTED]} of {sum(evaluation.rows.values())} rows in {runs}"
+        )
     if len(evaluation.scored) < 2:
         raise TableError(
             f"a calibration takes at least 2 runs on {predictor.hardware.name} that can be said as jobs, "
@@ -80,8 +86,8 @@ def calibrate_runs(
             f"(left out: {dict(evaluation.skipped)})"
         )
     fitted, larger = split_by_size(evaluation.scored, most_gpus)
-    known = {(row.job, row.measured_s) for row in fitted}
-    larger = [row for row in larger if (row.job, row.measured_s) not in known]  # a run that two sources tell of
+    known = {row.digest for row in fitted}
+    larger = [row for row in larger if row.digest not in known]  # a run that two sources tell of
     fit = with_rows(predictor, fitted)
     evidence = _on_larger(fit.predictor, larger) if larger else _left_out(fit, fitted)
     found = fit.predictor.calibration
@@ -133,7 +139,7 @@ def _evidence(by: str, rows: Sequence[Scored], after: Sequence[float]) -> Eviden
     for name in dict.fromkeys(row.row.source for row in rows):
         index = [i for i, row in enumerate(rows) if row.row.source == name]
         sources[name] = _pair([rows[i] for i in index], [after[i] for i in index])
-    return Evidence(by, *_pair(rows, after), sources, tuple(row.row.digest for row in rows))
+    return Evidence(by, *_pair(rows, after), sources, tuple(row.digest for row in rows))
 
 
 def _pair(rows: Sequence[Scored], after: Sequence[float]) -> tuple[Errors, Errors]:

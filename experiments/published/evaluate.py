@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.errors import JobError, PredictorError, TableError
+from stepsight.dataset.errors import JobError, PredictorError, StepsightError, TableError
+from stepsight.dataset.frameworks import unknown_frameworks
 from stepsight.dataset.job import Job
-from stepsight.experiments.published.jobs import job_of
+from stepsight.experiments.published.jobs import job_of, run_digest
 from stepsight.experiments.published.metrics import Errors, errors, regret, share
 from stepsight.experiments.published.references import carried_forward, constant_mfu
 from stepsight.experiments.published.scored import Scored
@@ -24,6 +25,11 @@ PredictorOf = Callable[[str], Predictor | None]  # of a hardware's name; None: i
 SUSPECT = "marked SUSPECT (scored apart)"
 WEAK = "grade C: more than one field is a guess"
 OTHER_HARDWARE = "the predictor is for other hardware"
+FITTED = "the predictor was fitted on it"
+
+
+class FittedRowError(PredictorError):
+    """A row that cannot judge a predictor, which was fitted on it."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,12 @@ class Evaluation:
         """Rows with the largest absolute errors, the largest first."""
         return sorted(self.scored, key=lambda row: -abs(row.error))[:most]
 
+    @property
+    def warnings(self) -> list[str]:
+        """What was taken in place of what nobody knows."""
+        unknown = unknown_frameworks(dict.fromkeys(row.row.software for row in (*self.scored, *self.suspect)))
+        return [unknown] if unknown else []
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; times in seconds, all else in percent but ``spearman`` and counts."""
         by_source = self.by(_source)
@@ -66,6 +78,7 @@ class Evaluation:
             "sources": {name: {"rows": n, **figures(by_source.get(name, ()))} for name, n in self.rows.items()},
             "overall": {"rows": sum(self.rows.values()), **figures(self.scored)},
             "skipped": dict(self.skipped),
+            "warnings": self.warnings,
             "predictions": [row.to_dict() for row in self.scored],
             "kinds": {name: figures(rows) for name, rows in self.by(_kind).items()},
             "references": {**references, "overall": reference_figures(self.scored)},
@@ -118,40 +131,60 @@ def worst_row(row: Scored) -> dict[str, Any]:
     }
 
 
-def evaluate(path: Path, predictor_of: PredictorOf, *, source: str = "*") -> Evaluation:
-    """Predict every run of a table that can be said as a job.
+def evaluate(
+    path: Path,
+    predictor_of: PredictorOf,
+    *,
+    source: str = "*",
+    on_row: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Predict every run of a table that can be said as a job, and that the predictor was not fitted on.
 
     Args:
         path: A table of runs (see ``read_runs``).
         predictor_of: The predictor for a hardware.
         source: Only rows whose source matches this pattern, whatever its case.
+        on_row: Called with how many rows are done, of how many.
 
     Raises:
-        TableError: If no row's source matches.
-        PredictorError: If a predictor was fitted on a row that it would be judged by.
+        TableError: If no row's source matches, or no row can be scored.
+        PredictorError: If none can because predictors were fitted on them.
     """
-    runs = [row for row in read_runs(path) if fnmatch.fnmatch(row.source.lower(), source.lower())]
-    if not runs and source == "*":
+    every = read_runs(path)
+    runs = [row for row in every if fnmatch.fnmatch(row.source.lower(), source.lower())]
+    there = f"; sources: {', '.join(dict.fromkeys(repr(row.source) for row in every))}" if source != "*" else ""
+    if not every:
         raise TableError(f"a table of runs has rows, got none in {path}")
     if not runs:
-        raise TableError(f"--source must match the source of a row in {path}, got {source!r}")
+        raise TableError(f"--source must match the source of a row in {path}, got {source!r}{there}")
     skipped: Counter[str] = Counter()
     scored: list[Scored] = []
     suspect: list[Scored] = []
-    for row in runs:
+    for number, row in enumerate(runs, 1):
         if row.weak:
             skipped[WEAK] += 1
         else:
             try:
-                found = score(row, predictor_of)
+                (suspect if row.suspect else scored).append(score(row, predictor_of))
             except JobError as error:
                 skipped[_reason(error)] += 1
-                continue
-            (suspect if row.suspect else scored).append(found)
+            except FittedRowError:
+                skipped[FITTED] += 1
+        if on_row is not None:
+            on_row(number, len(runs))
     skipped[SUSPECT] += len(suspect)
-    return Evaluation(
-        Counter(row.source for row in runs), scored, suspect, {k: n for k, n in skipped.most_common() if n}
-    )
+    left_out = {why: count for why, count in skipped.most_common() if count}
+    if not scored:
+        raise _nothing(f"{len(runs)} row{'' if len(runs) == 1 else 's'} of {path}", left_out, there)
+    return Evaluation(Counter(row.source for row in runs), scored, suspect, left_out)
+
+
+def _nothing(rows: str, skipped: Mapping[str, int], there: str) -> StepsightError:
+    """Why no row can be scored."""
+    reasons = ", ".join(f"{count} x {why}" for why, count in skipped.items())
+    if FITTED in skipped:
+        return PredictorError(f"rows that a predictor was fitted on cannot judge it, of {rows} are left out: {reasons}")
+    return TableError(f"a row at least must be usable, of {rows} are left out: {reasons}{there}")
 
 
 def score(row: Row, predictor_of: PredictorOf) -> Scored:
@@ -159,7 +192,7 @@ def score(row: Row, predictor_of: PredictorOf) -> Scored:
 
     Raises:
         JobError: If no job says what ran, or nobody can predict it; the message is a reason that rows share.
-        PredictorError: If the row was fitted.
+        FittedRowError: If the predictor was fitted on the row.
     """
     measured = row.measured_s
     published = job_of(row)
@@ -185,8 +218,8 @@ def _check_lawful(row: Row, job: Job, predictor: Predictor) -> None:
     """The predictor serves this hardware and has not seen the row."""
     if predictor.hardware.name != job.cluster.hardware:
         raise JobError(OTHER_HARDWARE)
-    if row.digest in predictor.manifest.get("fitted_rows", ()):
-        raise PredictorError(
+    if run_digest(job, row.measured_s) in predictor.manifest.get("fitted_rows", ()):
+        raise FittedRowError(
             f"rows that a predictor was fitted on cannot judge it, got row {row.row_id} of {row.source} "
             f"in the manifest of {predictor.hardware.name}"
         )

@@ -14,12 +14,16 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stepsight.dataset.files import digest
 from stepsight.dataset.frameworks import Framework, find_framework
 from stepsight.dataset.job import Job
+from stepsight.dataset.rules import MOST_LAYERS
+from stepsight.dataset.specs import PRECISIONS, RECOMPUTE
 from stepsight.experiments.published.places import cluster_of
-from stepsight.experiments.published.table import Row, RowError
+from stepsight.experiments.published.table import Row, RowError, number_in
 
 HEAD = 128
+ROW_FAMILIES = ("gpt", "llama", "bert", "moe")
 # What rows leave out of these models (their published configurations), by the start of the name without marks.
 _LATENT: dict[str, Any] = {
     "attention": "mla", "q_lora_rank": 1536, "kv_lora_rank": 512, "rope_head_dim": 64, "head_dim": 128,
@@ -58,7 +62,7 @@ def job_of(row: Row) -> PublishedJob:
         raise RowError("the time is not that of a training iteration")
     framework = framework_of(row)
     parallel = _parallel(row, framework)
-    model = _model(row, framework, parallel["tp"])
+    model = _model(row)
     if model.get("experts"):
         parallel["expert_tp"] = 0 if parallel["dp"] * parallel["cp"] % parallel["ep"] == 0 else 1
     job = Job.from_dict(
@@ -69,13 +73,24 @@ def job_of(row: Row) -> PublishedJob:
                 "micro_batch": row.known("micro_batch"),
                 "global_batch": row.known("global_batch"),
                 "precision": precision_of(row.text("precision")),
-                "fp8_scaling": framework.fp8_scaling,
             },
-            "optimizer": {"fused": framework.fused_optimizer, "clip_grad_norm": framework.clip_grad_norm},
             "cluster": cluster_of(row),
-        }
+        },
+        habits=framework,
     )
     return PublishedJob(job, framework)
+
+
+def run_digest(job: Job, measured_s: float) -> str:
+    """What tells a measured run from others, however a table words it.
+
+    A predictor's manifest lists it of what it was fitted on.  What a framework's profile fills in does not count, nor
+    who tells of the run.
+    """
+    m, p, b, cluster = job.model, job.parallel, job.batch, job.cluster
+    sizes = (m.layers, m.hidden, m.heads, m.seq_len, m.experts, b.micro_batch, b.global_batch)
+    degrees = (p.tp, p.cp, p.pp, p.virtual_stages, p.ep, p.dp)
+    return digest(cluster.hardware, b.precision, *map(str, (*sizes, *degrees)), f"{measured_s:.6g}")
 
 
 def framework_of(row: Row) -> Framework:
@@ -91,7 +106,7 @@ def framework_of(row: Row) -> Framework:
     if split:
         changes["overlap_tp"] = "split" if split[1].lower() == "true" else "backward"
     bucket = re.search(r"\bbucket_cap_mb=([0-9.]+)", notes)
-    if bucket and float(bucket[1]) > 0:
+    if bucket and number_in(bucket[1], "bucket_cap_mb") > 0:
         changes["bucket_mbytes"] = float(bucket[1])
     if "async tp" in notes.lower() or "asynctp" in notes.lower():
         changes["overlap_tp"] = "split"
@@ -106,17 +121,20 @@ def framework_of(row: Row) -> Framework:
 
 def precision_of(text: str) -> str:
     """The job's word for a row's precision: the type of the large products."""
-    lower = text.lower().removeprefix("amp_").removeprefix("mx")
-    for start, precision in (("fp16", "fp16"), ("bf16", "bf16"), ("fp8", "fp8"), ("float8", "fp8"), ("fp32", "fp32")):
-        if lower.startswith(start):
-            return precision
-    raise RowError(f"no job has the precision {text or 'of a row that states none'}")
+    found = re.match(r"(?:amp_)?(?:mx)?(fp16|bf16|fp8|float8|fp32)(?![a-z0-9/+])", text.lower())
+    if found is None:
+        raise RowError(f"no job has the precision {_shown(text)} (known: {', '.join(PRECISIONS)})")
+    return "fp8" if found[1] == "float8" else found[1]
 
 
-def _model(row: Row, framework: Framework, tp: int) -> dict[str, Any]:
+def _shown(text: str) -> str:
+    return text[:40] or "of a row that states none"
+
+
+def _model(row: Row) -> dict[str, Any]:
     family, name = row.text("family"), row.text("model_name")
-    if family not in ("gpt", "llama", "bert", "moe"):
-        raise RowError(f"no job has the family {family or 'of a row that states none'}")
+    if family not in ROW_FAMILIES:
+        raise RowError(f"no job has the family {_shown(family)} (known: {', '.join(ROW_FAMILIES)})")
     hidden, experts = row.known("hidden"), row.whole("experts") or 0
     if family == "moe" and not experts:
         raise RowError("experts is unknown")
@@ -132,7 +150,7 @@ def _model(row: Row, framework: Framework, tp: int) -> dict[str, Any]:
     vocab = row.whole("vocab") or facts.get("vocab", 0)
     if not vocab:
         raise RowError("vocab is unknown")
-    tied, multiple = row.flag("tied_embeddings"), framework.vocab_multiple * tp
+    tied = row.flag("tied_embeddings")
     model: dict[str, Any] = {
         "name": name if name.isprintable() else "",
         "family": "llama" if family == "moe" else family,
@@ -141,16 +159,10 @@ def _model(row: Row, framework: Framework, tp: int) -> dict[str, Any]:
         "heads": heads,
         "kv_heads": row.whole("kv_heads") or heads,
         "ffn": ffn,
-        "vocab": -(-vocab // multiple) * multiple,
+        "vocab": vocab,
         "seq_len": row.known("seq_len"),
         "gated_mlp": gated,
         "tied_embeddings": family in ("gpt", "bert") if tied is None else tied,
-        "fused_attention": framework.fused_attention,
-        "attention_kernels": framework.attention if framework.fused_attention else "",
-        "dropout": framework.dropout,
-        "eager_kernels": framework.eager_kernels,
-        "norms_again": framework.norms_again and not (row.text("recompute") or framework.recompute).startswith("full"),
-        "token_metrics": framework.token_metrics,
     }
     if experts:
         model |= {"expert_ffn": ffn, "experts": experts, "experts_per_token": row.known("top_k")}
@@ -164,30 +176,21 @@ def _parallel(row: Row, framework: Framework) -> dict[str, Any]:
     if dp * others != row.gpus:
         raise RowError("tp * pp * cp * dp is not the number of devices")
     chunks = (row.whole("vp") or 1) if degrees["pp"] > 1 else 1
-    tp, shared = degrees["tp"], row.flag("sequence_parallel")
+    shared = row.flag("sequence_parallel")
     return {
         **degrees,
         "dp": dp,
         "virtual_stages": chunks,
         "stage_layers": _stage_layers(row.known("layers"), degrees["pp"] * chunks),
-        "sequence_parallel": tp > 1 and (framework.sequence_parallel if shared is None else shared),
-        "overlap_grad_reduce": framework.overlap_grad_reduce,
-        "overlap_param_gather": framework.overlap_param_gather,
-        "bucket_mbytes": framework.bucket_mbytes,
-        "overlap_tp": framework.overlap_tp,
-        "gradient_dtype": framework.gradients,
-        "reduce_scatter": framework.reduce_scatter,
-        "runtime": framework.runtime if degrees["pp"] > 1 and chunks == 1 else "",
-        "scatter_p2p": framework.p2p == "scattered",
-        "prefetch": framework.prefetch,
-        **_sharding(row, framework, dp),
-        **_recompute(row, framework),
+        **({} if shared is None else {"sequence_parallel": degrees["tp"] > 1 and shared}),
+        **_sharding(row, dp),
+        "recompute": _recompute(row, framework),
     }
 
 
 def _stage_layers(layers: int, parts: int) -> list[int]:
     """Layers of every part where embedding and loss count as a layer each; empty: even."""
-    if parts == 1 or layers % parts == 0 or (layers + 2) % parts:
+    if not 1 < parts <= MOST_LAYERS or layers % parts == 0 or (layers + 2) % parts:
         return []
     each = [(layers + 2) // parts] * parts
     each[0] -= 1
@@ -195,33 +198,33 @@ def _stage_layers(layers: int, parts: int) -> list[int]:
     return each
 
 
-def _sharding(row: Row, framework: Framework, dp: int) -> dict[str, Any]:
+def _sharding(row: Row, dp: int) -> dict[str, Any]:
     """ZeRO stage, group and resharding from words such as ``distopt(zero1)`` or ``zero1 within groups of 8``."""
     text = row.text("zero_stage").lower()
     if not text and dp > 1:
         raise RowError("zero_stage is unknown")
     group = re.search(r"groups of (\d+)|fsdp[=(](\d+)", text)
-    shard = int(group[1] or group[2]) if group else 0
+    shard = int(number_in(group[1] or group[2], "a sharding group of zero_stage")) if group else 0
     keeps = "zero2-like" in text or "no reshard" in text
-    number = re.search(r"[0-3]", text)
-    stage = 3 if "fsdp" in text or "hsdp" in text else int(number[0]) if number else 0
+    number = re.fullmatch(r"([0-3])(?:\.0*)?", text) or re.search(r"zero[-_ ]?([0-3])(?![0-9])", text)
+    stage = 3 if re.search(r"(?<![a-z])(?:fsdp[12]?|hsdp)(?![a-z0-9])", text) else int(number[1]) if number else 0
+    if text not in ("", "none", "ddp") and not stage and not number:
+        raise RowError(f"zero_stage is {text!r:.40}: it must be 0 to 3, as zero1 or distopt(zero1), fsdp or hsdp")
     if "hsdp" in text and not shard:
         shard = row.whole("gpus_per_node") or 8
     return {
         "zero_stage": stage,
         "dp_shard": shard if 0 < shard < dp else 0,
-        "reshard_after_forward": framework.reshard_after_forward and not keeps,
+        **({"reshard_after_forward": False} if keeps else {}),
     }
 
 
-def _recompute(row: Row, framework: Framework) -> dict[str, Any]:
+def _recompute(row: Row, framework: Framework) -> str:
+    """A word of ``RECOMPUTE``, with whatever remark behind it."""
     text = (row.text("recompute") or framework.recompute).lower()
-    if text.startswith("none") and "/" not in text:
-        return {"recompute": "none"}
-    if text.startswith("full"):
-        return {"recompute": "full"}
-    if text.startswith("selective"):
-        if framework.selective == "attention":
-            return {"recompute": "selective"}
-        return {"recompute": "full", "recompute_every": 2}
-    raise RowError(f"recompute is {repr(text) if text else 'unknown'}")
+    if not text:
+        raise RowError("recompute is unknown")
+    found = re.match(rf"({'|'.join(RECOMPUTE)})(?![a-z0-9/])", text)
+    if found is None:
+        raise RowError(f"recompute is {text!r:.40}: it must be {', '.join(RECOMPUTE)}, with any remark in brackets")
+    return found[1]

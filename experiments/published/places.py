@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from stepsight.dataset.hardware import fabric_names, find_fabric, find_hardware, usual_fabric
-from stepsight.experiments.published.table import Row, RowError
+from stepsight.dataset.hardware import fabric_names, find_fabric, find_hardware, hardware_names, usual_fabric
+from stepsight.experiments.published.table import Row, RowError, number_in
 
 # Words of a row's hardware, the usual size of its memory in GB, and the kind of preset; the first that fits.
 _DEVICES: tuple[tuple[tuple[str, ...], int, str], ...] = (
@@ -34,6 +34,9 @@ _FABRICS: tuple[tuple[str, str, str], ...] = (
     ("roce 400 gb/s per gpu", "h100", "grand-teton-h100"),
 )
 _BY_MACHINE = (("dgx-1", "dgx-1v"), ("dgx-2", "dgx-2"))  # words of the hardware itself
+# Words that may stand beside a device's without making it another one.
+_REMARKS = re.compile(r"nvidia|tesla|gpus?|tensor|core|hgx|dgx|nvl72|superchip|sxm[0-9]?|pcie|hbm[0-9]e?")
+_MEMORY = re.compile(r"([0-9]{1,4}) ?gb\b")
 _PORTS = re.compile(r"(?:(\d+) ?x ?)?(\d+) ?g(?:b/s|bps|bit/s|b)\b")
 # Devices that NVLink joins, where these are more than a node has.
 NVLINK_DOMAIN = {"gb200-nvl72": 72, "gb300-nvl72": 72}
@@ -48,14 +51,23 @@ def hardware_name(row: Row) -> str:
     text = row.text("hardware")
     if find_hardware(text) is not None:
         return text
-    memory, said = row.whole("gpu_mem_gb"), set(re.findall("[a-z0-9]+", text.lower()))
+    lower = text.lower()
+    main = re.sub(r"\(.*?\)", " ", lower).split(",")[0]  # the rest are remarks
+    stated, memory = _MEMORY.search(main), row.whole("gpu_mem_gb")
+    if stated is not None and memory not in (None, int(stated[1])):
+        raise RowError(f"hardware {text!r:.60} and gpu_mem_gb state different memories")
+    memory = memory or (int(stated[1]) if stated else None)
+    said = set(re.findall("[a-z0-9]+", _MEMORY.sub(" ", main))) | ({"pcie"} if "pcie" in lower else set())
+    known = [words[0] for words, _, _ in _DEVICES if len(words) == 1]
     for words, usual, kind in _DEVICES:
-        if said.issuperset(words):
+        if said.issuperset(words) and all(map(_REMARKS.fullmatch, said - set(words))):
             name = f"{kind}-{memory or usual}gb"
             if find_hardware(name) is not None:
                 return name
+            known = [other for other in hardware_names() if other.startswith(f"{kind}-")]
             break
-    raise RowError(f"no hardware preset for {text or 'an unnamed device'}{f' of {memory} GB' if memory else ''}")
+    named = repr(text[:60]) if text else "an unnamed device"
+    raise RowError(f"no hardware preset for {named}{f' of {memory} GB' if memory else ''} (known: {', '.join(known)})")
 
 
 def fabric_of(row: Row, hardware: str, gpus_per_node: int) -> Any:
@@ -71,7 +83,7 @@ def fabric_of(row: Row, hardware: str, gpus_per_node: int) -> Any:
     ports = _PORTS.search(lower)
     if ports is None:
         return usual
-    gbits = int(ports[2]) * int(ports[1] or 1)
+    gbits = number_in(ports[2], "inter_interconnect") * number_in(ports[1] or "1", "inter_interconnect")
     per_device = gbits / 8 / (1 if "per gpu" in lower else gpus_per_node)
     fabric = find_fabric(usual)
     if per_device * 1e9 == fabric.inter_node.bandwidth_bytes_per_s:

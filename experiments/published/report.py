@@ -11,6 +11,11 @@ from stepsight.experiments.tables import Number, table
 
 _COLUMNS = ("mape", "median", "p90", "max", "bias", "spearman", "regret", "coverage", "out_of_support")
 _NAME = 44  # letters of a source's name that are shown
+_LEGEND = """\
+mape, median, p90, max: of the absolute error |predicted / measured - 1|; bias: its mean with sign; spearman: rank
+correlation, 1 at best; regret: how much slower the run that we would choose is than the fastest of the same model,
+devices and batch; coverage: measured times within their intervals; outside: rows that take a fifth of their time
+or more in what was never measured"""
 
 
 def evaluation_text(result: Evaluation, num_worst: int, calibrated: Mapping[str, Any] | None = None) -> str:
@@ -21,7 +26,7 @@ def evaluation_text(result: Evaluation, num_worst: int, calibrated: Mapping[str,
     value = result.to_dict()
     used = {name: row for name, row in value["sources"].items() if row["used"]}
     parts = [
-        _figures(used, value["overall"]),
+        f"{_figures(used, value['overall'])}\n{_LEGEND}",
         _references({name: value["references"][name] for name in (*used, "overall")}),
     ]
     parts += [_calibrated(words, figures) for words, figures in (calibrated or {}).items()]
@@ -35,6 +40,7 @@ def evaluation_text(result: Evaluation, num_worst: int, calibrated: Mapping[str,
         f"intervals of shipped predictors are as wide as errors on {sum(others.values())} published runs of "
         f"{len(others)} sources say; those of a row's own source never count for it"
     )
+    parts += [f"warning: {text}" for text in result.warnings]
     parts += [f"left out {count}: {why}" for why, count in result.skipped.items()]
     parts += [_worst(row) for row in value["worst"][:num_worst]]
     return "\n\n".join(parts)

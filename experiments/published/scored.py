@@ -8,6 +8,7 @@ from typing import Any
 
 from stepsight.dataset.frameworks import Framework
 from stepsight.dataset.job import Job
+from stepsight.experiments.published.jobs import run_digest
 from stepsight.experiments.published.table import Row
 
 NOTABLE_SHARE = 0.2  # what takes a fifth of an iteration can be wrong by half before that costs ten percent
@@ -35,6 +36,11 @@ class Scored:
     ideal_s: float
     unsupported_share: float
     breakdown: dict[str, float] = field(repr=False)
+
+    @property
+    def digest(self) -> str:
+        """What tells the run from others; see ``run_digest``."""
+        return run_digest(self.job, self.measured_s)
 
     @property
     def error(self) -> float:

@@ -46,7 +46,7 @@ def read_most_gpus(text: str) -> int:
     Raises:
         StepsightError: If it is no such text.
     """
-    found = re.fullmatch(r"\s*(?:<=|≤)?\s*([1-9]\d*)\s*(?:gpus?|devices?)?\s*", text, re.IGNORECASE)
+    found = re.fullmatch(r"\s*(?:<=|≤)?\s*([1-9]\d{0,8})\s*(?:gpus?|devices?)?\s*", text, re.IGNORECASE)
     if found is None:
-        raise StepsightError(f"--calibrate takes a number of devices, as in 8gpus, got {text!r}")
+        raise StepsightError(f"--calibrate takes a number of devices below 10^9, as in 8gpus, got {text!r:.40}")
     return int(found[1])

@@ -13,21 +13,14 @@ from functools import cached_property
 from pathlib import Path
 
 from stepsight.dataset.errors import JobError, TableError
-from stepsight.dataset.files import digest
 
 MOST = 1e18  # of any number: beyond, it is a slip of the pen
 SHORTEST_S, LONGEST_S = 1e-6, 1e7  # of an iteration
 NEEDED = (
-    "row_id", "source", "hardware", "gpus", "framework", "family", "layers", "hidden", "seq_len", "micro_batch",
-    "global_batch", "precision", "iteration_time_s",
-)  # fmt: skip
-UNKNOWN = ("", "nan", "na", "none?")
-# Cells by which a run is told from others, whatever number its row has.
-_IDENTITY = (
-    "source", "hardware", "gpu_mem_gb", "framework", "model_name", "gpus", "layers", "hidden", "ffn", "heads", "vocab",
-    "seq_len", "tp", "pp", "vp", "cp", "ep", "dp", "zero_stage", "micro_batch", "global_batch", "recompute",
+    "source", "hardware", "gpus", "framework", "family", "layers", "hidden", "seq_len", "micro_batch", "global_batch",
     "precision", "iteration_time_s",
 )  # fmt: skip
+UNKNOWN = ("", "nan", "na", "none?")
 
 
 class RowError(JobError):
@@ -56,15 +49,7 @@ class Row:
             RowError: If it is no number, or beyond ``MOST``.
         """
         text = self.text(key)
-        if not text:
-            return None
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not abs(value) <= MOST:
-            raise RowError(f"{key} must be a number, got {text!r:.40}")
-        return value
+        return number_in(text, key) if text else None
 
     def whole(self, key: str) -> int | None:
         """A whole number, or None if it is unknown."""
@@ -130,22 +115,26 @@ class Row:
         """Whether its grade says that more than one field was guessed."""
         return self.text("quality").upper() == "C"
 
-    @cached_property
-    def digest(self) -> str:
-        """What a predictor's manifest notes of a row that it was fitted on: content, not the row's number."""
-        return digest(*(self._plain(key) for key in _IDENTITY))
 
-    def _plain(self, key: str) -> str:
-        """A cell in one spelling: 8 as 8.0."""
-        text = self.text(key)
-        try:
-            return f"{float(text):.6g}"
-        except ValueError:
-            return text
+def number_in(text: str, name: str) -> float:
+    """A number from a cell or a part of one.
+
+    Raises:
+        RowError: If it is none, or beyond ``MOST``.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not abs(value) <= MOST:
+        raise RowError(f"{name} must be a number, got {text!r:.40}")
+    return value
 
 
 def read_runs(path: Path) -> list[Row]:
     """Rows of a ``.csv`` or ``.csv.gz`` file with the columns ``NEEDED`` and as many of the others as are known.
+
+    A row without a ``row_id`` has the number of its line; a column's name may be written in capitals.
 
     Raises:
         TableError: If it is no such table; the message says which file and why.
@@ -162,7 +151,7 @@ def _rows(path: Path) -> Iterator[Row]:
     opener = gzip.open if packed else open
     with opener(path, "rt", encoding="utf-8-sig", newline="") as stream:
         reader = csv.DictReader(stream)
-        names = list(reader.fieldnames or ())
+        reader.fieldnames = names = [name.strip().lower() for name in reader.fieldnames or ()]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise TableError(f"a table has a column once, {path} has twice {', '.join(twice)}")
@@ -172,4 +161,4 @@ def _rows(path: Path) -> Iterator[Row]:
         for cells in reader:
             if None in cells or None in cells.values():
                 raise TableError(f"{path}, line {reader.line_num}: more or fewer cells than columns")
-            yield Row(cells)
+            yield Row(cells if (cells.get("row_id") or "").strip() else {**cells, "row_id": str(reader.line_num)})

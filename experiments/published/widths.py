@@ -26,7 +26,7 @@ def widths_of(evaluation: Evaluation) -> Widths:
     for row in evaluation.scored:
         if shipped_predictor(row.job.cluster.hardware) is not None:
             score = abs(math.log(row.measured_s / row.predicted_s)) / stretch(row.unsupported_share)
-            sources[row.row.source].append(Off(row.row.digest, class_of(row.job), score))
+            sources[row.row.source].append(Off(row.digest, class_of(row.job), score))
     return Widths({name: tuple(rows) for name, rows in sources.items()})
 
 

@@ -4,6 +4,7 @@ import gzip
 from pathlib import Path
 from typing import Any
 
+from stepsight.experiments.published.jobs import job_of, run_digest
 from stepsight.experiments.published.table import Row
 
 COLUMNS: dict[str, Any] = {
@@ -51,6 +52,11 @@ COLUMNS: dict[str, Any] = {
 def run_row(**changes: Any) -> Row:
     """A row of 16 A100 with some cells changed."""
     return Row({key: str(value) for key, value in {**COLUMNS, **changes}.items()})
+
+
+def digest_of(row: Row) -> str:
+    """Of the run that a row tells of."""
+    return run_digest(job_of(row).job, row.measured_s)
 
 
 def write_runs(path: Path, *rows: Row) -> Path:

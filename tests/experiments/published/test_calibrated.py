@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,16 @@ import pytest
 from stepsight.dataset.errors import PredictorError, StepsightError, TableError
 from stepsight.experiments.published.calibrated import FITTED_ON, SPLITS, calibrate_small
 from stepsight.experiments.published.calibration import LARGER, SIZES, calibrate_runs
-from stepsight.experiments.published.evaluate import Evaluation, evaluate, score
+from stepsight.experiments.published.evaluate import FITTED, Evaluation, evaluate, score
 from stepsight.experiments.published.predictors import predictor_by_hardware
 from stepsight.experiments.published.report import evaluation_text
 from stepsight.experiments.published.split import read_most_gpus, split_by_series, split_by_size
 from stepsight.experiments.published.table import Row
+from stepsight.experiments.showing import describe
+from stepsight.training.prediction import predict
 from stepsight.training.predictor import Predictor
 from stepsight.training.shipped import shipped_predictor
-from tests.experiments.published.run_tables import run_row, write_runs
+from tests.experiments.published.run_tables import digest_of, run_row, write_runs
 
 SIZES_SEEN = (8, 16, 64, 256)
 
@@ -73,22 +76,50 @@ def test_series_begin_at_their_own_smallest_size() -> None:
 
 
 def test_a_better_predictor_is_written_with_its_evidence(tmp_path: Path) -> None:
-    """It names every fitted row, is refused by those, and judges the others."""
+    """It names every fitted row, leaves those out of the score, and says on what it was calibrated."""
     rows = lab(dict.fromkeys(SIZES_SEEN, 1.15))
     runs = write_runs(tmp_path / "runs.csv", *rows)
     answer = calibrate_runs(runs, Predictor.load("a100-sxm"), tmp_path / "mine")
     assert answer["released"] and answer["evidence"]["by"] == LARGER
     assert answer["evidence"]["after"]["mape"] < answer["evidence"]["before"]["mape"]
     mine = Predictor.load(tmp_path / "mine")
-    assert mine.manifest["fitted_rows"] == [rows[0].digest]
-    assert set(mine.manifest["calibration"]["judged_rows"]) == {row.digest for row in rows[1:]}
+    assert mine.manifest["fitted_rows"] == [digest_of(rows[0])]
+    assert set(mine.manifest["calibration"]["judged_rows"]) == set(map(digest_of, rows[1:]))
     assert mine.manifest["calibration"]["constants"]["products"]["prior_std_log"] > 0
     assert mine.source.startswith("predictor a100-sxm-80gb") and mine.manifest["digest"] in mine.source
-    with pytest.raises(PredictorError, match="rows that a predictor was fitted on cannot judge it, got row 8 of lab"):
-        evaluate(runs, predictor_by_hardware(mine))
-    larger = write_runs(tmp_path / "larger.csv", *rows[1:])
-    result = evaluate(larger, predictor_by_hardware(mine)).to_dict()
+    result = evaluate(runs, predictor_by_hardware(mine)).to_dict()
+    assert result["skipped"] == {FITTED: 1} and result["overall"]["used"] == 3
     assert result["overall"]["mape"] == pytest.approx(answer["evidence"]["after"]["mape"], abs=1e-6)
+    with pytest.raises(PredictorError, match="fitted on none of its rows"):
+        calibrate_runs(runs, mine, tmp_path / "twice")
+    assert mine.source.endswith("without context, calibrated on 1 run of runs.csv")
+    shown = describe(tmp_path / "mine")["text"]
+    assert "calibrated on 1 run of runs.csv, by 'Megatron-LM'" in shown and "larger runs (3): mean error 13." in shown
+
+
+def test_a_job_that_names_its_framework_is_predicted_as_its_row(tmp_path: Path) -> None:
+    """By a calibrated predictor too; another framework is told."""
+    rows = lab(dict.fromkeys(SIZES_SEEN, 1.15))
+    calibrate_runs(write_runs(tmp_path / "runs.csv", *rows), Predictor.load("a100-sxm"), tmp_path / "mine")
+    mine = Predictor.load(tmp_path / "mine")
+    scored = score(rows[2], lambda hardware: mine)
+    named = predict(replace(scored.job, framework="Megatron-LM"), mine)
+    assert named.iteration_time_s == scored.predicted_s and not named.warnings
+    (warning,) = predict(replace(scored.job, framework="InternEvo"), mine).warnings
+    assert warning.startswith("framework 'InternEvo' ran none of the runs") and "theirs: 'Megatron-LM'" in warning
+
+
+def test_fitted_rows_are_known_again_in_other_words(tmp_path: Path) -> None:
+    """Spelling, column order, notes, number and who tells of them change nothing; another time is another run."""
+    rows = lab(dict.fromkeys(SIZES_SEEN, 1.15))
+    calibrate_runs(write_runs(tmp_path / "runs.csv", *rows), Predictor.load("a100-sxm"), tmp_path / "mine")
+    mine = predictor_by_hardware(Predictor.load(tmp_path / "mine"))
+    words = {"gpus": "8", "layers": " 8 ", "hidden": "1.024e3", "dp": "", "row_id": "x", "source": "me", "notes": "z"}
+    cells = {**rows[0].cells, **words, "precision": "FP16 mixed", "framework": "megatron-lm (fork)"}
+    respelled = Row(dict(reversed(cells.items())))
+    with pytest.raises(PredictorError, match="cannot judge it"):
+        score(respelled, mine)
+    assert score(Row({**cells, "iteration_time_s": "3.21"}), mine).predicted_s > 0
 
 
 def test_what_does_not_help_is_refused(tmp_path: Path) -> None:
@@ -126,9 +157,11 @@ def test_numbers_of_devices(text: str) -> None:
     assert read_most_gpus(text) == 8
 
 
-def test_no_number_of_devices() -> None:
-    with pytest.raises(StepsightError, match="--calibrate takes a number of devices, as in 8gpus, got 'few'"):
-        read_most_gpus("few")
+@pytest.mark.parametrize("text", ["few", "0", "9" * 5000 + "gpus"])
+def test_no_number_of_devices(text: str) -> None:
+    rule = r"--calibrate takes a number of devices below 10\^9, as in 8gpus, got '"
+    with pytest.raises(StepsightError, match=rule + text[:30]):
+        read_most_gpus(text)
 
 
 def test_shipped_predictors_were_fitted_on_no_run() -> None:

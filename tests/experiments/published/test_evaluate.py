@@ -14,7 +14,7 @@ from stepsight.experiments.published.predictors import predictor_by_hardware
 from stepsight.experiments.published.references import carried_forward, constant_mfu
 from stepsight.experiments.published.report import evaluation_text
 from stepsight.experiments.published.split import split_by_size
-from tests.experiments.published.run_tables import run_row, write_runs
+from tests.experiments.published.run_tables import digest_of, run_row, write_runs
 
 ROOT = Path(__file__).parents[3]
 RUNS = Path(os.environ.get("STEPSIGHT_DATA", ROOT.parent / "shared" / "data")) / "e2e" / "published_runs.csv.gz"
@@ -49,15 +49,37 @@ def test_what_counts(tmp_path: Path) -> None:
     assert value["suspect"]["used"] == 1 and sum(value["skipped"].values()) == 3
     assert value["overall"]["out_of_support"] == 100.0  # nothing was measured
     assert "SUSPECT" in evaluation_text(result, 2) and "left out 1: vocab is unknown" in evaluation_text(result, 2)
-    with pytest.raises(TableError, match="--source must match"):
+    with pytest.raises(TableError, match=r"--source must match .*, got 'nobody'; sources: 'lab', 'Lab two'"):
         evaluate(tmp_path / "runs.csv", FACTS, source="nobody")
 
 
 def test_a_source_without_usable_rows(tmp_path: Path) -> None:
-    """Its figures are empty, not wrong."""
-    result = evaluate(write_runs(tmp_path / "runs.csv", run_row(vocab="")), FACTS)
-    assert result.to_dict()["overall"] == {"rows": 1, **dict.fromkeys(FIGURES), "used": 0}
-    assert "vocab is unknown" in evaluation_text(result, 5)
+    """Its figures are empty; a table without any is refused, with the reasons and what else there is."""
+    path = write_runs(
+        tmp_path / "runs.csv", run_row(), run_row(vocab="", source="two"), run_row(quality="C", source="two")
+    )
+    result = evaluate(path, FACTS).to_dict()
+    assert result["sources"]["two"] == {"rows": 2, **dict.fromkeys(FIGURES), "used": 0}
+    reasons = "1 x vocab is unknown, 1 x grade C: more than one field is a guess; sources: 'lab', 'two'"
+    with pytest.raises(TableError, match=f"2 rows of .*runs.csv are left out: {reasons}"):
+        evaluate(path, FACTS, source="two")
+
+
+def test_an_unknown_framework_is_told(tmp_path: Path) -> None:
+    """Once for all rows, with the profile that was taken."""
+    rows = [run_row(framework=name) for name in ("mine", "mine", "NeMo", "")]
+    result = evaluate(write_runs(tmp_path / "runs.csv", *rows), FACTS)
+    (warning,) = result.to_dict()["warnings"]
+    assert warning.startswith("no profile knows framework 'mine': generic")
+    assert f"warning: {warning}" in evaluation_text(result, 0)
+
+
+def test_progress(tmp_path: Path) -> None:
+    """Every row is told of, whether or not it counts."""
+    told: list[tuple[int, int]] = []
+    path = write_runs(tmp_path / "runs.csv", run_row(), run_row(vocab=""))
+    evaluate(path, FACTS, on_row=lambda done, of: told.append((done, of)))
+    assert told == [(1, 2), (2, 2)]
 
 
 def test_references() -> None:
@@ -89,17 +111,22 @@ def test_small_rows_calibrate_and_large_ones_judge() -> None:
 
 
 def test_fitted_rows_cannot_judge(tmp_path: Path) -> None:
-    """They are refused; a predictor that knows none of them answers, or serves other hardware."""
+    """They are left out; where nothing else remains that is refused, as is a predictor for other hardware."""
     rows = series(8, 16)
     path = write_runs(tmp_path / "runs.csv", *rows)
     seen: Any = SimpleNamespace(
-        hardware=SimpleNamespace(name="a100-sxm-80gb"), manifest={"fitted_rows": [rows[0].digest]}
+        hardware=SimpleNamespace(name="a100-sxm-80gb"), manifest={"fitted_rows": [digest_of(rows[0])]}
     )
     with pytest.raises(PredictorError, match="cannot judge it, got row 8 of lab"):
-        evaluate(path, lambda hardware: seen)
+        score(rows[0], lambda hardware: seen)
+    alone = write_runs(tmp_path / "alone.csv", rows[0])
+    with pytest.raises(
+        PredictorError, match=r"cannot judge it, of 1 row of .* are left out: 1 x the predictor was fit"
+    ):
+        evaluate(alone, lambda hardware: seen)
     other: Any = SimpleNamespace(hardware=SimpleNamespace(name="toy"), manifest={})
-    result = evaluate(path, lambda hardware: other)
-    assert dict(result.skipped) == {"the predictor is for other hardware": 2}
+    with pytest.raises(TableError, match="2 x the predictor is for other hardware"):
+        evaluate(path, lambda hardware: other)
 
 
 def test_who_answers() -> None:

@@ -1,12 +1,15 @@
 """What rows say goes into jobs; what they leave open is filled by rule or is a reason to leave them out."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from stepsight.dataset.errors import JobError
+from stepsight.dataset.job import Job
 from stepsight.experiments.published.jobs import job_of, precision_of
-from tests.experiments.published.run_tables import run_row
+from stepsight.experiments.published.table import RowError
+from tests.experiments.published.run_tables import digest_of, run_row
 
 
 def test_a_whole_row() -> None:
@@ -118,6 +121,12 @@ def test_what_rows_leave_out() -> None:
         ({"family": "llama", "ffn": "", "gated_mlp": ""}, "ffn is unknown"),
         ({"family": "moe"}, "experts is unknown"),
         ({"global_batch": 63}, "must divide global_batch"),
+        ({"notes": "bucket_cap_mb=1.2.3"}, "bucket_cap_mb must be a number, got '1.2.3'"),
+        ({"zero_stage": f"zero1 within groups of {'9' * 5000}"}, "a sharding group of zero_stage must be a number"),
+        ({"inter_interconnect": f"{'9' * 5000} Gb/s"}, "inter_interconnect must be a number"),
+        ({"hidden": 2**31}, "model.hidden must be > 0 and <= 16777216, got 2147483648"),
+        ({"layers": 4, "vp": -3}, "parallel.virtual_stages must be > 0"),
+        ({"layers": 1e15 - 2, "pp": 1e15, "gpus": 4e15, "tp": 4, "dp": 1}, "model.layers must be > 0 and <= 10000"),
         ({"iter_time_derivation": "e2e (optimizer step NOT included?)"}, "not that of a training iteration"),
     ],
 )
@@ -142,3 +151,50 @@ def test_a_run_says_whether_it_was_compiled(notes: str, eager: bool) -> None:
 def test_layers_that_are_recomputed_keep_their_norms(recompute: str, again: bool) -> None:
     model = job_of(run_row(framework="InternEvo", recompute=recompute)).job.model
     assert model.norms_again is again and model.token_metrics
+
+
+def test_a_run_is_told_by_what_ran_and_how_long() -> None:
+    """Not by its number, who tells of it, or what a framework's profile fills in; another time is another run."""
+    own = digest_of(run_row())
+    same: dict[str, Any] = {"row_id": 99, "source": "other", "tp": "4", "vocab": 50304, "framework": "megatron-lm 2022"}
+    assert digest_of(run_row(**same, notes="overlap_grad_sync=true", model_name="another")) == own
+    assert len({own, digest_of(run_row(iteration_time_s=1.01)), digest_of(run_row(micro_batch=1))}) == 3
+
+
+@pytest.mark.parametrize(
+    "framework", ["Megatron-LM", "torchtitan (FSDP2)", "NeMo (v25.02 recipes)", "Megatron-DeepSpeed"]
+)
+def test_a_job_file_that_names_its_framework_says_the_same(framework: str) -> None:
+    """A row's job is that of the tables that state what the row states."""
+    row = run_row(framework=framework, recompute="selective", zero_stage="1")
+    tables: dict[str, Any] = {
+        "framework": framework,
+        "model": {
+            "name": "GPT-x", "family": "gpt", "layers": 8, "hidden": 1024, "heads": 16, "vocab": 50257,
+            "seq_len": 1024, "tied_embeddings": True,
+        },
+        "parallel": {"tp": 4, "pp": 2, "zero_stage": 1, "sequence_parallel": False, "recompute": "selective"},
+        "batch": {"micro_batch": 2, "global_batch": 64, "precision": "fp16"},
+        "cluster": {"hardware": "a100-sxm-80gb", "nodes": 2, "devices_per_node": 8, "fabric": "dgx-a100"},
+    }  # fmt: skip
+    assert replace(Job.from_dict(tables), framework="") == job_of(row).job
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"recompute": "fulll"}, "recompute is 'fulll': it must be none, selective, full"),
+        ({"recompute": "selectively"}, "recompute is 'selectively'"),
+        ({"precision": "bf16x"}, r"no job has the precision bf16x \(known: fp32, bf16"),
+        ({"precision": "bf16/fp8"}, "no job has the precision bf16/fp8"),
+        ({"zero_stage": "7"}, "zero_stage is '7': it must be 0 to 3"),
+        ({"zero_stage": "zero13"}, "zero_stage is 'zero13'"),
+        ({"zero_stage": "some"}, "zero_stage is 'some'"),
+        ({"family": "gptt"}, r"no job has the family gptt \(known: gpt, llama"),
+        ({"hardware": "h100-quux"}, "no hardware preset for 'h100-quux'"),
+    ],
+)
+def test_what_is_nearly_a_word_is_none(changes: dict[str, Any], text: str) -> None:
+    """It is left out with its value and what is allowed, not taken for the word."""
+    with pytest.raises(RowError, match=text):
+        job_of(run_row(**changes))

@@ -18,6 +18,9 @@ from tests.experiments.published.run_tables import run_row
         ("H100 96GB HBM2e (2.4 TB/s), 500 W limit, Grand Teton", 96, "h100-sxm-96gb"),
         ("V100-SXM3 (DGX-2)", 32, "v100-sxm-32gb"),
         ("h200-sxm-141gb", "", "h200-sxm-141gb"),
+        ("NVIDIA A100-SXM4-40GB", "", "a100-sxm-40gb"),
+        ("NVIDIA H100 80GB HBM3", 80, "h100-sxm-80gb"),
+        ("A100 (PCIe)", "", "a100-pcie-80gb"),
     ],
 )
 def test_devices(hardware: str, memory: object, name: str) -> None:
@@ -66,9 +69,13 @@ def test_nvlink_beyond_a_node() -> None:
 
 
 def test_unknown_devices() -> None:
-    """No preset, no job."""
-    for hardware in ("MI250", "A4000", ""):
+    """No preset, no job: what is nearly a device, or another one of its name, is none."""
+    for hardware in ("MI250", "A4000", "h100-quux", "H100 NVL", "A1000", ""):
         with pytest.raises(RowError, match="no hardware preset for"):
             cluster_of(run_row(hardware=hardware))
+    with pytest.raises(RowError, match=r"'A100' of 60 GB \(known: a100-sxm-40gb, a100-sxm-80gb\)"):
+        cluster_of(run_row(hardware="A100", gpu_mem_gb=60))
+    with pytest.raises(RowError, match="state different memories"):
+        cluster_of(run_row(hardware="A100-SXM4-40GB", gpu_mem_gb=80))
     with pytest.raises(RowError, match="gpus_per_node does not divide gpus"):
         cluster_of(run_row(gpus=12))

@@ -41,12 +41,6 @@ def test_cells() -> None:
     assert run_row(row_id="²").row_id == "²"
 
 
-def test_a_digest_is_of_content() -> None:
-    """The same run has the same digest in another spelling and at another place; another time is another run."""
-    assert run_row().digest == run_row(row_id=99, tp="4", notes="x", quality="B").digest
-    assert run_row().digest != run_row(iteration_time_s=1.01).digest
-
-
 def test_mistakes(tmp_path: Path) -> None:
     """The message names the file and the rule."""
     with pytest.raises(TableError, match=r"lacks source, hardware"):
@@ -68,3 +62,12 @@ def test_mistakes(tmp_path: Path) -> None:
             read_runs(tmp_path / name)
     with pytest.raises(TableError, match=r"cannot read runs from .*absent\.csv"):
         read_runs(tmp_path / "absent.csv")
+
+
+def test_rows_without_a_number_have_that_of_their_line(tmp_path: Path) -> None:
+    """Where there is no such column, and where its cell is empty; columns in capitals are the same ones."""
+    path = write_runs(tmp_path / "runs.csv", run_row(row_id=""), run_row(row_id="mine"))
+    assert [row.row_id for row in read_runs(path)] == [2, "mine"]
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(line.split(",", 1)[1] for line in [lines[0].upper(), *lines[1:]]))
+    assert [row.row_id for row in read_runs(path)] == [2, 3]

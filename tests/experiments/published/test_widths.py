@@ -13,7 +13,7 @@ from stepsight.experiments.published.widths import main, widths_of
 from stepsight.training import prediction
 from stepsight.training.shipped import shipped_predictor
 from stepsight.training.widths import Widths, class_of, published_widths
-from tests.experiments.published.run_tables import run_row, write_runs
+from tests.experiments.published.run_tables import digest_of, run_row, write_runs
 
 
 def test_a_table_becomes_a_preset(tmp_path: Path) -> None:
@@ -24,11 +24,11 @@ def test_a_table_becomes_a_preset(tmp_path: Path) -> None:
     assert main([str(runs), "--out", str(tmp_path / "widths.json")]) == 0
     found = widths_of(evaluate(runs, shipped_predictor))
     assert {name: [off.digest for off in offs] for name, offs in found.sources.items()} == {
-        "lab": [rows[0].digest],
-        "other": [rows[1].digest],
+        "lab": [digest_of(rows[0])],
+        "other": [digest_of(rows[1])],
     }
     text = (tmp_path / "widths.json").read_text()
-    assert text.count("\n") == 2 and rows[0].digest in text
+    assert text.count("\n") == 2 and digest_of(rows[0]) in text
 
 
 def test_a_missing_table_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
