@@ -310,8 +310,9 @@ class SleepingTraining:
             return part
         bucket = self.job["parallel"]["bucket_mbytes"]
         model = DistributedDataParallel(part, process_group=group, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
+        device = self.rank.device  # the hook must not hold the model that holds it: neither would ever be freed
         # Without annotations: DDP checks them, and takes none that is text.
-        model.register_comm_hook(None, lambda _, bucket: _reduce_when_done(self.rank.device, group, bucket))
+        model.register_comm_hook(None, lambda _, bucket: _reduce_when_done(device, group, bucket))
         return model
 
     def _schedule(self, parallel: dict[str, Any], sleeps: dict[str, Any]) -> Any:
