@@ -212,7 +212,7 @@ def search(
         else:
             study.tell(trial, choice.prediction.iteration_time_s)
         if on_trial is not None:
-            on_trial(number, min((c.rank[1] for c in choices if c.fits), default=None))
+            on_trial(number, min((c.rank[1] for c in (own, *choices) if c.fits), default=None))
     evaluated = len(choices)
     if own.fits and all(choice.job != job for choice in choices):
         choices.append(own)
