@@ -85,6 +85,7 @@ def explanation_report(job: Job, prediction: Prediction, top: int) -> dict[str, 
     host = prediction.breakdown["host"]
     if host > 0.01 * whole:
         text += f"\nthe host holds up {100 * host / whole:.1f} % of the time, which is no op's"
+    text += "".join(f"\nwarning: {warning}" for warning in prediction.warnings)
     values = [row.to_dict() for row in rows]
     return {"job": job.name, "iteration_time_s": whole, "sensitivities": values, "text": text}
 
@@ -135,6 +136,8 @@ def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
     best = rows[0] if result.choices and result.choices[0].fits else None
     if best is None:
         text += "\nno strategy fits in memory"
+    warnings = () if result.own is None or result.own.prediction is None else result.own.prediction.warnings
+    text += "".join(f"\nwarning: {warning}" for warning in warnings)
     counts = {"evaluated": result.evaluated, "legal": result.legal, "too_large": too_large}
     return {"best": best, **counts, "own": own, "top": rows, "text": text}
 

@@ -212,3 +212,10 @@ def test_deepspeed_has_one_schedule(job: Job) -> None:
     """A search suggests nothing that its runtime refuses."""
     own = replace(job, parallel=replace(job.parallel, runtime="deepspeed"))
     assert {(c.parallel.schedule, c.parallel.virtual_stages) for c in strategies(own)} == {("1f1b", 1)}
+
+
+def test_warnings_are_shown(job: Job) -> None:
+    """What looks like a mistake in the job concerns its search too."""
+    named = replace(job, framework="my own trainer")
+    text = search_report(named, search(named, space=SMALL, trials=1), 1)["text"]
+    assert "warning: no profile knows framework 'my own trainer'" in text
