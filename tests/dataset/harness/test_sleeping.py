@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import time
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from stepsight.dataset.box import HARDWARE, read_box
+from stepsight.dataset.hardware import find_hardware
 from stepsight.dataset.harness import annotate
-from stepsight.dataset.harness.sleeping import Block, Device, Part, Rank, _own
+from stepsight.dataset.harness.parallel import end_groups
+from stepsight.dataset.harness.sleeping import Block, Device, Part, Rank, SleepingTraining, _own
+from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.training.boxing import SleepingLatency, box_plan
 
 
 def _op(kind: str, seconds: float) -> list[Any]:
@@ -112,3 +121,32 @@ def test_a_part_takes_and_passes_activations_of_their_size() -> None:
 )
 def test_a_stage_holds_its_parts(schedule: str, chunks: int, parts: list[int]) -> None:
     assert _own({"pp": 4, "virtual_stages": chunks, "schedule": schedule}, 1) == parts
+
+
+@pytest.fixture
+def fake_world() -> Iterator[None]:
+    """This process is the first of two, which never answer."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize("parallel", [ParallelSpec(dp=2), ParallelSpec(tp=2)], ids=["ddp", "tp"])
+def test_nothing_is_left_of_a_run(parallel: ParallelSpec) -> None:
+    """Neither its model nor its process groups, whose threads would wake for ever."""
+    box, hardware = read_box("2x1@200mbit"), find_hardware(HARDWARE)
+    assert hardware is not None
+    model = ModelSpec(family="gpt", layers=1, hidden=32, heads=2, vocab=64, seq_len=8)
+    cluster = ClusterSpec(hardware=HARDWARE, nodes=2, devices_per_node=1, fabric=box.fabric)
+    batch = BatchSpec(micro_batch=1, global_batch=2, precision="fp32")
+    job = Job(model=model, parallel=parallel, batch=batch, cluster=cluster)
+    plan = box_plan(box, [("run", "train", job, {})], SleepingLatency(hardware, box.links))
+    groups = len(dist.distributed_c10d._world.pg_map)
+    training = SleepingTraining(plan["runs"][0], torch.device("cpu"))
+    assert len(dist.distributed_c10d._world.pg_map) > groups
+    seen, mesh = weakref.ref(training), training.mesh
+    del training
+    end_groups(mesh)
+    assert seen() is None
+    assert len(dist.distributed_c10d._world.pg_map) == groups
