@@ -92,18 +92,39 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary sibling of ``path`` that becomes ``path`` when the block ends well."""
+    """Yield a temporary sibling of ``path`` that becomes ``path`` when the block ends well.
+
+    Raises:
+        StepsightError: If a link or something else than a folder is there.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise StepsightError(f"an output must be a new folder or take the place of one, got {path}")
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     temporary.chmod(0o755)
     try:
         yield temporary
-        if path.exists():
-            shutil.rmtree(path)
-        Path(temporary).replace(path)
+        _put(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _put(new: Path, path: Path) -> None:
+    """Rename a folder to ``path``; what was there is gone only once it stands."""
+    if not path.exists():
+        new.replace(path)
+        return
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent, ignore_cleanup_errors=True) as aside:
+        old = Path(aside) / path.name
+        try:
+            path.replace(old)
+            new.replace(path)
+        except BaseException:
+            if old.exists():
+                old.replace(path)
+            raise
 
 
 def digest(*parts: bytes | str) -> str:

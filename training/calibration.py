@@ -41,6 +41,11 @@ class Calibration:
     residual: Residual | None = None
     width: float = 0.0
 
+    @property
+    def by_runs(self) -> bool:
+        """Whether a table of runs taught it something."""
+        return self.residual is not None or not self.constants.plain
+
     def factor(self, job: Job, software: str = "") -> float:
         """What the simulated time of a job is multiplied by."""
         if self.residual is None:

@@ -19,6 +19,7 @@ from stepsight.training.calibration import fit_calibration
 from stepsight.training.collective import fit_collectives
 from stepsight.training.intervals import Intervals, conformal
 from stepsight.training.kernel import fit_kernels
+from stepsight.training.manifest import check_output
 from stepsight.training.measured import (
     MeasuredRun,
     Profile,
@@ -28,7 +29,7 @@ from stepsight.training.measured import (
     read_runs,
     runs_digest,
 )
-from stepsight.training.predictor import Predictor, check_output
+from stepsight.training.predictor import Predictor
 from stepsight.training.regressor import UNKNOWN
 from stepsight.training.runtime_costs import fit_host
 from stepsight.training.tracking import TrackedRun, check_store, default_uri, tracked

@@ -2,14 +2,15 @@
 
 ::
 
-    manifest.json       schema, hardware, provenance, digests of the training data, versions, metrics
+    manifest.json       schema, hardware, provenance, rows of runs that were fitted, metrics, digests of all files
     hardware.json       measured facts
     kernel.json         physics, neighbours and supports of ops;        kernel.<family>.txt.gz  LightGBM
     collective.json     the same for collectives;                       collective.<label>.txt.gz
     gnn.json            shape of the context model, where there is one; gnn.safetensors      its weights
     intervals.json      held-back residuals, calibration
 
-Loading reads numbers and never executes code.  Predictors that come with the package lie in ``predictors``.
+Loading reads numbers and never executes code, and refuses a folder with a file changed, missing or added.  Predictors
+that come with the package lie in ``predictors``.
 """
 
 from __future__ import annotations
@@ -20,31 +21,40 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.errors import PredictorError, StepsightError
-from stepsight.dataset.files import check_writable, digest, new_folder, read_json, write_json
+from stepsight.dataset.errors import PredictorError
+from stepsight.dataset.files import new_folder, write_json
 from stepsight.dataset.hardware import Fabric, Hardware, hardware_from_dict
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
-from stepsight.features.collectives import COLLECTIVE_FEATURES, COLLECTIVE_TERMS
+from stepsight.features.collectives import COLLECTIVE_AXES, COLLECTIVE_FEATURES, COLLECTIVE_TERMS
 from stepsight.features.ops import OP_FEATURES, OP_TERMS
 from stepsight.training.calibration import Calibration
 from stepsight.training.collective import CollectiveModel
 from stepsight.training.derived import Ratio
 from stepsight.training.intervals import Intervals
-from stepsight.training.kernel import KernelModel
+from stepsight.training.kernel import KernelModel, num_axes
 from stepsight.training.latency import LearnedLatency
+from stepsight.training.manifest import (
+    MANIFEST,
+    SCHEMA,
+    UNSEALED,
+    changed_files,
+    check_output,
+    made,
+    read_manifest,
+    read_part,
+    texts,
+    write_manifest,
+)
 from stepsight.training.regressor import Regressor
 from stepsight.training.trees import Trees
 
 if TYPE_CHECKING:
     from stepsight.gnn.inference import ContextWeights
 
-FORMAT = "stepsight-predictor"
-SCHEMA = 4
 SHIPPED = Path(__file__).with_name("predictors")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -104,7 +114,18 @@ class Predictor:
         own = f"{name}, which comes with stepsight, for {self.hardware.name}" if name else self.hardware.name
         digest = self.manifest.get("digest", "")
         context = "with context" if self.context is not None else "without context"
-        return f"predictor {own}{f' {digest}' if digest else ''}, {context}"
+        calibrated = f", calibrated on {self.calibrated_on}" if self.calibrated_on else ""
+        return f"predictor {own}{f' {digest}' if digest else ''}, {context}{calibrated}"
+
+    @property
+    def calibrated_on(self) -> str:
+        """Which runs corrected whole iterations, for people; empty if no table of runs did."""
+        residual = self.calibration.residual
+        if residual is None:
+            return ""
+        runs = f"{len(residual.rows)} run{'' if len(residual.rows) == 1 else 's'}"
+        tables = ", ".join(self.manifest.get("calibration", {}).get("runs", {}))
+        return f"{runs} of {tables}" if tables else runs
 
     @cached_property
     def without_context(self) -> Predictor:
@@ -145,29 +166,27 @@ class Predictor:
             )
             if self.context is not None:
                 self.context.save(new)
-            own = {"format": FORMAT, "schema": SCHEMA, "hardware": self.hardware.name, "files": _digests(new)}
-            write_json(new / "manifest.json", {**self.manifest, **own})
+            write_manifest(new, self.manifest, self.hardware.name)
 
     @classmethod
     def load(cls, folder: str | Path) -> Predictor:
         """Read a folder that ``save`` wrote, or a predictor that comes with the package by its name.
 
         Raises:
-            PredictorError: If it is no predictor, has another schema, or a file is missing or not as it was saved.
+            PredictorError: If it is no predictor, has another schema, or its files are not those that were saved.
         """
         folder = Path(folder)
         if not folder.exists() and folder.name in shipped_names():
             folder = SHIPPED / folder.name
-        if not (folder / "manifest.json").is_file():
+        if not (folder / MANIFEST).is_file():
             raise PredictorError(
                 "a predictor is a folder with manifest.json"
                 f"{''.join(f', or {name}' for name in shipped_names())}, got {folder}"
             )
-        manifest = _read(folder / "manifest.json", _manifest)
-        found = _digests(folder)
-        changed = sorted(name for name, of in manifest["files"].items() if found.get(name) != of)
+        manifest = read_manifest(folder)
+        changed = changed_files(folder, manifest)
         refusal = PredictorError(
-            f"{folder}: every file must be as it was saved, got changed or missing {', '.join(changed)}"
+            f"{folder}: files must be those that were saved, got changed, missing or added {', '.join(changed)}"
         )
         if not all(name.endswith(".json") for name in changed):  # no library gets to read what is not ours
             raise refusal
@@ -179,26 +198,32 @@ class Predictor:
             raise
         if changed:
             raise refusal
+        fitted = manifest.get("fitted_rows") or loaded.calibration.by_runs
+        if manifest["schema"] == UNSEALED and fitted:
+            raise PredictorError(
+                f"{folder}: a predictor of schema {UNSEALED} does not tell which rows it was fitted on: "
+                f"calibrate it again (schema {SCHEMA})"
+            )
         return loaded
 
     @classmethod
     def _parse(cls, folder: Path, manifest: dict[str, Any]) -> Predictor:
-        hardware = _read(folder / "hardware.json", hardware_from_dict)
+        hardware = read_part(folder / "hardware.json", hardware_from_dict)
         if hardware.name != manifest["hardware"]:
             raise PredictorError(
                 f"{folder}: manifest.json and hardware.json must name the same hardware, "
                 f"got {manifest['hardware']!r} and {hardware.name!r}"
             )
         sizes = {
-            "kernel": (len(OP_TERMS), len(OP_FEATURES)),
-            "collective": (len(COLLECTIVE_TERMS), len(COLLECTIVE_FEATURES)),
+            "kernel": (len(OP_TERMS), len(OP_FEATURES), num_axes),
+            "collective": (len(COLLECTIVE_TERMS), len(COLLECTIVE_FEATURES), lambda label: COLLECTIVE_AXES),
         }
         kernel, collective = (
-            _read(folder / f"{name}.json", partial(_regressor, folder, *size)) for name, size in sizes.items()
+            read_part(folder / f"{name}.json", partial(_regressor, folder, *size)) for name, size in sizes.items()
         )
-        derives, ratios = _read(folder / "kernel.json", _derived)
-        nccl, carried = _read(folder / "collective.json", _library)
-        tables = _read(folder / "intervals.json", dict)
+        derives, ratios = read_part(folder / "kernel.json", _derived)
+        nccl, carried = read_part(folder / "collective.json", _library)
+        tables = read_part(folder / "intervals.json", dict)
         context = None
         if (folder / "gnn.json").exists():
             from stepsight.gnn.inference import ContextWeights
@@ -209,56 +234,15 @@ class Predictor:
             KernelModel(hardware, kernel, derives=derives, ratios=ratios),
             CollectiveModel(collective, nccl=nccl, carried=carried),
             context,
-            _made(folder / "intervals.json", Calibration.from_dict, tables.get("calibration")),
-            _made(folder / "intervals.json", Intervals.from_dict, tables.get("intervals")),
+            made(folder / "intervals.json", Calibration.from_dict, tables.get("calibration")),
+            made(folder / "intervals.json", Intervals.from_dict, tables.get("intervals")),
             manifest,
         )
 
 
 def shipped_names() -> tuple[str, ...]:
     """Names of the predictors that come with the package."""
-    return tuple(sorted(path.parent.name for path in SHIPPED.glob("*/manifest.json")))
-
-
-def check_output(folder: Path) -> None:
-    """A predictor may take the place of nothing, of an empty folder or of another predictor, and of nothing else.
-
-    Raises:
-        StepsightError: If something else is there, or nothing can be written there.
-    """
-    check_writable(folder.resolve().parent)
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    try:
-        ours = read_json(folder / "manifest.json")["format"] == FORMAT
-    except (OSError, ValueError, KeyError, TypeError):
-        ours = False
-    if not ours:
-        raise PredictorError(f"a predictor is written to a new or empty folder or over a predictor, got {folder}")
-
-
-def _digests(folder: Path) -> dict[str, str]:
-    """Digest of every file of a predictor but its manifest, by name."""
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != "manifest.json")
-    return {path.name: digest(path.read_bytes()) for path in files}
-
-
-def _read(path: Path, make: Callable[[Any], T]) -> T:
-    """Parse one JSON file of a predictor."""
-    try:
-        table = read_json(path)
-    except (OSError, ValueError) as error:
-        raise PredictorError(f"every file of a predictor must be readable, got {path}: {error}") from None
-    return _made(path, make, table)
-
-
-def _made(path: Path, make: Callable[[Any], T], table: Any) -> T:
-    try:
-        return make(table)
-    except StepsightError as error:
-        raise PredictorError(f"{path}: {error}") from None
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        raise PredictorError(f"{path} must be what Predictor.save wrote, got {type(error).__name__}: {error}") from None
+    return tuple(sorted(path.parent.name for path in SHIPPED.glob(f"*/{MANIFEST}")))
 
 
 def _text(folder: Path, name: Any) -> str:
@@ -270,13 +254,15 @@ def _text(folder: Path, name: Any) -> str:
         raise PredictorError(f"every file of a predictor must be readable, got {path}: {error}") from None
 
 
-def _regressor(folder: Path, num_terms: int, num_features: int, table: dict[str, Any]) -> Regressor:
+def _regressor(
+    folder: Path, num_terms: int, num_features: int, axes_of: Callable[[str], int], table: dict[str, Any]
+) -> Regressor:
     trees = {}
     for label, model in table["trees"].items():
         trees[label] = Trees(_text(folder, model["file"]), float(model["share"]))
         trees[label].check(num_features)
     regressor = Regressor.from_dict(table, trees)
-    regressor.check(num_terms)
+    regressor.check(num_terms, axes_of)
     return regressor
 
 
@@ -286,7 +272,7 @@ def _derived_to_dict(kernel: KernelModel) -> dict[str, Any]:
 
 def _derived(table: dict[str, Any]) -> tuple[bool, dict[str, Ratio]]:
     """What ``_derived_to_dict`` wrote."""
-    return bool(table["derives"]), {kind: Ratio.from_dict(ratio) for kind, ratio in table["ratios"].items()}
+    return _flag(table, "derives"), {kind: Ratio.from_dict(ratio) for kind, ratio in table["ratios"].items()}
 
 
 def _library_to_dict(collective: CollectiveModel) -> dict[str, Any]:
@@ -295,20 +281,10 @@ def _library_to_dict(collective: CollectiveModel) -> dict[str, Any]:
 
 def _library(table: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
     """What ``_library_to_dict`` wrote; a predictor without it was trained on one host's messages."""
-    return bool(table.get("nccl", False)), tuple(str(label) for label in table.get("carried", ()))
+    return "nccl" in table and _flag(table, "nccl"), tuple(texts(table.get("carried", []), "carried"))
 
 
-def _manifest(table: dict[str, Any]) -> dict[str, Any]:
-    if table.get("format") != FORMAT or table.get("schema") != SCHEMA:
-        raise PredictorError(
-            f"a predictor must have format {FORMAT!r} and schema {SCHEMA}, "
-            f"got {table.get('format')!r} and {table.get('schema')!r}"
-        )
-    if not isinstance(table.get("hardware"), str):
-        raise PredictorError(f"a predictor must name its hardware, got {table.get('hardware')!r}")
-    if not isinstance(table.get("files"), dict):
-        raise PredictorError(f"a predictor must list the digests of its files, got {table.get('files')!r:.80}")
-    fitted = table.get("fitted_rows", [])
-    if not isinstance(fitted, list) or not all(isinstance(row, str) for row in fitted):
-        raise PredictorError(f"a predictor must list the digests of rows that it was fitted on, got {fitted!r:.80}")
-    return table
+def _flag(table: dict[str, Any], key: str) -> bool:
+    if not isinstance(table[key], bool):
+        raise ValueError(f"{key} must be true or false, got {table[key]!r:.80}")
+    return bool(table[key])

@@ -30,6 +30,27 @@ def test_new_folder_replaces(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["b"]
 
 
+def test_an_old_folder_stays_until_the_new_one_stands(tmp_path: Path) -> None:
+    """Where the new one cannot take its place, the old one is there as it was."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "file").write_text("old")
+    with pytest.raises(FileNotFoundError), new_folder(tmp_path / "b") as folder:
+        folder.rmdir()
+    assert (tmp_path / "b" / "file").read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["b"]
+
+
+def test_no_link_and_no_file_becomes_a_folder(tmp_path: Path) -> None:
+    """Not even a link to a folder, whose target would stay behind."""
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "absent")
+    (tmp_path / "file").write_text("old")
+    for name in ("link", "nowhere", "file"):
+        with pytest.raises(StepsightError, match="a new folder or take the place of one"), new_folder(tmp_path / name):
+            pass
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "old"
+
+
 def test_an_output_is_checked_before_the_work(tmp_path: Path) -> None:
     """What cannot be written is known at once, and asking leaves nothing behind."""
     (tmp_path / "file").write_text("old")
