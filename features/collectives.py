@@ -20,6 +20,7 @@ COLLECTIVE_IDS = {kind: index for index, kind in enumerate(COLLECTIVE_KINDS)}
 COLLECTIVE_TERMS = ("calls", "steps", "buffer_bytes", "wire_seconds", "messages")
 OVERLAPPING = (3, 4)  # terms that run at the same time: the longer counts
 COLLECTIVE_FEATURES = ("kind", "log_bytes", "log_group_size", "log_ranks_per_node", "log_wire_seconds")
+COLLECTIVE_AXES = 4  # of ``collective_position``
 
 
 def ring_steps(collective: Collective) -> float:
@@ -60,6 +61,12 @@ def collective_terms(collective: Collective, fabric: Fabric) -> tuple[float, ...
 
 def collective_features(collectives: Sequence[Collective], fabrics: Sequence[Fabric]) -> Array:
     """Features for trees, shape ``(len(collectives), len(COLLECTIVE_FEATURES))``."""
+    pairs = zip(collectives, fabrics, strict=True)
+    return features_on_links(collectives, [wire_seconds(c, fabric) + 1e-9 for c, fabric in pairs])
+
+
+def features_on_links(collectives: Sequence[Collective], seconds: Sequence[float]) -> Array:
+    """The same from the seconds of each on its links."""
     return np.array(
         [
             (
@@ -67,9 +74,9 @@ def collective_features(collectives: Sequence[Collective], fabrics: Sequence[Fab
                 np.log1p(c.num_bytes),
                 np.log(c.group_size),
                 np.log(c.ranks_per_node),
-                np.log(wire_seconds(c, fabric) + 1e-9),
+                np.log(on_links),
             )
-            for c, fabric in zip(collectives, fabrics, strict=True)
+            for c, on_links in zip(collectives, seconds, strict=True)
         ],
         dtype=np.float64,
     ).reshape(len(collectives), len(COLLECTIVE_FEATURES))
@@ -77,5 +84,9 @@ def collective_features(collectives: Sequence[Collective], fabrics: Sequence[Fab
 
 def collective_position(collective: Collective, fabric: Fabric) -> Array:
     """Where a collective lies among its kind: log of bytes, group size, ranks per node and seconds on the link."""
-    wire = max(wire_seconds(collective, fabric), 1e-9)
-    return np.log([max(collective.num_bytes, 1), collective.group_size, collective.ranks_per_node, wire])
+    return position_on_links(collective, max(wire_seconds(collective, fabric), 1e-9))
+
+
+def position_on_links(collective: Collective, seconds: float) -> Array:
+    """The same from its seconds on its links."""
+    return np.log([max(collective.num_bytes, 1), collective.group_size, collective.ranks_per_node, seconds])

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.hardware import Fabric
 from stepsight.dataset.op import Collective
-from stepsight.features.collectives import COLLECTIVE_IDS, ring_steps, wire_bytes
+from stepsight.features.collectives import features_on_links, position_on_links, ring_steps, wire_bytes
 
 Array = NDArray[np.float64]
 
@@ -67,26 +67,13 @@ def tree_terms(collective: Collective, fabric: Fabric) -> tuple[float, ...]:
 
 
 def nccl_features(collectives: Sequence[Collective], fabrics: Sequence[Fabric]) -> Array:
-    """Features for trees, shape ``(len(collectives), 5)``, as ``COLLECTIVE_FEATURES`` names them."""
-    return np.array(
-        [
-            (
-                COLLECTIVE_IDS[c.kind],
-                np.log1p(c.num_bytes),
-                np.log(c.group_size),
-                np.log(c.ranks_per_node),
-                np.log(_longest(c, fabric)),
-            )
-            for c, fabric in zip(collectives, fabrics, strict=True)
-        ],
-        dtype=np.float64,
-    ).reshape(len(collectives), 5)
+    """Features for trees, shape ``(len(collectives), len(COLLECTIVE_FEATURES))``, as that names them."""
+    return features_on_links(collectives, [_longest(c, fabric) for c, fabric in zip(collectives, fabrics, strict=True)])
 
 
 def nccl_position(collective: Collective, fabric: Fabric) -> Array:
     """Where a collective lies among its kind: log of bytes, group size, ranks per node and seconds on the links."""
-    sizes = [max(collective.num_bytes, 1), collective.group_size, collective.ranks_per_node]
-    return np.log([*sizes, _longest(collective, fabric)])
+    return position_on_links(collective, _longest(collective, fabric))
 
 
 def _longest(collective: Collective, fabric: Fabric) -> float:

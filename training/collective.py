@@ -106,7 +106,7 @@ class CollectiveModel:
         label = label_of(collective)
         if not self.nccl or label not in self.regressor.support:
             return collective, 1.0
-        most = int(np.exp(self.regressor.support[label][1][0]))
+        most = max(int(np.exp(self.regressor.support[label][1][0])), 1)
         if collective.num_bytes <= most:
             return collective, 1.0
         return replace(collective, num_bytes=most), collective.num_bytes / most

@@ -38,12 +38,13 @@ class Intervals:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Intervals:
-        half_width, coverage = float(value["half_width_log"]), float(value["coverage"])
-        if not (0 <= half_width <= MOST_LOG and 0 < coverage < 1):
+        half_width, coverage, runs = float(value["half_width_log"]), float(value["coverage"]), int(value["num_runs"])
+        if not (0 <= half_width <= MOST_LOG and 0 < coverage < 1 and runs >= 0):
             raise ValueError(
-                f"0 <= half_width_log <= {MOST_LOG} and 0 < coverage < 1 must hold, got {half_width} and {coverage}"
+                f"0 <= half_width_log <= {MOST_LOG}, 0 < coverage < 1 and num_runs >= 0 must hold, "
+                f"got {half_width}, {coverage} and {runs}"
             )
-        return cls(half_width, coverage, int(value["num_runs"]))
+        return cls(half_width, coverage, runs)
 
 
 def conformal(log_residuals: NDArray[np.float64], spread_log: float, coverage: float = COVERAGE) -> Intervals:

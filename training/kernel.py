@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.op import Op
+from stepsight.dataset.op import OP_KINDS, Op
 from stepsight.dataset.physics import roofline_seconds
 from stepsight.features.ops import OP_FEATURES, OP_TERMS, op_features, op_position, op_terms
 from stepsight.training.derived import Ratio, as_run, base_of, dtype_class, least_seconds
@@ -43,6 +43,11 @@ def _label(name: str, op: Op, hardware: Hardware) -> str:
     """Kind or family, with the precision where it makes kernels of their own."""
     precision = dtype_class(op, hardware)
     return f"{name}/{precision}" if precision else name
+
+
+def num_axes(label: str) -> int:
+    """Axes of ``op_position`` of a kind."""
+    return len(OP_KINDS[label.split("/")[0]].dim_names) + 2
 
 
 SCORES_OF_GPU = 0.25  # part of the time to stream attention scores that a fused kernel is thought to take for them
@@ -139,7 +144,7 @@ class KernelModel:
         label = _label(op.kind, op, self.hardware)
         if not self.derives or op.family not in STREAMING or label not in self.regressor.support:
             return op, 1.0
-        most = round(float(np.exp(self.regressor.support[label][1][0])))
+        most = max(round(float(np.exp(self.regressor.support[label][1][0]))), 1)
         if op.dims[0] <= most:
             return op, 1.0
         return Op(op.kind, (most, *op.dims[1:]), op.dtype), op.dims[0] / most

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.errors import PredictorError
 from stepsight.dataset.hardware import Fabric, Hardware
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
@@ -79,8 +80,11 @@ class LearnedLatency:
         return np.array([self._collectives[c] for c in collectives], dtype=np.float64)
 
     def _remember(self, known: dict[T, float], works: Sequence[T], seconds: Seconds) -> None:
-        factors = [self._constants.factor(work) for work in works]
-        known.update(zip(works, (seconds * factors).tolist(), strict=True))
+        seconds = seconds * [self._constants.factor(work) for work in works]
+        wrong = np.flatnonzero(~(np.isfinite(seconds) & (seconds >= 0)))
+        if len(wrong):
+            raise PredictorError(f"a predictor must give finite seconds, got {seconds[wrong[0]]} of {works[wrong[0]]}")
+        known.update(zip(works, seconds.tolist(), strict=True))
 
     def in_context(self, programs: Sequence[Program], seconds: Sequence[Seconds]) -> Sequence[Seconds]:
         """Seconds of every node within its program, from the seconds alone; same shapes."""

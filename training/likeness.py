@@ -36,6 +36,7 @@ SCALES = {
 UNLIKE = {"software": 0.7, "device": 0.7, "precision": 1.0, "recompute": 1.0, "family": 1.0, "mixture": 2.0}
 NEAR, WIDE = 1.0, 3.0  # distances at which two kinds of likeness fall to exp(-1/2)
 NEAR_PART, WIDE_PART, DRIFT_PART = 0.7, 0.3, 0.05  # of the variance
+MOST_DOUBLINGS = 1000.0  # beyond, a number is a slip of the pen
 DRIFT_DOUBLINGS = 2.0  # of the number of devices after which a correction's drift is another
 
 
@@ -78,7 +79,10 @@ class Likeness:
             raise ValueError(f"place and labels must be lists, got {place!r:.40} and {labels!r:.40}")
         if (len(place), len(labels)) != (len(SCALES), len(UNLIKE)):
             raise ValueError(f"{len(SCALES)} places and {len(UNLIKE)} labels must be there, got {place} and {labels}")
-        return cls(tuple(map(float, place)), tuple(map(str, labels)), float(str(value["doublings"])))
+        numbers = tuple(map(float, [*place, value["doublings"]]))
+        if not all(abs(number) <= MOST_DOUBLINGS for number in numbers):
+            raise ValueError(f"places and doublings must lie within +-{MOST_DOUBLINGS:g}, got {numbers}")
+        return cls(numbers[:-1], tuple(map(str, labels)), numbers[-1])
 
 
 def covariance(one: Sequence[Likeness], two: Sequence[Likeness]) -> Array:

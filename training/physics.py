@@ -7,6 +7,7 @@ prior, so that a handful of points suffices and no constant leaves what physics 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ HUBER = 2.0  # residuals beyond this many noises count linearly
 CONSTANT_PRIOR_STD = 2.0  # log units
 BUSY_PRIOR_STD = 0.5
 SHARPNESS = 6.0  # of a maximum: the power of a norm
+MOST_LOG = 100.0  # of any logarithm of a saved predictor: beyond, it is a slip of the pen
 MAX_BUSY_EXPONENT = 1.2  # 1: the quantity is fully shared among the busy devices of a node
 
 
@@ -59,6 +61,20 @@ class Physics:
             parts[:, columns] = longest * total ** (1 / SHARPNESS - 1) * powers
         return parts
 
+    def check(self, kind: str, num_terms: int) -> None:
+        """Check what was read.
+
+        Raises:
+            ValueError: If these are no constants of so many terms.
+        """
+        shapes = (self.log_constants.shape, self.busy_exponents.shape)
+        if shapes != ((num_terms,), (num_terms,)):
+            raise ValueError(f"{kind} must have {num_terms} constants and as many exponents, got {shapes}")
+        if not (np.abs([*self.log_constants, *self.busy_exponents]) <= MOST_LOG).all():
+            raise ValueError(f"constants and exponents of {kind} must lie within +-{MOST_LOG:g}, got {self.to_dict()}")
+        if not set(self.overlapping) <= set(range(num_terms)):
+            raise ValueError(f"overlapping terms of {kind} must be of 0 ... {num_terms - 1}, got {self.overlapping}")
+
     def to_dict(self) -> dict[str, Any]:
         table = {"log_constants": self.log_constants.tolist(), "busy_exponents": self.busy_exponents.tolist()}
         return {**table, "overlapping": list(self.overlapping)} if self.overlapping else table
@@ -68,7 +84,7 @@ class Physics:
         return cls(
             np.array(value["log_constants"], float),
             np.array(value["busy_exponents"], float),
-            tuple(value.get("overlapping", ())),
+            tuple(index(term) for term in value.get("overlapping", ())),
         )
 
 

@@ -6,7 +6,7 @@ so that no layer makes unseen signatures worse.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.training.neighbours import LENGTHS, Neighbours, fit_neighbours
-from stepsight.training.physics import Bounds, Physics, fit_physics
+from stepsight.training.physics import MOST_LOG, Bounds, Physics, fit_physics
 from stepsight.training.trees import MANY_ROWS, MIN_ROWS, Trees, fit_trees
 
 Array = NDArray[np.float64]
@@ -24,6 +24,7 @@ FOLDS = 5
 TREE_SHARES = (0.5, 1.0, 0.0)  # how much the trees may say, what is tried first preferred
 MIN_GAIN = 0.03  # a choice must lower the cross-validated error by this part to replace one tried before
 UNKNOWN = 1.0  # log-error charged where nothing of a kind is left to learn from
+MOST = 1e6  # of a neighbour's weight, and of busy devices: beyond, a number is a slip of the pen
 FADE = 0.7  # log units outside the support after which the trees' say falls to 1/e
 
 
@@ -152,24 +153,28 @@ class Regressor:
         above = position - high if kind in self.neighbours else np.zeros_like(position)
         return float(np.maximum(np.maximum(low - position, above), 0.0)[varied].sum())
 
-    def check(self, num_terms: int) -> None:
-        """Check what was read.
+    def check(self, num_terms: int, num_axes: Callable[[str], int]) -> None:
+        """Check what was read; ``num_axes``: of a position, by kind.
 
         Raises:
-            ValueError: If its arrays do not fit each other.
+            ValueError: If its arrays do not fit each other, or a number is no such number.
         """
+        if set(self.support) != set(self.physics) or not set(self.neighbours) <= set(self.physics):
+            raise ValueError("physics and support must be of the same kinds, and neighbours of no others")
+        if not 1 <= self.busy[0] <= self.busy[1] <= MOST:
+            raise ValueError(f"1 <= least busy <= most busy <= {MOST:g} must hold, got {self.busy}")
         for kind, physics in self.physics.items():
-            low, high = self.support[kind]
-            near = self.neighbours.get(kind)
-            places = near.positions if near is not None else np.zeros((0, 0))
-            shapes = (physics.log_constants.shape, physics.busy_exponents.shape)
-            axes = {low.shape, high.shape, (places.shape[1] - 1,)} if len(places) else {low.shape, high.shape}
-            if shapes != ((num_terms,), (num_terms,)) or len(axes) != 1:
-                raise ValueError(
-                    f"{kind} must have {num_terms} constants and as many axes throughout, got {shapes}, {axes}"
-                )
-            if not all(np.isfinite(array).all() for array in (physics.log_constants, low, high, places)):
-                raise ValueError(f"{kind} must have finite numbers")
+            physics.check(kind, num_terms)
+            axes = num_axes(kind)
+            _check_positions(f"support of {kind}", np.stack(self.support[kind]), axes)
+            if kind in self.neighbours:
+                near = self.neighbours[kind]
+                _check_positions(f"neighbours of {kind}", near.positions, axes + 1)
+                least, most = LENGTHS[0], LENGTHS[-1]
+                if not (least <= near.length <= most and (np.abs(near.weights) <= MOST).all()):
+                    raise ValueError(
+                        f"neighbours of {kind} must reach from {least} to {most} and have weights within +-{MOST:g}"
+                    )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the trees, which are LightGBM text."""
@@ -192,6 +197,14 @@ class Regressor:
             {kind: (np.array(s["low"], float), np.array(s["high"], float)) for kind, s in value["support"].items()},
             (float(value["busy"][0]), float(value["busy"][1])),
             {family: float(error) for family, error in value["errors"].items()},
+        )
+
+
+def _check_positions(name: str, positions: Array, num_axes: int) -> None:
+    if positions.shape[1:] != (num_axes,) or not (np.abs(positions) <= MOST_LOG).all():
+        raise ValueError(
+            f"{name} must have {num_axes} axes and logarithms within +-{MOST_LOG:g}, "
+            f"got {positions.shape[1:]} and {np.abs(positions).max(initial=0.0):g}"
         )
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.job import Job
-from stepsight.training.likeness import Likeness, covariance
+from stepsight.training.likeness import UNLIKE, Likeness, covariance
+from stepsight.training.physics import MOST_LOG
 
 Array = NDArray[np.float64]
 
@@ -23,6 +24,7 @@ MAX_LOG = 0.3  # no correction beyond this, whatever the rows say
 SPREADS = (0.03, 0.06, 0.1, 0.15)  # of corrections from job to job, in log units: what simulators are off by
 NOISES = (0.01, 0.02)  # published runs of the same job differ by up to 4.7 %
 USUAL = (0.1, 0.01)
+LEAST = 1e-3  # of spread and noise: what is known better has no inverse
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,12 @@ class Residual:
     def _weights(self) -> Array:
         return np.asarray(self._inverse @ np.array(self.logs))
 
+    @property
+    def software(self) -> tuple[str, ...]:
+        """What ran the jobs, in the words of who measured."""
+        place = list(UNLIKE).index("software")
+        return tuple(dict.fromkeys(row.labels[place] for row in self.rows))
+
     def mean_and_std(self, job: Job, software: str = "") -> tuple[float, float]:
         """Correction of a job, within ``MAX_LOG``, and its deviation, a repeated run's included; in log units."""
         shared = self._shared(job, software)
@@ -73,8 +81,12 @@ class Residual:
     def from_dict(cls, value: dict[str, Any]) -> Residual:
         spread, noise = float(value["spread"]), float(value["noise"])
         logs = tuple(float(row["log"]) for row in value["rows"])
-        if not (0 < spread <= 1 and 0 < noise <= 1 and logs and np.isfinite(logs).all()):
-            raise ValueError(f"a residual needs rows, spread and noise within 1, got {len(logs)}, {spread}, {noise}")
+        if not (LEAST <= spread <= 1 and LEAST <= noise <= 1 and logs):
+            raise ValueError(
+                f"a residual needs rows, spread and noise from {LEAST} to 1, got {len(logs)}, {spread}, {noise}"
+            )
+        if not (np.abs(logs) <= MOST_LOG).all():
+            raise ValueError(f"logs of a residual must lie within +-{MOST_LOG:g}, got {logs!s:.80}")
         return cls(tuple(Likeness.from_dict(row) for row in value["rows"]), logs, spread, noise)
 
 

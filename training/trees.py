@@ -150,6 +150,8 @@ class Trees:
         Raises:
             PredictorError: If it is no LightGBM model that can be evaluated here on so many features.
         """
+        if not 0 < self.share <= 1:
+            raise PredictorError(f"0 < share <= 1 must hold for trees, got {self.share}")
         most = int(self._packed[0].feature.max(initial=-1))
         if most >= num_features:
             raise PredictorError(f"a regressor must be for {num_features} features, got a split on feature {most}")

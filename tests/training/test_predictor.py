@@ -1,5 +1,7 @@
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,6 +9,9 @@ import pytest
 from stepsight.dataset.errors import PredictorError
 from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.op import Collective, Op
+from stepsight.training.calibration import Calibration
+from stepsight.training.constants import Constants
+from stepsight.training.manifest import write_manifest
 from stepsight.training.predictor import Predictor
 
 
@@ -51,7 +56,7 @@ def test_a_folder_that_is_no_predictor_is_refused(tmp_path: Path) -> None:
     [
         ("manifest.json", "{", "readable"),
         ("manifest.json", "[1]", "what Predictor.save wrote"),
-        ("manifest.json", json.dumps({"format": "stepsight-predictor", "schema": 99}), "schema 4"),
+        ("manifest.json", json.dumps({"format": "stepsight-predictor", "schema": 99}), "schema 5"),
         ("hardware.json", "{}", "fields of Hardware"),
         ("kernel.json", '{"physics": {}}', "kernel.json"),
         ("kernel.json", None, "readable"),
@@ -68,7 +73,7 @@ def test_a_folder_that_is_no_predictor_is_refused(tmp_path: Path) -> None:
         ("intervals.json", "[" * 10**5, "nested thousands deep"),
         ("kernel.json", '{"trees": {}, "trees": {}}', "'trees' twice"),
         ("hardware.json", '{"name": "toy", "kind": "cpu", "peak_flops": 3}', "hardware.json"),
-        ("kernel.gemm.txt.gz", "tree", "changed or missing kernel.gemm.txt.gz"),
+        ("kernel.gemm.txt.gz", "tree", "changed, missing or added kernel.gemm.txt.gz"),
     ],
 )
 def test_a_broken_file_is_refused(
@@ -94,11 +99,118 @@ def test_numbers_that_do_not_fit_each_other_are_refused(predictor: Predictor, tm
         Predictor.load(tmp_path / "p")
 
 
+def _edit(folder: Path, file: str, *keys: str, value: Any) -> None:
+    """Change one value of a file by hand, and the digests with it, as nobody does by accident."""
+    table = json.loads((folder / file).read_text())
+    at = table
+    for key in keys[:-1]:
+        at = at[key]
+    at[keys[-1]] = value
+    (folder / file).write_text(json.dumps(table))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    write_manifest(folder, manifest, manifest["hardware"])
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "value", "message"),
+    [
+        (
+            "kernel.json",
+            ("physics", "gelu", "log_constants"),
+            [1e4] * 6,
+            r"constants .* of gelu must lie within \+-100",
+        ),
+        ("kernel.json", ("physics", "gelu", "busy_exponents"), [None] * 6, "of gelu must lie within"),
+        ("kernel.json", ("physics", "gelu", "log_constants"), [10**400] * 6, "OverflowError"),
+        ("kernel.json", ("physics", "gelu", "overlapping"), [99], r"of gelu must be of 0 \.\.\. 5, got \(99,\)"),
+        ("kernel.json", ("physics", "gelu", "overlapping"), "ab", "TypeError"),
+        ("kernel.json", ("physics", "gelo"), {}, "kernel.json"),
+        ("kernel.json", ("support", "gelu", "high"), [1e3, 1, 1], "support of gelu must have 3 axes and logarithms"),
+        ("kernel.json", ("support", "gelu", "high"), [1, 1], "kernel.json"),
+        ("kernel.json", ("support", "gelu", "high"), "x", "kernel.json"),
+        ("kernel.json", ("neighbours", "gelu", "weights"), [1e300], "kernel.json"),
+        ("kernel.json", ("neighbours", "gelu", "length"), 0, "neighbours of gelu must reach from 0.02 to 2.0"),
+        ("kernel.json", ("busy",), [0, 2], r"1 <= least busy <= most busy <= 1e\+06 must hold, got \(0.0, 2.0\)"),
+        ("kernel.json", ("derives",), "no", "derives must be true or false, got 'no'"),
+        ("kernel.json", ("trees", "gemm", "share"), 7, "0 < share <= 1 must hold for trees, got 7.0"),
+        ("collective.json", ("carried",), "all_reduce", "carried of a predictor must be a list of texts"),
+        ("collective.json", ("support", "all_reduce/intra", "low"), [0, 0], "collective.json"),
+        ("collective.json", ("physics", "all_reduce/intra", "log_constants"), [-1e9] * 5, "must lie within"),
+        ("intervals.json", ("intervals", "num_runs"), -1, "num_runs >= 0 must hold"),
+        ("manifest.json", ("name",), 3, "name of a predictor must be a printable text, got 3"),
+        ("manifest.json", ("digest",), ["x"], "digest of a predictor must be a printable text"),
+        ("manifest.json", ("fitted_rows",), "abc", "fitted_rows of a predictor must be a list of texts, got 'abc'"),
+    ],
+)
+def test_numbers_that_nothing_learned_are_refused(
+    predictor: Predictor, tmp_path: Path, file: str, keys: tuple[str, ...], value: Any, message: str
+) -> None:
+    """Wrong types, other shapes and huge numbers, though the digests are right."""
+    predictor.save(tmp_path / "p")
+    _edit(tmp_path / "p", file, *keys, value=value)
+    with pytest.raises(PredictorError, match=message):
+        Predictor.load(tmp_path / "p")
+
+
+def test_an_answer_is_finite_or_an_error(predictor: Predictor) -> None:
+    """Whatever was learned: the simulator adds up no infinities."""
+    physics = predictor.kernel.regressor.physics["gelu"]
+    broken = replace(physics, log_constants=np.array([1e3, *[-30.0] * 5]))
+    regressor = replace(predictor.kernel.regressor, physics={"gelu": broken})
+    wrong = replace(predictor, kernel=replace(predictor.kernel, regressor=regressor))
+    with np.errstate(all="ignore"), pytest.raises(PredictorError, match="must give finite seconds, got inf of gelu"):
+        wrong.latency(_job()).op_seconds([Op("gelu", (1000,), "fp32")])
+
+
+def test_the_files_are_those_that_were_saved(predictor: Predictor, tmp_path: Path) -> None:
+    """Rows that were fitted cannot be taken from the list, nor files from the folder, nor others be put there."""
+    folder = tmp_path / "p"
+    replace(predictor, manifest={"fitted_rows": ["a", "b"], "metrics": {"x": 0.1}}).save(folder)
+    whole = (folder / "manifest.json").read_text()
+    assert Predictor.load(folder).manifest["fitted_rows"] == ["a", "b"]
+    manifest = json.loads(whole)
+    for changed in (
+        {**manifest, "fitted_rows": ["a"]},
+        {key: value for key, value in manifest.items() if key != "fitted_rows"},
+        {**manifest, "files": {key: of for key, of in manifest["files"].items() if key != "manifest.json"}},
+    ):
+        (folder / "manifest.json").write_text(json.dumps(changed))
+        with pytest.raises(PredictorError, match=r"changed, missing or added manifest\.json$"):
+            Predictor.load(folder)
+    (folder / "manifest.json").write_text(whole)
+    for name in ("more.txt", "more"):
+        (folder / name).write_text("x") if "." in name else (folder / name).mkdir()
+        with pytest.raises(PredictorError, match=f"added {name}$"):
+            Predictor.load(folder)
+        (folder / name).unlink() if "." in name else (folder / name).rmdir()
+    Predictor.load(folder)
+
+
+@pytest.mark.parametrize("fitted", [True, False])
+def test_a_predictor_of_the_schema_before_tells_nothing_of_its_rows(
+    predictor: Predictor, tmp_path: Path, fitted: bool
+) -> None:
+    """It is read where no table of runs was fitted."""
+    folder = tmp_path / "p"
+    calibration = Calibration(constants=Constants((0.01, 0.0, 0.0, 0.0, 0.0)) if fitted else Constants())
+    replace(predictor, calibration=calibration).save(folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["files"]["manifest.json"]
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "schema": 4}))
+    if fitted:
+        with pytest.raises(PredictorError, match=r"schema 4 does not tell which rows .* calibrate it again"):
+            Predictor.load(folder)
+    else:
+        assert Predictor.load(folder).hardware == predictor.hardware
+
+
 def test_saving_again_replaces_the_folder_whole(predictor: Predictor, tmp_path: Path) -> None:
+    """Also one of whose files some are gone."""
     predictor.save(tmp_path / "p")
-    (tmp_path / "p" / "left-over.txt").write_text("old")
+    before = sorted(path.name for path in (tmp_path / "p").iterdir())
+    (tmp_path / "p" / "kernel.json").unlink()
     predictor.save(tmp_path / "p")
-    assert not (tmp_path / "p" / "left-over.txt").exists()
+    assert sorted(path.name for path in (tmp_path / "p").iterdir()) == before
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
 
 
@@ -125,5 +237,10 @@ def test_nothing_but_a_predictor_is_replaced(predictor: Predictor, tmp_path: Pat
     with pytest.raises(PredictorError, match="new or empty folder"):
         predictor.save(tmp_path / "notes")
     assert (tmp_path / "notes" / "a.txt").read_text() == "precious"
-    for _ in range(2):
-        predictor.save(tmp_path / "p")
+    predictor.save(tmp_path / "p")
+    (tmp_path / "p" / "a.txt").write_text("precious")
+    (tmp_path / "link").symlink_to(tmp_path / "p")
+    for name, message in (("p", r"p with a\.txt$"), ("link", "link, a link$")):
+        with pytest.raises(PredictorError, match=message):
+            predictor.save(tmp_path / name)
+    assert (tmp_path / "p" / "a.txt").read_text() == "precious"
