@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 # Beyond these a number is a slip of the pen.
 MOST, MOST_LAYERS, MOST_DEVICES, MOST_ACTIONS, MOST_SLOWDOWN = 2**31, 10_000, 2**24, 2**20, 1000.0
-MOST_EXPERTS = 2**16
+MOST_SIZE, MOST_EXPERTS = 2**24, 2**16  # of a model's dimensions
+MOST_ELEMENTS = 2**56  # of all parameters, and of an activation: with room for bytes and sums in 64 bits
 _POSITIVE = {
     "model": ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "moe_every", "imbalance"),
     "parallel": (
@@ -63,6 +64,7 @@ def broken_rules(job: Job) -> list[str]:
     _choices(rules, job)
     if rules:
         return rules
+    _elements(rules, job)
     _degrees(rules, job)
     _model(rules, job)
     if not rules:
@@ -76,11 +78,27 @@ def _sizes(rules: _Rules, job: Job) -> None:
         for section, keys in names.items():
             for key in keys:
                 value = getattr(getattr(job, section), key)
-                most = MOST_LAYERS if key.endswith("layers") else MOST
+                most = MOST_LAYERS if key.endswith("layers") else MOST_SIZE if section == "model" else MOST
                 low = value > 0 if least == "> 0" else value >= 0
                 rules.require(low and value <= most, f"{section}.{key} must be {least} and <= {most}, got {value}")
     devices = job.cluster.num_devices
     rules.require(devices <= MOST_DEVICES, f"nodes * devices_per_node must be <= {MOST_DEVICES}, got {devices}")
+
+
+def _elements(rules: _Rules, job: Job) -> None:
+    """Products of sizes that each may be: parameters, activations and attention scores."""
+    m = job.model
+    head = max(m.head_size + m.rope_head_dim, m.v_head_dim)
+    experts = (m.experts + m.shared_experts) * m.expert_ffn
+    width = max(m.hidden, m.ffn, m.vocab, m.patch_dim, m.q_lora_rank, m.kv_lora_rank, m.heads * head, experts)
+    length = max(m.seq_len, m.encoder_seq_len)
+    tokens = job.batch.micro_batch * length * max(m.imbalance, m.capacity_factor, 1.0)
+    for words, value in (
+        ("layers * hidden * widest dimension", m.total_layers * m.hidden * width),
+        ("micro_batch * seq_len * widest dimension", tokens * width),
+        ("micro_batch * heads * seq_len * seq_len", job.batch.micro_batch * m.heads * length * length),
+    ):
+        rules.require(value <= MOST_ELEMENTS, f"{words} must be <= {MOST_ELEMENTS:.3g}, got {value:.3g}")
 
 
 def _choices(rules: _Rules, job: Job) -> None:

@@ -65,6 +65,23 @@ def job(model: dict[str, Any], **parallel: Any) -> Job:
             {"tp": 4, "expert_tp": 1},
             r"parallel.tp must divide micro_batch \* seq_len, got 30 % 4 = 2",
         ),
+        ({"hidden": 2**31}, {}, "model.hidden must be > 0 and <= 16777216, got 2147483648"),
+        ({"seq_len": 2**31}, {}, "model.seq_len must be > 0 and <= 16777216, got 2147483648"),
+        (
+            {"hidden": 2**24, "ffn": 2**24, "layers": 8192},
+            {},
+            r"layers \* hidden \* widest dimension must be <= 7.21e\+16, got 2.31e\+18",
+        ),
+        (
+            {"seq_len": 2**24, "heads": 1024, "head_dim": 64},
+            {},
+            r"micro_batch \* heads \* seq_len \* seq_len must be <=",
+        ),
+        (
+            {**MIXTURE, "seq_len": 2**24, "ffn": 2**24, "imbalance": 1e6},
+            {},
+            r"micro_batch \* seq_len \* widest dimension must be <= 7.21e\+16, got 2.25e\+21",
+        ),
         ({"family": "vit"}, {}, "model.patch_dim must be > 0 for vit, got 0"),
         ({"family": "t5"}, {}, "model.encoder_layers must be > 0 for t5, got 0"),
     ],

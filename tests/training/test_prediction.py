@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -65,3 +66,25 @@ def test_asking_for_many_is_asking_for_each(predictor: Predictor) -> None:
     jobs = [_job(dp=2), _job(tp=2)]
     many = predict_many(jobs, predictor)
     assert [p.iteration_time_s for p in many] == [predict(job, predictor).iteration_time_s for job in jobs]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"hidden": 2**24, "ffn": 2**24, "heads": 2**10, "vocab": 2**24},
+        {"seq_len": 2**24, "heads": 2**6, "head_dim": 64, "vocab": 2**18},
+        {"seq_len": 2**20, "fused_attention": False, "layers": 500},
+        {"experts": 2**10, "experts_per_token": 8, "ffn": 2**20, "imbalance": 2**10},
+    ],
+)
+def test_the_largest_jobs_that_the_rules_allow_are_answered(sizes: dict[str, Any]) -> None:
+    """Nothing overflows on the way."""
+    usual = {"family": "llama", "layers": 4, "hidden": 2**12, "heads": 32, "vocab": 2**16, "seq_len": 2**12}
+    job = Job(
+        model=ModelSpec(**{**usual, **sizes}),
+        parallel=ParallelSpec(tp=8, sequence_parallel=True, zero_stage=1),
+        batch=BatchSpec(micro_batch=1, global_batch=16),
+        cluster=ClusterSpec(hardware="a100-sxm-80gb", nodes=2, devices_per_node=8),
+    )
+    answer = predict(job)
+    assert answer.iteration_time_s > 0 and json.dumps(answer.to_dict(), allow_nan=False)
