@@ -10,9 +10,8 @@ from typing import Any
 from stepsight.dataset.box import Box
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.manifest import SCHEMA, number, read_object, typed
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.op import MOST_SIZE, Collective, Op
 
-MOST = 2**48  # elements and bytes: beyond, a number is a slip of the pen
 FACTS = {  # fields of ``Hardware`` that may be measured: least and most
     "memory_bandwidth_bytes_per_s": (1.0, 1e18),
     "memory_bytes": (1.0, 1e18),
@@ -84,8 +83,8 @@ def _work(record: dict[str, Any]) -> Op | Collective:
 
 
 def _size(value: Any, name: str) -> int:
-    if not 0 <= typed(value, int, name) <= MOST:
-        raise ValueError(f"{name} must lie within 0 and {MOST}, got {value}")
+    if not 0 <= typed(value, int, name) <= MOST_SIZE:
+        raise ValueError(f"{name} must lie within 0 and {MOST_SIZE}, got {value}")
     return int(value)
 
 

@@ -1,7 +1,15 @@
 """Tables of measurements that others published, or that a user took, read into one form."""
 
-from stepsight.dataset.tables.formats import FORMATS, read_table
+from stepsight.dataset.tables.formats import FORMATS, check_table_output, read_table
 from stepsight.dataset.tables.summary import summary, summary_text
 from stepsight.dataset.tables.table import Measurements, SourceFile
 
-__all__ = ["FORMATS", "Measurements", "SourceFile", "read_table", "summary", "summary_text"]
+__all__ = [
+    "FORMATS",
+    "Measurements",
+    "SourceFile",
+    "check_table_output",
+    "read_table",
+    "summary",
+    "summary_text",
+]

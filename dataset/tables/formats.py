@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from stepsight.dataset.errors import TableError
-from stepsight.dataset.files import digest_files
+from stepsight.dataset.errors import StepsightError, TableError
+from stepsight.dataset.files import check_output_file, digest_files
 from stepsight.dataset.tables import aicb, aiconfigurator, nccl_tests, neusight, own_csv, simumax, vidur, vtrain
 from stepsight.dataset.tables.rows import Rows
 from stepsight.dataset.tables.table import Measurements, SourceFile
@@ -73,9 +73,29 @@ def read_table(name: str, path: Path) -> Measurements:
     return tables if not others else tables.with_skipped(others)
 
 
+def check_table_output(name: str, path: Path, out: Path) -> None:
+    """What is read of format ``name`` from ``path`` may be written to ``out``; to be asked before long work.
+
+    Raises:
+        StepsightError: If not: nothing is written over what is read.
+    """
+    if out.suffix != ".parquet":
+        raise TableError(f"measurements are written to a .parquet file, got {out}")
+    check_output_file(out)
+    own, new = path.resolve(), out.resolve()
+    inside = own in new.parents and name in FORMATS and re.search(FORMATS[name].names, new.relative_to(own).as_posix())
+    if own == new or (inside and new.exists()):
+        raise TableError(f"measurements are not written over what they are read from, got {out} for those of {path}")
+
+
 def _read_file(name: str, path: Path, place: str, root: Path) -> Measurements:
     rows = Rows(path)
-    FORMATS[name].read(rows)
+    try:
+        FORMATS[name].read(rows)
+    except StepsightError:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        raise rows.error(f"must be a table of format {name}, got {type(error).__name__}: {error!s:.200}") from None
     licence = _licence_beside(path, root) or FORMATS[name].licence
     return rows.table(f"{name}/{place}", SourceFile(licence, digest_files([path])))
 

@@ -23,6 +23,8 @@ def read(rows: Rows) -> None:
         work = _collective(line, kind) if kind in COLLECTIVE_KINDS else _op(line, kind)
         told = {name: line.cells.get(name, "").strip() for name in ("device", "fabric", "software")}
         rows.add(work, line.real("microseconds") * 1e-6, **told)
+    if not len(rows):
+        raise rows.error(f"a table must hold a row with a time, got none ({rows.skipped.total()} rows without)")
 
 
 def _op(line: Line, kind: str) -> Op:
@@ -39,8 +41,7 @@ def _op(line: Line, kind: str) -> Op:
 
 
 def _collective(line: Line, kind: str) -> Collective:
-    sizes = line.whole("num_bytes"), line.whole("group_size", 2), line.whole("ranks_per_node")
-    try:
-        return Collective(kind, *sizes)
-    except ValueError as error:
-        raise line.rows.error(str(error), line.number) from None
+    size, ranks, per_node = line.whole("num_bytes"), line.whole("group_size", 2), line.whole("ranks_per_node")
+    if ranks % per_node:
+        raise line.rows.error(f"ranks_per_node must divide group_size, got {ranks} % {per_node}", line.number)
+    return Collective(kind, size, ranks, per_node)

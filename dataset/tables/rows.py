@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from stepsight.dataset.errors import TableError
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.op import MOST_SIZE, Collective, Op
 from stepsight.dataset.tables.table import Measurements, SourceFile
 
 NO_TIME = "no time"
 COPY = "equal in all to another row"
+MOST_SECONDS = 1e6  # of one call: beyond, it is a slip of the pen
 
 
 class Rows:
@@ -42,12 +43,20 @@ class Rows:
         if not (math.isfinite(seconds) and seconds > 0):
             self.skipped[NO_TIME] += 1
             return
+        sizes = work.dims if isinstance(work, Op) else (work.num_bytes, work.group_size)
+        if max(sizes) > MOST_SIZE or seconds > MOST_SECONDS:
+            raise self.error(
+                f"sizes must be <= {MOST_SIZE} and a time <= {MOST_SECONDS:g} s, got {work!s:.80}, {seconds} s"
+            )
         work = self._shared.setdefault(work, work)
         row = (work, seconds, device, fabric, software, part)
         if row in self._rows:
             self.skipped[COPY] += 1
         else:
             self._rows[row] = None
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def skip(self, reason: str, count: int = 1) -> None:
         self.skipped[reason] += count

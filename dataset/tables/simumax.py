@@ -31,7 +31,7 @@ def read(rows: Rows) -> None:
         name, tables = system["sys_name"], system["accelerator"]["op"]
     except TableError:
         raise
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise rows.error(f"must be JSON with sys_name and accelerator.op ({error!r})") from None
     device = next((ours for start, ours in _DEVICES.items() if name.startswith(start)), device_name(name))
     for section, table in tables.items():

@@ -149,10 +149,11 @@ class Measurements:
             works = tuple(_work(shared, *row) for row in zip(*signatures, strict=True))
             said = json.loads(meta)
             files = {name: SourceFile(**file) for name, file in said["files"].items()}
+            skipped = dict(said["skipped"])
         except (ValueError, TypeError, KeyError) as error:
             raise TableError(f"{path}: {error}") from None
         return Measurements(
-            works, np.array(seconds, float), device, fabric, software, source, files=files, skipped=said["skipped"]
+            works, np.array(seconds, float), device, fabric, software, source, files=files, skipped=skipped
         )
 
 

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from stepsight.dataset.errors import TableError
-from stepsight.dataset.tables import FORMATS, Measurements, read_table, summary, summary_text
+from stepsight.dataset.tables import (
+    FORMATS,
+    Measurements,
+    check_table_output,
+    read_table,
+    summary,
+    summary_text,
+)
 
 _TEXT = "op,dims,dtype,microseconds,device\nlinear,4x8x2,bf16,3,a100-sxm-80gb\nlinear,8x8x2,bf16,5,\nadd,64,,,\n"
 
@@ -33,6 +40,18 @@ def test_a_summary_counts(tmp_path: Path) -> None:
     assert told["files"]["csv/mine.csv"]["licence"] == "unknown"
     text = summary_text(told)
     assert "2 measurements from 1 files" in text and "1  no time" in text
+
+
+def test_nothing_is_written_over_what_is_read(tmp_path: Path) -> None:
+    """Nor over a table of another form; a second time into the folder that was read is allowed."""
+    for name in ("gemm_perf.parquet", "mine.csv", "table.parquet"):
+        (tmp_path / name).write_text("x")
+    own = tmp_path / "gemm_perf.parquet"
+    for path, out in ((own, own), (tmp_path, own), (tmp_path / "mine.csv", tmp_path / "mine.csv"), (own, "a.csv")):
+        with pytest.raises(TableError, match=r"not written over what they|are written to a \.parquet file"):
+            check_table_output("aiconfigurator", path, Path(out))
+    check_table_output("aiconfigurator", own, tmp_path / "new.parquet")
+    check_table_output("csv", tmp_path, tmp_path / "table.parquet")
 
 
 def _run(*arguments: object) -> subprocess.CompletedProcess[str]:

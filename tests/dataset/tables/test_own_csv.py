@@ -49,3 +49,23 @@ def test_a_mistake_is_told_by_row_and_rule(tmp_path: Path, row: str, rule: str) 
     path.write_text(f"op,dims,dtype,microseconds\nlinear,2x2x2,bf16,1\n{row}\n")
     with pytest.raises(TableError, match=f"mine.csv, row 2: .*{rule}"):
         read_table("csv", path)
+
+
+@pytest.mark.parametrize(
+    ("row", "rule"),
+    [
+        ("all_reduce,,1,1024,16,5", "row 1: ranks_per_node must divide group_size, got 16 % 5"),
+        ("all_reduce,,1,1024,2,8", "row 1: ranks_per_node must divide group_size, got 2 % 8"),
+        (f"all_reduce,,1,{2**63},8,8", "sizes must be <= 281474976710656 and a time <= "),
+        (f"linear,{10**30}x4x4,1,,,", "sizes must be <= 281474976710656"),
+        (f"linear,{'9' * 5000}x4x4,1,,,", "row 1: "),
+        ("linear,4x4x4,1e300,,,", "a time <= 1e"),
+        ("linear,4x4x4,,,,", r"must hold a row with a time, got none \(1 rows without\)"),
+    ],
+)
+def test_what_nobody_measured_is_refused(tmp_path: Path, row: str, rule: str) -> None:
+    """Sizes beyond all memories, groups that no node can hold, tables without a time."""
+    path = tmp_path / "mine.csv"
+    path.write_text(f"op,dims,microseconds,num_bytes,group_size,ranks_per_node\n{row}\n")
+    with pytest.raises(TableError, match=f"mine.csv.*{rule}"):
+        read_table("csv", path)

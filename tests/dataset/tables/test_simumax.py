@@ -1,11 +1,13 @@
 """SimuMax: efficiencies to times, layouts to forward's and backward's products."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from stepsight.dataset.errors import TableError
 from stepsight.dataset.op import Op
-from stepsight.dataset.tables import Measurements
+from stepsight.dataset.tables import Measurements, read_table
 from tests.dataset.tables.reader_contract import ReaderContract
 
 _SDP = "batch=1, seq_len=4096, head_num=32, kv_head_num=8, qk_head_dim={}, v_head_dim=128, qkv_contiguous=True"
@@ -66,3 +68,19 @@ class TestSimumax(ReaderContract):
     def test_what_was_fitted_is_left_out(self, table: Measurements) -> None:
         assert table.skipped == {"a fitted factor": 4, "sdp_bwd: no op kind for such sizes": 1}
         assert set(table.device) == {"a100-pcie-80gb"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 10_000 + "]" * 10_000,
+        json.dumps({"sys_name": 3, "accelerator": {"op": {"matmul": _table(x=1.0)}}}),
+        json.dumps({"sys_name": "a100", "accelerator": {"op": [1]}}),
+        json.dumps({"sys_name": "a100", "accelerator": {"op": {"sdp_fwd": _table(**{_SDP.format("9" * 400): 1.0})}}}),
+    ],
+)
+def test_what_is_no_table_is_one_line(tmp_path: Path, text: str) -> None:
+    """However deep, of whatever types, however large."""
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(TableError, match=r"^[^\n]*a\.json[^\n]*$"):
+        read_table("simumax", tmp_path / "a.json")
