@@ -99,6 +99,11 @@ class Framework:
         """Whether attention keeps no score matrix."""
         return self.attention != "unfused"
 
+    @property
+    def of(self) -> str:
+        """Which software it was read from, in a few words."""
+        return re.split(r"[(:,;]", self.source)[0].strip()
+
     def fill(self, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """The tables of a job with this framework's habits where they leave something open.
 

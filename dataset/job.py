@@ -170,7 +170,7 @@ class Job:
         if path.suffix not in (".toml", ".json"):
             raise JobError(f"a job file ends in .toml or .json, got {str(path)!r}")
         try:
-            text = path.read_text("utf-8")
+            text = path.read_text("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise JobError(f"cannot read job file {path}: {error}") from None
         try:

@@ -49,7 +49,9 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
         f"{prediction.memory.capacity_bytes / 1e9:.2f} GB on the fullest stage",
     ]
     if job.framework:
-        lines.insert(1, f"framework  {job.framework}: profile {find_framework(job.framework).name} fills what is open")
+        profile = find_framework(job.framework)
+        habits = f"{profile.name} ({profile.of})" if profile.of else profile.name
+        lines.insert(1, f"framework  {job.framework}: profile {habits} fills what is open")
     lines += [f"warning: {text}" for text in prediction.warnings]
     if not prediction.memory.fits:
         lines.append(f"does not fit: {prediction.memory.reason}")

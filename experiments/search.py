@@ -126,11 +126,15 @@ def _storage(storage: str | None) -> Any:
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
-    path = Path(storage)
-    if path.exists() and not (path.is_file() and path.read_bytes()[:11] in (b"", b'{"op_code":')):
+    path = Path(storage).resolve()  # a relative path would leave a killed search's lock pointing nowhere, for ever
+    text = path.read_bytes() if path.is_file() else b""
+    if (path.exists() and not path.is_file()) or text[:11] not in (b"", b'{"op_code":'):
         raise StepsightError(f"a study's journal is a new file or one that a search wrote, got {storage}")
+    if text and not text.endswith(b"\n"):
+        line = text.count(b"\n") + 1
+        raise StepsightError(f"a study's journal is of whole lines, got half of line {line} in {storage}: remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
-    return JournalStorage(JournalFileBackend(storage))
+    return JournalStorage(JournalFileBackend(str(path)))
 
 
 def search(

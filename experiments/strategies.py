@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from stepsight.dataset.errors import JobError
+from stepsight.dataset.frameworks import find_framework
 from stepsight.dataset.job import Job
 
 if TYPE_CHECKING:
@@ -101,8 +102,10 @@ def _is_legal(job: Job, layout: Layout) -> bool:
 def _options(job: Job, space: Space, layout: Layout) -> dict[str, list[Any]]:
     """The further choices that are legal and differ under one layout."""
     per_replica = job.batch.global_batch // layout.dp
-    schedules = [s for s in space.schedules if job.parallel.runtime != "deepspeed" or s == ("1f1b", 1)]  # its only one
+    schedules = [s for s in space.schedules if _runtime(job) != "deepspeed" or s == ("1f1b", 1)]  # its only one
     recompute = [r for r in space.recompute if r != "selective" or not job.model.fused_attention]
+    if job.parallel.offload_activations:
+        recompute = ["none"]  # what is offloaded is not computed again
     tokens = job.model.seq_len // layout.cp
     sequence_parallel = space.sequence_parallel if layout.tp > 1 else (False,)
     return {
@@ -120,11 +123,18 @@ def _options(job: Job, space: Space, layout: Layout) -> dict[str, list[Any]]:
     }
 
 
+def _runtime(job: Job) -> str:
+    """Who passes messages between stages: a job of one stage does not say, its framework does."""
+    return find_framework(job.framework).runtime if job.framework and job.parallel.pp == 1 else job.parallel.runtime
+
+
 def _build(job: Job, layout: Layout, chosen: dict[str, Any]) -> Job:
     """The job with a layout and further choices; ``pipeline`` is micro-batch, schedule and virtual stages."""
     size, schedule, chunks = chosen["pipeline"].split()
     rest = {key: value for key, value in chosen.items() if key != "pipeline"}
     free = {"schedule": schedule, "virtual_stages": int(chunks[1:]), "stage_layers": (), "dp_shard": 0}
+    if job.framework and job.parallel.pp == 1:
+        free["runtime"] = _runtime(job) if layout.pp > 1 and free["virtual_stages"] == 1 else ""
     return replace(
         job,
         parallel=replace(job.parallel, **layout._asdict(), **free, **rest),

@@ -22,6 +22,8 @@ from stepsight.training.constants import RESOURCES
 from stepsight.training.manifest import check_output
 from stepsight.training.predictor import Predictor
 
+LEAST_GAIN = 0.02  # of the mean error: less is chance
+MOST_LEFT = 30.0  # percent of mean error that may be left: beyond, the table is not of such hardware, or in other units
 LARGER = "larger runs"
 SIZES, ROWS = "each size left out in turn", "each job left out in turn"
 
@@ -45,8 +47,9 @@ class Evidence:
 
     @property
     def better(self) -> bool:
-        """Whether the mean error is lower."""
-        return (self.after.mape or 0.0) < (self.before.mape or 0.0)
+        """Whether the mean error is lower, and low."""
+        before, after = self.before.mape or 0.0, self.after.mape or 0.0
+        return after < (1 - LEAST_GAIN) * before and after <= MOST_LEFT
 
     def to_dict(self) -> dict[str, Any]:
         pairs = {name: {"before": b.to_dict(), "after": a.to_dict()} for name, (b, a) in self.sources.items()}
@@ -56,7 +59,7 @@ class Evidence:
 def calibrate_runs(
     runs: Path, predictor: Predictor, out: Path, *, source: str = "*", most_gpus: int = 8
 ) -> dict[str, Any]:
-    """Calibrate a predictor on small runs and write it if it predicts larger ones better than before.
+    """Calibrate a predictor on small runs and write it if it predicts larger ones well, and better than before.
 
     Args:
         runs: Table of runs (see ``read_runs``); those of other hardware are left out.
@@ -160,7 +163,8 @@ def _text(value: dict[str, Any], evidence: Evidence, out: Path) -> str:
     verdict = (
         f"wrote {out}"
         if evidence.better
-        else f"REFUSED, nothing was written: it does not lower the mean error on {evidence.by}"
+        else f"REFUSED, nothing was written: it does not lower the mean error on {evidence.by} by "
+        f"{100 * LEAST_GAIN:g} % of it, to {MOST_LEFT:g} % at most"
     )
     return "\n".join(
         [

@@ -143,7 +143,7 @@ def evaluate(
     Args:
         path: A table of runs (see ``read_runs``).
         predictor_of: The predictor for a hardware.
-        source: Only rows whose source matches this pattern, whatever its case.
+        source: Only rows whose source matches this pattern or, where none does, holds it; whatever the case.
         on_row: Called with how many rows are done, of how many.
 
     Raises:
@@ -152,6 +152,7 @@ def evaluate(
     """
     every = read_runs(path)
     runs = [row for row in every if fnmatch.fnmatch(row.source.lower(), source.lower())]
+    runs = runs or [row for row in every if source.lower() in row.source.lower()]
     there = f"; sources: {', '.join(dict.fromkeys(repr(row.source) for row in every))}" if source != "*" else ""
     if not every:
         raise TableError(f"a table of runs has rows, got none in {path}")

@@ -8,7 +8,19 @@ from typing import Annotated
 import typer
 
 from stepsight.dataset.errors import StepsightError
-from stepsight.verbs.options import FrameworkName, Json, PredictorPath, answer, check_plot, load, path, progress
+from stepsight.verbs.options import (
+    SCHEDULE,
+    TIMELINE,
+    FrameworkName,
+    Json,
+    PredictorPath,
+    answer,
+    check_plot,
+    check_result,
+    load,
+    path,
+    progress,
+)
 
 
 def predict(
@@ -32,7 +44,7 @@ def predict(
 
         stepsight predict examples/gpt3-175b-1024.toml --timeline timeline.json
     """
-    from stepsight.dataset.files import check_output_file, new_file
+    from stepsight.dataset.files import new_file
     from stepsight.dataset.job import Job
     from stepsight.experiments.reporting import prediction_report
     from stepsight.simulator.schedules import write_schedule
@@ -40,11 +52,11 @@ def predict(
 
     if level not in ("segment", "op"):
         raise StepsightError(f"--level must be segment or op, got {level!r}")
-    for name, wanted in (("--timeline", timeline), ("--schedule", schedule)):
+    for name, wanted, kind in (("--timeline", timeline, TIMELINE), ("--schedule", schedule, SCHEDULE)):
         if wanted is not None and len(jobs) != 1:
             raise StepsightError(f"{name} takes one job, got {len(jobs)}")
         if wanted is not None:
-            check_output_file(wanted)
+            check_result(name, wanted, kind)
     loaded = load(predictor)
     read = [Job.from_file(path, framework) for path in jobs]
     predictions = [ask(job, loaded) for job in read]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ def path(text: str) -> Path:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON, and nothing else, on stdout.")]
-Source = Annotated[str, typer.Option(help="Only rows whose source matches this pattern.")]
+Source = Annotated[str, typer.Option(help="Only rows whose source matches this pattern, or holds it.")]
 Runs = Annotated[
     Path,
     typer.Argument(
@@ -49,7 +50,7 @@ FrameworkName = Annotated[
     str,
     typer.Option(
         "--framework",
-        help="What runs the job, as megatron-lm, nemo or torchtitan: its habits fill what the job file leaves open. In "
+        help="What runs the job, as megatron-core or torchtitan: its habits fill what the job file leaves open. In "
         "place of the file's own `framework`.",
     ),
 ]
@@ -83,6 +84,24 @@ def check_plot(plot: Path | None) -> None:
     if plot.suffix not in FORMATS:
         raise StepsightError(f"--plot ends in {', '.join(FORMATS)}, got {str(plot)!r}")
     check_output_file(plot)
+
+
+# How files begin that a verb may write over: its own of before.
+TIMELINE, SCHEDULE = (".json", rb'\{"displayTimeUnit":'), (".csv", rb"\(?\d+[A-Z]")
+
+
+def check_result(option: str, wanted: Path, kind: tuple[str, bytes]) -> None:
+    """Before the work: a file of its kind (suffix, and how it begins) that takes the place of none of another."""
+    from stepsight.dataset.files import check_output_file
+
+    suffix, begins = kind
+    if wanted.suffix != suffix:
+        raise StepsightError(f"{option} ends in {suffix}, got {str(wanted)!r}")
+    check_output_file(wanted)
+    if wanted.exists():
+        with wanted.open("rb") as file:
+            if not re.match(begins, file.read(64)):
+                raise StepsightError(f"{option} takes the place of nothing but a file of its kind, got {str(wanted)!r}")
 
 
 def progress(what: str) -> Callable[..., None]:

@@ -156,6 +156,9 @@ def test_foreign_files_and_unanswerable_jobs_are_left_alone(job: Job, tmp_path: 
     with pytest.raises(StepsightError, match="journal"):
         search(job, space=SMALL, trials=1, storage=str(path))
     assert path.read_text() == "hi"
+    path.write_text('{"op_code": 0}\n{"op_code": 4, "wor')
+    with pytest.raises(StepsightError, match="of whole lines, got half of line 2"):
+        search(job, space=SMALL, trials=1, storage=str(path))
     with pytest.raises(StepsightError, match="preset"):
         search(replace(job, cluster=replace(job.cluster, hardware="abacus")), space=SMALL, trials=1)
     with pytest.raises(StepsightError, match="seed"):
@@ -170,6 +173,14 @@ def test_the_own_strategy_is_tried_first(job: Job, sampler: str) -> None:
     assert choice.job == own
     found = search(own, space=SMALL, trials=5, sampler=sampler)
     assert found.own is not None and found.best.rank <= found.own.rank and found.evaluated == 5
+
+
+def test_what_goes_with_the_job_bounds_the_space(job: Job) -> None:
+    """What is offloaded is not computed again; a framework's pipelines are its own, for a job of one stage too."""
+    offloaded = replace(job, parallel=replace(job.parallel, offload_activations=True))
+    assert {found.parallel.recompute for found in strategies(offloaded, SMALL)} == {"none"}
+    piped = [found.parallel for found in strategies(replace(job, framework="bloom"), SMALL) if found.parallel.pp > 1]
+    assert piped and {(p.runtime, p.schedule, p.virtual_stages) for p in piped} == {("deepspeed", "1f1b", 1)}
 
 
 def test_a_strategy_outside_of_the_space_is_kept(job: Job) -> None:

@@ -37,6 +37,23 @@ def test_predict_json_and_timeline(tmp_path: Path) -> None:
     assert len({event["pid"] for event in events if event["ph"] == "X"}) == 16
 
 
+def test_predict_writes_over_nothing_but_its_own(tmp_path: Path) -> None:
+    """Neither the job that it reads, nor what else is there; a timeline of before it replaces."""
+    job, other, timeline = tmp_path / "job.toml", tmp_path / "manifest.json", tmp_path / "timeline.json"
+    job.write_text(EXAMPLE.read_text())
+    other.write_text("{}")
+    for option, wanted, rule in (
+        ("--timeline", job, "--timeline ends in .json"),
+        ("--timeline", other, "takes the place of nothing but a file of its kind"),
+        ("--schedule", job, "--schedule ends in .csv"),
+    ):
+        refused = run("predict", job, option, wanted)
+        assert refused.returncode == 2 and rule in refused.stderr
+    assert job.read_text() == EXAMPLE.read_text() and other.read_text() == "{}"
+    for _ in range(2):
+        assert run("predict", job, "--timeline", timeline).returncode == 0
+
+
 def test_search_and_show(tmp_path: Path) -> None:
     """``search`` writes a plot and its best strategy fits; ``show`` describes a job file."""
     plot = tmp_path / "search.png"

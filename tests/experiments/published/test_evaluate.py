@@ -49,6 +49,7 @@ def test_what_counts(tmp_path: Path) -> None:
     assert value["suspect"]["used"] == 1 and sum(value["skipped"].values()) == 3
     assert value["overall"]["out_of_support"] == 100.0  # nothing was measured
     assert "SUSPECT" in evaluation_text(result, 2) and "left out 1: vocab is unknown" in evaluation_text(result, 2)
+    assert set(evaluate(tmp_path / "runs.csv", FACTS, source="AB").rows) == {"lab", "Lab two"}  # what holds it
     with pytest.raises(TableError, match=r"--source must match .*, got 'nobody'; sources: 'lab', 'Lab two'"):
         evaluate(tmp_path / "runs.csv", FACTS, source="nobody")
 
