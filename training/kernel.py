@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.box import HARDWARE as BOX
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.op import OP_KINDS, Op
 from stepsight.dataset.physics import roofline_seconds
@@ -149,18 +150,25 @@ class KernelModel:
             return op, 1.0
         return Op(op.kind, (most, *op.dims[1:]), op.dtype), op.dims[0] / most
 
+    @property
+    def _slept(self) -> bool:
+        """Whether ops take as long as ranks of a cluster in a box are told."""
+        return self.hardware.name == BOX
+
     def crowded(self, busy: int) -> str:
         """Why so many busy devices of a node lie outside what was measured; empty if they do not."""
         low, high = self.regressor.busy
-        if low <= busy <= high or self.derives:
+        if low <= busy <= high or self.derives or self._slept:
             return ""
         return f"{busy} devices of a node compute at once: measured with {low:.0f} to {high:.0f}"
 
     def unsupported(self, op: Op) -> str:
         """Why an op lies outside what was measured; empty if it does not.
 
-        A kind with a ratio that was measured elsewhere counts as measured.
+        A kind with a ratio that was measured elsewhere counts as measured; so does what a box's ranks sleep.
         """
+        if self._slept:
+            return ""
         base, _, evident = self._traced(op)
         if not self._measured(base):
             return f"{op}: no {op.kind} was measured"

@@ -1,8 +1,10 @@
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from stepsight.dataset.box import HARDWARE
 from stepsight.dataset.op import OP_KINDS, Op
 from stepsight.dataset.physics import roofline_seconds
 from stepsight.training.predictor import Predictor
@@ -45,6 +47,13 @@ def test_every_family_never_measured_falls_back_on_the_roofline(predictor: Predi
 def test_sizes_outside_the_measured_range_are_reported(predictor: Predictor) -> None:
     assert predictor.kernel.unsupported(Op("gelu", (50_000,), "fp32")) == ""
     assert "outside the measured range" in predictor.kernel.unsupported(Op("gelu", (5_000_000,), "fp32"))
+
+
+def test_what_a_box_sleeps_is_known(predictor: Predictor) -> None:
+    """Its ranks sleep as long as they are told, whatever was measured, and however many of them at once."""
+    told = replace(predictor.kernel, hardware=replace(predictor.hardware, name=HARDWARE))
+    assert predictor.kernel.crowded(64) and told.crowded(64) == ""
+    assert told.unsupported(Op("rope", (4096,), "fp32")) == ""
 
 
 def test_errors_by_family_are_cross_validated(predictor: Predictor) -> None:
