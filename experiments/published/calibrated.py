@@ -98,7 +98,7 @@ def calibrate_small(
         predictor = predictor_of(rows[0].job.cluster.hardware)
         fitted, judging = split(rows, most_gpus)
         seen = {row.digest for row in fitted}
-        judging = [row for row in judging if row.digest not in seen]  # a run that is there twice
+        judging = [row for row in judging if not row.among(seen)]  # a run that is there twice
         if predictor is None or not judging:
             continue
         own = with_rows(predictor, fitted).predictor

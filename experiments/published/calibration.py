@@ -90,7 +90,7 @@ def calibrate_runs(
         )
     fitted, larger = split_by_size(evaluation.scored, most_gpus)
     known = {row.digest for row in fitted}
-    larger = [row for row in larger if row.digest not in known]  # a run that two sources tell of
+    larger = [row for row in larger if not row.among(known)]  # a run that two sources tell of
     fit = with_rows(predictor, fitted)
     evidence = _on_larger(fit.predictor, larger) if larger else _left_out(fit, fitted)
     found = fit.predictor.calibration

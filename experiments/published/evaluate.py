@@ -12,7 +12,7 @@ from typing import Any
 from stepsight.dataset.errors import JobError, PredictorError, StepsightError, TableError
 from stepsight.dataset.frameworks import unknown_frameworks
 from stepsight.dataset.job import Job
-from stepsight.experiments.published.jobs import job_of, run_digest
+from stepsight.experiments.published.jobs import is_copy, job_of
 from stepsight.experiments.published.metrics import Errors, errors, regret, share
 from stepsight.experiments.published.references import carried_forward, constant_mfu
 from stepsight.experiments.published.scored import Scored
@@ -219,7 +219,7 @@ def _check_lawful(row: Row, job: Job, predictor: Predictor) -> None:
     """The predictor serves this hardware and has not seen the row."""
     if predictor.hardware.name != job.cluster.hardware:
         raise JobError(OTHER_HARDWARE)
-    if run_digest(job, row.measured_s) in predictor.manifest.get("fitted_rows", ()):
+    if is_copy(job, row.measured_s, predictor.manifest.get("fitted_rows", ())):
         raise FittedRowError(
             f"rows that a predictor was fitted on cannot judge it, got row {row.row_id} of {row.source} "
             f"in the manifest of {predictor.hardware.name}"

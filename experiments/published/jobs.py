@@ -11,6 +11,7 @@ Everything else must be there.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,12 +86,23 @@ def run_digest(job: Job, measured_s: float) -> str:
     """What tells a measured run from others, however a table words it.
 
     A predictor's manifest lists it of what it was fitted on.  What a framework's profile fills in does not count, nor
-    who tells of the run.
+    who tells of the run, nor more than three digits of its time.
     """
+    return _run_digest(job, f"{measured_s:.2e}")
+
+
+def is_copy(job: Job, measured_s: float, digests: Collection[str]) -> bool:
+    """Whether a run, its time rounded either way, is among some digests of runs."""
+    mantissa, exponent = f"{measured_s:.2e}".split("e")
+    times = (float(f"{round(100 * float(mantissa)) + step}e{int(exponent) - 2}") for step in (0, -1, 1))
+    return any(_run_digest(job, f"{seconds:.2e}") in digests for seconds in times)
+
+
+def _run_digest(job: Job, seconds: str) -> str:
     m, p, b, cluster = job.model, job.parallel, job.batch, job.cluster
     sizes = (m.layers, m.hidden, m.heads, m.seq_len, m.experts, b.micro_batch, b.global_batch)
     degrees = (p.tp, p.cp, p.pp, p.virtual_stages, p.ep, p.dp)
-    return digest(cluster.hardware, b.precision, *map(str, (*sizes, *degrees)), f"{measured_s:.6g}")
+    return digest(cluster.hardware, b.precision, *map(str, (*sizes, *degrees)), seconds)
 
 
 def framework_of(row: Row) -> Framework:

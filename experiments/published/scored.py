@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 from stepsight.dataset.frameworks import Framework
 from stepsight.dataset.job import Job
-from stepsight.experiments.published.jobs import run_digest
+from stepsight.experiments.published.jobs import is_copy, run_digest
 from stepsight.experiments.published.table import Row
 
 NOTABLE_SHARE = 0.2  # what takes a fifth of an iteration can be wrong by half before that costs ten percent
@@ -41,6 +41,10 @@ class Scored:
     def digest(self) -> str:
         """What tells the run from others; see ``run_digest``."""
         return run_digest(self.job, self.measured_s)
+
+    def among(self, digests: Collection[str]) -> bool:
+        """Whether the run, its time rounded either way, is among some digests."""
+        return is_copy(self.job, self.measured_s, digests)
 
     @property
     def error(self) -> float:

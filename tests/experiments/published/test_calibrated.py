@@ -119,6 +119,10 @@ def test_fitted_rows_are_known_again_in_other_words(tmp_path: Path) -> None:
     respelled = Row(dict(reversed(cells.items())))
     with pytest.raises(PredictorError, match="cannot judge it"):
         score(respelled, mine)
+    for rounded in ("{:.3f}", "{:.4g}"):
+        time = rounded.format(float(rows[0].cells["iteration_time_s"]))
+        with pytest.raises(PredictorError, match="cannot judge it"):
+            score(Row({**cells, "iteration_time_s": time}), mine)
     assert score(Row({**cells, "iteration_time_s": "3.21"}), mine).predicted_s > 0
 
 
