@@ -277,7 +277,10 @@ class SlowLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherDevices:
-    """Nodes that have another device than the rest."""
+    """Nodes that have another device than the rest.
+
+    What collectives take of the computation beside them stays that of the cluster's own devices.
+    """
 
     nodes: tuple[int, ...]
     hardware: str
