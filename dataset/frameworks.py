@@ -104,6 +104,10 @@ class Framework:
         """Which software it was read from, in a few words."""
         return re.split(r"[(:,;]", self.source)[0].strip()
 
+    def runtime_of(self, pp: int, virtual_stages: int) -> str:
+        """Who passes messages in such a pipeline, as in ``ParallelSpec``."""
+        return self.runtime if pp > 1 and virtual_stages == 1 else ""
+
     def fill(self, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """The tables of a job with this framework's habits where they leave something open.
 
@@ -136,7 +140,7 @@ class Framework:
                 "gradient_dtype": self.gradients,
                 "reduce_scatter": self.reduce_scatter,
                 "reshard_after_forward": self.reshard_after_forward,
-                "runtime": self.runtime if pp > 1 and chunks == 1 else "",
+                "runtime": self.runtime_of(pp, chunks),
                 "scatter_p2p": self.p2p == "scattered",
                 "prefetch": self.prefetch,
             },

@@ -134,7 +134,7 @@ def _build(job: Job, layout: Layout, chosen: dict[str, Any]) -> Job:
     rest = {key: value for key, value in chosen.items() if key != "pipeline"}
     free = {"schedule": schedule, "virtual_stages": int(chunks[1:]), "stage_layers": (), "dp_shard": 0}
     if job.framework and job.parallel.pp == 1:
-        free["runtime"] = _runtime(job) if layout.pp > 1 and free["virtual_stages"] == 1 else ""
+        free["runtime"] = find_framework(job.framework).runtime_of(layout.pp, int(chunks[1:]))
     return replace(
         job,
         parallel=replace(job.parallel, **layout._asdict(), **free, **rest),

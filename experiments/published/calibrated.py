@@ -13,7 +13,7 @@ from typing import Any
 from stepsight.experiments.published.evaluate import Evaluation, PredictorOf, figures, score
 from stepsight.experiments.published.references import carried_forward
 from stepsight.experiments.published.scored import Scored
-from stepsight.experiments.published.split import Split, split_by_series, split_by_size
+from stepsight.experiments.published.split import Split, split_by_series, split_by_size, without_copies
 from stepsight.training.calibrating import Fit, TimedJob, calibrate
 from stepsight.training.predictor import Predictor
 
@@ -97,8 +97,7 @@ def calibrate_small(
             on_set(number, len(sets))
         predictor = predictor_of(rows[0].job.cluster.hardware)
         fitted, judging = split(rows, most_gpus)
-        seen = {row.digest for row in fitted}
-        judging = [row for row in judging if not row.among(seen)]  # a run that is there twice
+        judging = without_copies(judging, fitted)
         if predictor is None or not judging:
             continue
         own = with_rows(predictor, fitted).predictor

@@ -15,7 +15,7 @@ from stepsight.experiments.published.calibrated import with_rows
 from stepsight.experiments.published.evaluate import FITTED, evaluate, score
 from stepsight.experiments.published.metrics import Errors, errors
 from stepsight.experiments.published.scored import Scored
-from stepsight.experiments.published.split import split_by_size
+from stepsight.experiments.published.split import split_by_size, without_copies
 from stepsight.experiments.tables import Number, table
 from stepsight.training.calibrating import Fit
 from stepsight.training.constants import RESOURCES
@@ -89,8 +89,7 @@ def calibrate_runs(
             f"(left out: {dict(evaluation.skipped)})"
         )
     fitted, larger = split_by_size(evaluation.scored, most_gpus)
-    known = {row.digest for row in fitted}
-    larger = [row for row in larger if not row.among(known)]  # a run that two sources tell of
+    larger = without_copies(larger, fitted)
     fit = with_rows(predictor, fitted)
     evidence = _on_larger(fit.predictor, larger) if larger else _left_out(fit, fitted)
     found = fit.predictor.calibration

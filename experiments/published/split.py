@@ -40,6 +40,12 @@ def _split(rows: Sequence[Scored], most_gpus: int, set_of: Callable[[Scored], Ha
     return fitted, judging
 
 
+def without_copies(judging: Sequence[Scored], fitted: Sequence[Scored]) -> list[Scored]:
+    """Rows to judge, but for runs that were fitted and are told of twice."""
+    known = {row.digest for row in fitted}
+    return [row for row in judging if not row.among(known)]
+
+
 def read_most_gpus(text: str) -> int:
     """The number in ``8``, ``8gpus`` or ``<=8gpus``.
 
