@@ -63,6 +63,7 @@ class Hardware:
         compute_spread: Standard deviation of a matrix product's time between devices of this kind, of its mean: those
             that move in step wait for the slowest.
         host_op_s: Time in which the host launches one op; 0 where ops run on the host itself.
+        host_kinds_s: The same by kind of op or collective, where it was measured.
         host_action_s, host_message_s: What the runtime of a pipeline takes before each pass of a micro-batch, and to
             post one side of a message.
         host_link_bytes_per_s: Between device and host, per direction.
@@ -84,6 +85,7 @@ class Hardware:
     comm_compute_share: float = 0.0
     compute_spread: float = 0.0
     host_op_s: float = 0.0
+    host_kinds_s: dict[str, float] = field(default_factory=dict, hash=False)
     host_action_s: float = 0.0
     host_message_s: float = 0.0
     host_link_bytes_per_s: float = 25e9
@@ -113,6 +115,7 @@ class Hardware:
             ("num_processors", self.num_processors),
             ("compute_spread", self.compute_spread),
             ("host_op_s", self.host_op_s),
+            *((f"host_kinds_s.{kind}", value) for kind, value in self.host_kinds_s.items()),
             ("host_action_s", self.host_action_s),
             ("host_message_s", self.host_message_s),
             ("reserved_bytes", self.reserved_bytes),
@@ -124,6 +127,15 @@ class Hardware:
             raise JobError(
                 f"hardware {self.name}: comm_compute_share must lie in [0, 1], got {self.comm_compute_share}"
             )
+
+    @property
+    def has_host(self) -> bool:
+        """Whether a host launches ops, and takes time for it."""
+        return self.host_op_s > 0 or bool(self.host_kinds_s)
+
+    def launch_s(self, kind: str) -> float:
+        """What the host takes to launch an op or collective of a kind."""
+        return self.host_kinds_s.get(kind, self.host_op_s)
 
     def flops_per_s(self, dtype: str) -> float:
         """Peak for a dtype."""

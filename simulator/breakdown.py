@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stepsight.simulator.engine import Floats
 from stepsight.simulator.passages import STREAMS
 from stepsight.simulator.pipeline import track_clocks
+from stepsight.simulator.segment import NUM_CLOCKS
 
 if TYPE_CHECKING:
-    from stepsight.simulator.simulate import Simulation
+    from stepsight.simulator.simulate import Passing, Simulation
 
 CATEGORIES = (
     "compute",
@@ -33,8 +35,8 @@ def break_down(simulation: Simulation) -> dict[str, float]:
     used = np.flatnonzero(runs).tolist()
     times = [simulation.timer.segment(low.segments[passing.segments[row]], passing.condition(row)) for row in used]
     streams = dict(zip(STREAMS, runs[used] @ np.stack([time.by_stream for time in times]), strict=True))
-    host = float(runs[used] @ np.array([time.host for time in times])) + streams["offload"]
-    seconds = {"compute": streams["compute"], "host": host}
+    host = _host(passing) if simulation.carried else float(runs[used] @ np.array([time.host for time in times]))
+    seconds = {"compute": streams["compute"], "host": host + streams["offload"]}
     seconds |= {f"{axis}_communication": streams[axis] for axis in ("tp", "cp", "ep")}
     inside = float((run.finish[:, 0] - run.start[:, 0]).sum()) / stages - sum(seconds.values())
     # The optimizer's ops; the rest between a stage's last backward and its end is traffic, or waiting for others.
@@ -43,9 +45,11 @@ def break_down(simulation: Simulation) -> dict[str, float]:
         for stage, at in enumerate(low.optimizer.tolist())
     ]
     seconds["optimizer"] = float(np.stack([end.by_stream for end in ends])[:, 0].mean())
-    until = simulation.clocks.max(axis=1) - simulation.clocks[:, 0]
-    after = simulation.finish.max(axis=1) - simulation.begin
-    data = inside + float((until + after).mean()) - seconds["optimizer"]
+    until = simulation.clocks[:, :NUM_CLOCKS].max(axis=1) - simulation.clocks[:, 0]
+    after = simulation.finish[:, :NUM_CLOCKS].max(axis=1) - simulation.begin
+    launched = float((after - _unlaunched(simulation)).mean()) if simulation.hardware.has_host else 0.0
+    data = inside + float((until + after).mean()) - seconds["optimizer"] - launched
+    seconds["host"] += launched
     seconds["dp_communication"] = max(data, 0.0)
     seconds["pp_communication"] = _messages(simulation) if low.track.num_messages else 0.0
     seconds["bubble"] = total - sum(seconds.values())
@@ -54,6 +58,20 @@ def break_down(simulation: Simulation) -> dict[str, float]:
         seconds["bubble"] = 0.0
         seconds["bubble"] = max(0.0, total - sum(seconds.values()))
     return {category: float(seconds[category]) for category in CATEGORIES}
+
+
+def _host(passing: Passing) -> float:
+    """Seconds that the one stage waits for the host."""
+    free = np.ascontiguousarray(passing.transition[:, :NUM_CLOCKS, :NUM_CLOCKS])
+    clocks = track_clocks(passing.lowered.track, passing.rows, free, passing.message_seconds, *passing.host)
+    return float(passing.clocks[0, 0] - clocks[0, 0])
+
+
+def _unlaunched(simulation: Simulation) -> Floats:
+    """Seconds of every stage's optimizer if the host took no time, shape ``(num_stages,)``."""
+    optimizers = simulation.optimizer_paths(carried=True)[:, :NUM_CLOCKS, :NUM_CLOCKS]
+    paths = simulation.entry[:, None, :NUM_CLOCKS] + optimizers
+    return np.asarray(paths.max(axis=(1, 2)) - simulation.begin)
 
 
 def _messages(simulation: Simulation) -> float:

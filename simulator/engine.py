@@ -91,12 +91,13 @@ def find_ends(
         clock: Of each node's stream, shape ``(n,)``.
         blocks: Whether the computation waits for each node, same shape.
         joined: Whether all clocks end together, with the last node of all.
-        finish: Longest path from each clock to the end of each node, shape ``(num_clocks, n)``.
-        transition: Filled, shape ``(num_clocks, num_clocks)``: to clock, from clock; ``-inf`` where none leads, 0 from
+        finish: Longest path from each clock to the end of each node, shape ``(num_starts, n)``; a start beyond the
+            clocks of streams is the host.
+        transition: Filled, shape ``(num_clocks, num_starts)``: to clock, from clock; ``-inf`` where none leads, 0 from
             a stream that nothing is on to itself.
         last: Filled, same shape: the node where the path ends, -1 if none.
     """
-    num_clocks = len(finish)
+    num_clocks = len(transition)
     transition[:] = -np.inf
     last[:] = -1
     for to in range(num_clocks):
@@ -105,7 +106,7 @@ def find_ends(
             if clock[node] == to:
                 nothing = False
             if joined or clock[node] == to or (to == 0 and blocks[node]):
-                for start in range(num_clocks):
+                for start in range(len(finish)):
                     if finish[start, node] > transition[to, start]:
                         transition[to, start] = finish[start, node]
                         last[to, start] = node
@@ -124,17 +125,19 @@ def run_events(
     sent: Floats,
     compute_share: float,
     joined: bool,
-    host_s: float,
+    launches: Floats,
+    sent_launches: Floats,
+    has_host: bool,
     kinds: NDArray[np.int8],
     streams: Floats,
     transition: Floats,
+    carried: Floats,
     by_stream: Floats,
     lost: Floats,
 ) -> None:
     """Longest path through a segment's events from a clock to a clock.
 
-    Beside the clocks there is the host, which starts with the computation, takes ``host_s`` to launch each node, and
-    without which no node starts.
+    Beside the clocks there is the host, which takes its time to launch each node, and without which no node starts.
 
     Args:
         events: See ``segment.Segment``; kinds are run 0, send 1, block 2, wait 3.
@@ -144,10 +147,13 @@ def run_events(
         sent: Seconds of each collective.
         compute_share: Part of a sent one that the computation loses.
         joined: Whether all clocks end together.
-        host_s: See above.
+        launches, sent_launches: What the host takes to launch each of ``nodes`` and ``sent``; 0: it needs no launch.
+        has_host: Whether any of them is more than 0.
         kinds: Stream of each of ``nodes``.
         streams: Seconds by stream of each passage, shape ``(num_passages, num_streams)``.
-        transition: Filled, shape ``(num_clocks, num_clocks)``: to clock, from clock; ``-inf`` where none leads.
+        transition: Filled, shape ``(num_clocks, num_clocks)``: to clock, from clock; ``-inf`` where none leads.  The
+            host starts with the computation.
+        carried: Filled likewise, shape ``(num_clocks + 1, num_clocks + 1)``: the host is a clock of its own, the last.
         by_stream: Added to: seconds of what is run by stream, shape ``(num_streams,)``.
         lost: Added to: seconds that the computation waits for the host, and for sent collectives, when nothing else
             is under way at the start.
@@ -155,10 +161,16 @@ def run_events(
     num_clocks = len(transition)
     clocks = np.empty(num_clocks)
     finish = np.empty(len(events))
-    for start in range(num_clocks):
+    carried[:] = -np.inf
+    alone, by_host = (
+        num_clocks,
+        num_clocks + 1,
+    )  # further starts: of the computation, and of the host, without the other
+    for start in range(num_clocks + 2 if has_host else num_clocks):
         clocks[:] = -np.inf
-        clocks[start] = 0.0
-        host = 0.0 if start == 0 else -np.inf
+        if start < by_host:
+            clocks[start if start < alone else 0] = 0.0
+        host = 0.0 if start in (0, by_host) else -np.inf
         pending, newest = 0.0, -1  # newest: the last run, before which nothing pends
         for at in range(len(events)):
             kind, what = events[at, 0], events[at, 1]
@@ -172,7 +184,7 @@ def run_events(
                 if last - first == bounds[what + 1] - bounds[what]:
                     own = paths[what, 0]
                     end = clocks[0] + times * own
-                    if host_s > 0.0:
+                    if has_host:
                         end = max(end, host + paths[what, 1] + (times - 1) * max(own, paths[what, 2]))
                         host += times * paths[what, 2]
                         if start == 0:
@@ -183,10 +195,10 @@ def run_events(
                     clocks[0] = end
                 else:
                     for node in range(bounds[what] + first, bounds[what] + last):
-                        host += host_s
-                        if start == 0:
-                            lost[0] += max(host - clocks[0], 0.0) if host_s > 0.0 else 0.0
-                        if host_s > 0.0:
+                        if launches[node] > 0.0:
+                            host += launches[node]
+                            if start == 0:
+                                lost[0] += max(host - clocks[0], 0.0)
                             clocks[0] = max(clocks[0], host)
                         clocks[0] += nodes[node]
                         if start == 0:
@@ -201,11 +213,10 @@ def run_events(
             else:
                 clock = events[at, 2]
                 begin = clocks[clock]
-                if host_s > 0.0:
-                    host += host_s
+                host += sent_launches[what]
                 if kind == 2 or events[at, 4] == 0:
                     begin = max(begin, clocks[0])
-                    if host_s > 0.0:
+                    if sent_launches[what] > 0.0:
                         begin = max(begin, host)
                 if kind == 1 and events[at, 3] >= 0:
                     begin = max(begin, finish[events[at, 3]])
@@ -219,7 +230,15 @@ def run_events(
                     pending += compute_share * sent[what]
         latest = clocks.max()
         for to in range(num_clocks):
-            transition[to, start] = latest if joined else clocks[to]
+            end = latest if joined else clocks[to]
+            if start < alone:
+                transition[to, start] = end
+            if start > 0 or not has_host:
+                carried[to, start if start < alone else (start - alone) * num_clocks] = end
+        if start == by_host:
+            carried[num_clocks, num_clocks] = host
+    if not has_host:
+        carried[num_clocks, num_clocks] = 0.0
 
 
 @compiled

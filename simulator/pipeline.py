@@ -1,7 +1,8 @@
 """The clock over a track: when every action and message of an iteration runs, and what its length is made of.
 
-A stage has ``K`` clocks: 0 when its computation is free, the others when its data-parallel streams are.  An action maps
-them to new ones by its segment's longest paths from clock to clock (a ``K x K`` matrix in max-plus algebra).
+A stage has ``K`` clocks: 0 when its computation is free, the others when its data-parallel streams are, and ``HOST``,
+where there is one, when the host is.  An action maps them to new ones by its segment's longest paths from clock to
+clock (a ``K x K`` matrix in max-plus algebra).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from stepsight.simulator.engine import Floats, Ints, compiled
 from stepsight.simulator.entries import COMPUTE, POST
+from stepsight.simulator.segment import HOST
 from stepsight.simulator.track import Track, steady_state
 
 Indices = NDArray[np.uint32]
@@ -87,7 +89,7 @@ def track_clocks(
 
     Most of a long schedule does the same again and again.  Once all clocks, and all posts, move on by the same time
     from one period to the next, they do so until the pattern ends (the state of a max-plus system decides its future),
-    and the rest of the periods is skipped.
+    and the rest of the periods is skipped.  A host that moves on by less is never waited for again.
     """
     clocks = np.zeros((track.num_stages, transition.shape[1]))
     posted = np.empty((track.num_messages, 2))
@@ -198,6 +200,7 @@ def _final(
     start = np.zeros(num_clocks)
     before, now = np.zeros(length), np.zeros(length)  # clock 0 after each entry of a period
     others = clocks.copy()  # all clocks at the end of the period before
+    host_shift = np.zeros(len(clocks))  # what the host moved on by in the last period
     begin, steady, period = 0, 0, -1  # what comes before the first period is -1
     while begin < len(op):
         repeats = 0 <= period < periods
@@ -232,7 +235,11 @@ def _final(
             same &= abs(now[place] - before[place] - shift) <= 1e-12 * now[place]
         for who in range(len(clocks)):
             for clock in range(1, num_clocks):
-                same &= clocks[who, clock] == others[who, clock]
+                if clock == HOST:
+                    host_shift[who] = clocks[who, clock] - others[who, clock]
+                    same &= host_shift[who] <= shift * (1.0 + 1e-12)
+                else:
+                    same &= clocks[who, clock] == others[who, clock]
                 others[who, clock] = clocks[who, clock]
         steady = steady + 1 if same else 0
         before, now = now, before
@@ -244,6 +251,8 @@ def _final(
                     posted[ahead, side[back]] = posted[index[back], side[back]] + skipped * shift
             for who in range(len(clocks)):
                 clocks[who, 0] += skipped * shift
+                if num_clocks > HOST:
+                    clocks[who, HOST] += skipped * host_shift[who]
             begin += skipped * length
             period = periods
 

@@ -23,6 +23,7 @@ RUN, SEND, BLOCK, WAIT = range(4)
 # Clocks of a stage: its computation; replicas' traffic; that of a second group (hybrid shards, experts).
 COMPUTE, DATA, SECOND = range(3)
 NUM_CLOCKS = 3
+HOST = NUM_CLOCKS  # where the host, which launches, has a clock of its own
 CLOCK_STREAMS = ("compute", "dp", "dp2")
 
 

@@ -2,6 +2,9 @@
 
 A segment is a map between the clocks of a stage, of its computation and of its replicas' traffic (see ``timing``), so
 every distinct one is timed once, and the result is exactly that of the whole op-level graph.
+
+Without a pipeline the host, which launches, runs ahead of its device from one segment into the next, and has a clock of
+its own.  In a pipeline it waits for messages, and starts each segment with the computation.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from stepsight.simulator.memory import Memory as Memory
 from stepsight.simulator.memory import estimate_memory
 from stepsight.simulator.pipeline import TrackRun, run_track, track_clocks, walk
 from stepsight.simulator.pipelines import Pipeline, distinct_pipelines
-from stepsight.simulator.segment import NUM_CLOCKS
-from stepsight.simulator.timing import OpTimes, Slowdown, Timer, timer_of
+from stepsight.simulator.segment import HOST, NUM_CLOCKS
+from stepsight.simulator.timing import OpTimes, SegmentTime, Slowdown, Timer, timer_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,10 +39,10 @@ class Passing:
         segments: Index into ``lowered.segments`` of each row of ``transition``.
         slowdowns: Condition of each row; one for all.
         rows: Row of each action, shape ``(num_actions,)``.
-        transition: Paths from clock to clock, shape ``(num_rows, NUM_CLOCKS, NUM_CLOCKS)``.
+        transition: Paths from clock to clock, shape ``(num_rows, K, K)``; K: see ``Simulation.clocks``.
         message_seconds: Of each of the track's messages.
         host: Seconds that the runtime takes before each action, and to post a side of a message.
-        clocks: Of each stage at the end, shape ``(num_stages, NUM_CLOCKS)``.
+        clocks: Of each stage at the end, shape ``(num_stages, K)``.
     """
 
     pipeline: Pipeline
@@ -73,7 +76,8 @@ class Simulation:
         timer: Durations.
         passings: Distinct pipelines; one, unless replicas differ.
         begin: When each stage's optimizer starts, shape ``(num_stages,)``, seconds.
-        clocks: Clocks of each stage at that time, shape ``(num_stages, NUM_CLOCKS)``.
+        clocks: Clocks of each stage at that time, shape ``(num_stages, K)``: ``NUM_CLOCKS``, and without a pipeline
+            the host's.
         finish: Clocks after it, same shape.
     """
 
@@ -89,7 +93,21 @@ class Simulation:
     @cached_property
     def iteration_time_s(self) -> float:
         """Seconds of one iteration: until the last stage is done."""
-        return float(self.finish.max())
+        return float(self.finish[:, :NUM_CLOCKS].max())
+
+    @property
+    def carried(self) -> bool:
+        """Whether the host has a clock of its own."""
+        return len(self.clocks[0]) > HOST
+
+    @cached_property
+    def entry(self) -> Floats:
+        """Clocks of each stage as its optimizer takes over, shape of ``clocks``."""
+        entry = self.clocks.copy()
+        entry[:, 0] = self.begin
+        if self.carried and self.job.optimizer.clip_grad_norm:  # the host reads the norm: it is no longer ahead
+            entry[:, HOST] = np.maximum(entry[:, HOST], self.begin)
+        return entry
 
     @cached_property
     def breakdown(self) -> dict[str, float]:
@@ -113,7 +131,7 @@ class Simulation:
     @cached_property
     def slowest(self) -> Passing:
         """The pipeline that decides when the last optimizer starts."""
-        return max(self.passings, key=lambda passing: float(passing.clocks.max()))
+        return max(self.passings, key=lambda passing: float(passing.clocks[:, :NUM_CLOCKS].max()))
 
     @cached_property
     def work_seconds(self) -> Floats:
@@ -145,19 +163,18 @@ class Simulation:
 
     def ops_of(self, segment: int, condition: Slowdown) -> OpTimes:
         """A segment of the job at op level."""
-        return self.timer.ops(self.lowered.segments[segment], condition)
+        return self.timer.ops(self.lowered.segments[segment], condition, carried=self.carried)
 
     @cached_property
     def _path(self) -> tuple[Passing, tuple[int, int, int], Floats, Floats]:
         """The pipeline on the critical path; the optimizer's stage and clocks; uses of ``times`` and of messages."""
-        stage, clock = divmod(int(np.argmax(self.finish)), NUM_CLOCKS)
-        table = optimizer_transitions(self)[stage]
-        entry = self.clocks[stage].copy()
-        entry[0] = self.begin[stage]
-        since = int(np.argmax(entry + table[clock]))
-        together = np.flatnonzero(self.lowered.meets == self.lowered.meets[stage]) if since == 0 else np.array([stage])
+        stage, clock = divmod(int(np.argmax(self.finish[:, :NUM_CLOCKS])), NUM_CLOCKS)
+        table = self.optimizer_paths(carried=self.carried)[stage]
+        since = int(np.argmax(self.entry[stage] + table[clock]))
+        alone = self.entry[stage, since] == self.clocks[stage, since] and since != 0  # it waited for no other clock
+        together = np.array([stage]) if alone else np.flatnonzero(self.lowered.meets == self.lowered.meets[stage])
         ends = [(float(p.clocks[s, c]), i, s, c) for i, p in enumerate(self.passings) for s in together.tolist()
-                for c in (range(NUM_CLOCKS) if since == 0 else (since,))]  # fmt: skip
+                for c in ((since,) if alone else range(NUM_CLOCKS))]  # fmt: skip
         _, which, at, end = max(ends, key=lambda found: found[0])
         passing = self.passings[which]
         uses, message_uses, _, _ = walk(passing.run, at, end)
@@ -171,7 +188,7 @@ class Simulation:
         for row in rows:
             key = (int(passing.segments[row]), passing.condition(row))
             found[key] = found.get(key, 0.0) + uses[row]
-        last = np.zeros((NUM_CLOCKS, NUM_CLOCKS))
+        last = np.zeros((self.clocks.shape[1], self.clocks.shape[1]))
         last[clock, since] = 1.0
         optimizer = (int(self.lowered.optimizer[stage]), self.optimizer_condition(stage), last)
         return [*((*key, uses) for key, uses in found.items()), optimizer]
@@ -191,6 +208,21 @@ class Simulation:
             return next(iter(found))
         segment = self.lowered.segments[int(self.lowered.optimizer[stage])]
         return max(found, key=lambda slowdown: float(self.timer.segment(segment, slowdown).transition.max()))
+
+    def optimizer_paths(self, *, carried: bool) -> Floats:
+        """Paths through every stage's optimizer, ``(num_stages, to, from)``; ``carried``: with the host's clock."""
+        low, timer = self.lowered, self.timer
+        conditions = {passing.condition(0) for passing in self.passings if len(passing.slowdowns) == 1}
+        if len(self.passings) == len(conditions) == 1:  # optimizers are numbered one after the other
+            first, condition = int(low.optimizer.min()), conditions.pop()
+            distinct = [_paths(timer.segment(s, condition), carried) for s in low.segments[first:]]
+            return np.array(distinct)[low.optimizer - first]
+        found = {}
+        keys = [(at, self.optimizer_condition(stage)) for stage, at in enumerate(low.optimizer.tolist())]
+        for key in keys:
+            if key not in found:
+                found[key] = _paths(timer.segment(low.segments[key[0]], key[1]), carried)
+        return np.array([found[key] for key in keys])
 
     def timeline(self, level: str = "segment") -> dict[str, Any]:
         """Chrome trace events for Perfetto: a process per stage, a thread per stream.
@@ -225,40 +257,28 @@ def simulate_lowered(
     clocks = passings[0].clocks
     for passing in passings[1:]:
         clocks = np.maximum(clocks, passing.clocks)
-    begin = clocks.max(axis=1)
+    begin = clocks[:, :NUM_CLOCKS].max(axis=1)
     latest = np.full(lowered.num_stages, -np.inf)
     np.maximum.at(latest, lowered.meets, begin)
     begin = latest[lowered.meets]
     simulation = Simulation(job, hardware, lowered, timer, passings, begin, clocks, np.empty_like(clocks))
-    entry = clocks.copy()
-    entry[:, 0] = begin
-    np.max(entry[:, None, :] + optimizer_transitions(simulation), axis=2, out=simulation.finish)
+    optimizers = simulation.optimizer_paths(carried=simulation.carried)
+    np.max(simulation.entry[:, None, :] + optimizers, axis=2, out=simulation.finish)
     return simulation
 
 
-def optimizer_transitions(simulation: Simulation) -> Floats:
-    """Paths through every stage's optimizer, shape ``(num_stages, to, from)``."""
-    low, timer = simulation.lowered, simulation.timer
-    conditions = {passing.condition(0) for passing in simulation.passings if len(passing.slowdowns) == 1}
-    if len(simulation.passings) == len(conditions) == 1:  # optimizers are numbered one after the other
-        first, condition = int(low.optimizer.min()), conditions.pop()
-        distinct = [timer.segment(segment, condition).transition for segment in low.segments[first:]]
-        return np.array(distinct)[low.optimizer - first]
-    found = {}
-    keys = [(at, simulation.optimizer_condition(stage)) for stage, at in enumerate(low.optimizer.tolist())]
-    for key in keys:
-        if key not in found:
-            found[key] = timer.segment(low.segments[key[0]], key[1]).transition
-    return np.array([found[key] for key in keys])
+def _paths(time: SegmentTime, carried: bool) -> Floats:
+    return time.carried if carried else time.transition
 
 
 def _pass(
     lowered: Lowered, timer: Timer, pipeline: Pipeline, message_seconds: Floats, host: tuple[float, float]
 ) -> Passing:
     track, conditions = lowered.track, tuple(dict.fromkeys(pipeline.slowdowns))
+    carried = lowered.num_stages == 1
     if len(conditions) == 1:
         segments, slowdowns, rows = lowered.table, conditions, lowered.place
-        distinct = [timer.segment(segment, conditions[0]).transition for segment in lowered.segments]
+        distinct = [_paths(timer.segment(segment, conditions[0]), carried) for segment in lowered.segments]
         transition = np.array(distinct)[segments]
     else:
         place = np.array([conditions.index(slowdown) for slowdown in pipeline.slowdowns])
@@ -266,7 +286,7 @@ def _pass(
         segments, rows = (pairs // len(conditions)).astype(np.int32), inverse.astype(np.int32)
         slowdowns = tuple(conditions[pair % len(conditions)] for pair in pairs.tolist())
         found = zip(segments.tolist(), slowdowns, strict=True)
-        transition = np.array([timer.segment(lowered.segments[at], slow).transition for at, slow in found])
+        transition = np.array([_paths(timer.segment(lowered.segments[at], slow), carried) for at, slow in found])
     seconds = message_seconds if pipeline.is_plain else message_seconds * pipeline.message_factors(lowered)
     clocks = track_clocks(track, rows, transition, seconds, *host)
     return Passing(pipeline, lowered, segments, slowdowns, rows, transition, seconds, host, clocks)

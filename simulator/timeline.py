@@ -94,8 +94,7 @@ class _Writer:
             of = (int(passing.segments[row]), passing.condition(row))
             yield from self._action(name, first + stage, of, run.start[action], run.finish[action])
         yield from self._messages(passing, first, names)
-        entry = self._simulation.clocks.copy()
-        entry[:, 0] = self._simulation.begin
+        entry = self._simulation.entry
         for stage in range(low.num_stages):
             of = (int(low.optimizer[stage]), self._simulation.optimizer_condition(stage))
             yield from self._action("optimizer", first + stage, of, entry[stage], self._simulation.finish[stage])

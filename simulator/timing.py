@@ -21,10 +21,11 @@ from stepsight.simulator.engine import Floats, add_path, find_ends, longest_path
 from stepsight.simulator.issue import Work
 from stepsight.simulator.latency import LatencyModel
 from stepsight.simulator.passages import STREAMS, Passage
-from stepsight.simulator.segment import NUM_CLOCKS, Segment
+from stepsight.simulator.segment import COMPUTE, HOST, NUM_CLOCKS, Segment
 
+K = TypeVar("K")
 T = TypeVar("T")
-_Table = tuple[Floats, Floats, NDArray[np.int64], NDArray[np.int8], Floats]
+_Table = tuple[Floats, Floats, NDArray[np.int64], Floats, NDArray[np.int8], Floats]
 _Key = int | tuple[int, "Slowdown"]  # the identity of a thing, and what slows it
 _MOST = 50_000  # things that a timer remembers
 
@@ -56,6 +57,7 @@ class PassageTime:
 
     Attributes:
         seconds: Of each node, shape ``(num_nodes,)``.
+        launches: What the host takes to launch each, 0 where nothing is launched; same shape.
         paths: Longest path through it from the computation; the same from the host, which launches; time that the host
             takes.
         by_stream: Seconds of the first by stream (``STREAMS``), in sum ``paths[0]``; of what runs beside the
@@ -63,6 +65,7 @@ class PassageTime:
     """
 
     seconds: Floats
+    launches: Floats
     paths: tuple[float, float, float]
     by_stream: Floats
 
@@ -72,12 +75,15 @@ class SegmentTime:
     """One segment, timed.
 
     Attributes:
-        transition: Longest paths, to clock, from clock; shape ``(NUM_CLOCKS, NUM_CLOCKS)``.
+        transition: Longest paths, to clock, from clock; shape ``(NUM_CLOCKS, NUM_CLOCKS)``.  The host starts with the
+            computation.
+        carried: The same with the host's own clock as the last one, ``HOST``; shape ``(HOST + 1, HOST + 1)``.
         by_stream: Seconds of the computation's own path by stream; shape ``(len(STREAMS),)``.
-        host: Seconds that it waits for the host on the way.
+        host: Seconds that it waits for the host on the way, if that starts with the computation.
     """
 
     transition: Floats
+    carried: Floats
     by_stream: Floats
     host: float
 
@@ -89,9 +95,9 @@ class OpTimes:
     Attributes:
         seconds: Of every node in its context, shape ``(num_nodes,)``.
         finish: Longest path from each clock to the end of every node, ``-inf`` if none leads, shape
-            ``(NUM_CLOCKS, num_nodes)``.
+            ``(K, num_nodes)``.
         critical: The dependency on that path, -1 at its start; same shape.
-        transition: Shape ``(NUM_CLOCKS, NUM_CLOCKS)``.
+        transition: As ``SegmentTime.transition``, or ``carried``; shape ``(K, K)``.
         last: The node where that path ends, -1 if none; same shape.
     """
 
@@ -112,12 +118,12 @@ class Timer:
 
     def __init__(self, latency: LatencyModel, known: Mapping[Work, float] | None = None) -> None:
         self._latency = latency
-        self._host_s = latency.hardware.host_op_s
+        self._hardware = latency.hardware
         self._works: dict[Work, float] = dict(known or {})
         self._passages: dict[_Key, tuple[Passage, PassageTime]] = {}
         self._segments: dict[_Key, tuple[Segment, SegmentTime]] = {}
         self._tables: dict[_Key, tuple[tuple[Passage, ...], _Table]] = {}
-        self._ops: dict[_Key, tuple[Segment, OpTimes]] = {}
+        self._ops: dict[tuple[int, Slowdown, bool], tuple[Segment, OpTimes]] = {}
 
     def but(self, known: Mapping[Work, float]) -> Timer:
         """The same with other seconds of some signatures."""
@@ -146,13 +152,22 @@ class Timer:
             _remember(self._segments, key, known)
         return known[1]
 
-    def ops(self, segment: Segment, slowdown: Slowdown = AS_IT_IS) -> OpTimes:
-        """A segment at op level."""
-        known = self._ops.get((id(segment), slowdown))
+    def ops(self, segment: Segment, slowdown: Slowdown = AS_IT_IS, *, carried: bool = False) -> OpTimes:
+        """A segment at op level; ``carried``: with the host's own clock."""
+        key = (id(segment), slowdown, carried)
+        known = self._ops.get(key)
         if known is None:
-            known = (segment, time_ops(segment, self.node_seconds(segment, slowdown), self._host_s))
-            _remember(self._ops, (id(segment), slowdown), known)
+            launches = self._launches(segment.works)[segment.graph.work]
+            times = time_ops(segment, self.node_seconds(segment, slowdown), launches, carried=carried)
+            known = (segment, times)
+            _remember(self._ops, key, known)
         return known[1]
+
+    def _launches(self, works: Sequence[Work]) -> Floats:
+        """What the host takes to launch one of each, shape ``(len(works),)``."""
+        if not self._hardware.has_host:
+            return np.zeros(len(works))
+        return np.array([self._hardware.launch_s(work.kind) for work in works], dtype=np.float64)
 
     def node_seconds(self, segment: Segment, slowdown: Slowdown = AS_IT_IS) -> Floats:
         """Seconds of every node of a segment's program in its context, shape ``(num_nodes,)``."""
@@ -183,19 +198,21 @@ class Timer:
         known = self._passages.get(key)
         if known is None:
             works = self._slowed(self.work_seconds(passage.works), passage.works, slowdown)
-            known = (passage, _time_passage(passage, works[passage.work] * passage.share, self._host_s))
+            launches = self._launches(passage.works)[passage.work] * passage.launched
+            known = (passage, _time_passage(passage, works[passage.work] * passage.share, launches))
             _remember(self._passages, key, known)
         return known[1]
 
     def _by_events(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
-        paths, nodes, bounds, kinds, streams = self._table(segment.passages, slowdown)
+        paths, nodes, bounds, launches, kinds, streams = self._table(segment.passages, slowdown)
         sent = self.work_seconds(segment.sent) * _across(segment.sent, slowdown.data)
-        transition, by_stream, lost = np.empty((NUM_CLOCKS, NUM_CLOCKS)), np.zeros(len(STREAMS)), np.zeros(2)
+        transition, carried = np.empty((NUM_CLOCKS, NUM_CLOCKS)), np.empty((HOST + 1, HOST + 1))
+        by_stream, lost = np.zeros(len(STREAMS)), np.zeros(2)
         run_events(
-            segment.events, paths, nodes, bounds, sent, segment.compute_share, segment.joined, self._host_s,
-            kinds, streams, transition, by_stream, lost,
+            segment.events, paths, nodes, bounds, sent, segment.compute_share, segment.joined, launches,
+            self._launches(segment.sent), self._hardware.has_host, kinds, streams, transition, carried, by_stream, lost,
         )  # fmt: skip
-        return SegmentTime(transition, by_stream, float(lost[0]))
+        return SegmentTime(transition, carried, by_stream, float(lost[0]))
 
     def _table(self, passages: tuple[Passage, ...], slowdown: Slowdown) -> _Table:
         """What ``run_events`` takes of some passages; segments often share them."""
@@ -207,6 +224,7 @@ class Timer:
                 np.array([time.paths for time in times], dtype=np.float64).reshape(-1, 3),
                 np.concatenate([np.zeros(0), *(time.seconds for time in times)]),
                 np.cumsum([0, *(len(time.seconds) for time in times)]),
+                np.concatenate([np.zeros(0), *(time.launches for time in times)]),
                 np.concatenate([np.zeros(0, dtype=np.int8), *(passage.category for passage in passages)]),
                 np.array([time.by_stream for time in times], dtype=np.float64).reshape(-1, len(STREAMS)),
             )
@@ -216,12 +234,10 @@ class Timer:
 
     def _in_context(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
         times, count = self.ops(segment, slowdown), len(STREAMS)
+        carried = self.ops(segment, slowdown, carried=True).transition
         by_stream = _sums(segment.graph.stream, times.seconds, count + 1)[:count]
-        host = 0.0
-        if self._host_s > 0:
-            free = time_ops(segment, times.seconds, 0.0)
-            host = float(times.transition[0, 0] - free.transition[0, 0])
-        return SegmentTime(times.transition, by_stream, host)
+        host = float(times.transition[0, 0] - carried[0, 0]) if self._hardware.has_host else 0.0
+        return SegmentTime(times.transition, carried, by_stream, host)
 
 
 def _across(works: Sequence[Work], factor: float) -> Floats:
@@ -232,7 +248,7 @@ def _across(works: Sequence[Work], factor: float) -> Floats:
     return np.where(np.array(leaves, dtype=np.bool_), factor, 1.0)
 
 
-def _remember(cache: dict[_Key, T], key: _Key, value: T) -> None:
+def _remember(cache: dict[K, T], key: K, value: T) -> None:
     if len(cache) >= _MOST:
         cache.clear()
     cache[key] = value
@@ -249,16 +265,17 @@ def timer_of(latency: LatencyModel) -> Timer:
     return timer
 
 
-def _time_passage(passage: Passage, seconds: Floats, host_s: float) -> PassageTime:
+def _time_passage(passage: Passage, seconds: Floats, launches: Floats) -> PassageTime:
     count = len(seconds)
-    # Time that is lost to a collective waits for no launch, here as in ``time_ops``.
-    launched: Floats = np.where(passage.launched, host_s * passage.launched.cumsum(dtype=np.float64), 0.0)
-    launches = host_s * float(passage.launched.sum())
+    # What needs no launch, as time that is lost to a collective, waits for none, here as in ``time_ops``.
+    launched: Floats = np.where(launches > 0.0, launches.cumsum(dtype=np.float64), -np.inf)
+    of_host = float(launches.sum())
     if passage.serial:
         total = float(seconds.sum())
         remaining = seconds[::-1].cumsum()[::-1]
-        by_host = float((launched + remaining).max(initial=-np.inf)) if host_s else total  # nothing waits for no host
-        return PassageTime(seconds, (total, by_host, launches), _sums(passage.category, seconds, len(STREAMS)))
+        by_host = float((launched + remaining).max(initial=-np.inf))
+        streams = _sums(passage.category, seconds, len(STREAMS))
+        return PassageTime(seconds, launches, (total, by_host, of_host), streams)
     pointer, before = passage.edges
     finish, critical = np.empty(count), np.empty(count, dtype=np.int32)
     longest_paths(seconds, pointer, before, launched, finish, critical)
@@ -271,25 +288,38 @@ def _time_passage(passage: Passage, seconds: Floats, host_s: float) -> PassageTi
     add_path(critical, last, passage.category.astype(np.int32), seconds * passage.beside, 1.0, waited)
     if waited.any():
         by_stream += max(0.0, float(finish[last] - by_stream.sum())) * waited / waited.sum()
-    return PassageTime(seconds, (float(finish[last]), by_host, launches), by_stream)
+    return PassageTime(seconds, launches, (float(finish[last]), by_host, of_host), by_stream)
 
 
-def time_ops(segment: Segment, seconds: Floats, host_s: float) -> OpTimes:
-    """All longest paths of a segment whose nodes take ``seconds``, shape ``(num_nodes,)``."""
+def time_ops(segment: Segment, seconds: Floats, launches: Floats, *, carried: bool = False) -> OpTimes:
+    """All longest paths of a segment whose nodes take ``seconds``, shape ``(num_nodes,)``.
+
+    Args:
+        launches: What the host takes to launch each; of time that is lost to a collective it is not asked.
+        carried: Whether the host has a clock of its own, rather than start with the computation.
+    """
     graph, count = segment.graph, len(seconds)
-    finish = np.empty((NUM_CLOCKS, count))
-    critical = np.empty((NUM_CLOCKS, count), dtype=np.int32)
-    for clock in range(NUM_CLOCKS):
+    starts = HOST + 1 if carried else NUM_CLOCKS
+    finish = np.empty((starts, count))
+    critical = np.empty((starts, count), dtype=np.int32)
+    launches = np.where(graph.taken, 0.0, launches)
+    by_host = np.where((launches > 0.0) & ~graph.early, launches.cumsum(), -np.inf)
+    for clock in range(starts):
         ready = np.full(count, -np.inf)
-        if clock == 0:
-            launched = ~graph.taken
-            ready = np.where(graph.early, -np.inf, np.where(launched, host_s * np.cumsum(launched), 0.0))
+        if clock == COMPUTE:
+            ready = np.where(graph.early, -np.inf, 0.0)
+            if not carried:
+                ready = np.maximum(ready, by_host)
+        elif clock == HOST:
+            ready = by_host
         elif graph.first[clock] >= 0:
             ready[graph.first[clock]] = 0.0
         longest_paths(seconds, graph.pointer, graph.before, ready, finish[clock], critical[clock])
-    transition = np.empty((NUM_CLOCKS, NUM_CLOCKS))
-    last = np.empty((NUM_CLOCKS, NUM_CLOCKS), dtype=np.int64)
-    find_ends(graph.clock, graph.blocks, segment.joined, finish, transition, last)
+    transition = np.full((starts, starts), -np.inf)
+    last = np.full((starts, starts), -1)
+    find_ends(graph.clock, graph.blocks, segment.joined, finish, transition[:NUM_CLOCKS], last[:NUM_CLOCKS])
+    if carried:
+        transition[HOST, HOST] = launches.sum()
     return OpTimes(seconds, finish, critical, transition, last)
 
 

@@ -15,7 +15,7 @@ from stepsight.simulator import engine, pipeline
 from stepsight.simulator.entries import COMPUTE, POST
 from stepsight.simulator.latency import RooflineLatency
 from stepsight.simulator.pipelines import distinct_pipelines
-from stepsight.simulator.segment import CLOCK_STREAMS, NUM_CLOCKS
+from stepsight.simulator.segment import CLOCK_STREAMS, HOST, NUM_CLOCKS
 from stepsight.simulator.simulate import Simulation, simulate, simulate_lowered
 from stepsight.simulator.timing import Timer
 from tests.simulator.conftest import JobMaker
@@ -187,34 +187,57 @@ def test_more_bandwidth_never_slows(make_job: JobMaker, gpu: Hardware, strategy:
     assert fast.iteration_time_s <= slow.iteration_time_s * (1 + 1e-12)
 
 
+HOSTS = (  # what launches take: nothing, all alike, by kind, products alone
+    {},
+    {"host_op_s": 3e-6},
+    {"host_op_s": 1e-5, "host_kinds_s": {"linear": 5e-5, "all_reduce": 1e-6, "add": 2e-6}},
+    {"host_kinds_s": {"linear": 2e-5}},
+)
+
+
 @QUICK
-@given(strategy=strategies(), host=st.sampled_from([0.0, 3e-6]))
-def test_folded_is_unfolded(make_job: JobMaker, gpu: Hardware, strategy: dict[str, Any], host: float) -> None:
+@given(strategy=strategies(), host=st.sampled_from(HOSTS))
+def test_folded_is_unfolded(make_job: JobMaker, gpu: Hardware, strategy: dict[str, Any], host: dict[str, Any]) -> None:
     """Repeated layers as one step, or every op on its own: the same paths from every clock to every clock."""
-    result = run(make_job, replace(gpu, host_op_s=host), strategy)
+    result = run(make_job, replace(gpu, **host), strategy)
     for segment in result.lowered.segments:
-        folded, unfolded = result.timer.segment(segment).transition, result.timer.ops(segment).transition
-        assert folded == pytest.approx(unfolded, rel=1e-9, abs=1e-15)
+        folded, unfolded = result.timer.segment(segment), result.timer.ops(segment)
+        assert folded.transition == pytest.approx(unfolded.transition, rel=1e-9, abs=1e-15)
+        carried = result.timer.ops(segment, carried=True)
+        assert folded.carried == pytest.approx(carried.transition, rel=1e-9, abs=1e-15)
+        together = np.maximum(folded.carried[:HOST, 0], folded.carried[:HOST, HOST])  # both start at once
+        assert folded.transition[:, 0] == pytest.approx(together, rel=1e-9, abs=1e-15)
 
 
 @QUICK
-@given(strategy=strategies())
-def test_segments_compose_to_the_whole_graph(make_job: JobMaker, gpu: Hardware, strategy: dict[str, Any]) -> None:
+@given(strategy=strategies(), host=st.sampled_from(HOSTS))
+def test_segments_compose_to_the_whole_graph(
+    make_job: JobMaker, gpu: Hardware, strategy: dict[str, Any], host: dict[str, Any]
+) -> None:
     """Two levels give what one walk over every op of every stage gives: no stream runs two ops at once, every
-    dependency holds, and the end is the same."""
-    result = run(make_job, gpu, strategy)
+    dependency holds, nothing runs before it is launched, and the end is the same."""
+    hardware = replace(gpu, **host)
+    result = run(make_job, hardware, strategy)
     low, track, free = result.lowered, result.lowered.track, {}
     clocks = np.zeros((low.num_stages, NUM_CLOCKS))
+    host_at = np.zeros(low.num_stages)
 
     def run_ops(stage: int, index: int) -> None:
         segment, finish, begin = low.segments[index], [], clocks[stage, 0]
+        if low.num_stages > 1:  # it waited for a message
+            host_at[stage] = begin
         needs: list[list[int]] = [[] for _ in segment.program.nodes]
         for before, after, _ in segment.program.edges:
             needs[after].append(before)
+        graph = segment.graph
         rows = zip(segment.program.nodes, result.timer.node_seconds(segment).tolist(), needs,
-                   segment.graph.blocks.tolist(), strict=True)  # fmt: skip
-        for node, duration, wait, blocks in rows:
+                   graph.blocks.tolist(), graph.taken.tolist(), graph.early.tolist(), strict=True)  # fmt: skip
+        for node, duration, wait, blocks, taken, early in rows:
             start = max([begin, free.get((stage, node.stream), 0.0), *(finish[n] for n in wait)])
+            launch = 0.0 if taken else hardware.launch_s(node.work.kind)
+            host_at[stage] += launch
+            if launch and not early:
+                start = max(start, host_at[stage])
             finish.append(start + duration)
             free[stage, node.stream] = finish[-1]
             clock = CLOCK_STREAMS.index(node.stream) if node.stream in CLOCK_STREAMS else 0
@@ -235,7 +258,35 @@ def test_segments_compose_to_the_whole_graph(make_job: JobMaker, gpu: Hardware, 
     for stage in range(low.num_stages):
         run_ops(stage, int(low.optimizer[stage]))
     assert clocks.max() == pytest.approx(result.iteration_time_s, rel=1e-12)
-    assert result.finish == pytest.approx(clocks, rel=1e-9, abs=1e-15)
+    assert result.finish[:, :NUM_CLOCKS] == pytest.approx(clocks, rel=1e-9, abs=1e-15)
+
+
+@QUICK
+@given(
+    micro_batches=st.integers(1, 40),
+    host=st.floats(1e-7, 1e-4),
+    clip=st.booleans(),
+    family=st.sampled_from(["gpt", "llama"]),
+)
+def test_the_host_runs_ahead(
+    make_job: JobMaker, gpu: Hardware, micro_batches: int, host: float, clip: bool, family: str
+) -> None:
+    """One device: the end lies between what host and device take each on their own and both in turn; however many
+    micro-batches are skipped, walking all of them ends at the same time; and the parts add up."""
+    job = make_job(micro_batches=micro_batches, model={"family": family})
+    job = replace(job, optimizer=replace(job.optimizer, clip_grad_norm=clip))
+    free, result = (simulate(job, RooflineLatency(replace(gpu, host_op_s=s), FABRIC)) for s in (0.0, host))
+    launches = host * sum(
+        float(sum(not taken for taken in result.lowered.segments[at].graph.taken.tolist()))
+        for at in [*result.lowered.segment.tolist(), *result.lowered.optimizer.tolist()]
+    )
+    assert result.iteration_time_s >= max(free.iteration_time_s, launches) * (1 - 1e-9)
+    assert result.iteration_time_s <= free.iteration_time_s + launches
+    passing = result.passings[0]
+    assert passing.run.clocks == pytest.approx(passing.clocks, rel=1e-9)
+    assert sum(result.breakdown.values()) == pytest.approx(result.iteration_time_s)
+    waited = result.iteration_time_s - free.iteration_time_s
+    assert result.breakdown["host"] == pytest.approx(waited, rel=1e-6, abs=1e-12)
 
 
 def test_compiled_kernels_give_the_same(make_job: JobMaker, gpu: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:

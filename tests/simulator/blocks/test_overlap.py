@@ -33,7 +33,7 @@ def _seconds(passage: Passage) -> float:
         return PRODUCT if work.family == "gemm" else 0.0
 
     works = np.array([one(work) for work in passage.works])
-    return _time_passage(passage, works[passage.work] * passage.share, 0.0).paths[0]
+    return _time_passage(passage, works[passage.work] * passage.share, np.zeros(passage.num_nodes)).paths[0]
 
 
 def _column(shape: RankShape) -> Block:
