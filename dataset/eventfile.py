@@ -32,6 +32,7 @@ class EventFile:
         busy: Ranks that computed at the same time.
         works: What was measured.
         seconds: Of each.
+        host_seconds: What the host took to launch each, 0 where that was not measured.
         hardware: Fields of ``Hardware`` that were measured.
         box: That it was measured in, None outside of one.
     """
@@ -40,6 +41,7 @@ class EventFile:
     busy: int
     works: tuple[Op | Collective, ...]
     seconds: tuple[float, ...]
+    host_seconds: tuple[float, ...]
     hardware: Mapping[str, Any]
     box: Box | None = None
 
@@ -60,13 +62,14 @@ def read_event_file(path: Path) -> EventFile:
         records = [typed(record, dict, "a record") for record in typed(tree.get("records"), list, "records")]
         works = tuple(_work(record) for record in records)
         seconds = tuple(_positive(record.get("seconds"), "seconds") for record in records)
+        host = tuple(_positive(r["host_seconds"], "host_seconds") if "host_seconds" in r else 0.0 for r in records)
         facts = _facts(typed(tree.get("hardware", {}), dict, "hardware"))
         box = Box.from_dict(tree["box"]) if "box" in tree else None
         if box is not None and tree.get("world_size") != box.num_ranks:
             raise ValueError(
                 f"world_size must equal the box's ranks, got {tree.get('world_size')!r:.80} != {box.num_ranks}"
             )
-        return EventFile(path, busy, works, seconds, facts, box)
+        return EventFile(path, busy, works, seconds, host, facts, box)
     except (KeyError, TypeError, ValueError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise TraceError(f"{path} must be an event profile: {why}") from None

@@ -9,6 +9,7 @@ from importlib import resources
 from typing import Any
 
 from stepsight.dataset.errors import JobError
+from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Hardware:
         compute_spread: Standard deviation of a matrix product's time between devices of this kind, of its mean: those
             that move in step wait for the slowest.
         host_op_s: Time in which the host launches one op; 0 where ops run on the host itself.
-        host_kinds_s: The same by kind of op or collective, where it was measured.
+        host_kinds_s: The same by kind of op or collective, where it was measured; of an optimizer by tensor.
         host_action_s, host_message_s: What the runtime of a pipeline takes before each pass of a micro-batch, and to
             post one side of a message.
         host_link_bytes_per_s: Between device and host, per direction.
@@ -123,6 +124,9 @@ class Hardware:
         ):
             if not 0 <= value < float("inf"):
                 raise JobError(f"hardware {self.name}: {name} must be >= 0 and finite, got {value}")
+        unknown = sorted(set(self.host_kinds_s) - set(OP_KINDS) - set(COLLECTIVE_KINDS))
+        if unknown:
+            raise JobError(f"hardware {self.name}: host_kinds_s names ops and collectives, got {', '.join(unknown)}")
         if not 0 <= self.comm_compute_share <= 1:
             raise JobError(
                 f"hardware {self.name}: comm_compute_share must lie in [0, 1], got {self.comm_compute_share}"
@@ -133,9 +137,10 @@ class Hardware:
         """Whether a host launches ops, and takes time for it."""
         return self.host_op_s > 0 or bool(self.host_kinds_s)
 
-    def launch_s(self, kind: str) -> float:
-        """What the host takes to launch an op or collective of a kind."""
-        return self.host_kinds_s.get(kind, self.host_op_s)
+    def launch_s(self, work: Op | Collective) -> float:
+        """What the host takes to launch an op or collective."""
+        seconds = self.host_kinds_s.get(work.kind)
+        return self.host_op_s if seconds is None else seconds * launch_units(work)
 
     def flops_per_s(self, dtype: str) -> float:
         """Peak for a dtype."""
@@ -145,6 +150,13 @@ class Hardware:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def launch_units(work: Op | Collective) -> float:
+    """How many times what its kind takes the host takes to launch it: an optimizer goes through its tensors."""
+    if not isinstance(work, Op) or "tensors" not in OP_KINDS[work.kind].dim_names:
+        return 1.0
+    return float(max(1, work.dims[OP_KINDS[work.kind].dim_names.index("tensors")]))
 
 
 def hardware_from_dict(value: dict[str, Any]) -> Hardware:

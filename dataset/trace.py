@@ -84,6 +84,8 @@ class RankTrace:
         tail_s: ``(len(spans),)``, wait of the compute stream after the last node of each segment.
         meets: Rendezvous of collective nodes, by node index.
         num_events: ``(n,)``, calls that the profiler recorded in the slot: what its overhead grows with.
+        launch_s: ``(n,)``, of what a device runs: host time from the launch before to its own; else 0.
+        launch_events: ``(n,)``, calls that the profiler recorded in that time.
         step_s: Seconds of each whole step, profiled.
         events_per_step: Recorded calls that a step's time passes through.
         waited_share: Part of a step that the compute stream waited for others.
@@ -101,6 +103,8 @@ class RankTrace:
     tail_s: Seconds = field(default_factory=lambda: np.zeros(0))
     meets: Mapping[int, Rendezvous] = field(default_factory=dict)
     num_events: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    launch_s: Seconds = field(default_factory=lambda: np.zeros(0))
+    launch_events: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     step_s: tuple[float, ...] = ()
     events_per_step: float = 0.0
     waited_share: float = 0.0
@@ -127,6 +131,8 @@ class Segment:
         step: Which profiled step.
         micro_batch: Which micro-batch.
         stage: Which pipeline stage.
+        launch_s: ``(n,)``, host time from the launch before to each node's, of what a device runs, profiled; else 0.
+        launch_events: ``(n,)``, calls that the profiler recorded in that time.
         wait_s: Seconds that the compute stream waited for collectives in all.
         span_s: Seconds from begin to end; compute slots + waits, profiling overhead removed.
     """
@@ -140,6 +146,8 @@ class Segment:
     step: int = 0
     micro_batch: int = 0
     stage: int = 0
+    launch_s: Seconds = field(default_factory=lambda: np.zeros(0))
+    launch_events: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     wait_s: float = 0.0
     span_s: float = 0.0
 
@@ -182,7 +190,7 @@ class Trace:
     def _clean(self, trace: RankTrace) -> Seconds:
         slots = np.where(trace.is_compute, trace.slot_s, trace.duration_s)
         profiled = statistics.median(trace.step_s or self.manifest.profiled_seconds or (0.0,))
-        if not profiled:
+        if not profiled or trace.launch_s.any():  # a profiler slows the host, not the device
             return slots
         correction = profiling_correction(
             self.manifest.iteration_time_s, profiled, trace.events_per_step, trace.waited_share
@@ -211,6 +219,8 @@ class Trace:
                 step=span.step,
                 micro_batch=span.micro_batch,
                 stage=span.stage,
+                launch_s=trace.launch_s[nodes],
+                launch_events=trace.launch_events[nodes],
                 wait_s=wait,
                 span_s=compute + wait,
             )

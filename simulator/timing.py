@@ -167,7 +167,7 @@ class Timer:
         """What the host takes to launch one of each, shape ``(len(works),)``."""
         if not self._hardware.has_host:
             return np.zeros(len(works))
-        return np.array([self._hardware.launch_s(work.kind) for work in works], dtype=np.float64)
+        return np.array([self._hardware.launch_s(work) for work in works], dtype=np.float64)
 
     def node_seconds(self, segment: Segment, slowdown: Slowdown = AS_IT_IS) -> Floats:
         """Seconds of every node of a segment's program in its context, shape ``(num_nodes,)``."""

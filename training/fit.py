@@ -19,6 +19,7 @@ from stepsight.training.calibration import fit_calibration
 from stepsight.training.collective import fit_collectives
 from stepsight.training.intervals import Intervals, conformal
 from stepsight.training.kernel import fit_kernels
+from stepsight.training.launches import fit_launches, launches_alone
 from stepsight.training.manifest import check_output
 from stepsight.training.measured import (
     MeasuredRun,
@@ -119,8 +120,23 @@ def _learn(profile: Profile, runs: list[MeasuredRun], hardware: Hardware, seed: 
         for family, error in model.errors.items()
         if error < UNKNOWN  # too few of a family to leave any out
     }
-    predictor = Predictor(hardware, kernel, collective, manifest={"metrics": metrics})
+    predictor = _with_launches(Predictor(hardware, kernel, collective, manifest={"metrics": metrics}), profile, runs)
     return _learn_context(predictor, runs, seed, say) if runs else predictor
+
+
+def _with_launches(predictor: Predictor, profile: Profile, runs: Sequence[MeasuredRun]) -> Predictor:
+    """The predictor with what the host takes to launch ops, where it launches any."""
+    from stepsight.training.learning import iteration_times
+
+    timed = [run for run in runs if run.manifest.job.parallel.pp == 1]
+
+    def having(kinds: dict[str, float]) -> Predictor:
+        usual = float(np.median(list(kinds.values()))) if kinds else predictor.hardware.host_op_s
+        return replace(predictor, hardware=replace(predictor.hardware, host_op_s=usual, host_kinds_s=kinds))
+
+    alone = launches_alone(profile.ops, profile.op_host_seconds)
+    kinds = fit_launches(timed, alone, lambda kinds: iteration_times(timed, having(kinds)))
+    return having(kinds) if kinds else predictor
 
 
 def _learn_context(predictor: Predictor, runs: list[MeasuredRun], seed: int, say: Progress) -> Predictor:

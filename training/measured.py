@@ -30,6 +30,7 @@ class Profile:
 
     Attributes:
         ops, op_busy, op_seconds: Measured ops, one entry each.
+        op_host_seconds: What the host took to launch each, 0 where that was not measured.
         fabric: Of collectives whose file does not say on which links.
         collectives, fabrics, collective_seconds: Measured collectives.
         facts: Fields of ``Hardware`` that were measured.
@@ -40,6 +41,7 @@ class Profile:
     ops: list[Op] = field(default_factory=list)
     op_busy: list[int] = field(default_factory=list)
     op_seconds: list[float] = field(default_factory=list)
+    op_host_seconds: list[float] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     fabrics: list[Fabric] = field(default_factory=list)
     collective_seconds: list[float] = field(default_factory=list)
@@ -112,11 +114,12 @@ def _take_medians(profile: Profile) -> None:
 
 
 def _add(file: EventFile, profile: Profile) -> None:
-    for work, seconds in zip(file.works, file.seconds, strict=True):
+    for work, seconds, host_seconds in zip(file.works, file.seconds, file.host_seconds, strict=True):
         if isinstance(work, Op):
             profile.ops.append(work)
             profile.op_busy.append(file.busy)
             profile.op_seconds.append(seconds)
+            profile.op_host_seconds.append(host_seconds)
         else:
             profile.collectives.append(work)
             profile.fabrics.append(file.box.links if file.box else profile.fabric)
@@ -200,6 +203,7 @@ def fill_from_traces(profile: Profile, runs: Iterable[MeasuredRun]) -> list[str]
             profile.ops.append(work)
             profile.op_busy.append(busy)
             profile.op_seconds.append(float(np.median(seconds)))
+            profile.op_host_seconds.append(0.0)
         else:
             profile.collectives.append(work)
             profile.fabrics.append(fabric)

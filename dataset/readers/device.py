@@ -15,6 +15,7 @@ from stepsight.dataset.readers.sweep import Call, Swept, Work, orphan
 from stepsight.dataset.trace import Rendezvous
 
 StreamNames = dict[tuple[Any, Any], str]  # by device and stream
+_MOST_GAP_US = 3.0  # that a device leaves between kernels on its own account
 
 # NCCL's and PyTorch's names of a collective -> ours, and which side of it is the full buffer.
 _KINDS = {
@@ -39,8 +40,12 @@ _KINDS = {
 
 
 def device_work(swept: Swept, names: StreamNames, world_size: int, placement: Placement) -> list[Work]:
-    """What the device did, in order of issue: per call and stream one op, per NCCL kernel one collective."""
+    """What the device did, in order of issue: per call and stream one op, per NCCL kernel one collective.
+
+    The short time between two kernels, the second of which was launched before the first one ended, is its own.
+    """
     nodes: dict[tuple[int, Any], Work] = {}
+    ends: dict[Any, float] = {}
     out: list[Work] = []
     numbers: dict[str, int] = {}
     for event in sorted(swept.device, key=lambda event: float(event["ts"])):
@@ -53,19 +58,24 @@ def device_work(swept: Swept, names: StreamNames, world_size: int, placement: Pl
             work = _collective(args, comm, world_size, placement, numbers)
             if work is not None:
                 work.name, work.issue, work.start, work.end, work.own = name.split("(")[0], issue, start, end, length
+                work.issued = issue
                 out.append(work)
                 continue
         stream = names[_stream(event)]
+        last = ends.get(stream, math.inf)
+        ends[stream] = end
+        own = length + (max(start - last, 0.0) if issue < last and start - last <= _MOST_GAP_US else 0.0)
         if owner is None:
-            out.append(Work(orphan(name), name[:60], issue, start, end, length, stream, known=False))
+            out.append(Work(orphan(name), name[:60], issue, start, end, own, stream, known=False, issued=issue))
             continue
         node = nodes.get((id(owner), stream))
         if node is None:
-            node = Work(owner.work, owner.name, issue, start, end, length, stream, owner.known)
+            node = Work(owner.work, owner.name, issue, start, end, own, stream, owner.known, issued=issue)
             nodes[id(owner), stream] = node
             out.append(node)
         else:
-            node.start, node.end, node.own = min(node.start, start), max(node.end, end), node.own + length
+            node.start, node.end, node.own = min(node.start, start), max(node.end, end), node.own + own
+            node.issued = max(node.issued, issue)
     out.sort(key=lambda work: (work.issue, work.start))
     return out
 

@@ -27,7 +27,7 @@ from stepsight.dataset.readers.device import device_work, event_waits, stream_na
 from stepsight.dataset.readers.events import Events, read_events
 from stepsight.dataset.readers.host import Wait, host_collectives, merge, overlap, waited
 from stepsight.dataset.readers.placement import Placement
-from stepsight.dataset.readers.sweep import Swept, Work, sweep
+from stepsight.dataset.readers.sweep import Swept, Work, on_host, sweep
 from stepsight.dataset.trace import RankTrace, Span
 
 _US = 1e-6
@@ -72,8 +72,8 @@ def rank_trace(events: Events, placement: Placement) -> RankTrace:
     index = {id(work): i for i, work in enumerate(works)}
     edges = event_waits(swept, names, works) if swept.device else _edges(works, waits, index)
     program = Program(tuple(Node(w.work, w.stream, w.name) for w in works), edges)
-    host_starts = _host_starts(events, main)
-    return _timed(rank, program, works, spans, waits, host_starts, swept.steps, on_host=not swept.device)
+    host_starts = _host_starts(events, None if swept.device else main)
+    return _timed(rank, program, works, spans, waits, host_starts, swept.steps, hosted=not swept.device)
 
 
 def _main_thread(swept: Swept) -> Any:
@@ -180,8 +180,9 @@ def _edges(works: list[Work], waits: list[Wait], index: dict[int, int]) -> tuple
 
 
 def _host_starts(events: Events, main: Any) -> NDArray[np.float64]:
-    """When recorded calls of the main thread started, weightless ones included (those of any thread), in order."""
-    own = np.array([row["tid"] == main for row in events.rows], dtype=np.bool_)
+    """When recorded calls of the main thread started (None: of all), weightless ones of any included, in order."""
+    rows = events.rows
+    own = np.array([row["tid"] == main if main is not None else on_host(row) for row in rows], dtype=np.bool_)
     return np.sort(np.concatenate([events.start_us[own], events.dropped_us]))
 
 
@@ -214,7 +215,7 @@ def _timed(
     waits: list[Wait],
     host_starts: NDArray[np.float64],
     steps: list[tuple[float, float]],
-    on_host: bool,
+    hosted: bool,
 ) -> RankTrace:
     start = np.array([work.start for work in works])
     end = np.array([work.end for work in works])
@@ -226,7 +227,7 @@ def _timed(
     span[(span >= 0) & (issue >= ends[span])] = -1
     wait, tail = np.zeros(len(works)), np.zeros(len(spans))
     num_events = np.zeros(len(works))
-    if on_host:
+    if hosted:
         idle = merge([(w.start, w.end) for w in waits])
         own = np.array([isinstance(work.work, Op) and work.stream == "compute" for work in works])
         inner = np.flatnonzero(own)
@@ -245,6 +246,15 @@ def _timed(
             num_events[nodes] = _between(host_starts, since, upto)
         blocking = np.array([work.blocks for work in works])
         num_events[blocking] = _between(host_starts, start[blocking], end[blocking])
+    launch, launch_events = np.zeros(len(works)), np.zeros(len(works))
+    if not hosted:
+        issued = np.array([work.issued for work in works])
+        for begin, finish in steps:
+            nodes = np.flatnonzero((issued >= begin) & (issued < finish))
+            nodes = nodes[np.argsort(issued[nodes], kind="stable")]
+            before = np.concatenate([[begin], issued[nodes][:-1]])
+            launch[nodes] = issued[nodes] - before
+            launch_events[nodes] = _between(host_starts, before, issued[nodes])
     meets = {i: work.meets for i, work in enumerate(works) if work.meets is not None}
     unknown = sum(work.own for work in works if not work.known)
     return RankTrace(
@@ -259,6 +269,8 @@ def _timed(
         tail_s=tail * _US,
         meets=meets,
         num_events=num_events,
+        launch_s=launch * _US,
+        launch_events=launch_events,
         step_s=tuple((end - start) * _US for start, end in steps),
         events_per_step=_events_on_the_way(host_starts, steps, waits),
         waited_share=_waited_share(steps, waits),

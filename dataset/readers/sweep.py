@@ -39,6 +39,7 @@ _C10D = {
 }
 _ForwardDims = dict[int, tuple[int, ...]]  # dims of a forward product by its autograd sequence number
 _RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "runtime", "driver"})
+_HOST = frozenset({"cpu_op", "user_annotation", "python_function"})
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 
 
@@ -57,6 +58,7 @@ class Work:
         known: False for a call of no known kind.
         meets: Of a collective.
         blocks: Of a collective: the host waited for it on the spot.
+        issued: Of device work: when the host had launched all of it.
     """
 
     work: Op | Collective
@@ -69,6 +71,7 @@ class Work:
     known: bool = True
     meets: Rendezvous | None = None
     blocks: bool = False
+    issued: float = 0.0
 
 
 @dataclass(slots=True)
@@ -191,6 +194,11 @@ def sweep(events: Events) -> Swept:
             out.threads[tid] = thread.top
     out.host.sort(key=lambda node: node.start)
     return out
+
+
+def on_host(row: Event) -> bool:
+    """Whether an event is a call that the host made."""
+    return row.get("cat") in _HOST or row.get("cat") in _RUNTIME
 
 
 def _may_be_work(name: str) -> bool:

@@ -234,7 +234,7 @@ def test_segments_compose_to_the_whole_graph(
                    graph.blocks.tolist(), graph.taken.tolist(), graph.early.tolist(), strict=True)  # fmt: skip
         for node, duration, wait, blocks, taken, early in rows:
             start = max([begin, free.get((stage, node.stream), 0.0), *(finish[n] for n in wait)])
-            launch = 0.0 if taken else hardware.launch_s(node.work.kind)
+            launch = 0.0 if taken else hardware.launch_s(node.work)
             host_at[stage] += launch
             if launch and not early:
                 start = max(start, host_at[stage])

@@ -211,7 +211,7 @@ def test_the_loss_of_a_pipeline_belongs_to_its_forward(tmp_path: Path) -> None:
 
 
 def test_kernels_are_tied_to_the_calls_that_launched_them(tmp_path: Path) -> None:
-    """One node per call and stream: kernels of a call are added up, and gaps between them are not its own."""
+    """One node per call and stream: kernels of a call are added up, and long gaps between them are not its own."""
     trace = read(device_step(), tmp_path)
     assert works(trace)[:2] == ["linear[4x6x8]fp32", "gelu[24]fp32"]
     assert trace.duration_s[:2] == pytest.approx([45e-6, 20e-6])
@@ -219,6 +219,29 @@ def test_kernels_are_tied_to_the_calls_that_launched_them(tmp_path: Path) -> Non
     assert node.work == Collective("all_gather", 32, 2, 2) and node.stream == "tp"
     assert {node.stream for node in trace.program.nodes[:2]} == {"compute"}
     assert (1, 2, Dependency.SYNCHRONISATION) in trace.program.edges
+
+
+def test_short_gaps_between_kernels_that_were_launched_in_time_are_their_own(tmp_path: Path) -> None:
+    file = KinetoFile().segment("step", 0, 200).call("aten::gelu", 0, 10, [8]).launch(2, 1)
+    file.call("aten::add", 20, 10, [8], [8]).launch(22, 2).call("aten::gelu", 50, 10, [8]).launch(52, 3)
+    file.kernel("a", 30, 20, 7, 1).kernel("b", 52, 10, 7, 2).kernel("c", 64, 10, 7, 3)
+    late = KinetoFile().segment("step", 0, 200).call("aten::gelu", 0, 10, [8]).launch(2, 1)
+    late.call("aten::add", 50, 10, [8], [8]).launch(51, 2).kernel("a", 30, 20, 7, 1).kernel("b", 52, 10, 7, 2)
+    assert read(file, tmp_path).duration_s == pytest.approx([20e-6, 12e-6, 12e-6])
+    assert read(late, tmp_path).duration_s == pytest.approx([20e-6, 10e-6])
+
+
+def test_the_time_to_launch_goes_from_launch_to_launch_of_a_step(tmp_path: Path) -> None:
+    file = KinetoFile().segment("step", 0, 100).segment("forward", 0, 90)
+    file.call("aten::gelu", 5, 30, [8]).launch(10, 1).launch(20, 2)  # two kernels: launched with the last one
+    file.call("aten::add", 40, 10, [8], [8]).launch(45, 3)
+    file.segment("step", 200, 100).segment("forward", 200, 90).call("aten::gelu", 205, 30, [8]).launch(230, 4)
+    file.kernel("a", 30, 5, 7, 1).kernel("b", 60, 5, 7, 2).kernel("c", 70, 5, 7, 3).kernel("d", 260, 5, 7, 4)
+    trace = read(file, tmp_path)
+    assert trace.launch_s == pytest.approx([20e-6, 25e-6, 30e-6])
+    assert trace.launch_events.tolist() == [4, 2, 3]
+    cpu = read(KinetoFile().segment("step", 0, 100).call("aten::gelu", 5, 30, [8]), tmp_path)
+    assert not cpu.launch_s.any() and not cpu.launch_events.any()
 
 
 def test_a_recorded_wait_of_one_stream_for_another_is_an_edge(tmp_path: Path) -> None:
