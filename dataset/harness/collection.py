@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -18,11 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import annotate, cores
+from . import annotate, compiled, cores
 from . import plan as plans
+from .clocks import Sample, Watch, ask, summary
 from .errors import HarnessError
 from .files import new_folder, write_json
-from .measure import barrier, gather, noted_steps, profiled_steps, timed_steps
+from .measure import barrier, free_memory, gather, noted_steps, profiled_steps, timed_steps
 from .parallel import Training, end_groups
 from .progress import ROUND_UNITS
 from .rounds import read_rounds, rounds_path, write_rounds
@@ -45,11 +48,12 @@ class Collection:
         self.device = _device(self.plan["device"], local_rank, self.local_size)
         if "box" in self.plan:
             cores.hurry_communication()
+        nccl = self.device.type == "cuda" and int(os.environ["WORLD_SIZE"]) > 1  # alone, a rank has nobody to talk to
         with cores.any_core():
             dist.init_process_group(
-                "nccl" if self.device.type == "cuda" else "gloo",
+                "nccl" if nccl else "gloo",
                 timeout=timedelta(minutes=10),
-                device_id=self.device if self.device.type == "cuda" else None,
+                device_id=self.device if nccl else None,
             )
         if "box" in self.plan:
             cores.go_first()
@@ -59,13 +63,24 @@ class Collection:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.versions = {"torch": torch.__version__, "python": platform.python_version()}
         self.fingerprint = fingerprint(self.device)
+        self.compile = {"compile": True} if "compile" in self.plan else {}
+        if self.compile:
+            self._say("compiling")
+            compiled.enable(self.device)
+        self._watch = Watch(_gpu(self.device)) if self.device.type == "cuda" else None
+        self._samples: defaultdict[str, list[Sample]] = defaultdict(list)  # of each run
+        self._took: defaultdict[str, dict[str, float]] = defaultdict(dict)  # seconds of each run's parts
 
     def run(self) -> None:
         """Everything of this world size that is not on disk yet."""
         if self.rank == 0 and not (self.out / "fingerprint.json").exists():
             write_json(self.out / "fingerprint.json", self.fingerprint)
-        self._runs()
-        self._events()
+        try:
+            self._runs()
+            self._events()
+        finally:
+            if self._watch is not None:
+                self._watch.stop()
         barrier()
 
     def _say(self, doing: str, done: int = 0) -> None:
@@ -82,7 +97,8 @@ class Collection:
         state = {run["name"]: self._agreed(self._load_rounds(run)) for run in runs}
         for number in range(max((run["rounds"] for run in runs), default=0)):
             for run in runs:
-                if len(state[run["name"]]["rounds"]) <= number < run["rounds"]:
+                rounds = len(state[run["name"]]["rounds"])
+                if rounds <= number < run["rounds"] and not self._agreed(self._is_done(run["name"])):
                     self._round(run, number, state[run["name"]])
 
     def _is_done(self, name: str) -> bool:
@@ -96,10 +112,32 @@ class Collection:
     def _round(self, run: dict[str, Any], number: int, state: dict[str, Any]) -> None:
         name = run["name"]
         self._say(f"{name} round {number + 1}/{run['rounds']}")
+        free_memory()  # what is left of other runs is no part of this one's
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        try:
+            self._train(run, number, state)
+        except torch.OutOfMemoryError as error:
+            reason = str(error).splitlines()[0]
+        else:
+            self._say(name, done=ROUND_UNITS)
+            return
+        self._reject(run, reason)
+        if self.size > 1:  # the others wait for this rank in vain
+            raise RuntimeError(f"{name} found too little memory; start again to go on without it: {reason}")
+        self._say(name, done=ROUND_UNITS * (run["rounds"] - number))
+
+    def _train(self, run: dict[str, Any], number: int, state: dict[str, Any]) -> None:
+        """Build, time, and in the last round profile and write."""
+        name, took = run["name"], self._took[run["name"]]
+        began = time.monotonic()
         training = SleepingTraining(run, self.device) if "sleeps" in run else Training(run["job"], self.device)
+        built = time.monotonic()
         self._steps(run, number, state, training)
+        if self._watch is not None:
+            self._samples[name] += self._watch.since(built)
+        for part, seconds in (("build", built - began), ("steps", time.monotonic() - built)):
+            took[part] = took.get(part, 0.0) + seconds
         if number < run["rounds"] - 1:
             if self.rank == 0:
                 write_rounds(self.out, run, state)
@@ -109,7 +147,26 @@ class Collection:
         groups = training.mesh, training.groups["pp"]
         del training
         end_groups(*groups)
-        self._say(name, done=ROUND_UNITS)
+
+    def _reject(self, run: dict[str, Any], reason: str) -> None:
+        """Write down that a run cannot be, so that it is not tried again."""
+        manifest = {**self._head(run), "rounds": [], "rejected": reason}
+        with new_folder(self.out / "rejected" / run["name"], self.out / ".partial" / run["name"]) as folder:
+            write_json(folder / "manifest.json", manifest)
+        rounds_path(self.out, run["name"]).unlink(missing_ok=True)
+
+    def _head(self, run: dict[str, Any]) -> dict[str, Any]:
+        """What a manifest begins with."""
+        return {
+            "schema": 1,
+            "name": run["name"],
+            "role": run["role"],
+            "job": run["job"],
+            "world_size": self.size,
+            "fingerprint": self.fingerprint,
+            "versions": self.versions,
+            **self.compile,
+        }
 
     def _steps(
         self, run: dict[str, Any], number: int, state: dict[str, Any], training: Training | SleepingTraining
@@ -152,29 +209,26 @@ class Collection:
         self, run: dict[str, Any], state: dict[str, Any], training: Training | SleepingTraining, folder: Path
     ) -> None:
         """Write this rank's traces, and on rank 0 the manifest."""
+        began = time.monotonic()
         seconds: list[float] = []
         traces: dict[str, str] = {}
         if run["profile_steps"]:
             seconds, traces = profiled_steps(training, run["profile_steps"], folder, self.rank)
         digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in traces.values()}
         memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
-        ranks = gather((traces, digests, memory))
+        ranks = gather((traces, digests, memory, self._samples.pop(run["name"], [])))
         if self.rank != 0:
             return
         manifest = {
-            "schema": 1,
-            "name": run["name"],
-            "role": run["role"],
-            "job": run["job"],
-            "world_size": self.size,
-            "fingerprint": self.fingerprint,
-            "versions": self.versions,
+            **self._head(run),
             "rounds": state["rounds"],
             "profiled_seconds": seconds,
             "losses": state["losses"],
-            "peak_memory_bytes": [m for _, _, m in ranks] if memory is not None else [],
-            "traces": {str(rank): t for rank, (t, _, _) in enumerate(ranks) if t},
-            "digests": {name: digest for _, of, _ in ranks for name, digest in of.items()},
+            "peak_memory_bytes": [m for _, _, m, _ in ranks] if memory is not None else [],
+            "traces": {str(rank): t for rank, (t, _, _, _) in enumerate(ranks) if t},
+            "digests": {name: digest for _, of, _, _ in ranks for name, digest in of.items()},
+            "took_seconds": {**self._took.pop(run["name"], {}), "profile": time.monotonic() - began},
+            **_clocks([samples for _, _, _, samples in ranks]),
         }
         if "sleeps" in run:
             manifest["box"] = self.plan["box"]
@@ -190,10 +244,14 @@ class Collection:
                 continue
             self._say(f"events {event['name']}")
             boxed = {"box": self.plan["box"]} if "box" in self.plan else {}
+            free_memory()
+            began = time.monotonic()
             result = measure_events(event, self.device, self._say, asleep=bool(boxed))
+            samples = gather(self._watch.since(began) if self._watch is not None else [])
             if self.rank == 0:
-                head = {"schema": 1, "busy": self.local_size, "world_size": self.size, **boxed}
-                write_json(path, {**head, "fingerprint": self.fingerprint, "versions": self.versions, **result})
+                head = {"schema": 1, "busy": self.local_size, "world_size": self.size, **self.compile, **boxed}
+                facts = {"fingerprint": self.fingerprint, "versions": self.versions, **_clocks(samples)}
+                write_json(path, {**head, **facts, **result})
 
 
 def _device(wanted: str, local_rank: int, local_size: int) -> torch.device:
@@ -205,6 +263,18 @@ def _device(wanted: str, local_rank: int, local_size: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _clocks(samples: list[list[Sample]]) -> dict[str, Any]:
+    """``clocks`` of all ranks' GPUs together, if anything is known."""
+    found = summary(sample for of in samples for sample in of)
+    return {"clocks": found} if found else {}
+
+
+def _gpu(device: torch.device) -> str:
+    """What ``nvidia-smi`` knows a GPU by, whatever their order here."""
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", "")
+    return f"GPU-{uuid}" if uuid else str(device.index)
 
 
 def fingerprint(device: torch.device) -> dict[str, Any]:
@@ -221,7 +291,16 @@ def fingerprint(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        facts |= {"device": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
+        driver = ask(_gpu(device), "driver_version")
+        facts |= {
+            "device": properties.name,
+            "memory_bytes": properties.total_memory,
+            "num_processors": properties.multi_processor_count,
+            "cache_bytes": int(getattr(properties, "L2_cache_size", 0)),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            **({"driver": driver[0]} if driver else {}),
+        }
     return facts
 
 

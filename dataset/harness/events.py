@@ -2,7 +2,8 @@
 
 Ranks meet before each op and agree on how often to repeat it, so that all of them compute while any is timed
 (``busy`` ranks share caches and memory bandwidth, as they will in training).  The budget is shared out as it goes: each
-signature gets an equal part of what is left.
+signature gets an equal part of what is left.  What cannot run here (a kernel that does not exist, inputs that no memory
+holds) is skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,13 +22,15 @@ from torch import Tensor
 
 from . import comm, cores, facts
 from .errors import HarnessError
-from .measure import barrier, gather
+from .measure import barrier, free_memory, gather
+from .op_narrow import precision
 from .ops import op_call
-from .pool import DTYPES, Call, Pool
+from .pool import DTYPES, NARROW, Call, Pool
+from .timing import Clock
 
 _OP_REPEATS, _COLLECTIVE_REPEATS = (3, 25), (8, 40)  # per visit
 _PAUSE_S = 5e-3
-_MOST_SECONDS = 0.06  # for one signature, however large the budget
+_MOST_SECONDS = {"cpu": 0.06, "cuda": 0.08}  # for one signature, however large the budget
 
 
 def measure_events(
@@ -41,13 +43,15 @@ def measure_events(
         say: Told what has begun, and ``done`` units (one per signature).
         asleep: Whether this is a box, whose ranks do not compute: there are no facts to measure.
     """
-    clock = _Clock(device)
+    clock, began = Clock(device), time.monotonic()
     hardware = {} if asleep else facts.measure(device, clock)
+    took = {"facts": time.monotonic() - began}
     ops, collectives = list(event.get("ops", ())), list(event.get("collectives", ()))
     random.Random(0).shuffle(ops)  # neighbours in size are measured at different times
     # Collectives are visited before and after the ops: their times wander more than those of ops, over seconds.
-    budget = _Budget(event["seconds"], len(ops) + 2 * len(collectives))
-    pools = {name: Pool(device, DTYPES[name]) for name in sorted({op["dtype"] for op in ops if op["dtype"] in DTYPES})}
+    budget = _Budget(event["seconds"], len(ops) + 2 * len(collectives), _MOST_SECONDS[device.type])
+    known = {*DTYPES, *(name for name in hardware.get("peak_flops", ()) if name in NARROW)}
+    pools = {name: Pool(device, name) for name in sorted({op["dtype"] for op in ops} & known)}
     records: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
     pause_s = _PAUSE_S if asleep else 0.0
@@ -67,55 +71,29 @@ def measure_events(
             second = _time_collective(collective, device, clock, budget, pause_s)
             records.append({"collective": collective, "samples": first + second})
         say(f"events {event['name']}: {collective['kind']}", done=1)
-    return {"records": _merge(records), "skipped": skipped, "hardware": hardware}
-
-
-class _Clock:
-    """Seconds that a call takes on this rank's device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def __call__(self, call: Callable[..., object], *inputs: Tensor) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        call(*inputs)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    def many(self, call: Call, count: int) -> list[float]:
-        """Seconds of each of ``count`` calls; on CUDA back to back, between events."""
-        prepared = [call.inputs() for _ in range(count)]
-        if self.device.type != "cuda":
-            return [self(call.run, *inputs) for inputs in prepared]
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        marks[0].record()
-        for inputs, mark in zip(prepared, marks[1:], strict=True):
-            call.run(*inputs)
-            mark.record()
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) * 1e-3 for a, b in pairwise(marks)]
+    took["signatures"] = time.monotonic() - began - took["facts"]
+    return {"records": _merge(records), "skipped": skipped, "hardware": hardware, "took_seconds": took}
 
 
 class _Budget:
     """Shares out the time that is left over the signatures that are left."""
 
-    def __init__(self, seconds: float, items: int) -> None:
-        self._end, self._left = time.perf_counter() + seconds, items
+    def __init__(self, seconds: float, items: int, most: float) -> None:
+        self._end, self._left, self._most = time.perf_counter() + seconds, items, most
 
     def share(self) -> float:
         left = max(0.0, self._end - time.perf_counter()) / max(1, self._left)
         self._left -= 1
-        return min(left, _MOST_SECONDS)
+        return min(left, self._most)
 
 
 def _repeats(first: float, share: float, limits: tuple[int, int]) -> int:
-    """How often all ranks repeat what took this rank ``first`` seconds; they also meet here."""
-    count = int(share / max(first, 1e-6))
-    agreed = min(gather_numbers(count))
-    return max(limits[0], min(limits[1], agreed))
+    """How often all ranks repeat what took this rank ``first`` seconds; they also meet here.
+
+    Endless seconds: it could not run.  Then all get 0.
+    """
+    agreed = min(gather_numbers(-1 if first == float("inf") else int(share / max(first, 1e-6))))
+    return max(limits[0], min(limits[1], agreed)) if agreed >= 0 else 0
 
 
 def gather_numbers(value: int) -> list[int]:
@@ -130,15 +108,42 @@ def gather_numbers(value: int) -> list[int]:
     return numbers
 
 
-def _time_op(op: dict[str, Any], pools: dict[str, Pool], clock: _Clock, budget: _Budget) -> dict[str, Any]:
+def _time_op(op: dict[str, Any], pools: dict[str, Pool], clock: Clock, budget: _Budget) -> dict[str, Any]:
+    """``samples``, and on CUDA ``host_samples``."""
     share = budget.share()
     if op["dtype"] not in pools:
-        raise HarnessError(f"dtype must be one of {', '.join(DTYPES)}, got {op['dtype']!r}")
-    call = op_call(op["kind"], op["dims"], pools[op["dtype"]])
-    with torch.set_grad_enabled(False):
-        clock(call.run, *call.inputs())
-        count = _repeats(clock(call.run, *call.inputs()), share, _OP_REPEATS)
-        return {"samples": clock.many(call, count)}
+        raise HarnessError(f"dtype must be one of {', '.join(sorted({*DTYPES, *pools}))}, got {op['dtype']!r}")
+    with torch.no_grad(), precision(op["dtype"]):
+        call, first, reason = _warm(op, pools, clock)
+        count = _repeats(first, share, _OP_REPEATS)
+        if call is None or not count:
+            raise HarnessError(reason or "another rank could not run it")
+        found = clock.samples(call, count, share)
+    return {"samples": found.device, **({"host_samples": found.host} if found.host else {})}
+
+
+def _warm(op: dict[str, Any], pools: dict[str, Pool], clock: Clock) -> tuple[Call | None, float, str]:
+    """The op once it has run twice, the second time's seconds, and what kept it from running (then there is no call).
+
+    Where memory runs out, all pools make room and it is tried once more.
+    """
+    reason = ""
+    for _ in range(2):
+        call = None
+        try:
+            call = op_call(op["kind"], op["dims"], pools[op["dtype"]])
+            clock(call.run, *call.inputs())
+            return call, clock(call.run, *call.inputs()), ""
+        except torch.OutOfMemoryError as error:
+            reason = str(error).splitlines()[0]
+        except RuntimeError as error:  # no kernel of this device or version does it
+            reason = str(error).splitlines()[0]
+            break
+        for pool in pools.values():
+            pool.clear()
+        free_memory()
+    clock(lambda: None)  # what a kernel did wrong for good shows here, and ends the collection
+    return None, float("inf"), reason
 
 
 @cache
@@ -167,7 +172,7 @@ def _group(group_size: int, ranks_per_node: int, messages: bool) -> tuple[list[i
 
 
 def _try_collective(
-    collective: dict[str, Any], device: torch.device, clock: _Clock, budget: _Budget, pause_s: float
+    collective: dict[str, Any], device: torch.device, clock: Clock, budget: _Budget, pause_s: float
 ) -> list[float] | str:
     """Samples, or why there are none."""
     try:
@@ -177,7 +182,7 @@ def _try_collective(
 
 
 def _time_collective(
-    collective: dict[str, Any], device: torch.device, clock: _Clock, budget: _Budget, pause_s: float
+    collective: dict[str, Any], device: torch.device, clock: Clock, budget: _Budget, pause_s: float
 ) -> list[float]:
     """Samples; ``pause_s`` between them lets links rest, as computation does in training."""
     share = budget.share()
@@ -206,6 +211,9 @@ def _collective_call(
     numel = -(-max(1, num_bytes // 4) // size) * size
     full, other = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
     shard = torch.zeros(numel // size, device=device)
+    if device.type == "cuda":  # numbers, as zeros take less power; small ones, as they are summed again and again
+        for tensor in (full, shard):
+            tensor.uniform_(-1e-18, 1e-18)
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(full, group=group),
         "all_gather": lambda: comm.all_gather(full, shard, group),
@@ -233,13 +241,15 @@ def _merge(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One duration from all ranks' samples: they compute alike, and a collective ends with its last rank."""
     merged = []
     for versions in zip(*gather(records), strict=True):
-        record = {key: value for key, value in versions[0].items() if key != "samples"}
+        record = {key: value for key, value in versions[0].items() if key in ("op", "collective")}
         sampled = [version["samples"] for version in versions if version["samples"]]
         if "op" in record:
             samples = [sample for rank in sampled for sample in rank]
         else:
             samples = [max(column) for column in zip(*sampled, strict=True)]
-        merged.append(
-            {**record, "seconds": statistics.median(samples), "min_seconds": min(samples), "repeats": len(samples)}
-        )
+        record |= {"seconds": statistics.median(samples), "min_seconds": min(samples), "repeats": len(samples)}
+        host = [sample for version in versions for sample in version.get("host_samples", ())]
+        if host:
+            record["host_seconds"] = statistics.median(host)
+        merged.append(record)
     return merged

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import statistics
-from typing import Any, Protocol
+from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .measure import barrier, gather
+from .op_narrow import precision, scaled_product
+from .pool import DTYPES, Call
+from .timing import Clock
 
-
-class Clock(Protocol):
-    """Seconds of a call on the device."""
-
-    def __call__(self, call: Any) -> float: ...
+_SECONDS = 0.1  # for one fact, on CUDA
 
 
 def measure(device: torch.device, clock: Clock) -> dict[str, Any]:
@@ -25,43 +25,67 @@ def measure(device: torch.device, clock: Clock) -> dict[str, Any]:
     node's share of one rank on CPU), ``op_latency_s`` of an op that does nothing, and with at least two ranks
     ``comm_compute_share`` (see ``comm_compute_share``).
     """
-    dtypes = {"fp32": torch.float32}
-    if device.type == "cuda":
-        dtypes |= {"bf16": torch.bfloat16, "fp16": torch.float16}
+    peaks = _peaks(device, clock)
     found = {
-        **{f"peak_flops.{name}": _peak_flops(device, dtype, clock) for name, dtype in dtypes.items()},
+        **{f"peak_flops.{name}": peak for name, peak in peaks.items()},
         "memory_bandwidth_bytes_per_s": _bandwidth(device, clock),
         "op_latency_s": _op_latency(device, clock),
     }
     everyone = gather(found)
     mean = {key: statistics.fmean(each[key] for each in everyone) for key in found}
-    result: dict[str, Any] = {"peak_flops": {name: mean.pop(f"peak_flops.{name}") for name in dtypes}, **mean}
+    result: dict[str, Any] = {"peak_flops": {name: mean.pop(f"peak_flops.{name}") for name in peaks}, **mean}
     result["memory_bytes"] = _memory_bytes(device)
     if dist.get_world_size() > 1:
         result["comm_compute_share"] = comm_compute_share(device, clock)
     return result
 
 
-def _peak_flops(device: torch.device, dtype: torch.dtype, clock: Clock) -> float:
+def _peaks(device: torch.device, clock: Clock) -> dict[str, float]:
+    """By dtype; without those in which this GPU has no product."""
+    if device.type == "cpu":
+        return {"fp32": _peak_flops(device, "fp32", clock)}
+    peaks = {name: _peak_flops(device, name, clock) for name in DTYPES}
+    capability = torch.cuda.get_device_capability(device)
+    for name, since in (("tf32", (8, 0)), ("fp8", (8, 9))):
+        if capability >= since:
+            with suppress(RuntimeError):
+                peaks[name] = _peak_flops(device, name, clock)
+    return peaks
+
+
+def _peak_flops(device: torch.device, dtype: str, clock: Clock) -> float:
     best = 0.0
     for size in (512, 1024) if device.type == "cpu" else (4096, 8192):
-        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        call = _product(device, dtype, size)
         barrier()
-        clock(lambda a=a, b=b: a @ b)
-        seconds = min(clock(lambda a=a, b=b: a @ b) for _ in range(5))
+        with torch.no_grad(), precision(dtype):
+            clock(call.run)
+            seconds = min(clock.samples(call, 5, _SECONDS).device)
         best = max(best, 2.0 * size**3 / seconds)
     return best
 
 
+def _product(device: torch.device, dtype: str, size: int) -> Call:
+    a, b = (torch.randn(size, size, device=device) for _ in range(2))
+    if dtype == "fp8":
+        product = scaled_product(device, fast=True)
+        a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+        return Call(lambda: product(a, b.t()))
+    if dtype != "tf32":
+        a, b = a.to(DTYPES[dtype]), b.to(DTYPES[dtype])
+    return Call(lambda: a @ b)
+
+
 def _bandwidth(device: torch.device, clock: Clock) -> float:
     numel = 2**24 if device.type == "cpu" else 2**28
-    source, target = torch.ones(numel, device=device), torch.empty(numel, device=device)
+    source, target = torch.rand(numel, device=device), torch.empty(numel, device=device)
     barrier()
-    clock(lambda: target.copy_(source))
-    return 8.0 * numel / statistics.median(clock(lambda: target.copy_(source)) for _ in range(7))
+    clock(target.copy_, source)
+    return 8.0 * numel / statistics.median(clock.samples(Call(lambda: target.copy_(source)), 7, _SECONDS).device)
 
 
 def _op_latency(device: torch.device, clock: Clock) -> float:
+    """Of the device alone, where that is not the host."""
     x = torch.zeros(1, device=device)
     calls = 200
 
@@ -70,6 +94,8 @@ def _op_latency(device: torch.device, clock: Clock) -> float:
             x.add_(1.0)
 
     clock(many)
+    if device.type == "cuda":
+        return statistics.median(clock.samples(Call(lambda: x.add_(1.0)), 1, _SECONDS).device)
     return clock(many) / calls
 
 

@@ -68,7 +68,7 @@ def _no_constant(name: str) -> None:
 
 
 @contextmanager
-def new_folder(path: Path, temporary: Path) -> Iterator[None]:
+def new_folder(path: Path, temporary: Path) -> Iterator[Path]:
     """Make ``temporary`` empty, and rename it to ``path`` when the block ends well.
 
     Both must lie on one file system; what a killed process left in ``temporary`` is removed first.
@@ -76,7 +76,7 @@ def new_folder(path: Path, temporary: Path) -> Iterator[None]:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        yield
+        yield temporary
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.replace(path)
     except BaseException:

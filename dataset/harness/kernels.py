@@ -1,7 +1,7 @@
 """Composite ops: fused where a kernel library would fuse them, annotated, forward and backward.
 
 Each op is a pair of plain functions (which event profiling times) and an ``autograd.Function`` that calls
-them under an annotation (which the model uses), so that both run the same code.
+them under an annotation (which the model uses), so that both run the same code, compiled or as it is written.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import annotate
+from .compiled import composite, composite_as
 
 EPSILON = 1e-5
 
 
+@composite
 def rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of ``x[rows, hidden]`` over their root mean square, and its inverse ``[rows, 1]``."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
@@ -24,6 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return (x * inverse).mul_(weight), inverse
 
 
+@composite
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients for ``x`` and ``weight``."""
     normed = x * inverse
@@ -57,6 +60,7 @@ def rope_tables(seq_len: int, head_dim: int, device: torch.device, dtype: torch.
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
+@composite
 def rope_(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate ``heads[batch, seq_len, heads, head_dim]`` in place; with ``-sin`` rotate back (the gradient)."""
     half = heads.shape[-1] // 2
@@ -96,12 +100,19 @@ def _rotate(kind: str, qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> N
         rope_(heads, cos, sin if kind == "rope" else -sin)
 
 
+@composite
 def swiglu(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``gate_up[rows, 2 * ffn]``."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
+def _swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate) * grad], -1)
+
+
+@composite_as(_swiglu_backward)
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     """Gradient for ``gate_up``."""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -133,12 +144,19 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+@composite
 def geglu(gate_up: Tensor) -> Tensor:
     """``gelu(gate) * up`` of ``gate_up[rows, 2 * ffn]``."""
     gate, up = gate_up.chunk(2, dim=-1)
     return gelu(gate).mul_(up)
 
 
+def _geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.cat([torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh"), gelu(gate) * grad], -1)
+
+
+@composite_as(_geglu_backward)
 def geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     """Gradient for ``gate_up``."""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -188,6 +206,7 @@ class ReLU(torch.autograd.Function):
             return relu_backward(grad, y)
 
 
+@composite
 def cross_entropy(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """This rank's part of a softmax over a vocabulary of which it holds ``first, first + 1, ...``.
 
@@ -203,6 +222,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, 
     return exponent, exponent.sum(-1), top, picked * inside
 
 
+@composite
 def cross_entropy_backward(exponent: Tensor, scale: Tensor, weight: Tensor, targets: Tensor, first: int) -> Tensor:
     """Gradient for the logits, in place of ``exponent[rows, vocab]``.
 

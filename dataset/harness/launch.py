@@ -68,7 +68,7 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
 
     Returns:
         ``{"runs", "events"}`` (how many there are) and ``{"collected", "kept"}`` (how many of them are new); of a box
-        also ``rejected``: names of runs that kept the cores too busy.
+        and wherever there are any ``rejected``: names of runs that kept the cores too busy, or found too little memory.
 
     Raises:
         HarnessError: If the plan breaks a rule, needs more ranks than there are cores, differs from the one
@@ -113,7 +113,8 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
         bar.close(f"{len(plan['runs'])} runs and {len(plan['events'])} event files in {out}")
     counts = {"runs": len(plan["runs"]), "events": len(plan["events"])}
     rejected = [run["name"] for run in plan["runs"] if (out / "rejected" / run["name"]).exists()]
-    return {**counts, "collected": items - kept, "kept": kept, **({"rejected": rejected} if "box" in plan else {})}
+    counts |= {"collected": items - kept, "kept": kept}
+    return {**counts, "rejected": rejected} if rejected or "box" in plan else counts
 
 
 def _read_plan(path: Path) -> Any:
@@ -188,7 +189,7 @@ def _complete(out: Path, plan: dict[str, Any]) -> list[str]:
 
 
 def _is_done(out: Path, name: str) -> bool:
-    """Whether a run is over, be it that a box was too busy for it."""
+    """Whether a run is over, be it that a box was too busy for it, or that no memory holds it."""
     return any((out / place / name / "manifest.json").exists() for place in ("runs", "rejected"))
 
 

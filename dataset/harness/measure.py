@@ -26,10 +26,17 @@ from .sleeping import SleepingTraining
 
 def barrier() -> None:
     """Wait for all ranks (and for this rank's device)."""
-    if torch.cuda.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
+
+
+def free_memory() -> None:
+    """Give back what nobody holds any more, models in cycles of references among it."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def gather(value: Any) -> list[Any]:
@@ -134,18 +141,20 @@ def profiled_steps(
         experimental_config=config,
     )
     clock = _StepClock(training.device)
-    with annotate.recording(), profiler:
-        for index in range(steps + 1):  # the first is the profiler's own warm-up
-            if index == steps:
-                observer.start()
-            barrier()  # starting and stopping the profiler takes long, and differs between ranks
-            clock.mark()
-            training.step()
-            clock.mark()
-            if index == steps:
-                observer.stop()
-            profiler.step()
-    observer.unregister_callback()
+    try:
+        with annotate.recording(), profiler:
+            for index in range(steps + 1):  # the first is the profiler's own warm-up
+                if index == steps:
+                    observer.start()
+                barrier()  # starting and stopping the profiler takes long, and differs between ranks
+                clock.mark()
+                training.step()
+                clock.mark()
+                if index == steps:
+                    observer.stop()
+                profiler.step()
+    finally:
+        observer.unregister_callback()
     own = clock.seconds()[2::2]
     seconds = [max(column) for column in zip(*gather(own), strict=True)]
     for key, name in list(names.items()):

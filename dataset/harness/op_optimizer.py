@@ -19,7 +19,7 @@ def _adamw_host(pool: Pool, numel: int, tensors: int) -> Call:
     """Beside a GPU with this rank's part of the host's cores; where the host computes, with what its rank has."""
     step = _step(torch.device("cpu"), pool.dtype, numel, tensors)
     if pool.device.type == "cpu":
-        return Call(step)
+        return Call(step, on_host=True)
     threads = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def run() -> None:
@@ -28,12 +28,12 @@ def _adamw_host(pool: Pool, numel: int, tensors: int) -> Call:
         step()
         torch.set_num_threads(before)
 
-    return Call(run)
+    return Call(run, on_host=True)
 
 
 def _step(device: torch.device, dtype: torch.dtype, numel: int, tensors: int) -> Callable[[], object]:
     sizes = shares(numel, tensors)
-    block = torch.zeros(2, numel, device=device, dtype=dtype)
+    block = torch.empty(2, numel, device=device, dtype=dtype).uniform_(-0.5, 0.5)
     parameters = [torch.nn.Parameter(part) for part in block[0].split(sizes)]
     for parameter, gradient in zip(parameters, block[1].split(sizes), strict=True):
         parameter.grad = gradient

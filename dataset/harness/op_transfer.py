@@ -20,11 +20,12 @@ def _from_host(pool: Pool, numel: int) -> Call:
     if pool.device.type == "cpu":
         return Call(here.copy_, lambda: (pool.take(numel),))
     host = _host(pool, numel)
+    host.copy_(pool.take(numel))
     return Call(lambda: here.copy_(host, non_blocking=True))
 
 
 def _host(pool: Pool, numel: int) -> Tensor:
-    return torch.ones(numel, dtype=pool.dtype, pin_memory=pool.device.type == "cuda")
+    return torch.empty(numel, dtype=pool.dtype, pin_memory=pool.device.type == "cuda")
 
 
 MAKERS: MappingProxyType[str, Maker] = MappingProxyType({"to_host": _to_host, "from_host": _from_host})

@@ -8,6 +8,7 @@ A plan is a JSON object::
      "events": [{"name", "world_size", "ops": [{kind, dims, dtype}], "collectives": [{kind, num_bytes, group_size,
                  ranks_per_node}], "seconds": 20}],
      "device": "auto",                                  # optional: cpu, cuda
+     "compile": false,                                  # optional: composite ops by torch.compile
      "box": {"nodes", "ranks_per_node", "mbits_per_s": [rate of each node's link], "latency_ms": [...]}}   # optional
 
 A plan with ``box`` is for a cluster in a box (see ``box``; ``latency_ms`` may be left out).  Every run then has
@@ -94,9 +95,9 @@ def check_plan(plan: Any) -> dict[str, Any]:
     if not isinstance(plan, dict) or plan.get("schema") != SCHEMA:
         got = plan.get("schema") if isinstance(plan, dict) else type(plan).__name__
         raise HarnessError(f"a plan is a JSON object with schema = {SCHEMA}, got {got!r:.80}")
-    unknown = sorted(set(plan) - {"schema", "runs", "events", "device", "box"})
-    if unknown:
-        raise HarnessError(f"a plan has the keys schema, runs, events, device and box, got also {', '.join(unknown)}")
+    if unknown := sorted(set(plan) - {"schema", "runs", "events", "device", "compile", "box"}):
+        known = "schema, runs, events, device, compile and box"
+        raise HarnessError(f"a plan has the keys {known}, got also {', '.join(unknown)}")
     boxed = "box" in plan
     wrong = box_problems(plan["box"]) if boxed else []
     if wrong:
@@ -104,6 +105,9 @@ def check_plan(plan: Any) -> dict[str, Any]:
     ranks = plan["box"]["nodes"] * plan["box"]["ranks_per_node"] if boxed else 0
     device = plan.get("device", "auto")
     problems = [] if device in ("auto", "cpu", "cuda") else [f"device must be auto, cpu or cuda, got {device!r:.80}"]
+    compiled = plan.get("compile", False)
+    if not isinstance(compiled, bool) or (compiled and boxed):
+        problems.append(f"compile must be true or false, and false in a box, got {compiled!r:.80}")
     runs, events = (_items(plan, key) for key in ("runs", "events"))
     for run in runs:
         problems += [f"run {run.get('name')!r:.80}: {text}" for text in _run_problems(run, ranks)]
@@ -119,7 +123,7 @@ def check_plan(plan: Any) -> dict[str, Any]:
     if problems:
         raise HarnessError("; ".join(problems))
     checked = {"schema": SCHEMA, "runs": [{**OPTIONS, **run} for run in runs], "events": events, "device": device}
-    return {**checked, "box": plan["box"]} if boxed else checked
+    return checked | ({"compile": True} if compiled else {}) | ({"box": plan["box"]} if boxed else {})
 
 
 def _items(plan: dict[str, Any], key: str) -> list[dict[str, Any]]:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 Inputs = tuple[Tensor, ...]
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
+NARROW = MappingProxyType({"tf32": torch.float32, "fp8": torch.float8_e4m3fn})  # of matrix products of GPUs alone
+_CACHES = 8  # so many times a GPU's cache: what a call reads has left the cache since the last one that read it
 
 
 class Pool:
@@ -19,17 +21,19 @@ class Pool:
 
     Args:
         device: Where.
-        dtype: Of the inputs.
+        name: A key of ``DTYPES`` or ``NARROW``.
         numel: Least size of the block; it grows to hold an op's inputs twice.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, numel: int = 2**24) -> None:
-        self.device, self.dtype = device, dtype
-        self._block = self._make(numel)
+    def __init__(self, device: torch.device, name: str, numel: int = 2**24) -> None:
+        self.device, self.name, self.dtype = device, name, {**DTYPES, **NARROW}[name]
+        self._least = max(numel, _CACHES * _cache_bytes(device) // self.dtype.itemsize)
+        self._block = self._make(self._least)
         self._next = 0
 
     def _make(self, numel: int) -> Tensor:
-        return torch.empty(numel, device=self.device, dtype=self.dtype).uniform_(-0.5, 0.5)
+        first = torch.bfloat16 if self.dtype.itemsize == 1 else self.dtype
+        return torch.empty(numel, device=self.device, dtype=first).uniform_(-0.5, 0.5).to(self.dtype)
 
     def take(self, *shape: int) -> Tensor:
         """The next numbers, shaped; call after call they are other ones, until the block is through."""
@@ -37,23 +41,39 @@ class Pool:
         for size in shape:
             numel *= size
         if 2 * numel > self._block.numel():
-            self._block, self._next = self._make(2 * numel), 0
+            self.clear()
+            self._block = self._make(max(2 * numel, self._least))
         if self._next + numel > self._block.numel():
             self._next = 0
         view = self._block[self._next : self._next + numel].view(shape)
         self._next += -(-numel // 64) * 64
         return view
 
+    def clear(self) -> None:
+        """Give the block's memory back; the next ``take`` makes another."""
+        self._block, self._next = self._block.new_empty(0), 0
+
     def ids(self, count: int, below: int) -> Tensor:
         return torch.randint(below, (count,), device=self.device)
 
 
+def _cache_bytes(device: torch.device) -> int:
+    """Of a GPU's last cache, 0 where nobody says."""
+    if device.type != "cuda":
+        return 0
+    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
+
+
 @dataclass(frozen=True)
 class Call:
-    """One op: ``run(*inputs())`` runs it once; making the inputs is no part of it."""
+    """One op: ``run(*inputs())`` runs it once; making the inputs is no part of it.
+
+    ``on_host``: it is the host that computes, whatever the device.
+    """
 
     run: Callable[..., object]
     inputs: Callable[[], Inputs] = tuple
+    on_host: bool = False
 
 
 Maker = Callable[..., Call]  # of a pool and an op's dims

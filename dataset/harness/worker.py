@@ -39,6 +39,7 @@ def main() -> None:
 
 def collect_rank(plan: dict[str, Any], out: Path) -> NoReturn:
     """Do what a plan holds for this rank's world size, and end the process."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # in this process: no others beside what is measured
     from .collection import Collection  # torch takes seconds to import: not before the arguments are good
 
     try:

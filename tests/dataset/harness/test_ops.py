@@ -33,7 +33,7 @@ DIMS = {
 
 @pytest.fixture(scope="module")
 def pool() -> Pool:
-    return Pool(torch.device("cpu"), torch.float32, numel=64)
+    return Pool(torch.device("cpu"), "fp32", numel=64)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OP_KINDS if not kind.startswith("flash")])  # torch has the last one
@@ -116,7 +116,7 @@ def test_attention_without_a_mask_takes_any_lengths(
 
 
 def test_pool_grows_and_rotates() -> None:
-    pool = Pool(torch.device("cpu"), torch.float32, numel=256)
+    pool = Pool(torch.device("cpu"), "fp32", numel=256)
     first, second = pool.take(8, 8), pool.take(8, 8)
     assert first.data_ptr() != second.data_ptr()
     assert pool.take(1000).numel() == 1000

@@ -1,0 +1,132 @@
+"""Clocks, temperature and power of this rank's GPU while something is measured, as ``nvidia-smi`` samples them.
+
+It runs beside the harness from beginning to end, several times a second, and changes nothing.  Where there is no
+``nvidia-smi``, or it says nothing, nothing is known.  It writes to a pipe that this process reads: if this process is
+gone, however it ended, the next sample ends it too.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import IO, Any, NamedTuple
+
+TOOL = "nvidia-smi"
+_FIELDS = {
+    "sm_mhz": "clocks.sm",
+    "memory_mhz": "clocks.mem",
+    "temperature_c": "temperature.gpu",
+    "power_w": "power.draw",
+}
+_REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # the second one: older drivers
+_EVERY_MS = 200
+_REASON_NAMES = {
+    0x1: "idle", 0x2: "application_clocks", 0x4: "power_cap", 0x8: "hardware_slowdown", 0x10: "sync_boost",
+    0x20: "thermal", 0x40: "hardware_thermal", 0x80: "hardware_power_brake", 0x100: "display_clocks",
+}  # fmt: skip
+
+
+class Sample(NamedTuple):
+    """What was read at once: numbers by name, and why the clock was not higher."""
+
+    numbers: dict[str, float]
+    reasons: tuple[str, ...]
+
+
+def parse(line: str) -> Sample | None:
+    """One line of values separated by commas, in the order that ``Watch`` asks for; none if it holds no number."""
+    words = [word.strip() for word in line.split(",")]
+    numbers = {}
+    for name, word in zip(_FIELDS, words, strict=False):
+        try:
+            numbers[name] = float(word)
+        except ValueError:  # not supported here
+            continue
+    if not numbers:
+        return None
+    try:
+        mask = int(words[len(_FIELDS)], 16)
+    except (IndexError, ValueError):
+        mask = 0
+    return Sample(numbers, tuple(name for bit, name in _REASON_NAMES.items() if mask & bit))
+
+
+def summary(samples: Iterable[Sample]) -> dict[str, Any]:
+    """``{"samples": how many, "sm_mhz": {"median", "least"}, ..., "reasons": {reason: part of the samples}}``.
+
+    Empty if there is no sample.
+    """
+    samples = list(samples)
+    if not samples:
+        return {}
+    found: dict[str, Any] = {"samples": len(samples)}
+    for name in _FIELDS:
+        values = [sample.numbers[name] for sample in samples if name in sample.numbers]
+        if values:
+            found[name] = {"median": statistics.median(values), "least": min(values)}
+    counts = Counter(reason for sample in samples for reason in sample.reasons)
+    found["reasons"] = {reason: round(count / len(samples), 3) for reason, count in sorted(counts.items())}
+    return found
+
+
+def ask(gpu: str, *fields: str) -> list[str]:
+    """What ``nvidia-smi`` says of a GPU at once, field by field; nothing if it cannot."""
+    command = [TOOL, f"--id={gpu}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=20, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    lines = done.stdout.splitlines()
+    return [word.strip() for word in lines[0].split(",")] if done.returncode == 0 and lines else []
+
+
+class Watch:
+    """Samples of one GPU from now on.
+
+    Args:
+        gpu: What ``nvidia-smi`` knows it by: its UUID with ``GPU-`` before it, or its number.
+    """
+
+    def __init__(self, gpu: str) -> None:
+        self._samples: list[tuple[float, Sample]] = []
+        self._process: subprocess.Popen[str] | None = None
+        fields = list(_FIELDS.values())
+        reasons = [name for name in _REASONS if ask(gpu, name)][:1]
+        if not reasons and not ask(gpu, fields[0]):
+            return
+        command = [TOOL, f"--id={gpu}", f"--query-gpu={','.join([*fields, *reasons])}"]
+        command += ["--format=csv,noheader,nounits", "-lms", str(_EVERY_MS)]
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                errors="replace",
+            )  # fmt: skip
+        except OSError:
+            return
+        assert self._process.stdout is not None
+        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+        self._reader.start()
+
+    def _read(self, lines: IO[str]) -> None:
+        with lines:
+            for line in lines:
+                sample = parse(line)
+                if sample is not None:
+                    self._samples.append((time.monotonic(), sample))
+
+    def since(self, begin: float) -> list[Sample]:
+        """Those that came after ``begin``, in monotonic seconds."""
+        return [sample for when, sample in list(self._samples) if when >= begin]
+
+    def stop(self) -> None:
+        """No more samples."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._reader.join()
