@@ -69,7 +69,7 @@ def collect_jobs(
     """Plan and run job files, or run one plan file; the summary says what was measured.
 
     With a ``box`` the jobs run asleep there, whatever their clusters; ``rejected`` of the summary then names the runs
-    that kept the cores too busy.
+    that kept the cores too busy, elsewhere those that no memory holds.
     """
     check_writable(out)
     if len(paths) == 1 and paths[0].name.endswith("plan.json"):
@@ -92,7 +92,8 @@ def collect_jobs(
     summary = run_plan(plan, out, progress=progress)
     text = collection_text(out)
     if summary.get("rejected"):
-        text += f"\nrejected, more than {100 * MOST_CPU:.0f} % CPU: {', '.join(summary['rejected'])}"
+        why = f"more than {100 * MOST_CPU:.0f} % CPU" if "box" in plan else "too little memory"
+        text += f"\nrejected, {why}: {', '.join(summary['rejected'])}"
     return {**summary, "text": text}
 
 

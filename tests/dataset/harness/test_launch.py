@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -112,6 +113,42 @@ def test_killed_collection_resumes_and_keeps_what_was_complete(tmp_path: Path) -
     assert (out / "runs/a/manifest.json").read_bytes() == first
     assert len(_check_complete(out / "runs/b", ranks=1)["rounds"]) == 3
     assert sorted(path.name for path in (out / "runs").iterdir()) == ["a", "b"]
+
+
+SCARCE = """
+import json, sys
+from pathlib import Path
+import torch
+from stepsight.dataset.harness import collection, worker
+
+class Training(collection.Training):
+    def __init__(self, job, device):
+        if job["model"]["hidden"] == 32:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB\\nand more lines")
+        super().__init__(job, device)
+
+collection.Training = Training
+worker.collect_rank(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[1]).parent)
+"""
+
+
+def test_a_run_that_no_memory_holds_is_rejected_and_the_others_go_on(tmp_path: Path) -> None:
+    big = jobs.run("big", jobs.job({"hidden": 32}))
+    plan = check_plan(jobs.plan([big, jobs.run("small", jobs.job(), rounds=2, profile_steps=0)]))
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        alone["MASTER_PORT"] = str(free.getsockname()[1])
+    subprocess.run([sys.executable, "-c", SCARCE, str(path)], env={**os.environ, **alone}, check=True)
+    manifest = json.loads((tmp_path / "rejected/big/manifest.json").read_text())
+    assert manifest["rejected"] == "CUDA out of memory. Tried to allocate 1 TiB"
+    assert (manifest["name"], manifest["rounds"]) == ("big", [])
+    _check_complete(tmp_path / "runs/small", ranks=0)
+    assert collect(plan, tmp_path, progress=False) == {
+        "runs": 2, "events": 0, "collected": 0, "kept": 2, "rejected": ["big"]
+    }  # fmt: skip
 
 
 def test_failing_worker_is_reported_with_its_run_and_log(tmp_path: Path) -> None:

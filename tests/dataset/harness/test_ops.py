@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stepsight.dataset.harness import kernels, op_experts
+from stepsight.dataset.harness import kernels, op_experts, op_narrow
 from stepsight.dataset.harness.errors import HarnessError
-from stepsight.dataset.harness.events import _merge
 from stepsight.dataset.harness.ops import op_call
 from stepsight.dataset.harness.pool import Pool
 from stepsight.dataset.op import OP_KINDS
@@ -115,11 +114,54 @@ def test_attention_without_a_mask_takes_any_lengths(
     assert len(backward.run(*backward.inputs())) == 3
 
 
+@pytest.mark.parametrize("kind", ["linear", "linear_dgrad", "linear_wgrad"])
+def test_a_product_in_fp8_has_the_shape_of_the_models(kind: str, pool: Pool) -> None:
+    """And is the product of what it is given, in bf16."""
+    narrow = Pool(torch.device("cpu"), "fp8", numel=64)
+    call = op_call(kind, [32, 48, 64], narrow)
+    a, b = call.inputs()
+    y = call.run(a, b)
+    wide = op_call(kind, [32, 48, 64], pool)
+    assert y.shape == wide.run(*wide.inputs()).shape
+    assert y.dtype == torch.bfloat16
+    assert b.stride(0) == 1
+    torch.testing.assert_close(y.float(), a.float() @ b.float(), rtol=0.02, atol=0.1)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("fp8", "gelu"), ("tf32", "attention"), ("fp8", "tanh")])
+def test_other_ops_than_products_are_refused_in_narrow_dtypes(name: str, kind: str) -> None:
+    with pytest.raises(HarnessError, match=r"in .* measures linear, linear_dgrad, linear_wgrad|op kind must be"):
+        op_call(kind, [8], Pool(torch.device("cpu"), name, numel=64))
+
+
+def test_fp32_is_tf32_only_where_that_is_asked_for() -> None:
+    before = torch.backends.cuda.matmul.allow_tf32
+    with op_narrow.precision("tf32"):
+        assert torch.backends.cuda.matmul.allow_tf32
+        with op_narrow.precision("fp32"):
+            assert not torch.backends.cuda.matmul.allow_tf32
+    assert torch.backends.cuda.matmul.allow_tf32 == before
+
+
+def test_the_optimizers_numbers_are_no_zeros(pool: Pool) -> None:
+    step = op_call("adamw", [1000, 7], pool).run
+    (group,) = step.__self__.param_groups  # type: ignore[attr-defined]
+    assert all(p.abs().sum() > 0 and p.grad.abs().sum() > 0 for p in group["params"])
+
+
 def test_pool_grows_and_rotates() -> None:
     pool = Pool(torch.device("cpu"), "fp32", numel=256)
     first, second = pool.take(8, 8), pool.take(8, 8)
     assert first.data_ptr() != second.data_ptr()
     assert pool.take(1000).numel() == 1000
+    pool.clear()
+    assert pool.take(8).abs().sum() > 0
+
+
+def test_a_pool_is_several_times_a_gpus_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what a call reads comes from memory."""
+    monkeypatch.setattr("stepsight.dataset.harness.pool._cache_bytes", lambda _: 1024)
+    assert Pool(torch.device("cpu"), "bf16", numel=64)._block.nbytes == 8 * 1024
 
 
 @pytest.mark.parametrize(
@@ -129,17 +171,11 @@ def test_pool_grows_and_rotates() -> None:
         ("attention", [1, 1, 1, 8, 4, 4, 1], "q_len = kv_len"),
         ("mla_attention_backward", [1, 1, 8, 4, 6, 4, 1], "q_len = kv_len"),
         ("rope", [3], "even"),
+        ("fp8 linear", [32, 24, 64], "multiples of 16, got 32, 24, 64"),
     ],
 )
 def test_unknown_op_is_refused(kind: str, dims: list[int], text: str, pool: Pool) -> None:
+    if kind.startswith("fp8 "):
+        pool = Pool(torch.device("cpu"), "fp8", numel=64)
     with pytest.raises(HarnessError, match=text):
-        op_call(kind, dims, pool)
-
-
-@pytest.mark.parametrize("kind", ["all_reduce", "send_recv"])
-def test_a_collective_takes_as_long_as_its_last_rank(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = [[{"collective": {"kind": kind}, "samples": samples}] for samples in ([1.0, 5.0, 9.0], [5.0, 1.0, 1.0])]
-    monkeypatch.setattr("stepsight.dataset.harness.events.gather", lambda _: ranks)
-    (record,) = _merge(ranks[0])
-    assert record["seconds"] == 5.0
-    assert record["repeats"] == 3
+        op_call(kind.removeprefix("fp8 "), dims, pool)

@@ -29,6 +29,14 @@ def test_options_are_filled_in_and_the_plan_is_left_alone() -> None:
     assert world_sizes(checked) == [1, 2]
 
 
+def test_compiling_is_kept_only_where_it_is_asked_for() -> None:
+    """So that plans of old are the same, byte for byte."""
+    assert check_plan({**jobs.plan([]), "compile": True})["compile"] is True
+    assert check_plan({**jobs.plan([]), "compile": False}) == check_plan(jobs.plan([]))
+    with pytest.raises(HarnessError, match="compile must be true or false, and false in a box, got 1"):
+        check_plan({**jobs.plan([]), "compile": 1})
+
+
 def test_stages_of_t5_are_refused() -> None:
     with pytest.raises(HarnessError, match=r"share its tables of relative positions: .* t5 with pp = 1, got 2"):
         check_plan(jobs.plan([jobs.run("a", jobs.job(jobs.T5, pp=2))]))
