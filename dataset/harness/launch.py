@@ -229,6 +229,7 @@ def _run_world(out: Path, size: int, bar: Progress, boxed: bool) -> None:
         command = [sys.executable, "-m", f"{package}.box", *arguments]
     else:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        command += ["--local-addr", "127.0.0.1"]  # some machines' names lead nowhere
         command += ["-m", f"{package}.worker", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "STEPSIGHT_WATCH_STDIN": "1"}
     environment["PYTHONUNBUFFERED"] = "1"
