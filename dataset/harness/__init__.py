@@ -13,8 +13,11 @@ cluster as ``harness`` and run ``python -m harness plan.json --out DIR`` there. 
 ``model``       the transformer; ``comm`` and ``kernels`` are its autograd functions
 ``annotate``    what names segments, ops, collectives and waits in traces
 ``cores``       where a rank's threads run
+``compiled``    composite ops by ``torch.compile``, where a plan asks for it
 ``events``      each op and collective once, by its signature; ``ops`` makes them callable
+``timing``      seconds of a call, on CUDA of the device and of the host apart
 ``facts``       peaks, bandwidth, the price of overlap
+``clocks``      clocks, temperature and power of a GPU beside all that
 ==============  ==================================================================================
 """
 

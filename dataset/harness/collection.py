@@ -25,7 +25,7 @@ from . import plan as plans
 from .clocks import Sample, Watch, ask, summary
 from .errors import HarnessError
 from .files import new_folder, write_json
-from .measure import barrier, free_memory, gather, noted_steps, profiled_steps, timed_steps
+from .measure import barrier, free_memory, gather, noted_steps, out_of_memory, profiled_steps, timed_steps
 from .parallel import Training, end_groups
 from .progress import ROUND_UNITS
 from .rounds import read_rounds, rounds_path, write_rounds
@@ -59,6 +59,8 @@ class Collection:
             cores.go_first()
         elif self.device.type == "cpu":  # a GPU's rank is left alone: its autograd thread needs a core beside it
             cores.pin(local_rank)
+        if self.device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = False  # fp32 is fp32, whatever the environment says
         annotate.install()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.versions = {"torch": torch.__version__, "python": platform.python_version()}
@@ -117,7 +119,9 @@ class Collection:
             torch.cuda.reset_peak_memory_stats()
         try:
             self._train(run, number, state)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
             reason = str(error).splitlines()[0]
         else:
             self._say(name, done=ROUND_UNITS)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import comm, cores, facts
 from .errors import HarnessError
-from .measure import barrier, free_memory, gather
+from .measure import barrier, free_memory, gather, out_of_memory
 from .op_narrow import precision
 from .ops import op_call
 from .pool import DTYPES, NARROW, Call, Pool
@@ -134,11 +134,10 @@ def _warm(op: dict[str, Any], pools: dict[str, Pool], clock: Clock) -> tuple[Cal
             call = op_call(op["kind"], op["dims"], pools[op["dtype"]])
             clock(call.run, *call.inputs())
             return call, clock(call.run, *call.inputs()), ""
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
             reason = str(error).splitlines()[0]
-        except RuntimeError as error:  # no kernel of this device or version does it
-            reason = str(error).splitlines()[0]
-            break
+            if not out_of_memory(error):  # no kernel of this device or version does it
+                break
         for pool in pools.values():
             pool.clear()
         free_memory()

@@ -39,6 +39,13 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether it is memory that was missing, be it a library's own."""
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        words in str(error) for words in ("out of memory", "ALLOC_FAILED")
+    )
+
+
 def gather(value: Any) -> list[Any]:
     """Every rank's value, on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

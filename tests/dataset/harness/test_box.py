@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,7 @@ def test_a_run_that_kept_the_cores_too_busy_is_rejected(
     rank = Collection.__new__(Collection)
     rank.plan, rank.out, rank.rank, rank.size = plan, tmp_path, 0, 2
     rank.fingerprint, rank.versions, rank.device = {}, {}, type("Device", (), {"type": "cpu"})()
+    rank.compile, rank._samples, rank._took = {}, defaultdict(list), defaultdict(dict)
     records = [[{"cpu": 0.01}, {"cpu": cpu}]]
     rank._finish(run, {"rounds": [[1.0]], "losses": [0.0, 0.0], "records": records}, None)  # type: ignore[arg-type]
     assert [path.parent.parent.name for path in tmp_path.glob("*/a/manifest.json")] == [place]
