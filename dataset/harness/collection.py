@@ -45,7 +45,8 @@ class Collection:
         self.plan, self.out, self._report = plans.check_plan(plan), out, report
         torch.set_num_threads(1)
         local_rank, self.local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        self.device = _device(self.plan["device"], local_rank, self.local_size)
+        wanted = "cpu" if "box" in self.plan else self.plan["device"]  # nobody computes in a box
+        self.device = _device(wanted, local_rank, self.local_size)
         if "box" in self.plan:
             cores.hurry_communication()
         nccl = self.device.type == "cuda" and int(os.environ["WORLD_SIZE"]) > 1  # alone, a rank has nobody to talk to
