@@ -278,8 +278,10 @@ def _clocks(samples: list[list[Sample]]) -> dict[str, Any]:
 
 def _gpu(device: torch.device) -> str:
     """What ``nvidia-smi`` knows a GPU by, whatever their order here."""
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", "")
-    return f"GPU-{uuid}" if uuid else str(device.index)
+    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    name = f"GPU-{uuid.removeprefix('GPU-')}"
+    alone = torch.cuda.device_count() == 1 and "CUDA_VISIBLE_DEVICES" not in os.environ
+    return "0" if alone and not ask(name, "clocks.sm") else name
 
 
 def fingerprint(device: torch.device) -> dict[str, Any]:
