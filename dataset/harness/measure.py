@@ -1,8 +1,9 @@
 """One round of one run: build, warm up, time steps, and in the last round profile some.
 
 The iteration time of a step is the longest that any rank took from the end of its previous step to the end of this
-one, steps following each other without a barrier (one barrier before the first): the steady state.  On CUDA the ends
-are events on the compute stream.
+one, steps following each other without a barrier (one barrier before the first): the steady state.  On CUDA a step ends
+when the host sees that the device is through, as in loops that read the loss of every step: no step's launches begin
+while the device still runs the one before.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import gzip
 import os
 import shutil
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,27 +58,20 @@ def gather(value: Any) -> list[Any]:
 
 
 class _StepClock:
-    """Ends of steps on this rank's device."""
+    """Ends of steps: when this rank's device is through."""
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.marks: list[Any] = []
+        self._device = device
+        self._ends: list[float] = []
 
     def mark(self) -> None:
-        if self.cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append(event)
-        else:
-            self.marks.append(time.perf_counter())
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._ends.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
         """Between consecutive marks."""
-        pairs = list(zip(self.marks, self.marks[1:], strict=False))
-        if self.cuda:
-            torch.cuda.synchronize()
-            return [start.elapsed_time(end) * 1e-3 for start, end in pairs]
-        return [end - start for start, end in pairs]
+        return [end - start for start, end in pairwise(self._ends)]
 
 
 def timed_steps(training: Training, steps: int) -> tuple[list[float], list[Any]]:
