@@ -84,7 +84,8 @@ class RankTrace:
         tail_s: ``(len(spans),)``, wait of the compute stream after the last node of each segment.
         meets: Rendezvous of collective nodes, by node index.
         num_events: ``(n,)``, calls that the profiler recorded in the slot: what its overhead grows with.
-        launch_s: ``(n,)``, of what a device runs: host time from the launch before to its own; else 0.
+        launch_s: ``(n,)``, of what a device runs in a segment: host time from the launch before to its own, and of a
+            step's last one to the step's end; else 0.
         launch_events: ``(n,)``, calls that the profiler recorded in that time.
         step_s: Seconds of each whole step, profiled.
         events_per_step: Recorded calls that a step's time passes through.

@@ -250,11 +250,13 @@ def _timed(
     if not hosted:
         issued = np.array([work.issued for work in works])
         for begin, finish in steps:
-            nodes = np.flatnonzero((issued >= begin) & (issued < finish))
+            nodes = np.flatnonzero((issued >= begin) & (issued < finish) & (span >= 0))
+            if not len(nodes):
+                continue
             nodes = nodes[np.argsort(issued[nodes], kind="stable")]
-            before = np.concatenate([[begin], issued[nodes][:-1]])
-            launch[nodes] = issued[nodes] - before
-            launch_events[nodes] = _between(host_starts, before, issued[nodes])
+            bounds = np.concatenate([[begin], issued[nodes][:-1], [finish]])  # what follows the last is its own
+            launch[nodes] = np.diff(bounds)
+            launch_events[nodes] = _between(host_starts, bounds[:-1], bounds[1:])
     meets = {i: work.meets for i, work in enumerate(works) if work.meets is not None}
     unknown = sum(work.own for work in works if not work.known)
     return RankTrace(

@@ -238,8 +238,8 @@ def test_the_time_to_launch_goes_from_launch_to_launch_of_a_step(tmp_path: Path)
     file.segment("step", 200, 100).segment("forward", 200, 90).call("aten::gelu", 205, 30, [8]).launch(230, 4)
     file.kernel("a", 30, 5, 7, 1).kernel("b", 60, 5, 7, 2).kernel("c", 70, 5, 7, 3).kernel("d", 260, 5, 7, 4)
     trace = read(file, tmp_path)
-    assert trace.launch_s == pytest.approx([20e-6, 25e-6, 30e-6])
-    assert trace.launch_events.tolist() == [4, 2, 3]
+    assert trace.launch_s == pytest.approx([20e-6, 80e-6, 100e-6])
+    assert trace.launch_events.tolist() == [4, 3, 4]
     cpu = read(KinetoFile().segment("step", 0, 100).call("aten::gelu", 5, 30, [8]), tmp_path)
     assert not cpu.launch_s.any() and not cpu.launch_events.any()
 
