@@ -149,7 +149,7 @@ class Hardware:
         return self.peak_flops[dtype]
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "host_kinds_s" or value}
 
 
 def launch_units(work: Op | Collective) -> float:
