@@ -3,7 +3,8 @@
     stepsight experiment kernels --data DATA [--only a100-sxm] [--json]
 
 Once shapes at random; once all shapes of some weights (``n`` and ``k`` of a product) or heads (of an attention).  What
-is held out is held out for every software that ran it.  The roofline is the preset's, nothing fitted.
+is held out is held out for every software that ran it.  The roofline is the preset's, nothing fitted.  What another
+device lent to a predictor is left out: it says nothing of this one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,7 @@ class Figure:
         split: ``random``, or what was unseen.
         rows: Held out, of every software.
         mape, median, p90: Of all of them.
-        own_mape: Of the software that the predictor predicts for.
+        own_mape: Of the software that the predictor predicts for; NaN if none of it was measured.
         long_mape: Of those, only what takes ``LONG_S`` and more; NaN if nothing does.
         roofline_mape: The preset's roofline on all.
     """
@@ -123,10 +124,14 @@ def _figure(
         float(off.mean()),
         float(np.median(off)),
         float(np.percentile(off, 90)),
-        float(own.mean()),
-        float(long.mean()) if len(long) else float("nan"),
+        _mean(own),
+        _mean(long),
         float(100 * np.abs(roofline / left.seconds - 1).mean()),
     )
+
+
+def _mean(off: NDArray[np.float64]) -> float:
+    return float(off.mean()) if len(off) else float("nan")
 
 
 def text(figures: Sequence[Figure]) -> str:
@@ -156,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.only in (None, name):
                 hardware = find_hardware(recipe.hardware)
                 assert hardware is not None, recipe.hardware
-                figures += figures_of(name, read_recipe(recipe, options.data)[0], hardware)
+                figures += figures_of(name, read_recipe(replace(recipe, lent={}), options.data)[0], hardware)
     except StepsightError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -31,8 +31,8 @@ def op_rows(
 ) -> Rows:
     """Ops as the regressor's rows."""
     return Rows(
-        tuple(_label(op.kind, op, hardware) for op in ops),
-        tuple(_label(op.family, op, hardware) for op in ops),
+        tuple(label(op.kind, op, hardware) for op in ops),
+        tuple(label(op.family, op, hardware) for op in ops),
         np.array([op_terms(op) for op in ops], float).reshape(len(ops), len(OP_TERMS)),
         np.broadcast_to(np.asarray(busy, float), (len(ops),)).copy(),
         tuple(op_position(op) for op in ops),
@@ -40,7 +40,7 @@ def op_rows(
     )
 
 
-def _label(name: str, op: Op, hardware: Hardware) -> str:
+def label(name: str, op: Op, hardware: Hardware) -> str:
     """Kind or family, with the precision where it makes kernels of their own."""
     precision = dtype_class(op, hardware)
     return f"{name}/{precision}" if precision else name
@@ -121,7 +121,7 @@ class KernelModel:
         return kind in self.regressor.physics
 
     def _measured(self, op: Op) -> bool:
-        return _label(op.kind, op, self.hardware) in self.regressor.physics
+        return label(op.kind, op, self.hardware) in self.regressor.physics
 
     def _traced(self, op: Op) -> tuple[Op, float, bool]:
         """The measured op that tells of this one (itself if there is none), the log-ratio between them, and whether
@@ -142,10 +142,10 @@ class KernelModel:
         """What streams takes as much longer as it is longer than the longest of its kind that was measured: that one
         (itself if it is no longer), and how often it goes.
         """
-        label = _label(op.kind, op, self.hardware)
-        if not self.derives or op.family not in STREAMING or label not in self.regressor.support:
+        kind = label(op.kind, op, self.hardware)
+        if not self.derives or op.family not in STREAMING or kind not in self.regressor.support:
             return op, 1.0
-        most = max(round(float(np.exp(self.regressor.support[label][1][0]))), 1)
+        most = max(round(float(np.exp(self.regressor.support[kind][1][0]))), 1)
         if op.dims[0] <= most:
             return op, 1.0
         return Op(op.kind, (most, *op.dims[1:]), op.dtype), op.dims[0] / most
@@ -172,11 +172,11 @@ class KernelModel:
         base, _, evident = self._traced(op)
         if not self._measured(base):
             return f"{op}: no {op.kind} was measured"
-        excess = self.regressor.excess(_label(base.kind, base, self.hardware), op_position(base))
+        excess = self.regressor.excess(label(base.kind, base, self.hardware), op_position(base))
         far = f"{np.exp(excess):.1f} x outside the measured range" if excess > OUTSIDE else ""
         if evident:
             return f"{op}: {far}" if far else ""
-        return f"{op}: no {_label(op.kind, op, self.hardware)} was measured, {base.kind} and physics carry it"
+        return f"{op}: no {label(op.kind, op, self.hardware)} was measured, {base.kind} and physics carry it"
 
 
 def fit_kernels(

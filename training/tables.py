@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.errors import TableError
 from stepsight.dataset.hardware import Fabric, Hardware, find_fabric
 from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.physics import roofline_seconds
 from stepsight.dataset.tables import Measurements
 from stepsight.training.collective import CollectiveModel, fit_collectives, label_of
 from stepsight.training.derived import MAX_LOG_RATIO, MIN_LOG_RATIO, Ratio, base_of
@@ -71,6 +72,14 @@ def op_table(table: Measurements, device: str, software: Sequence[str]) -> OpRow
         np.array([np.median(times) for times in found.values()], dtype=np.float64),
         np.array([variant for _, variant in found], dtype=np.int64),
     )
+
+
+def lend(table: Measurements, lender: Hardware, hardware: Hardware) -> Measurements:
+    """Ops of a device as if measured on another one with the same chip: times as rooflines differ."""
+    own = table.where(device=lender.name)
+    ops = [work for work in own.works if isinstance(work, Op)]
+    longer = np.array([roofline_seconds(op, hardware) / roofline_seconds(op, lender) for op in ops], dtype=np.float64)
+    return replace(own, seconds=own.seconds * longer, device=(hardware.name,) * len(own))
 
 
 def fit_table(rows: OpRows, hardware: Hardware, others: Measurements, *, seed: int = 0) -> KernelModel:
@@ -147,12 +156,15 @@ class CollectiveRows:
         return CollectiveRows(collectives, fabrics, self.seconds[index], self.own[index])
 
 
-def collective_table(table: Measurements, device: str, links: Mapping[str, str], software: str) -> CollectiveRows:
+def collective_table(
+    table: Measurements, device: str, lenders: Sequence[str], links: Mapping[str, str], software: str
+) -> CollectiveRows:
     """Collectives of a device within its nodes, and those of all devices between nodes.
 
     Args:
         table: Any rows.
-        device: Whose rows count within a node; whose rows between nodes go before those of others.
+        device: Whose rows are its own.
+        lenders: Other devices whose rows count within a node.
         links: Preset of the fabric of each name that rows have; rows on others are left out.
         software: Pattern of what ran them.
     """
@@ -161,7 +173,7 @@ def collective_table(table: Measurements, device: str, links: Mapping[str, str],
     for work, seconds, where, fabric, name in zip(*columns, strict=True):
         if not isinstance(work, Collective) or fabric not in links or not re.search(software, name):
             continue
-        if where == device or work.num_nodes > 1:
+        if where in (device, *lenders) or work.num_nodes > 1:
             found.setdefault((work, links[fabric]), []).append((float(seconds), where == device))
     newest: dict[tuple[object, ...], int] = {}
     kept = []

@@ -44,11 +44,17 @@ def test_errors_are_of_shapes_that_were_not_fitted() -> None:
     assert "own, long" in kernels.text([random, unseen])
 
 
+def test_software_that_nobody_ran_has_no_error() -> None:
+    others = ROWS.take(np.flatnonzero(ROWS.variants == 1))
+    random, _ = kernels.figures_of("toy", others, GPU)
+    assert np.isnan(random.own_mape) and random.mape < 8
+
+
 def test_json_is_strict_and_missing_data_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert kernels.main(["--data", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("error: ")
-    monkeypatch.setattr(kernels, "read_recipe", lambda recipe, data: (ROWS, None, None))
+    monkeypatch.setattr(kernels, "read_recipe", lambda recipe, data: (ROWS, {}))
     assert kernels.main(["--data", str(tmp_path), "--only", "a100-sxm", "--json"]) == 0
     assert [row["ops"] for row in json.loads(capsys.readouterr().out)["figures"]] == ["gemm", "gemm"]

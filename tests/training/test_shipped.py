@@ -19,7 +19,7 @@ from stepsight.training.shipped import RECIPES, STREAMING, Source, main, retrain
 
 DATA = Path(os.environ.get("STEPSIGHT_DATA", Path(__file__).parents[3] / "shared" / "data"))
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MOST_BYTES = 6_000_000
+MOST_BYTES = 8_000_000
 
 
 def test_every_recipe_is_shipped_and_all_are_a_few_megabytes() -> None:
@@ -79,6 +79,20 @@ def test_a_job_is_answered_offline() -> None:
     assert 0.4 < answer.mfu < 0.7
     assert not any("linear" in reason for reason in answer.unsupported)
     assert any("physics carry it" in reason for reason in answer.unsupported)
+
+
+def test_what_another_device_lent_is_said_to_be() -> None:
+    """H200's tables know products and attention alone; H100 has the same chip and three quarters of its bandwidth."""
+    borrower, lender = shipped_predictor("h200-sxm-141gb"), shipped_predictor("h100-sxm-80gb")
+    assert borrower is not None and lender is not None
+    lent = borrower.manifest["lent"]
+    assert lent["devices"] == ["h100-sxm-80gb"] and {"add", "rms_norm", "linear/fp8"} <= set(lent["kinds"])
+    assert borrower.manifest["kinds_measured"] == ["attention", "attention/fp8", "linear", "linear/fp8"]
+    assert set(lent["sources"]) < set(borrower.manifest["sources"])
+    ops = [Op("linear", (8192, 8192, 8192)), Op("linear", (8192, 8192, 8192), "fp8"), Op("rms_norm", (16384, 8192))]
+    longer = borrower.kernel.seconds(ops, 8) / lender.kernel.seconds(ops, 8)
+    assert longer == pytest.approx([1, 1, 3.35 / 4.8], abs=0.1)
+    assert "send_recv/intra" in borrower.collective.carried
 
 
 def test_a_twin_streams_at_its_own_bandwidth() -> None:

@@ -13,7 +13,7 @@ from stepsight.dataset.op import Op
 from stepsight.dataset.physics import roofline_seconds
 from stepsight.dataset.tables import Measurements, SourceFile
 from stepsight.training.kernel import KernelModel
-from stepsight.training.tables import fit_table, op_table
+from stepsight.training.tables import fit_table, lend, op_table
 
 GPU = find_hardware("a100-sxm-80gb")
 assert GPU is not None
@@ -46,6 +46,17 @@ def test_software_is_told_apart_and_the_median_is_taken() -> None:
         (op, 2.0, 0),
         (op, 5.0, 1),
     ]
+
+
+def test_what_is_lent_streams_at_the_bandwidth_of_who_borrows() -> None:
+    """And computes as fast; of other devices nothing is taken."""
+    lender, borrower = find_hardware("h100-sxm-80gb"), find_hardware("h200-sxm-141gb")
+    assert lender is not None and borrower is not None
+    product, addition = Op("linear", (8192, 8192, 8192)), Op("add", (2**30,))
+    rows = [(op, 1.0, name, "lib") for op in (product, addition) for name in (lender.name, "b")]
+    lent = lend(_table(rows), lender, borrower)
+    assert lent.device == (borrower.name,) * 2 and lent.works == (product, addition)
+    assert lent.seconds == pytest.approx([1, 3.35 / 4.8], rel=0.01)
 
 
 def test_a_pattern_may_name_the_precision() -> None:
