@@ -126,7 +126,7 @@ def read_csv(rows: Rows, columns: Sequence[str]) -> Iterator[Line]:
     """Lines of a CSV file with a header that holds at least some columns.
 
     Raises:
-        TableError: If a column is missing, or a row has another number of cells than the header.
+        TableError: If a column is missing or there twice, or a row has another number of cells than the header.
     """
     lines = csv.reader(read_text(rows).splitlines())
     try:
@@ -134,6 +134,9 @@ def read_csv(rows: Rows, columns: Sequence[str]) -> Iterator[Line]:
         missing = [name for name in columns if name not in header]
         if missing:
             raise rows.error(f"the header must have columns {', '.join(columns)}; {', '.join(missing)} missing")
+        twice = sorted({name for name in header if header.count(name) > 1})
+        if twice:
+            raise rows.error(f"a table has a column once, got twice {', '.join(twice)}")
         for number, cells in enumerate(lines, 1):
             if len(cells) != len(header):
                 raise rows.error(f"a row must have {len(header)} cells, got {len(cells)}", number)

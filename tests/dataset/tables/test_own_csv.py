@@ -31,6 +31,14 @@ class TestOwnCsv(ReaderContract):
         assert table.skipped == {"no time": 1}
 
 
+def test_a_column_stands_once(tmp_path: Path) -> None:
+    """Which of two would count nobody could say."""
+    path = tmp_path / "mine.csv"
+    path.write_text("op,dims,microseconds, op,microseconds\nlinear,2x2x2,1,linear,2\n")
+    with pytest.raises(TableError, match=r"mine\.csv: a table has a column once, got twice microseconds, op"):
+        read_table("csv", path)
+
+
 @pytest.mark.parametrize(
     ("row", "rule"),
     [
