@@ -60,7 +60,8 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
         more = f"; {others} more (--json lists all)" if others else ""
         part = f"{100 * prediction.unsupported_share:.0f} % of the time"
         lines.append(f"outside    {part} was never measured: {_cut(prediction.unsupported[0], 100)}{more}")
-    return {"job": job.name, **prediction.to_dict(), "text": "\n".join(lines)}
+    asked = {"job": job.name, "framework": job.framework, "hardware": job.cluster.hardware}
+    return {**asked, **prediction.to_dict(), "text": "\n".join(lines)}
 
 
 def _cut(text: str, most: int) -> str:

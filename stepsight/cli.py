@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import signal
 import sys
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
+from stepsight import __version__
 from stepsight.dataset.errors import StepsightError
 from stepsight.verbs import asking, judging, measuring
 
@@ -23,6 +24,23 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"stepsight {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
 app.command()(measuring.collect)
 app.command()(measuring.train)
 app.command()(asking.predict)

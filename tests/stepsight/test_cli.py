@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ def test_predict_json_and_timeline(tmp_path: Path) -> None:
     assert answer["low_s"] <= answer["iteration_time_s"] <= answer["high_s"]
     assert sum(answer["breakdown"].values()) == pytest.approx(answer["iteration_time_s"])
     assert "predictor a100-sxm, which comes with stepsight" in answer["source"]
+    assert (answer["hardware"], answer["framework"]) == ("a100-sxm-80gb", "")
+    named = json.loads(run("predict", EXAMPLE, "--json", "--framework", "megatron-core").stdout)
+    assert named["framework"] == "megatron-core"
     events = json.loads(timeline.read_text())["traceEvents"]
     assert len({event["pid"] for event in events if event["ph"] == "X"}) == 16
 
@@ -156,6 +160,11 @@ def test_measurements_as_a_table(tmp_path: Path) -> None:
     for path, table, says in ((EXAMPLE, "ops.parquet", "must be a folder"), ("c", "ops.csv", "ends in .parquet")):
         done = run("show", path, "--table", table, cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "") and says in done.stderr
+
+
+def test_version() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"stepsight {version('stepsight')}\n", "")
 
 
 def test_every_verb_teaches() -> None:
