@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import math
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.eventfile import read_event_file
@@ -15,9 +13,6 @@ from stepsight.dataset.job import Job
 from stepsight.dataset.manifest import RunManifest, read_object
 from stepsight.dataset.trace import read_collection, read_run
 from stepsight.experiments.tables import Number, table
-
-if TYPE_CHECKING:
-    from stepsight.training.predictor import Predictor
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -130,29 +125,8 @@ def _run(path: Path) -> dict[str, Any]:
 
 
 def _predictor(path: Path) -> dict[str, Any]:
+    from stepsight.experiments.predictor_text import predictor_text
     from stepsight.training.predictor import Predictor
 
     predictor = Predictor.load(path)
-    manifest = predictor.manifest
-    text = f"predictor {path}\n{_calibration_text(predictor)}{json.dumps(manifest, indent=2)}"
-    return {"predictor": str(path), **manifest, "text": text}
-
-
-def _calibration_text(predictor: Predictor) -> str:
-    """On which runs it was calibrated, what that changed, and what it brought; empty if it was not."""
-    calibration, told = predictor.calibration, predictor.manifest.get("calibration", {})
-    if calibration.residual is None:
-        return ""
-    factors = ", ".join(f"{name} x {factor:.3f}" for name, factor in calibration.constants.to_dict().items())
-    shift = 100 * math.expm1(statistics.median(calibration.residual.logs))
-    lines = [
-        f"calibrated on {predictor.calibrated_on}, by {', '.join(map(repr, calibration.residual.software))}",
-        f"which changed durations: {factors}; iterations of jobs like those runs: {shift:+.1f} % in the middle",
-    ]
-    if "evidence" in told:
-        before, after = (told["evidence"][key] for key in ("before", "after"))
-        lines.append(
-            f"judged by {told['evidence']['by']} ({before['used']}): mean error {before['mape']:.1f} % before, "
-            f"{after['mape']:.1f} % after; begun from {told['predictor']}"
-        )
-    return "\n".join(lines) + "\n"
+    return {"predictor": str(path), **predictor.manifest, "text": predictor_text(path, predictor)}

@@ -94,7 +94,7 @@ def test_a_better_predictor_is_written_with_its_evidence(tmp_path: Path) -> None
         calibrate_runs(runs, mine, tmp_path / "twice")
     assert mine.source.endswith("without context, calibrated on 1 run of runs.csv")
     shown = describe(tmp_path / "mine")["text"]
-    assert "calibrated on 1 run of runs.csv, by 'Megatron-LM'" in shown and "larger runs (3): mean error 13." in shown
+    assert "calibrated   on 1 run of runs.csv, by 'Megatron-LM'" in shown and "larger runs (3): mean error 13." in shown
 
 
 def test_a_job_that_names_its_framework_is_predicted_as_its_row(tmp_path: Path) -> None:
