@@ -25,6 +25,7 @@ from stepsight.training.predictor import Predictor
 LEAST_GAIN = 0.02  # of the mean error: less is chance
 MOST_LEFT = 30.0  # percent of mean error that may be left: beyond, the table is not of such hardware, or in other units
 LARGER = "larger runs"
+COPY = "a copy of a fitted run"
 SIZES, ROWS = "each size left out in turn", "each job left out in turn"
 
 
@@ -88,8 +89,9 @@ def calibrate_runs(
             f"got {len(evaluation.scored)} of {sum(evaluation.rows.values())} rows in {runs} "
             f"(left out: {dict(evaluation.skipped)})"
         )
-    fitted, larger = split_by_size(evaluation.scored, most_gpus)
-    larger = without_copies(larger, fitted)
+    fitted, every_larger = split_by_size(evaluation.scored, most_gpus)
+    larger = without_copies(every_larger, fitted)
+    copies = {COPY: len(every_larger) - len(larger)} if len(larger) < len(every_larger) else {}
     fit = with_rows(predictor, fitted)
     evidence = _on_larger(fit.predictor, larger) if larger else _left_out(fit, fitted)
     found = fit.predictor.calibration
@@ -108,6 +110,7 @@ def calibrate_runs(
         "residual": {} if found.residual is None else {"spread": found.residual.spread, "noise": found.residual.noise},
         "evidence": evidence.to_dict(),
         "released": evidence.better,
+        "skipped": {**evaluation.skipped, **copies},
     }
     if evidence.better:
         record = {key: value[key] for key in ("predictor", "fitted", "constants", "residual", "evidence")}
@@ -170,6 +173,7 @@ def _text(value: dict[str, Any], evidence: Evidence, out: Path) -> str:
             f"calibrated {value['predictor']} on {value['fitted']} runs: {constants}",
             f"errors in percent on {evidence.by}:",
             table(header, cells),
+            *(f"left out {count}: {why}" for why, count in value["skipped"].items()),
             verdict,
         ]
     )

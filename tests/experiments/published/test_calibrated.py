@@ -11,8 +11,8 @@ import pytest
 
 from stepsight.dataset.errors import PredictorError, StepsightError, TableError
 from stepsight.experiments.published.calibrated import FITTED_ON, SPLITS, calibrate_small
-from stepsight.experiments.published.calibration import LARGER, SIZES, calibrate_runs
-from stepsight.experiments.published.evaluate import FITTED, Evaluation, evaluate, score
+from stepsight.experiments.published.calibration import COPY, LARGER, SIZES, calibrate_runs
+from stepsight.experiments.published.evaluate import FITTED, OTHER_HARDWARE, WEAK, Evaluation, evaluate, score
 from stepsight.experiments.published.predictors import predictor_by_hardware
 from stepsight.experiments.published.report import evaluation_text
 from stepsight.experiments.published.split import read_most_gpus, split_by_series, split_by_size
@@ -95,6 +95,18 @@ def test_a_better_predictor_is_written_with_its_evidence(tmp_path: Path) -> None
     assert mine.source.endswith("without context, calibrated on 1 run of runs.csv")
     shown = describe(tmp_path / "mine")["text"]
     assert "calibrated   on 1 run of runs.csv, by 'Megatron-LM'" in shown and "larger runs (3): mean error 13." in shown
+
+
+def test_rows_left_out_are_counted_by_their_reason(tmp_path: Path) -> None:
+    """Also the larger ones that another source's smallest runs tell of."""
+    rows = lab(dict.fromkeys(SIZES_SEEN, 1.15))
+    others = [run_row(row_id=2, quality="C"), run_row(row_id=3, vocab=""), run_row(row_id=4, hardware="H100-SXM")]
+    told_twice = [Row({**row.cells, "source": "other"}) for row in rows[1:2]]
+    runs = write_runs(tmp_path / "runs.csv", *rows, *others, *told_twice)
+    answer = calibrate_runs(runs, Predictor.load("a100-sxm"), tmp_path / "mine")
+    assert (answer["fitted"], answer["evidence"]["before"]["used"]) == (2, 2)
+    assert answer["skipped"] == {WEAK: 1, "vocab is unknown": 1, OTHER_HARDWARE: 1, COPY: 1}
+    assert "left out 1: vocab is unknown\nleft out 1: the predictor is for other hardware" in answer["text"]
 
 
 def test_a_job_that_names_its_framework_is_predicted_as_its_row(tmp_path: Path) -> None:
