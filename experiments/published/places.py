@@ -104,8 +104,7 @@ def cluster_of(row: Row) -> dict[str, Any]:
     """The ``[cluster]`` table of a row's job."""
     gpus = row.gpus
     hardware = hardware_name(row)
-    nodes = row.whole("nodes")
-    per_node = min(gpus, row.whole("gpus_per_node") or (gpus // nodes if nodes else 8))
+    per_node = min(gpus, _gpus_per_node(row))
     fabric = fabric_of(row, hardware, per_node)
     domain = NVLINK_DOMAIN.get(fabric) if isinstance(fabric, str) else None
     if domain is not None:
@@ -113,3 +112,14 @@ def cluster_of(row: Row) -> dict[str, Any]:
     if per_node < 1 or gpus % per_node:
         raise RowError("gpus_per_node does not divide gpus")
     return {"hardware": hardware, "nodes": gpus // per_node, "devices_per_node": per_node, "fabric": fabric}
+
+
+def _gpus_per_node(row: Row) -> int:
+    """As many as a row says, or leaves; 8 where it says nothing.  A node of which a part was used is one node."""
+    nodes, stated = row.whole("nodes"), row.whole("gpus_per_node")
+    if nodes is None:
+        return 8 if stated is None else stated
+    of_each = row.gpus // max(nodes, 1) if stated is None else stated
+    if nodes * of_each != row.gpus and not (nodes == 1 and row.gpus < of_each):
+        raise RowError(f"nodes * gpus_per_node must be gpus, got {nodes} * {of_each} != {row.gpus}")
+    return of_each

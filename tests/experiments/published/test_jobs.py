@@ -126,7 +126,10 @@ def test_what_rows_leave_out() -> None:
         ({"inter_interconnect": f"{'9' * 5000} Gb/s"}, "inter_interconnect must be a number"),
         ({"hidden": 2**31}, "model.hidden must be > 0 and <= 16777216, got 2147483648"),
         ({"layers": 4, "vp": -3}, "parallel.virtual_stages must be > 0"),
-        ({"layers": 1e15 - 2, "pp": 1e15, "gpus": 4e15, "tp": 4, "dp": 1}, "model.layers must be > 0 and <= 10000"),
+        (
+            {"layers": 1e15 - 2, "pp": 1e15, "gpus": 4e15, "nodes": 5e14, "tp": 4, "dp": 1},
+            "model.layers must be > 0 and <= 10000",
+        ),
         ({"iter_time_derivation": "e2e (optimizer step NOT included?)"}, "not that of a training iteration"),
     ],
 )

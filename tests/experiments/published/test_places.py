@@ -64,7 +64,7 @@ def test_nodes(changes: dict[str, Any], nodes: tuple[int, int]) -> None:
 
 def test_nvlink_beyond_a_node() -> None:
     """Trays of four share NVLink with the rest of their rack: these are the nodes that matter."""
-    cluster = cluster_of(run_row(hardware="GB200", gpu_mem_gb=186, gpus=128, gpus_per_node=4))
+    cluster = cluster_of(run_row(hardware="GB200", gpu_mem_gb=186, gpus=128, nodes=32, gpus_per_node=4))
     assert (cluster["nodes"], cluster["devices_per_node"]) == (2, 64)
 
 
@@ -78,4 +78,13 @@ def test_unknown_devices() -> None:
     with pytest.raises(RowError, match="state different memories"):
         cluster_of(run_row(hardware="A100-SXM4-40GB", gpu_mem_gb=80))
     with pytest.raises(RowError, match="gpus_per_node does not divide gpus"):
-        cluster_of(run_row(gpus=12))
+        cluster_of(run_row(gpus=12, nodes=""))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"nodes": 4}, {"gpus_per_node": 4}, {"nodes": 3, "gpus_per_node": ""}, {"nodes": 0}, {"gpus": 8, "nodes": 2}],
+)
+def test_nodes_that_contradict_each_other_are_no_cluster(changes: dict[str, Any]) -> None:
+    with pytest.raises(RowError, match=r"nodes \* gpus_per_node must be gpus, got "):
+        cluster_of(run_row(**changes))
