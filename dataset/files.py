@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ __all__ = [
     "new_folder",
     "parse_json",
     "read_json",
+    "set_aside",
     "write_json",
     "write_text",
 ]
@@ -125,6 +127,15 @@ def _put(new: Path, path: Path) -> None:
             if old.exists():
                 old.replace(path)
             raise
+
+
+def set_aside(path: Path) -> Path | None:
+    """What stood at ``path`` before a replacement that was killed half-way (see ``_put``); None if that was not so."""
+    if path.exists() or not path.parent.is_dir():
+        return None
+    path = path.resolve()
+    name = glob.escape(path.name)
+    return max(path.parent.glob(f".{name}.*/{name}"), key=lambda old: old.stat().st_mtime, default=None)
 
 
 def digest(*parts: bytes | str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.eventfile import read_event_file
-from stepsight.dataset.files import check_output_file
+from stepsight.dataset.files import check_output_file, set_aside
 from stepsight.dataset.job import Job
 from stepsight.dataset.manifest import RunManifest, read_object
 from stepsight.dataset.trace import read_collection, read_run
@@ -24,7 +24,7 @@ def describe(path: Path) -> dict[str, Any]:
     if not path.exists():
         from stepsight.training.predictor import shipped_names
 
-        if str(path) in shipped_names():
+        if str(path) in shipped_names() or set_aside(path) is not None:
             return _predictor(path)
         raise StepsightError(f"show needs an existing file or folder, got {path}")
     if path.is_dir():

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.errors import PredictorError
-from stepsight.dataset.files import new_folder, write_json
+from stepsight.dataset.files import new_folder, set_aside, write_json
 from stepsight.dataset.hardware import Fabric, Hardware, hardware_from_dict
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
@@ -178,6 +178,12 @@ class Predictor:
         folder = Path(folder)
         if not folder.exists() and folder.name in shipped_names():
             folder = SHIPPED / folder.name
+        old = set_aside(folder)
+        if old is not None:
+            raise PredictorError(
+                f"{folder} is missing: a command that was to replace it was killed; what stood there is whole in {old} "
+                f"and comes back with: mv {old} {folder}"
+            )
         if not (folder / MANIFEST).is_file():
             raise PredictorError(
                 "a predictor is a folder with manifest.json"

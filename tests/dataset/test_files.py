@@ -1,12 +1,15 @@
 """Files and folders are complete or absent."""
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.files import check_output_file, digest_files, new_folder, write_json, write_text
+from stepsight.dataset.files import check_output_file, digest_files, new_folder, set_aside, write_json, write_text
 
 
 def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
@@ -37,6 +40,32 @@ def test_an_old_folder_stays_until_the_new_one_stands(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), new_folder(tmp_path / "b") as folder:
         folder.rmdir()
     assert (tmp_path / "b" / "file").read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["b"]
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from stepsight.dataset.files import new_folder
+rename = pathlib.Path.replace
+def replace(self, target):
+    rename(self, target)
+    os.kill(os.getpid(), signal.SIGKILL)
+with new_folder(pathlib.Path(sys.argv[1])) as folder:
+    pathlib.Path.replace = replace
+"""
+
+
+def test_what_a_killed_replacement_set_aside_is_found(tmp_path: Path) -> None:
+    """Killed between its two renames; a folder that is there, or never was, has nothing aside."""
+    (tmp_path / "b[1]").mkdir()
+    (tmp_path / "b[1]" / "file").write_text("old")
+    assert set_aside(tmp_path / "b[1]") is None
+    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "b[1]"], check=False)
+    assert done.returncode == -signal.SIGKILL and not (tmp_path / "b[1]").exists()
+    old = set_aside(tmp_path / "b[1]")
+    assert old is not None and (old / "file").read_text() == "old"
+    assert set_aside(tmp_path / "b1") is None and set_aside(tmp_path / "absent" / "b") is None
+    old.rename(tmp_path / "b[1]")
+    assert set_aside(tmp_path / "b[1]") is None
 
 
 def test_no_link_and_no_file_becomes_a_folder(tmp_path: Path) -> None:

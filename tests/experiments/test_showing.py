@@ -24,6 +24,12 @@ def test_a_collection_and_what_it_lacks(tmp_path: Path) -> None:
     assert shown["text"].endswith("planned but absent: runs/two")
 
 
+def test_a_predictor_that_was_set_aside(tmp_path: Path) -> None:
+    (tmp_path / ".mine.x1" / "mine").mkdir(parents=True)
+    with pytest.raises(StepsightError, match=r"mine is missing: .* comes back with: mv"):
+        describe(tmp_path / "mine")
+
+
 def test_a_run_by_kinds(tmp_path: Path) -> None:
     shown = describe(write_run(tmp_path, 2))
     assert shown["kinds"]["all_reduce"]["calls"] == 2 and "2 rank(s)" in shown["text"]
