@@ -100,7 +100,12 @@ def _interval(predictor: Predictor) -> str:
         text = f"{low:.1f} % to {high:+.1f} %, for {100 * own.coverage:.0f} %, by {own.num_runs} runs held back"
     else:
         text = f"a factor of {math.exp(own.half_width_log):.1f} each way: too few runs to hold some back"
-    return f"{text}; narrower for jobs like those calibrated on" if predictor.calibration.residual is not None else text
+    calibration = predictor.calibration
+    if calibration.residual is None:
+        return text
+    least = 100 * math.expm1(max(calibration.left_log, calibration.judged_log))
+    bound = f", {least:.1f} % up at least" if least else ""
+    return f"{text}; narrower for jobs like those calibrated on{bound}"
 
 
 def _made(manifest: Mapping[str, Any]) -> str:

@@ -23,10 +23,12 @@ from stepsight.training.intervals import COVERAGE
 from stepsight.training.likeness import Likeness, covariance
 from stepsight.training.predictor import Predictor
 from stepsight.training.residual import Residual, most_likely
+from stepsight.training.widths import conformal_quantile
 
 Array = NDArray[np.float64]
 
 STEPS = 3  # of Gauss-Newton; times are nearly linear in factors
+MIN_ROWS = 10  # that tell what runs are off by
 NORMAL_WIDTH = 1.645  # deviations that hold 90 % of a normal distribution
 
 
@@ -99,9 +101,16 @@ def calibrate(predictor: Predictor, rows: Sequence[TimedJob]) -> Fit:
         constants = Constants.within(prior @ parts.T @ np.linalg.solve(total, left))
     logs, _ = _simulate(predictor, constants, rows)
     residual = Residual(tuple(likes), tuple((measured - logs).tolist()), spread, noise)
+    corrections = np.array([residual.mean_and_std(row.job, row.software)[0] for row in rows])
     fit = Fit(predictor, first, total)
-    calibration = Calibration(scale, constants, residual, _width(fit, [row.job for row in rows]))
+    width = _width(fit, [row.job for row in rows])
+    calibration = Calibration(scale, constants, residual, width, off_by(measured - logs - corrections))
     return replace(fit, predictor=replace(predictor, calibration=calibration))
+
+
+def off_by(logs: Array) -> float:
+    """What ``COVERAGE`` of runs are off by at most, from ``log(measured / predicted)`` of some; 0 of too few."""
+    return conformal_quantile(np.abs(logs).tolist()) if len(logs) >= MIN_ROWS else 0.0
 
 
 def _simulate(predictor: Predictor, constants: Constants, rows: Sequence[TimedJob]) -> tuple[Array, Array]:

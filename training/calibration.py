@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.job import Job
 from stepsight.training.constants import Constants
+from stepsight.training.intervals import MOST_LOG
 from stepsight.training.residual import Residual
 
 Array = NDArray[np.float64]
@@ -34,12 +35,16 @@ class Calibration:
         constants: Multiply durations by what bounds them.
         residual: What is left of jobs that are alike; None: nothing is known.
         width: Of the interval, half of it, in deviations of the residual.
+        left_log: What the runs that taught it are still off by: half of the narrowest interval, in log-seconds.
+        judged_log: Likewise the runs that judged it.
     """
 
     scale: float = 1.0
     constants: Constants = field(default_factory=Constants)
     residual: Residual | None = None
     width: float = 0.0
+    left_log: float = 0.0
+    judged_log: float = 0.0
 
     @property
     def by_runs(self) -> bool:
@@ -52,13 +57,16 @@ class Calibration:
             return self.scale
         return self.scale * math.exp(self.residual.mean_and_std(job, software)[0])
 
-    def half_width_log(self, job: Job, software: str, otherwise: float) -> float:
-        """Half of the interval of a job: its residual's as far as jobs like it are known, and ``otherwise``."""
+    def half_width_log(self, job: Job, software: str, otherwise: float, *, judged: bool = False) -> float:
+        """Half of the interval of a job: its residual's as far as jobs like it are known, and ``otherwise``; never
+        less than runs were off by, but for those that judged, if the job is ``judged`` itself.
+        """
         if self.residual is None:
             return otherwise
         known = self.residual.known(job, software)
         own = min(self.width * self.residual.mean_and_std(job, software)[1], otherwise)
-        return math.sqrt(known * own**2 + (1.0 - known) * otherwise**2)
+        half = math.sqrt(known * own**2 + (1.0 - known) * otherwise**2)
+        return max(half, self.left_log, 0.0 if judged else self.judged_log)
 
     def to_dict(self) -> dict[str, Any]:
         value: dict[str, Any] = {"scale": self.scale}
@@ -66,6 +74,7 @@ class Calibration:
             value["constants"] = self.constants.to_dict()
         if self.residual is not None:
             value |= {"residual": self.residual.to_dict(), "width": self.width}
+            value |= {"left_log": self.left_log, "judged_log": self.judged_log}
         return value
 
     @classmethod
@@ -77,9 +86,13 @@ class Calibration:
         if "residual" not in value:
             return cls(scale, constants)
         width = float(value["width"])
-        if not 0 < width <= MOST_WIDTH:
-            raise ValueError(f"width must lie between 0 and {MOST_WIDTH}, got {width}")
-        return cls(scale, constants, Residual.from_dict(value["residual"]), width)
+        left, judged = (float(value.get(name, 0.0)) for name in ("left_log", "judged_log"))
+        if not (0 < width <= MOST_WIDTH and 0 <= left <= MOST_LOG and 0 <= judged <= MOST_LOG):
+            raise ValueError(
+                f"0 < width <= {MOST_WIDTH} and 0 <= left_log and judged_log <= {MOST_LOG:g} must hold, "
+                f"got {width}, {left} and {judged}"
+            )
+        return cls(scale, constants, Residual.from_dict(value["residual"]), width, left, judged)
 
 
 def fit_calibration(predicted: Array, measured: Array) -> Calibration:

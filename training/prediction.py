@@ -57,12 +57,13 @@ class Prediction:
         """High end of the interval."""
         return self.interval()[1]
 
-    def interval(self, without: str = "") -> tuple[float, float]:
+    def interval(self, without: str = "", *, judged: bool = False) -> tuple[float, float]:
         """Low and high end, in seconds.
 
         By runs held back while the predictor was trained; for one from public tables by its errors on published runs,
         those of the source ``without`` left out (see ``training.widths``).  A calibrated one knows jobs like its runs
-        better.  Without a predictor it is wide.
+        better, and is never surer than the runs that judged it allow; these do not count for a job that is ``judged``
+        itself.  Without a predictor it is wide.
         """
         share, asked = self.unsupported_share, self.predictor
         if asked is None:
@@ -72,7 +73,7 @@ class Prediction:
         else:
             half = asked.intervals.half_width(share)
         if asked is not None:
-            half = asked.calibration.half_width_log(self.job, self.software, half)
+            half = asked.calibration.half_width_log(self.job, self.software, half, judged=judged)
         return self.iteration_time_s * math.exp(-half), self.iteration_time_s * math.exp(half)
 
     @property

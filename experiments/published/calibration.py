@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from stepsight.experiments.published.metrics import Errors, errors
 from stepsight.experiments.published.scored import Scored
 from stepsight.experiments.published.split import split_by_size, without_copies
 from stepsight.experiments.tables import Number, table
-from stepsight.training.calibrating import Fit
+from stepsight.training.calibrating import Fit, off_by
 from stepsight.training.constants import RESOURCES
 from stepsight.training.manifest import check_output
 from stepsight.training.predictor import Predictor
@@ -38,6 +39,7 @@ class Evidence:
         before, after: Errors without and with calibration.
         sources: The same by source.
         digests: Of the runs.
+        off_log: What 90 % of them are off by at most with calibration, in log-seconds; 0 of too few.
     """
 
     by: str
@@ -45,6 +47,7 @@ class Evidence:
     after: Errors
     sources: dict[str, tuple[Errors, Errors]]
     digests: tuple[str, ...]
+    off_log: float
 
     @property
     def better(self) -> bool:
@@ -94,7 +97,7 @@ def calibrate_runs(
     copies = {COPY: len(every_larger) - len(larger)} if len(larger) < len(every_larger) else {}
     fit = with_rows(predictor, fitted)
     evidence = _on_larger(fit.predictor, larger) if larger else _left_out(fit, fitted)
-    found = fit.predictor.calibration
+    found = replace(fit.predictor.calibration, judged_log=evidence.off_log)
     value: dict[str, Any] = {
         "predictor": predictor.source,
         "fitted": len(fitted),
@@ -109,6 +112,7 @@ def calibrate_runs(
         },
         "residual": {} if found.residual is None else {"spread": found.residual.spread, "noise": found.residual.noise},
         "evidence": evidence.to_dict(),
+        "least_half_width_log": max(found.left_log, found.judged_log),
         "released": evidence.better,
         "skipped": {**evaluation.skipped, **copies},
     }
@@ -121,7 +125,7 @@ def calibrate_runs(
             "digest": digest(str(manifest.get("digest", "")), *manifest["fitted_rows"]),
             "calibration": {**record, **judged},
         }
-        replace(fit.predictor, manifest={**manifest, **changed}).save(out)
+        replace(fit.predictor, calibration=found, manifest={**manifest, **changed}).save(out)
         value["out"] = str(out)
     return {**value, "text": _text(value, evidence, out)}
 
@@ -144,7 +148,8 @@ def _evidence(by: str, rows: Sequence[Scored], after: Sequence[float]) -> Eviden
     for name in dict.fromkeys(row.row.source for row in rows):
         index = [i for i, row in enumerate(rows) if row.row.source == name]
         sources[name] = _pair([rows[i] for i in index], [after[i] for i in index])
-    return Evidence(by, *_pair(rows, after), sources, tuple(row.digest for row in rows))
+    off = off_by(np.log([row.measured_s / seconds for row, seconds in zip(rows, after, strict=True)]))
+    return Evidence(by, *_pair(rows, after), sources, tuple(row.digest for row in rows), off)
 
 
 def _pair(rows: Sequence[Scored], after: Sequence[float]) -> tuple[Errors, Errors]:
@@ -168,11 +173,14 @@ def _text(value: dict[str, Any], evidence: Evidence, out: Path) -> str:
         else f"REFUSED, nothing was written: it does not lower the mean error on {evidence.by} by "
         f"{100 * LEAST_GAIN:g} % of it, to {MOST_LEFT:g} % at most"
     )
+    widest = 100 * math.expm1(value["least_half_width_log"])
+    least = [f"intervals reach {widest:.1f} % up at least: what nine of ten of them were off by"] if widest else []
     return "\n".join(
         [
             f"calibrated {value['predictor']} on {value['fitted']} runs: {constants}",
             f"errors in percent on {evidence.by}:",
             table(header, cells),
+            *least,
             *(f"left out {count}: {why}" for why, count in value["skipped"].items()),
             verdict,
         ]

@@ -202,13 +202,15 @@ def score(row: Row, predictor_of: PredictorOf) -> Scored:
     if predictor is not None:
         _check_lawful(row, job, predictor)
     prediction = predict(job, predictor or ROOFLINE, software=row.software)
+    told = {} if predictor is None else predictor.manifest.get("calibration", {})
+    judged = is_copy(job, measured, told.get("judged_rows", ()))
     return Scored(
         row,
         job,
         published.framework,
         measured,
         prediction.iteration_time_s,
-        *prediction.interval(without=row.source),
+        *prediction.interval(without=row.source, judged=judged),
         prediction.mfu * prediction.iteration_time_s,
         1.0 if predictor is None else prediction.unsupported_share,
         dict(prediction.breakdown),

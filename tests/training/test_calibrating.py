@@ -106,6 +106,21 @@ def test_left_out_is_what_a_fit_without_the_rows_says() -> None:
     assert stds[gone] == pytest.approx(np.sqrt(np.diag(own)))
 
 
+def test_no_interval_is_narrower_than_what_runs_are_off_by(predictor: Predictor) -> None:
+    """Those that were fitted, where ten are; those that judged, but not for themselves."""
+    rows = [TimedJob(job(), seconds) for seconds in np.geomspace(1.0, 1.5, 10)]
+    found = calibrate(predictor, rows).predictor.calibration
+    assert found.left_log == pytest.approx(math.log(1.5) / 2, rel=0.1)
+    assert found.half_width_log(job(), "", 0.1) == found.left_log
+    assert calibrate(predictor, rows[:9]).predictor.calibration.left_log == 0.0
+    judged = replace(found, judged_log=0.4)
+    assert judged.half_width_log(job(), "", 0.1) == 0.4
+    assert judged.half_width_log(job(), "", 0.1, judged=True) == found.left_log
+    assert Calibration.from_dict(judged.to_dict()).half_width_log(job(), "", 0.1) == 0.4
+    with pytest.raises(ValueError, match=r"0 <= left_log and judged_log <= 100 must hold, .* and -1\.0"):
+        Calibration.from_dict({**found.to_dict(), "judged_log": -1})
+
+
 def test_a_calibration_is_saved_whole(predictor: Predictor) -> None:
     """Read again it corrects by as much, to the last bit."""
     fitted = calibrate(predictor, truth(predictor, JOBS[:4], products=1.1)).predictor.calibration

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,21 @@ def test_a_better_predictor_is_written_with_its_evidence(tmp_path: Path) -> None
     assert mine.source.endswith("without context, calibrated on 1 run of runs.csv")
     shown = describe(tmp_path / "mine")["text"]
     assert "calibrated   on 1 run of runs.csv, by 'Megatron-LM'" in shown and "larger runs (3): mean error 13." in shown
+
+
+def test_no_interval_is_narrower_than_what_judging_runs_were_off_by(tmp_path: Path) -> None:
+    """But theirs, which would else be judged by themselves; fewer than ten tell nothing."""
+    off = {8: 1.3} | {gpus: 1.3 if gpus < 80 else 1.75 for gpus in range(16, 96, 8)}
+    rows, (new,) = lab(off), lab({128: 1.3})
+    for judges, least in ((9, 0.0), (10, math.log(1.75 / 1.3))):
+        runs = write_runs(tmp_path / "runs.csv", *rows[: 1 + judges])
+        answer = calibrate_runs(runs, Predictor.load("a100-sxm"), tmp_path / "mine")
+        assert answer["released"] and answer["least_half_width_log"] == pytest.approx(least, abs=0.03)
+        assert ("intervals reach" in answer["text"]) == (least > 0)
+        mine = Predictor.load(tmp_path / "mine")
+        scored = [score(row, lambda hardware, own=mine: own) for row in (*rows[1:11], new)]
+        *judged, unseen = [math.log(row.high_s / row.low_s) / 2 for row in scored]
+        assert max(judged) < 0.15 and unseen == pytest.approx(max(max(judged), least), abs=0.03)
 
 
 def test_rows_left_out_are_counted_by_their_reason(tmp_path: Path) -> None:
