@@ -28,7 +28,7 @@ class RunManifest:
         name: Name of the run in its collection.
         role: ``train``, ``heldout`` or what the plan called it.
         job: What ran.
-        world_size: Number of ranks.
+        world_size: Number of ranks that ran.
         rounds: Seconds of each timed step without a profiler, by round.
         profiled_seconds: Seconds of each profiled step.
         fingerprint: Machine and software it ran on.
@@ -38,6 +38,8 @@ class RunManifest:
         peak_memory_bytes: Per rank.
         losses: Per step.
         box: That it ran in, None outside of one.
+        stand_in: The rank of the job for which one process stood in, its collectives only taking their modelled time;
+            None: all ranks ran.
     """
 
     folder: Path
@@ -54,6 +56,7 @@ class RunManifest:
     peak_memory_bytes: tuple[float, ...] = ()
     losses: tuple[float, ...] = ()
     box: Box | None = None
+    stand_in: int | None = None
 
     @property
     def step_seconds(self) -> tuple[float, ...]:
@@ -64,6 +67,11 @@ class RunManifest:
     def iteration_time_s(self) -> float:
         """Median of the timed steps."""
         return statistics.median(self.step_seconds)
+
+    @property
+    def whole(self) -> bool:
+        """Whether its iterations take what those of its job do: a stand-in of a pipeline stage waits for no other."""
+        return self.stand_in is None or self.job.parallel.pp == 1
 
     @property
     def busy(self) -> int:
@@ -112,6 +120,7 @@ def _manifest(folder: Path, tree: dict[str, Any]) -> RunManifest:
         peak_memory_bytes=_numbers(tree.get("peak_memory_bytes", []), "peak_memory_bytes"),
         losses=_numbers(tree.get("losses", []), "losses"),
         box=Box.from_dict(tree["box"]) if "box" in tree else None,
+        stand_in=typed(_table(tree, "stand_in").get("rank"), int, "stand_in.rank") if "stand_in" in tree else None,
     )
 
 
@@ -159,6 +168,9 @@ def _check(manifest: RunManifest, path: Path) -> None:
     if not manifest.rounds or not all(steps and min(steps) > 0 for steps in manifest.rounds):
         raise TraceError(f"every round must have timed steps of more than 0 s, got {manifest.rounds!s:.80} in {path}")
     devices = manifest.job.cluster.num_devices
+    if manifest.stand_in is not None:
+        _check_stand_in(manifest, path)
+        return
     if manifest.world_size != devices:
         raise TraceError(f"world_size must equal the job's devices, got {manifest.world_size} != {devices} in {path}")
     if manifest.box is not None and manifest.box.num_ranks != devices:
@@ -170,6 +182,16 @@ def _check(manifest: RunManifest, path: Path) -> None:
             f"a run must have a trace of every rank of {manifest.world_size}, got ranks {ranks}"
             f"{f', rank {absent[0]} is missing' if absent else ''} in {path}"
         )
+
+
+def _check_stand_in(manifest: RunManifest, path: Path) -> None:
+    rank, devices = manifest.stand_in, manifest.job.cluster.num_devices
+    if manifest.world_size != 1 or manifest.box is not None:
+        raise TraceError(f"a stand-in is one rank outside of a box, got world_size = {manifest.world_size} in {path}")
+    if rank not in range(devices):
+        raise TraceError(f"stand_in.rank must be one of the job's {devices} ranks, got {rank} in {path}")
+    if sorted(manifest.traces) not in ([], [rank]):
+        raise TraceError(f"a stand-in must have a trace of rank {rank}, got ranks {sorted(manifest.traces)} in {path}")
 
 
 def read_object(path: Path) -> dict[str, Any]:

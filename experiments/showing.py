@@ -72,6 +72,7 @@ def run_row(manifest: RunManifest) -> dict[str, Any]:
         "name": manifest.name,
         "role": manifest.role,
         "ranks": manifest.world_size,
+        **({} if manifest.stand_in is None else {"stand_in": manifest.stand_in}),
         "steps": len(manifest.step_seconds),
         "measured_s": whole,
         "spread_percent": 100 * (max(medians) - min(medians)) / whole,
@@ -119,7 +120,10 @@ def _run(path: Path) -> dict[str, Any]:
     ordered = sorted(totals.items(), key=lambda item: -item[1][1])
     row = run_row(trace.manifest)
     cells = [[kind, int(n), Number(1e3 * s, 2), Number(100 * s / whole)] for kind, (n, s) in ordered]
-    text = f"run {row['name']}: {1e3 * row['measured_s']:.1f} ms on {row['ranks']} rank(s)\n"
+    manifest, told = trace.manifest, ""
+    if manifest.stand_in is not None:
+        told = f", in place of rank {manifest.stand_in} of {manifest.job.cluster.num_devices}"
+    text = f"run {row['name']}: {1e3 * row['measured_s']:.1f} ms on {row['ranks']} rank(s){told}\n"
     text += table(["kind", "calls traced", "ms", "%"], cells)
     return {**row, "kinds": {kind: {"calls": int(n), "seconds": s} for kind, (n, s) in ordered}, "text": text}
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.errors import TraceError
 from stepsight.training.measured import MeasuredRun, read_runs
-from stepsight.training.prediction import predict
 from stepsight.training.predictor import Predictor
+from stepsight.training.stand_ins import predict_run
 
 if TYPE_CHECKING:
     from stepsight.training.context import Example
@@ -48,19 +48,24 @@ class Evaluation:
 def evaluate(predictor: Predictor, collection: Path, *, role: str = "heldout") -> Evaluation:
     """Predict every run of a role and set it beside what it took.
 
+    What stood in for a stage of a pipeline judges ops alone: its iteration is no job's.
+
     Raises:
-        TraceError: If the collection has no such run, or one of them trained the predictor.
+        TraceError: If the collection has no such run to judge iterations by, or one of them trained the predictor.
         PredictorError: If a run was on other hardware.
     """
     runs = read_runs([collection], (role,))
-    if not runs:
-        raise TraceError(f"evaluation needs runs with role {role!r}, got none in {collection}")
+    if not any(run.manifest.whole for run in runs):
+        got = f"{len(runs)} that stand in for stages" if runs else "none"
+        raise TraceError(f"evaluation needs runs with role {role!r}, got {got} in {collection}")
     trained = set(predictor.manifest.get("runs", ())) & {run.manifest.name for run in runs}
     known = {Path(str(path)).resolve() for path in predictor.manifest.get("collections", ())}
     if trained and role != "train" and collection.resolve() in known:
         raise TraceError(f"runs that trained a predictor cannot judge it, got {', '.join(sorted(trained))}")
     examples = _examples(runs, predictor)
-    rows = [_row(run, predictor, [e for e in examples if e.run == run.manifest.name]) for run in runs]
+    rows = [
+        _row(run, predictor, [e for e in examples if e.run == run.manifest.name]) for run in runs if run.manifest.whole
+    ]
     measured = np.array([row["measured_s"] for row in rows])
     predicted = np.array([row["predicted_s"] for row in rows])
     alone = np.array([row["predicted_without_gnn_s"] for row in rows])
@@ -77,8 +82,8 @@ def evaluate(predictor: Predictor, collection: Path, *, role: str = "heldout") -
 
 def _row(run: MeasuredRun, predictor: Predictor, examples: list[Example]) -> dict[str, Any]:
     manifest = run.manifest
-    prediction = predict(manifest.job, predictor)
-    alone = predict(manifest.job, predictor.without_context)
+    prediction = predict_run(manifest, predictor)
+    alone = predict_run(manifest, predictor.without_context)
     measured = manifest.iteration_time_s
     steps = np.array(manifest.step_seconds)
     by_regressor, with_gnn = _op_errors(examples, predictor)

@@ -147,8 +147,8 @@ def _learn_context(predictor: Predictor, runs: list[MeasuredRun], seed: int, say
     examples, wholes = make_examples(runs, predictor), make_wholes(runs, predictor)
     say(f"context: {len(runs)} runs, {len(examples)} distinct segments")
     metrics = dict(predictor.manifest["metrics"])
-    if len(runs) < MIN_RUNS:
-        say(f"only {len(runs)} runs, {MIN_RUNS} are needed to hold some back: errors unknown, a wide default interval")
+    if (judged := sum(run.manifest.whole for run in runs)) < MIN_RUNS:
+        say(f"only {judged} runs, {MIN_RUNS} are needed to hold some back: errors unknown, a wide default interval")
         few = fit_context(examples, wholes, predictor.hardware, seed=seed)
         return replace(predictor, context=few, manifest={"metrics": metrics})
     held = hold_back(

@@ -119,8 +119,3 @@ class LearnedLatency:
             else:
                 known[work] = self._collective.unsupported(work, self.fabric)
         return self._kernel.crowded(self.busy), [known[work] for work in works]
-
-    def alone_seconds(self, work: Op | Collective) -> float:
-        """Seconds of one signature alone."""
-        seconds = self.op_seconds([work]) if isinstance(work, Op) else self.collective_seconds([work])
-        return float(seconds[0])

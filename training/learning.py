@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 from stepsight.dataset.op import Op
 from stepsight.dataset.program import Node
 from stepsight.gnn.inference import ContextWeights
+from stepsight.simulator.latency import LatencyModel
 from stepsight.simulator.simulate import simulate
+from stepsight.simulator.timing import timer_of
 from stepsight.training.context import Example, Whole, fit_context, op_error
-from stepsight.training.latency import LearnedLatency
 from stepsight.training.measured import MeasuredRun, average
 from stepsight.training.predictor import Predictor
+from stepsight.training.stand_ins import run_latency
 from stepsight.training.through_simulator import Iteration
 
 Array = NDArray[np.float64]
@@ -27,7 +29,7 @@ def make_examples(runs: Sequence[MeasuredRun], predictor: Predictor) -> list[Exa
     """Distinct segments of the runs' traces, with the predictor's seconds alone."""
     examples = []
     for run in runs:
-        latency = predictor.latency(run.manifest.job)
+        latency = run_latency(run.manifest, predictor)
         for mean in average(run.segments):
             if len(mean.program):
                 alone = seconds_alone(mean.program.nodes, latency)
@@ -35,30 +37,29 @@ def make_examples(runs: Sequence[MeasuredRun], predictor: Predictor) -> list[Exa
     return examples
 
 
-def seconds_alone(nodes: Sequence[Node], latency: LearnedLatency) -> Array:
+def seconds_alone(nodes: Sequence[Node], latency: LatencyModel) -> Array:
     """Seconds of each node of a program on its own, its share included, ``(len(nodes),)``."""
-    return np.array([latency.alone_seconds(node.work) * node.share for node in nodes])
+    return timer_of(latency).work_seconds([node.work for node in nodes]) * [node.share for node in nodes]
 
 
 def make_wholes(runs: Sequence[MeasuredRun], predictor: Predictor) -> list[Whole]:
-    """The runs as functions of their nodes, with their measured iteration times."""
+    """The runs that are whole as functions of their nodes, with their measured iteration times."""
     wholes = []
-    for run in runs:
-        job = run.manifest.job
-        latency = predictor.latency(job)
-        wholes.append(Whole(Iteration.of(job, latency), run.manifest.iteration_time_s, latency.busy, run.manifest.name))
+    for run in (run.manifest for run in runs if run.manifest.whole):
+        iteration = Iteration.of(run.job, run_latency(run, predictor))
+        wholes.append(Whole(iteration, run.iteration_time_s, run.busy, run.name))
     return wholes
 
 
 def iteration_times(runs: Sequence[MeasuredRun], predictor: Predictor) -> Array:
     """Predicted seconds of each run's job, before calibration, ``(runs,)``."""
-    jobs = [run.manifest.job for run in runs]
-    return np.array([simulate(job, predictor.latency(job)).iteration_time_s for job in jobs])
+    latencies = [(run.manifest.job, run_latency(run.manifest, predictor)) for run in runs]
+    return np.array([simulate(job, latency).iteration_time_s for job, latency in latencies])
 
 
 @dataclass(frozen=True)
 class HeldBack:
-    """What comes out when runs are held back in turn; shapes ``(runs,)``.
+    """What comes out when runs are held back in turn; shapes ``(runs,)``, those that are whole.
 
     Attributes:
         measured: Iteration times.
@@ -103,6 +104,7 @@ def hold_back(
     """
     folds = np.random.default_rng(seed).permutation(len(runs)) % min(FOLDS, len(runs))
     unseen = predictor.left_out
+    whole = np.array([run.manifest.whole for run in runs], dtype=np.bool_)
     in_context = np.zeros(len(runs))
     before, after = [], []
     for fold in range(folds.max() + 1):
@@ -115,14 +117,16 @@ def hold_back(
             predictor.hardware,
             seed=seed,
         )
-        in_context[folds == fold] = iteration_times(own, replace(unseen, context=context))
+        judged = [run for run in own if run.manifest.whole]
+        in_context[(folds == fold) & whole] = iteration_times(judged, replace(unseen, context=context))
         if left_out := make_examples(own, unseen):
             before.append(op_error(left_out, None, predictor.hardware))
             after.append(op_error(left_out, context, predictor.hardware))
+    judged = [run for run in runs if run.manifest.whole]
     return HeldBack(
-        np.array([run.manifest.iteration_time_s for run in runs]),
-        iteration_times(runs, unseen),
-        in_context,
+        np.array([run.manifest.iteration_time_s for run in judged]),
+        iteration_times(judged, unseen),
+        in_context[whole],
         float(np.mean(before)) if before else 0.0,
         float(np.mean(after)) if after else 0.0,
     )

@@ -189,14 +189,18 @@ def runs_digest(runs: Sequence[MeasuredRun]) -> str:
 
 
 def fill_from_traces(profile: Profile, runs: Iterable[MeasuredRun]) -> list[str]:
-    """Add the in-context median of op and collective kinds that no event profile holds; returns those kinds."""
+    """Add the in-context median of op and collective kinds that no event profile holds; returns those kinds.
+
+    A stand-in's collectives are none that was measured.
+    """
     have = {op.kind for op in profile.ops} | {c.kind for c in profile.collectives}
     found: dict[tuple[Op | Collective, int, Fabric], list[float]] = {}
     for run in runs:
         fabric = run.manifest.job.fabric
         for segment in run.segments:
             for node, seconds in zip(segment.program.nodes, segment.slot_s.tolist(), strict=True):
-                if node.work.kind not in have and seconds > 0:
+                modelled = run.manifest.stand_in is not None and isinstance(node.work, Collective)
+                if node.work.kind not in have and seconds > 0 and not modelled:
                     found.setdefault((node.work, segment.busy, fabric), []).append(seconds)
     for (work, busy, fabric), seconds in found.items():
         if isinstance(work, Op):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from stepsight.dataset.errors import CollectError
@@ -14,6 +14,7 @@ from stepsight.dataset.harness.errors import HarnessError
 from stepsight.dataset.harness.plan import SCHEMA, check_plan, job_problems
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.physics import alpha_beta_seconds
 from stepsight.simulator.lowering import signatures
 
 
@@ -41,15 +42,42 @@ def collectable(job: Job, max_ranks: int | None = None) -> None:
         )
 
 
-def event_plan(jobs: Iterable[Job], seconds: float) -> list[dict[str, Any]]:
-    """Every distinct signature that the jobs need, by world size, sharing a time budget evenly per signature."""
+def as_the_harness_runs(job: Job) -> Job:
+    """The job as the harness runs it on any device: pipelines by torch, their gradients reduced after the schedule."""
+    if job.parallel.pp == 1:
+        return job
+    overlap = job.parallel.overlap_grad_reduce and job.parallel.zero_stage > 0
+    return replace(job, parallel=replace(job.parallel, runtime="torch", overlap_grad_reduce=overlap))
+
+
+def stand_in_of(job: Job, rank: int) -> dict[str, Any]:
+    """What a plan says of a run in which one process stands in for a rank of a job.
+
+    Its collectives take what latency and bandwidth of the job's fabric imply.
+
+    Raises:
+        CollectError: If the harness cannot run the job, or it has no such rank.
+    """
+    collectable(job)
+    if rank not in range(job.cluster.num_devices):
+        raise CollectError(f"rank must be one of the job's {job.cluster.num_devices}, got {rank}")
+    _, collectives = signatures(as_the_harness_runs(job), _facts(job))
+    rows = [{**asdict(c), "seconds": alpha_beta_seconds(c, job.fabric)} for c in sorted(collectives, key=str)]
+    return {"rank": rank, "collectives": rows}
+
+
+def event_plan(jobs: Iterable[Job], seconds: float, stand_ins: Sequence[Job] = ()) -> list[dict[str, Any]]:
+    """Every distinct signature that the jobs need, by world size, sharing a time budget evenly per signature.
+
+    Of ``stand_ins``, jobs of which only one rank runs at a time, these are the ops, on one rank.
+    """
     ops: dict[int, set[Op]] = {}
     collectives: dict[int, set[Collective]] = {}
     for job in jobs:
-        world = job.cluster.num_devices
+        world = 1 if job in stand_ins else job.cluster.num_devices
         found_ops, found_collectives = signatures(job, _facts(job))
         ops.setdefault(world, set()).update(found_ops)
-        collectives.setdefault(world, set()).update(found_collectives)
+        collectives.setdefault(world, set()).update(() if job in stand_ins else found_collectives)
     total = sum(map(len, ops.values())) + sum(map(len, collectives.values()))
     return [
         {
@@ -64,7 +92,7 @@ def event_plan(jobs: Iterable[Job], seconds: float) -> list[dict[str, Any]]:
 
 
 def make_plan(
-    runs: Sequence[tuple[str, Job, dict[str, int]]],
+    runs: Sequence[tuple[str, Job, dict[str, Any]]],
     *,
     profile_jobs: Sequence[Job] = (),
     event_seconds: float = 30.0,
@@ -72,17 +100,19 @@ def make_plan(
     """A plan for the harness, as plain JSON.
 
     Args:
-        runs: Role, job and step counts (``rounds``, ``steps``, ``warmup``, ``profile_steps``) of each real run.
-        profile_jobs: Jobs whose distinct ops and collectives are measured on their own.
+        runs: Role, job and step counts (``rounds``, ``steps``, ``warmup``, ``profile_steps``) of each real run; beside
+            the counts ``stand_in`` (see ``stand_in_of``) where one process stands in for a rank of the job.
+        profile_jobs: Jobs whose distinct ops and collectives are measured on their own; of those in stand-ins the ops.
         event_seconds: Time budget of those measurements; 0 leaves them out.
     """
     planned: dict[str, dict[str, Any]] = {}
     for role, job, counts in runs:
-        name = run_name(job)
+        name = run_name(job) + (f"-rank{counts['stand_in']['rank']}" if "stand_in" in counts else "")
         if name in planned:
             raise CollectError(f"every run of a plan must differ, got {name} twice")
         planned[name] = {"name": name, "role": role, "job": job.to_dict(), **counts}
-    events = event_plan(profile_jobs, event_seconds) if event_seconds > 0 else []
+    stand_ins = [job for _, job, counts in runs if "stand_in" in counts]
+    events = event_plan(profile_jobs, event_seconds, stand_ins) if event_seconds > 0 else []
     try:
         return check_plan(json.loads(json.dumps({"schema": SCHEMA, "runs": list(planned.values()), "events": events})))
     except HarnessError as error:

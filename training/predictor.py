@@ -80,8 +80,12 @@ class Predictor:
     manifest: Mapping[str, Any] = field(default_factory=dict)
     _bound: dict[Any, LearnedLatency] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    def latency(self, job: Job) -> LearnedLatency:
+    def latency(self, job: Job, *, alone: bool = False) -> LearnedLatency:
         """The durations that the simulator asks for, bound to the job's fabric and busy devices per node.
+
+        Args:
+            job: What to run.
+            alone: Only one of its devices is there, and waits for no slower one.
 
         Raises:
             PredictorError: If the job runs on other hardware.
@@ -91,8 +95,8 @@ class Predictor:
                 f"a predictor serves its own hardware: cluster.hardware must be {self.hardware.name!r}, "
                 f"got {job.cluster.hardware!r}"
             )
-        busy = min(job.cluster.devices_per_node, job.cluster.num_devices)
-        devices = job.cluster.num_devices if self.hardware.compute_spread else 1
+        busy = 1 if alone else min(job.cluster.devices_per_node, job.cluster.num_devices)
+        devices = job.cluster.num_devices if self.hardware.compute_spread and not alone else 1
         key = (busy, job.fabric, devices)
         if key not in self._bound:
             self._bound[key] = LearnedLatency(

@@ -10,6 +10,8 @@ cluster as ``harness`` and run ``python -m harness plan.json --out DIR`` there. 
 ``collection``  rounds over runs, run folders, event files
 ``measure``     timed and profiled steps
 ``parallel``    a job as a sharded model, schedule and optimizer: the training step
+``stand_in``    one process in the place of a rank of a larger job; ``delays`` tells what its collectives take,
+                ``spinning`` lets it pass on CUDA
 ``model``       the transformer; ``comm`` and ``kernels`` are its autograd functions
 ``annotate``    what names segments, ops, collectives and waits in traces
 ``cores``       where a rank's threads run

@@ -10,9 +10,12 @@ free of quotes, so that they survive in JSON as they are::
     stepsight::collective kind=all_reduce num_bytes=4096 ranks=0,1 group=tp seq=3 async=0
     stepsight::collective kind=send_recv num_bytes=4096 ranks=0,1 group=pp seq=0 async=1 direction=send
     stepsight::wait seq=3 group=tp
+    stepsight::modelled seconds=0.001
 
 ``seq`` counts the calls of one rank in one group: equal for all ranks of a collective, and for a
 point-to-point message only an identity (the n-th send to a peer meets the peer's n-th receive).
+
+``modelled`` is within a collective that a stand-in only waits for, and tells how long.
 
 The all-reduces that DDP issues from C++ cannot be wrapped; in a gloo trace they are the ``gloo:all_reduce``
 spans, in an NCCL trace ``record_param_comms``.  A Python hook would show them, and would change their timing.
@@ -123,6 +126,25 @@ def op(kind: str, dims: Iterable[int], dtype: torch.dtype) -> AbstractContextMan
     return torch.profiler.record_function(f"stepsight::op kind={kind} dims={sizes} dtype={DTYPE_NAMES[dtype]}")
 
 
+def waiting(work: Any) -> AbstractContextManager[Any]:
+    """A wait for a work that an annotated call returned."""
+    pending = _recorder.pending.pop(id(work), None) if _recorder.pending else None
+    return _NOTHING if pending is None else torch.profiler.record_function(pending[1])
+
+
+def stood_in(
+    kind: str, num_bytes: int, ranks: Iterable[int], group_name: str, seconds: float
+) -> AbstractContextManager[Any]:
+    """What a stand-in issues; where no wrapped call is around it (DDP's from C++), the whole collective."""
+    if not _recorder.active:
+        return _NOTHING
+    if _state.inside:
+        return torch.profiler.record_function(f"stepsight::modelled seconds={seconds:.9f}")
+    words = f"kind={kind} num_bytes={num_bytes} ranks={','.join(map(str, ranks))}"
+    words += f" group={_recorder.group_names.get(group_name, 'world')} async=1 seconds={seconds:.9f}"
+    return torch.profiler.record_function(f"stepsight::collective {words}")
+
+
 def install() -> None:
     """Wrap the c10d calls; safe to call more than once."""
     if _recorder.installed:
@@ -140,10 +162,7 @@ def install() -> None:
 
     @wraps(wait)
     def annotated_wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        pending = _recorder.pending.pop(id(self), None) if _recorder.pending else None
-        if pending is None:
-            return wait(self, *args, **kwargs)
-        with torch.profiler.record_function(pending[1]):
+        with waiting(self):
             return wait(self, *args, **kwargs)
 
     dist.Work.wait = annotated_wait  # type: ignore[method-assign]

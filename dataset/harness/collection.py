@@ -12,7 +12,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import annotate, compiled, cores
+from . import annotate, compiled, cores, stand_in
 from . import plan as plans
 from .clocks import Sample, Watch, ask, summary
 from .errors import HarnessError
@@ -95,14 +95,15 @@ class Collection:
         return gather(value if self.rank == 0 else None)[0]
 
     def _runs(self) -> None:
-        runs = [run for run in self.plan["runs"] if plans.world_size(run["job"]) == self.size]
+        runs = [run for run in self.plan["runs"] if plans.ranks_needed(run) == self.size]
         runs = [run for run in runs if not self._agreed(self._is_done(run["name"]))]
         state = {run["name"]: self._agreed(self._load_rounds(run)) for run in runs}
         for number in range(max((run["rounds"] for run in runs), default=0)):
             for run in runs:
                 rounds = len(state[run["name"]]["rounds"])
                 if rounds <= number < run["rounds"] and not self._agreed(self._is_done(run["name"])):
-                    self._round(run, number, state[run["name"]])
+                    with stand_in.world(run, self.device) if "stand_in" in run else nullcontext():
+                        self._round(run, number, state[run["name"]])
 
     def _is_done(self, name: str) -> bool:
         return any((self.out / place / name / "manifest.json").exists() for place in ("runs", "rejected"))
@@ -217,8 +218,9 @@ class Collection:
         began = time.monotonic()
         seconds: list[float] = []
         traces: dict[str, str] = {}
+        first = run["stand_in"]["rank"] if "stand_in" in run else 0
         if run["profile_steps"]:
-            seconds, traces = profiled_steps(training, run["profile_steps"], folder, self.rank)
+            seconds, traces = profiled_steps(training, run["profile_steps"], folder, first + self.rank)
         digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in traces.values()}
         memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
         ranks = gather((traces, digests, memory, self._samples.pop(run["name"], [])))
@@ -230,11 +232,13 @@ class Collection:
             "profiled_seconds": seconds,
             "losses": state["losses"],
             "peak_memory_bytes": [m for _, _, m, _ in ranks] if memory is not None else [],
-            "traces": {str(rank): t for rank, (t, _, _, _) in enumerate(ranks) if t},
+            "traces": {str(rank): t for rank, (t, _, _, _) in enumerate(ranks, first) if t},
             "digests": {name: digest for _, of, _, _ in ranks for name, digest in of.items()},
             "took_seconds": {**self._took.pop(run["name"], {}), "profile": time.monotonic() - began},
             **_clocks([samples for _, _, _, samples in ranks]),
         }
+        if "stand_in" in run:
+            manifest["stand_in"] = {"rank": first}
         if "sleeps" in run:
             manifest["box"] = self.plan["box"]
             write_json(folder / "records.json", {"steps": [step for steps in state["records"] for step in steps]})

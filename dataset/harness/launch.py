@@ -166,7 +166,7 @@ def _busy_seconds() -> float:
 def _check_cores(plan: dict[str, Any]) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for item in [*plan["runs"], *plan["events"]]:
-        size = item["world_size"] if "world_size" in item else plans.world_size(item["job"])
+        size = item["world_size"] if "world_size" in item else plans.ranks_needed(item)
         if size > cores:
             raise HarnessError(
                 f"every rank needs a core of its own: ranks <= cores must hold, got {size} > {cores} for {item['name']}"
@@ -195,7 +195,7 @@ def _is_done(out: Path, name: str) -> bool:
 
 def _outstanding(out: Path, plan: dict[str, Any], size: int) -> list[str]:
     """Names of what this world size still owes."""
-    runs = [run["name"] for run in plan["runs"] if plans.world_size(run["job"]) == size]
+    runs = [run["name"] for run in plan["runs"] if plans.ranks_needed(run) == size]
     runs = [name for name in runs if not _is_done(out, name)]
     events = [event["name"] for event in plan["events"] if event["world_size"] == size]
     return runs + [name for name in events if not (out / "events" / f"{name}.json").exists()]

@@ -21,16 +21,21 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, schedule
 
-from . import annotate
+from . import annotate, stand_in
 from .parallel import Training
 from .sleeping import SleepingTraining
+
+
+def alone() -> bool:
+    """Whether no other process measures: there is one rank, or one that stands in for a rank of many."""
+    return not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == stand_in.NAME
 
 
 def barrier() -> None:
     """Wait for all ranks (and for this rank's device)."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if not alone():
         dist.barrier()
 
 
@@ -50,7 +55,7 @@ def out_of_memory(error: RuntimeError) -> bool:
 
 def gather(value: Any) -> list[Any]:
     """Every rank's value, on every rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if alone():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

@@ -4,7 +4,7 @@ A plan is a JSON object::
 
     {"schema": 1,
      "runs": [{"name", "role", "job": {model, parallel, batch, cluster}, "rounds": 3, "steps": 4, "warmup": 2,
-               "profile_steps": 2}],
+               "profile_steps": 2, "stand_in": {"rank", "collectives"}}],       # stand_in is optional, see delays
      "events": [{"name", "world_size", "ops": [{kind, dims, dtype}], "collectives": [{kind, num_bytes, group_size,
                  ranks_per_node}], "seconds": 20}],
      "device": "auto",                                  # optional: cpu, cuda
@@ -23,6 +23,7 @@ import re
 from typing import Any
 
 from .box import box_problems
+from .delays import stand_in_problems
 from .errors import HarnessError
 
 SCHEMA = 1
@@ -75,6 +76,11 @@ def world_size(job: dict[str, Any]) -> int:
     return int(parallel["tp"] * parallel["pp"] * parallel["dp"])
 
 
+def ranks_needed(run: dict[str, Any]) -> int:
+    """Processes that a run needs: the ranks of its job, or one that stands in for one of them."""
+    return 1 if "stand_in" in run else world_size(run["job"])
+
+
 def num_micro_batches(job: dict[str, Any]) -> int:
     """Micro-batches that each replica runs in a step."""
     batch = job["batch"]
@@ -83,7 +89,7 @@ def num_micro_batches(job: dict[str, Any]) -> int:
 
 def world_sizes(plan: dict[str, Any]) -> list[int]:
     """Every world size that a plan needs, smallest first."""
-    return sorted({world_size(run["job"]) for run in plan["runs"]} | {e["world_size"] for e in plan["events"]})
+    return sorted({ranks_needed(run) for run in plan["runs"]} | {e["world_size"] for e in plan["events"]})
 
 
 def check_plan(plan: Any) -> dict[str, Any]:
@@ -99,8 +105,7 @@ def check_plan(plan: Any) -> dict[str, Any]:
         known = "schema, runs, events, device, compile and box"
         raise HarnessError(f"a plan has the keys {known}, got also {', '.join(unknown)}")
     boxed = "box" in plan
-    wrong = box_problems(plan["box"]) if boxed else []
-    if wrong:
+    if boxed and (wrong := box_problems(plan["box"])):
         raise HarnessError("; ".join(wrong))
     ranks = plan["box"]["nodes"] * plan["box"]["ranks_per_node"] if boxed else 0
     device = plan.get("device", "auto")
@@ -116,10 +121,8 @@ def check_plan(plan: Any) -> dict[str, Any]:
         if boxed and event.get("world_size") != ranks:
             problems.append(f"a box holds events of {ranks} ranks, got world_size {event.get('world_size')!r:.80}")
     for names in ([run.get("name") for run in runs], [event.get("name") for event in events]):
-        problems += [
-            f"names must be unique, got {name!r:.80} twice"
-            for name in sorted({str(n) for n in names if names.count(n) > 1})
-        ]
+        twice = sorted({str(name) for name in names if names.count(name) > 1})
+        problems += [f"names must be unique, got {name!r:.80} twice" for name in twice]
     if problems:
         raise HarnessError("; ".join(problems))
     checked = {"schema": SCHEMA, "runs": [{**OPTIONS, **run} for run in runs], "events": events, "device": device}
@@ -144,25 +147,23 @@ def _is(value: Any, kind: type) -> bool:
 
 def _run_problems(run: dict[str, Any], ranks: int) -> list[str]:
     """What is wrong with a run; ``ranks`` of the box that it is for, 0 where there is none."""
-    problems = _name_problems(run)
-    unknown = sorted(set(run) - {"name", "role", "job", *(["sleeps"] if ranks else []), *OPTIONS})
-    problems += [f"unknown key {key!r:.80}" for key in unknown]
+    unknown = sorted(set(run) - {"name", "role", "job", "sleeps" if ranks else "stand_in", *OPTIONS})
+    problems = _name_problems(run) + [f"unknown key {key!r:.80}" for key in unknown]
     for key, default in OPTIONS.items():
-        fewest = {"warmup": 1 if ranks else 2, "profile_steps": 0}
-        value, least = run.get(key, default), fewest.get(key, 1)
+        value, least = run.get(key, default), {"warmup": 1 if ranks else 2, "profile_steps": 0}.get(key, 1)
         if not _is(value, int) or value < least:
             problems.append(f"{key} must be a whole number >= {least}, got {value!r:.80}")
     role = run.get("role")
     if not isinstance(role, str) or not role.strip() or not role.isprintable():
         problems.append(f"role must be a word, got {role!r:.80}")
-    return problems + (_sleeping_problems(run, ranks) if ranks else job_problems(run.get("job")))
+    problems += _sleeping_problems(run, ranks) if ranks else job_problems(run.get("job"))
+    return problems or (stand_in_problems(run["stand_in"], world_size(run["job"])) if "stand_in" in run else [])
 
 
 def _sleeping_problems(run: dict[str, Any], ranks: int) -> list[str]:
     job: Any = run.get("job")
     sleeps: Any = run.get("sleeps")
-    problems = _form_problems(job)
-    if problems:
+    if problems := _form_problems(job):
         return problems
     if not isinstance(sleeps, dict) or set(sleeps) != SLEEPS:
         got = sorted(sleeps) if isinstance(sleeps, dict) else sleeps

@@ -16,6 +16,7 @@ from stepsight.dataset.trace import Rendezvous
 
 StreamNames = dict[tuple[Any, Any], str]  # by device and stream
 _MOST_GAP_US = 3.0  # that a device leaves between kernels on its own account
+_SPIN = "spin_kernel"  # torch's, by which a stand-in lets the time of a collective pass
 
 # NCCL's and PyTorch's names of a collective -> ours, and which side of it is the full buffer.
 _KINDS = {
@@ -40,7 +41,8 @@ _KINDS = {
 
 
 def device_work(swept: Swept, names: StreamNames, world_size: int, placement: Placement) -> list[Work]:
-    """What the device did, in order of issue: per call and stream one op, per NCCL kernel one collective.
+    """What the device did, in order of issue: per call and stream one op, per NCCL kernel (of a stand-in: per spin) one
+    collective.
 
     The short time between two kernels, the second of which was launched before the first one ended, is its own.
     """
@@ -54,11 +56,14 @@ def device_work(swept: Swept, names: StreamNames, world_size: int, placement: Pl
         end = start + length
         launch = swept.launches.get(args.get("correlation", -1)) or swept.external.get(args.get("External id", -1))
         issue, owner, comm = launch or (start, None, None)
-        if "nccl" in name[:12].lower() or "Collective name" in args:
+        modelled = comm is not None and "seconds" in comm.values
+        if modelled and _SPIN not in name:
+            continue  # what a stand-in's collective does in the time that its spinning takes
+        if modelled or "nccl" in name[:12].lower() or "Collective name" in args:
             work = _collective(args, comm, world_size, placement, numbers)
             if work is not None:
-                work.name, work.issue, work.start, work.end, work.own = name.split("(")[0], issue, start, end, length
-                work.issued = issue
+                work.name = work.work.kind if modelled else name.split("(")[0]
+                work.issue, work.issued, work.start, work.end, work.own = issue, issue, start, end, length
                 out.append(work)
                 continue
         stream = names[_stream(event)]
@@ -89,7 +94,8 @@ def stream_names(device: list[Event]) -> StreamNames:
     """``compute`` is the stream that is busiest with what is not NCCL; others are named by their number."""
     busy: dict[tuple[Any, Any], float] = {}
     for event in device:
-        is_compute = event.get("cat") == "kernel" and "nccl" not in str(event.get("name", ""))[:12].lower()
+        name = str(event.get("name", ""))
+        is_compute = event.get("cat") == "kernel" and "nccl" not in name[:12].lower() and _SPIN not in name
         key = _stream(event)
         busy[key] = busy.get(key, 0.0) + (float(event["dur"]) if is_compute else 0.0)
     main = max(busy, key=lambda key: busy[key])

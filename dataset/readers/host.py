@@ -53,6 +53,7 @@ def host_collectives(
     implicit: list[Work] = []
     carriers = _Carriers(swept.workers)
     messages: dict[tuple[str, ...], int] = {}
+    free: dict[tuple[str, ...], float] = {}  # when a stand-in's links are
     for call in sorted(swept.calls, key=lambda call: call.start):
         values = call.values
         ranks = replicas
@@ -65,6 +66,10 @@ def host_collectives(
         if len(ranks) < 2:
             continue
         start, end = (call.start, call.end) if blocks else carrier or (call.start, call.end)
+        if "seconds" in values and not blocks:  # nobody but its annotation tells when it was over
+            link = (group, direction and values["ranks"], direction)
+            start = max(call.start, free.get(link, 0.0))
+            end = free[link] = start + 1e6 * float(values["seconds"])
         per_node = placement.ranks_per_node(ranks, len(ranks))
         collective = Collective(values["kind"], int(values["num_bytes"]), len(ranks), per_node)
         # A message is met by its number between two ranks, everything else by its number in the group.

@@ -275,6 +275,8 @@ def _annotation(out: Swept, thread: _Thread, row: Event, start: float, end: floa
             call = Call(dict(values), start, end, tid)
             out.calls.append(call)
             thread.comm, thread.comm_end, thread.c10d_end = call, end, end
+        elif word == "modelled" and thread.comm is not None and start < thread.comm_end:
+            thread.comm.values.update(values)
         elif word == "wait":
             out.waits.append(Call(dict(values), start, end, tid))
     elif name.startswith("gloo:"):

@@ -51,6 +51,42 @@ def test_a_wrong_manifest_is_refused_in_one_line(tmp_path: Path, changes: dict[s
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_stand_in_has_the_trace_of_its_rank_alone(tmp_path: Path) -> None:
+    batch = {"micro_batch": 1, "global_batch": 8, "precision": "fp32"}
+    told = {"job": {**job_tables(8), "parallel": {"dp": 8}, "batch": batch}, "stand_in": {"rank": 3}}
+    run = write_run(tmp_path, files=[], world_size=1, traces={"3": {"kineto": "rank3.kineto.json.gz"}}, **told)
+    tiny_step(3, 8).write(run / "rank3.kineto.json.gz")
+    manifest = read_manifest(run)
+    assert (manifest.stand_in, manifest.busy, manifest.whole) == (3, 1, True)
+    (trace,) = read_run(run).ranks
+    assert trace.rank == 3
+
+
+def test_a_stage_that_waits_for_no_other_tells_nothing_of_its_jobs_iteration(tmp_path: Path) -> None:
+    job = {**job_tables(2), "parallel": {"pp": 2}}
+    told: dict[str, object] = {"job": job, "traces": {}}
+    assert read_manifest(write_run(tmp_path, files=[], ranks=2, **told)).whole
+    stage = write_run(tmp_path, files=[], name="stage", **{**told, "stand_in": {"rank": 1}, "world_size": 1})
+    assert not read_manifest(stage).whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"stand_in": 3}, "stand_in must be a table, got 3"),
+        ({"stand_in": {"rank": "3"}}, "stand_in.rank must be a whole number, got '3'"),
+        ({"stand_in": {"rank": 2}}, "stand_in.rank must be one of the job's 2 ranks, got 2"),
+        ({"world_size": 2}, "a stand-in is one rank outside of a box, got world_size = 2"),
+        ({"traces": {"0": {"kineto": "x"}}}, "must have a trace of rank 1, got ranks [0]"),
+    ],
+)
+def test_a_wrong_stand_in_is_refused_in_one_line(tmp_path: Path, changes: dict[str, object], says: str) -> None:
+    told: dict[str, object] = {"job": job_tables(2), "world_size": 1, "traces": {}, "stand_in": {"rank": 1}}
+    with pytest.raises(TraceError) as caught:
+        read_manifest(write_run(tmp_path, files=[], **{**told, **changes}))
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}'])
 def test_a_broken_manifest_is_refused(tmp_path: Path, text: str) -> None:
     run = write_run(tmp_path)

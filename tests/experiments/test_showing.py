@@ -10,7 +10,8 @@ import pytest
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.experiments.showing import describe
-from tests.dataset.run_folders import write_events, write_run
+from tests.dataset.kineto_files import tiny_step
+from tests.dataset.run_folders import job_tables, write_events, write_run
 
 
 def test_a_collection_and_what_it_lacks(tmp_path: Path) -> None:
@@ -33,6 +34,14 @@ def test_a_predictor_that_was_set_aside(tmp_path: Path) -> None:
 def test_a_run_by_kinds(tmp_path: Path) -> None:
     shown = describe(write_run(tmp_path, 2))
     assert shown["kinds"]["all_reduce"]["calls"] == 2 and "2 rank(s)" in shown["text"]
+
+
+def test_a_stand_in_says_whose_place_it_took(tmp_path: Path) -> None:
+    traces = {"1": {"kineto": "rank0.kineto.json.gz"}}
+    told = {"job": job_tables(2), "world_size": 1, "traces": traces, "stand_in": {"rank": 1}}
+    shown = describe(write_run(tmp_path, files=[tiny_step(1, 2)], **told))
+    assert shown["stand_in"] == 1
+    assert "1 rank(s), in place of rank 1 of 2" in shown["text"]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from stepsight.dataset.program import Program
 from stepsight.dataset.trace import read_run
 from stepsight.experiments.local_jobs import STRATEGIES
 from stepsight.simulator.lowering import lower
+from stepsight.training.planning import make_plan, stand_in_of
 
 T5 = {"encoder_layers": 2, "encoder_seq_len": 24, "fused_attention": False}
 FAMILIES: dict[str, dict[str, Any]] = {"gpt": {}, "llama": {}, "bert": {}, "t5": T5}
@@ -29,13 +32,18 @@ CASES = {
 
 
 def _job(family: str, strategy: str) -> Job:
-    """Two layers 64 wide, three micro-batches of two sequences."""
-    p = ParallelSpec(**{"dp": 1, **STRATEGIES[strategy]})  # type: ignore[arg-type]
-    model = ModelSpec(family=family, layers=2, hidden=64, heads=4, vocab=256, seq_len=16, **FAMILIES[family])
+    return _parallel_job(family, STRATEGIES[strategy])
+
+
+def _parallel_job(family: str, parallel: dict[str, Any]) -> Job:
+    """Layers 64 wide, two or as many as stages, and as many micro-batches of two sequences, three at least."""
+    p = ParallelSpec(**{"dp": 1, **parallel})
+    layers, micro_batches = max(2, p.pp), max(3, p.pp)
+    model = ModelSpec(family=family, layers=layers, hidden=64, heads=4, vocab=256, seq_len=16, **FAMILIES[family])
     return Job(
         model=model,
         parallel=p,
-        batch=BatchSpec(micro_batch=2, global_batch=6 * p.dp, precision="fp32"),
+        batch=BatchSpec(micro_batch=2, global_batch=2 * micro_batches * p.dp, precision="fp32"),
         cluster=ClusterSpec(hardware="local-cpu", devices_per_node=p.tp * p.pp * p.dp, fabric="loopback"),
     )
 
@@ -63,3 +71,52 @@ def test_every_family_runs_the_ops_that_are_lowered(ranks: int, cpu: Hardware, t
         for segment in segments:
             expected = lowered.program(segment.label, segment.stage, segment.micro_batch)
             assert _works(segment.program) == _works(expected), (name, segment.label, segment.micro_batch)
+
+
+SIGNATURE = ("kind", "num_bytes", "group_size", "ranks_per_node")
+STAND_INS = [  # family, rank, strategy
+    ("gpt", 5, {"dp": 8, "bucket_mbytes": 0.05}),
+    ("llama", 3, {"dp": 8, "zero_stage": 3}),
+    ("gpt", 1, {"tp": 4}),
+    ("llama", 2, {"tp": 4, "sequence_parallel": True}),
+    *[("gpt", stage, {"pp": 4}) for stage in (0, 1, 3)],
+    ("gpt", 9, {"tp": 2, "pp": 3, "dp": 3}),
+    ("llama", 11, {"tp": 2, "pp": 3, "dp": 2, "sequence_parallel": True}),
+    ("gpt", 27, {"tp": 2, "dp": 16, "zero_stage": 3}),
+]
+
+
+def test_a_stand_in_runs_the_ops_that_are_lowered(cpu: Hardware, tmp_path: Path) -> None:
+    """One process does what a rank of a job does that this machine could not hold; its collectives tell their time.
+
+    A collection holds them beside plain runs.
+    """
+    from stepsight.dataset.harness.launch import collect
+
+    counts = {"rounds": 1, "steps": 1, "warmup": 2, "profile_steps": 2}
+    jobs = [(_parallel_job(family, p), rank) for family, rank, p in STAND_INS]
+    runs: list[tuple[str, Job, dict[str, Any]]] = [
+        ("train", job, {**counts, "stand_in": stand_in_of(job, rank)}) for job, rank in jobs
+    ]
+    runs.insert(1, ("train", _job("gpt", "single"), counts))
+    plan = make_plan(runs, event_seconds=0)
+    collect(plan, tmp_path / "out", progress=False)
+    plain = plan["runs"].pop(1)
+    assert read_run(tmp_path / "out" / "runs" / plain["name"]).manifest.stand_in is None
+    for (job, rank), planned in zip(jobs, plan["runs"], strict=True):
+        trace = read_run(tmp_path / "out" / "runs" / planned["name"])
+        assert (trace.manifest.stand_in, trace.manifest.world_size, trace.manifest.busy) == (rank, 1, 1)
+        assert all(map(math.isfinite, trace.manifest.losses))
+        stage = rank // (job.parallel.tp * job.parallel.dp)
+        assert bool(trace.manifest.losses) == (stage == job.parallel.pp - 1)
+        lowered, rows = lower(job, replace(cpu, comm_compute_share=0.0)), planned["stand_in"]["collectives"]
+        told = {Collective(*(row[k] for k in SIGNATURE)): row["seconds"] for row in rows}
+        segments = trace.segments()
+        assert {segment.label for segment in segments} == {"forward", "backward", "optimizer"}
+        for segment in segments:
+            assert (segment.rank, segment.stage) == (rank, stage)
+            expected = lowered.program(segment.label, stage, segment.micro_batch)
+            assert _works(segment.program) == _works(expected), (planned["name"], segment.label, segment.micro_batch)
+        for node, seconds in zip(trace.ranks[0].program.nodes, trace.ranks[0].duration_s, strict=True):
+            if isinstance(node.work, Collective):
+                assert seconds > 0.99 * told[node.work]

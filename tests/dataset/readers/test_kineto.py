@@ -175,6 +175,26 @@ def test_gradients_that_nobody_annotates_are_found(tmp_path: Path) -> None:
     assert (1, 3) in [(b, a) for b, a, _ in trace.program.edges]
 
 
+def test_a_stand_in_tells_when_its_collectives_are_over(tmp_path: Path) -> None:
+    """One after the other on a link, from their issue on; nothing else would show them."""
+    file = KinetoFile(0, 2).segment("step", 0, 500).segment("backward", 0, 400).segment("optimizer", 410, 50)
+    file.call("aten::gelu_backward", 10, 50, [8], [8])
+    for start, seconds in ((70, 100e-6), (120, 200e-6)):  # from C++: the whole call
+        words = f"kind=all_reduce num_bytes=32 ranks=0,1 group=dp async=1 seconds={seconds}"
+        file.note(f"stepsight::collective {words}", start, 10)
+        file.call("aten::gelu_backward", start + 20, 20, [8], [8])
+    words = "kind=send_recv num_bytes=8 ranks=0,1 group=pp seq=0 async=1 direction=send"
+    file.note(f"stepsight::collective {words}", 170, 10).note("stepsight::modelled seconds=0.00005", 172, 6)
+    file.call("aten::normal_", 173, 4, [8])  # what it does itself
+    file.call("aten::_fused_adamw_", 420, 30, [[8]], [[8]])
+    trace = read(file, tmp_path)
+    found = {i: node.work.kind for i, node in enumerate(trace.program.nodes) if isinstance(node.work, Collective)}
+    assert list(found.values()) == ["all_reduce", "all_reduce", "send_recv"]
+    assert trace.start_s[list(found)] == pytest.approx([70e-6, 170e-6, 170e-6])
+    assert trace.duration_s[list(found)] == pytest.approx([100e-6, 200e-6, 50e-6])
+    assert len(trace.program) == 7
+
+
 def test_messages_meet_by_their_number_between_two_ranks(tmp_path: Path) -> None:
     """Sequence numbers of sender and receiver differ; the n-th message from 0 to 1 is one."""
     sender = KinetoFile(0, 2).call("aten::gelu", 0, 5, [8])
@@ -242,6 +262,22 @@ def test_the_time_to_launch_goes_from_launch_to_launch_of_a_step(tmp_path: Path)
     assert trace.launch_events.tolist() == [4, 3, 4]
     cpu = read(KinetoFile().segment("step", 0, 100).call("aten::gelu", 5, 30, [8]), tmp_path)
     assert not cpu.launch_s.any() and not cpu.launch_events.any()
+
+
+def test_spinning_kernels_are_a_stand_ins_collectives(tmp_path: Path) -> None:
+    """On CUDA the spin is the collective, copies beside it are its own, and no spinning stream computes."""
+    file = KinetoFile(0, 8).call("aten::gelu", 0, 10, [8]).launch(2, 1)
+    words = "kind=all_gather num_bytes=64 ranks=0,1,2,3 group=dp seq=0 async=0"
+    file.note(f"stepsight::collective {words}", 20, 50).note("stepsight::modelled seconds=0.0003", 25, 40)
+    file.launch(30, 2).call("aten::copy_", 35, 20, [8], [8]).launch(40, 3, "cudaMemcpyAsync").launch(45, 4)
+    file.kernel("gelu", 10, 20, 7, 1).kernel("at::cuda::(anonymous namespace)::spin_kernel(long)", 40, 310, 20, 2)
+    file.event("gpu_memcpy", "Memcpy DtoD", 42, 5, 21, {"stream": 21, "device": 0, "correlation": 3}, pid=0)
+    file.kernel("elementwise_kernel", 48, 5, 21, 4)
+    trace = read(file, tmp_path)
+    assert [(node.work, node.stream) for node in trace.program.nodes] == [
+        (Op("gelu", (8,), "fp32"), "compute"), (Collective("all_gather", 64, 4, 4), "dp"),
+    ]  # fmt: skip
+    assert trace.duration_s == pytest.approx([20e-6, 310e-6])
 
 
 def test_a_recorded_wait_of_one_stream_for_another_is_an_edge(tmp_path: Path) -> None:
