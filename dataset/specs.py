@@ -21,7 +21,9 @@ SCHEDULES: MappingProxyType[str, tuple[int, int]] = MappingProxyType(
     }
 )
 RECOMPUTE = ("none", "selective", "full")
-PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+MIXED = ("fp32", "bf16", "fp16", "fp8")  # with parameters' masters, moments and the loss in fp32
+PURE: Mapping[str, str] = MappingProxyType({"pure-bf16": "bf16", "pure-fp16": "fp16"})  # with nothing in fp32
+PRECISIONS = (*MIXED, *PURE)
 FP8_SCALING = ("delayed", "dynamic")
 ATTENTIONS = ("mha", "mla")
 CONTEXT_PARALLEL = ("ring", "all_gather")
@@ -231,6 +233,7 @@ class BatchSpec:
     """Sizes in sequences; ``global_batch`` is split over dp replicas and their micro-batches.
 
     Attributes:
+        precision: One of ``MIXED``, or of ``PURE``: parameters, gradients, moments and loss all in 16 bits.
         fp8_scaling: With ``fp8``: ``delayed`` (scales of earlier iterations, weights cast once an iteration:
             Transformer Engine) or ``dynamic`` (the largest value of each operand is looked for first, and operands are
             cast where they are used, weights too: torchao).
@@ -240,6 +243,11 @@ class BatchSpec:
     global_batch: int
     precision: str = "bf16"
     fp8_scaling: str = "delayed"
+
+    @property
+    def dtype(self) -> str:
+        """Of matrix products."""
+        return PURE.get(self.precision, self.precision)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

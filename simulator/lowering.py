@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -17,13 +17,14 @@ from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import DTYPE_BYTES, Collective, Op
 from stepsight.dataset.program import Program
-from stepsight.dataset.specs import OptimizerSpec, ParallelSpec
+from stepsight.dataset.specs import PURE, OptimizerSpec, ParallelSpec
 from stepsight.simulator.blocks.shape import COMPUTE_DTYPE, Group, RankShape
 from stepsight.simulator.layout import Layout, layout_of
 from stepsight.simulator.optimizer import optimizer_segment
 from stepsight.simulator.parts import Groups, PartShape, boundary_bytes, groups_of, part_shapes, rank_shape
 from stepsight.simulator.passages import BACKWARD as WHOLE
 from stepsight.simulator.passages import INPUT, WEIGHT
+from stepsight.simulator.pure import halved, in_full, narrowed_segment
 from stepsight.simulator.replicas import FULL_GRADIENT_BYTES, GRADIENT_BYTES, Replicas
 from stepsight.simulator.schedules import (
     BACKWARD,
@@ -117,6 +118,8 @@ def lower(job: Job, hardware: Hardware) -> Lowered:
 
     Ranks of one stage are alike, so one stands for all.  Only the hardware's kind and ``comm_compute_share`` matter.
     """
+    if job.batch.precision in PURE:
+        return _narrowed(lower(in_full(job), hardware), job.batch.dtype)
     return _lower(
         job.parallel,
         job.optimizer,
@@ -128,6 +131,13 @@ def lower(job: Job, hardware: Hardware) -> Lowered:
         hardware.kind != "cpu",
         hardware.comm_compute_share,
     )
+
+
+@lru_cache(maxsize=512)
+def _narrowed(lowered: Lowered, dtype: str) -> Lowered:
+    """The same with every tensor in a dtype of half the bytes."""
+    segments = tuple(narrowed_segment(segment, dtype) for segment in lowered.segments)
+    return replace(lowered, segments=segments, messages=tuple(map(halved, lowered.messages)))
 
 
 def replicas_of(p: ParallelSpec, groups: Groups, precision: str, beside: bool, share: float) -> Replicas:

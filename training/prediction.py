@@ -122,13 +122,13 @@ class Prediction:
     @property
     def peak_flops(self) -> float:
         """FLOP/s of one device, mean over all, in the job's precision: what utilisation is measured by."""
-        cluster, precision = self.job.cluster, self.job.batch.precision
-        own = self.simulation.hardware.flops_per_s(precision)
+        cluster, dtype = self.job.cluster, self.job.batch.dtype
+        own = self.simulation.hardware.flops_per_s(dtype)
         more = 0.0
         for other in cluster.mixed:
             hardware = find_hardware(other.hardware)
             assert hardware is not None, other.hardware  # the simulation asked
-            more += len(other.nodes) * (hardware.flops_per_s(precision) - own)
+            more += len(other.nodes) * (hardware.flops_per_s(dtype) - own)
         return own + more / cluster.nodes
 
     @property

@@ -117,7 +117,7 @@ def shape_of(job: dict[str, Any], device: torch.device, group: comm.Group | None
         micro_batch=batch["micro_batch"],
         recompute=parallel["recompute"] == "full",
         sequence_parallel=parallel["sequence_parallel"] and group is not None,
-        dtype=dtypes[batch["precision"]],
+        dtype=dtypes[batch["precision"].removeprefix("pure-")],
         device=device,
         group=group,
     )

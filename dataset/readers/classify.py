@@ -281,6 +281,7 @@ _ELEMENTWISE = {
 
 TABLE = MappingProxyType(_table())
 
+_JOINS = ("aten::cat", "aten::stack")
 # Kinds whose calls come in parts that belong together: a following call of equal signature joins the one before.
 MERGED = frozenset({"cross_entropy", "cross_entropy_backward"})
 
@@ -296,21 +297,25 @@ def intern_op(kind: str, dims: tuple[int, ...], dtype: str) -> Op:
     return op
 
 
-def _dtype(args: Args) -> tuple[str, float]:
+def _dtype(args: Args, of_list: str = "fp32") -> tuple[str, float]:
     for name in args.get("Input type") or ():
         if name in DTYPES:
             return DTYPES[name]
         if name == "TensorList":
             break
-    return DTYPES["float"]
+    return of_list, 1.0
 
 
-def classify(name: str, args: Args, scope: Scope) -> Op | None:
-    """Signature of a call that is in ``TABLE``; None if it moves at most one element or is no work."""
+def classify(name: str, args: Args, scope: Scope, before: str = "fp32") -> Op | None:
+    """Signature of a call that is in ``TABLE``; None if it moves at most one element or is no work.
+
+    ``before``: dtype of the op before it.  Traces do not tell that of a list of tensors; those that are joined come
+    from just there.
+    """
     signature = TABLE[name](args, scope)
     if signature is None:
         return None
-    return _weigh(signature, args)
+    return _weigh(signature, args, before if name in _JOINS else "fp32")
 
 
 def classify_unknown(args: Args) -> Op | None:
@@ -318,9 +323,9 @@ def classify_unknown(args: Args) -> Op | None:
     return _weigh(("elementwise", (_largest(args),)), args)
 
 
-def _weigh(signature: Signature, args: Args) -> Op | None:
+def _weigh(signature: Signature, args: Args, of_list: str = "fp32") -> Op | None:
     kind, dims = signature
-    dtype, weight = _dtype(args)
+    dtype, weight = _dtype(args, of_list)
     if len(dims) == 1:
         if dims[0] <= 1 and _dims(args):
             return None

@@ -224,7 +224,8 @@ def _known_call(
     args = row.get("args", {})
     sequence = args.get("Sequence number", -1)
     scope = thread.scope if start < thread.scope_end and sequence < 0 else Scope()
-    op = classify(name, args, scope)
+    before = thread.last.work if thread.last is not None else None
+    op = classify(name, args, scope, before.dtype if isinstance(before, Op) else "fp32")
     if op is None:
         return
     if op.kind == "linear" and sequence >= 0:

@@ -19,7 +19,7 @@ from stepsight.dataset.files import digest
 from stepsight.dataset.frameworks import Framework, find_framework
 from stepsight.dataset.job import Job
 from stepsight.dataset.rules import MOST_LAYERS
-from stepsight.dataset.specs import PRECISIONS, RECOMPUTE
+from stepsight.dataset.specs import MIXED, RECOMPUTE
 from stepsight.experiments.published.places import cluster_of
 from stepsight.experiments.published.table import Row, RowError, number_in
 
@@ -135,7 +135,7 @@ def precision_of(text: str) -> str:
     """The job's word for a row's precision: the type of the large products."""
     found = re.match(r"(?:amp_)?(?:mx)?(fp16|bf16|fp8|float8|fp32)(?![a-z0-9/+])", text.lower())
     if found is None:
-        raise RowError(f"no job has the precision {_shown(text)} (known: {', '.join(PRECISIONS)})")
+        raise RowError(f"no job has the precision {_shown(text)} (known: {', '.join(MIXED)})")
     return "fp8" if found[1] == "float8" else found[1]
 
 

@@ -14,12 +14,14 @@ from stepsight.dataset.errors import JobError
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import DTYPE_BYTES
+from stepsight.dataset.specs import PURE
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.memory.devices import smallest_devices
 from stepsight.simulator.memory.part import PartMemory, part_memory
 from stepsight.simulator.memory.peaks import ACTION, ACTIVATIONS, FLYING, GRADIENTS, MOMENT, find_peaks
 from stepsight.simulator.memory.states import States, states_of
 from stepsight.simulator.parts import PartShape, boundary_bytes, groups_of, part_shapes, rank_shape
+from stepsight.simulator.pure import in_full
 from stepsight.simulator.schedules import Schedule, find_schedule, read_schedule
 
 Floats = NDArray[np.float64]
@@ -166,6 +168,8 @@ def estimate_memory(job: Job, hardware: Hardware) -> Memory:
     Raises:
         JobError: If nothing is known of the devices of some nodes, or a schedule's table does not go with the job.
     """
+    pure, job_asked = job.batch.precision in PURE, job
+    job = in_full(job)
     p = job.parallel
     asked = _Asked(
         rank_shape(job),
@@ -176,12 +180,15 @@ def estimate_memory(job: Job, hardware: Hardware) -> Memory:
         (hardware.reserved_bytes, hardware.fragmentation),
     )
     bytes_of, flying, moments = _stages(asked)
+    if pure:
+        bytes_of = bytes_of / 2
+        bytes_of[:, 5] = hardware.reserved_bytes + hardware.fragmentation * bytes_of[:, :5].sum(axis=1)
     devices = smallest_devices(job, hardware)
     if job.cluster.mixed:
         bytes_of = bytes_of.copy()
         fixed, more = (np.array([getattr(d, name) for d in devices]) for name in ("reserved_bytes", "fragmentation"))
         bytes_of[:, 5] = fixed + more * bytes_of[:, :5].sum(axis=1)
-    return Memory(bytes_of, flying, moments, devices, job, hardware)
+    return Memory(bytes_of, flying, moments, devices, job_asked, hardware)
 
 
 @dataclass(frozen=True, slots=True)

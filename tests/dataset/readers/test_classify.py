@@ -117,3 +117,11 @@ def test_annotations_name_ops() -> None:
 
 def test_counting_elements() -> None:
     assert count([2, 3]) == 6 and count([[2, 3], [4]]) == 10 and count([]) == 0
+
+
+def test_joined_tensors_are_of_the_dtype_of_the_op_before() -> None:
+    """Traces tell no dtype of a list of tensors; other lists, as an optimizer's, are taken for fp32."""
+    given = {"Input Dims": [[[2, 4], [2, 4]], []], "Input type": ["TensorList", "Scalar"]}
+    assert str(classify("aten::cat", given, Scope(), "bf16")) == "copy[16]bf16"
+    assert str(classify("aten::cat", given, Scope())) == "copy[16]fp32"
+    assert str(classify("aten::_foreach_mul_", given, Scope(), "bf16")) == "elementwise[16]fp32"
