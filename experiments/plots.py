@@ -105,3 +105,20 @@ def search_result(rows: Sequence[dict[str, Any]], path: Path, title: str) -> Non
     _plain_ticks(axes.xaxis)
     _plain_ticks(axes.yaxis)
     _save(figure, path)
+
+
+def error_against_minutes(curves: Mapping[str, Sequence[Mapping[str, float]]], path: Path, title: str = "") -> None:
+    """Errors of held-out ops and steps against minutes of measuring ops, a curve of each for each name."""
+    figure, axes = _figure(7.0, 4.5)
+    kinds = (("op_mape", "ops", "o-"), ("long_op_mape", "ops from 50 us", "^:"), ("step_mape", "steps, no GNN", "s--"))
+    for index, (name, rows) in enumerate(curves.items()):
+        for key, what, style in kinds:
+            points = [(row["minutes"], row[key]) for row in rows if key in row]
+            if points:
+                axes.plot(*zip(*points, strict=True), style, ms=4, color=f"C{index}", label=f"{name}: {what}")
+    axes.set(xscale="log", title=title or "what more measuring of ops brings", ylim=(0, None))
+    axes.set_xlabel("minutes of measuring ops on their own")
+    axes.set_ylabel("mean absolute error of what is held out (%)")
+    axes.legend(frameon=False, fontsize="small")
+    _plain_ticks(axes.xaxis)
+    _save(figure, path)

@@ -21,6 +21,7 @@ from stepsight.dataset.trace import RunManifest, Segment, read_collection, read_
 
 Array = NDArray[np.float64]
 
+HELDOUT = "heldout"  # name of an event file that judges: it is never trained on
 MOST_TRAINING_RANKS = 4  # of a box: what is larger is there to judge predictions, and must stay unseen
 
 
@@ -85,14 +86,15 @@ class MeasuredRun:
 
 
 def read_profiles(collections: Iterable[Path], fabric: Fabric) -> Profile:
-    """Read every event file of some collections; ``fabric`` is that of files which name none.
+    """Read every event file of some collections but ``HELDOUT``; ``fabric`` is that of files which name none.
 
     Raises:
         TraceError: If a folder is no collection or named twice, a file is not what the harness writes, or is of a box
             with more than ``MOST_TRAINING_RANKS``.
     """
     profile = Profile(fabric)
-    files = [read_event_file(path) for folder in _distinct(collections) for path in read_collection(folder).events]
+    paths = [path for folder in _distinct(collections) for path in read_collection(folder).events]
+    files = [read_event_file(path) for path in paths if path.stem != HELDOUT]
     for file in files:
         if file.box is not None:
             _check_ranks(file.box.num_ranks, file.path)

@@ -114,7 +114,7 @@ def demo(
     answer(summary, text, as_json)
 
 
-EXPERIMENTS = ("dilated", "kernels", "memory", "small-to-large")
+EXPERIMENTS = ("dilated", "kernels", "memory", "one-gpu", "small-to-large")
 
 
 def experiment(
@@ -122,8 +122,9 @@ def experiment(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.")] = "",
 ) -> None:
     """Measure again what the README claims: `dilated` (pipelines that sleep, for real), `kernels` (public tables,
-    shapes held out), `memory` (against PyTorch's tracker) or `small-to-large` (train on four ranks, predict
-    sixteen). Each takes options of its own, `--json` and `--help` among them.
+    shapes held out), `memory` (against PyTorch's tracker), `one-gpu` (ten minutes of a GPU, judged on what was held
+    out) or `small-to-large` (train on four ranks, predict sixteen). Each takes options of its own, `--json` and
+    `--help` among them.
 
     Example:
 

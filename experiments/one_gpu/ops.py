@@ -1,0 +1,226 @@
+"""Ops that are measured on their own: drawn from the sizes of real models, and split into what teaches and what judges.
+
+A held-out op has the (n, k) of a product, the head size and length of an attention, or the width of what works on rows
+that no op which teaches has.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.op import Op
+from stepsight.dataset.physics import roofline_seconds
+
+HELDOUT_PART = 0.15  # of all ops, and of the (n, k), widths and lengths of each family
+VARIANT_FAMILIES = ("norm", "elementwise", "loss")  # where compiled kernels may run in place of eager ones
+_TRIES = 200  # for each op: most are too long, too large or drawn before
+
+
+@dataclass(frozen=True)
+class Space:
+    """What ops are drawn from.
+
+    Attributes:
+        models: Hidden size, heads, kv heads, feed-forward size, and 2 if that is gated, else 1.
+        tps: Tensor-parallel degrees that shard products.
+        tokens, lengths, batches: Rows of an op; tokens of a sequence; sequences.
+        head_dims, heads: Of attention.
+        vocabs: Of embeddings and losses.
+        dtypes: Of products, with their parts.
+        dtype: Of all else.
+        numels: Least and most elements of an optimizer's step.
+        most_s, most_bytes: By the roofline, and of what an op reads and writes.
+    """
+
+    models: Sequence[tuple[int, int, int, int, int]]
+    tps: Sequence[int]
+    tokens: Sequence[int]
+    lengths: Sequence[int]
+    batches: Sequence[int]
+    head_dims: Sequence[int]
+    heads: Sequence[int]
+    vocabs: Sequence[int]
+    dtypes: Mapping[str, float]
+    dtype: str
+    numels: tuple[int, int]
+    most_s: float
+    most_bytes: float
+
+
+GPU = Space(
+    models=(
+        (512, 8, 8, 2048, 1), (768, 12, 12, 3072, 1), (896, 14, 2, 4864, 2), (1024, 16, 16, 4096, 1),
+        (1280, 20, 20, 5120, 1), (1536, 16, 16, 6144, 1), (1536, 12, 2, 8960, 2), (2048, 16, 16, 8192, 1),
+        (2048, 32, 8, 8192, 2), (2304, 24, 24, 9216, 1), (2560, 32, 32, 10240, 1), (3072, 24, 8, 8192, 2),
+        (3584, 32, 32, 14336, 1), (4096, 32, 32, 11008, 2), (4096, 32, 8, 14336, 2), (5120, 40, 40, 13824, 2),
+        (6144, 48, 8, 16384, 2), (7168, 56, 8, 20480, 2), (8192, 64, 8, 28672, 2), (12288, 96, 96, 49152, 1),
+    ),
+    tps=(1, 1, 2, 4, 8),
+    tokens=(*(2**power for power in range(7, 17)), 384, 1536, 3072, 6144, 12288, 24576),
+    lengths=(512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384),
+    batches=(1, 2, 3, 4, 8, 16),
+    head_dims=(64, 80, 96, 112, 128),
+    heads=(4, 6, 8, 12, 16, 24, 32, 40),
+    vocabs=(8192, 32000, 49152, 50304, 65536, 100352, 128256),
+    dtypes=MappingProxyType({"bf16": 0.7, "fp16": 0.1, "fp8": 0.12, "tf32": 0.08}),
+    dtype="bf16",
+    numels=(2**20, 2**31),
+    most_s=0.03,
+    most_bytes=12e9,
+)  # fmt: skip
+CPU = Space(
+    models=(
+        (64, 2, 2, 192, 2), (96, 3, 3, 384, 1), (128, 4, 4, 512, 1), (160, 5, 5, 640, 1), (192, 6, 2, 512, 2),
+        (224, 7, 7, 608, 2), (256, 4, 4, 1024, 1), (256, 8, 4, 768, 2), (320, 5, 5, 896, 2), (352, 11, 11, 1408, 1),
+        (384, 6, 6, 1536, 1), (448, 7, 7, 1792, 1), (512, 8, 8, 2048, 1), (640, 10, 5, 1792, 2),
+    ),
+    tps=(1, 1, 2),
+    tokens=(48, 64, 96, 128, 192, 256, 384, 512),
+    lengths=(48, 64, 96, 128, 192, 256, 384),
+    batches=(1, 2, 3, 4),
+    head_dims=(16, 32, 48, 64),
+    heads=(2, 4, 6, 8),
+    vocabs=(512, 1024, 1536, 2048, 2560, 3072, 4096, 6144),
+    dtypes=MappingProxyType({"fp32": 1.0}),
+    dtype="fp32",
+    numels=(2**14, 2**23),
+    most_s=0.08,
+    most_bytes=5e8,
+)  # fmt: skip
+
+
+def _product(space: Space, rng: random.Random) -> Op:
+    hidden, heads, kv_heads, ffn, gates = rng.choice(space.models)
+    tp, vocab, each = rng.choice(space.tps), rng.choice(space.vocabs), hidden // heads
+    sizes = rng.choice(
+        (
+            ((heads + 2 * kv_heads) * each // tp, hidden),
+            (hidden, hidden // tp),
+            (ffn * gates // tp, hidden),
+            (hidden, ffn // tp),
+            (vocab // tp, hidden),
+        )
+    )
+    kind = rng.choice(("linear", "linear", "linear_dgrad", "linear_wgrad"))
+    (dtype,) = rng.choices(list(space.dtypes), list(space.dtypes.values()))
+    return Op(kind, (rng.choice(space.tokens), *sizes), dtype)
+
+
+def _attention(space: Space, rng: random.Random) -> Op:
+    heads, length, causal = rng.choice(space.heads), rng.choice(space.lengths), int(rng.random() < 0.8)
+    kv_heads = rng.choice([kv for kv in {heads, heads // 2, heads // 4} if kv and heads % kv == 0])
+    dims = (rng.choice(space.batches), heads, kv_heads, length, length, rng.choice(space.head_dims), causal)
+    return Op(rng.choice(("attention", "attention_backward")), dims, space.dtype)
+
+
+def _norm(space: Space, rng: random.Random) -> Op:
+    kind = rng.choice(("layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"))
+    return Op(kind, (rng.choice(space.tokens), rng.choice(space.models)[0]), space.dtype)
+
+
+def _elementwise(space: Space, rng: random.Random) -> Op:
+    hidden, heads, kv_heads, ffn, gates = rng.choice(space.models)
+    activation = ("swiglu", "swiglu_backward") if gates == 2 else ("gelu", "gelu_backward")
+    kind, width = rng.choice(
+        (
+            *((kind, ffn) for kind in activation),
+            *((kind, (heads + kv_heads) * (hidden // heads)) for kind in ("rope", "rope_backward")),
+            *((kind, hidden) for kind in ("add", "copy", "reduce")),
+        )
+    )
+    return Op(kind, (rng.choice(space.tokens) * width,), space.dtype)
+
+
+def _loss(space: Space, rng: random.Random) -> Op:
+    kind = rng.choice(("cross_entropy", "cross_entropy_backward"))
+    return Op(kind, (rng.choice(space.tokens), rng.choice(space.vocabs)), space.dtype)
+
+
+def _embedding(space: Space, rng: random.Random) -> Op:
+    dims = (rng.choice(space.tokens), rng.choice(space.models)[0], rng.choice(space.vocabs))
+    return Op(rng.choice(("embedding", "embedding_backward")), dims, space.dtype)
+
+
+def _optimizer(space: Space, rng: random.Random) -> Op:
+    least, most = space.numels
+    numel = int(least * (most / least) ** rng.random()) // 64 * 64
+    return Op("adamw", (numel, rng.choice((8, 24, 48, 80, 120, 200))), space.dtype)
+
+
+def _reduce(space: Space, rng: random.Random) -> Op:
+    hidden, heads, kv_heads, ffn, _ = rng.choice(space.models)
+    width = rng.choice((hidden, ffn, (heads + 2 * kv_heads) * (hidden // heads)))
+    return Op("bias_grad", (rng.choice(space.tokens), width), space.dtype)
+
+
+# By family: how one is drawn, and its part of all that are.
+_FAMILIES: Mapping[str, tuple[Callable[[Space, random.Random], Op], float]] = MappingProxyType(
+    {
+        "gemm": (_product, 0.46),
+        "attention": (_attention, 0.2),
+        "norm": (_norm, 0.09),
+        "elementwise": (_elementwise, 0.12),
+        "loss": (_loss, 0.04),
+        "embedding": (_embedding, 0.04),
+        "optimizer": (_optimizer, 0.03),
+        "reduce": (_reduce, 0.02),
+    }
+)
+
+
+def draw(space: Space, count: int, hardware: Hardware, seed: int, families: Collection[str] = ()) -> list[Op]:
+    """Distinct ops of some families (empty: of all), about ``count``; fewer where a space holds no more.
+
+    ``hardware`` says what is too long.
+    """
+    rng, found = random.Random(seed), dict[Op, None]()
+    chosen = {name: of for name, of in _FAMILIES.items() if not families or name in families}
+    whole = sum(part for _, part in chosen.values())
+    for make, part in chosen.values():
+        wanted, tries = len(found) + round(count * part / whole), 0
+        while len(found) < wanted and tries < _TRIES * count:
+            op = make(space, rng)
+            tries += 1
+            if op.num_bytes <= space.most_bytes and roofline_seconds(op, hardware) <= space.most_s:
+                found[op] = None
+    return list(found)
+
+
+def likeness(op: Op) -> tuple[Hashable, ...]:
+    """What a held-out op has and no op that teaches: see the module."""
+    if op.family == "gemm":
+        return (op.family, *op.dims[1:])
+    if op.family == "attention":
+        return (op.family, op.dims[5], op.dims[3])
+    if op.family in ("norm", "embedding", "loss", "reduce"):
+        return (op.family, op.dims[1])
+    return (op.family, *op.dims)
+
+
+def split(drawn: Sequence[Op], needed: Iterable[Op], unseen: Iterable[Op], seed: int) -> tuple[list[Op], list[Op]]:
+    """Ops that teach, and ops that judge.
+
+    Args:
+        drawn: Distinct ops.
+        needed: What training runs do: all of it teaches.
+        unseen: What held-out runs do: nothing like it teaches, unless training runs do it too.
+        seed: Of the choice.
+    """
+    teaching = dict.fromkeys(needed)
+    known = {likeness(op) for op in teaching}
+    judging = {likeness(op) for op in unseen} - known
+    families: dict[str, dict[tuple[Hashable, ...], None]] = {}
+    for op in drawn:
+        if likeness(op) not in known | judging:
+            families.setdefault(op.family, {})[likeness(op)] = None
+    rng = random.Random(seed)
+    for alike in families.values():
+        judging |= set(rng.sample(list(alike), max(1, round(HELDOUT_PART * len(alike)))))
+    heldout = [op for op in drawn if likeness(op) in judging]
+    most = max(1, round(HELDOUT_PART * len(drawn)))
+    teaching.update((op, None) for op in drawn if likeness(op) not in judging)
+    return list(teaching), rng.sample(heldout, most) if len(heldout) > most else heldout
