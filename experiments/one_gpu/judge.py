@@ -16,12 +16,12 @@ from stepsight.dataset.files import read_json
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.op import Op
 from stepsight.dataset.tables import Measurements
-from stepsight.dataset.trace import RunManifest, read_collection
+from stepsight.dataset.trace import read_collection
 from stepsight.experiments.kernels import LONG_S
-from stepsight.experiments.one_gpu.cases import STAND_IN
 from stepsight.simulator.memory import estimate_memory
 from stepsight.training.measured import HELDOUT
 from stepsight.training.predictor import Predictor
+from stepsight.training.stand_ins import stand_in_seconds
 
 Array = NDArray[np.float64]
 MOST_ROWS = 4000  # of a public table, drawn by seed
@@ -79,7 +79,7 @@ def memory_rows(collection: Path, hardware: Hardware) -> list[dict[str, Any]]:
     """Bytes of tensors at the peak of each run that was measured: the device's own count, and the estimate."""
     rows = []
     for manifest in read_collection(collection).runs:
-        if manifest.peak_memory_bytes and manifest.role != STAND_IN:
+        if manifest.peak_memory_bytes and manifest.stand_in is None:
             endless = replace(hardware, memory_bytes=1e15)
             stage = estimate_memory(manifest.job, endless).stages[0]
             measured = float(max(manifest.peak_memory_bytes))
@@ -97,29 +97,21 @@ def memory_rows(collection: Path, hardware: Hardware) -> list[dict[str, Any]]:
 
 def stand_in_rows(collection: Path, predictor: Predictor) -> list[dict[str, Any]]:
     """What one rank of a large job took, its communication stood in for, and what it was predicted to take."""
-    from stepsight.training.stand_ins import stand_in_seconds
-
     rows = []
     for manifest in read_collection(collection).runs:
-        if manifest.role == STAND_IN:
-            rank = _rank(manifest)
-            predicted = stand_in_seconds(manifest.job, rank, predictor.latency(manifest.job))
+        if manifest.stand_in is not None:
+            predicted = stand_in_seconds(manifest.job, manifest.stand_in, predictor.latency(manifest.job, alone=True))
             predicted *= predictor.calibration.scale
             measured = manifest.iteration_time_s
             rows.append(
                 {
                     "run": manifest.name,
-                    "rank": rank,
                     "measured_s": measured,
                     "predicted_s": predicted,
                     "error_percent": 100 * (predicted / measured - 1),
                 }
             )
     return rows
-
-
-def _rank(manifest: RunManifest) -> int:
-    return int(read_json(manifest.folder / "manifest.json")["stand_in"]["rank"])
 
 
 def agreement(

@@ -18,12 +18,12 @@ from stepsight.dataset.harness.plan import SCHEMA, check_plan
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Op
 from stepsight.experiments.one_gpu import ops as sizes
-from stepsight.experiments.one_gpu.cases import Case, cases, stand_ins
+from stepsight.experiments.one_gpu.cases import STAND_IN, Case, cases, stand_ins
 from stepsight.simulator.latency import preset_latency
 from stepsight.simulator.lowering import signatures
 from stepsight.simulator.simulate import simulate
 from stepsight.training.measured import HELDOUT
-from stepsight.training.planning import make_plan, run_name
+from stepsight.training.planning import make_plan, stand_in_of
 
 OPS = "ops"  # the collection of what runs alike in every variant
 TRAIN_COUNTS = {"rounds": 1, "steps": 6, "warmup": 3, "profile_steps": 2}
@@ -137,7 +137,9 @@ def _chosen(device: str, hardware: str, variant: str, part: float) -> list[Case]
     return kept + (stand_ins(device, hardware) if variant == "eager" else [])
 
 
-def _counts(case: Case) -> dict[str, int]:
+def _counts(case: Case) -> dict[str, Any]:
+    if case.role == STAND_IN:
+        return {**HELDOUT_COUNTS, "stand_in": stand_in_of(case.job, case.rank)}
     return TRAIN_COUNTS if case.role == "train" else HELDOUT_COUNTS
 
 
@@ -186,9 +188,7 @@ def _compiled_ops(
 def _plan(
     device: str, variant: str, chosen: Sequence[Case], train: Sequence[Op], heldout: Sequence[Op], *, seconds: float
 ) -> dict[str, Any]:
-    counted = [case for case in chosen if case.role in ("train", "heldout")]
-    plan = make_plan([(case.role, case.job, _counts(case)) for case in _in_turns(counted)])
-    plan["runs"] += [_stand_in_run(case) for case in chosen if case not in counted]
+    plan = make_plan([(case.role, case.job, _counts(case)) for case in _in_turns(chosen)])
     plan["events"] = [
         {
             "name": name,
@@ -210,21 +210,9 @@ def _plan(
 
 
 def _in_turns(chosen: Sequence[Case]) -> list[Case]:
-    """Training and held-out runs by turns, so that a drift of the device touches both alike."""
-    places = []
+    """Training and held-out runs by turns, so that a drift of the device touches both alike; then the others."""
+    places: list[tuple[float, str, Case]] = [(1.0, STAND_IN, case) for case in chosen if case.role == STAND_IN]
     for role in ("train", "heldout"):
         own = [case for case in chosen if case.role == role]
         places += [((index + (role == "heldout") / 2) / len(own), role, case) for index, case in enumerate(own)]
     return [case for _, _, case in sorted(places, key=lambda place: place[:2])]
-
-
-def _stand_in_run(case: Case) -> dict[str, Any]:
-    from stepsight.training.planning import stand_in_of
-
-    return {
-        "name": f"{run_name(case.job)}-rank{case.rank}",
-        "role": case.role,
-        "job": case.job.to_dict(),
-        "stand_in": stand_in_of(case.job, case.rank),
-        **HELDOUT_COUNTS,
-    }
