@@ -101,7 +101,7 @@ def stand_in_rows(collection: Path, predictor: Predictor) -> list[dict[str, Any]
     for manifest in read_collection(collection).runs:
         if manifest.stand_in is not None:
             predicted = stand_in_seconds(manifest.job, manifest.stand_in, predictor.latency(manifest.job, alone=True))
-            predicted *= predictor.calibration.scale
+            predicted *= predictor.calibration.factor(manifest.job)
             measured = manifest.iteration_time_s
             rows.append(
                 {

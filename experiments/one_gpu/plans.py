@@ -26,8 +26,13 @@ from stepsight.training.measured import HELDOUT
 from stepsight.training.planning import make_plan, stand_in_of
 
 OPS = "ops"  # the collection of what runs alike in every variant
-TRAIN_COUNTS = {"rounds": 1, "steps": 6, "warmup": 3, "profile_steps": 2}
-HELDOUT_COUNTS = {"rounds": 2, "steps": 5, "warmup": 3, "profile_steps": 2}
+# Steps of a run by its role.  Times of a GPU hardly wander, and to build a model again takes longer than some steps.
+COUNTS = {
+    ("cuda", "train"): {"rounds": 1, "steps": 6, "warmup": 3, "profile_steps": 2},
+    ("cuda", "heldout"): {"rounds": 2, "steps": 5, "warmup": 3, "profile_steps": 2},
+    ("cpu", "train"): {"rounds": 2, "steps": 4, "warmup": 2, "profile_steps": 2},
+    ("cpu", "heldout"): {"rounds": 3, "steps": 4, "warmup": 2, "profile_steps": 2},
+}
 FEWEST_TRAIN, FEWEST_HELDOUT = 5, 3
 PARTS = (1.0, 0.75, 0.5, 0.35)  # of the runs, until enough time is left for ops
 FEWEST_COMPILED = 40  # ops that no run needs
@@ -137,17 +142,17 @@ def _chosen(device: str, hardware: str, variant: str, part: float) -> list[Case]
     return kept + (stand_ins(device, hardware) if variant == "eager" else [])
 
 
-def _counts(case: Case) -> dict[str, Any]:
+def _counts(device: str, case: Case) -> dict[str, Any]:
     if case.role == STAND_IN:
-        return {**HELDOUT_COUNTS, "stand_in": stand_in_of(case.job, case.rank)}
-    return TRAIN_COUNTS if case.role == "train" else HELDOUT_COUNTS
+        return {**COUNTS[device, "heldout"], "stand_in": stand_in_of(case.job, case.rank)}
+    return dict(COUNTS[device, case.role])
 
 
 def _runs_s(chosen: Sequence[Case], hardware: Hardware, costs: Costs, variant: str) -> float:
     """Seconds that runs are thought to take."""
     whole = 0.0
     for case in chosen:
-        counts = _counts(case)
+        counts = _counts("cpu" if hardware.kind == "cpu" else "cuda", case)
         latency = preset_latency(hardware.name, case.job.fabric)
         assert latency is not None
         step = max(costs.step, simulate(_on(case.job, hardware), latency).iteration_time_s)
@@ -188,7 +193,7 @@ def _compiled_ops(
 def _plan(
     device: str, variant: str, chosen: Sequence[Case], train: Sequence[Op], heldout: Sequence[Op], *, seconds: float
 ) -> dict[str, Any]:
-    plan = make_plan([(case.role, case.job, _counts(case)) for case in _in_turns(chosen)])
+    plan = make_plan([(case.role, case.job, _counts(device, case)) for case in _in_turns(chosen)])
     plan["events"] = [
         {
             "name": name,
