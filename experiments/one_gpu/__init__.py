@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/one-gpu"), help="folder of everything; resumed")
     parser.add_argument("--plan-only", action="store_true", help="write DIR/collections/*/plan.json and stop")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of new plans")
-    parser.add_argument("--minutes", type=float, help="of measuring, for new plans: 10 on a GPU, 2.5 on a CPU")
+    parser.add_argument("--minutes", type=float, help="of measuring, for new plans: 10 on a GPU, 3 on a CPU")
     parser.add_argument(
         "--tables", type=Path, metavar="FOLDER", help="public tables of kernels, by default ../shared/data/kernels"
     )

@@ -25,6 +25,7 @@ from stepsight.simulator.simulate import simulate
 from stepsight.training.measured import HELDOUT
 from stepsight.training.planning import make_plan, stand_in_of
 
+VARIANTS = ("eager", "compiled")
 OPS = "ops"  # the collection of what runs alike in every variant
 # Steps of a run by its role.  Times of a GPU hardly wander, and to build a model again takes longer than some steps.
 COUNTS = {
@@ -67,7 +68,7 @@ COSTS = {
     "cuda": Costs(launch=20.0, round=1.5, profile=4.0, step=0.02, compile=8.0, op=0.08, compiled_op=0.8),
     "cpu": Costs(launch=6.0, round=0.2, profile=0.8, step=0.01, compile=30.0, op=0.09, compiled_op=20.0),
 }
-MINUTES = {"cuda": 10.0, "cpu": 2.5}
+MINUTES = {"cuda": 10.0, "cpu": 3.0}
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def make_study(device: str, hardware: str, minutes: float) -> Study:
         CollectError: If there is too little time, or the harness cannot run a job.
     """
     preset, costs = facts(device, hardware), COSTS[device]
-    variants = ["eager", "compiled"] if device == "cuda" else ["eager"]
+    variants = VARIANTS if device == "cuda" else VARIANTS[:1]
     fixed: dict[str, float] = {}
     for part in PARTS:
         chosen = {name: _chosen(device, hardware, name, part) for name in variants}

@@ -18,7 +18,7 @@ from stepsight.experiments.collecting import read_plan, run_plan
 from stepsight.experiments.one_gpu import judge
 from stepsight.experiments.one_gpu.cases import CPU, cases
 from stepsight.experiments.one_gpu.curve import error_against_minutes
-from stepsight.experiments.one_gpu.plans import MINUTES, OPS, make_study
+from stepsight.experiments.one_gpu.plans import MINUTES, OPS, VARIANTS, make_study
 from stepsight.experiments.one_gpu.report import summary_text
 from stepsight.experiments.plots import error_against_minutes as plot_curve
 from stepsight.experiments.plots import predicted_against_measured
@@ -86,8 +86,9 @@ def run(asked: Asked) -> dict[str, Any]:
     table = _table_folder(asked.tables)
     if not (asked.out / COLLECTIONS).exists():
         say("planning\n" + write_plans(asked))
-    folders = {path.parent.name: path.parent for path in sorted((asked.out / COLLECTIONS).glob("*/plan.json"))}
-    if OPS not in folders or "eager" not in folders:
+    folders = {name: asked.out / COLLECTIONS / name for name in (OPS, *VARIANTS)}
+    folders = {name: folder for name, folder in folders.items() if (folder / "plan.json").exists()}
+    if not {OPS, "eager"} <= set(folders):
         raise CollectError(f"a study needs collections {OPS} and eager, got {', '.join(folders) or 'none'}")
     notes = [note for folder in folders.values() for note in _collect(folder, say)]
     figures: dict[str, Any] = {"variants": {}, "notes": notes}

@@ -81,6 +81,13 @@ def test_a_broken_event_profile_is_refused(tmp_path: Path, record: dict[str, obj
         read_profiles([tmp_path], LOOPBACK)
 
 
+def test_events_that_judge_are_never_trained_on(tmp_path: Path) -> None:
+    _events(tmp_path, 1, {}, [{"op": {"kind": "add", "dims": [8], "dtype": "fp32"}, "seconds": 1.0}])
+    alone = read_profiles([tmp_path], LOOPBACK)
+    (tmp_path / "events" / "heldout.json").write_text((tmp_path / "events" / "world1.json").read_text())
+    assert read_profiles([tmp_path], LOOPBACK) == alone
+
+
 def test_a_collection_counts_once(tmp_path: Path) -> None:
     (tmp_path / "c" / "runs").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "c")

@@ -63,7 +63,7 @@ def test_stand_ins_run_once_and_last(study: Study) -> None:
 
 
 def test_less_time_means_fewer_runs_and_too_little_is_refused() -> None:
-    long, short = (make_study("cpu", CPU, minutes) for minutes in (2.5, 1.2))
+    long, short = (make_study("cpu", CPU, minutes) for minutes in (3.0, 1.6))
     assert set(long.plans) == {"ops", "eager"}
     assert len(short.plans["eager"]["runs"]) <= len(long.plans["eager"]["runs"])
     assert sum(short.seconds.values()) < sum(long.seconds.values())
