@@ -76,23 +76,27 @@ def errors(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def memory_rows(collection: Path, hardware: Hardware) -> list[dict[str, Any]]:
-    """Bytes of tensors at the peak of each run that was measured: the device's own count, and the estimate."""
-    rows = []
-    for manifest in read_collection(collection).runs:
-        if manifest.peak_memory_bytes and manifest.stand_in is None:
-            endless = replace(hardware, memory_bytes=1e15)
-            stage = estimate_memory(manifest.job, endless).stages[0]
-            measured = float(max(manifest.peak_memory_bytes))
-            rows.append(
-                {
-                    "run": manifest.name,
-                    "role": manifest.role,
-                    "measured_bytes": measured,
-                    "predicted_bytes": stage.tensors,
-                    "error_percent": 100 * (stage.tensors / measured - 1),
-                }
-            )
-    return rows
+    """Bytes of tensors at the peak of each run that was measured: the device's own count, and the estimate.
+
+    Libraries allocate workspaces too, the same for each run: ``with_libraries_bytes`` adds what the smallest training
+    run holds beyond its estimate.
+    """
+    endless = replace(hardware, memory_bytes=1e15)
+    runs = [m for m in read_collection(collection).runs if m.peak_memory_bytes and m.stand_in is None]
+    rows = [
+        {
+            "run": run.name,
+            "role": run.role,
+            "measured_bytes": float(max(run.peak_memory_bytes)),
+            "predicted_bytes": estimate_memory(run.job, endless).stages[0].tensors,
+        }
+        for run in runs
+    ]
+    smallest = min(
+        (row for row in rows if row["role"] == "train"), key=lambda row: row["predicted_bytes"], default=None
+    )
+    beside = max(0.0, smallest["measured_bytes"] - smallest["predicted_bytes"]) if smallest else 0.0
+    return [{**row, "with_libraries_bytes": row["predicted_bytes"] + beside} for row in rows]
 
 
 def stand_in_rows(collection: Path, predictor: Predictor) -> list[dict[str, Any]]:

@@ -18,7 +18,8 @@ def summary_text(figures: Mapping[str, Any]) -> str:
         for section in (_ops, _steps, _memory, _stand_ins, _table, _curve):
             if text := section(of):
                 parts.append(text)
-    parts += [f"clocks of {name}: {said}" for name, said in figures["clocks"].items()]
+    if figures["clocks"]:
+        parts.append(_clocks(figures["clocks"]))
     parts.append(f"took {figures['seconds']:.0f} s")
     return "\n\n".join(parts)
 
@@ -73,21 +74,30 @@ def _steps(of: Mapping[str, Any]) -> str:
 
 
 def _memory(of: Mapping[str, Any]) -> str:
+    keys = ("predicted_bytes", "with_libraries_bytes")
     rows = [
         [
             row["run"],
             row["role"],
-            Number(row["measured_bytes"] / 1e9, 3),
-            Number(row["predicted_bytes"] / 1e9, 3),
-            Number(row["error_percent"]),
+            *(Number(row[key] / 1e9, 3) for key in ("measured_bytes", *keys)),
+            *(Number(_memory_error(row, key)) for key in keys),
         ]
         for row in of["memory"]
     ]
     if not rows:
         return "peak memory: not measured (a CPU counts none)"
-    off = [abs(row["error_percent"]) for row in of["memory"]]
-    text = table(["peak memory", "role", "measured GB", "predicted GB", "error %"], rows)
-    return f"{text}\npeak memory: mean error {sum(off) / len(off):.1f} %, max {max(off):.1f} %"
+    header = ["peak memory", "role", "measured GB", "predicted GB", "with libraries", "error %", "with libraries %"]
+    lines = [table(header, rows)]
+    for key, words in zip(keys, ("", " with what libraries hold in the smallest training run"), strict=True):
+        off = [abs(_memory_error(row, key)) for row in of["memory"] if row["role"] == "heldout"]
+        if off:
+            mean = sum(off) / len(off)
+            lines.append(f"peak memory of held-out runs{words}: mean error {mean:.1f} %, max {max(off):.1f} %")
+    return "\n".join(lines)
+
+
+def _memory_error(row: Mapping[str, Any], key: str) -> float:
+    return float(100 * (row[key] / row["measured_bytes"] - 1))
 
 
 def _stand_ins(of: Mapping[str, Any]) -> str:
@@ -112,6 +122,22 @@ def _curve(of: Mapping[str, Any]) -> str:
     rows = [[row["ops"], Number(row["minutes"], 2), *(_percent(row.get(key)) for key in keys)] for row in of["curve"]]
     header = ["ops that teach", "minutes", "held-out ops, MAPE %", "from 50 us", "held-out steps, no GNN, MAPE %"]
     return table(header, rows)
+
+
+def _clocks(clocks: Mapping[str, Mapping[str, Any]]) -> str:
+    """What was noted while ops were measured: median, and in brackets the least."""
+    kinds = sorted({kind for said in clocks.values() for kind, value in said.items() if _is_noted(value)})
+    rows = []
+    for name, said in clocks.items():
+        noted = [said.get(kind) for kind in kinds]
+        cells = [f"{value['median']:g} ({value['least']:g})" if _is_noted(value) else "-" for value in noted]
+        reasons = ", ".join(f"{reason} {100 * part:.0f} %" for reason, part in said.get("reasons", {}).items())
+        rows.append([name, *cells, reasons])
+    return table(["clocks of the device during", *kinds, "held down by"], rows)
+
+
+def _is_noted(value: Any) -> bool:
+    return isinstance(value, dict) and {"median", "least"} <= set(value)
 
 
 def _percent(value: float | None) -> object:
