@@ -83,7 +83,7 @@ def memory_rows(collection: Path, hardware: Hardware) -> list[dict[str, Any]]:
     """
     endless = replace(hardware, memory_bytes=1e15)
     runs = [m for m in read_collection(collection).runs if m.peak_memory_bytes and m.stand_in is None]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "run": run.name,
             "role": run.role,

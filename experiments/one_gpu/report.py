@@ -129,7 +129,7 @@ def _clocks(clocks: Mapping[str, Mapping[str, Any]]) -> str:
     kinds = sorted({kind for said in clocks.values() for kind, value in said.items() if _is_noted(value)})
     rows = []
     for name, said in clocks.items():
-        noted = [said.get(kind) for kind in kinds]
+        noted = [said.get(kind, {}) for kind in kinds]
         cells = [f"{value['median']:g} ({value['least']:g})" if _is_noted(value) else "-" for value in noted]
         reasons = ", ".join(f"{reason} {100 * part:.0f} %" for reason, part in said.get("reasons", {}).items())
         rows.append([name, *cells, reasons])
