@@ -1,6 +1,6 @@
 """The harness: real multi-process training, traced and timed, on the machines that a predictor is for.
 
-Needs torch >= 2.6 and the standard library alone, and imports nothing else of stepsight: copy this folder to a
+Needs torch >= 2.11 and the standard library alone, and imports nothing else of stepsight: copy this folder to a
 cluster as ``harness`` and run ``python -m harness plan.json --out DIR`` there.  Importing it imports no torch.
 
 ==============  ==================================================================================

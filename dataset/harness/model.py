@@ -97,7 +97,7 @@ def token_rows(shape: Shape, tokens: Tensor) -> Tensor:
 def shape_of(job: dict[str, Any], device: torch.device, group: comm.Group | None) -> Shape:
     """Shape of a (checked) job's model on this rank."""
     model, parallel, batch = job["model"], job["parallel"], job["batch"]
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    dtypes = {"fp32": torch.float32, "pure-bf16": torch.bfloat16, "pure-fp16": torch.float16}
     names = (
         "family",
         "layers",
@@ -117,7 +117,7 @@ def shape_of(job: dict[str, Any], device: torch.device, group: comm.Group | None
         micro_batch=batch["micro_batch"],
         recompute=parallel["recompute"] == "full",
         sequence_parallel=parallel["sequence_parallel"] and group is not None,
-        dtype=dtypes[batch["precision"].removeprefix("pure-")],
+        dtype=dtypes[batch["precision"]],
         device=device,
         group=group,
     )

@@ -29,7 +29,6 @@ from .errors import HarnessError
 SCHEMA = 1
 MOST_CPU = 0.25  # of all cores' time that a run in a box may compute, for its times to mean anything
 _MOST = 2**48  # beyond, a number is a slip of the pen
-PRECISIONS = ("fp32", "bf16", "fp16", "pure-bf16", "pure-fp16")  # in 16 bits nothing is in fp32, whatever the name
 FAMILIES = ("gpt", "llama", "bert", "t5")
 OPTIONS = {"rounds": 3, "steps": 4, "warmup": 2, "profile_steps": 2}
 _JOB: dict[str, dict[str, type]] = {  # what a job must say, and of what kind
@@ -298,7 +297,7 @@ def _harness_rules(job: dict[str, Any]) -> list[tuple[bool, str]]:
     choices = [
         (model, "family", FAMILIES, "families gpt, llama, bert and t5"),
         (model, "head_dim", (0, head_dim), f"head_dim = hidden / heads = {head_dim}"),
-        (batch, "precision", PRECISIONS, "precisions fp32, bf16, fp16, pure-bf16 and pure-fp16"),
+        (batch, "precision", ("fp32", "pure-bf16", "pure-fp16"), "precisions fp32, pure-bf16 and pure-fp16"),
         (parallel, "zero_stage", (0, 3), "zero_stage 0 (DDP) and 3 (FSDP2)"),
         (parallel, "dp_shard", (0, dp), f"zero_stage over all {dp} replicas (dp_shard)"),
         (parallel, "recompute", ("none", "full"), "recompute none and full"),
