@@ -96,6 +96,10 @@ class Hardware:
     source: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.host_kinds_s, dict) or not all(
+            isinstance(value, int | float) and not isinstance(value, bool) for value in self.host_kinds_s.values()
+        ):
+            raise JobError(f"hardware {self.name}: host_kinds_s is a table of seconds, got {self.host_kinds_s!r:.80}")
         positive = {
             "memory_bandwidth_bytes_per_s": self.memory_bandwidth_bytes_per_s,
             "memory_bytes": self.memory_bytes,

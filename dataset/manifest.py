@@ -38,6 +38,7 @@ class RunManifest:
         peak_memory_bytes: Per rank.
         losses: Per step.
         box: That it ran in, None outside of one.
+        compiled: Whether composite ops were compiled.
         stand_in: The rank of the job for which one process stood in, its collectives only taking their modelled time;
             None: all ranks ran.
     """
@@ -56,6 +57,7 @@ class RunManifest:
     peak_memory_bytes: tuple[float, ...] = ()
     losses: tuple[float, ...] = ()
     box: Box | None = None
+    compiled: bool = False
     stand_in: int | None = None
 
     @property
@@ -120,6 +122,7 @@ def _manifest(folder: Path, tree: dict[str, Any]) -> RunManifest:
         peak_memory_bytes=_numbers(tree.get("peak_memory_bytes", []), "peak_memory_bytes"),
         losses=_numbers(tree.get("losses", []), "losses"),
         box=Box.from_dict(tree["box"]) if "box" in tree else None,
+        compiled=typed(tree.get("compile", False), bool, "compile"),
         stand_in=typed(_table(tree, "stand_in").get("rank"), int, "stand_in.rank") if "stand_in" in tree else None,
     )
 

@@ -30,6 +30,14 @@ def available_ranks() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def _is_plan(path: Path) -> bool:
+    """Whether a file is meant as a plan, rather than as a job."""
+    try:
+        return path.name.endswith("plan.json") or (path.suffix == ".json" and "runs" in read_json(path))
+    except (OSError, ValueError, TypeError):
+        return False  # who reads it as a job says what is wrong
+
+
 def read_plan(path: Path) -> dict[str, Any]:
     """A plan that the harness can run, its jobs being jobs.
 
@@ -72,7 +80,7 @@ def collect_jobs(
     that kept the cores too busy, elsewhere those that no memory holds.
     """
     check_writable(out)
-    if len(paths) == 1 and paths[0].name.endswith("plan.json"):
+    if len(paths) == 1 and _is_plan(paths[0]):
         if box is not None:
             raise CollectError(f"a box is for job files: a plan says its own, got {paths[0]}")
         plan = read_plan(paths[0])

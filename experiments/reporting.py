@@ -85,12 +85,13 @@ def explanation_report(job: Job, prediction: Prediction, top: int) -> dict[str, 
     ]
     header = ["op or collective", "times on the critical path", "each", "% of the time", "halving it saves", "%"]
     text = f"{job.name}: {seconds_text(whole)}\n{table(header, cells)}"
-    host = prediction.breakdown["host"]
-    if host > 0.01 * whole:
-        text += f"\nthe host holds up {100 * host / whole:.1f} % of the time, which is no op's"
+    launches = prediction.simulation.launches_share
+    if launches > 0.01:
+        text += f"\nthe host's launches decide {100 * launches:.1f} % of the time: there no op's seconds count"
     text += "".join(f"\nwarning: {warning}" for warning in prediction.warnings)
     values = [row.to_dict() for row in rows]
-    return {"job": job.name, "iteration_time_s": whole, "sensitivities": values, "text": text}
+    told = {"job": job.name, "iteration_time_s": whole, "launches_share": launches}
+    return {**told, "sensitivities": values, "text": text}
 
 
 def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:

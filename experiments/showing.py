@@ -26,7 +26,9 @@ def describe(path: Path) -> dict[str, Any]:
 
         if str(path) in shipped_names() or set_aside(path) is not None:
             return _predictor(path)
-        raise StepsightError(f"show needs an existing file or folder, got {path}")
+        raise StepsightError(
+            f"show needs an existing file or folder, or one of {', '.join(shipped_names())}, got {path}"
+        )
     if path.is_dir():
         if (path / "summary.json").is_file():
             return describe(path / "summary.json")
@@ -35,8 +37,11 @@ def describe(path: Path) -> dict[str, Any]:
         if (path / "manifest.json").is_file():
             return _predictor(path) if "format" in read_object(path / "manifest.json") else _run(path)
         raise StepsightError(f"{path} is no collection (runs/), run or predictor (manifest.json)")
-    if path.suffix == ".json" and "heldout" in (value := read_object(path)):
+    value = read_object(path) if path.suffix == ".json" else {}
+    if "heldout" in value:
         return _summary(path, value)
+    if "variants" in value and isinstance(value.get("text"), str):
+        return value  # of a study on one GPU
     job = Job.from_file(path)
     tables = job.to_dict()
     framework = tables.pop("framework", "")
@@ -73,6 +78,7 @@ def run_row(manifest: RunManifest) -> dict[str, Any]:
         "role": manifest.role,
         "ranks": manifest.world_size,
         **({} if manifest.stand_in is None else {"stand_in": manifest.stand_in}),
+        **({"compiled": True} if manifest.compiled else {}),
         "steps": len(manifest.step_seconds),
         "measured_s": whole,
         "spread_percent": 100 * (max(medians) - min(medians)) / whole,
@@ -85,15 +91,21 @@ def describe_collection(path: Path) -> dict[str, Any]:
     rows = [run_row(manifest) for manifest in collection]
     events = {file.stem: len(read_event_file(file).works) for file in collection.events}
     cells = [
-        [r["name"], r["role"], r["ranks"], r["steps"], Number(1e3 * r["measured_s"]), Number(r["spread_percent"])]
+        [r["name"], r["role"], _ranks(r), r["steps"], Number(1e3 * r["measured_s"]), Number(r["spread_percent"])]
         for r in rows
     ]
     text = f"collection {path}\n" + table(["run", "role", "ranks", "steps", "median ms", "spread % over rounds"], cells)
+    if any(manifest.compiled for manifest in collection):
+        text += "\ncomposite ops were compiled"
     for name, count in events.items():
         text += f"\nevents {name}: {count} distinct signatures measured"
     if collection.missing:
         text += f"\nplanned but absent: {', '.join(collection.missing)}"
     return {"collection": str(path), "runs": rows, "events": events, "absent": collection.missing, "text": text}
+
+
+def _ranks(row: dict[str, Any]) -> Any:
+    return f"as {row['stand_in']}" if "stand_in" in row else row["ranks"]
 
 
 def write_table(collection: Path, table: Path) -> int:
@@ -123,6 +135,7 @@ def _run(path: Path) -> dict[str, Any]:
     manifest, told = trace.manifest, ""
     if manifest.stand_in is not None:
         told = f", in place of rank {manifest.stand_in} of {manifest.job.cluster.num_devices}"
+    told += ", composite ops compiled" if manifest.compiled else ""
     text = f"run {row['name']}: {1e3 * row['measured_s']:.1f} ms on {row['ranks']} rank(s){told}\n"
     text += table(["kind", "calls traced", "ms", "%"], cells)
     return {**row, "kinds": {kind: {"calls": int(n), "seconds": s} for kind, (n, s) in ordered}, "text": text}

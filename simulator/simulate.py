@@ -145,6 +145,11 @@ class Simulation:
         works = self.lowered.all_works
         return {work: count for work, count in zip(works, counts.tolist(), strict=True) if count > 0}
 
+    @property
+    def launches_share(self) -> float:
+        """Part of the time that the host's launches decide: no op's or collective's seconds count there."""
+        return max(0.0, 1.0 - float(self.count_works() @ self.work_seconds) / self.iteration_time_s)
+
     def count_works(self) -> Floats:
         """``op_counts`` as an array over ``lowered.all_works``, zeros included."""
         counts = np.zeros(len(self.lowered.all_works))

@@ -172,11 +172,17 @@ def _check_ranks(ranks: int, where: Path) -> None:
 
 
 def check_hardware(runs: Sequence[MeasuredRun], name: str) -> None:
-    """Every run must be on the hardware that is learned.
+    """Every run must be on the hardware that is learned, and all compiled or none.
 
     Raises:
         TraceError: With the values.
     """
+    compiled = [run.manifest.folder for run in runs if run.manifest.compiled]
+    if 0 < len(compiled) < len(runs):
+        raise TraceError(
+            f"composite ops of all runs must be compiled, or of none: got {len(compiled)} of {len(runs)} runs "
+            f"compiled, as {compiled[0]}"
+        )
     for run in runs:
         if run.manifest.job.cluster.hardware != name:
             raise TraceError(

@@ -59,7 +59,7 @@ def stand_in_of(job: Job, rank: int) -> dict[str, Any]:
         CollectError: If the harness cannot run the job, or it has no such rank.
     """
     collectable(job)
-    if rank not in range(job.cluster.num_devices):
+    if type(rank) is not int or rank not in range(job.cluster.num_devices):
         raise CollectError(f"rank must be one of the job's {job.cluster.num_devices}, got {rank}")
     _, collectives = signatures(as_the_harness_runs(job), _facts(job))
     rows = [{**asdict(c), "seconds": alpha_beta_seconds(c, job.fabric)} for c in sorted(collectives, key=str)]

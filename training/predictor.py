@@ -92,7 +92,8 @@ class Predictor:
         """
         if job.cluster.hardware != self.hardware.name:
             raise PredictorError(
-                f"a predictor serves its own hardware: cluster.hardware must be {self.hardware.name!r}, "
+                f"the predictor {self.manifest.get('name', self.hardware.name)} serves its own hardware: "
+                f"cluster.hardware must be {self.hardware.name!r}, "
                 f"got {job.cluster.hardware!r}"
             )
         busy = 1 if alone else min(job.cluster.devices_per_node, job.cluster.num_devices)

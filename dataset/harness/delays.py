@@ -15,6 +15,7 @@ from .errors import HarnessError
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 _SIZES = ("num_bytes", "group_size", "ranks_per_node")
+_MOST, _MOST_S = 2**48, 3600.0  # beyond, a number is a slip of the pen
 
 
 class Delays:
@@ -76,9 +77,11 @@ def _row_problems(row: Any) -> list[str]:
     if row["kind"] not in KINDS:
         problems.append(f"kind of a stand-in's collective must be one of {', '.join(KINDS)}, got {row['kind']!r:.80}")
     for name in _SIZES:
-        if isinstance(row[name], bool) or not isinstance(row[name], int) or row[name] < 1:
-            problems.append(f"{name} of a stand-in's collective must be a whole number >= 1, got {row[name]!r:.80}")
+        if isinstance(row[name], bool) or not isinstance(row[name], int) or not 1 <= row[name] <= _MOST:
+            rule = f"must be a whole number from 1 to {_MOST}"
+            problems.append(f"{name} of a stand-in's collective {rule}, got {row[name]!r:.80}")
     seconds = row["seconds"]
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-        problems.append(f"seconds of a stand-in's collective must be a number > 0, got {seconds!r:.80}")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= _MOST_S:
+        rule = f"must be a number > 0 and at most {_MOST_S:g}"
+        problems.append(f"seconds of a stand-in's collective {rule}, got {seconds!r:.80}")
     return problems

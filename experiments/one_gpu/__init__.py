@@ -11,7 +11,7 @@ from pathlib import Path
 EPILOG = """examples:
     stepsight experiment one-gpu --out runs/one-gpu                     # all of it, here
     stepsight experiment one-gpu --plan-only --device cuda --out DIR    # plans, for a GPU elsewhere
-    python -m harness DIR/collections/ops/plan.json --out DIR/collections/ops       # there, and likewise the others
+    python -m harness collections/ops/plan.json --out collections/ops   # there, in DIR; likewise eager and compiled
     stepsight experiment one-gpu --out DIR                              # goes on with what was brought back"""
 
 
@@ -29,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/one-gpu"), help="folder of everything; resumed")
     parser.add_argument("--plan-only", action="store_true", help="write DIR/collections/*/plan.json and stop")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of new plans")
+    parser.add_argument(
+        "--hardware", default="", metavar="NAME", help="GPU that new plans are for, as jobs call it; h200-sxm-141gb"
+    )
     parser.add_argument("--minutes", type=float, help="of measuring, for new plans: 10 on a GPU, 3 on a CPU")
     parser.add_argument(
         "--tables", type=Path, metavar="FOLDER", help="public tables of kernels, by default ../shared/data/kernels"
@@ -38,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from stepsight.dataset.errors import StepsightError
     from stepsight.experiments.one_gpu.study import Asked, run, write_plans
 
-    asked = Asked(options.out.resolve(), options.device, options.minutes, options.tables)
+    asked = Asked(options.out.resolve(), options.device, options.minutes, options.tables, options.hardware)
     try:
         if options.plan_only:
             text = write_plans(asked)

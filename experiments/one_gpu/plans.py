@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from stepsight.dataset.errors import CollectError
@@ -69,6 +69,7 @@ COSTS = {
     "cpu": Costs(launch=6.0, round=0.2, profile=0.8, step=0.01, compile=30.0, op=0.09, compiled_op=20.0),
 }
 MINUTES = {"cuda": 10.0, "cpu": 3.0}
+MOST_MINUTES = 240.0
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ def make_study(device: str, hardware: str, minutes: float) -> Study:
     Raises:
         CollectError: If there is too little time, or the harness cannot run a job.
     """
+    if not 0 < minutes <= MOST_MINUTES:
+        raise CollectError(f"minutes must be > 0 and at most {MOST_MINUTES:g}, got {minutes:g}")
     preset, costs = facts(device, hardware), COSTS[device]
     variants = VARIANTS if device == "cuda" else VARIANTS[:1]
     fixed: dict[str, float] = {}
@@ -110,6 +113,7 @@ def make_study(device: str, hardware: str, minutes: float) -> Study:
         least = (costs.launch + sum(fixed.values())) / (1 - LEAST_EVENTS) / 60
         raise CollectError(f"minutes must be >= {least:.1f} for the fewest runs that teach anything, got {minutes:g}")
     space = sizes.GPU if device == "cuda" else sizes.CPU
+    space = replace(space, dtypes={name: part for name, part in space.dtypes.items() if name in preset.peak_flops})
     compiled = _compiled_ops(chosen, space, preset, left, costs)
     compiled_s = costs.compiled_op * sum(map(len, compiled))
     drawn = sizes.draw(space, int((left - compiled_s) / costs.op), preset, SEED)

@@ -20,7 +20,7 @@ def summary_text(figures: Mapping[str, Any]) -> str:
                 parts.append(text)
     if figures["clocks"]:
         parts.append(_clocks(figures["clocks"]))
-    parts.append(f"took {figures['seconds']:.0f} s")
+    parts.append(f"took {figures['seconds']:.0f} s here")
     return "\n\n".join(parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import sys
 import time
 from collections.abc import Callable
@@ -10,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.errors import CollectError, TraceError
-from stepsight.dataset.files import check_writable, write_json, write_text
-from stepsight.dataset.hardware import find_hardware
+from stepsight.dataset.files import check_writable, new_folder, write_json, write_text
+from stepsight.dataset.hardware import find_hardware, hardware_names
 from stepsight.dataset.tables.device import device_name
 from stepsight.dataset.trace import read_collection
 from stepsight.experiments.collecting import read_plan, run_plan
@@ -31,6 +32,7 @@ COLLECTIONS = "collections"
 H200 = "h200-sxm-141gb"  # whose plans are made where no GPU is at hand
 UNKNOWN_GPU = "local-gpu"
 TABLES = Path("../shared/data/kernels")
+_HARNESS = f"python -m harness {COLLECTIONS}/NAME/plan.json --out {COLLECTIONS}/NAME"
 Say = Callable[[str], None]
 
 
@@ -41,6 +43,7 @@ class Asked:
     Attributes:
         out: Folder of everything.
         device: ``auto``, ``cpu`` or ``cuda``.
+        hardware: Preset of the GPU that a new plan is for; empty: the one that is here, else an H200.
         minutes: Of the device, of a new plan; None: as is usual for it.
         tables: Folder of public tables of kernels; None: where this project keeps them, if they are there.
     """
@@ -49,6 +52,7 @@ class Asked:
     device: str = "auto"
     minutes: float | None = None
     tables: Path | None = None
+    hardware: str = ""
 
 
 def write_plans(asked: Asked) -> str:
@@ -60,16 +64,17 @@ def write_plans(asked: Asked) -> str:
     check_writable(asked.out)
     if (asked.out / COLLECTIONS).exists():
         raise CollectError(f"a folder holds one study: {asked.out / COLLECTIONS} is there; choose another folder")
-    device, hardware = _device(asked.device)
+    device, hardware = _device(asked.device, asked.hardware)
     study = make_study(device, hardware, MINUTES[device] if asked.minutes is None else asked.minutes)
     lines = []
+    with new_folder(asked.out / COLLECTIONS) as folder:
+        for name, plan in study.plans.items():
+            write_json(folder / name / "plan.json", plan)
     for name, plan in study.plans.items():
-        folder = asked.out / COLLECTIONS / name
-        write_json(folder / "plan.json", plan)
         counts = f"{len(plan['runs'])} runs, {sum(len(event['ops']) for event in plan['events'])} ops"
-        lines.append(f"{folder / 'plan.json'}: {counts}, about {study.seconds[name] / 60:.1f} min")
+        lines.append(f"{COLLECTIONS}/{name}/plan.json: {counts}, about {study.seconds[name] / 60:.1f} min")
     lines.append(f"for {hardware}, about {sum(study.seconds.values()) / 60:.1f} min in all")
-    return "\n".join([*lines, "run each with: python -m harness FOLDER/plan.json --out FOLDER"])
+    return "\n".join([f"in {asked.out}:", *lines, f"run each with: {_HARNESS}"])
 
 
 def run(asked: Asked) -> dict[str, Any]:
@@ -78,12 +83,23 @@ def run(asked: Asked) -> dict[str, Any]:
     Raises:
         CollectError: If nothing can be measured here, and nothing was.
     """
+    check_writable(asked.out)
+    table = _table_folder(asked.tables)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    with (asked.out / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise CollectError(f"one study at a time uses a folder: another one is at work in {asked.out}") from None
+        return _run(asked, table)
+
+
+def _run(asked: Asked, table: Path | None) -> dict[str, Any]:
     started = time.monotonic()
 
     def say(text: str) -> None:
         print(f"[{time.monotonic() - started:4.0f} s] {text}", file=sys.stderr, flush=True)
 
-    table = _table_folder(asked.tables)
     if not (asked.out / COLLECTIONS).exists():
         say("planning\n" + write_plans(asked))
     folders = {name: asked.out / COLLECTIONS / name for name in (OPS, *VARIANTS)}
@@ -97,25 +113,38 @@ def run(asked: Asked) -> dict[str, Any]:
             say(f"{name}: learning from training runs and ops")
             figures["variants"][name] = _variant(asked.out, name, folders[OPS], folder, table, say)
     if not figures["variants"]:
-        raise CollectError(f"a study needs runs, got none in {asked.out / COLLECTIONS}")
+        raise CollectError(
+            f"a study needs runs, got none in {asked.out / COLLECTIONS}: there is no GPU here; measure where there is "
+            f"one ({_HARNESS}, for {', '.join(folders)}), and bring the folder back"
+        )
     figures["clocks"] = judge.clocks(folders.values())
     figures["seconds"] = time.monotonic() - started
-    figures["text"] = summary_text(figures)
+    figures["text"] = summary_text(figures) + "".join(
+        f"\n{name}: {asked.out / f'predictor-{name}'}" for name in figures["variants"]
+    )
     plot_curve({name: of["curve"] for name, of in figures["variants"].items()}, asked.out / "error_against_minutes.png")
     rows = [row for of in figures["variants"].values() for row in of["steps"]]
     if rows:
         predicted_against_measured(rows, asked.out / "predicted_vs_measured.png", "held-out training steps")
     write_text(asked.out / "summary.txt", figures["text"] + "\n")
-    write_json(asked.out / "summary.json", {key: value for key, value in figures.items() if key != "text"})
+    write_json(asked.out / "summary.json", figures)
     return figures
 
 
-def _device(wanted: str) -> tuple[str, str]:
+def _device(wanted: str, hardware: str) -> tuple[str, str]:
     """``cuda`` or ``cpu``, and what jobs call it."""
     import torch
 
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    if wanted == "cpu" or (wanted == "auto" and not hardware and not torch.cuda.is_available()):
+        if hardware:
+            raise CollectError(f"--hardware names a GPU, got {hardware!r} with --device cpu")
         return "cpu", CPU
+    if hardware:
+        preset = find_hardware(hardware)
+        if preset is None or preset.kind != "gpu":
+            gpus = [name for name in hardware_names() if (found := find_hardware(name)) and found.kind == "gpu"]
+            raise CollectError(f"--hardware must be one of {', '.join(gpus)}, got {hardware!r}")
+        return "cuda", hardware
     return "cuda", _hardware(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else H200
 
 
@@ -154,6 +183,11 @@ def _variant(out: Path, name: str, ops: Path, folder: Path, tables: Path | None,
     """Learn one variant's predictor, and all figures that it gives."""
     collection = read_collection(folder)
     hardware = collection.runs[0].job.cluster.hardware
+    told = collection.runs[0].fingerprint.get("device", "")
+    if told not in ("", "cpu") and _hardware(told) not in (hardware, UNKNOWN_GPU):
+        raise CollectError(
+            f"the plans were made for {hardware}, and ran on {told}: plan again with --hardware {_hardware(told)}"
+        )
     uri = f"sqlite:///{(out / 'mlflow.db').resolve()}"
     learned = [ops, folder] if read_collection(ops).events else [folder]
     predictor = train(learned, out / f"predictor-{name}", hardware_name=hardware, tracking_uri=uri)
@@ -162,7 +196,7 @@ def _variant(out: Path, name: str, ops: Path, folder: Path, tables: Path | None,
     rows = judge.op_rows(predictor, heldout)
     figures: dict[str, Any] = {
         "hardware": hardware,
-        "device": collection.runs[0].fingerprint.get("device", ""),
+        "device": told,
         "num_training_ops": len(known),
         "ops": judge.op_figures(rows),
         "op_rows": rows,
@@ -172,9 +206,9 @@ def _variant(out: Path, name: str, ops: Path, folder: Path, tables: Path | None,
     }
     say(f"{name}: learning from parts of the ops")
     figures["curve"] = error_against_minutes(predictor, known, heldout, learned, folder)
+    unknown = told not in ("", "cpu") and _hardware(told) == UNKNOWN_GPU != hardware
+    figures["notes"] = [f"{name}: the plans were made for {hardware}, and ran on {told}"] if unknown else []
     figures["table"] = _agreement(predictor, known | heldout, hardware, tables)
-    told = _hardware(figures["device"]) if figures["device"] not in ("", "cpu") else hardware
-    figures["notes"] = [f"the plans were made for {hardware}, and run on {told}"] if told != hardware else []
     return figures
 
 

@@ -90,7 +90,7 @@ def calibrate_runs(
         raise TableError(
             f"a calibration takes at least 2 runs on {predictor.hardware.name} that can be said as jobs, "
             f"got {len(evaluation.scored)} of {sum(evaluation.rows.values())} rows in {runs} "
-            f"(left out: {dict(evaluation.skipped)})"
+            f"(left out: {'; '.join(f'{count} x {why}' for why, count in evaluation.skipped.items()) or 'none'})"
         )
     fitted, every_larger = split_by_size(evaluation.scored, most_gpus)
     larger = without_copies(every_larger, fitted)

@@ -185,7 +185,7 @@ def _nothing(rows: str, skipped: Mapping[str, int], there: str) -> StepsightErro
     reasons = ", ".join(f"{count} x {why}" for why, count in skipped.items())
     if FITTED in skipped:
         return PredictorError(f"rows that a predictor was fitted on cannot judge it, of {rows} are left out: {reasons}")
-    return TableError(f"a row at least must be usable, of {rows} are left out: {reasons}{there}")
+    return TableError(f"at least one row must be usable; of {rows} left out: {reasons}{there}")
 
 
 def score(row: Row, predictor_of: PredictorOf) -> Scored:

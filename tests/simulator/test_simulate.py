@@ -287,6 +287,8 @@ def test_the_host_runs_ahead(
     assert sum(result.breakdown.values()) == pytest.approx(result.iteration_time_s)
     waited = result.iteration_time_s - free.iteration_time_s
     assert result.breakdown["host"] == pytest.approx(waited, rel=1e-6, abs=1e-12)
+    assert free.launches_share == pytest.approx(0.0, abs=1e-9)
+    assert result.launches_share >= waited / result.iteration_time_s * (1 - 1e-6) - 1e-9
 
 
 def test_compiled_kernels_give_the_same(make_job: JobMaker, gpu: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,15 @@ from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program, ProgramBuilder
 from stepsight.dataset.trace import Segment
 from stepsight.training.fit import train
-from stepsight.training.measured import MOST_TRAINING_RANKS, STALL, Profile, average, read_profiles, read_runs
+from stepsight.training.measured import (
+    MOST_TRAINING_RANKS,
+    STALL,
+    Profile,
+    average,
+    check_hardware,
+    read_profiles,
+    read_runs,
+)
 from tests.dataset.run_folders import write_events, write_run
 
 LOOPBACK = find_fabric("loopback")
@@ -142,6 +150,15 @@ def test_no_run_or_event_of_more_ranks_of_a_box_can_train(tmp_path: Path, text: 
     with pytest.raises(TraceError, match=rule):
         read_profiles([tmp_path / "events-alone"], LOOPBACK)
     assert not (tmp_path / "out").exists()
+
+
+def test_compiled_and_eager_runs_do_not_train_together(tmp_path: Path) -> None:
+    for name, compiled in (("eager", False), ("compiled", True)):
+        write_run(tmp_path / "c", name=name, compile=compiled)
+    runs = read_runs([tmp_path / "c"], ("train",))
+    check_hardware([run for run in runs if run.manifest.compiled], runs[0].manifest.job.cluster.hardware)
+    with pytest.raises(TraceError, match="must be compiled, or of none: got 1 of 2"):
+        check_hardware(runs, runs[0].manifest.job.cluster.hardware)
 
 
 def test_all_that_trains_reads_measurements_through_the_module_that_refuses() -> None:

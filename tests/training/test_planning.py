@@ -21,7 +21,7 @@ def _job(hardware: str = "h200-sxm-141gb", nodes: int = 2, **parallel: Any) -> J
     return Job(
         model=ModelSpec(family="llama", layers=8, hidden=512, heads=8, vocab=1024, seq_len=128),
         parallel=p,
-        batch=BatchSpec(micro_batch=1, global_batch=8 * p.dp, precision="bf16"),
+        batch=BatchSpec(micro_batch=1, global_batch=8 * p.dp, precision="pure-bf16"),
         cluster=ClusterSpec(
             hardware=hardware, nodes=nodes, devices_per_node=p.tp * p.pp * p.dp // nodes, fabric=fabric
         ),

@@ -69,3 +69,11 @@ def test_less_time_means_fewer_runs_and_too_little_is_refused() -> None:
     assert sum(short.seconds.values()) < sum(long.seconds.values())
     with pytest.raises(CollectError, match=r"minutes must be >= [\d.]+ for the fewest runs .*, got 0.1"):
         make_study("cpu", CPU, 0.1)
+    for minutes in (0.0, float("nan"), float("inf"), 1e9):
+        with pytest.raises(CollectError, match="minutes must be > 0 and at most 240"):
+            make_study("cpu", CPU, minutes)
+
+
+def test_a_gpu_is_asked_only_for_what_it_has() -> None:
+    asked = make_study("cuda", "a100-sxm-80gb", 10.0).plans["ops"]["events"]
+    assert {op["dtype"] for event in asked for op in event["ops"]} == {"bf16", "fp16", "tf32"}

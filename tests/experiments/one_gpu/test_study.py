@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from stepsight.dataset.errors import CollectError
 from stepsight.experiments.one_gpu import main, study
 from stepsight.experiments.one_gpu.study import Asked, run, write_plans
+from stepsight.experiments.showing import describe
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,11 @@ def test_the_curve_has_nested_parts(figures: dict[str, Any]) -> None:
     assert rows[-1]["op_mape"] < rows[0]["op_mape"]
 
 
+def test_what_came_out_is_shown_again(figures: dict[str, Any], brought_back: Path) -> None:
+    assert describe(brought_back)["text"] == figures["text"]
+    assert f"eager: {brought_back / 'predictor-eager'}" in figures["text"]
+
+
 def test_the_text_tells_all_of_it(figures: dict[str, Any]) -> None:
     for words in (
         "== eager: h200-sxm-141gb", "== compiled:", "held-out ops", "held-out steps", "by regressors alone",
@@ -61,10 +68,31 @@ def test_the_text_tells_all_of_it(figures: dict[str, Any]) -> None:
 def test_plans_are_written_once_and_tell_how_to_run_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--plan-only", "--device", "cuda", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "about" in said and "python -m harness FOLDER/plan.json --out FOLDER" in said
+    assert "about" in said and "python -m harness collections/NAME/plan.json --out collections/NAME" in said
+    assert "for h200-sxm-141gb" in said
     assert {path.parent.name for path in tmp_path.glob("collections/*/plan.json")} == {"ops", "eager", "compiled"}
     with pytest.raises(CollectError, match="a folder holds one study"):
         write_plans(Asked(tmp_path, "cuda"))
+
+
+def test_plans_are_for_the_gpu_that_is_named(tmp_path: Path) -> None:
+    assert "for a100-sxm-80gb" in write_plans(Asked(tmp_path / "a", hardware="a100-sxm-80gb"))
+    with pytest.raises(CollectError, match=r"--hardware must be one of .*h100-sxm-80gb.*, got 'h100'"):
+        write_plans(Asked(tmp_path / "b", hardware="h100"))
+    with pytest.raises(CollectError, match="--hardware names a GPU"):
+        write_plans(Asked(tmp_path / "b", "cpu", hardware="h100-sxm-80gb"))
+
+
+def test_another_gpu_than_the_plans_are_for_teaches_nothing(
+    brought_back: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its times would answer for jobs on the one that was named."""
+    monkeypatch.setattr(study, "_has_gpu", lambda: False)
+    shutil.copytree(brought_back / "collections", tmp_path / "collections")
+    for path in tmp_path.glob("collections/*/runs/*/manifest.json"):
+        path.write_text(path.read_text().replace("NVIDIA H200", "NVIDIA A100-SXM4-80GB"))
+    with pytest.raises(CollectError, match=r"made for h200.*, and ran on NVIDIA A100.*--hardware a100-sxm-80gb"):
+        run(Asked(tmp_path))
 
 
 def test_what_holds_no_runs_is_refused(
@@ -73,7 +101,7 @@ def test_what_holds_no_runs_is_refused(
     monkeypatch.setattr(study, "_has_gpu", lambda: False)
     write_plans(Asked(tmp_path, "cuda"))
     assert main(["--out", str(tmp_path)]) == 2
-    assert "error: a study needs runs" in capsys.readouterr().err
+    assert "there is no GPU here; measure where there is one" in capsys.readouterr().err
     assert main(["--out", str(tmp_path), "--tables", str(tmp_path / "none")]) == 2
 
 

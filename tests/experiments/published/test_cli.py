@@ -69,7 +69,7 @@ def test_mistakes(tmp_path: Path) -> None:
         (("notes.csv",), "notes.csv lacks source"),
         (("runs.csv", "--source", "nobody"), "--source must match the source of a row"),
         (("runs.csv", "--plot", "runs.txt"), "--plot ends in .png"),
-        (("loose.csv",), "1 row of loose.csv are left out: 1 x recompute is 'fulll'"),
+        (("loose.csv",), "of 1 row of loose.csv left out: 1 x recompute is 'fulll'"),
     ):
         done = run(*arguments, cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "") and text in done.stderr

@@ -62,7 +62,7 @@ def test_a_source_without_usable_rows(tmp_path: Path) -> None:
     result = evaluate(path, FACTS).to_dict()
     assert result["sources"]["two"] == {"rows": 2, **dict.fromkeys(FIGURES), "used": 0}
     reasons = "1 x vocab is unknown, 1 x grade C: more than one field is a guess; sources: 'lab', 'two'"
-    with pytest.raises(TableError, match=f"2 rows of .*runs.csv are left out: {reasons}"):
+    with pytest.raises(TableError, match=f"of 2 rows of .*runs.csv left out: {reasons}"):
         evaluate(path, FACTS, source="two")
 
 
