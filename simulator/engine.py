@@ -162,10 +162,7 @@ def run_events(
     clocks = np.empty(num_clocks)
     finish = np.empty(len(events))
     carried[:] = -np.inf
-    alone, by_host = (
-        num_clocks,
-        num_clocks + 1,
-    )  # further starts: of the computation, and of the host, without the other
+    alone, by_host = num_clocks, num_clocks + 1  # further starts: the computation's and the host's, each by itself
     for start in range(num_clocks + 2 if has_host else num_clocks):
         clocks[:] = -np.inf
         if start < by_host:

@@ -148,7 +148,9 @@ class Simulation:
     @property
     def launches_share(self) -> float:
         """Part of the time that the host's launches decide: no op's or collective's seconds count there."""
-        return max(0.0, 1.0 - float(self.count_works() @ self.work_seconds) / self.iteration_time_s)
+        seconds = self.timer.work_seconds(list(self.op_counts))
+        counted = float(np.array(list(self.op_counts.values())) @ seconds)
+        return max(0.0, 1.0 - counted / self.iteration_time_s)
 
     def count_works(self) -> Floats:
         """``op_counts`` as an array over ``lowered.all_works``, zeros included."""

@@ -233,11 +233,13 @@ class Timer:
         return known[1]
 
     def _in_context(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
-        times, count = self.ops(segment, slowdown), len(STREAMS)
-        carried = self.ops(segment, slowdown, carried=True).transition
+        times, count = self.ops(segment, slowdown, carried=True), len(STREAMS)
+        carried = times.transition
+        transition = carried[:HOST, :HOST].copy()
+        transition[:, 0] = np.maximum(carried[:HOST, 0], carried[:HOST, HOST])  # the host starts with the computation
         by_stream = _sums(segment.graph.stream, times.seconds, count + 1)[:count]
-        host = float(times.transition[0, 0] - carried[0, 0]) if self._hardware.has_host else 0.0
-        return SegmentTime(times.transition, carried, by_stream, host)
+        host = float(transition[0, 0] - carried[0, 0]) if self._hardware.has_host else 0.0
+        return SegmentTime(transition, carried, by_stream, host)
 
 
 def _across(works: Sequence[Work], factor: float) -> Floats:

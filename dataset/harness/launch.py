@@ -11,7 +11,6 @@ absent, and ``logs/``.  Starting again with the same plan goes on where it stopp
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import queue
@@ -23,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from . import cores
 from . import plan as plans
 from .box import check_possible
 from .errors import HarnessError
-from .files import read_json, write_json
+from .files import locked, read_json, write_json
 from .progress import ROUND_UNITS, Progress
 from .rounds import read_rounds
 from .worker import PROGRESS
@@ -90,7 +89,9 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
             f"a new collection needs a new or empty folder, got {out} with {len(list(out.iterdir()))} entries"
         )
     out.mkdir(parents=True, exist_ok=True)
-    with _locked(out):
+    with locked(out / ".lock") as ours:
+        if not ours:
+            raise HarnessError(f"one collection at a time writes a folder: another one is at work in {out}")
         if not (out / "plan.json").exists():
             write_json(out / "plan.json", plan)
         kept = len(_complete(out, plan))
@@ -171,16 +172,6 @@ def _check_cores(plan: dict[str, Any]) -> None:
             raise HarnessError(
                 f"every rank needs a core of its own: ranks <= cores must hold, got {size} > {cores} for {item['name']}"
             )
-
-
-@contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    with (out / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise HarnessError(f"one collection at a time writes a folder: another one is at work in {out}") from None
-        yield
 
 
 def _complete(out: Path, plan: dict[str, Any]) -> list[str]:

@@ -18,6 +18,7 @@ from stepsight.dataset.op import Op
 from stepsight.dataset.tables import Measurements
 from stepsight.dataset.trace import read_collection
 from stepsight.experiments.kernels import LONG_S
+from stepsight.experiments.published import metrics
 from stepsight.simulator.memory import estimate_memory
 from stepsight.training.measured import HELDOUT
 from stepsight.training.predictor import Predictor
@@ -68,11 +69,13 @@ def op_figures(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def errors(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Number of rows, mean, median and largest error, and number and mean of what takes ``LONG_S`` and more."""
-    measured, predicted = (np.array([row[key] for row in rows]) for key in ("measured_s", "predicted_s"))
-    off = 100 * np.abs(predicted / measured - 1)
-    long = off[measured >= LONG_S]
-    found = {"rows": len(off), "mape": float(off.mean()), "median": float(np.median(off)), "max": float(off.max())}
-    return {**found, "long_rows": len(long), **({"long_mape": float(long.mean())} if len(long) else {})}
+    whole, long = (
+        metrics.errors([row["predicted_s"] for row in of], [row["measured_s"] for row in of])
+        for of in (rows, [row for row in rows if row["measured_s"] >= LONG_S])
+    )
+    found = {"mape": whole.mape, "median": whole.median, "max": whole.max, "long_mape": long.mape}
+    known = {name: value for name, value in found.items() if value is not None}
+    return {"rows": whole.used, "long_rows": long.used, **known}
 
 
 def memory_rows(collection: Path, hardware: Hardware) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 from stepsight.dataset.errors import CollectError, TraceError
 from stepsight.dataset.files import check_writable, new_folder, write_json, write_text
 from stepsight.dataset.hardware import find_hardware, hardware_names
+from stepsight.dataset.harness.files import locked
 from stepsight.dataset.tables.device import device_name
 from stepsight.dataset.trace import read_collection
 from stepsight.experiments.collecting import read_plan, run_plan
@@ -86,11 +86,9 @@ def run(asked: Asked) -> dict[str, Any]:
     check_writable(asked.out)
     table = _table_folder(asked.tables)
     asked.out.mkdir(parents=True, exist_ok=True)
-    with (asked.out / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise CollectError(f"one study at a time uses a folder: another one is at work in {asked.out}") from None
+    with locked(asked.out / ".lock") as ours:
+        if not ours:
+            raise CollectError(f"one study at a time uses a folder: another one is at work in {asked.out}")
         return _run(asked, table)
 
 

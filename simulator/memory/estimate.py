@@ -180,12 +180,9 @@ def estimate_memory(job: Job, hardware: Hardware) -> Memory:
         (hardware.reserved_bytes, hardware.fragmentation),
     )
     bytes_of, flying, moments = _stages(asked)
-    if pure:
-        bytes_of = bytes_of / 2
-        bytes_of[:, 5] = hardware.reserved_bytes + hardware.fragmentation * bytes_of[:, :5].sum(axis=1)
     devices = smallest_devices(job, hardware)
-    if job.cluster.mixed:
-        bytes_of = bytes_of.copy()
+    if pure or job.cluster.mixed:
+        bytes_of = bytes_of / (2 if pure else 1)
         fixed, more = (np.array([getattr(d, name) for d in devices]) for name in ("reserved_bytes", "fragmentation"))
         bytes_of[:, 5] = fixed + more * bytes_of[:, :5].sum(axis=1)
     return Memory(bytes_of, flying, moments, devices, job_asked, hardware)
