@@ -39,7 +39,7 @@ check: .venv/.developing
 	$(BIN)/mypy
 
 bench: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m stepsight.experiments.bench --out bench.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m stepsight.experiments.studies.bench --out bench.json
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.harness.files import parse_json, read_json  # it must stand alone
+from stepsight.dataset.harness.atomic_files import parse_json, read_json  # it must stand alone
 
 __all__ = [
     "check_output_file",

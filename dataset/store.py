@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.errors import TraceError
-from stepsight.dataset.eventfile import read_event_file
+from stepsight.dataset.event_file import read_event_file
 from stepsight.dataset.files import digest_files, new_file
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.trace import Collection, Trace, read_collection

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import TraceError
-from stepsight.dataset.manifest import RunManifest, read_manifest, read_object, typed
 from stepsight.dataset.op import Op
 from stepsight.dataset.overhead import profiling_correction, without_overhead
 from stepsight.dataset.program import Program
+from stepsight.dataset.run_manifest import RunManifest, read_manifest, read_object, typed
 
 __all__ = [
     "Collection",

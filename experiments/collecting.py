@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.box import HARDWARE, Box
+from stepsight.dataset.box_spec import HARDWARE, Box
 from stepsight.dataset.errors import CollectError
 from stepsight.dataset.files import check_writable, read_json, write_json
 from stepsight.dataset.hardware import find_hardware
 from stepsight.dataset.harness.plan import MOST_CPU, check_plan
 from stepsight.dataset.job import Job
-from stepsight.simulator.lowering import signatures
-from stepsight.training.boxing import REAL, SleepingLatency, box_plan
-from stepsight.training.planning import collectable, make_plan
+from stepsight.simulator.lowering.lower import signatures
+from stepsight.training.measured.box_plans import REAL, SleepingLatency, box_plan
+from stepsight.training.measured.planning import collectable, make_plan
 
 
 def available_ranks() -> int:
@@ -55,7 +55,7 @@ def read_plan(path: Path) -> dict[str, Any]:
 
 def run_plan(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[str, Any]:
     """Run a plan with the harness; its refusals become ``CollectError``."""
-    from stepsight.dataset.harness.launch import HarnessError, collect
+    from stepsight.dataset.harness.running.launch import HarnessError, collect
 
     try:
         return dict(collect(plan, out, progress=progress))
@@ -131,6 +131,6 @@ def plan_in_box(
 
 def collection_text(out: Path) -> str:
     """A table of the runs of a collection."""
-    from stepsight.experiments.showing import describe_collection
+    from stepsight.experiments.reports.describe import describe_collection
 
     return str(describe_collection(out)["text"])

@@ -17,7 +17,7 @@ from stepsight.dataset.errors import PredictorError
 from stepsight.dataset.files import read_json, write_json
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.program import Program
-from stepsight.features.graphs import NODE_FEATURES, RELATIONS, Topology, node_features, topology
+from stepsight.features.graph_features import NODE_FEATURES, RELATIONS, Topology, node_features, topology
 
 Array = NDArray[np.float64]
 

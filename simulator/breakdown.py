@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stepsight.simulator.engine import Floats
-from stepsight.simulator.passages import STREAMS
-from stepsight.simulator.pipeline import track_clocks
-from stepsight.simulator.segment import NUM_CLOCKS
+from stepsight.simulator.clock.engine import Floats
+from stepsight.simulator.clock.track_run import track_clocks
+from stepsight.simulator.lowering.passages import STREAMS
+from stepsight.simulator.lowering.segment import NUM_CLOCKS
 
 if TYPE_CHECKING:
     from stepsight.simulator.simulate import Passing, Simulation

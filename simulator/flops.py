@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stepsight.dataset.op import Op
-from stepsight.simulator.passages import Passage
+from stepsight.simulator.lowering.passages import Passage
+from stepsight.simulator.lowering.segment import RUN, Segment
 from stepsight.simulator.schedules import FORWARD
-from stepsight.simulator.segment import RUN, Segment
 
 if TYPE_CHECKING:
-    from stepsight.simulator.lowering import Lowered
+    from stepsight.simulator.lowering.lower import Lowered
 
 FAMILIES = frozenset({"gemm", "grouped_gemm", "batched_gemm", "attention", "latent_attention"})
 BACKWARD_OVER_FORWARD = 2.0  # gradients of the input and of the weights

@@ -18,15 +18,15 @@ import numpy as np
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
-from stepsight.simulator.engine import Floats, Ints, add_path
-from stepsight.simulator.latency import LatencyModel
-from stepsight.simulator.lowering import Lowered, lower
+from stepsight.simulator.clock.engine import Floats, Ints, add_path
+from stepsight.simulator.clock.track_run import TrackRun, run_track, track_clocks, walk
+from stepsight.simulator.latency_model import LatencyModel
+from stepsight.simulator.lowering.distinct_pipelines import Pipeline, distinct_pipelines
+from stepsight.simulator.lowering.lower import Lowered, lower
+from stepsight.simulator.lowering.segment import HOST, NUM_CLOCKS
 from stepsight.simulator.memory import Memory as Memory
 from stepsight.simulator.memory import estimate_memory
-from stepsight.simulator.pipeline import TrackRun, run_track, track_clocks, walk
-from stepsight.simulator.pipelines import Pipeline, distinct_pipelines
-from stepsight.simulator.segment import HOST, NUM_CLOCKS
-from stepsight.simulator.timing import OpTimes, SegmentTime, Slowdown, Timer, timer_of
+from stepsight.simulator.segment_timing import OpTimes, SegmentTime, Slowdown, Timer, timer_of
 
 
 @dataclass(frozen=True, eq=False)

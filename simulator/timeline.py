@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stepsight.dataset.errors import StepsightError
-from stepsight.simulator.engine import Floats
-from stepsight.simulator.lowering import Lowered
+from stepsight.simulator.clock.engine import Floats
+from stepsight.simulator.lowering.lower import Lowered
+from stepsight.simulator.lowering.segment import CLOCK_STREAMS, NUM_CLOCKS
 from stepsight.simulator.schedules import KIND_NAMES
-from stepsight.simulator.segment import CLOCK_STREAMS, NUM_CLOCKS
 
 if TYPE_CHECKING:
     from stepsight.simulator.simulate import Passing, Simulation

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 
 if TYPE_CHECKING:
-    from stepsight.training.prediction import Prediction, predict, predict_many
-    from stepsight.training.predictor import Predictor
+    from stepsight.training.predictor.prediction import Prediction, predict, predict_many
+    from stepsight.training.predictor.predictor import Predictor
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,10 +28,10 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Prediction": "stepsight.training.prediction",
-    "Predictor": "stepsight.training.predictor",
-    "predict": "stepsight.training.prediction",
-    "predict_many": "stepsight.training.prediction",
+    "Prediction": "stepsight.training.predictor.prediction",
+    "Predictor": "stepsight.training.predictor.predictor",
+    "predict": "stepsight.training.predictor.prediction",
+    "predict_many": "stepsight.training.predictor.prediction",
 }
 
 

@@ -15,13 +15,12 @@ import numpy as np
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.files import digest, read_json
 from stepsight.dataset.hardware import Hardware, find_fabric, usual_fabric
-from stepsight.training.calibration import fit_calibration
-from stepsight.training.collective import fit_collectives
-from stepsight.training.intervals import Intervals, conformal
-from stepsight.training.kernel import fit_kernels
-from stepsight.training.launches import fit_launches, launches_alone
-from stepsight.training.manifest import check_output
-from stepsight.training.measured import (
+from stepsight.training.calibration.corrections import fit_calibration
+from stepsight.training.collectives.collective_models import fit_collectives
+from stepsight.training.intervals.conformal import Intervals, conformal
+from stepsight.training.kernels.kernel_models import fit_kernels
+from stepsight.training.measured.host_launches import fit_launches, launches_alone
+from stepsight.training.measured.measured import (
     MeasuredRun,
     Profile,
     check_hardware,
@@ -30,9 +29,10 @@ from stepsight.training.measured import (
     read_runs,
     runs_digest,
 )
-from stepsight.training.predictor import Predictor
-from stepsight.training.regressor import UNKNOWN
-from stepsight.training.runtime_costs import fit_host
+from stepsight.training.measured.runtime_costs import fit_host
+from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.predictor_manifest import check_output
+from stepsight.training.regression.regressor import UNKNOWN
 from stepsight.training.tracking import TrackedRun, check_store, default_uri, tracked
 
 Progress = Any
@@ -126,7 +126,7 @@ def _learn(profile: Profile, runs: list[MeasuredRun], hardware: Hardware, seed: 
 
 def _with_launches(predictor: Predictor, profile: Profile, runs: Sequence[MeasuredRun]) -> Predictor:
     """The predictor with what the host takes to launch ops, where it launches any."""
-    from stepsight.training.learning import iteration_times
+    from stepsight.training.context.examples import iteration_times
 
     timed = [run for run in runs if run.manifest.job.parallel.pp == 1]
 
@@ -141,8 +141,8 @@ def _with_launches(predictor: Predictor, profile: Profile, runs: Sequence[Measur
 
 def _learn_context(predictor: Predictor, runs: list[MeasuredRun], seed: int, say: Progress) -> Predictor:
     """Context model, calibration and intervals, each judged on runs held back."""
-    from stepsight.training.context import fit_context
-    from stepsight.training.learning import MIN_RUNS, family_errors, hold_back, make_examples, make_wholes
+    from stepsight.training.context.examples import MIN_RUNS, family_errors, hold_back, make_examples, make_wholes
+    from stepsight.training.context.fit_context import fit_context
 
     examples, wholes = make_examples(runs, predictor), make_wholes(runs, predictor)
     say(f"context: {len(runs)} runs, {len(examples)} distinct segments")

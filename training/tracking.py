@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from stepsight.dataset.errors import PredictorError, StepsightError
 from stepsight.dataset.files import check_output_file
-from stepsight.training.predictor import Predictor
+from stepsight.training.predictor.predictor import Predictor
 
 EXPERIMENT = "stepsight"
 ALIAS = "champion"

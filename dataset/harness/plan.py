@@ -22,9 +22,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .box import box_problems
-from .delays import stand_in_problems
-from .errors import HarnessError
+from .box.namespaces import box_problems
+from .emulation.delays import stand_in_problems
+from .plan_error import HarnessError
 
 SCHEMA = 1
 MOST_CPU = 0.25  # of all cores' time that a run in a box may compute, for its times to mean anything

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.op import Op
 from stepsight.dataset.program import Dependency, Node, Program
-from stepsight.dataset.readers.device import device_work, event_waits, stream_names
-from stepsight.dataset.readers.events import Events, read_events
+from stepsight.dataset.readers.device_kernels import device_work, event_waits, stream_names
 from stepsight.dataset.readers.host import Wait, host_collectives, merge, overlap, waited
+from stepsight.dataset.readers.kineto_events import Events, read_events
 from stepsight.dataset.readers.placement import Placement
 from stepsight.dataset.readers.sweep import Swept, Work, on_host, sweep
 from stepsight.dataset.trace import RankTrace, Span

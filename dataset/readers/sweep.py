@@ -17,7 +17,7 @@ from stepsight.dataset.readers.classify import (
     count,
     intern_op,
 )
-from stepsight.dataset.readers.events import WEIGHTLESS, Event, Events, aten_names
+from stepsight.dataset.readers.kineto_events import WEIGHTLESS, Event, Events, aten_names
 from stepsight.dataset.trace import Rendezvous, Span
 
 _EVALUATE = "autograd::engine::evaluate_function: "

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.tables.device import device_name
+from stepsight.dataset.tables.device_names import device_name
 from stepsight.dataset.tables.rows import Rows
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "fp8": "fp8", "fp8_block": "fp8"}

@@ -12,8 +12,8 @@ from types import MappingProxyType
 from stepsight.dataset.errors import StepsightError, TableError
 from stepsight.dataset.files import check_output_file, digest_files
 from stepsight.dataset.tables import aicb, aiconfigurator, nccl_tests, neusight, own_csv, simumax, vidur, vtrain
+from stepsight.dataset.tables.measurements import Measurements, SourceFile
 from stepsight.dataset.tables.rows import Rows
-from stepsight.dataset.tables.table import Measurements, SourceFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from stepsight.dataset.op import Collective
-from stepsight.dataset.tables.device import device_name
+from stepsight.dataset.tables.device_names import device_name
 from stepsight.dataset.tables.rows import Line, Rows, read_csv, read_text
 
 _KINDS = {

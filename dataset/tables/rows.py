@@ -15,7 +15,7 @@ import numpy as np
 
 from stepsight.dataset.errors import TableError
 from stepsight.dataset.op import MOST_SIZE, Collective, Op
-from stepsight.dataset.tables.table import Measurements, SourceFile
+from stepsight.dataset.tables.measurements import Measurements, SourceFile
 
 NO_TIME = "no time"
 COPY = "equal in all to another row"

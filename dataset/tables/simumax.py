@@ -12,7 +12,7 @@ from typing import Any
 
 from stepsight.dataset.errors import TableError
 from stepsight.dataset.op import Op
-from stepsight.dataset.tables.device import device_name
+from stepsight.dataset.tables.device_names import device_name
 from stepsight.dataset.tables.rows import Rows, read_text
 
 _DEVICES = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.tables.table import Measurements
+from stepsight.dataset.tables.measurements import Measurements
 
 
 def summary(table: Measurements) -> dict[str, Any]:

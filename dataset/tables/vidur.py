@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import MappingProxyType
 
 from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.tables.device import device_name
+from stepsight.dataset.tables.device_names import device_name
 from stepsight.dataset.tables.rows import Line, Rows, read_csv
 
 # Folders of computation and of networks; both A100 and H100 of computation stream faster than PCIe cards can.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from stepsight.dataset.op import Collective
-from stepsight.dataset.tables.device import device_name
+from stepsight.dataset.tables.device_names import device_name
 from stepsight.dataset.tables.rows import Rows, read_text
 
 # All-to-all NVLink: 229 and 134 GB/s of bus bandwidth over 8 devices.

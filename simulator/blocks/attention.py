@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from stepsight.simulator.blocks import eager
-from stepsight.simulator.blocks.context import all_gather, ring
+from stepsight.simulator.blocks.context_parallel import all_gather, ring
 from stepsight.simulator.blocks.heads import Heads
-from stepsight.simulator.blocks.parts import column_linear, entered, left, row_linear
+from stepsight.simulator.blocks.layer_parts import column_linear, entered, left, row_linear
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Item, Saved, Step
 from stepsight.simulator.blocks.unfused import unfused_core

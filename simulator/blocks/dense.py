@@ -5,10 +5,10 @@ from __future__ import annotations
 from stepsight.dataset.specs import ModelSpec
 from stepsight.simulator.blocks import vocabulary
 from stepsight.simulator.blocks.attention import attention
+from stepsight.simulator.blocks.layer_parts import norm, residual
 from stepsight.simulator.blocks.mla import latent_attention
 from stepsight.simulator.blocks.mlp import mlp
 from stepsight.simulator.blocks.moe import experts
-from stepsight.simulator.blocks.parts import norm, residual
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block
 

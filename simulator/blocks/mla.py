@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from stepsight.simulator.blocks.attention import core
 from stepsight.simulator.blocks.heads import Heads
-from stepsight.simulator.blocks.parts import column_linear, enter, fork, leave, linear, norm, row_linear
+from stepsight.simulator.blocks.layer_parts import column_linear, enter, fork, leave, linear, norm, row_linear
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Step
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stepsight.dataset.op import Op
 from stepsight.dataset.specs import ModelSpec
 from stepsight.simulator.blocks import eager
-from stepsight.simulator.blocks.parts import column_linear, entered, left, row_linear
+from stepsight.simulator.blocks.layer_parts import column_linear, entered, left, row_linear
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Saved, Step
 

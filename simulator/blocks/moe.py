@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stepsight.dataset.op import Op
+from stepsight.simulator.blocks.layer_parts import cast, cast_again, enter, fork, kept, leave
 from stepsight.simulator.blocks.mlp import activation, mlp
-from stepsight.simulator.blocks.parts import cast, cast_again, enter, fork, kept, leave
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Comm, Join, Saved, Step
 

@@ -14,8 +14,8 @@ from stepsight.dataset.specs import ModelSpec
 from stepsight.simulator.blocks import vocabulary
 from stepsight.simulator.blocks.attention import attention, core
 from stepsight.simulator.blocks.heads import Heads
+from stepsight.simulator.blocks.layer_parts import column_linear, enter, leave, norm, residual, row_linear
 from stepsight.simulator.blocks.mlp import mlp
-from stepsight.simulator.blocks.parts import column_linear, enter, leave, norm, residual, row_linear
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Item, Saved, Step
 

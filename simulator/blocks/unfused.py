@@ -7,7 +7,7 @@ output and as the second product's input.  The whole square is computed, masked 
 
 from __future__ import annotations
 
-from stepsight.simulator.blocks.context import gathers
+from stepsight.simulator.blocks.context_parallel import gathers
 from stepsight.simulator.blocks.heads import Heads
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Item, Saved, Step

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from stepsight.dataset.op import Op
 from stepsight.simulator.blocks import eager
-from stepsight.simulator.blocks.parts import enter, leave
+from stepsight.simulator.blocks.layer_parts import enter, leave
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Item, Saved, Step
 

@@ -7,7 +7,7 @@ import numpy as np
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.hardware import Hardware, find_hardware, hardware_names
 from stepsight.dataset.job import Job
-from stepsight.simulator.layout import layout_of
+from stepsight.simulator.lowering.rank_layout import layout_of
 
 
 def smallest_devices(job: Job, hardware: Hardware) -> tuple[Hardware, ...]:

@@ -16,12 +16,12 @@ from stepsight.dataset.job import Job
 from stepsight.dataset.op import DTYPE_BYTES
 from stepsight.dataset.specs import PURE
 from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.lowering.pure_precision import in_full
+from stepsight.simulator.lowering.sizes import PartShape, boundary_bytes, groups_of, part_shapes, rank_shape
 from stepsight.simulator.memory.devices import smallest_devices
 from stepsight.simulator.memory.part import PartMemory, part_memory
 from stepsight.simulator.memory.peaks import ACTION, ACTIVATIONS, FLYING, GRADIENTS, MOMENT, find_peaks
 from stepsight.simulator.memory.states import States, states_of
-from stepsight.simulator.parts import PartShape, boundary_bytes, groups_of, part_shapes, rank_shape
-from stepsight.simulator.pure import in_full
 from stepsight.simulator.schedules import Schedule, find_schedule, read_schedule
 
 Floats = NDArray[np.float64]

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.lowering.sizes import PartShape
 from stepsight.simulator.memory.block import BlockMemory, Gradients, end_memory, layer_memory
-from stepsight.simulator.parts import PartShape
 
 REDUCE_BYTES = 4
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.simulator.engine import compiled
+from stepsight.simulator.clock.engine import compiled
 from stepsight.simulator.schedules import Schedule
 
 Floats = NDArray[np.float64]

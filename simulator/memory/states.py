@@ -22,9 +22,9 @@ from functools import lru_cache
 from stepsight.dataset.op import DTYPE_BYTES
 from stepsight.dataset.specs import OptimizerSpec, ParallelSpec
 from stepsight.simulator.blocks.shape import COMPUTE_DTYPE
+from stepsight.simulator.lowering.sizes import Groups
 from stepsight.simulator.memory.block import Gradients
 from stepsight.simulator.memory.part import Gathered, Keeping
-from stepsight.simulator.parts import Groups
 
 MASTER_BYTES = 4
 

@@ -12,10 +12,10 @@ from stepsight.simulator.schedules.base import KIND_NAMES as KIND_NAMES
 from stepsight.simulator.schedules.base import Schedule as Schedule
 from stepsight.simulator.schedules.base import loop_placement as loop_placement
 from stepsight.simulator.schedules.base import v_placement as v_placement
+from stepsight.simulator.schedules.csv_table import read_schedule as read_schedule
+from stepsight.simulator.schedules.csv_table import write_schedule as write_schedule
 from stepsight.simulator.schedules.find import SCHEDULE_NAMES as SCHEDULE_NAMES
 from stepsight.simulator.schedules.find import find_schedule as find_schedule
 from stepsight.simulator.schedules.order import Order as Order
 from stepsight.simulator.schedules.order import order_actions as order_actions
 from stepsight.simulator.schedules.single import one_f_one_b as one_f_one_b
-from stepsight.simulator.schedules.table import read_schedule as read_schedule
-from stepsight.simulator.schedules.table import write_schedule as write_schedule

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import JobError
-from stepsight.simulator.engine import compiled
+from stepsight.simulator.clock.engine import compiled
 from stepsight.simulator.schedules.base import (
     BACKWARD,
     BACKWARD_INPUT,

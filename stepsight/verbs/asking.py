@@ -46,9 +46,9 @@ def predict(
     """
     from stepsight.dataset.files import new_file
     from stepsight.dataset.job import Job
-    from stepsight.experiments.reporting import prediction_report
+    from stepsight.experiments.reports.verb_reports import prediction_report
     from stepsight.simulator.schedules import write_schedule
-    from stepsight.training.prediction import predict as ask
+    from stepsight.training.predictor.prediction import predict as ask
 
     if level not in ("segment", "op"):
         raise StepsightError(f"--level must be segment or op, got {level!r}")
@@ -84,8 +84,8 @@ def explain(
         stepsight explain examples/gpt3-175b-1024.toml
     """
     from stepsight.dataset.job import Job
-    from stepsight.experiments.reporting import explanation_report
-    from stepsight.training.prediction import predict as ask
+    from stepsight.experiments.reports.verb_reports import explanation_report
+    from stepsight.training.predictor.prediction import predict as ask
 
     read = Job.from_file(job, framework)
     report = explanation_report(read, ask(read, load(predictor)), top)
@@ -123,9 +123,9 @@ def search(
         stepsight search examples/gpt3-175b-1024.toml --trials 300 --plot search.png
     """
     from stepsight.dataset.job import Job
-    from stepsight.experiments.plots import search_result
-    from stepsight.experiments.reporting import search_report
-    from stepsight.experiments.search import search as find
+    from stepsight.experiments.reports.plots import search_result
+    from stepsight.experiments.reports.verb_reports import search_report
+    from stepsight.experiments.search.search import search as find
 
     check_plot(plot)
     read = Job.from_file(job, framework)

@@ -38,11 +38,11 @@ def evaluate(
         stepsight evaluate published_runs.csv.gz --source "*megatron*" --plot runs.png
         stepsight evaluate published_runs.csv.gz --calibrate 8gpus
     """
-    from stepsight.experiments.plots import published_runs
-    from stepsight.experiments.published.evaluate import evaluate as judge
-    from stepsight.experiments.published.predictors import predictor_by_hardware
-    from stepsight.experiments.published.report import evaluation_text
-    from stepsight.experiments.published.split import read_most_gpus
+    from stepsight.experiments.evaluation.calibration_split import read_most_gpus
+    from stepsight.experiments.evaluation.evaluate import evaluate as judge
+    from stepsight.experiments.evaluation.evaluation_report import evaluation_text
+    from stepsight.experiments.evaluation.row_predictors import predictor_by_hardware
+    from stepsight.experiments.reports.plots import published_runs
 
     most_gpus = None if calibrate is None else read_most_gpus(calibrate)
     check_plot(plot)
@@ -52,7 +52,7 @@ def evaluate(
         published_runs(result.points, plot, "published runs")
     value, shown = result.to_dict(), {}
     if most_gpus is not None:
-        from stepsight.experiments.published.calibrated import FITTED_ON, SPLITS, calibrate_small
+        from stepsight.experiments.evaluation.calibration_gain import FITTED_ON, SPLITS, calibrate_small
 
         for name, split in SPLITS.items():
             on_set = progress(f"sources calibrated, {name}")
@@ -84,8 +84,8 @@ def calibrate(
 
         stepsight calibrate runs.csv --predictor a100-sxm --out mine
     """
-    from stepsight.experiments.published.calibration import calibrate_runs
-    from stepsight.training.predictor import Predictor
+    from stepsight.experiments.evaluation.calibrate_runs import calibrate_runs
+    from stepsight.training.predictor.predictor import Predictor
 
     loaded = Predictor.load(predictor)
     report = calibrate_runs(runs, loaded, out, source=source, most_gpus=max_devices)

@@ -58,7 +58,7 @@ def collect(
     from stepsight.experiments.collecting import collect_jobs
 
     if box is not None:
-        from stepsight.dataset.box import read_box
+        from stepsight.dataset.box_spec import read_box
 
         held, usual = read_box(box), {"warmup": 1, "profile_steps": 0}
     else:
@@ -93,7 +93,7 @@ def train(
 
         stepsight train runs/mine --out runs/predictor
     """
-    from stepsight.experiments.reporting import training_report
+    from stepsight.experiments.reports.verb_reports import training_report
     from stepsight.training.fit import train as fit
 
     predictor = fit(collections, out, hardware_name=hardware, seed=seed, tracking_uri=tracking_uri, progress=True)
@@ -108,13 +108,19 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """The whole product on this machine: measure, train, predict held-out runs, search (about four minutes)."""
-    from stepsight.experiments.demo import run_demo
+    from stepsight.experiments.demo.demo import run_demo
 
     summary, text = run_demo(out)
     answer(summary, text, as_json)
 
 
-EXPERIMENTS = ("dilated", "kernels", "memory", "one-gpu", "small-to-large")
+EXPERIMENTS = {
+    "dilated": "dilated",
+    "kernels": "kernel_accuracy",
+    "memory": "memory_accuracy",
+    "one-gpu": "one_gpu",
+    "small-to-large": "small_to_large",
+}  # by name: the module of ``experiments/studies``, which is in a checkout but not in the wheel
 
 
 def experiment(
@@ -137,7 +143,16 @@ def experiment(
         return
     if name not in EXPERIMENTS:
         raise StepsightError(f"experiment must be one of {', '.join(EXPERIMENTS)}, got {name!r}")
-    sys.exit(import_module(f"stepsight.experiments.{name.replace('-', '_')}").main(context.args))
+    try:
+        study = import_module(f"stepsight.experiments.studies.{EXPERIMENTS[name]}")
+    except ModuleNotFoundError as error:
+        if error.name != "stepsight.experiments.studies":
+            raise
+        raise StepsightError(
+            "experiments run from a checkout of stepsight, where `pip install -e .` makes them known; "
+            "this installation has none"
+        ) from None
+    sys.exit(study.main(context.args))
 
 
 def import_table(
@@ -158,7 +173,7 @@ def import_table(
 
     For looking before believing: which ops, sizes, devices and software a table really holds, in one set of units and
     names, and what was left out of it. Predictors that come with stepsight are learned from tables read so
-    (`python -m stepsight.training.shipped`); `train` takes collections, not this table. Example:
+    (`python -m stepsight.training.shipped.catalogue`); `train` takes collections, not this table. Example:
 
         stepsight import nccl-tests logs/ --out collectives.parquet
     """
@@ -190,7 +205,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Say what a file or folder is and what is in it."""
-    from stepsight.experiments.showing import describe, write_table
+    from stepsight.experiments.reports.describe import describe, write_table
 
     description = describe(path)
     text = description.pop("text")

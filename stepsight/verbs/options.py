@@ -15,7 +15,7 @@ import typer
 from stepsight.dataset.errors import StepsightError
 
 if TYPE_CHECKING:
-    from stepsight.training.predictor import Predictor
+    from stepsight.training.predictor.predictor import Predictor
 
 
 def path(text: str) -> Path:
@@ -65,11 +65,11 @@ def load(path: Path | None) -> Predictor | str | None:
     """What ``--predictor`` names."""
     if path is None:
         return None
-    from stepsight.training.prediction import ROOFLINE
+    from stepsight.training.predictor.prediction import ROOFLINE
 
     if str(path) == ROOFLINE and not path.exists():
         return ROOFLINE
-    from stepsight.training.predictor import Predictor
+    from stepsight.training.predictor.predictor import Predictor
 
     return Predictor.load(path)
 
@@ -79,7 +79,7 @@ def check_plot(plot: Path | None) -> None:
     if plot is None:
         return
     from stepsight.dataset.files import check_output_file
-    from stepsight.experiments.plots import FORMATS
+    from stepsight.experiments.reports.plots import FORMATS
 
     if plot.suffix not in FORMATS:
         raise StepsightError(f"--plot ends in {', '.join(FORMATS)}, got {str(plot)!r}")

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.box import HARDWARE, read_box
+from stepsight.dataset.box_spec import HARDWARE, read_box
 from stepsight.dataset.errors import CollectError, JobError
-from stepsight.dataset.harness.box import check_possible
-from stepsight.dataset.harness.errors import HarnessError
+from stepsight.dataset.harness.box.namespaces import check_possible
+from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.job import Job
 from stepsight.experiments.collecting import collect_jobs, read_plan
-from stepsight.experiments.local_jobs import local_job
-from stepsight.experiments.showing import describe
-from stepsight.training.boxing import REAL
+from stepsight.experiments.demo.local_jobs import local_job
+from stepsight.experiments.reports.describe import describe
 from stepsight.training.fit import train
-from stepsight.training.prediction import predict
+from stepsight.training.measured.box_plans import REAL
+from stepsight.training.predictor.prediction import predict
 
 COUNTS = {"rounds": 1, "steps": 2, "warmup": 2, "profile_steps": 1}
 
@@ -131,7 +131,7 @@ def test_a_box_of_another_size_is_refused(tmp_path: Path, text: str, says: str) 
 
 
 def test_a_machine_without_boxes_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepsight.dataset.harness.box.shutil.which", lambda tool: None)
+    monkeypatch.setattr("stepsight.dataset.harness.box.namespaces.shutil.which", lambda tool: None)
     with pytest.raises(CollectError, match=r"^a box needs iproute2 \(the commands ip and tc\): ip and tc not found$"):
         collect(BOX_JOB, tmp_path / "c", counts=BOX_COUNTS, box=read_box("4x1@100mbit"))
 

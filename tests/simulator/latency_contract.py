@@ -8,7 +8,7 @@ import pytest
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program, ProgramBuilder
-from stepsight.simulator.latency import LatencyModel
+from stepsight.simulator.latency_model import LatencyModel
 
 OPS = (
     Op("linear", (64, 128, 256), "fp32"),

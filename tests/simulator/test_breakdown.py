@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stepsight.dataset.hardware import Fabric, Hardware, Link
 from stepsight.dataset.job import Job
 from stepsight.simulator.flops import iteration_flops
-from stepsight.simulator.latency import RooflineLatency
+from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.simulate import Simulation, simulate
 from tests.simulator.any_job import FABRIC, devices, jobs
 

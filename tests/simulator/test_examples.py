@@ -4,7 +4,7 @@ import pytest
 
 from stepsight.dataset.hardware import find_hardware
 from stepsight.dataset.job import Job
-from stepsight.simulator.latency import RooflineLatency
+from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.simulate import simulate
 
 TOO_FULL = {"llama3-405b-16384": "stage 1 needs 89.5 GB"}  # its comment says why; what tensors alone need is there

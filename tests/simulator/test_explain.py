@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
 from stepsight.simulator.explain import explain
-from stepsight.simulator.latency import RooflineLatency
+from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.simulate import simulate
 from tests.simulator.any_job import FABRIC, devices, jobs
 from tests.simulator.conftest import JobMaker

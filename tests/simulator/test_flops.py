@@ -5,7 +5,7 @@ import pytest
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.op import Op
 from stepsight.simulator.flops import iteration_flops
-from stepsight.simulator.lowering import lower
+from stepsight.simulator.lowering.lower import lower
 from tests.simulator.any_job import LATENT
 from tests.simulator.conftest import JobMaker
 

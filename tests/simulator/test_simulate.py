@@ -12,12 +12,12 @@ from stepsight.dataset.hardware import Fabric, Hardware, Link
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
 from stepsight.simulator import engine, pipeline
-from stepsight.simulator.entries import COMPUTE, POST
-from stepsight.simulator.latency import RooflineLatency
-from stepsight.simulator.pipelines import distinct_pipelines
-from stepsight.simulator.segment import CLOCK_STREAMS, HOST, NUM_CLOCKS
+from stepsight.simulator.clock.entries import COMPUTE, POST
+from stepsight.simulator.latency_model import RooflineLatency
+from stepsight.simulator.lowering.distinct_pipelines import distinct_pipelines
+from stepsight.simulator.lowering.segment import CLOCK_STREAMS, HOST, NUM_CLOCKS
+from stepsight.simulator.segment_timing import Timer
 from stepsight.simulator.simulate import Simulation, simulate, simulate_lowered
-from stepsight.simulator.timing import Timer
 from tests.simulator.conftest import JobMaker
 
 Seconds = NDArray[np.float64]

@@ -7,7 +7,7 @@ import pytest
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.hardware import Fabric, Hardware, Link
-from stepsight.simulator.latency import RooflineLatency
+from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.simulate import Simulation, simulate
 from tests.simulator.conftest import JobMaker
 

@@ -16,9 +16,9 @@ from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, Parall
 from stepsight.dataset.op import Collective
 from stepsight.dataset.program import Program
 from stepsight.dataset.trace import read_run
-from stepsight.experiments.local_jobs import STRATEGIES
-from stepsight.simulator.lowering import lower
-from stepsight.training.planning import make_plan, stand_in_of
+from stepsight.experiments.demo.local_jobs import STRATEGIES
+from stepsight.simulator.lowering.lower import lower
+from stepsight.training.measured.planning import make_plan, stand_in_of
 
 T5 = {"encoder_layers": 2, "encoder_seq_len": 24, "fused_attention": False}
 FAMILIES: dict[str, dict[str, Any]] = {"gpt": {}, "llama": {}, "bert": {}, "t5": T5}
@@ -58,7 +58,7 @@ def _works(program: Program) -> Counter[tuple[str, str]]:
 def test_every_family_runs_the_ops_that_are_lowered(ranks: int, cpu: Hardware, tmp_path: Path) -> None:
     if ranks > len(os.sched_getaffinity(0)):
         pytest.skip(f"needs {ranks} cores")
-    from stepsight.dataset.harness.launch import collect
+    from stepsight.dataset.harness.running.launch import collect
 
     jobs = {f"{family}-{strategy}": _job(family, strategy) for family, strategy in CASES[ranks]}
     counts = {"rounds": 1, "steps": 1, "warmup": 2, "profile_steps": 2}
@@ -91,7 +91,7 @@ def test_a_stand_in_runs_the_ops_that_are_lowered(cpu: Hardware, tmp_path: Path)
 
     A collection holds them beside plain runs.
     """
-    from stepsight.dataset.harness.launch import collect
+    from stepsight.dataset.harness.running.launch import collect
 
     counts = {"rounds": 1, "steps": 1, "warmup": 2, "profile_steps": 2}
     jobs = [(_parallel_job(family, p), rank) for family, rank, p in STAND_INS]

@@ -12,7 +12,7 @@ import pytest
 
 from stepsight.cli import main
 from stepsight.dataset.store import read_op_table
-from stepsight.experiments.local_jobs import local_job
+from stepsight.experiments.demo.local_jobs import local_job
 from tests.dataset.run_folders import write_events, write_run
 
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,9 @@ import pytest
 
 from stepsight.dataset.hardware import Hardware, find_fabric
 from stepsight.dataset.op import Collective, Op
-from stepsight.training.collective import fit_collectives
-from stepsight.training.kernel import fit_kernels
-from stepsight.training.predictor import Predictor
+from stepsight.training.collectives.collective_models import fit_collectives
+from stepsight.training.kernels.kernel_models import fit_kernels
+from stepsight.training.predictor.predictor import Predictor
 
 SIZES = (64, 96, 128, 192, 256, 384, 512)
 

@@ -14,11 +14,11 @@ from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
-from stepsight.simulator.lowering import signatures
+from stepsight.simulator.lowering.lower import signatures
 from stepsight.simulator.simulate import simulate
-from stepsight.training.evaluation import evaluate, spearman
 from stepsight.training.fit import train
-from stepsight.training.predictor import Predictor
+from stepsight.training.predictor.heldout import evaluate, spearman
+from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.tracking import default_uri, load_registered
 
 OpTruth = Callable[[Op, int], float]

@@ -15,11 +15,11 @@ from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, Parall
 from stepsight.dataset.op import Op
 from stepsight.dataset.physics import roofline_seconds
 from stepsight.dataset.trace import read_run
-from stepsight.simulator.lowering import lower
-from stepsight.training.evaluation import evaluate
+from stepsight.simulator.lowering.lower import lower
 from stepsight.training.fit import train
-from stepsight.training.launches import fit_launches, launches_alone, launches_in_traces
-from stepsight.training.measured import read_runs
+from stepsight.training.measured.host_launches import fit_launches, launches_alone, launches_in_traces
+from stepsight.training.measured.measured import read_runs
+from stepsight.training.predictor.heldout import evaluate
 from tests.dataset.kineto_files import MAIN, KinetoFile
 
 GPU = "h100-sxm-80gb"

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from stepsight.gnn.model import ContextModel
-from stepsight.training.predictor import Predictor
+from stepsight.gnn.context_model import ContextModel
+from stepsight.training.predictor.predictor import Predictor
 
 SCRIPT = """
 import sys
 from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.training.prediction import predict
-from stepsight.training.predictor import Predictor
+from stepsight.training.predictor.prediction import predict
+from stepsight.training.predictor.predictor import Predictor
 job = Job(
     model=ModelSpec(family="gpt", layers=2, hidden=128, heads=4, vocab=512, seq_len=64), parallel=ParallelSpec(),
     batch=BatchSpec(micro_batch=1, global_batch=2, precision="fp32"),

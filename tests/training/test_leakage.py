@@ -12,8 +12,8 @@ import pytest
 from stepsight.dataset.files import digest_files
 from stepsight.dataset.tables import read_table
 from stepsight.training import shipped
-from stepsight.training.predictor import SHIPPED, shipped_names
-from stepsight.training.shipped import STREAMING, Source
+from stepsight.training.predictor.predictor import SHIPPED, shipped_names
+from stepsight.training.shipped.catalogue import STREAMING, Source
 
 DATA = Path(os.environ.get("STEPSIGHT_DATA", Path(__file__).parents[3] / "shared" / "data"))
 

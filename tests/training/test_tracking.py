@@ -8,7 +8,7 @@ from mlflow.exceptions import MlflowException
 
 from stepsight.dataset.errors import PredictorError
 from stepsight.dataset.op import Op
-from stepsight.training.predictor import Predictor
+from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.tracking import default_uri, load_registered, reopened, tracked
 
 

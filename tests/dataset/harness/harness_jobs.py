@@ -72,8 +72,8 @@ def losses(job: dict[str, Any]) -> list[float]:
     """Mean loss of each of three SGD steps over the whole batch (on every rank)."""
     import torch
 
-    from stepsight.dataset.harness.measure import gather
-    from stepsight.dataset.harness.parallel import Training
+    from stepsight.dataset.harness.measuring.measure import gather
+    from stepsight.dataset.harness.models.parallel import Training
 
     training = Training(job, torch.device("cpu"))
     training.optimizer = torch.optim.SGD(training.model.parameters(), lr=2.0)
@@ -86,7 +86,7 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from stepsight.dataset.harness.worker import leave
+    from stepsight.dataset.harness.running.worker import leave
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from stepsight.simulator.blocks import dense
-from stepsight.simulator.blocks.parts import arrivals
-from stepsight.simulator.parts import PartShape
-from stepsight.simulator.stage import part_units
+from stepsight.simulator.blocks.layer_parts import arrivals
+from stepsight.simulator.lowering.sizes import PartShape
+from stepsight.simulator.lowering.stage import part_units
 from tests.simulator.blocks.shapes import ops, small_shape, words
 
 UNFUSED = {"fused_attention": False}

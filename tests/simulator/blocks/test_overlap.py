@@ -7,11 +7,18 @@ import pytest
 
 from stepsight.dataset.op import Collective, Op
 from stepsight.simulator.blocks import dense
-from stepsight.simulator.blocks.parts import column_linear, entered, left, row_linear
+from stepsight.simulator.blocks.layer_parts import column_linear, entered, left, row_linear
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block
-from stepsight.simulator.passages import INPUT, WEIGHT, BackwardSpec, Passage, backward_passage, forward_passage
-from stepsight.simulator.timing import _time_passage
+from stepsight.simulator.lowering.passages import (
+    INPUT,
+    WEIGHT,
+    BackwardSpec,
+    Passage,
+    backward_passage,
+    forward_passage,
+)
+from stepsight.simulator.segment_timing import _time_passage
 from tests.simulator.blocks.shapes import small_shape
 
 GATHER, SUM, PRODUCT = 3.0, 5.0, 7.0

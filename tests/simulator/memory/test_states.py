@@ -4,9 +4,9 @@ import pytest
 
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import OptimizerSpec
+from stepsight.simulator.lowering.sizes import groups_of
 from stepsight.simulator.memory import StageMemory, estimate_memory
 from stepsight.simulator.memory.states import states_of
-from stepsight.simulator.parts import groups_of
 from tests.simulator.conftest import JobMaker
 
 NUMEL = 4 * (12 * 64**2 + 13 * 64) + 2 * 256 * 64 + 32 * 64 + 2 * 64

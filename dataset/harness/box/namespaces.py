@@ -1,0 +1,261 @@
+"""A cluster in a box: every node a network namespace of this machine, joined by links of a given rate.
+
+``python -m harness.box plan.json --out DIR`` runs a plan whose ``box`` says how many nodes there are and how fast their
+links.  Real processes of ``torch.distributed`` talk over real TCP; computation is slept (see ``sleeping``), so sixteen
+ranks fit on two cores.
+
+The namespaces have no names: a bridge in one, and one for each node, joined by pairs of ``veth`` that ``tc tbf`` limits
+both ways.  The kernel removes them with the last process inside, and every process here is killed with its parent, so
+nothing is left behind however it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..plan_error import HarnessError
+
+MOST_NODES = 250  # of one subnet
+SUBNET = "10.77.0"
+INTERFACE = "eth0"
+PORT = "29500"
+BURST_BYTES = 65536  # that pass a link at once: one packet as the kernel hands it over
+QUEUE_BYTES = 16 * 2**20  # that a link may hold back: more than TCP ever has under way, so nothing is dropped
+MTU = 9000
+_NEW_NETWORK = 0x40000000
+_DEATH_SIGNAL = 1
+
+
+def box_problems(box: Any) -> list[str]:
+    """Everything that is wrong with a plan's ``box``: ``{"nodes", "ranks_per_node", "mbits_per_s": [per node]}``, and
+    where messages are held up ``"latency_ms": [per node]``."""
+    if not isinstance(box, dict) or set(box) - {"latency_ms"} != {"nodes", "ranks_per_node", "mbits_per_s"}:
+        return [f"a box has nodes, ranks_per_node, mbits_per_s and maybe latency_ms, got {box!r:.80}"]
+    problems = []
+    for key, most in (("nodes", MOST_NODES), ("ranks_per_node", 1024)):
+        value = box[key]
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            problems.append(f"{key} of a box must be a whole number from 1 to {most}, got {value!r:.80}")
+    sized = not problems
+    for key, least, most in (("mbits_per_s", 1, 100_000), ("latency_ms", 0, 1000)):
+        numbers = box.get(key, [0.0] * box["nodes"] if sized else [])
+        good = isinstance(numbers, list) and all(
+            isinstance(number, int | float) and not isinstance(number, bool) and least <= number <= most
+            for number in numbers
+        )
+        if not good:
+            problems.append(f"{key} of a box must hold numbers from {least} to {most:,}, got {numbers!r:.80}")
+        elif sized and len(numbers) != box["nodes"]:
+            problems.append(f"{key} of a box must hold one number per node, got {len(numbers)} for {box['nodes']}")
+    return problems
+
+
+def check_possible(box: dict[str, Any]) -> None:
+    """Whether this machine can hold a box.
+
+    Raises:
+        HarnessError: If not, with what it lacks.
+    """
+    if not sys.platform.startswith("linux"):
+        raise HarnessError(f"a box needs Linux's network namespaces, got {sys.platform}")
+    lacking = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
+    if lacking:
+        raise HarnessError(f"a box needs iproute2 (the commands ip and tc): {' and '.join(lacking)} not found")
+    why = _lacks(*_BUILT)
+    if why:
+        raise HarnessError(
+            "a box needs root (CAP_NET_ADMIN and CAP_SYS_ADMIN) and a kernel with veth, bridge and tbf, "
+            f"got uid {os.geteuid()}: {why}"
+        )
+    if _is_late(box):
+        why = _lacks(*_BUILT, "tc qdisc add dev probe2 root netem delay 1ms")
+        if why:
+            raise HarnessError(f"latency_ms of a box needs netem, but this kernel has no sch_netem: {why}")
+
+
+def _is_late(box: dict[str, Any]) -> bool:
+    return any(box.get("latency_ms", ()))
+
+
+def _lacks(*commands: str) -> str:
+    """Why these commands do not run in a network namespace of their own; empty if they do."""
+    probe = subprocess.run([sys.executable, "-c", _PROBE, *commands], capture_output=True, text=True, check=False)
+    return " ".join((probe.stderr or probe.stdout).split())[-200:] if probe.returncode else ""
+
+
+_BUILT = (
+    "ip link add probe0 type bridge",
+    "ip link add probe1 type veth peer name probe2",
+    "tc qdisc add dev probe1 root tbf rate 10mbit burst 64kb limit 1mb",
+)
+_PROBE = f"""
+import ctypes, os, subprocess, sys
+if ctypes.CDLL(None, use_errno=True).unshare({_NEW_NETWORK}):
+    sys.exit("no network namespace: " + os.strerror(ctypes.get_errno()))
+for words in sys.argv[1:]:
+    done = subprocess.run(words.split(), capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(words + ": " + done.stderr)
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="harness.box", description="All ranks of a collection in a box.")
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    plan = json.loads(options.plan.read_text("utf-8"))
+    _die_with(os.getppid())
+
+    def work() -> None:
+        from ..running.worker import collect_rank
+
+        collect_rank(plan, options.out)
+
+    from ..running import collection  # noqa: F401  all ranks share what is imported here
+
+    return run_box(plan["box"], work)
+
+
+def run_box(box: dict[str, Any], work: Callable[[], None]) -> int:
+    """Run ``work`` in every rank of a box, torchrun's environment set; the worst exit code.
+
+    The calling process becomes the switch that joins the nodes.
+    """
+    nodes, rates = box["nodes"], box["mbits_per_s"]
+    gc.collect()
+    gc.freeze()  # or every rank's own collection writes to, and so copies, all that they share
+    _unshare()
+    _run("ip link add switch type bridge")
+    _run("ip link set switch up")
+    workers: dict[int, int] = {}
+    here = os.getpid()
+    for node in range(nodes):
+        has_network, unshared = os.pipe()
+        has_link, linked = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _die_with(here)
+            _leave(lambda: _node(node, box, unshared, has_link, work))  # noqa: B023
+        workers[pid] = node
+        os.close(unshared)  # so that a node that ends early ends the wait below
+        if not os.read(has_network, 1):
+            raise HarnessError(f"a box could not be built: node {node} ended")
+        port = f"port{node}"
+        _run(f"ip link add {port} mtu {MTU} type veth peer name {INTERFACE} mtu {MTU} netns {pid}")
+        _run(f"ip link set {port} master switch up")
+        _limit(port, rates[node])
+        os.write(linked, b"x")
+    worst = 0
+    while workers:
+        pid, status = os.wait()
+        workers.pop(pid, None)
+        code = os.waitstatus_to_exitcode(status)
+        if code:
+            for other in workers:  # they would wait for it
+                os.kill(other, signal.SIGTERM)
+            worst = worst or code
+    return worst
+
+
+def _node(node: int, box: dict[str, Any], unshared: int, has_link: int, work: Callable[[], None]) -> int:
+    """One node: its link, then its ranks.  It writes to ``unshared`` and waits for ``has_link``."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _unshare()
+    os.write(unshared, b"x")
+    os.read(has_link, 1)
+    _run(f"ip addr add {SUBNET}.{node + 1}/24 dev {INTERFACE}")
+    _run(f"ip link set {INTERFACE} up")
+    _run("ip link set lo up")
+    _limit(INTERFACE, box["mbits_per_s"][node], box["latency_ms"][node] if _is_late(box) else 0.0)
+    size = box["ranks_per_node"]
+    ranks = []
+    here = os.getpid()
+    for local in range(size):
+        pid = os.fork()
+        if pid == 0:
+            _die_with(here)
+            os.environ.update(_environment(node, local, box))
+            _leave(lambda: work())
+        ranks.append(pid)
+    worst = 0
+    for _ in ranks:
+        _, status = os.wait()
+        code = os.waitstatus_to_exitcode(status)
+        if code:
+            return code  # the others die with this process
+    return worst
+
+
+def _environment(node: int, local: int, box: dict[str, Any]) -> dict[str, str]:
+    size = box["ranks_per_node"]
+    return {
+        "RANK": str(node * size + local),
+        "WORLD_SIZE": str(box["nodes"] * size),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": f"{SUBNET}.1",
+        "MASTER_PORT": PORT,
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+    }
+
+
+def _limit(device: str, mbits_per_s: float, late_ms: float = 0.0) -> None:
+    """What leaves by a device leaves at this rate, and so much later."""
+    where = "root"
+    if late_ms:
+        _run(f"tc qdisc add dev {device} root handle 1: netem delay {late_ms:g}ms limit {QUEUE_BYTES // MTU}")
+        where = "parent 1:1"
+    rate = f"{mbits_per_s * 1e6:.0f}bit"
+    _run(f"tc qdisc add dev {device} {where} tbf rate {rate} burst {BURST_BYTES} limit {QUEUE_BYTES}")
+
+
+def _run(words: str) -> None:
+    done = subprocess.run(words.split(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise HarnessError(f"a box could not be built: {words}: {done.stderr.strip() or done.returncode}")
+
+
+def _unshare() -> None:
+    """Give the calling process a network of its own."""
+    if ctypes.CDLL(None, use_errno=True).unshare(_NEW_NETWORK):
+        raise HarnessError(f"a box needs root for its network namespaces: {os.strerror(ctypes.get_errno())}")
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill the calling process when its parent ends, however that ends.
+
+    ``parent``: its number as it was before the fork; a parent that has ended already has another one.
+    """
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended just before
+        os._exit(1)
+
+
+def _leave(work: Callable[[], Any]) -> None:
+    """Run a forked process's work and end it, with its exit code."""
+    code = 1
+    try:
+        code = work() or 0
+    except HarnessError as error:
+        print(f"error: {error}", file=sys.stderr)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

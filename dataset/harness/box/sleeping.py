@@ -1,0 +1,401 @@
+"""A job whose computation is slept: everything else about it is real.
+
+Parameters, gradients and activations have their sizes, tensor-parallel collectives, DDP, FSDP2 and pipeline runtimes do
+what they do; only the ops of a block are not computed: the rank sleeps for as long as they are said to take.  So
+many ranks fit on few cores, and time tells of schedules, communication and their overlap.
+
+What to sleep is in the plan: ``sleeps`` of a run, which ``stepsight collect --box`` makes from the job's blocks::
+
+    {"parts": [[block, ...], ...],                 # numbers of blocks, for each part of the pipeline in model order
+     "blocks": [[step, ...], ...],
+     "root": [...],                                # blocks that FSDP wraps with the model rather than on their own
+     "boundary_numel": [...],                      # elements (fp32) that pass from each part to the next
+     "optimizer": [["op", kind, dims, dtype, seconds], ...],   # per stage
+     "paces": [...],                               # per rank: how much slower than said
+     "table": ""}                                  # the schedule, as CSV, where torch has no class for it
+
+A step is ``{"forward", "backward", "weight": items, "parameters": [numel], "weight_first": bool}``; an item is
+``["op", kind, dims, dtype, seconds]`` or ``["tp", kind, num_bytes]``.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import annotate
+from ..models import tensor_parallel
+from ..models.parallel import AXES, all_reduce_flat, device_mesh, stages_group
+from ..plan import num_micro_batches
+
+SINGLE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
+MULTI = {
+    "1f1b": "ScheduleInterleaved1F1B",
+    "looped-bfs": "ScheduleLoopedBFS",
+    "interleaved-zb": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
+V_SHAPED = ("zbv", "dualpipev")
+SLACK_S = 2e-3  # time that the host may take between two ops without holding up the device
+WARM_UP_PACE = 0.1  # of sleeps in steps that do not count: buffers and connections are made
+FP32_BYTES = 4
+
+Item = Sequence[Any]
+
+
+class Device:
+    """What the rank's device would be doing: ops that follow one another, the host running ahead of them.
+
+    The host waits only where others must not see what is not there yet: waking for every op would cost the cores more
+    than all that is real.
+    """
+
+    def __init__(self) -> None:
+        self.pace = 1.0
+        self._until = 0.0
+
+    def begin(self) -> None:
+        """It waited for something else: its next op begins now."""
+        self._until = time.perf_counter()
+
+    def finish(self) -> None:
+        """Sleep until its ops are done."""
+        left = self._until - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+
+    def compute(self, seconds: float) -> None:
+        """One op more."""
+        self._until = max(self._until, time.perf_counter() - SLACK_S) + seconds * self.pace
+
+
+class Rank:
+    """What the items of steps need to know."""
+
+    def __init__(self, group: tensor_parallel.Group | None) -> None:
+        self.device = Device()
+        self.group = group
+        self.sharded = False  # then hooks gather and scatter between blocks
+        self._buffers: dict[int, Tensor] = {}
+
+    def at_edge(self) -> None:
+        """The device is done; with hooks that wait for others, it begins anew."""
+        if self.sharded:
+            self.device.finish()
+            self.device.begin()
+
+    def do(self, items: Sequence[Item]) -> None:
+        """Sleep for ops, call collectives."""
+        for item in items:
+            if item[0] == "op":
+                _, kind, dims, dtype, seconds = item
+                with annotate.op(kind, dims, DTYPES[dtype]):
+                    self.device.compute(seconds)
+                    if annotate.active():  # a trace shows what every op takes
+                        self.device.finish()
+            else:
+                self.device.finish()
+                self._collective(item[1], item[2])
+
+    @contextmanager
+    def device_segment(self, label: str, micro_batch: int, stage: int = 0) -> Iterator[None]:
+        """A segment that ends when the device is done."""
+        with annotate.segment(label, micro_batch=micro_batch, stage=stage):
+            self.device.begin()
+            yield
+            self.device.finish()
+
+    def _collective(self, kind: str, num_bytes: int) -> None:
+        assert self.group is not None
+        numel = -(-num_bytes // FP32_BYTES)
+        full = self._buffers.setdefault(numel, torch.zeros(numel))
+        if kind == "all_reduce":
+            dist.all_reduce(full, group=self.group)
+        else:
+            shard = torch.zeros(numel // self.group.size())
+            if kind == "all_gather":
+                tensor_parallel.all_gather(full, shard, self.group)
+            else:
+                tensor_parallel.reduce_scatter(shard, full, self.group)
+        self.device.begin()
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class _Input(torch.autograd.Function):
+    """A step forward, and the gradient of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rank: Rank, step: dict[str, Any]) -> Tensor:
+        ctx.work = (rank, step["backward"])
+        rank.do(step["forward"])
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        rank, items = ctx.work
+        rank.do(items)
+        return gradients[0], None, None
+
+
+class _Weight(torch.autograd.Function):
+    """Gradients of a step's parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, rank: Rank, step: dict[str, Any], *parameters: Tensor) -> Tensor:
+        ctx.work = (rank, step["weight"])
+        ctx.shapes = [parameter.shape for parameter in parameters]
+        return parameters[0].new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        rank, items = ctx.work
+        rank.do(items)
+        return (None, None, *(torch.zeros(shape) for shape in ctx.shapes))
+
+
+class _Resize(torch.autograd.Function):
+    """From one number of elements to another, both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, numel: int) -> Tensor:
+        ctx.shape = x.shape
+        return x.new_zeros(1, numel)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return torch.zeros(ctx.shape), None
+
+
+class _Edge(torch.autograd.Function):
+    """Where a block begins or ends: what hooks stand there find the device done."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rank: Rank) -> Tensor:
+        ctx.rank = rank
+        rank.at_edge()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.rank.at_edge()
+        return gradients[0], None
+
+
+class Block(nn.Module):
+    """A layer, an embedding or a head."""
+
+    def __init__(self, rank: Rank, steps: Sequence[dict[str, Any]]) -> None:
+        super().__init__()
+        self.rank, self.steps = rank, steps
+        self.weights = nn.ParameterList(torch.zeros(numel) for step in steps for numel in step["parameters"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = iter(self.weights)
+        x = cast(Tensor, _Edge.apply(x, self.rank))
+        for step in self.steps:
+            parameters = [next(held) for _ in step["parameters"]]
+            apply = [partial(_Input.apply, x, self.rank, step)]
+            if parameters:  # autograd goes back first through what came last
+                apply.insert(0 if not step["weight_first"] else 1, partial(_Weight.apply, self.rank, step, *parameters))
+            results = [cast(Tensor, make()) for make in apply]
+            x = results[0] if len(results) == 1 else results[0] + results[1]
+        return cast(Tensor, _Edge.apply(x, self.rank))
+
+
+class Part(nn.Module):
+    """A pipeline part: its blocks between the activations that pass it."""
+
+    def __init__(self, rank: Rank, sleeps: dict[str, Any], number: int) -> None:
+        super().__init__()
+        own = sleeps["parts"][number]
+        self.layers = nn.ModuleList(Block(rank, sleeps["blocks"][block]) for block in own)
+        self.wrapped = [block not in sleeps["root"] for block in own]
+        sizes = sleeps["boundary_numel"]
+        self.first, self.last = number == 0, number == len(sleeps["parts"]) - 1
+        self.size_in, self.size_out = 1 if self.first else sizes[number - 1], 1 if self.last else sizes[number]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = cast(Tensor, _Resize.apply(x, 1))
+        for layer in self.layers:
+            x = layer(x)
+        return cast(Tensor, _Resize.apply(x, self.size_out))
+
+
+class RecordedStage(PipelineStage):
+    """A pipeline stage whose chunks are segments."""
+
+    rank: Rank
+
+    @contextmanager
+    def _segment(self, label: str, micro_batch: int) -> Iterator[None]:
+        with self.rank.device_segment(label, micro_batch, self.stage_index):
+            yield
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._segment("forward", fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        with self._segment("backward" if full_backward else "input", bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with self._segment("weight", bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+class SleepingTraining:
+    """As ``parallel.Training``, asleep.
+
+    Args:
+        run: A run of a checked plan.
+        device: The CPU.
+    """
+
+    def __init__(self, run: dict[str, Any], device: torch.device) -> None:
+        job, sleeps = run["job"], run["sleeps"]
+        parallel = job["parallel"]
+        self.job, self.device = job, device
+        self.num_micro_batches = num_micro_batches(job)
+        degrees = {axis: parallel[axis] for axis in AXES}
+        self.mesh = mesh = device_mesh(device.type, **degrees) if dist.get_world_size() > 1 else None
+        self.groups = {axis: mesh.get_group(axis) if mesh and degrees[axis] > 1 else None for axis in AXES}
+        if degrees["pp"] > 1:
+            self.groups["pp"] = stages_group(device.type, **degrees)
+        annotate.name_groups(self.groups)
+        self.rank = Rank(self.groups["tp"])
+        self._pace = sleeps["paces"][dist.get_rank()]
+        self.stage_index = 0 if self.groups["pp"] is None else self.groups["pp"].rank()
+        self._optimizer = sleeps["optimizer"][self.stage_index]
+        self.parts = {number: Part(self.rank, sleeps, number) for number in _own(parallel, self.stage_index)}
+        self.sharded = parallel["zero_stage"] == 3 and degrees["dp"] > 1
+        self.rank.sharded = self.sharded
+        self.models = {number: self._data_parallel(part, mesh) for number, part in self.parts.items()}
+        self.schedule = self._schedule(parallel, sleeps) if degrees["pp"] > 1 else None
+        self.last = any(part.last for part in self.parts.values())
+        self.stage = next(reversed(self.parts.values()))
+
+    def hurry(self, pace: float) -> None:
+        """Sleep for this part of what is said."""
+        self.rank.device.pace = self._pace * pace
+
+    def _data_parallel(self, part: Part, mesh: Any) -> nn.Module:
+        group = self.groups["dp"]
+        if group is None:
+            return part
+        if self.sharded:
+            for layer, alone in zip(part.layers, part.wrapped, strict=True):
+                if alone:
+                    fully_shard(layer, mesh=mesh["dp"])
+            fully_shard(part, mesh=mesh["dp"])
+            return part
+        if self.groups["pp"] is not None:
+            return part
+        bucket = self.job["parallel"]["bucket_mbytes"]
+        model = DistributedDataParallel(part, process_group=group, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
+        device = self.rank.device  # the hook must not hold the model that holds it: neither would ever be freed
+        # Without annotations: DDP checks them, and takes none that is text.
+        model.register_comm_hook(None, lambda _, bucket: _reduce_when_done(device, group, bucket))
+        return model
+
+    def _schedule(self, parallel: dict[str, Any], sleeps: dict[str, Any]) -> Any:
+        stages = []
+        for number, part in self.parts.items():
+            stage = RecordedStage(
+                self.models[number], number, len(sleeps["parts"]), self.device,
+                input_args=torch.zeros(1, part.size_in, requires_grad=not part.first),
+                output_args=torch.zeros(1, part.size_out, requires_grad=True), group=self.groups["pp"],
+            )  # fmt: skip
+            stage.rank = self.rank
+            stages.append(stage)
+        name, chunks = parallel["schedule"], parallel["virtual_stages"]
+        settings: dict[str, Any] = {"n_microbatches": self.num_micro_batches, "loss_fn": _loss, "scale_grads": False}
+        schedule: Any
+        if chunks == 1 and name in SINGLE:
+            schedule = getattr(torch_schedules, SINGLE[name])(stages[0], **settings)
+        elif name in MULTI:
+            schedule = getattr(torch_schedules, MULTI[name])(stages, **settings)
+        else:
+            schedule = torch_schedules._PipelineScheduleRuntime(stages, **settings)
+            with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+                file.write(sleeps["table"])
+                file.flush()
+                schedule._load_csv(file.name)
+        return schedule
+
+    def step(self) -> Tensor:
+        """One training step; the loss is nothing."""
+        with annotate.segment("step"):
+            if self.schedule is not None:
+                batch = torch.zeros(self.num_micro_batches, 1)
+                arguments = (batch,) if any(part.first for part in self.parts.values()) else ()
+                self.schedule.step(*arguments, target=batch if self.last else None, return_outputs=False)
+            else:
+                self._micro_batches()
+            with self.rank.device_segment("optimizer", -1, self.stage_index):
+                self._synchronise_gradients()
+                self.rank.device.begin()
+                self.rank.do([self._optimizer])
+                for model in self.models.values():
+                    model.zero_grad(set_to_none=True)
+        return torch.zeros(())
+
+    def _micro_batches(self) -> None:
+        (model,) = self.models.values()
+        for index in range(self.num_micro_batches):
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = index == self.num_micro_batches - 1
+            with self.rank.device_segment("forward", index):
+                loss = model(torch.zeros(1, 1)).sum()
+            with self.rank.device_segment("backward", index):
+                loss.backward()
+
+    def _synchronise_gradients(self) -> None:
+        """A pipeline's replicas sum their gradients in buckets, when its schedule is over."""
+        group = self.groups["dp"]
+        if group is None or self.sharded or self.schedule is None:
+            return
+        held = [p.grad for part in self.parts.values() for p in part.parameters() if p.grad is not None]
+        limit = self.job["parallel"]["bucket_mbytes"] * 2**20
+        bucket: list[Tensor] = []
+        for index, gradient in enumerate(reversed(held)):
+            bucket.append(gradient)
+            if index == len(held) - 1 or sum(g.numel() * g.element_size() for g in bucket) >= limit:
+                all_reduce_flat(bucket, group, group.size())
+                bucket = []
+
+
+def _reduce_when_done(device: Device, group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    """DDP's own sum of a bucket, once the device has its gradients."""
+    device.finish()
+    return allreduce_hook(group, bucket)
+
+
+def _own(parallel: dict[str, Any], stage: int) -> list[int]:
+    """Parts that a stage holds."""
+    stages, chunks = parallel["pp"], parallel["virtual_stages"]
+    if parallel["schedule"] in V_SHAPED:
+        return [stage, 2 * stages - 1 - stage]
+    return [stage + chunk * stages for chunk in range(chunks)]
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return output.sum()

@@ -1,0 +1,256 @@
+"""Event profiling: every op and collective signature of a plan once, warm, on all ranks at the same time.
+
+Ranks meet before each op and agree on how often to repeat it, so that all of them compute while any is timed
+(``busy`` ranks share caches and memory bandwidth, as they will in training).  The budget is shared out as it goes: each
+signature gets an equal part of what is left.  What cannot run here (a kernel that does not exist, inputs that no memory
+holds) is skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..models import tensor_parallel
+from ..ops.callables import op_call
+from ..ops.input_pool import DTYPES, NARROW, Call, Pool
+from ..ops.op_narrow import precision
+from ..plan_error import HarnessError
+from ..running import cores
+from . import facts
+from .call_timing import Clock
+from .measure import barrier, free_memory, gather, out_of_memory
+
+_OP_REPEATS, _COLLECTIVE_REPEATS = (3, 25), (8, 40)  # per visit
+_PAUSE_S = 5e-3
+_MOST_SECONDS = {"cpu": 0.06, "cuda": 0.08}  # for one signature, however large the budget
+
+
+def measure_events(
+    event: dict[str, Any], device: torch.device, say: Callable[..., None], *, asleep: bool = False
+) -> dict[str, Any]:
+    """Records of all ops and collectives of one entry of a plan, plus measured hardware facts.
+
+    Args:
+        event: ``{"name", "world_size", "ops", "collectives", "seconds"}``.
+        say: Told what has begun, and ``done`` units (one per signature).
+        asleep: Whether this is a box, whose ranks do not compute: there are no facts to measure.
+    """
+    clock, began = Clock(device), time.monotonic()
+    hardware = {} if asleep else facts.measure(device, clock)
+    took = {"facts": time.monotonic() - began}
+    ops, collectives = list(event.get("ops", ())), list(event.get("collectives", ()))
+    random.Random(0).shuffle(ops)  # neighbours in size are measured at different times
+    # Collectives are visited before and after the ops: their times wander more than those of ops, over seconds.
+    budget = _Budget(event["seconds"], len(ops) + 2 * len(collectives), _MOST_SECONDS[device.type])
+    known = {*DTYPES, *(name for name in hardware.get("peak_flops", ()) if name in NARROW)}
+    pools = {name: Pool(device, name) for name in sorted({op["dtype"] for op in ops} & known)}
+    records: list[dict[str, Any]] = []
+    skipped: list[dict[str, Any]] = []
+    pause_s = _PAUSE_S if asleep else 0.0
+    earlier = [_try_collective(collective, device, clock, budget, pause_s) for collective in collectives]
+    for op in ops:
+        try:
+            samples = _time_op(op, pools, clock, budget)
+        except HarnessError as error:
+            skipped.append({"op": op, "reason": str(error)})
+        else:
+            records.append({"op": op, **samples})
+        say(f"events {event['name']}: {op['kind']}", done=1)
+    for collective, first in zip(collectives, earlier, strict=True):
+        if isinstance(first, str):
+            skipped.append({"collective": collective, "reason": first})
+        else:
+            second = _time_collective(collective, device, clock, budget, pause_s)
+            records.append({"collective": collective, "samples": first + second})
+        say(f"events {event['name']}: {collective['kind']}", done=1)
+    took["signatures"] = time.monotonic() - began - took["facts"]
+    return {"records": _merge(records), "skipped": skipped, "hardware": hardware, "took_seconds": took}
+
+
+class _Budget:
+    """Shares out the time that is left over the signatures that are left."""
+
+    def __init__(self, seconds: float, items: int, most: float) -> None:
+        self._end, self._left, self._most = time.perf_counter() + seconds, items, most
+
+    def share(self) -> float:
+        left = max(0.0, self._end - time.perf_counter()) / max(1, self._left)
+        self._left -= 1
+        return min(left, self._most)
+
+
+def _repeats(first: float, share: float, limits: tuple[int, int]) -> int:
+    """How often all ranks repeat what took this rank ``first`` seconds; they also meet here.
+
+    Endless seconds: it could not run.  Then all get 0.
+    """
+    agreed = min(gather_numbers(-1 if first == float("inf") else int(share / max(first, 1e-6))))
+    return max(limits[0], min(limits[1], agreed)) if agreed >= 0 else 0
+
+
+def gather_numbers(value: int) -> list[int]:
+    """Every rank's number; cheaper than ``gather``."""
+    if dist.get_world_size() == 1:
+        return [value]
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    mine = torch.tensor([value], device=device, dtype=torch.int64)
+    everyone = torch.empty(dist.get_world_size(), device=device, dtype=torch.int64)
+    tensor_parallel.all_gather(everyone, mine, None)
+    numbers: list[int] = everyone.tolist()
+    return numbers
+
+
+def _time_op(op: dict[str, Any], pools: dict[str, Pool], clock: Clock, budget: _Budget) -> dict[str, Any]:
+    """``samples``, and on CUDA ``host_samples``."""
+    share = budget.share()
+    if op["dtype"] not in pools:
+        raise HarnessError(f"dtype must be one of {', '.join(sorted({*DTYPES, *pools}))}, got {op['dtype']!r}")
+    with torch.no_grad(), precision(op["dtype"]):
+        call, first, reason = _warm(op, pools, clock)
+        count = _repeats(first, share, _OP_REPEATS)
+        if call is None or not count:
+            raise HarnessError(reason or "another rank could not run it")
+        found = clock.samples(call, count, share)
+    return {"samples": found.device, **({"host_samples": found.host} if found.host else {})}
+
+
+def _warm(op: dict[str, Any], pools: dict[str, Pool], clock: Clock) -> tuple[Call | None, float, str]:
+    """The op once it has run twice, the second time's seconds, and what kept it from running (then there is no call).
+
+    Where memory runs out, all pools make room and it is tried once more.
+    """
+    reason = ""
+    for _ in range(2):
+        call = None
+        try:
+            call = op_call(op["kind"], op["dims"], pools[op["dtype"]])
+            clock(call.run, *call.inputs())
+            return call, clock(call.run, *call.inputs()), ""
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            if not out_of_memory(error):  # no kernel of this device or version does it
+                break
+        for pool in pools.values():
+            pool.clear()
+        free_memory()
+    clock(lambda: None)  # what a kernel did wrong for good shows here, and ends the collection
+    return None, float("inf"), reason
+
+
+@cache
+def _group(group_size: int, ranks_per_node: int, messages: bool) -> tuple[list[int], Any]:
+    """Ranks of this rank's group that lies on nodes as asked for, and its process group; none if it is left over.
+
+    All ranks must ask alike.  ``messages``: whether they send point to point.
+    """
+    local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes = -(-group_size // ranks_per_node)
+    if ranks_per_node > local_size or nodes * local_size > dist.get_world_size():
+        raise HarnessError(
+            f"a group must fit on the nodes, got {ranks_per_node} of {group_size} ranks per node on "
+            f"{dist.get_world_size() // local_size} nodes of {local_size}"
+        )
+    # All ranks that can, in groups of their own: neighbours share links in training too.
+    mine: tuple[list[int], Any] = ([], None)
+    with cores.any_core(messages=messages):
+        for first in range(0, dist.get_world_size() // local_size - nodes + 1, nodes):
+            for at in range(0, local_size - ranks_per_node + 1, ranks_per_node):
+                places = [(first + node) * local_size + at + i for node in range(nodes) for i in range(ranks_per_node)]
+                group = dist.new_group(places[:group_size])
+                if dist.get_rank() in places[:group_size]:
+                    mine = (places[:group_size], group)
+    return mine
+
+
+def _try_collective(
+    collective: dict[str, Any], device: torch.device, clock: Clock, budget: _Budget, pause_s: float
+) -> list[float] | str:
+    """Samples, or why there are none."""
+    try:
+        return _time_collective(collective, device, clock, budget, pause_s)
+    except (HarnessError, RuntimeError) as error:  # RuntimeError: this backend has no such collective
+        return str(error).splitlines()[0]
+
+
+def _time_collective(
+    collective: dict[str, Any], device: torch.device, clock: Clock, budget: _Budget, pause_s: float
+) -> list[float]:
+    """Samples; ``pause_s`` between them lets links rest, as computation does in training."""
+    share = budget.share()
+    kind, size = collective["kind"], collective["group_size"]
+    if kind == "send_recv" and size != 2:
+        raise HarnessError(f"a send_recv has group_size 2, got {size}")
+    ranks, group = _group(size, collective["ranks_per_node"], kind == "send_recv")
+    member = dist.get_rank() in ranks
+    call = _collective_call(kind, collective["num_bytes"], size, ranks, group, device)
+    first = 0.0
+    for _ in range(3):
+        barrier()
+        first = clock(call) if member else 0.0
+    count = _repeats(first, share, _COLLECTIVE_REPEATS)
+    samples: list[float] = []
+    for _ in range(count):
+        time.sleep(pause_s)
+        if member:
+            samples.append(clock(call) / (2 if kind == "send_recv" else 1))
+    return samples
+
+
+def _collective_call(
+    kind: str, num_bytes: int, size: int, ranks: list[int], group: Any, device: torch.device
+) -> Callable[[], object]:
+    numel = -(-max(1, num_bytes // 4) // size) * size
+    full, other = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
+    shard = torch.zeros(numel // size, device=device)
+    if device.type == "cuda":  # numbers, as zeros take less power; small ones, as they are summed again and again
+        for tensor in (full, shard):
+            tensor.uniform_(-1e-18, 1e-18)
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(full, group=group),
+        "all_gather": lambda: tensor_parallel.all_gather(full, shard, group),
+        "reduce_scatter": lambda: tensor_parallel.reduce_scatter(shard, full, group),
+        "all_to_all": lambda: dist.all_to_all_single(other, full, group=group),
+        "broadcast": lambda: dist.broadcast(full, ranks[0], group=group),
+        "send_recv": lambda: _send_recv(full, ranks, group),
+    }
+    if kind not in calls:
+        raise HarnessError(f"collective kind must be one of {', '.join(calls)}, got {kind!r}")
+    return calls[kind]
+
+
+def _send_recv(message: Tensor, ranks: list[int], group: Any) -> None:
+    """There and back: a sender alone is done as soon as its kernel has taken the message."""
+    if dist.get_rank() == ranks[0]:
+        dist.send(message, ranks[1], group=group)
+        dist.recv(message, ranks[1], group=group)
+    else:
+        dist.recv(message, ranks[0], group=group)
+        dist.send(message, ranks[0], group=group)
+
+
+def _merge(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One duration from all ranks' samples: they compute alike, and a collective ends with its last rank."""
+    merged = []
+    for versions in zip(*gather(records), strict=True):
+        record = {key: value for key, value in versions[0].items() if key in ("op", "collective")}
+        sampled = [version["samples"] for version in versions if version["samples"]]
+        if "op" in record:
+            samples = [sample for rank in sampled for sample in rank]
+        else:
+            samples = [max(column) for column in zip(*sampled, strict=True)]
+        record |= {"seconds": statistics.median(samples), "min_seconds": min(samples), "repeats": len(samples)}
+        host = [sample for version in versions for sample in version.get("host_samples", ())]
+        if host:
+            record["host_seconds"] = statistics.median(host)
+        merged.append(record)
+    return merged

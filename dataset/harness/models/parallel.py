@@ -1,0 +1,256 @@
+"""A job made runnable: the device mesh, the sharded model, and one training step.
+
+Orders of ranks: tensor parallel varies fastest, then data parallel, then pipeline.  Without pipeline parallel the
+step runs each micro-batch forward and backward in turn (DDP synchronises gradients in the last one; FSDP2
+reduce-scatters in every one, its default).  With it, ``torch.distributed.pipelining`` runs the schedule, and
+plain data parallel all-reduces the gradients in buckets after it: DDP's own reducer crashes when every forward
+precedes the first backward, so it is not used there at all.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import annotate
+from ..plan import num_micro_batches
+from ..running import cores
+from . import tensor_parallel
+from .transformer import Stage, shape_of, token_rows
+
+AXES = ("pp", "dp", "tp")
+
+
+@cache
+def device_mesh(device: str, pp: int, dp: int, tp: int) -> DeviceMesh:
+    """The mesh of these degrees, the same one until ``end_groups``."""
+    with cores.any_core():
+        return init_device_mesh(device, (pp, dp, tp), mesh_dim_names=AXES)
+
+
+@cache
+def stages_group(device: str, **degrees: int) -> Any:
+    """This rank's pipeline in the mesh of these degrees, as a group for messages between its stages."""
+    mesh = device_mesh(device, **degrees)
+    with cores.any_core(messages=True):
+        lines = mesh.mesh.flatten(1).T.tolist()
+        groups = [dist.new_group(line) for line in lines]
+    return next(group for line, group in zip(lines, groups, strict=True) if dist.get_rank() in line)
+
+
+def end_groups(mesh: DeviceMesh | None, stages: Any = None) -> None:
+    """End the process groups of a run: its mesh's, and ``stages_group``.
+
+    Gloo's threads of each wake a hundred times a second.  Those of forty runs together, on eight ranks, kept two cores
+    busy a fifth of the time.
+    """
+    gc.collect()  # what a run's models hold of them
+    device_mesh.cache_clear()
+    stages_group.cache_clear()
+    groups = {id(group): group for group in [*(mesh.get_all_groups() if mesh else ()), stages]}
+    for group in groups.values():
+        if group not in (None, dist.group.WORLD):
+            dist.destroy_process_group(group)
+
+
+class Training:
+    """One job's model, data and optimizer on this rank.
+
+    Args:
+        job: A checked job, as ``Job.to_dict`` writes it.
+        device: Where this rank computes.
+    """
+
+    def __init__(self, job: dict[str, Any], device: torch.device) -> None:
+        parallel = job["parallel"]
+        self.job, self.device = job, device
+        self.num_micro_batches = num_micro_batches(job)
+        degrees = {axis: parallel[axis] for axis in AXES}
+        world = degrees["pp"] * degrees["dp"] * degrees["tp"]
+        self.mesh = mesh = device_mesh(device.type, **degrees) if world > 1 else None
+        self.groups = {axis: mesh.get_group(axis) if mesh and degrees[axis] > 1 else None for axis in AXES}
+        annotate.name_groups(self.groups)
+        self.shape = shape_of(job, device, self.groups["tp"])
+        self.stage_index = self._rank("pp")
+        self.stage = Stage(self.shape, self.stage_index, degrees["pp"])
+        self.sharded = parallel["zero_stage"] == 3 and degrees["dp"] > 1
+        self.model: nn.Module = self._data_parallel(mesh)
+        self.schedule = self._schedule(degrees["pp"]) if degrees["pp"] > 1 else None
+        parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+        self._adamw_dims = (sum(_local(p).numel() for p in parameters), len(parameters))
+        self.tokens, self.targets = self._data()
+
+    def _rank(self, axis: str) -> int:
+        group = self.groups[axis]
+        return 0 if group is None else group.rank()
+
+    def _data_parallel(self, mesh: DeviceMesh | None) -> nn.Module:
+        group = self.groups["dp"]
+        if group is None or mesh is None:
+            return self.stage
+        if self.sharded:
+            for layer in self.stage.layers:
+                fully_shard(layer, mesh=mesh["dp"])
+            fully_shard(self.stage, mesh=mesh["dp"])
+            return self.stage
+        if self.groups["pp"] is not None:
+            return self.stage
+        bucket = self.job["parallel"]["bucket_mbytes"]
+        return DistributedDataParallel(
+            self.stage, process_group=group, bucket_cap_mb=bucket, gradient_as_bucket_view=True
+        )
+
+    def _schedule(self, num_stages: int) -> Any:
+        shape, job = self.shape, self.job
+        rows, vocab = shape.micro_batch * shape.seq_len, shape.vocab // shape.size
+        hidden = torch.empty(shape.rows, shape.hidden, device="meta", dtype=shape.dtype, requires_grad=True)
+        logits = torch.empty(rows, vocab, device="meta", dtype=shape.dtype, requires_grad=True)
+        tokens = torch.empty(shape.micro_batch, shape.seq_len, device="meta", dtype=torch.int64)
+        stage = _AnnotatedStage(
+            self.model,
+            self.stage_index,
+            num_stages,
+            self.device,
+            input_args=(tokens if self.stage.first else hidden,),
+            output_args=(logits if self.stage.last else hidden,),
+            group=self.groups["pp"],
+        )
+        kind = ScheduleGPipe if job["parallel"]["schedule"] == "gpipe" else Schedule1F1B
+
+        def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+            loss = self._loss(output, target)
+            stage.end_forward()
+            return loss
+
+        schedule = kind(stage, self.num_micro_batches, loss_fn=loss_fn, scale_grads=False)
+        schedule._merge_outputs = _no_outputs  # type: ignore[method-assign]
+        return schedule
+
+    def _data(self) -> tuple[Tensor, Tensor]:
+        """This replica's ``tokens`` and ``targets``, each ``[num_micro_batches * micro_batch, seq_len]``.
+
+        An encoder's tokens come before the decoder's, and then the micro-batch is the last dimension (``token_rows``).
+        """
+        batch, model = self.job["batch"], self.job["model"]
+        generator = torch.Generator().manual_seed(20)
+        length = model["seq_len"] + model.get("encoder_seq_len", 0)
+        tokens = torch.randint(model["vocab"], (batch["global_batch"], length + 1), generator=generator)
+        mine = tokens.chunk(self.job["parallel"]["dp"])[self._rank("dp")].to(self.device)
+        each = (mine[:, :-1], mine[:, -model["seq_len"] :])
+        tokens, targets = (token_rows(self.shape, part.contiguous()) for part in each)
+        return tokens, targets
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = tensor_parallel.CrossEntropy.apply(
+            logits, targets.reshape(-1), self.groups["tp"], 1.0 / self.num_micro_batches
+        )
+        return loss
+
+    def step(self) -> Tensor:
+        """One training step; the replica's mean loss (0 on ranks without the last stage), still on the device."""
+        with annotate.segment("step"):
+            losses: list[Tensor] = []
+            if self.schedule is not None:
+                self._pipeline(losses)
+            else:
+                losses.extend(self._micro_batches())
+            with annotate.segment("optimizer", stage=self.stage_index):
+                self._synchronise_gradients()
+                with annotate.op("adamw", self._adamw_dims, self.shape.dtype):
+                    self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+
+    def _micro_batches(self) -> Iterator[Tensor]:
+        count = self.num_micro_batches
+        for index, (tokens, targets) in enumerate(
+            zip(self.tokens.chunk(count), self.targets.chunk(count), strict=True)
+        ):
+            last = index == count - 1
+            ddp = isinstance(self.model, DistributedDataParallel)
+            with self.model.no_sync() if ddp and not last else nullcontext():  # type: ignore[operator]
+                with annotate.segment("forward", micro_batch=index, stage=0):
+                    loss = self._loss(self.model(tokens), targets)
+                with annotate.segment("backward", micro_batch=index, stage=0):
+                    loss.backward()
+            yield loss.detach()
+
+    def _pipeline(self, losses: list[Tensor]) -> None:
+        assert self.schedule is not None
+        arguments = (self.tokens,) if self.stage.first else ()
+        target = self.targets if self.stage.last else None
+        found: list[Tensor] = []
+        self.schedule.step(*arguments, target=target, losses=found)
+        losses.extend(loss.detach() for loss in found)
+
+    def _synchronise_gradients(self) -> None:
+        """Sum what is still partial: replicated weights under sequence parallel, and data parallel of a pipeline."""
+        if self.shape.sequence_parallel and self.groups["tp"] is not None:
+            all_reduce_flat([_local(p.grad) for p in self._partial() if p.grad is not None], self.groups["tp"], 1)
+        group = self.groups["dp"]
+        if group is None or self.sharded or self.schedule is None:
+            return
+        gradients = [p.grad for p in reversed(list(self.model.parameters())) if p.grad is not None]
+        limit = self.job["parallel"]["bucket_mbytes"] * 2**20
+        bucket: list[Tensor] = []
+        for index, gradient in enumerate(gradients):
+            bucket.append(gradient)
+            if index == len(gradients) - 1 or sum(g.numel() * g.element_size() for g in bucket) >= limit:
+                all_reduce_flat(bucket, group, group.size())
+                bucket = []
+
+    def _partial(self) -> list[nn.Parameter]:
+        return self.stage.replicated_parameters()
+
+
+class _AnnotatedStage(PipelineStage):
+    """A pipeline stage whose chunks are segments in the trace; the last stage's forward ends with the loss."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._forward = annotate.segment("forward", micro_batch=fwd_chunk_id, stage=self.stage_index)
+        self._forward.__enter__()
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if not self.is_last:
+            self.end_forward()
+        return output
+
+    def end_forward(self) -> None:
+        self._forward.__exit__(None, None, None)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with annotate.segment("backward", micro_batch=bwd_chunk_id, stage=self.stage_index):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+def _no_outputs(output_chunks: list[Any]) -> None:
+    """Nobody reads the logits of a whole batch: copying them together would only take time."""
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def all_reduce_flat(tensors: list[Tensor], group: dist.ProcessGroup, divisor: int) -> None:
+    """Sum the tensors over the group as one message, divide, and put them back."""
+    if not tensors:
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    if divisor > 1:
+        flat.div_(divisor)
+    torch._foreach_copy_(
+        tensors, [p.view_as(t) for p, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
+    )

@@ -1,0 +1,211 @@
+"""Parts that all families of models share, hand-sharded over a tensor-parallel group.
+
+Activations between modules are ``[rows, hidden]``, ``rows = micro_batch * seq_len`` (with sequence parallel, that
+over the group's size outside the tensor-parallel regions).  Initial weights depend on their names alone, so every
+parallel strategy starts from the same model.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops import composite
+from . import tensor_parallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The ``[model]`` table of a job, as the harness needs it, with what one rank holds of it."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    encoder_layers: int
+    encoder_seq_len: int
+    ffn: int
+    vocab: int
+    seq_len: int
+    micro_batch: int
+    gated_mlp: bool
+    recompute: bool
+    tied_embeddings: bool
+    sequence_parallel: bool
+    dtype: torch.dtype
+    device: torch.device
+    group: tensor_parallel.Group | None  # tensor-parallel group, None for one rank
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
+    @property
+    def has_bias(self) -> bool:
+        return self.family in ("gpt", "bert")
+
+    @property
+    def rows(self) -> int:
+        """Rows of an activation outside the tensor-parallel regions."""
+        return self.micro_batch * self.seq_len // (self.size if self.sequence_parallel else 1)
+
+
+def full_weight(shape: Shape, name: str, rows: int, columns: int) -> Tensor:
+    """The whole weight ``[rows, columns]``, the same on every rank."""
+    generator = torch.Generator(shape.device).manual_seed(zlib.crc32(name.encode()))
+    full = torch.empty(rows, columns, device=shape.device)
+    return full.normal_(0.0, 0.02, generator=generator).to(shape.dtype)
+
+
+def parameter(value: Tensor) -> nn.Parameter:
+    return nn.Parameter(value.clone(memory_format=torch.contiguous_format))
+
+
+class ColumnLinear(nn.Module):
+    """``x @ w.T + b`` where each rank holds some rows of ``w``; blocks (q, k, v; gate, up) are sharded one by one."""
+
+    def __init__(self, shape: Shape, name: str, blocks: list[int]) -> None:
+        super().__init__()
+        full = full_weight(shape, name, sum(blocks), shape.hidden).split(blocks)
+        shards = [block.chunk(shape.size)[shape.rank] for block in full]
+        self.weight = parameter(torch.cat(shards) if len(shards) > 1 else shards[0])
+        self.bias: nn.Parameter | None = None
+        if shape.has_bias:
+            self.bias = parameter(self.weight.new_zeros(self.weight.shape[0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowLinear(nn.Module):
+    """``x @ w.T + b`` where each rank holds some columns of ``w``; the results are yet to be summed."""
+
+    def __init__(self, shape: Shape, name: str, columns: int) -> None:
+        super().__init__()
+        self.size = shape.size
+        self.weight = parameter(full_weight(shape, name, shape.hidden, columns).chunk(shape.size, 1)[shape.rank])
+        self.bias: nn.Parameter | None = None
+        if shape.has_bias:
+            self.bias = parameter(self.weight.new_zeros(shape.hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.size > 1 and self.bias is not None:
+            y: Tensor = tensor_parallel.BiasedRowLinear.apply(x, self.weight, self.bias, self.size)
+            return y
+        return F.linear(x, self.weight, self.bias)
+
+
+class Norm(nn.Module):
+    """LayerNorm (gpt, bert) or RMSNorm (llama, t5)."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape.hidden, device=shape.device, dtype=shape.dtype))
+        self.bias: nn.Parameter | None = None
+        if shape.has_bias:
+            self.bias = nn.Parameter(torch.zeros(shape.hidden, device=shape.device, dtype=shape.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            y: Tensor = composite.RMSNorm.apply(x, self.weight)
+            return y
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, composite.EPSILON)
+
+
+def self_attention(shape: Shape, qkv: Tensor, *, causal: bool) -> Tensor:
+    """Of ``qkv[rows, (heads + 2 * kv_heads) * head_dim]``, this rank's heads; ``[rows, heads * head_dim]``."""
+    heads, kv_heads = shape.heads // shape.size, shape.kv_heads // shape.size
+    fused = qkv.view(-1, shape.seq_len, heads + 2 * kv_heads, shape.head_dim)
+    return attend(*fused.split([heads, kv_heads, kv_heads], dim=2), causal=causal)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """Of queries to keys and values, each ``[batch, length, heads, dim]``; ``[rows, heads * v_dim]``."""
+    heads, v_dim = q.shape[2], v.shape[3]
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads != k.shape[1])
+    return y.transpose(1, 2).reshape(-1, heads * v_dim)
+
+
+def enter_region(shape: Shape, x: Tensor) -> Tensor:
+    """Into a tensor-parallel region: every rank gets all rows."""
+    if shape.group is None:
+        return x
+    y: Tensor = (tensor_parallel.GatherRows if shape.sequence_parallel else tensor_parallel.CopyToRegion).apply(
+        x, shape.group
+    )
+    return y
+
+
+def leave_region(shape: Shape, x: Tensor) -> Tensor:
+    """Out of a tensor-parallel region: the ranks' partial results are summed."""
+    if shape.group is None:
+        return x
+    y: Tensor = (tensor_parallel.ScatterRows if shape.sequence_parallel else tensor_parallel.ReduceFromRegion).apply(
+        x, shape.group
+    )
+    return y
+
+
+class Tokens(nn.Module):
+    """Embedding of tokens, sharded over the vocabulary."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.weight = parameter(
+            full_weight(shape, "embedding", shape.vocab, shape.hidden).chunk(shape.size)[shape.rank]
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``tokens``, any shape, to ``[rows, hidden]``."""
+        shape, tokens = self.shape, tokens.reshape(-1)
+        if shape.group is None:
+            return F.embedding(tokens, self.weight)
+        x = tensor_parallel.VocabEmbedding.apply(tokens, self.weight, shape.rank * self.weight.shape[0])
+        return leave_region(shape, x)
+
+
+class Positions(nn.Module):
+    """Learned positions, added; every tensor-parallel rank holds them all."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.weight = parameter(full_weight(shape, "positions", shape.seq_len, shape.hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, seq_len = x.shape[0], self.shape.seq_len
+        first = self.shape.rank * rows if self.shape.sequence_parallel else 0
+        if rows % seq_len == 0:  # whole sequences
+            return (x.view(-1, seq_len, x.shape[1]) + self.weight).view(rows, -1)
+        if seq_len % rows == 0:  # a part of one sequence
+            return x + self.weight.narrow(0, first % seq_len, rows)
+        index = torch.arange(first, first + rows, device=x.device).remainder_(seq_len)
+        return x + F.embedding(index, self.weight)
+
+
+class Logits(nn.Module):
+    """Logits, sharded over the vocabulary; the output of the last stage."""
+
+    def __init__(self, shape: Shape, *, bias: bool = False) -> None:
+        super().__init__()
+        self.shape = shape
+        self.weight = parameter(full_weight(shape, "head", shape.vocab, shape.hidden).chunk(shape.size)[shape.rank])
+        self.bias = parameter(self.weight.new_zeros(self.weight.shape[0])) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(enter_region(self.shape, x), self.weight, self.bias)

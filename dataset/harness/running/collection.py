@@ -1,0 +1,331 @@
+"""What one world size of a plan amounts to on one rank: rounds over runs, then event files.
+
+State on disk, so that a killed collection loses at most the round it was in: ``.rounds/<name>.json`` holds a run's
+finished rounds until the run is complete and moves to ``runs/<name>/``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import annotate
+from .. import plan as plans
+from ..atomic_files import new_folder, write_json
+from ..box.sleeping import WARM_UP_PACE, SleepingTraining
+from ..emulation import stand_in
+from ..measuring.device_clocks import Sample, Watch, ask, summary
+from ..measuring.measure import barrier, free_memory, gather, noted_steps, out_of_memory, profiled_steps, timed_steps
+from ..models.parallel import Training, end_groups
+from ..ops import compiled
+from ..plan_error import HarnessError
+from ..progress import ROUND_UNITS
+from . import cores
+from .rounds import read_rounds, rounds_path, write_rounds
+
+
+class Collection:
+    """The part of a plan that this process group's world size runs.
+
+    Args:
+        plan: A plan, checked again here.
+        out: The collection's folder, shared by all ranks.
+        report: Called on rank 0 with what has begun: ``doing`` (text) and ``done`` (units of work).
+    """
+
+    def __init__(self, plan: dict[str, Any], out: Path, report: Callable[..., None]) -> None:
+        self.plan, self.out, self._report = plans.check_plan(plan), out, report
+        torch.set_num_threads(1)
+        local_rank, self.local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        wanted = "cpu" if "box" in self.plan else self.plan["device"]  # nobody computes in a box
+        self.device = _device(wanted, local_rank, self.local_size)
+        if "box" in self.plan:
+            cores.hurry_communication()
+        nccl = self.device.type == "cuda" and int(os.environ["WORLD_SIZE"]) > 1  # alone, a rank has nobody to talk to
+        with cores.any_core():
+            dist.init_process_group(
+                "nccl" if nccl else "gloo",
+                timeout=timedelta(minutes=10),
+                device_id=self.device if nccl else None,
+            )
+        if "box" in self.plan:
+            cores.go_first()
+        elif self.device.type == "cpu":  # a GPU's rank is left alone: its autograd thread needs a core beside it
+            cores.pin(local_rank)
+        if self.device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = False  # fp32 is fp32, whatever the environment says
+        annotate.install()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.versions = {"torch": torch.__version__, "python": platform.python_version()}
+        self.fingerprint = fingerprint(self.device)
+        self.compile = {"compile": True} if "compile" in self.plan else {}
+        if self.compile:
+            self._say("compiling")
+            compiled.enable(self.device)
+        self._watch = Watch(_gpu(self.device)) if self.device.type == "cuda" else None
+        self._samples: defaultdict[str, list[Sample]] = defaultdict(list)  # of each run
+        self._took: defaultdict[str, dict[str, float]] = defaultdict(dict)  # seconds of each run's parts
+
+    def run(self) -> None:
+        """Everything of this world size that is not on disk yet."""
+        if self.rank == 0 and not (self.out / "fingerprint.json").exists():
+            write_json(self.out / "fingerprint.json", self.fingerprint)
+        try:
+            self._runs()
+            self._events()
+        finally:
+            if self._watch is not None:
+                self._watch.stop()
+        barrier()
+
+    def _say(self, doing: str, done: int = 0) -> None:
+        if self.rank == 0:
+            self._report(doing=doing, done=done)
+
+    def _agreed(self, value: Any) -> Any:
+        """Rank 0's value on every rank: ranks must not decide by their own view of the file system."""
+        return gather(value if self.rank == 0 else None)[0]
+
+    def _runs(self) -> None:
+        runs = [run for run in self.plan["runs"] if plans.ranks_needed(run) == self.size]
+        runs = [run for run in runs if not self._agreed(self._is_done(run["name"]))]
+        state = {run["name"]: self._agreed(self._load_rounds(run)) for run in runs}
+        for number in range(max((run["rounds"] for run in runs), default=0)):
+            for run in runs:
+                rounds = len(state[run["name"]]["rounds"])
+                if rounds <= number < run["rounds"] and not self._agreed(self._is_done(run["name"])):
+                    with stand_in.world(run, self.device) if "stand_in" in run else nullcontext():
+                        self._round(run, number, state[run["name"]])
+
+    def _is_done(self, name: str) -> bool:
+        return any((self.out / place / name / "manifest.json").exists() for place in ("runs", "rejected"))
+
+    def _load_rounds(self, run: dict[str, Any]) -> dict[str, Any]:
+        state = read_rounds(self.out, run)
+        keep = run["rounds"] - 1  # the last round also profiles, so it is done again
+        return {**state, "rounds": state["rounds"][:keep], "records": state["records"][:keep]}
+
+    def _round(self, run: dict[str, Any], number: int, state: dict[str, Any]) -> None:
+        name = run["name"]
+        self._say(f"{name} round {number + 1}/{run['rounds']}")
+        free_memory()  # what is left of other runs is no part of this one's
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            self._train(run, number, state)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            reason = str(error).splitlines()[0]
+        else:
+            self._say(name, done=ROUND_UNITS)
+            return
+        self._reject(run, reason)
+        if self.size > 1:  # the others wait for this rank in vain
+            raise RuntimeError(f"{name} found too little memory; start again to go on without it: {reason}")
+        self._say(name, done=ROUND_UNITS * (run["rounds"] - number))
+
+    def _train(self, run: dict[str, Any], number: int, state: dict[str, Any]) -> None:
+        """Build, time, and in the last round profile and write."""
+        name, took = run["name"], self._took[run["name"]]
+        began = time.monotonic()
+        training = SleepingTraining(run, self.device) if "sleeps" in run else Training(run["job"], self.device)
+        built = time.monotonic()
+        self._steps(run, number, state, training)
+        if self._watch is not None:
+            self._samples[name] += self._watch.since(built)
+        for part, seconds in (("build", built - began), ("steps", time.monotonic() - built)):
+            took[part] = took.get(part, 0.0) + seconds
+        if number < run["rounds"] - 1:
+            if self.rank == 0:
+                write_rounds(self.out, run, state)
+        else:
+            self._finish(run, state, training)
+        barrier()
+        groups = training.mesh, training.groups["pp"]
+        del training
+        end_groups(*groups)
+
+    def _reject(self, run: dict[str, Any], reason: str) -> None:
+        """Write down that a run cannot be, so that it is not tried again."""
+        manifest = {**self._head(run), "rounds": [], "rejected": reason}
+        with new_folder(self.out / "rejected" / run["name"], self.out / ".partial" / run["name"]) as folder:
+            write_json(folder / "manifest.json", manifest)
+        rounds_path(self.out, run["name"]).unlink(missing_ok=True)
+
+    def _head(self, run: dict[str, Any]) -> dict[str, Any]:
+        """What a manifest begins with."""
+        return {
+            "schema": 1,
+            "name": run["name"],
+            "role": run["role"],
+            "job": run["job"],
+            "world_size": self.size,
+            "fingerprint": self.fingerprint,
+            "versions": self.versions,
+            **self.compile,
+        }
+
+    def _steps(
+        self, run: dict[str, Any], number: int, state: dict[str, Any], training: Training | SleepingTraining
+    ) -> None:
+        """Time a round's steps, and add them to the run's ``state``."""
+        if isinstance(training, SleepingTraining):
+            training.hurry(WARM_UP_PACE)
+            noted_steps(training, run["warmup"])
+            training.hurry(1.0)
+            seconds, records = noted_steps(training, run["steps"])
+            state["records"].append(records)
+            state["losses"] = [0.0] * (run["warmup"] + run["steps"])
+        else:
+            _, losses = timed_steps(training, run["warmup"])
+            seconds, more = timed_steps(training, run["steps"])
+            if number == 0:
+                state["losses"] = self._losses(training, losses + more)
+        state["rounds"].append(seconds)
+
+    def _losses(self, training: Training, losses: list[torch.Tensor]) -> list[float]:
+        """Loss of each step, the mean over replicas; only ranks of the last stage know theirs."""
+        known = gather([float(loss) for loss in losses] if training.stage.last else None)
+        replicas = [column for column in known if column is not None]
+        return [sum(column) / len(replicas) for column in zip(*replicas, strict=True)]
+
+    def _finish(self, run: dict[str, Any], state: dict[str, Any], training: Training | SleepingTraining) -> None:
+        """Profile, and put the run's folder in its place."""
+        folder = self.out / ".partial" / run["name"]
+        stack = ExitStack()
+        cpu = max((record["cpu"] for steps in state["records"] for record in steps), default=0.0)
+        if self.rank == 0:
+            place = "runs" if cpu <= plans.MOST_CPU else "rejected"
+            stack.enter_context(new_folder(self.out / place / run["name"], folder))
+        with stack:
+            barrier()
+            self._profile(run, state, training, folder)
+        rounds_path(self.out, run["name"]).unlink(missing_ok=True)
+
+    def _profile(
+        self, run: dict[str, Any], state: dict[str, Any], training: Training | SleepingTraining, folder: Path
+    ) -> None:
+        """Write this rank's traces, and on rank 0 the manifest."""
+        began = time.monotonic()
+        seconds: list[float] = []
+        traces: dict[str, str] = {}
+        first = run["stand_in"]["rank"] if "stand_in" in run else 0
+        if run["profile_steps"]:
+            seconds, traces = profiled_steps(training, run["profile_steps"], folder, first + self.rank)
+        digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in traces.values()}
+        memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
+        ranks = gather((traces, digests, memory, self._samples.pop(run["name"], [])))
+        if self.rank != 0:
+            return
+        manifest = {
+            **self._head(run),
+            "rounds": state["rounds"],
+            "profiled_seconds": seconds,
+            "losses": state["losses"],
+            "peak_memory_bytes": [m for _, _, m, _ in ranks] if memory is not None else [],
+            "traces": {str(rank): t for rank, (t, _, _, _) in enumerate(ranks, first) if t},
+            "digests": {name: digest for _, of, _, _ in ranks for name, digest in of.items()},
+            "took_seconds": {**self._took.pop(run["name"], {}), "profile": time.monotonic() - began},
+            **_clocks([samples for _, _, _, samples in ranks]),
+        }
+        if "stand_in" in run:
+            manifest["stand_in"] = {"rank": first}
+        if "sleeps" in run:
+            manifest["box"] = self.plan["box"]
+            write_json(folder / "records.json", {"steps": [step for steps in state["records"] for step in steps]})
+        write_json(folder / "manifest.json", manifest)
+
+    def _events(self) -> None:
+        from ..measuring.op_events import measure_events
+
+        for event in self.plan["events"]:
+            path = self.out / "events" / f"{event['name']}.json"
+            if event["world_size"] != self.size or self._agreed(path.exists()):
+                continue
+            self._say(f"events {event['name']}")
+            boxed = {"box": self.plan["box"]} if "box" in self.plan else {}
+            free_memory()
+            began = time.monotonic()
+            result = measure_events(event, self.device, self._say, asleep=bool(boxed))
+            samples = gather(self._watch.since(began) if self._watch is not None else [])
+            if self.rank == 0:
+                head = {"schema": 1, "busy": self.local_size, "world_size": self.size, **self.compile, **boxed}
+                facts = {"fingerprint": self.fingerprint, "versions": self.versions, **_clocks(samples)}
+                write_json(path, {**head, **facts, **result})
+
+
+def _device(wanted: str, local_rank: int, local_size: int) -> torch.device:
+    gpus = torch.cuda.device_count() if wanted != "cpu" else 0
+    if gpus == 0 and wanted in ("auto", "cpu"):
+        return torch.device("cpu")
+    if local_size > gpus:
+        raise HarnessError(f"every rank needs its own GPU: ranks per node <= GPUs must hold, got {local_size} > {gpus}")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _clocks(samples: list[list[Sample]]) -> dict[str, Any]:
+    """``clocks`` of all ranks' GPUs together, if anything is known."""
+    found = summary(sample for of in samples for sample in of)
+    return {"clocks": found} if found else {}
+
+
+def _gpu(device: torch.device) -> str:
+    """What ``nvidia-smi`` knows a GPU by, whatever their order here."""
+    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    name = f"GPU-{uuid.removeprefix('GPU-')}"
+    alone = torch.cuda.device_count() == 1 and "CUDA_VISIBLE_DEVICES" not in os.environ
+    return "0" if alone and not ask(name, "clocks.sm") else name
+
+
+def fingerprint(device: torch.device) -> dict[str, Any]:
+    """What the machine is, as far as it bears on time."""
+    facts: dict[str, Any] = {
+        "device": "cpu",
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "torch": torch.__version__,
+        "threads_per_rank": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        driver = ask(_gpu(device), "driver_version")
+        facts |= {
+            "device": properties.name,
+            "memory_bytes": properties.total_memory,
+            "num_processors": properties.multi_processor_count,
+            "cache_bytes": int(getattr(properties, "L2_cache_size", 0)),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            **({"driver": driver[0]} if driver else {}),
+        }
+    return facts
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text("utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,306 @@
+"""Collect what a plan asks for: one ``torch.distributed.run`` per world size, resumable, in one folder.
+
+The launcher itself needs the standard library alone.  The folder of this package can be copied anywhere::
+
+    python -m harness plan.json --out DIR
+
+``DIR`` then holds ``plan.json``, ``fingerprint.json``, ``runs/<name>/`` and ``events/<name>.json``, each complete or
+absent, and ``logs/``.  Starting again with the same plan goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .. import plan as plans
+from ..atomic_files import locked, read_json, write_json
+from ..box.namespaces import check_possible
+from ..plan_error import HarnessError
+from ..progress import ROUND_UNITS, Progress
+from . import cores
+from .rounds import read_rounds
+from .worker import PROGRESS
+
+_QUIET = 0.5  # cores that others may keep busy
+__all__ = ["HarnessError", "collect", "main"]
+
+_LAUNCHER = re.compile(r"[EWI]\d{4} ")  # how torchrun begins its own account of a failure
+_EXIT_CODE = re.compile(r"exitcode\s*: (-?\d+)")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code (2: a plan that cannot be collected here)."""
+    parser = argparse.ArgumentParser(prog="harness", description="Collect traces and events for a plan.")
+    parser.add_argument("plan", type=Path, help="plan.json")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the collection; resumed where it exists")
+    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends its workers too
+    try:
+        summary = collect(_read_plan(options.plan), options.out, progress=not options.quiet)
+    except (HarnessError, OSError) as error:
+        print("error: " + str(error).replace("\n", "\\n"), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; start again with the same plan to go on", file=sys.stderr)
+        return 130
+    print(json.dumps(summary))
+    return 0
+
+
+def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[str, Any]:
+    """Run and measure everything in a plan that is not yet in ``out``.
+
+    Returns:
+        ``{"runs", "events"}`` (how many there are) and ``{"collected", "kept"}`` (how many of them are new); of a box
+        and wherever there are any ``rejected``: names of runs that kept the cores too busy, or found too little memory.
+
+    Raises:
+        HarnessError: If the plan breaks a rule, needs more ranks than there are cores, differs from the one
+            in ``out``, or a worker failed; the message names the run, the reason and the log.
+    """
+    plan = plans.check_plan(json.loads(json.dumps(plan)))  # as it will be read back: lists for tuples
+    if "box" in plan:
+        check_possible(plan["box"])
+    else:
+        _check_cores(plan)
+    out = Path(out)
+    if out.exists() and not out.is_dir():
+        raise HarnessError(f"a collection is a folder, got the file {out}")
+    if (out / "plan.json").exists():
+        if _read_plan(out / "plan.json") != plan:
+            raise HarnessError(f"a folder holds one plan: {out} was begun with another one; choose another folder")
+    elif out.exists() and any(out.iterdir()):
+        raise HarnessError(
+            f"a new collection needs a new or empty folder, got {out} with {len(list(out.iterdir()))} entries"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out / ".lock") as ours:
+        if not ours:
+            raise HarnessError(f"one collection at a time writes a folder: another one is at work in {out}")
+        if not (out / "plan.json").exists():
+            write_json(out / "plan.json", plan)
+        kept = len(_complete(out, plan))
+        bar = Progress(_units(plan), _units_done(out, plan), shown=progress)
+        outstanding = [size for size in plans.world_sizes(plan) if _outstanding(out, plan, size)]
+        for note in _notes(plan) if outstanding and progress else ():
+            print(f"warning: {note}", file=sys.stderr)
+        try:
+            for size in outstanding:
+                _run_world(out, size, bar, "box" in plan)
+        except KeyboardInterrupt:
+            bar.end_line()
+            raise
+        missing = [name for size in plans.world_sizes(plan) for name in _outstanding(out, plan, size)]
+        if missing:
+            raise HarnessError(f"the workers ended without {', '.join(missing)}; see {out / 'logs'}")
+        for scratch in (".rounds", ".partial"):
+            shutil.rmtree(out / scratch, ignore_errors=True)
+        items = len(plan["runs"]) + len(plan["events"])
+        bar.close(f"{len(plan['runs'])} runs and {len(plan['events'])} event files in {out}")
+    counts = {"runs": len(plan["runs"]), "events": len(plan["events"])}
+    rejected = [run["name"] for run in plan["runs"] if (out / "rejected" / run["name"]).exists()]
+    counts |= {"collected": items - kept, "kept": kept}
+    return {**counts, "rejected": rejected} if rejected or "box" in plan else counts
+
+
+def _read_plan(path: Path) -> Any:
+    try:
+        return read_json(path)
+    except (OSError, ValueError) as error:
+        raise HarnessError(f"cannot read plan {path}: {error}") from None
+
+
+def _notes(plan: dict[str, Any]) -> list[str]:
+    """What makes measurements on this machine worse than they could be."""
+    notes = [busy_note()]
+    if "box" in plan and not cores.may_hurry():
+        notes.append(
+            "threads of a box that communicate should run in real time, but this system forbids it (in a container: "
+            "the cgroup's cpu.rt_runtime_us); runs take more of the cores and vary more"
+        )
+    return [note for note in notes if note]
+
+
+def busy_note(seconds: float = 0.5) -> str:
+    """What to say if others compute on this machine before anything of ours does, "" if nobody does.
+
+    The load average would still hold what came just before, such as the installation of this package.
+    """
+    before = _busy_seconds(), time.monotonic()
+    time.sleep(seconds)
+    others = (_busy_seconds() - before[0]) / (time.monotonic() - before[1])
+    if others <= _QUIET:
+        return ""
+    return (
+        f"measuring needs a quiet machine: others may keep {_QUIET} cores busy, got {others:.1f}; "
+        "what is measured beside them is slower and varies more"
+    )
+
+
+def _busy_seconds() -> float:
+    """Seconds that the cores which are ours to use have computed since the machine started; 0 where nobody says."""
+    try:
+        lines = Path("/proc/stat").read_text("utf-8").splitlines()
+    except OSError:
+        return 0.0
+    ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    ticks = [line.split() for line in lines if line.split(" ", 1)[0] in ours]
+    idle = (4, 5)  # idle, waiting for a disk
+    return sum(int(cpu[i]) for cpu in ticks for i in range(1, 9) if i not in idle) / os.sysconf("SC_CLK_TCK")
+
+
+def _check_cores(plan: dict[str, Any]) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for item in [*plan["runs"], *plan["events"]]:
+        size = item["world_size"] if "world_size" in item else plans.ranks_needed(item)
+        if size > cores:
+            raise HarnessError(
+                f"every rank needs a core of its own: ranks <= cores must hold, got {size} > {cores} for {item['name']}"
+            )
+
+
+def _complete(out: Path, plan: dict[str, Any]) -> list[str]:
+    runs = [run["name"] for run in plan["runs"] if _is_done(out, run["name"])]
+    return runs + [e["name"] for e in plan["events"] if (out / "events" / f"{e['name']}.json").exists()]
+
+
+def _is_done(out: Path, name: str) -> bool:
+    """Whether a run is over, be it that a box was too busy for it, or that no memory holds it."""
+    return any((out / place / name / "manifest.json").exists() for place in ("runs", "rejected"))
+
+
+def _outstanding(out: Path, plan: dict[str, Any], size: int) -> list[str]:
+    """Names of what this world size still owes."""
+    runs = [run["name"] for run in plan["runs"] if plans.ranks_needed(run) == size]
+    runs = [name for name in runs if not _is_done(out, name)]
+    events = [event["name"] for event in plan["events"] if event["world_size"] == size]
+    return runs + [name for name in events if not (out / "events" / f"{name}.json").exists()]
+
+
+def _event_units(event: dict[str, Any]) -> int:
+    return len(event.get("ops", ())) + len(event.get("collectives", ()))
+
+
+def _units(plan: dict[str, Any]) -> int:
+    """Rounds and signatures, in units of progress."""
+    rounds: int = sum(run["rounds"] for run in plan["runs"])
+    return ROUND_UNITS * rounds + sum(map(_event_units, plan["events"]))
+
+
+def _units_done(out: Path, plan: dict[str, Any]) -> int:
+    done: int = 0
+    for run in plan["runs"]:
+        if _is_done(out, run["name"]):
+            done += ROUND_UNITS * run["rounds"]
+        else:
+            done += ROUND_UNITS * len(read_rounds(out, run)["rounds"])
+    return done + sum(_event_units(e) for e in plan["events"] if (out / "events" / f"{e['name']}.json").exists())
+
+
+def _run_world(out: Path, size: int, bar: Progress, boxed: bool) -> None:
+    """One launch of this world size, to its end."""
+    package = __package__.rpartition(".")[0] if __package__ else "harness"  # of ``running``
+    arguments = [str(out / "plan.json"), "--out", str(out)]
+    if boxed:
+        command = [sys.executable, "-m", f"{package}.box.namespaces", *arguments]
+    else:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        command += ["--local-addr", "127.0.0.1"]  # some machines' names lead nowhere
+        command += ["-m", f"{package}.running.worker", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "STEPSIGHT_WATCH_STDIN": "1"}
+    environment["PYTHONUNBUFFERED"] = "1"
+    if "." not in package:  # copied as one folder: its parent must be importable
+        parents = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, parents))
+    log = out / "logs" / f"world{size}.log"
+    log.parent.mkdir(exist_ok=True)
+    doing, failure, last, exit_code = f"start of {size} ranks", "", "", 0
+    bar.update(f"starting {size} ranks")
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=environment, start_new_session=True, text=True, errors="replace",
+    )  # fmt: skip
+    try:
+        with log.open("a", encoding="utf-8") as stream:
+            for line in _lines(process):
+                if not line.startswith(PROGRESS):
+                    stream.write(line)
+                    if line.strip() and not exit_code and not _LAUNCHER.match(line):
+                        last = line.strip()
+                    found = _EXIT_CODE.search(line)
+                    exit_code = exit_code or (int(found[1]) if found else 0)
+                    continue
+                facts = json.loads(line[len(PROGRESS) :])
+                if "refused" in facts:
+                    raise HarnessError(facts["refused"])
+                failure = failure or facts.get("failed", "")
+                if "doing" in facts:
+                    doing = facts["doing"]
+                    bar.update(doing, facts["done"])
+        code = process.wait()
+    finally:
+        _stop(process)
+    if code != 0:
+        bar.close(f"failed in {doing}")
+        why = " ".join(failure.split()) or _reason(exit_code or code, last)
+        raise HarnessError(f"a worker of {size} ranks failed in {doing}: {why:.300}; see {log}")
+
+
+def _reason(code: int, last: str) -> str:
+    """Why a worker ended that could not say so itself."""
+    if code >= 0:
+        return f"ended with code {code}" + (f": {last}" if last else "")
+    name = signal.Signals(-code).name
+    return f"killed by {name}" + (" (is there enough memory?)" if name == "SIGKILL" else "")
+
+
+def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
+    """Lines until the launcher process ends; what outlives it is not waited for."""
+    assert process.stdout is not None
+    lines: queue.Queue[str | None] = queue.Queue()
+    source = process.stdout
+
+    def read() -> None:
+        with suppress(ValueError):  # closed, since nobody listens any more
+            for line in source:
+                lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        try:
+            line = lines.get(timeout=1.0)
+        except queue.Empty:
+            if process.poll() is not None:
+                return
+            continue
+        if line is None:
+            return
+        yield line
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """End the launcher and its workers: closing standard input ends workers, the signal the rest."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
+    process.stdout.close()

@@ -1,0 +1,78 @@
+"""One rank of a collection: lives through every run and every event file of its world size.
+
+Started by ``launch`` through ``torch.distributed.run``.  On several nodes start it yourself, on each node, with the
+same plan and a folder that all nodes share::
+
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host0:29500 \
+        -m harness.worker plan.json --out DIR
+
+It does what the plan holds for exactly as many ranks as there are; rank 0 of each node computes on the node's first
+allowed core or GPU, and so on.  Rounds are interleaved over runs, so that a drift of the machine shows in every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..plan_error import HarnessError
+
+PROGRESS = "@stepsight "  # what begins a line of progress on standard output
+
+
+def main() -> None:
+    """Entry of one rank; its place comes from the environment that torchrun sets."""
+    parser = argparse.ArgumentParser(prog="harness.worker", description="One rank of a collection.")
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    if os.environ.get("STEPSIGHT_WATCH_STDIN"):
+        threading.Thread(target=_exit_with_launcher, daemon=True).start()
+    collect_rank(json.loads(arguments.plan.read_text("utf-8")), arguments.out)
+
+
+def collect_rank(plan: dict[str, Any], out: Path) -> NoReturn:
+    """Do what a plan holds for this rank's world size, and end the process."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # in this process: no others beside what is measured
+    from .collection import Collection  # torch takes seconds to import: not before the arguments are good
+
+    try:
+        Collection(plan, out, _report).run()
+    except HarnessError as error:
+        _report(refused=str(error))
+        sys.exit(2)
+    except Exception as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        _report(failed=f"{type(error).__name__}: {error}")
+        os._exit(1)  # other ranks may be waiting for this one: no clean way out through their collectives
+    leave()
+
+
+def leave() -> NoReturn:
+    """End the process at once: tearing gloo's threads down now and then aborts, when all the work is done."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _exit_with_launcher() -> None:
+    """The launcher holds the other end of standard input and never writes: its end is the launcher's end."""
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+def _report(**facts: Any) -> None:
+    sys.stdout.write(f"{PROGRESS}{json.dumps(facts)}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The demo: the whole product on measurements taken from this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.errors import CollectError
+from stepsight.dataset.files import check_writable, write_json, write_text
+from stepsight.experiments.collecting import available_ranks, run_plan
+from stepsight.experiments.demo.local_jobs import heldout_jobs, profile_only_jobs, search_job, train_jobs
+from stepsight.experiments.reports.plots import predicted_against_measured, search_result
+from stepsight.experiments.reports.verb_reports import summary_text
+from stepsight.experiments.search.search import search
+from stepsight.training.fit import train
+from stepsight.training.measured.planning import make_plan
+from stepsight.training.predictor.heldout import Evaluation, evaluate
+from stepsight.training.tracking import reopened
+
+TRAIN_COUNTS = {"rounds": 2, "steps": 4, "warmup": 2, "profile_steps": 2}
+HELDOUT_COUNTS = {"rounds": 3, "steps": 4, "warmup": 2, "profile_steps": 2}
+EVENT_SECONDS = 48.0
+SEARCH_TRIALS = 150
+
+
+def demo_plan() -> dict[str, Any]:
+    """What the demo measures: training runs, held-out runs, and every op and collective of the training side."""
+    training, heldout = train_jobs(), heldout_jobs()
+    # Training and held-out runs take turns, so that a drift of the machine touches both alike.
+    turns = [("train", job, TRAIN_COUNTS) for job in training]
+    for index, job in enumerate(heldout):
+        turns.insert(2 * index + 1, ("heldout", job, HELDOUT_COUNTS))
+    return make_plan(turns, profile_jobs=[*training, *profile_only_jobs()], event_seconds=EVENT_SECONDS)
+
+
+def heldout_metrics(evaluation: Evaluation) -> dict[str, float]:
+    """What MLflow is told of runs that no training saw."""
+    return {
+        "heldout_mape": evaluation.mape,
+        "heldout_spearman": evaluation.spearman,
+        "heldout_coverage": evaluation.coverage,
+    }
+
+
+def run_demo(out: Path) -> tuple[dict[str, Any], str]:
+    """Measure, train, predict held-out runs, search; everything lands in ``out``.
+
+    Returns:
+        The content of ``summary.json`` and the same as text.
+
+    Raises:
+        CollectError: On fewer than two cores.
+    """
+    if available_ranks() < 2:
+        raise CollectError(f"the demo needs 2 cores (or GPUs) for 2 ranks, got {available_ranks()}")
+    check_writable(out)
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - started:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+    say("collecting: real runs of 1 and 2 ranks, and every distinct op once")
+    collection = out / "collection"
+    run_plan(demo_plan(), collection)
+    say("training: regressors, then the context GNN; tracked in MLflow")
+    uri = f"sqlite:///{(out / 'mlflow.db').resolve()}"
+    predictor = train([collection], out / "predictor", hardware_name="local-cpu", tracking_uri=uri, progress=True)
+    say("predicting the held-out runs")
+    evaluation = evaluate(predictor, collection, role="heldout")
+    reopened(uri, predictor.manifest["mlflow_run_id"]).log({}, heldout_metrics(evaluation), {})
+    say("searching a strategy for a larger cluster")
+    target = search_job()
+    found = search(target, predictor, trials=SEARCH_TRIALS)
+    rows = [choice.to_dict() for choice in found.choices]
+    summary = {
+        "heldout": evaluation.rows,
+        "mape": evaluation.mape,
+        "spearman": evaluation.spearman,
+        "coverage": evaluation.coverage,
+        "gnn": {
+            "op_error_regressor": evaluation.op_error_regressor,
+            "op_error_with_gnn": evaluation.op_error_with_gnn,
+        },
+        "search": {
+            "best": found.best.to_dict(),
+            "evaluated": found.evaluated,
+            "legal": found.legal,
+            "devices": target.cluster.num_devices,
+            "model": target.name,
+        },
+        "mlflow_run_id": predictor.manifest["mlflow_run_id"],
+        "seconds": time.monotonic() - started,
+    }
+    predicted_against_measured(evaluation.rows, out / "predicted_vs_measured.png", "held-out runs on this machine")
+    search_result(rows, out / "search.png", f"{target.name}, {target.cluster.num_devices} devices")
+    best = found.best.prediction
+    assert best is not None  # what fits was timed
+    write_text(out / "timeline.json", json.dumps(best.timeline("op")))
+    summary["seconds"] = time.monotonic() - started
+    text = summary_text(summary)
+    write_text(out / "summary.txt", text + "\n")
+    write_json(out / "summary.json", summary)
+    files = "summary.json, summary.txt, predicted_vs_measured.png, search.png, predictor/, mlflow.db"
+    return summary, f"{text}\nwritten to {out}: {files}\nand timeline.json: open it at https://ui.perfetto.dev"

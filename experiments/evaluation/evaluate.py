@@ -1,0 +1,233 @@
+"""Published runs against predictions: who is used and why others are not, figures per source, worst rows."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.errors import JobError, PredictorError, StepsightError, TableError
+from stepsight.dataset.frameworks import unknown_frameworks
+from stepsight.dataset.job import Job
+from stepsight.experiments.evaluation.error_metrics import Errors, errors, regret, share
+from stepsight.experiments.evaluation.naive_references import carried_forward, constant_mfu
+from stepsight.experiments.evaluation.row_jobs import is_copy, job_of
+from stepsight.experiments.evaluation.runs_table import Row, read_runs
+from stepsight.experiments.evaluation.scored_row import Scored
+from stepsight.training.intervals.published_errors import published_widths
+from stepsight.training.predictor.prediction import ROOFLINE, predict
+from stepsight.training.predictor.predictor import Predictor
+
+PredictorOf = Callable[[str], Predictor | None]  # of a hardware's name; None: its roofline
+SUSPECT = "marked SUSPECT (scored apart)"
+WEAK = "grade C: more than one field is a guess"
+OTHER_HARDWARE = "the predictor is for other hardware"
+FITTED = "the predictor was fitted on it"
+
+
+class FittedRowError(PredictorError):
+    """A row that cannot judge a predictor, which was fitted on it."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What came out.
+
+    Attributes:
+        rows: Number of rows by source.
+        scored: Rows that count, in the table's order.
+        suspect: Rows that were predicted but are doubted: they count in no figure.
+        skipped: Number of rows by reason.
+    """
+
+    rows: Mapping[str, int]
+    scored: Sequence[Scored]
+    suspect: Sequence[Scored] = ()
+    skipped: Mapping[str, int] = field(default_factory=dict)
+
+    def by(self, key: Callable[[Scored], str]) -> dict[str, list[Scored]]:
+        """Rows that count, in groups."""
+        groups: dict[str, list[Scored]] = defaultdict(list)
+        for row in self.scored:
+            groups[key(row)].append(row)
+        return dict(groups)
+
+    @property
+    def points(self) -> dict[str, list[tuple[float, float]]]:
+        """Measured and predicted seconds by source."""
+        return {name: [(r.measured_s, r.predicted_s) for r in rows] for name, rows in self.by(_source).items()}
+
+    def worst(self, most: int = 10) -> list[Scored]:
+        """Rows with the largest absolute errors, the largest first."""
+        return sorted(self.scored, key=lambda row: -abs(row.error))[:most]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What was taken in place of what nobody knows."""
+        unknown = unknown_frameworks(dict.fromkeys(row.row.software for row in (*self.scored, *self.suspect)))
+        return [unknown] if unknown else []
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; times in seconds, all else in percent but ``spearman`` and counts."""
+        by_source = self.by(_source)
+        references = {name: reference_figures(rows) for name, rows in by_source.items()}
+        return {
+            "sources": {name: {"rows": n, **figures(by_source.get(name, ()))} for name, n in self.rows.items()},
+            "overall": {"rows": sum(self.rows.values()), **figures(self.scored)},
+            "skipped": dict(self.skipped),
+            "warnings": self.warnings,
+            "predictions": [row.to_dict() for row in self.scored],
+            "kinds": {name: figures(rows) for name, rows in self.by(_kind).items()},
+            "references": {**references, "overall": reference_figures(self.scored)},
+            "suspect": {**figures(self.suspect), "predictions": [row.to_dict() for row in self.suspect]},
+            "worst": [worst_row(row) for row in self.worst()],
+            "interval_rows": {name: len(rows) for name, rows in published_widths().sources.items()},
+        }
+
+
+def _source(row: Scored) -> str:
+    return row.row.source
+
+
+def _kind(row: Scored) -> str:
+    return f"{row.row.source}: {row.kind}"
+
+
+def figures(rows: Sequence[Scored]) -> dict[str, float | None]:
+    """The figures of some rows."""
+    predicted, measured = [row.predicted_s for row in rows], [row.measured_s for row in rows]
+    return {
+        **errors(predicted, measured).to_dict(),
+        "regret": regret([row.choice for row in rows], predicted, measured),
+        "coverage": share([row.held for row in rows]),
+        "out_of_support": share([row.outside for row in rows]),
+    }
+
+
+def reference_figures(rows: Sequence[Scored]) -> dict[str, dict[str, float | None]]:
+    """Errors of the references, and ours on the rows that the second one can speak of."""
+    carried = [(row, seconds) for row, seconds in zip(rows, carried_forward(rows), strict=True) if seconds is not None]
+    truth = [row.measured_s for row, _ in carried]
+    found: dict[str, Errors] = {
+        "constant_mfu": errors(constant_mfu(rows), [row.measured_s for row in rows]),
+        "carried_forward": errors([seconds for _, seconds in carried], truth),
+        "ours_where_carried": errors([row.predicted_s for row, _ in carried], truth),
+    }
+    return {name: of.to_dict() for name, of in found.items()}
+
+
+def worst_row(row: Scored) -> dict[str, Any]:
+    """A row with what its time is made of."""
+    return {
+        **row.to_dict(),
+        "source": row.row.source,
+        "job": row.job.name,
+        "framework": row.framework.name,
+        "error": row.error,
+        "breakdown": row.breakdown,
+    }
+
+
+def evaluate(
+    path: Path,
+    predictor_of: PredictorOf,
+    *,
+    source: str = "*",
+    on_row: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Predict every run of a table that can be said as a job, and that the predictor was not fitted on.
+
+    Args:
+        path: A table of runs (see ``read_runs``).
+        predictor_of: The predictor for a hardware.
+        source: Only rows whose source matches this pattern or, where none does, holds it; whatever the case.
+        on_row: Called with how many rows are done, of how many.
+
+    Raises:
+        TableError: If no row's source matches, or no row can be scored.
+        PredictorError: If none can because predictors were fitted on them.
+    """
+    every = read_runs(path)
+    runs = [row for row in every if fnmatch.fnmatch(row.source.lower(), source.lower())]
+    runs = runs or [row for row in every if source.lower() in row.source.lower()]
+    there = f"; sources: {', '.join(dict.fromkeys(repr(row.source) for row in every))}" if source != "*" else ""
+    if not every:
+        raise TableError(f"a table of runs has rows, got none in {path}")
+    if not runs:
+        raise TableError(f"--source must match the source of a row in {path}, got {source!r}{there}")
+    skipped: Counter[str] = Counter()
+    scored: list[Scored] = []
+    suspect: list[Scored] = []
+    for number, row in enumerate(runs, 1):
+        if row.weak:
+            skipped[WEAK] += 1
+        else:
+            try:
+                (suspect if row.suspect else scored).append(score(row, predictor_of))
+            except JobError as error:
+                skipped[_reason(error)] += 1
+            except FittedRowError:
+                skipped[FITTED] += 1
+        if on_row is not None:
+            on_row(number, len(runs))
+    skipped[SUSPECT] += len(suspect)
+    left_out = {why: count for why, count in skipped.most_common() if count}
+    if not scored:
+        raise _nothing(f"{len(runs)} row{'' if len(runs) == 1 else 's'} of {path}", left_out, there)
+    return Evaluation(Counter(row.source for row in runs), scored, suspect, left_out)
+
+
+def _nothing(rows: str, skipped: Mapping[str, int], there: str) -> StepsightError:
+    """Why no row can be scored."""
+    reasons = ", ".join(f"{count} x {why}" for why, count in skipped.items())
+    if FITTED in skipped:
+        return PredictorError(f"rows that a predictor was fitted on cannot judge it, of {rows} are left out: {reasons}")
+    return TableError(f"at least one row must be usable; of {rows} left out: {reasons}{there}")
+
+
+def score(row: Row, predictor_of: PredictorOf) -> Scored:
+    """Predict one row.
+
+    Raises:
+        JobError: If no job says what ran, or nobody can predict it; the message is a reason that rows share.
+        FittedRowError: If the predictor was fitted on the row.
+    """
+    measured = row.measured_s
+    published = job_of(row)
+    job = published.job
+    predictor = predictor_of(job.cluster.hardware)
+    if predictor is not None:
+        _check_lawful(row, job, predictor)
+    prediction = predict(job, predictor or ROOFLINE, software=row.software)
+    told = {} if predictor is None else predictor.manifest.get("calibration", {})
+    judged = is_copy(job, measured, told.get("judged_rows", ()))
+    return Scored(
+        row,
+        job,
+        published.framework,
+        measured,
+        prediction.iteration_time_s,
+        *prediction.interval(without=row.source, judged=judged),
+        prediction.mfu * prediction.iteration_time_s,
+        1.0 if predictor is None else prediction.unsupported_share,
+        dict(prediction.breakdown),
+    )
+
+
+def _check_lawful(row: Row, job: Job, predictor: Predictor) -> None:
+    """The predictor serves this hardware and has not seen the row."""
+    if predictor.hardware.name != job.cluster.hardware:
+        raise JobError(OTHER_HARDWARE)
+    if is_copy(job, row.measured_s, predictor.manifest.get("fitted_rows", ())):
+        raise FittedRowError(
+            f"rows that a predictor was fitted on cannot judge it, got row {row.row_id} of {row.source} "
+            f"in the manifest of {predictor.hardware.name}"
+        )
+
+
+def _reason(error: JobError) -> str:
+    """A reason without a row's own values, so that rows can share it."""
+    return str(error).split("; ")[0].split(", got ")[0]

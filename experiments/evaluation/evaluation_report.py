@@ -1,0 +1,133 @@
+"""What ``evaluate`` prints for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stepsight.experiments.evaluation.evaluate import Evaluation
+from stepsight.experiments.reports.text_table import Number, table
+from stepsight.experiments.reports.verb_reports import seconds_text
+
+_COLUMNS = ("mape", "median", "p90", "max", "bias", "spearman", "regret", "coverage", "out_of_support")
+_NAME = 44  # letters of a source's name that are shown
+_LEGEND = """\
+mape, median, p90, max: of the absolute error |predicted / measured - 1|; bias: its mean with sign; spearman: rank
+correlation, 1 at best; regret: how much slower the run that we would choose is than the fastest of the same model,
+devices and batch; coverage: measured times within their intervals; outside: rows that take a fifth of their time
+or more in what was never measured"""
+
+
+def evaluation_text(result: Evaluation, num_worst: int, calibrated: Mapping[str, Any] | None = None) -> str:
+    """Figures per source, per kind and overall; the references; calibrated ones; who was left out; the worst rows.
+
+    ``calibrated`` is what ``Calibrated.to_dict`` says, by what is fitted, in words.
+    """
+    value = result.to_dict()
+    used = {name: row for name, row in value["sources"].items() if row["used"]}
+    parts = [
+        f"{_figures(used, value['overall'])}\n{_LEGEND}",
+        _references({name: value["references"][name] for name in (*used, "overall")}),
+    ]
+    parts += [_calibrated(words, figures) for words, figures in (calibrated or {}).items()]
+    kinds = {name: row for name, row in value["kinds"].items() if name.rsplit(": ", 1)[0] in _several(value["kinds"])}
+    if kinds:
+        parts.append(_figures(kinds, None))
+    if result.suspect:
+        parts.append(f"rows marked SUSPECT, apart: {_cells_in_line(value['suspect'])}")
+    others = value["interval_rows"]
+    parts.append(
+        f"intervals of shipped predictors are as wide as errors on {sum(others.values())} published runs of "
+        f"{len(others)} sources say; those of a row's own source never count for it"
+    )
+    parts += [f"warning: {text}" for text in result.warnings]
+    parts += [f"left out {count}: {why}" for why, count in result.skipped.items()]
+    parts += [_worst(row) for row in value["worst"][:num_worst]]
+    return "\n\n".join(parts)
+
+
+def _several(kinds: Mapping[str, Any]) -> set[str]:
+    """Sources with rows of more than one kind."""
+    names = [name.rsplit(": ", 1)[0] for name in kinds]
+    return {name for name in names if names.count(name) > 1}
+
+
+def _cell(name: str, value: float | None) -> object:
+    if value is None:
+        return "-"
+    return Number(value, 3 if name == "spearman" else 1)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _NAME else name[: _NAME - 3] + "..."
+
+
+def _figures(rows: Mapping[str, Mapping[str, Any]], overall: Mapping[str, Any] | None) -> str:
+    lines = [*rows.items(), *([("overall", overall)] if overall else [])]
+    header = ["percent", "rows", "used", *(c.replace("out_of_support", "outside") for c in _COLUMNS)]
+    cells = [
+        [_kind_name(name), row.get("rows", "-"), row["used"], *(_cell(c, row[c]) for c in _COLUMNS)]
+        for name, row in lines
+    ]
+    return table(header, cells)
+
+
+def _kind_name(name: str) -> str:
+    source, _, kind = name.rpartition(": ")
+    return f"{_short(source)}: {kind}" if source else _short(name)
+
+
+def _references(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    header = [
+        "MAPE (max), percent",
+        "constant MFU x bubble, fitted here",
+        "carried forward",
+        "ours there",
+        "on",
+    ]
+    cells = []
+    for name, row in rows.items():
+        carried = row["carried_forward"]
+        shown = [_pair(row["constant_mfu"]), _pair(carried), _pair(row["ours_where_carried"])]
+        cells.append([_short(name), *shown, carried["used"]])
+    return table(header, cells)
+
+
+def _calibrated(words: str, value: Mapping[str, Any]) -> str:
+    """As shipped and calibrated beside each other, on the same larger rows."""
+    header = ["larger rows, MAPE (max), percent", "fitted", "judged", "as shipped", "calibrated", "carried forward"]
+    header += ["bias", "spearman", "regret", "coverage"]
+    several = _several(value["kinds"])
+    kinds = {name: row for name, row in value["kinds"].items() if name.rsplit(": ", 1)[0] in several}
+    cells = [
+        [
+            _kind_name(name),
+            row.get("fitted", "-"),
+            row["used"],
+            _pair(row["as_shipped"]),
+            _pair(row),
+            _pair(row["carried_forward"]) if row["carried_forward"] else "-",
+            *(_cell(key, row[key]) for key in ("bias", "spearman", "regret", "coverage")),
+        ]
+        for name, row in [*value["sources"].items(), *kinds.items(), ("overall", value["overall"])]
+    ]
+    return f"calibrated on {words}, judged by larger rows alone\n{table(header, cells)}"
+
+
+def _pair(row: Mapping[str, Any]) -> str:
+    return f"{row['mape']:.1f} ({row['max']:.1f})" if row["used"] else "-"
+
+
+def _cells_in_line(row: Mapping[str, Any]) -> str:
+    return f"{row['used']} rows, MAPE {row['mape']:.1f} %, max {row['max']:.1f} %"
+
+
+def _worst(row: Mapping[str, Any]) -> str:
+    causes = sorted(row["breakdown"].items(), key=lambda item: -item[1])
+    shares = [(name, 100 * seconds / row["predicted_s"]) for name, seconds in causes]
+    made_of = ", ".join(f"{name} {percent:.0f} %" for name, percent in shares if percent > 1)
+    return (
+        f"{row['error']:+.1f} %  row {row['row_id']} of {_short(row['source'])}: {row['job']}\n"
+        f"    measured {seconds_text(row['measured_s'])}, predicted {seconds_text(row['predicted_s'])} "
+        f"({seconds_text(row['low_s'])} to {seconds_text(row['high_s'])}): {made_of}"
+    )

@@ -1,0 +1,242 @@
+"""Rows as jobs: what a row says goes into the job as it stands, what it leaves open is filled by rule or not at all.
+
+Rules for unknown cells: heads of 128 values; as many key-value heads as heads; ``ffn`` four times ``hidden`` without a
+gate; what ``_MODELS`` has of a name; no tied tables for Llama, tied ones for others; one virtual stage; no context or
+expert parallelism; ``dp`` what the devices leave; ZeRO 0 for a single replica; sequence parallelism and recomputation
+as the framework has them; experts cut by tensor parallelism where that leaves room for their own.  Where embedding and
+loss count as a layer each when a pipeline is cut (Llama 3 405B, BLOOM), the first and last part have one layer less.
+Everything else must be there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stepsight.dataset.files import digest
+from stepsight.dataset.frameworks import Framework, find_framework
+from stepsight.dataset.job import Job
+from stepsight.dataset.rules import MOST_LAYERS
+from stepsight.dataset.specs import MIXED, RECOMPUTE
+from stepsight.experiments.evaluation.row_hardware import cluster_of
+from stepsight.experiments.evaluation.runs_table import Row, RowError, number_in
+
+HEAD = 128
+ROW_FAMILIES = ("gpt", "llama", "bert", "moe")
+# What rows leave out of these models (their published configurations), by the start of the name without marks.
+_LATENT: dict[str, Any] = {
+    "attention": "mla", "q_lora_rank": 1536, "kv_lora_rank": 512, "rope_head_dim": 64, "head_dim": 128,
+    "v_head_dim": 128, "dense_layers": 1,
+}  # fmt: skip
+_MODELS: dict[str, dict[str, Any]] = {
+    "deepseekv2": {**_LATENT, "ffn": 12288, "expert_ffn": 1536, "shared_experts": 2, "vocab": 102400},
+    "deepseekv3": {**_LATENT, "ffn": 18432, "expert_ffn": 2048, "shared_experts": 1, "vocab": 129280},
+    "gpt3": {"vocab": 50257},
+    "gptoss": {"head_dim": 64},
+    "nemotron8b": {"vocab": 256000},
+    "qwen3": {"head_dim": 128},
+}
+# Flags in a row's notes (name=value) and the profile's field that they set.
+_FLAGS = {
+    "overlap_grad_sync": "overlap_grad_reduce",
+    "overlap_param_sync": "overlap_param_gather",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedJob:
+    """A row's job, and its framework's habits with what the row says of them."""
+
+    job: Job
+    framework: Framework
+
+
+def job_of(row: Row) -> PublishedJob:
+    """The job of a row.
+
+    Raises:
+        JobError: If the row leaves out what matters (``RowError``), or no job says what ran.
+    """
+    if "optimizer step NOT included" in row.text("iter_time_derivation"):
+        raise RowError("the time is not that of a training iteration")
+    framework = framework_of(row)
+    parallel = _parallel(row, framework)
+    model = _model(row)
+    if model.get("experts"):
+        parallel["expert_tp"] = 0 if parallel["dp"] * parallel["cp"] % parallel["ep"] == 0 else 1
+    job = Job.from_dict(
+        {
+            "model": model,
+            "parallel": parallel,
+            "batch": {
+                "micro_batch": row.known("micro_batch"),
+                "global_batch": row.known("global_batch"),
+                "precision": precision_of(row.text("precision")),
+            },
+            "cluster": cluster_of(row),
+        },
+        habits=framework,
+    )
+    return PublishedJob(job, framework)
+
+
+def run_digest(job: Job, measured_s: float) -> str:
+    """What tells a measured run from others, however a table words it.
+
+    A predictor's manifest lists it of what it was fitted on.  What a framework's profile fills in does not count, nor
+    who tells of the run, nor more than three digits of its time.
+    """
+    return _run_digest(job, f"{measured_s:.2e}")
+
+
+def is_copy(job: Job, measured_s: float, digests: Collection[str]) -> bool:
+    """Whether a run, its time rounded either way, is among some digests of runs."""
+    mantissa, exponent = f"{measured_s:.2e}".split("e")
+    times = (float(f"{round(100 * float(mantissa)) + step}e{int(exponent) - 2}") for step in (0, -1, 1))
+    return any(_run_digest(job, f"{seconds:.2e}") in digests for seconds in times)
+
+
+def _run_digest(job: Job, seconds: str) -> str:
+    m, p, b, cluster = job.model, job.parallel, job.batch, job.cluster
+    sizes = (m.layers, m.hidden, m.heads, m.seq_len, m.experts, b.micro_batch, b.global_batch)
+    degrees = (p.tp, p.cp, p.pp, p.virtual_stages, p.ep, p.dp)
+    return digest(cluster.hardware, b.precision, *map(str, (*sizes, *degrees)), seconds)
+
+
+def framework_of(row: Row) -> Framework:
+    """The profile of a row's framework; flags and precisions that the row states go before."""
+    years = re.findall(r"\b20\d\d\b", row.text("source"))  # of a paper: they tell generations of a framework apart
+    framework, notes = find_framework(" ".join((row.text("framework"), *years))), row.notes
+    changes: dict[str, Any] = {}
+    for flag, field in _FLAGS.items():
+        stated = re.search(rf"\b{flag}=(true|false)\b", notes, re.IGNORECASE)
+        if stated:
+            changes[field] = stated[1].lower() == "true"
+    split = re.search(r"\bub_tp_comm_overlap=(true|false)\b", notes, re.IGNORECASE)
+    if split:
+        changes["overlap_tp"] = "split" if split[1].lower() == "true" else "backward"
+    bucket = re.search(r"\bbucket_cap_mb=([0-9.]+)", notes)
+    if bucket and number_in(bucket[1], "bucket_cap_mb") > 0:
+        changes["bucket_mbytes"] = float(bucket[1])
+    if "async tp" in notes.lower() or "asynctp" in notes.lower():
+        changes["overlap_tp"] = "split"
+    if re.search(r"\bcompile\b", notes.lower()):
+        changes["eager_kernels"] = False
+    if "MP mode DEFAULT" in row.text("precision"):  # Composer's name for parameters in half, reduction in full
+        changes["gradients"] = "fp32"
+    if "BF16 optimizer" in row.text("precision"):  # DeepSpeed's: casts and adds to fp32 and all-reduces that
+        changes |= {"gradients": "fp32-cast", "reduce_scatter": False}
+    return replace(framework, **changes) if changes else framework
+
+
+def precision_of(text: str) -> str:
+    """The job's word for a row's precision: the type of the large products."""
+    found = re.match(r"(?:amp_)?(?:mx)?(fp16|bf16|fp8|float8|fp32)(?![a-z0-9/+])", text.lower())
+    if found is None:
+        raise RowError(f"no job has the precision {_shown(text)} (known: {', '.join(MIXED)})")
+    return "fp8" if found[1] == "float8" else found[1]
+
+
+def _shown(text: str) -> str:
+    return text[:40] or "of a row that states none"
+
+
+def _model(row: Row) -> dict[str, Any]:
+    family, name = row.text("family"), row.text("model_name")
+    if family not in ROW_FAMILIES:
+        raise RowError(f"no job has the family {_shown(family)} (known: {', '.join(ROW_FAMILIES)})")
+    hidden, experts = row.known("hidden"), row.whole("experts") or 0
+    if family == "moe" and not experts:
+        raise RowError("experts is unknown")
+    gated = row.flag("gated_mlp")
+    if gated is None:
+        gated = family in ("llama", "moe")
+    ffn = row.whole("ffn") or (0 if gated else 4 * hidden)
+    if not ffn:
+        raise RowError("ffn is unknown")
+    heads = row.whole("heads") or hidden // HEAD
+    plain = re.sub("[^a-z0-9]", "", name.lower())
+    facts = next((facts for start, facts in _MODELS.items() if plain.startswith(start)), {})
+    vocab = row.whole("vocab") or facts.get("vocab", 0)
+    if not vocab:
+        raise RowError("vocab is unknown")
+    tied = row.flag("tied_embeddings")
+    model: dict[str, Any] = {
+        "name": name if name.isprintable() else "",
+        "family": "llama" if family == "moe" else family,
+        "layers": row.known("layers"),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": row.whole("kv_heads") or heads,
+        "ffn": ffn,
+        "vocab": vocab,
+        "seq_len": row.known("seq_len"),
+        "gated_mlp": gated,
+        "tied_embeddings": family in ("gpt", "bert") if tied is None else tied,
+    }
+    if experts:
+        model |= {"expert_ffn": ffn, "experts": experts, "experts_per_token": row.known("top_k")}
+    return model | {key: value for key, value in facts.items() if key != "vocab"}
+
+
+def _parallel(row: Row, framework: Framework) -> dict[str, Any]:
+    degrees = {key: row.whole(key) or 1 for key in ("tp", "pp", "cp", "ep")}
+    others = degrees["tp"] * degrees["pp"] * degrees["cp"]
+    dp = row.whole("dp") or max(1, row.gpus // others)
+    if dp * others != row.gpus:
+        raise RowError("tp * pp * cp * dp is not the number of devices")
+    chunks = (row.whole("vp") or 1) if degrees["pp"] > 1 else 1
+    shared = row.flag("sequence_parallel")
+    return {
+        **degrees,
+        "dp": dp,
+        "virtual_stages": chunks,
+        "stage_layers": _stage_layers(row.known("layers"), degrees["pp"] * chunks),
+        **({} if shared is None else {"sequence_parallel": degrees["tp"] > 1 and shared}),
+        **_sharding(row, dp),
+        "recompute": _recompute(row, framework),
+    }
+
+
+def _stage_layers(layers: int, parts: int) -> list[int]:
+    """Layers of every part where embedding and loss count as a layer each; empty: even."""
+    if not 1 < parts <= MOST_LAYERS or layers % parts == 0 or (layers + 2) % parts:
+        return []
+    each = [(layers + 2) // parts] * parts
+    each[0] -= 1
+    each[-1] -= 1
+    return each
+
+
+def _sharding(row: Row, dp: int) -> dict[str, Any]:
+    """ZeRO stage, group and resharding from words such as ``distopt(zero1)`` or ``zero1 within groups of 8``."""
+    text = row.text("zero_stage").lower()
+    if not text and dp > 1:
+        raise RowError("zero_stage is unknown")
+    group = re.search(r"groups of (\d+)|fsdp[=(](\d+)", text)
+    shard = int(number_in(group[1] or group[2], "a sharding group of zero_stage")) if group else 0
+    keeps = "zero2-like" in text or "no reshard" in text
+    number = re.fullmatch(r"([0-3])(?:\.0*)?", text) or re.search(r"zero[-_ ]?([0-3])(?![0-9])", text)
+    stage = 3 if re.search(r"(?<![a-z])(?:fsdp[12]?|hsdp)(?![a-z0-9])", text) else int(number[1]) if number else 0
+    if text not in ("", "none", "ddp") and not stage and not number:
+        raise RowError(f"zero_stage is {text!r:.40}: it must be 0 to 3, as zero1 or distopt(zero1), fsdp or hsdp")
+    if "hsdp" in text and not shard:
+        shard = row.whole("gpus_per_node") or 8
+    return {
+        "zero_stage": stage,
+        "dp_shard": shard if 0 < shard < dp else 0,
+        **({"reshard_after_forward": False} if keeps else {}),
+    }
+
+
+def _recompute(row: Row, framework: Framework) -> str:
+    """A word of ``RECOMPUTE``, with whatever remark behind it."""
+    text = (row.text("recompute") or framework.recompute).lower()
+    if not text:
+        raise RowError("recompute is unknown")
+    found = re.match(rf"({'|'.join(RECOMPUTE)})(?![a-z0-9/])", text)
+    if found is None:
+        raise RowError(f"recompute is {text!r:.40}: it must be {', '.join(RECOMPUTE)}, with any remark in brackets")
+    return found[1]

@@ -1,0 +1,85 @@
+"""One row with its prediction: what all figures are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from stepsight.dataset.frameworks import Framework
+from stepsight.dataset.job import Job
+from stepsight.experiments.evaluation.row_jobs import is_copy, run_digest
+from stepsight.experiments.evaluation.runs_table import Row
+
+NOTABLE_SHARE = 0.2  # what takes a fifth of an iteration can be wrong by half before that costs ten percent
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A row that was predicted.
+
+    Attributes:
+        row, job, framework: What ran.
+        measured_s, predicted_s, low_s, high_s: Iteration times.
+        ideal_s: Time of the model's FLOP at the devices' peak.
+        unsupported_share: Part of the predicted time in what lies outside of what was measured, 0 ... 1.
+        breakdown: Seconds by cause.
+    """
+
+    row: Row
+    job: Job
+    framework: Framework
+    measured_s: float
+    predicted_s: float
+    low_s: float
+    high_s: float
+    ideal_s: float
+    unsupported_share: float
+    breakdown: dict[str, float] = field(repr=False)
+
+    @property
+    def digest(self) -> str:
+        """What tells the run from others; see ``run_digest``."""
+        return run_digest(self.job, self.measured_s)
+
+    def among(self, digests: Collection[str]) -> bool:
+        """Whether the run, its time rounded either way, is among some digests."""
+        return is_copy(self.job, self.measured_s, digests)
+
+    @property
+    def error(self) -> float:
+        """``predicted / measured - 1`` in percent."""
+        return 100.0 * (self.predicted_s / self.measured_s - 1.0)
+
+    @property
+    def held(self) -> bool:
+        """Whether the interval holds the measured time."""
+        return self.low_s <= self.measured_s <= self.high_s
+
+    @property
+    def outside(self) -> bool:
+        """Whether a notable part of the time lies outside of what was measured."""
+        return self.unsupported_share > NOTABLE_SHARE
+
+    @property
+    def choice(self) -> Hashable:
+        """What rows share between which somebody could choose: model, devices and global batch."""
+        m, batch = self.job.model, self.job.batch
+        model = self.row.text("model_name") or (m.layers, m.hidden, m.heads)
+        devices = (self.job.cluster.hardware, self.row.gpus)
+        return self.row.source, model, m.seq_len, devices, batch.global_batch, batch.precision
+
+    @property
+    def kind(self) -> str:
+        """Rows of a source fall into kinds that are hard in different ways: precision, mixtures of experts."""
+        mixture = "moe" if self.job.model.experts else "dense"
+        return f"{self.job.batch.precision} {mixture}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "row_id": self.row.row_id,
+            "measured_s": self.measured_s,
+            "predicted_s": self.predicted_s,
+            "low_s": self.low_s,
+            "high_s": self.high_s,
+        }

@@ -1,0 +1,149 @@
+"""``stepsight show``: what a file or folder is."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.event_file import read_event_file
+from stepsight.dataset.files import check_output_file, set_aside
+from stepsight.dataset.job import Job
+from stepsight.dataset.run_manifest import RunManifest, read_object
+from stepsight.dataset.trace import read_collection, read_run
+from stepsight.experiments.reports.text_table import Number, table
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """A description with a ``text`` for people.
+
+    Raises:
+        StepsightError: If nothing of ours is there.
+    """
+    if not path.exists():
+        from stepsight.training.predictor.predictor import shipped_names
+
+        if str(path) in shipped_names() or set_aside(path) is not None:
+            return _predictor(path)
+        raise StepsightError(
+            f"show needs an existing file or folder, or one of {', '.join(shipped_names())}, got {path}"
+        )
+    if path.is_dir():
+        if (path / "summary.json").is_file():
+            return describe(path / "summary.json")
+        if (path / "runs").is_dir():
+            return describe_collection(path)
+        if (path / "manifest.json").is_file():
+            return _predictor(path) if "format" in read_object(path / "manifest.json") else _run(path)
+        raise StepsightError(f"{path} is no collection (runs/), run or predictor (manifest.json)")
+    value = read_object(path) if path.suffix == ".json" else {}
+    if "heldout" in value:
+        return _summary(path, value)
+    if "variants" in value and isinstance(value.get("text"), str):
+        return value  # of a study on one GPU
+    job = Job.from_file(path)
+    tables = job.to_dict()
+    framework = tables.pop("framework", "")
+    rows = [["", "framework", framework]] if framework else []
+    rows += [[section, key, value] for section, keys in tables.items() for key, value in keys.items()]
+    rows.append(["", "micro-batches", job.num_micro_batches])
+    text = f"job {job.name}\n" + table(["table", "key", "value"], [[str(c) for c in row] for row in rows])
+    text += "".join(f"\nwarning: {warning}" for warning in job.warnings)
+    return {
+        "job": job.to_dict(),
+        "devices": job.cluster.num_devices,
+        "micro_batches": job.num_micro_batches,
+        "text": text,
+    }
+
+
+def _summary(path: Path, value: dict[str, Any]) -> dict[str, Any]:
+    from stepsight.experiments.reports.verb_reports import summary_text
+
+    try:
+        return {**value, "text": summary_text(value)}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StepsightError(
+            f"{path} must be the summary of a demo, got {type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def run_row(manifest: RunManifest) -> dict[str, Any]:
+    """One line about a run: median of the unprofiled steps and the spread of the rounds' medians."""
+    medians = [statistics.median(steps) for steps in manifest.rounds]
+    whole = manifest.iteration_time_s
+    return {
+        "name": manifest.name,
+        "role": manifest.role,
+        "ranks": manifest.world_size,
+        **({} if manifest.stand_in is None else {"stand_in": manifest.stand_in}),
+        **({"compiled": True} if manifest.compiled else {}),
+        "steps": len(manifest.step_seconds),
+        "measured_s": whole,
+        "spread_percent": 100 * (max(medians) - min(medians)) / whole,
+    }
+
+
+def describe_collection(path: Path) -> dict[str, Any]:
+    """Runs and event profiles of a collection, and what is planned but absent."""
+    collection = read_collection(path)
+    rows = [run_row(manifest) for manifest in collection]
+    events = {file.stem: len(read_event_file(file).works) for file in collection.events}
+    cells = [
+        [r["name"], r["role"], _ranks(r), r["steps"], Number(1e3 * r["measured_s"]), Number(r["spread_percent"])]
+        for r in rows
+    ]
+    text = f"collection {path}\n" + table(["run", "role", "ranks", "steps", "median ms", "spread % over rounds"], cells)
+    if any(manifest.compiled for manifest in collection):
+        text += "\ncomposite ops were compiled"
+    for name, count in events.items():
+        text += f"\nevents {name}: {count} distinct signatures measured"
+    if collection.missing:
+        text += f"\nplanned but absent: {', '.join(collection.missing)}"
+    return {"collection": str(path), "runs": rows, "events": events, "absent": collection.missing, "text": text}
+
+
+def _ranks(row: dict[str, Any]) -> Any:
+    return f"as {row['stand_in']}" if "stand_in" in row else row["ranks"]
+
+
+def write_table(collection: Path, table: Path) -> int:
+    """Write every measurement of a collection as Parquet; returns how many."""
+    from stepsight.dataset.store import op_table, write_op_table
+
+    if table.suffix != ".parquet":
+        raise StepsightError(f"--table ends in .parquet, got {str(table)!r}")
+    check_output_file(table)
+    frame = op_table(collection)
+    write_op_table(frame, table)
+    return len(frame)
+
+
+def _run(path: Path) -> dict[str, Any]:
+    trace = read_run(path)
+    totals: dict[str, list[float]] = {}
+    for segment in trace.segments():
+        for node, seconds in zip(segment.program.nodes, segment.slot_s, strict=True):
+            entry = totals.setdefault(node.work.kind, [0, 0.0])
+            entry[0] += 1
+            entry[1] += float(seconds)
+    whole = sum(seconds for _, seconds in totals.values()) or 1.0
+    ordered = sorted(totals.items(), key=lambda item: -item[1][1])
+    row = run_row(trace.manifest)
+    cells = [[kind, int(n), Number(1e3 * s, 2), Number(100 * s / whole)] for kind, (n, s) in ordered]
+    manifest, told = trace.manifest, ""
+    if manifest.stand_in is not None:
+        told = f", in place of rank {manifest.stand_in} of {manifest.job.cluster.num_devices}"
+    told += ", composite ops compiled" if manifest.compiled else ""
+    text = f"run {row['name']}: {1e3 * row['measured_s']:.1f} ms on {row['ranks']} rank(s){told}\n"
+    text += table(["kind", "calls traced", "ms", "%"], cells)
+    return {**row, "kinds": {kind: {"calls": int(n), "seconds": s} for kind, (n, s) in ordered}, "text": text}
+
+
+def _predictor(path: Path) -> dict[str, Any]:
+    from stepsight.experiments.reports.predictor_summary import predictor_text
+    from stepsight.training.predictor.predictor import Predictor
+
+    predictor = Predictor.load(path)
+    return {"predictor": str(path), **predictor.manifest, "text": predictor_text(path, predictor)}

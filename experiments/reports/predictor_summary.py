@@ -1,0 +1,124 @@
+"""What ``stepsight show`` tells people of a predictor; its manifest (``--json``) has every source, ratio and digest."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stepsight.experiments.reports.text_table import Number, table
+from stepsight.training.intervals.published_errors import published_widths
+from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.regression.regressor import UNKNOWN
+from stepsight.training.shipped.catalogue import RECIPES
+
+
+def predictor_text(path: Path, predictor: Predictor) -> str:
+    """What it is for, what it learned from, how far off it is, what calibrated it, how wide its intervals are."""
+    manifest = predictor.manifest
+    lines = [
+        ("predictor", str(path)),
+        ("for", _served(predictor)),
+        ("learned from", _origin(manifest)),
+        ("measured", ", ".join(manifest.get("kinds_measured", sorted(predictor.kernel.regressor.physics)))),
+        ("lent", _lent(manifest.get("lent", {}))),
+        ("by ratio", ", ".join(predictor.kernel.ratios)),
+        ("context", _context(predictor)),
+        ("held back", _held_back(manifest.get("metrics", {}))),
+        *_calibration(predictor),
+        ("interval", _interval(predictor)),
+        ("made", _made(manifest)),
+    ]
+    head = "\n".join(f"{name:<13}{text}" for name, text in lines if text)
+    return f"{head}\n{_errors(predictor)}\n(--json: every source, ratio and digest)"
+
+
+def _served(predictor: Predictor) -> str:
+    recipe = RECIPES.get(predictor.manifest.get("name", ""))
+    twins = f"; {', '.join(recipe.twins)} too, as rooflines differ" if recipe is not None and recipe.twins else ""
+    return f"{predictor.hardware.name}{twins}"
+
+
+def _origin(manifest: Mapping[str, Any]) -> str:
+    counts = f"{manifest.get('num_ops', 0):,} ops and {manifest.get('num_collectives', 0):,} collectives on their own"
+    if "sources" in manifest:
+        files = manifest["sources"]
+        who = dict.fromkeys(name.split("/")[0] for name in files)
+        return f"{counts}, in {len(files)} files of {', '.join(who)}"
+    runs, folders = manifest.get("runs", []), manifest.get("collections", [])
+    return f"{counts}, {len(runs)} runs in {', '.join(folders) or 'no collection'}"
+
+
+def _lent(loan: Mapping[str, Any]) -> str:
+    return f"by {', '.join(loan['devices'])}: {', '.join(loan['kinds'])} ({loan['how']})" if loan else ""
+
+
+def _context(predictor: Predictor) -> str:
+    metrics = predictor.manifest.get("metrics", {})
+    if predictor.context is None:
+        return "none: ops take as long as on their own"
+    if "op_error_with_gnn_percent" not in metrics:
+        return "a graph neural network"
+    alone, within = metrics["op_error_regressor_percent"], metrics["op_error_with_gnn_percent"]
+    return f"a graph neural network: ops of runs held back {within:.1f} % off, {alone:.1f} % without it"
+
+
+def _held_back(metrics: Mapping[str, float]) -> str:
+    off = metrics.get("mape_percent")
+    return "" if off is None else f"iterations of runs held back {off:.1f} % off on average"
+
+
+def _calibration(predictor: Predictor) -> list[tuple[str, str]]:
+    """On which runs it was calibrated, what that changed, and what it brought."""
+    calibration, told = predictor.calibration, predictor.manifest.get("calibration", {})
+    if calibration.residual is None:
+        return []
+    factors = ", ".join(f"{name} x {factor:.3f}" for name, factor in calibration.constants.to_dict().items())
+    shift = 100 * math.expm1(statistics.median(calibration.residual.logs))
+    lines = [
+        ("calibrated", f"on {predictor.calibrated_on}, by {', '.join(map(repr, calibration.residual.software))}"),
+        ("", f"durations: {factors}; iterations of jobs like those runs: {shift:+.1f} % in the middle"),
+    ]
+    if "evidence" in told:
+        before, after = (told["evidence"][key] for key in ("before", "after"))
+        judged = f"judged by {told['evidence']['by']} ({before['used']}): mean error"
+        text = f"{judged} {before['mape']:.1f} % before, {after['mape']:.1f} % after; begun from {told['predictor']}"
+        lines.append(("", text))
+    return lines
+
+
+def _interval(predictor: Predictor) -> str:
+    own = predictor.intervals
+    if predictor.kernel.derives and not own.num_runs:
+        sources = published_widths().sources
+        runs = sum(map(len, sources.values()))
+        text = f"as errors on {runs} published runs of {len(sources)} sources, those of jobs alike"
+    elif own.num_runs:
+        low, high = (100 * math.expm1(sign * own.half_width_log) for sign in (-1, 1))
+        text = f"{low:.1f} % to {high:+.1f} %, for {100 * own.coverage:.0f} %, by {own.num_runs} runs held back"
+    else:
+        text = f"a factor of {math.exp(own.half_width_log):.1f} each way: too few runs to hold some back"
+    calibration = predictor.calibration
+    if calibration.residual is None:
+        return text
+    least = 100 * math.expm1(max(calibration.left_log, calibration.judged_log))
+    bound = f", {least:.1f} % up at least" if least else ""
+    return f"{text}; narrower for jobs like those calibrated on{bound}"
+
+
+def _made(manifest: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.get("versions", {}).items())
+    when = f"{manifest['created']}, " if "created" in manifest else ""
+    return f"{when}digest {manifest.get('digest', 'unknown')}, with {versions or 'unknown versions'}"
+
+
+def _errors(predictor: Predictor) -> str:
+    """Mean errors of signatures left out in turn, by family; those of which too few were measured have none."""
+    rows = [
+        [family, Number(100 * math.expm1(error)) if error < UNKNOWN else "-"]
+        for model in (predictor.kernel, predictor.collective)
+        for family, error in model.regressor.errors.items()
+    ]
+    return table(["on their own, signatures left out in turn", "mean error %"], rows)

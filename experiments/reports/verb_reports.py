@@ -1,0 +1,195 @@
+"""What the verbs print: a dict for ``--json`` with a ``text`` for people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepsight.dataset.frameworks import find_framework
+from stepsight.dataset.job import Job
+from stepsight.experiments.reports.text_table import Number, table
+
+if TYPE_CHECKING:
+    from stepsight.experiments.search.search import SearchResult
+    from stepsight.training.predictor.prediction import Prediction
+    from stepsight.training.predictor.predictor import Predictor
+
+
+def seconds_text(seconds: float) -> str:
+    """``12.3 ms`` or ``4.56 s``."""
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def flops_text(flops_per_s: float) -> str:
+    """``167 TFLOP/s`` or ``43 GFLOP/s``."""
+    return f"{flops_per_s / 1e12:.0f} TFLOP/s" if flops_per_s >= 1e12 else f"{flops_per_s / 1e9:.0f} GFLOP/s"
+
+
+def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
+    """Time, interval, breakdown and memory of one job."""
+    whole = prediction.iteration_time_s
+    lines = [
+        f"job        {job.name} on {job.cluster.num_devices} x {job.cluster.hardware}, fabric {job.fabric.name}",
+        f"source     {prediction.source}",
+        f"iteration  {seconds_text(whole)}   "
+        f"interval {seconds_text(prediction.low_s)} to {seconds_text(prediction.high_s)}",
+        table(
+            ["where the time goes", "time", "%"],
+            [
+                [k, seconds_text(v), Number(100 * v / whole)]
+                for k, v in prediction.breakdown.items()
+                if v > 1e-6 * whole
+            ],
+        ),
+        f"speed      {prediction.tokens_per_s:,.0f} tokens/s, "
+        f"{flops_text(prediction.mfu * prediction.peak_flops)} per device: "
+        f"MFU {100 * prediction.mfu:.1f} %, HFU {100 * prediction.hfu:.1f} % of "
+        f"{flops_text(prediction.peak_flops)} ({job.batch.precision})",
+        f"memory     {prediction.memory.peak_bytes / 1e9:.2f} GB of "
+        f"{prediction.memory.capacity_bytes / 1e9:.2f} GB on the fullest stage",
+    ]
+    if job.framework:
+        profile = find_framework(job.framework)
+        habits = f"{profile.name} ({profile.of})" if profile.of else profile.name
+        lines.insert(1, f"framework  {job.framework}: profile {habits} fills what is open")
+    lines += [f"warning: {text}" for text in prediction.warnings]
+    if not prediction.memory.fits:
+        lines.append(f"does not fit: {prediction.memory.reason}")
+    if prediction.unsupported:
+        others = len(prediction.unsupported) - 1
+        more = f"; {others} more (--json lists all)" if others else ""
+        part = f"{100 * prediction.unsupported_share:.0f} % of the time"
+        lines.append(f"outside    {part} was never measured: {_cut(prediction.unsupported[0], 100)}{more}")
+    asked = {"job": job.name, "framework": job.framework, "hardware": job.cluster.hardware}
+    return {**asked, **prediction.to_dict(), "text": "\n".join(lines)}
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def explanation_report(job: Job, prediction: Prediction, top: int) -> dict[str, Any]:
+    """What the time is most sensitive to."""
+    rows = prediction.explain(top)
+    whole = prediction.iteration_time_s
+    cells = [
+        [
+            str(row.work),
+            Number(row.count, 0),
+            f"{row.seconds * 1e6:.1f} us",
+            Number(100 * row.share),
+            seconds_text(row.halved_s),
+            Number(100 * row.halved_s / whole),
+        ]
+        for row in rows
+    ]
+    header = ["op or collective", "times on the critical path", "each", "% of the time", "halving it saves", "%"]
+    text = f"{job.name}: {seconds_text(whole)}\n{table(header, cells)}"
+    launches = prediction.simulation.launches_share
+    if launches > 0.01:
+        text += f"\nthe host's launches decide {100 * launches:.1f} % of the time: there no op's seconds count"
+    text += "".join(f"\nwarning: {warning}" for warning in prediction.warnings)
+    values = [row.to_dict() for row in rows]
+    told = {"job": job.name, "iteration_time_s": whole, "launches_share": launches}
+    return {**told, "sensitivities": values, "text": text}
+
+
+def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
+    """The best strategies."""
+    rows = [choice.to_dict() for choice in result.choices[:top]]
+    optional = [axis for axis in ("cp", "ep") if any(row[axis] > 1 for row in rows)]
+    cells = [
+        [
+            i + 1,
+            *(row[key] for key in ("tp", *optional, "pp", "dp", "micro_batch")),
+            (row["schedule"] + (f" x{row['virtual_stages']}" if row["virtual_stages"] > 1 else ""))
+            if row["pp"] > 1
+            else "-",
+            row["zero_stage"],
+            row["recompute"],
+            "yes" if row["sequence_parallel"] else "no",
+            *_times(row),
+            Number(row["memory_bytes"] / 1e9, 2),
+            "yes" if row["fits"] else "NO",
+        ]
+        for i, row in enumerate(rows)
+    ]
+    header = [
+        "#",
+        "tp",
+        *optional,
+        "pp",
+        "dp",
+        "mb",
+        "schedule",
+        "zero",
+        "recompute",
+        "sp",
+        "iteration",
+        "interval",
+        "GB",
+        "fits",
+    ]
+    too_large = sum(not choice.fits for choice in result.choices)
+    text = f"{job.name}: {result.evaluated} of {result.legal} legal strategies evaluated"
+    text += f", {too_large} of them too large for the devices' memory\n{table(header, cells)}"
+    own = None if result.own is None else result.own.to_dict()
+    if own is not None:
+        fits = "fits" if own["fits"] else "does not fit"
+        text += f"\nthe job itself: {seconds_text(own['iteration_time_s'])}, {own['memory_bytes'] / 1e9:.2f} GB, {fits}"
+    best = rows[0] if result.choices and result.choices[0].fits else None
+    if best is None:
+        text += "\nno strategy fits in memory"
+    warnings = () if result.own is None or result.own.prediction is None else result.own.prediction.warnings
+    text += "".join(f"\nwarning: {warning}" for warning in warnings)
+    counts = {"evaluated": result.evaluated, "legal": result.legal, "too_large": too_large}
+    return {"best": best, **counts, "own": own, "top": rows, "text": text}
+
+
+def _times(row: dict[str, Any]) -> list[str]:
+    """Iteration and interval; what does not fit was not timed."""
+    if row["iteration_time_s"] is None:
+        return ["-", "-"]
+    return [
+        seconds_text(row["iteration_time_s"]),
+        f"{seconds_text(row['low_s'])} to {seconds_text(row['high_s'])}",
+    ]
+
+
+def training_report(predictor: Predictor, out: Path) -> dict[str, Any]:
+    """Errors per op family of a freshly trained predictor."""
+    manifest = predictor.manifest
+    metrics = manifest.get("metrics", {})
+    cells = [[name, Number(value, 2)] for name, value in sorted(metrics.items()) if isinstance(value, int | float)]
+    text = f"predictor {out} for {predictor.hardware.name}\n" + table(["metric", "value"], cells)
+    return {"predictor": str(out), "hardware": predictor.hardware.name, "metrics": metrics, "text": text}
+
+
+def summary_text(summary: dict[str, Any]) -> str:
+    """The demo's summary as tables."""
+    cells = [
+        [
+            row["job"],
+            seconds_text(row["measured_s"]),
+            Number(row["spread_percent"]),
+            seconds_text(row["predicted_s"]),
+            f"{seconds_text(row['low_s'])} to {seconds_text(row['high_s'])}",
+            Number(row["error_percent"]),
+        ]
+        for row in summary["heldout"]
+    ]
+    gnn, best = summary["gnn"], summary["search"]["best"]
+    strategy = " ".join(f"{key}={best[key]}" for key in ("tp", "pp", "dp", "micro_batch", "zero_stage", "recompute"))
+    return "\n".join(
+        [
+            "held-out runs (no training run had their shapes):",
+            table(["run", "measured", "spread %", "predicted", "interval", "error %"], cells),
+            f"iteration time: MAPE {summary['mape']:.1f} %, Spearman {summary['spearman']:.3f}, "
+            f"interval holds {summary['coverage']:.0f} % of the runs",
+            f"ops in context: error {gnn['op_error_regressor']:.1f} % by regressors alone, "
+            f"{gnn['op_error_with_gnn']:.1f} % with the GNN",
+            f"search: {strategy}: {seconds_text(best['iteration_time_s'])} predicted, "
+            f"best of {summary['search']['evaluated']} strategies on {summary['search']['devices']} devices",
+            f"MLflow run {summary['mlflow_run_id']}; took {summary['seconds']:.0f} s",
+        ]
+    )

@@ -1,0 +1,177 @@
+"""Speed figures: ``make bench`` prints them and writes ``bench.json``.  Medians, one core.
+
+Peers' figures are those of the same job (GPT-3 175B, 1024 devices) on two cores of a like machine, November 2026.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.files import write_json
+from stepsight.dataset.job import Job
+from stepsight.experiments.reports.text_table import Number, table
+from stepsight.experiments.search.strategies import Space, strategies
+from stepsight.training.predictor.prediction import Prediction, predict, predict_many
+from stepsight.training.predictor.predictor import Predictor
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+JOB = "gpt3-175b-1024"
+PEERS = {
+    f"predict {JOB}": "Calculon 13 ms, SimuMax 80-120 ms",
+    f"predict {JOB}-interleaved": "SimuMax 14,000-17,000 ms",
+    "predict_many": "Calculon 77, SimuMax 8-12 jobs/s",
+}
+SPACE = Space(schedules=(("1f1b", 1), ("gpipe", 1)))  # of the jobs for ``predict_many``
+
+
+def median_seconds(call: Callable[[], object], repeats: int = 30) -> float:
+    """Median wall time of a call after two warm-up calls."""
+    call()
+    call()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def import_seconds(repeats: int = 7) -> float:
+    """Median time of ``import stepsight`` in fresh interpreters, their own start left out."""
+    code = "import time; t = time.perf_counter(); import stepsight; print(time.perf_counter() - t)"
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, check=True) for _ in range(repeats)]
+    return statistics.median(float(run.stdout) for run in runs)
+
+
+def answer(job: Job, predictor: Predictor | None) -> tuple[float, bool]:
+    """What a search asks: the time, and whether it fits."""
+    prediction = predict(job, predictor)
+    return prediction.iteration_time_s, prediction.memory.fits
+
+
+def warm_up(job: Job) -> None:
+    """Let the loops over arrays be compiled."""
+    for micro_batches in (96, 192, 384):
+        changed = replace(job, batch=replace(job.batch, global_batch=micro_batches * job.parallel.dp))
+        for schedule in ("1f1b", "gpipe", "zb-h1"):
+            for zero_stage in (0, 1, 3):
+                predict(replace(changed, parallel=replace(job.parallel, schedule=schedule, zero_stage=zero_stage)))
+
+
+def scaling(job: Job) -> list[dict[str, Any]]:
+    """Time of a prediction as micro-batches, stages, replicas and tensor-parallel ranks grow, each doubled in turn."""
+    rows = []
+    plans = [(8, 16, 8, m) for m in (48, 96, 192, 384)]
+    plans += [(8, pp, 8, 192) for pp in (4, 8, 32)]
+    plans += [(8, 16, dp, 192) for dp in (16, 64, 256)] + [(tp, 16, 8, 192) for tp in (1, 2, 4)]
+    for tp, pp, dp, micro_batches in plans:
+        changed = replace(
+            job,
+            parallel=replace(job.parallel, tp=tp, pp=pp, dp=dp, sequence_parallel=tp > 1),
+            batch=replace(job.batch, global_batch=micro_batches * dp * job.batch.micro_batch),
+            cluster=replace(job.cluster, nodes=tp * pp * dp // job.cluster.devices_per_node),
+        )
+        seconds = median_seconds(lambda j=changed: answer(j, None))  # type: ignore[misc]
+        walked = median_seconds(lambda j=changed: _every_action(predict(j)), 5)  # type: ignore[misc]
+        rows.append(
+            {
+                "tp": tp,
+                "pp": pp,
+                "dp": dp,
+                "micro_batches": micro_batches,
+                "ms": 1e3 * seconds,
+                "every_action_ms": 1e3 * walked,
+            }
+        )
+    return rows
+
+
+def _every_action(prediction: Prediction) -> float:
+    """Start and end of every action, which a timeline needs and the iteration time does not."""
+    return float(prediction.simulation.passings[0].run.clocks.max())
+
+
+def many(job: Job) -> dict[str, Any]:
+    """Distinct strategies around a job, none of which was asked before, and the same again."""
+    distinct = list(strategies(job, SPACE))
+    rates = []
+    for _ in range(2):
+        started = time.perf_counter()
+        for prediction in predict_many(distinct):
+            _ = prediction.iteration_time_s
+        rates.append(len(distinct) / (time.perf_counter() - started))
+    return {
+        "predict_many_jobs_per_s": rates[0],
+        "predict_many_jobs": len(distinct),
+        "predict_many_again_jobs_per_s": rates[1],
+    }
+
+
+def timeline_rate(job: Job) -> dict[str, Any]:
+    """Op-level events of all stages, as the JSON of a trace file."""
+    prediction = predict(job)
+    count = sum(piece.count(b'"ph":"X"') for piece in prediction.timeline_json("op"))
+    seconds = median_seconds(lambda: sum(map(len, prediction.timeline_json("op"))), 3)
+    return {"timeline_events": count, "timeline_events_per_s": count / seconds}
+
+
+def bench(predictor: Predictor | None = None) -> dict[str, Any]:
+    """All figures, in the shape of ``bench.json``."""
+    large = Job.from_file(EXAMPLES / f"{JOB}.toml")
+    warm_up(large)
+    rates = many(large)
+    predict_ms = {}
+    for path in sorted(EXAMPLES.glob("*.toml")):
+        job = Job.from_file(path)
+        learned = predictor if predictor is not None and predictor.hardware.name == job.cluster.hardware else None
+        predict_ms[path.stem] = 1e3 * median_seconds(lambda j=job, p=learned: answer(j, p))  # type: ignore[misc]
+    return {
+        "import_s": import_seconds(),
+        "predict_ms": predict_ms,
+        **rates,
+        **timeline_rate(large),
+        "scaling": scaling(large),
+    }
+
+
+def text(figures: dict[str, Any]) -> str:
+    """The figures as tables."""
+    rows: list[list[object]] = [["import stepsight", Number(1e3 * figures["import_s"], 0), "ms"]]
+    rows += [[f"predict {name}", Number(ms, 2), "ms"] for name, ms in figures["predict_ms"].items()]
+    jobs = figures["predict_many_jobs"]
+    rows += [
+        ["predict_many", Number(figures["predict_many_jobs_per_s"], 0), f"jobs/s ({jobs} distinct)"],
+        ["predict_many, asked again", Number(figures["predict_many_again_jobs_per_s"], 0), "jobs/s"],
+        ["op-level timeline", Number(figures["timeline_events_per_s"] / 1e6, 2), "million events/s"],
+    ]
+    cells = [[*row, PEERS.get(str(row[0]), "")] for row in rows]
+    keys = ("tp", "pp", "dp", "micro_batches")
+    curve = [
+        [*(row[key] for key in keys), Number(row["ms"], 2), Number(row["every_action_ms"], 2)]
+        for row in figures["scaling"]
+    ]
+    header = [*keys, "predict ms", "every action ms"]
+    return f"{table(['figure', 'value', 'unit', 'peers'], cells)}\n\n{table(header, curve)}"
+
+
+def main() -> None:
+    """Entry point of ``make bench``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("bench.json"))
+    parser.add_argument("--predictor", type=Path, help="a trained predictor for the jobs of its hardware")
+    arguments = parser.parse_args()
+    figures = bench(None if arguments.predictor is None else Predictor.load(arguments.predictor))
+    print(text(figures))
+    write_json(arguments.out, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Boxes, measured beside predicted: iterations, what every rank did, and when every pass began and ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.errors import CollectError
+from stepsight.dataset.files import read_json
+from stepsight.dataset.run_manifest import RunManifest, read_manifest
+from stepsight.experiments.studies.small_to_large.box_cases import Case
+from stepsight.experiments.studies.small_to_large.boxes import file_name, folder_of
+from stepsight.simulator.schedules import KIND_NAMES
+from stepsight.simulator.simulate import Simulation
+from stepsight.training.predictor.prediction import Prediction, predict
+from stepsight.training.predictor.predictor import Predictor
+
+Array = NDArray[np.float64]
+LABELS = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
+COMMUNICATION_BOUND = 0.4  # part of the iteration, as predicted, in which ranks wait for communication
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A case's real run.
+
+    Attributes:
+        case: What ran.
+        manifest: Of its folder.
+        steps: Records of its steps, as ``measure.noted_steps`` of the harness returns them.
+    """
+
+    case: Case
+    manifest: RunManifest
+    steps: tuple[dict[str, Any], ...]
+
+    @property
+    def seconds(self) -> float:
+        """Median of its repeats."""
+        return self.manifest.iteration_time_s
+
+    @property
+    def spread_s(self) -> float:
+        """Largest less smallest of its repeats."""
+        return max(self.manifest.step_seconds) - min(self.manifest.step_seconds)
+
+    @property
+    def cpu(self) -> float:
+        """Part of the cores' time that its ranks computed, in the busiest repeat."""
+        return max(float(step["cpu"]) for step in self.steps)
+
+
+def read_case(case: Case, out: Path) -> Measured | None:
+    """A case's run, None if there is none (or the box was too busy for it)."""
+    folder = folder_of(case, out) / "runs" / file_name(case)
+    if not (folder / "manifest.json").exists():
+        return None
+    manifest = read_manifest(folder)
+    if manifest.job != case.job:
+        raise CollectError(f"a folder holds one study: {folder} is of another job than {case.name}; choose another")
+    return Measured(case, manifest, tuple(read_json(folder / "records.json")["steps"]))
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Passes of micro-batches on every rank, arrays of shape ``(num_passes,)``.
+
+    Attributes:
+        rank, kind, part, micro_batch: Which (``kind`` indexes ``KIND_NAMES``).
+        start, end: Seconds from the begin of the iteration.
+        optimizer: Begin and end of each rank's optimizer (sums of gradients included), shape ``(ranks, 2)``.
+    """
+
+    rank: NDArray[np.int64]
+    kind: NDArray[np.int64]
+    part: NDArray[np.int64]
+    micro_batch: NDArray[np.int64]
+    start: Array
+    end: Array
+    optimizer: Array
+
+
+def measured_passes(measured: Measured) -> Passes:
+    """What the ranks did: medians over the repeats."""
+    found = [_of_step(step) for step in measured.steps]
+    start, end, optimizer = (
+        np.median([getattr(passes, name) for passes in found], axis=0) for name in ("start", "end", "optimizer")
+    )
+    return replace(found[0], start=start, end=end, optimizer=optimizer)
+
+
+def _of_step(step: dict[str, Any]) -> Passes:
+    kinds = {label: KIND_NAMES.index(name) for name, label in LABELS.items()}
+    rows, optimizer = [], np.zeros((len(step["spans"]), 2))
+    for rank, spans in enumerate(step["spans"]):
+        for label, part, micro_batch, start, end in spans:
+            if label in kinds:
+                rows.append((rank, kinds[label], part, micro_batch, start - step["begin"], end - step["begin"]))
+            elif label == "optimizer":
+                optimizer[rank] = start - step["begin"], end - step["begin"]
+    return _passes(np.array(rows, dtype=np.float64), optimizer)
+
+
+def predicted_passes(simulation: Simulation) -> Passes:
+    """What the simulator says of every rank, in the same order."""
+    parallel = simulation.job.parallel
+    inner = parallel.tp * parallel.dp  # ranks of a stage lie together
+    tables: list[Array] = []
+    passing_of = {replica: passing for passing in simulation.passings for replica in passing.pipeline.replicas}
+    optimizer = np.zeros((simulation.job.cluster.num_devices, 2))
+    for rank in range(len(optimizer)):
+        stage, within = divmod(rank, inner)
+        passing = passing_of[within // parallel.tp]
+        run, track = passing.run, simulation.lowered.track
+        own = np.flatnonzero(track.stage == stage)
+        done = passing.clocks[stage].max()  # and all that was sent beside the computation
+        if parallel.pp == 1:  # to which every replica belongs
+            done = max(other.clocks[stage].max() for other in simulation.passings)
+        ends = run.finish[own, 0].copy()
+        if parallel.pp == 1:  # DDP and FSDP2 wait for it within the last backward
+            ends[np.argmax(ends)] = done
+        what = (np.full(len(own), rank), track.kind[own], track.part[own], track.micro_batch[own])
+        tables.append(np.stack([*what, run.start[own, 0], ends], axis=1))
+        optimizer[rank] = done, simulation.finish[stage].max()
+    return _passes(np.concatenate(tables), optimizer)
+
+
+def _passes(table: Array, optimizer: Array) -> Passes:
+    """From rows of rank, kind, part, micro-batch, start and end, in the order of the first four."""
+    table = table[np.lexsort((table[:, 3], table[:, 2], table[:, 1], table[:, 0]))]
+    rank, kind, part, micro_batch = table[:, :4].astype(np.int64).T
+    return Passes(rank, kind, part, micro_batch, table[:, 4], table[:, 5], optimizer)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One case, measured and predicted.
+
+    Attributes:
+        measured: The run.
+        prediction: The answer.
+        activity: Per rank, seconds by which the lengths of its passes and its optimizer are off, over their sum.
+        timestamps: Starts and ends of passes, off in parts of the iteration, shape ``(2 * num_passes,)``.
+    """
+
+    measured: Measured
+    prediction: Prediction
+    activity: Array
+    timestamps: Array
+
+    @property
+    def error(self) -> float:
+        """Of the iteration time, per cent, signed."""
+        return 100 * (self.prediction.iteration_time_s / self.measured.seconds - 1)
+
+    @property
+    def waits(self) -> float:
+        """Part of the iteration, as predicted, that communication takes."""
+        parts = self.prediction.breakdown
+        communication = sum(value for key, value in parts.items() if key.endswith("_communication"))
+        return communication / self.prediction.iteration_time_s
+
+    @property
+    def communication_bound(self) -> bool:
+        return self.waits > COMMUNICATION_BOUND
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in ``--json``."""
+        return {
+            "name": self.measured.case.name,
+            "ranks": self.measured.case.job.cluster.num_devices,
+            "measured_s": self.measured.seconds,
+            "spread_s": self.measured.spread_s,
+            "predicted_s": self.prediction.iteration_time_s,
+            "low_s": self.prediction.low_s,
+            "high_s": self.prediction.high_s,
+            "error": self.error,
+            "activity_error": 100 * float(self.activity.mean()),
+            "timestamp_error": 100 * float(np.median(self.timestamps)),
+            "cpu": 100 * self.measured.cpu,
+            "communication_bound": self.communication_bound,
+        }
+
+
+def compare(measured: Measured, predictor: Predictor) -> Compared:
+    """Predict a case and compare it with its run."""
+    prediction = predict(measured.case.job, predictor)
+    real, said = measured_passes(measured), predicted_passes(prediction.simulation)
+    scale = prediction.iteration_time_s / prediction.simulation.iteration_time_s
+    if not all(
+        np.array_equal(getattr(real, name), getattr(said, name)) for name in ("rank", "kind", "part", "micro_batch")
+    ):
+        raise CollectError(f"ranks must run the schedule's passes, got others in {measured.case.name}")
+    off = np.concatenate([said.start * scale - real.start, said.end * scale - real.end])
+    return Compared(measured, prediction, _activity(real, said, scale), np.abs(off) / measured.seconds)
+
+
+def _activity(real: Passes, said: Passes, scale: float) -> Array:
+    lengths = real.end - real.start
+    off = np.abs((said.end - said.start) * scale - lengths)
+    closing = real.optimizer[:, 1] - real.optimizer[:, 0]
+    closing_off = np.abs((said.optimizer[:, 1] - said.optimizer[:, 0]) * scale - closing)
+    ranks = len(closing)
+    total = np.bincount(real.rank, lengths, minlength=ranks) + closing
+    return (np.bincount(real.rank, off, minlength=ranks) + closing_off) / total
+
+
+def compare_all(cases: Sequence[Case], out: Path, predictor: Predictor) -> list[Compared]:
+    """Every case that ran."""
+    found = (read_case(case, out) for case in cases)
+    return [compare(measured, predictor) for measured in found if measured is not None]

@@ -1,0 +1,81 @@
+"""The box half from end to end: measure, train on four ranks, predict eight and sixteen, compare, search."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.box_spec import HARDWARE
+from stepsight.dataset.errors import CollectError
+from stepsight.dataset.files import check_writable, digest, write_json, write_text
+from stepsight.experiments.reports.plots import predicted_against_measured
+from stepsight.experiments.studies.small_to_large.box_cases import NOTHING, Asked, all_cases
+from stepsight.experiments.studies.small_to_large.box_results import Compared, compare_all
+from stepsight.experiments.studies.small_to_large.box_search import search
+from stepsight.experiments.studies.small_to_large.box_tables import cost, others, summarise, text
+from stepsight.experiments.studies.small_to_large.box_timeline import side_by_side
+from stepsight.experiments.studies.small_to_large.boxes import JUDGE, measure, training_folders
+from stepsight.training.fit import train
+from stepsight.training.predictor.prediction import predict
+from stepsight.training.predictor.predictor import Predictor
+
+
+def run(out: Path, only: str = "*", *, progress: bool = True, asked: Asked = NOTHING) -> dict[str, Any]:
+    """Measure, train, predict and compare the runs whose names match ``only``; goes on where it stopped.
+
+    What trains is always measured whole.  The search runs with ``only = "*"`` or ``box/*``.
+
+    Raises:
+        CollectError: Where there can be no box, or no run was lawful.
+    """
+    check_writable(out)
+    cases = all_cases(asked)
+    wanted = [case for case in cases if fnmatch(case.name, only)]
+    training = [case for case in all_cases() if not case.judges]
+    rejected = measure([*training, *(case for case in wanted if case.judges)], out, progress=progress)
+    predictor = _predictor(out, progress)
+    small = compare_all([case for case in wanted if not case.judges], out, predictor)
+    judged = compare_all([case for case in wanted if case.judges], out, predictor)
+    if not judged and not small:
+        raise CollectError(f"no run of {only!r} kept the cores idle enough to mean anything: {', '.join(rejected)}")
+    started = time.perf_counter()
+    for row in judged:
+        predict(row.measured.case.job, predictor)
+    spent = time.perf_counter() - started
+    summary = summarise(judged or small)
+    summary["rejected"] = [name for name in rejected if fnmatch(name, only)]
+    summary["in_sample"] = [row.to_dict() for row in small]
+    summary["others"] = others(judged or small, predictor)
+    if fnmatch("box/searched", only):
+        summary["search"] = search(predictor, out, progress=progress)
+        summary["cost"] = {**cost(training_folders(out), _judged_folders(out)), "predict_s": spent}
+    summary["text"] = text(summary)
+    _write(summary, judged or small, out)
+    return summary
+
+
+def _predictor(out: Path, progress: bool) -> Predictor:
+    """What the small runs teach; trained anew when they change."""
+    folders = training_folders(out)
+    key = digest(*(str(sorted(path.name for path in folder.glob("*/*"))) + folder.name for folder in folders))[:8]
+    folder = out / f"predictor-{key}"
+    if (folder / "manifest.json").exists():
+        return Predictor.load(folder)
+    uri = f"sqlite:///{(out / 'mlflow.db').resolve()}"
+    return train(folders, folder, hardware_name=HARDWARE, tracking_uri=uri, progress=progress)
+
+
+def _judged_folders(out: Path) -> list[Path]:
+    return sorted(folder for folder in (out / JUDGE).iterdir() if (folder / "plan.json").exists())
+
+
+def _write(summary: dict[str, Any], rows: Sequence[Compared], out: Path) -> None:
+    write_json(out / "box.json", {key: value for key, value in summary.items() if key != "text"})
+    write_text(out / "box.txt", summary["text"] + "\n")
+    predicted_against_measured(summary["runs"], out / "box.png", "clusters in a box: what was never trained on")
+    shown = max(rows, key=lambda row: (row.measured.case.job.parallel.pp > 1, -abs(row.error)))
+    write_text(out / "side_by_side.json", json.dumps(side_by_side(shown)))

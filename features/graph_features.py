@@ -1,0 +1,147 @@
+"""Numbers from programs: what the context model sees of every node, and which nodes it hears from.
+
+One row or index per node of the program, ops and collectives alike; streams are groups of nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.graph_data import relation_pairs
+from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS, Op
+from stepsight.dataset.physics import roofline_seconds
+from stepsight.dataset.program import Dependency, Program
+
+Array = NDArray[np.float64]
+Edges = NDArray[np.int64]
+
+KINDS = (*OP_KINDS, *COLLECTIVE_KINDS)
+KIND_IDS = {kind: index for index, kind in enumerate(KINDS)}
+STREAMS = ("compute", "tp", "dp", "pp")  # any other name counts as none of them
+LABELS = ("forward", "backward", "optimizer")
+NUMBERS = (
+    "is_collective",
+    "log_seconds_alone",
+    "log_bytes",
+    "log_flops",
+    "log_intensity",
+    "log_inefficiency",  # seconds alone over the roofline's
+    "busy",
+    "share",
+    "is_first",
+    "log_seconds_before",  # of the work issued just before, on any stream
+    "log_bytes_before",
+    "log_segment_bytes",  # all that the segment moves: whether caches can hold it
+    "log_segment_seconds",
+)
+NODE_FEATURES = (
+    *(f"kind={kind}" for kind in KINDS),
+    *(f"stream={stream}" for stream in STREAMS),
+    *(f"label={label}" for label in LABELS),
+    *NUMBERS,
+)
+RELATIONS = ("stream_order", "data", "synchronisation", "may_run_concurrently")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Who hears from whom in one or several programs.
+
+    Attributes:
+        num_nodes: Of all programs.
+        edges: By relation, ``(2, e)``, from -> to; every relation of ``RELATIONS`` is there.
+        stream: Stream of each node, numbered through all programs, ``(num_nodes,)``.
+        num_streams: Of all programs.
+    """
+
+    num_nodes: int
+    edges: Mapping[str, Edges]
+    stream: Edges
+    num_streams: int
+
+
+def _log(value: Array, unit: float, scale: float = 4.0) -> Array:
+    """Logarithm in multiples of a typical unit, about -1 to 1."""
+    return np.asarray(np.log(np.maximum(value, 1e-3 * unit) / unit) / scale)
+
+
+def node_features(program: Program, alone: Array, hardware: Hardware, busy: int) -> Array:
+    """Features of every node, shape ``(len(program), len(NODE_FEATURES))``.
+
+    Args:
+        program: The segment.
+        alone: Seconds of each node on its own, ``(len(program),)``.
+        hardware: For the roofline.
+        busy: Devices of the node that compute at the same time.
+    """
+    nodes = program.nodes
+    features = np.zeros((len(nodes), len(NODE_FEATURES)))
+    if not nodes:
+        return features
+    rows = np.arange(len(nodes))
+    features[rows, [KIND_IDS[node.work.kind] for node in nodes]] = 1.0
+    for index, node in enumerate(nodes):
+        if node.stream in STREAMS:
+            features[index, len(KINDS) + STREAMS.index(node.stream)] = 1.0
+    if program.label in LABELS:
+        features[:, len(KINDS) + len(STREAMS) + LABELS.index(program.label)] = 1.0
+    is_op = np.array([isinstance(node.work, Op) for node in nodes])
+    num_bytes = np.array([float(node.work.num_bytes) for node in nodes])
+    flops = np.array([node.work.flops if isinstance(node.work, Op) else 0.0 for node in nodes])
+    roofline = np.array([roofline_seconds(node.work, hardware) if isinstance(node.work, Op) else 0.0 for node in nodes])
+    before = np.maximum(rows - 1, 0)
+    columns = (
+        ~is_op,
+        _log(alone, 1e-4),
+        _log(num_bytes, 1e6),
+        np.where(is_op, _log(flops, 1e7), 0.0),
+        np.where(is_op, _log(flops / np.maximum(num_bytes, 1.0), 1.0), 0.0),
+        np.where(is_op, np.clip(np.log(alone / np.maximum(roofline, 1e-9)), -3, 3) / 2, 0.0),
+        np.full(len(nodes), np.log2(busy)),
+        np.array([node.share for node in nodes]),
+        rows == 0,
+        _log(alone[before], 1e-4),
+        _log(num_bytes[before], 1e6),
+        np.full(len(nodes), _log(num_bytes.sum(keepdims=True), 1e7)[0]),
+        np.full(len(nodes), _log(alone.sum(keepdims=True), 1e-2)[0]),
+    )
+    features[:, -len(NUMBERS) :] = np.stack(columns, axis=1)
+    return features
+
+
+def topology(program: Program) -> Topology:
+    """Relations between the nodes of one program."""
+    number = {stream: index for index, stream in enumerate(program.streams)}
+    stream = np.array([number[node.stream] for node in program.nodes], dtype=np.int64)
+    return make_topology(relation_pairs(program), stream, len(number))
+
+
+def make_topology(pairs: Mapping[str, Edges], stream: Edges, num_streams: int) -> Topology:
+    """A topology of ``RELATIONS`` from all relations of a graph; the rarer ones count as synchronisation."""
+    edges = {relation: [np.zeros((2, 0), dtype=np.int64)] for relation in RELATIONS}
+    for relation, found in pairs.items():
+        edges[relation if relation in edges else Dependency.SYNCHRONISATION.value].append(found)
+    return Topology(len(stream), {r: np.concatenate(e, axis=1) for r, e in edges.items()}, stream, num_streams)
+
+
+def join(parts: list[Topology]) -> Topology:
+    """Several programs as one topology without edges between them."""
+    nodes = np.cumsum([0, *(part.num_nodes for part in parts)])
+    streams = np.cumsum([0, *(part.num_streams for part in parts)])
+    return Topology(
+        int(nodes[-1]),
+        {
+            relation: np.concatenate(
+                [np.zeros((2, 0), np.int64), *(p.edges[relation] + n for p, n in zip(parts, nodes, strict=False))],
+                axis=1,
+            )
+            for relation in RELATIONS
+        },
+        np.concatenate([np.zeros(0, np.int64), *(p.stream + s for p, s in zip(parts, streams, strict=False))]),
+        int(streams[-1]),
+    )

@@ -1,0 +1,76 @@
+"""The context model: how much longer a node takes within its program than on its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch_geometric.nn import SimpleConv
+
+from stepsight.features.graph_features import NODE_FEATURES, RELATIONS
+from stepsight.gnn.graph_tensors import GraphTensors
+from stepsight.gnn.inference import ContextWeights
+
+BOUND = 2.0  # log units: small ops take several times as long with cold caches and host gaps, none a hundred times
+HIDDEN = 24
+LAYERS = 2
+
+
+class RelationalLayer(nn.Module):
+    """One round of messages: the mean over each relation, each direction, and over the node's stream.
+
+    Shapes:
+        ``hidden`` ``(nodes, channels)`` -> ``(nodes, channels)``.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        relations = 2 * len(RELATIONS) - 1
+        self.mean = SimpleConv(aggr="mean")
+        self.combine = nn.Linear((2 + relations) * channels, channels)
+
+    def forward(self, hidden: Tensor, graph: GraphTensors) -> Tensor:
+        streams = self.mean((hidden, hidden.new_zeros(graph.num_streams, hidden.shape[1])), graph.stream_edges)
+        heard = [hidden, streams[graph.stream]]
+        for edges in graph.edges:
+            heard.append(self.mean(hidden, edges) if edges.numel() else torch.zeros_like(hidden))
+        return hidden + functional.silu(self.combine(torch.cat(heard, dim=1)))
+
+
+class ContextModel(nn.Module):
+    """Bounded log-correction of every op and collective.  Untrained it is the identity: all corrections are zero.
+
+    Shapes:
+        ``features`` ``(nodes, NODE_FEATURES)`` -> ``(nodes,)``, within ``+-bound``.
+    """
+
+    def __init__(self, channels: int = HIDDEN, num_layers: int = LAYERS, bound: float = BOUND) -> None:
+        super().__init__()
+        self.bound = bound
+        self.encode = nn.Linear(len(NODE_FEATURES), channels)
+        self.layers = nn.ModuleList(RelationalLayer(channels) for _ in range(num_layers))
+        self.decode = nn.Linear(channels, 1)
+        self.direct = nn.Linear(len(NODE_FEATURES), 1)
+        self.register_buffer("low", torch.full((len(NODE_FEATURES),), -torch.inf))
+        self.register_buffer("high", torch.full((len(NODE_FEATURES),), torch.inf))
+        for head in (self.decode, self.direct):
+            nn.init.zeros_(head.weight)
+            nn.init.zeros_(head.bias)
+
+    def set_range(self, features: Tensor) -> None:
+        """Remember the range of the training's features; beyond it, corrections stay what they are at its edge."""
+        self.low = features.amin(dim=0)
+        self.high = features.amax(dim=0)
+
+    def forward(self, features: Tensor, graph: GraphTensors) -> Tensor:
+        features = features.clamp(self.low, self.high)
+        hidden = functional.silu(self.encode(features))
+        for layer in self.layers:
+            hidden = layer(hidden, graph)
+        raw = self.decode(hidden) + self.direct(features)
+        return self.bound * torch.tanh(raw[:, 0] / self.bound)
+
+    def weights(self) -> ContextWeights:
+        """A copy for inference without PyTorch."""
+        tensors = {name: value.detach().double().numpy().copy() for name, value in self.state_dict().items()}
+        return ContextWeights(self.bound, len(self.layers), tensors)

@@ -1,0 +1,205 @@
+"""A schedule as what its ranks do, entry by entry, in one order that can run; worked out once for all jobs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.errors import JobError
+from stepsight.dataset.specs import RUNTIMES
+from stepsight.simulator.clock.engine import compiled
+from stepsight.simulator.clock.entries import COMPUTE, POST, WAIT, Entries, find_messages
+from stepsight.simulator.runtimes.pipeline_runtimes import asynchronous, deepspeed_entries, torch_entries
+from stepsight.simulator.schedules import KIND_NAMES, Order, Schedule, find_schedule, order_actions
+
+FIRST, MIDDLE, LAST = range(3)
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Track:
+    """Every action of a schedule, the messages between stages, and what ranks do with them.
+
+    Attributes:
+        schedule: The order of each stage.
+        runtime: Who runs it, one of ``RUNTIMES``.
+        stage, kind, micro_batch, part: Of every action, in an order that can run, shape ``(num_actions,)``.
+        turn: ``FIRST`` for the first time that a part runs this pass, ``LAST`` for the last time (also if it is the
+            first), ``MIDDLE`` between; same shape.  Passes are forwards, split input gradients, and backwards that
+            give weight gradients (``B`` and ``W`` together).
+        source, target: Actions that make and need each message between stages, shape ``(num_messages,)``.
+        entry_op: ``COMPUTE``, ``POST`` or ``WAIT`` (see ``entries``), in an order that can run,
+            shape ``(num_entries,)``.
+        entry_stage: Whose entry it is; same shape.
+        entry_index: The action that is computed, or the message that is posted or waited for; same shape.
+        entry_side: 0 for the sender's side of a message, 1 for the receiver's; same shape.
+    """
+
+    schedule: Schedule
+    runtime: str
+    stage: Ints
+    kind: Ints
+    micro_batch: Ints
+    part: Ints
+    turn: Ints
+    source: Ints
+    target: Ints
+    entry_op: Ints
+    entry_stage: Ints
+    entry_index: Ints
+    entry_side: Ints
+
+    @property
+    def num_stages(self) -> int:
+        return self.schedule.num_stages
+
+    @property
+    def num_actions(self) -> int:
+        return len(self.stage)
+
+    @property
+    def num_messages(self) -> int:
+        return len(self.source)
+
+
+@lru_cache(maxsize=256)
+def find_track(
+    name: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1, runtime: str = "asynchronous"
+) -> Track:
+    """The track of a schedule by its name."""
+    return track(find_schedule(name, num_stages, num_micro_batches, virtual_stages), runtime)
+
+
+def track(schedule: Schedule, runtime: str = "asynchronous") -> Track:
+    """The track of a schedule.
+
+    Args:
+        schedule: What every stage does.
+        runtime: ``asynchronous``: an action asks for its message, waits for it, and its result is sent by the way.
+            ``torch``: ``torch.distributed.pipelining`` 2.13 over gloo.  ``deepspeed``: messages in turn, each waited
+            for.
+
+    Raises:
+        JobError: If the schedule cannot run.
+    """
+    if runtime not in RUNTIMES:
+        raise JobError(f"runtime must be one of {', '.join(RUNTIMES)}, got {runtime!r}")
+    order = order_actions(schedule)
+    messages = find_messages(order)
+    if runtime == "asynchronous":
+        entries = asynchronous(order, messages)
+    else:
+        make = deepspeed_entries if runtime == "deepspeed" else torch_entries
+        entries = make(schedule, order, messages)
+    entries = _in_step(entries, schedule.num_stages, len(messages.source))
+    return Track(
+        schedule, runtime, order.stage, order.kind, order.micro_batch, order.part, _turns(order),
+        messages.source, messages.target, entries.op, entries.stage, entries.index, entries.side,
+    )  # fmt: skip
+
+
+def _in_step(entries: Entries, num_stages: int, num_messages: int) -> Entries:
+    """The entries in the order in which they end if all actions take equally long: then what repeats, repeats for each
+    micro-batch."""
+    ends = np.empty(len(entries.op), dtype=np.int64)
+    find_ends(entries.op, entries.stage, entries.index, entries.side, num_stages, num_messages, ends)
+    order = np.argsort(ends * num_stages + entries.stage)
+    return Entries(entries.op[order], entries.stage[order], entries.index[order], entries.side[order])
+
+
+ACTION = 2**20
+
+
+@compiled
+def find_ends(
+    op: Ints, stage: Ints, index: Ints, side: Ints, num_stages: int, num_messages: int, ends: NDArray[np.int64]
+) -> None:
+    """When every entry ends if actions take ``ACTION`` and posts and waits next to nothing: after all it depends on."""
+    clocks, posted = np.zeros(num_stages, dtype=np.int64), np.zeros((num_messages, 2), dtype=np.int64)
+    for entry in range(len(op)):
+        at, s = index[entry], stage[entry]
+        if op[entry] == WAIT:
+            clocks[s] = max(clocks[s], posted[at, 0], posted[at, 1])
+        clocks[s] = (clocks[s] // ACTION + 1) * ACTION if op[entry] == COMPUTE else clocks[s] + 1
+        if op[entry] == POST:
+            posted[at, side[entry]] = clocks[s]
+        ends[entry] = clocks[s]
+
+
+def _turns(order: Order) -> Ints:
+    group = order.part * 3 + np.array([0, 2, 1, 2], dtype=np.int32)[order.kind]
+    numbers = np.arange(len(order))
+    first = np.zeros(int(group.max()) + 1, dtype=np.int64)
+    last = first.copy()
+    first[group[::-1]] = numbers[::-1]  # the last to be written stays
+    last[group] = numbers
+    turn = np.full(len(order), MIDDLE, dtype=np.int32)
+    turn[first[group]] = FIRST
+    turn[last[group]] = LAST
+    return turn
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """Entries of a track that repeat.
+
+    Attributes:
+        first: Where they begin.
+        length: Entries of one period.
+        periods: How many follow each other, 0: nothing repeats.
+        lag: A message is waited for at most so many periods after it was posted.
+    """
+
+    first: int = 0
+    length: int = 0
+    periods: int = 0
+    lag: int = 0
+
+
+_FEWEST = 8  # periods that are worth a look
+
+
+@lru_cache(maxsize=512)
+def steady_state(track: Track) -> Steady:
+    """The longest stretch of a track in which the same stages do the same to the next micro-batch, or the next few."""
+    compute = track.entry_op == COMPUTE
+    action = np.where(compute, track.entry_index, 0)
+    if track.num_messages:
+        action = np.where(compute, action, track.source[np.where(compute, 0, track.entry_index)])
+    pass_ = (track.part * len(KIND_NAMES) + track.kind) * 3 + np.where(track.turn == MIDDLE, 0, track.turn + 1)
+    what = ((pass_[action] * 3 + track.entry_op) * 2 + track.entry_side) * track.num_stages + track.entry_stage
+    micro_batch = track.micro_batch[action]
+    each = int((micro_batch == track.schedule.num_micro_batches // 2).sum())
+    for length in dict.fromkeys((each, each * track.num_stages)):
+        if not 0 < length <= len(what) // _FEWEST:
+            continue
+        first, repeats = _longest(what[:-length] == what[length:])
+        periods = repeats // length + 1
+        if periods >= _FEWEST:
+            return Steady(first, length, periods, _lag(track, first, length, periods))
+    return Steady()
+
+
+def _longest(same: NDArray[np.bool_]) -> tuple[int, int]:
+    """Where the longest run of true values begins, and how long it is."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]]).astype(np.int8)))
+    if not len(edges):
+        return 0, 0
+    lengths = edges[1::2] - edges[::2]
+    at = int(np.argmax(lengths))
+    return int(edges[2 * at]), int(lengths[at])
+
+
+def _lag(track: Track, first: int, length: int, periods: int) -> int:
+    posts = np.zeros((max(track.num_messages, 1), 2), dtype=np.int64)
+    numbers = np.arange(len(track.entry_op))
+    post = track.entry_op == POST
+    posts[track.entry_index[post], track.entry_side[post]] = numbers[post]
+    wait = (track.entry_op == WAIT) & (numbers >= first) & (numbers < first + length * periods)
+    if not wait.any():
+        return 1
+    return int((numbers[wait] - posts[track.entry_index[wait]].min(axis=1)).max()) // length + 1

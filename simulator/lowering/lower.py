@@ -1,0 +1,335 @@
+"""From a job to what has to be timed: distinct segments, which action runs which, and the messages between stages."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.errors import JobError
+from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.job import Job
+from stepsight.dataset.op import DTYPE_BYTES, Collective, Op
+from stepsight.dataset.program import Program
+from stepsight.dataset.specs import PURE, OptimizerSpec, ParallelSpec
+from stepsight.simulator.blocks.shape import COMPUTE_DTYPE, Group, RankShape
+from stepsight.simulator.clock.track import FIRST, LAST, Track, find_track
+from stepsight.simulator.clock.track import track as order_entries
+from stepsight.simulator.lowering.optimizer_step import optimizer_segment
+from stepsight.simulator.lowering.passages import BACKWARD as WHOLE
+from stepsight.simulator.lowering.passages import INPUT, WEIGHT
+from stepsight.simulator.lowering.pure_precision import halved, in_full, narrowed_segment
+from stepsight.simulator.lowering.rank_layout import Layout, layout_of
+from stepsight.simulator.lowering.replicas import FULL_GRADIENT_BYTES, GRADIENT_BYTES, Replicas
+from stepsight.simulator.lowering.segment import Segment
+from stepsight.simulator.lowering.sizes import Groups, PartShape, boundary_bytes, groups_of, part_shapes, rank_shape
+from stepsight.simulator.lowering.stage import Recompute, backward_segment, forward_segment
+from stepsight.simulator.schedules import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    KIND_NAMES,
+    read_schedule,
+)
+
+Ints = NDArray[np.int32]
+_LABELS = {BACKWARD: WHOLE, BACKWARD_INPUT: INPUT, BACKWARD_WEIGHT: WEIGHT}
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """One iteration of a job, each distinct thing once.
+
+    Attributes:
+        segments: Distinct segments of the parts of the model, and the stages' optimizers.
+        track: The schedule's actions, and the messages between stages, in one order that can run.
+        table: Index into ``segments`` of what each part runs in each kind and turn (see ``place``).
+        optimizer: Likewise of each stage's optimizer, shape ``(num_stages,)``.
+        messages: Distinct point-to-point messages between stages.
+        message: Index into ``messages`` of each of the track's, shape ``(num_messages,)``.
+        parts: Parts of the model in its order.
+        meets: Stages with equal numbers start their optimizers together, shape ``(num_stages,)``.
+    """
+
+    segments: tuple[Segment, ...]
+    track: Track
+    table: Ints
+    optimizer: Ints
+    messages: tuple[Collective, ...]
+    message: Ints
+    parts: tuple[PartShape, ...]
+    meets: Ints
+
+    @property
+    def num_stages(self) -> int:
+        return self.track.num_stages
+
+    @property
+    def place(self) -> Ints:
+        """Position in ``table`` of each action, shape ``(num_actions,)``."""
+        return _place(self.track)
+
+    @cached_property
+    def segment(self) -> Ints:
+        """Index into ``segments`` of each action, shape ``(num_actions,)``."""
+        return self.table[self.place]
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Per replica."""
+        return self.track.schedule.num_micro_batches
+
+    @cached_property
+    def programs(self) -> tuple[Program, ...]:
+        """Programs of ``segments``."""
+        return tuple(segment.program for segment in self.segments)
+
+    @cached_property
+    def all_works(self) -> tuple[Op | Collective, ...]:
+        """Distinct ops, then distinct collectives, messages included."""
+        seen = {work: None for segment in self.segments for work in segment.works}
+        seen.update(dict.fromkeys(self.messages))
+        ops = tuple(work for work in seen if isinstance(work, Op))
+        return (*ops, *(work for work in seen if isinstance(work, Collective)))
+
+    @cached_property
+    def work_index(self) -> dict[Op | Collective, int]:
+        """Position of each signature in ``all_works``."""
+        return {work: index for index, work in enumerate(self.all_works)}
+
+    def program(self, label: str, stage: int = 0, micro_batch: int = 0) -> Program:
+        """What a stage runs for a micro-batch (``optimizer``: whatever the micro-batch)."""
+        if label == "optimizer":
+            return self.segments[int(self.optimizer[stage])].program
+        track, kind = self.track, {"forward": FORWARD, **{name: kind for kind, name in _LABELS.items()}}[label]
+        found = np.flatnonzero((track.stage == stage) & (track.kind == kind) & (track.micro_batch == micro_batch))
+        return self.segments[int(self.segment[found[0]])].program
+
+
+def lower(job: Job, hardware: Hardware) -> Lowered:
+    """Lower a job to the segments that its ranks run on this hardware.
+
+    Ranks of one stage are alike, so one stands for all.  Only the hardware's kind and ``comm_compute_share`` matter.
+    """
+    if job.batch.precision in PURE:
+        return _narrowed(lower(in_full(job), hardware), job.batch.dtype)
+    return _lower(
+        job.parallel,
+        job.optimizer,
+        job.num_micro_batches,
+        rank_shape(job, hardware.comm_compute_share if hardware.kind != "cpu" else 0.0),
+        part_shapes(job),
+        groups_of(job),
+        layout_of(job),
+        hardware.kind != "cpu",
+        hardware.comm_compute_share,
+    )
+
+
+@lru_cache(maxsize=512)
+def _narrowed(lowered: Lowered, dtype: str) -> Lowered:
+    """The same with every tensor in a dtype of half the bytes."""
+    segments = tuple(narrowed_segment(segment, dtype) for segment in lowered.segments)
+    return replace(lowered, segments=segments, messages=tuple(map(halved, lowered.messages)))
+
+
+def replicas_of(p: ParallelSpec, groups: Groups, precision: str, beside: bool, share: float) -> Replicas:
+    """How the replicas of a rank agree, on hardware that runs collectives beside the computation or not."""
+    pipeline = p.pp > 1
+    return Replicas(
+        groups,
+        p.zero_stage,
+        int(p.bucket_mbytes * 2**20),
+        beside,
+        # Our harness, on CPU, reduces a pipeline's gradients when its schedule is over.
+        p.overlap_grad_reduce and (beside or not pipeline or p.zero_stage > 0),
+        p.overlap_param_gather,
+        p.prefetch,
+        p.reshard_after_forward,
+        reduce_once=pipeline and p.zero_stage == 3 and beside,
+        gradient_bytes=_gradient_bytes(p, precision),
+        all_sums=p.zero_stage == 1 and not p.reduce_scatter,
+        eager=precision == "fp32",
+        compute_share=share,
+    )
+
+
+def _gradient_bytes(p: ParallelSpec, precision: str) -> int:
+    if p.gradient_dtype.startswith("fp32"):
+        return FULL_GRADIENT_BYTES
+    if p.gradient_dtype == "model":
+        return DTYPE_BYTES[COMPUTE_DTYPE[precision]]
+    return GRADIENT_BYTES.get("" if p.zero_stage == 3 else precision, FULL_GRADIENT_BYTES)
+
+
+@lru_cache(maxsize=512)
+def _lower(
+    p: ParallelSpec,
+    optimizer: OptimizerSpec,
+    num_micro_batches: int,
+    shape: RankShape,
+    parts: tuple[PartShape, ...],
+    groups: Groups,
+    layout: Layout,
+    beside: bool,
+    share: float,
+) -> Lowered:
+    replicas = replicas_of(p, groups, shape.precision, beside, share)
+    runtime = p.runtime or ("asynchronous" if beside else "torch")
+    track = _find_track(p, num_micro_batches, runtime)
+    numbers: dict[Segment, int] = {}  # by identity: equal segments are one object, their makers are cached
+    rows: dict[PartShape, int] = {}
+    row = [rows.setdefault(part, len(rows)) for part in parts]
+    recompute = Recompute(p.recompute, p.recompute_every)
+    table = np.zeros((len(rows), len(KIND_NAMES), 3), dtype=np.int32)
+    for part, at in rows.items():
+        for kind, turn in _passes(track):
+            if kind == FORWARD:
+                first = turn == FIRST or num_micro_batches == 1
+                segment = forward_segment(shape, part, replicas, first)
+            else:
+                segment = backward_segment(
+                    shape,
+                    part,
+                    replicas,
+                    recompute,
+                    accumulate=turn != FIRST and num_micro_batches > 1,
+                    last=turn == LAST,
+                    label=_LABELS[kind],
+                )
+            table[at, kind, turn] = numbers.setdefault(segment, len(numbers))
+    tied = _tied(shape, layout, track)
+    optimizers: dict[tuple[tuple[int, ...], bool], int] = {}
+    of_stage = []
+    for own in _held(track):
+        ends = tied.size > 1 and any(parts[part].first or parts[part].last for part in own)
+        key = (tuple([row[part] for part in own]), ends)
+        if key not in optimizers:
+            held = tuple([parts[part] for part in own])
+            segment = optimizer_segment(shape, held, replicas, optimizer, tied if ends else Group())
+            optimizers[key] = numbers.setdefault(segment, len(numbers))
+        of_stage.append(optimizers[key])
+    messages, message = _messages(shape, parts, layout, track)
+    return Lowered(
+        segments=tuple(numbers),
+        track=track,
+        table=table.reshape(len(rows), -1)[row].ravel(),
+        optimizer=np.array(of_stage, dtype=np.int32),
+        messages=messages,
+        message=message,
+        parts=parts,
+        meets=_meets(p, optimizer, parts, track, tied),
+    )
+
+
+@lru_cache(maxsize=512)
+def _place(track: Track) -> Ints:
+    """Position of each action in a table of parts, kinds and turns."""
+    return (track.part * len(KIND_NAMES) + track.kind) * 3 + track.turn
+
+
+@lru_cache(maxsize=512)
+def _held(track: Track) -> tuple[tuple[int, ...], ...]:
+    """Parts of the model that each stage holds, in model order."""
+    held: list[list[int]] = [[] for _ in range(track.num_stages)]
+    for part, stage in enumerate(track.schedule.placement[:, 0].tolist()):
+        held[stage].append(part)
+    return tuple(map(tuple, held))
+
+
+@lru_cache(maxsize=512)
+def _passes(track: Track) -> tuple[tuple[int, int], ...]:
+    """Distinct (kind, turn) of a track's actions."""
+    return tuple(divmod(int(key), 3) for key in np.unique(track.kind * 3 + track.turn))
+
+
+def _find_track(p: ParallelSpec, num_micro_batches: int, runtime: str) -> Track:
+    if p.schedule.endswith(".csv"):
+        path = Path(p.schedule)
+        changed = path.stat().st_mtime_ns if path.is_file() else 0
+        return _read_track(path, changed, p.pp, num_micro_batches, p.virtual_stages, runtime)
+    return find_track(p.schedule, p.pp, num_micro_batches, p.virtual_stages, runtime)
+
+
+@lru_cache(maxsize=64)
+def _read_track(path: Path, changed: int, stages: int, micro_batches: int, virtual_stages: int, runtime: str) -> Track:
+    """A user's own table; ``changed`` is there to read a file again that is another."""
+    with suppress(OSError), path.open("rb") as file:  # what is no file is told by its reader
+        ranks = sum(1 for _ in itertools.islice(file, stages + 1))
+        if ranks != stages:
+            got = ranks if ranks < stages else "more"
+            raise JobError(f"{path} must hold a row for each of pp = {stages} ranks, got {got}")
+    schedule = read_schedule(path)
+    has = (schedule.num_stages, schedule.num_micro_batches, schedule.num_parts)
+    if has != (stages, micro_batches, stages * virtual_stages):
+        raise JobError(
+            f"{path} must hold pp = {stages} ranks, {micro_batches} micro-batches and pp * virtual_stages = "
+            f"{stages * virtual_stages} parts, got {has[0]}, {has[1]} and {has[2]}"
+        )
+    return order_entries(schedule, runtime)
+
+
+def _tied(shape: RankShape, layout: Layout, track: Track) -> Group:
+    """The two ranks that hold the same embedding's table in different stages; nobody if there is only one."""
+    placed = track.schedule.placement[:, 0]
+    first, last = int(placed[0]), int(placed[-1])
+    if first == last or not shape.model.tied_embeddings:
+        return Group()
+    return Group(2, layout.pipeline_neighbours(first, last))
+
+
+def _meets(p: ParallelSpec, optimizer: OptimizerSpec, parts: tuple[PartShape, ...], track: Track, tied: Group) -> Ints:
+    """Who waits for whom before the optimizer: all for the norm of all gradients, two for a shared table."""
+    if optimizer.clip_grad_norm:
+        return np.zeros(p.pp, dtype=np.int32)
+    meets = np.arange(p.pp, dtype=np.int32)
+    if tied.size > 1:
+        placed = track.schedule.placement
+        meets[placed[len(parts) - 1, 0]] = meets[placed[0, 0]]
+    return meets
+
+
+def _messages(
+    shape: RankShape, parts: tuple[PartShape, ...], layout: Layout, track: Track
+) -> tuple[tuple[Collective, ...], Ints]:
+    """Distinct messages, and which of them each message of the track is."""
+    if not track.num_messages:
+        return (), np.zeros(0, dtype=np.int32)
+    kinds = list(zip(boundary_bytes(shape, parts), _nearness(track, layout), strict=True))
+    distinct = {kind: index for index, kind in enumerate(dict.fromkeys(kind for kind in kinds if kind[1]))}
+    crossing = np.array([distinct.get(kind, -1) for kind in kinds], dtype=np.int32)  # after each part
+    messages = tuple(Collective("send_recv", size, 2, near) for size, near in distinct)
+    if len(messages) == 1:
+        return messages, _all_the_first(track)
+    return messages, crossing[_boundaries(track)]
+
+
+@lru_cache(maxsize=512)
+def _all_the_first(track: Track) -> Ints:
+    return np.zeros(track.num_messages, dtype=np.int32)
+
+
+@lru_cache(maxsize=512)
+def _nearness(track: Track, layout: Layout) -> tuple[int, ...]:
+    """After each part: whether its message stays within a node (2), leaves it (1), or there is none (0)."""
+    placed = track.schedule.placement[:, 0].tolist()
+    return tuple(0 if a == b else layout.pipeline_neighbours(a, b) for a, b in pairwise(placed))
+
+
+@lru_cache(maxsize=512)
+def _boundaries(track: Track) -> Ints:
+    """The part after which each message passes."""
+    return np.minimum(track.part[track.source], track.part[track.target])
+
+
+def signatures(job: Job, hardware: Hardware) -> tuple[set[Op], set[Collective]]:
+    """Distinct ops and collectives of a job: what has to be known to predict it."""
+    works = lower(job, hardware).all_works
+    return {w for w in works if isinstance(w, Op)}, {w for w in works if isinstance(w, Collective)}

@@ -1,0 +1,227 @@
+"""Passages: one pass through a block as an op-level program.
+
+When a passage is over, all of its streams are: what runs across blocks (``dp``) is the segment's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.op import Op
+from stepsight.dataset.program import Program
+from stepsight.simulator.blocks.step import Beside, Block, Comm, Item, Join, Lost, Step
+from stepsight.simulator.lowering.issue_order import Work, issue
+
+FORWARD, BACKWARD, INPUT, WEIGHT = "forward", "backward", "input", "weight"
+STREAMS = ("compute", "tp", "cp", "ep", "offload")  # streams
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """Gradient of one parameter tensor.
+
+    Attributes:
+        node: It is there when this many nodes of its passage are done.
+        numel: Elements on this rank.
+        expert: Whether it is an expert's.
+    """
+
+    node: int
+    numel: int
+    expert: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Passage:
+    """A program without traffic between replicas, and where in it gradients arrive.
+
+    Attributes:
+        items: What is issued, each with the name of its step.
+        gradients: In order of arrival.
+    """
+
+    items: tuple[tuple[Item, str], ...]
+    gradients: tuple[Gradient, ...] = ()
+
+    @cached_property
+    def program(self) -> Program:
+        """The items as nodes."""
+        return issue(self.items)
+
+    @cached_property
+    def num_nodes(self) -> int:
+        """Items that are work."""
+        return sum(not isinstance(item, Join) for item, _ in self.items)
+
+    @cached_property
+    def gradient_table(self) -> NDArray[np.int64]:
+        """Node, elements and whether an expert's, of each gradient, shape ``(num_gradients, 3)``."""
+        rows = [(g.node, g.numel, int(g.expert)) for g in self.gradients]
+        return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+    def between(self, first: int, last: int) -> Iterator[tuple[Item, str]]:
+        """Items of nodes ``first`` to ``last`` (exclusive), and joins between them."""
+        node = 0
+        for item, name in self.items:
+            if first <= node < last or (node == last and isinstance(item, Join) and last == self.num_nodes):
+                yield item, name
+            node += not isinstance(item, Join)
+
+    @cached_property
+    def works(self) -> tuple[Work, ...]:
+        """Distinct signatures in order of first use; ``work`` points into them."""
+        return tuple(dict.fromkeys(node.work for node in self.program.nodes))
+
+    @cached_property
+    def work(self) -> NDArray[np.int32]:
+        """Signature of each node, shape ``(num_nodes,)``."""
+        place = {work: index for index, work in enumerate(self.works)}
+        return np.array([place[node.work] for node in self.program.nodes], dtype=np.int32)
+
+    @cached_property
+    def category(self) -> NDArray[np.int8]:
+        """Index into ``STREAMS`` of each node, shape ``(num_nodes,)``: where its time is counted."""
+        items = [item for item, _ in self.items if not isinstance(item, Join)]
+        streams = ["compute" if isinstance(item, Op) else item.stream for item in items]
+        return np.array([STREAMS.index(stream) for stream in streams], dtype=np.int8)
+
+    @cached_property
+    def share(self) -> NDArray[np.float64]:
+        """Part of its signature's time that each node takes, shape ``(num_nodes,)``."""
+        return np.array([node.share for node in self.program.nodes])
+
+    @cached_property
+    def launched(self) -> NDArray[np.bool_]:
+        """Whether the host launches each node (rather than that its time is lost), shape ``(num_nodes,)``."""
+        items = [item for item, _ in self.items if not isinstance(item, Join)]
+        return np.array([not isinstance(item, Lost) for item in items], dtype=np.bool_)
+
+    @cached_property
+    def beside(self) -> NDArray[np.bool_]:
+        """Whether each node runs beside the computation, shape ``(num_nodes,)``."""
+        items = [item for item, _ in self.items if not isinstance(item, Join)]
+        return np.array([isinstance(i, Beside) or (isinstance(i, Comm) and i.beside) for i in items], dtype=np.bool_)
+
+    @cached_property
+    def serial(self) -> bool:
+        """Whether each node waits for the one before it: then a passage can be cut anywhere."""
+        follows = {before for before, after, _ in self.program.all_edges() if after == before + 1}
+        return len(follows) >= len(self.program) - 1
+
+    @cached_property
+    def edges(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Dependencies in CSR (pointer, before), stream order included."""
+        return dependencies(self.program)
+
+
+def dependencies(program: Program) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Dependencies of every node in CSR (pointer, before), stream order included, each once."""
+    incoming: list[list[int]] = [[] for _ in program.nodes]
+    for earlier, later, _ in program.all_edges():
+        if earlier not in incoming[later]:
+            incoming[later].append(earlier)
+    pointer = np.cumsum([0, *map(len, incoming)], dtype=np.int32)
+    return pointer, np.array([need for needs in incoming for need in needs], dtype=np.int32)
+
+
+def forward_passage(block: Block) -> Passage:
+    """Forward of a block."""
+    return _closed([(item, step.name) for step in block for item in step.forward])
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardSpec:
+    """What backward does beside the gradients.
+
+    Attributes:
+        part: ``backward`` (all), ``input`` or ``weight``: which gradients.
+        recompute: ``none``, ``selective`` (attention cores again) or ``full`` (the forward again).
+        whole: Full recomputation repeats all of the block; else it stops before the last step that keeps nothing.
+        accumulate: One ``add`` for each parameter tensor (eager PyTorch's accumulation).
+        bucket: One ``copy`` for each parameter tensor (into DDP's buckets).
+    """
+
+    part: str = BACKWARD
+    recompute: str = "none"
+    whole: bool = False
+    accumulate: bool = False
+    bucket: bool = False
+
+
+def backward_passage(block: Block, spec: BackwardSpec) -> Passage:
+    """Backward of a block: all of it, or the input's or the weights' gradients alone."""
+    items: list[tuple[Item, str]] = []
+    gradients: list[Gradient] = []
+    again = _needed_again(block, spec) if spec.recompute == "full" and spec.part != WEIGHT else ()
+    cores = _attention_cores(block) if spec.recompute == "selective" and spec.part != WEIGHT else {}
+    num_nodes = 0
+
+    def add(new: Iterable[Item], name: str) -> None:
+        nonlocal num_nodes
+        for item in new:
+            items.append((item, name))
+            num_nodes += not isinstance(item, Join)
+
+    for step in reversed(block):
+        if again and step is again[-1]:
+            for before in again:
+                add(before.forward, f"again.{before.name}")
+        for before in cores.get(id(step), ()):
+            add(before.forward, f"{before.name}.again")
+        add(_gradient_items(step, spec.part), step.name)
+        for numel in step.parameters if spec.part != INPUT else ():
+            if spec.accumulate:
+                add([Op("add", (numel,), "fp32")], f"{step.name}.accumulate")
+            if spec.bucket:
+                add([Op("copy", (numel,), "fp32")], f"{step.name}.bucket")
+            gradients.append(Gradient(num_nodes, numel, step.expert))
+    return _closed(items, gradients)
+
+
+def _closed(items: list[tuple[Item, str]], gradients: Sequence[Gradient] = ()) -> Passage:
+    """A passage that ends when all of its streams do."""
+    running: dict[str, None] = {}
+    for item, _ in items:
+        if isinstance(item, Beside) or (isinstance(item, Comm) and item.beside):
+            running[item.stream] = None
+        elif isinstance(item, Join | Comm):
+            running.pop(item.stream, None)
+    return Passage((*items, *((Join(stream), "") for stream in running)), tuple(gradients))
+
+
+def _attention_cores(block: Block) -> dict[int, Block]:
+    """Neighbouring steps of attention cores, by the identity of the last of them."""
+    found: dict[int, Block] = {}
+    run: Block = ()
+    for step in block:
+        if step.attention_core:
+            found.pop(id(run[-1]) if run else 0, None)
+            run = (*run, step)
+            found[id(step)] = run
+        else:
+            run = ()
+    return found
+
+
+def _gradient_items(step: Step, part: str) -> tuple[Item, ...]:
+    return {BACKWARD: step.full_backward, INPUT: step.backward, WEIGHT: step.weight_grad}[part]
+
+
+def _needed_again(block: Block, spec: BackwardSpec) -> Block:
+    """What full recomputation runs again, just before the backward of its last step.
+
+    PyTorch's checkpoint (not ``whole``) stops at the last step that keeps something for its backward.
+    """
+    last = max((index for index, step in enumerate(block) if spec.whole or step.saved), default=-1)
+    return block[: last + 1]
+
+
+@lru_cache(maxsize=8192)
+def items_passage(items: tuple[Item, ...], name: str) -> Passage:
+    """Some items in a row."""
+    return Passage(tuple((item, name) for item in items))

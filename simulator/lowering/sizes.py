@@ -1,0 +1,165 @@
+"""From a job to the sizes that everything else is made of: groups, rank shape, parts of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from stepsight.dataset.job import Job
+from stepsight.dataset.specs import ModelSpec, hashed_once
+from stepsight.simulator.blocks.family import LayerKinds, find_family
+from stepsight.simulator.blocks.shape import Group, RankShape
+from stepsight.simulator.lowering.rank_layout import Layout, layout_of
+
+REPLICAS = ("cp", "dp")  # context-parallel ranks hold the same parameters too
+
+
+@hashed_once
+@dataclass(frozen=True)
+class PartShape:
+    """What distinguishes a part of the model from others: a pipeline stage holds one, or one per virtual stage.
+
+    Attributes:
+        layers: Kinds of its layers in order, run-length encoded.
+        first, last: Whether it begins with the embedding, ends with the head.
+    """
+
+    layers: LayerKinds
+    first: bool = False
+    last: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return sum(count for _, count in self.layers)
+
+
+@hashed_once
+@dataclass(frozen=True)
+class Groups:
+    """Groups over which parameters are replicated or sharded.
+
+    Attributes:
+        replicas: Of ordinary parameters: data- and context-parallel ranks.
+        shard, replicate: The same in two levels: ``shard`` of them share states, ``replicate`` such groups agree.
+        experts: Ranks that hold the same experts; where there are none, the same as ``replicas``.
+        model: Tensor- and pipeline-parallel ranks: one replica.
+    """
+
+    replicas: Group
+    shard: Group
+    replicate: Group
+    experts: Group
+    model: Group
+
+
+def rank_shape(job: Job, compute_share: float = 0.0) -> RankShape:
+    """What one rank of a job sees of a micro-batch; ``compute_share`` is that of the hardware."""
+    p, batch = job.parallel, job.batch
+    split = (p.ep, p.experts_tp, p.sequence_parallel and p.tp > 1, p.vocab_parallel, p.context_parallel)
+    buffers = bool(p.gradient_dtype) and p.zero_stage < 3 and batch.precision != "fp32"
+    scatters = p.scatter_p2p and p.tp > 1 and p.pp > 1 and p.zero_stage < 3 and not p.sequence_parallel
+    casts = buffers and p.gradient_dtype == "fp32-cast"
+    more = (p.offload_activations, buffers, casts, scatters)
+    overlap = p.overlap_tp if p.tp > 1 else ""
+    dynamic = batch.precision == "fp8" and batch.fp8_scaling == "dynamic"
+    share = compute_share if overlap == "backward" else 0.0  # what is split is copied by engines of its own
+    habits = (overlap, share, dynamic)
+    return _rank_shape(job.model, batch.micro_batch, batch.precision, layout_of(job), *split, *more, *habits)
+
+
+@lru_cache(maxsize=4096)
+def _rank_shape(
+    model: ModelSpec,
+    micro_batch: int,
+    precision: str,
+    layout: Layout,
+    ep: int,
+    expert_tp: int,
+    sequence_parallel: bool,
+    vocab_parallel: bool,
+    context_parallel: str,
+    offload_activations: bool,
+    gradient_buffers: bool,
+    casts_gradients: bool,
+    scatter_p2p: bool,
+    overlap_tp: str,
+    compute_share: float,
+    fp8_dynamic: bool,
+) -> RankShape:
+    tp = layout.group("tp")
+    return RankShape(
+        model,
+        micro_batch,
+        precision,
+        tp=tp,
+        cp=layout.group("cp"),
+        ep=layout.part_of(REPLICAS if expert_tp == tp.size else ("tp", *REPLICAS), 1, ep),
+        expert_tp=expert_tp,
+        sequence_parallel=sequence_parallel,
+        vocab_parallel=vocab_parallel,
+        context_parallel=context_parallel,
+        offload_activations=offload_activations,
+        gradient_buffers=gradient_buffers,
+        casts_gradients=casts_gradients,
+        scatter_p2p=scatter_p2p,
+        overlap_tp=overlap_tp,
+        compute_share=compute_share,
+        fp8_dynamic=fp8_dynamic,
+    )
+
+
+def groups_of(job: Job) -> Groups:
+    """Groups of a job over which parameters are replicated or sharded."""
+    p = job.parallel
+    whole = bool(job.model.experts) and p.experts_tp < p.tp  # every tensor-parallel rank has experts of its own
+    return _groups(layout_of(job), p.shards * p.cp, p.ep, whole)
+
+
+@lru_cache(maxsize=4096)
+def _groups(layout: Layout, shards: int, ep: int, whole: bool) -> Groups:
+    replicas = layout.size("dp") * layout.size("cp")
+    with_tp = ("tp", *REPLICAS) if whole else REPLICAS
+    holders = replicas * (layout.size("tp") if whole else 1) // ep
+    return Groups(
+        replicas=layout.group(*REPLICAS),
+        shard=layout.part_of(REPLICAS, 1, shards),
+        replicate=layout.part_of(REPLICAS, shards, replicas // shards),
+        experts=layout.part_of(with_tp, ep, holders),
+        model=layout.group("tp", "pp"),
+    )
+
+
+def part_shapes(job: Job) -> tuple[PartShape, ...]:
+    """Parts of the model in model order: even with the remainder on the earlier ones, or as ``stage_layers`` says."""
+    p = job.parallel
+    return _part_shapes(job.model, p.pp * p.virtual_stages, p.stage_layers)
+
+
+@lru_cache(maxsize=4096)
+def _part_shapes(model: ModelSpec, num_parts: int, stage_layers: tuple[int, ...]) -> tuple[PartShape, ...]:
+    if not stage_layers:
+        each, rest = divmod(model.total_layers, num_parts)
+        stage_layers = tuple(each + (i < rest) for i in range(num_parts))
+    todo = list(find_family(model.family).layer_kinds(model))[::-1]
+    parts = []
+    for index, count in enumerate(stage_layers):
+        runs: list[tuple[str, int]] = []
+        while count > 0:
+            kind, left = todo.pop()
+            take = min(left, count)
+            runs.append((kind, take))
+            count -= take
+            if left > take:
+                todo.append((kind, left - take))
+        parts.append(PartShape(tuple(runs), index == 0, index == num_parts - 1))
+    return tuple(parts)
+
+
+@lru_cache(maxsize=4096)
+def boundary_bytes(shape: RankShape, parts: tuple[PartShape, ...]) -> tuple[int, ...]:
+    """Bytes of the activation that passes from each part to the next, ``len(parts) - 1``."""
+    passes, before, out = find_family(shape.model.family).boundary_bytes, 0, []
+    for part in parts[:-1]:
+        before += part.num_layers
+        out.append(passes(shape, before) // (shape.tp.size if shape.scatter_p2p else 1))
+    return tuple(out)

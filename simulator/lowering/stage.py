@@ -1,0 +1,339 @@
+"""What one pipeline stage runs for a micro-batch: forward and backward segments of its parts of the model.
+
+Conventions.  fp32 training is PyTorch's eager behaviour: gradients are accumulated by one ``add`` per parameter and
+reduced in fp32; DDP scales each gradient into its bucket (``copy``) and sends a bucket once it holds ``bucket_mbytes``
+(an explicit size leaves no smaller first bucket).  bf16, fp16 and fp8 are Megatron's mixed precision: gradients are
+accumulated (inside the weight-gradient GEMM) and reduced in fp32, the optimizer runs on fp32 master weights, and
+all-gathers carry parameters in the training dtype.  Full recomputation repeats all of a layer in Megatron; in PyTorch
+(fp32, and FSDP) it stops before the last collective and residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from stepsight.dataset.op import DTYPE_BYTES, Op
+from stepsight.simulator.blocks.family import embedding_block, head_block, layer_block
+from stepsight.simulator.blocks.layer_parts import arrivals
+from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.blocks.step import Block, Step
+from stepsight.simulator.lowering.passages import (
+    BACKWARD,
+    INPUT,
+    WEIGHT,
+    BackwardSpec,
+    Passage,
+    backward_passage,
+    forward_passage,
+)
+from stepsight.simulator.lowering.replicas import (
+    BUCKET_NAMES,
+    SILENT,
+    BucketPlan,
+    FullUnit,
+    Gathers,
+    Repeated,
+    Replicas,
+    reduce_gradients,
+    send_buckets,
+)
+from stepsight.simulator.lowering.segment import DATA, SECOND, Segment, SegmentBuilder
+from stepsight.simulator.lowering.sizes import PartShape
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """What backward runs again: ``none``, ``selective`` or ``full``; with ``full``, every n-th layer."""
+
+    kind: str = "none"
+    every: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Blocks of a part that are alike and follow each other.
+
+    Attributes:
+        block: One of them.
+        name: ``layer{}``, ``embedding`` or ``head``.
+        first: Number of the first.
+        times: How many.
+        again: Whether full recomputation repeats them.
+        root: Whether FSDP wraps them with the model itself rather than each on its own.
+    """
+
+    block: Block
+    name: str
+    first: int = 0
+    times: int = 1
+    again: bool = True
+    root: bool = False
+
+
+@lru_cache(maxsize=4096)
+def part_units(shape: RankShape, part: PartShape, every: int = 1) -> tuple[Unit, ...]:
+    """Blocks of a part in forward order; ``every`` n-th layer is recomputed."""
+    shared = shape.model.tied_embeddings and part.first and part.last
+    here, there = arrivals(shape) if shape.scatter_p2p else ((), ())
+    units = [Unit(embedding_block(shape, shared), "embedding", root=True)] if part.first else []
+    if here and not part.first:
+        units.append(Unit(here, "arrival", again=False))
+    number = 0
+    for kind, count in part.layers:
+        block, end = layer_block(shape, kind), number + count
+        while number < end:
+            alike = end - number if every == 1 else 1 if number % every == 0 else every - number % every
+            times = min(alike, end - number)
+            units.append(Unit(block, "layer{}", number, times, number % every == 0))
+            number += times
+    if part.last:
+        units.append(Unit(head_block(shape, shared), "head", root=True))
+    elif there:
+        units.append(Unit(there, "arrival", again=False))
+    return tuple(units)
+
+
+_PASSAGES: dict[tuple[int, BackwardSpec | None], tuple[Block, Passage]] = {}
+_MOST_PASSAGES = 20_000
+
+
+def _passage_of(block: Block, backward: BackwardSpec | None = None) -> Passage:
+    """Forward of a block, or its backward, by identity: blocks are made once, and hashing one costs more than this."""
+    known = _PASSAGES.get((id(block), backward))
+    if known is None:
+        if len(_PASSAGES) > _MOST_PASSAGES:
+            _PASSAGES.clear()
+        passage = forward_passage(block) if backward is None else backward_passage(block, backward)
+        _PASSAGES[id(block), backward] = known = (block, passage)  # the block is kept, so that its id stays its own
+    return known[1]
+
+
+def forward_segment(shape: RankShape, part: PartShape, replicas: Replicas, first: bool) -> Segment:
+    """Forward of one micro-batch on one part; ``first``: the first of an iteration."""
+    gathers = replicas.fully_sharded and (replicas.reshard or first)
+    updates = replicas.overlap_parameters and replicas.zero_stage in (1, 2) and replicas.shards > 1 and first
+    return _forward(shape, part, replicas if gathers or updates else SILENT)
+
+
+@lru_cache(maxsize=2048)
+def _forward(shape: RankShape, part: PartShape, replicas: Replicas) -> Segment:
+    units = part_units(shape, part)
+    joined = replicas.fully_sharded and not replicas.beside
+    builder = SegmentBuilder("forward", replicas.compute_share, joined)
+    if replicas.size == 1:
+        for unit in units:
+            builder.run(_passage_of(unit.block), unit.name, unit.first, times=unit.times)
+    elif replicas.fully_sharded:
+        gathers = _gathers(builder, units, shape, replicas, backward=False)
+        if any(unit.root for unit in units):
+            gathers.arrive()
+        for unit in units:
+            passage, turn = _passage_of(unit.block), 0
+            while turn < unit.times:
+                since, number = builder.num_events, unit.first + turn
+                if not unit.root:
+                    gathers.arrive()
+                    gathers.ask()  # the next layers' parameters travel while this one computes
+                builder.run(passage, unit.name, number)
+                turn += 1 + _repeat(builder, gathers, unit, since, unit.times - turn - 1, 1)
+    else:  # the optimizer's shards, each waited for where it is used
+        sent = []
+        for unit, number in _one_by_one(units):
+            sent.append(_send_parameters(builder, _full_unit([unit], unit.name), number, shape, replicas))
+        for (unit, number), events in zip(_one_by_one(units), sent, strict=True):
+            for event in events:
+                builder.wait(event)
+            builder.run(_passage_of(unit.block), unit.name, number)
+    return builder.build()
+
+
+def _repeat(builder: SegmentBuilder, gathers: Gathers, unit: Unit, since: int, most: int, step: int) -> int:
+    """Do again what was done for a layer since an event, as often as all stays alike; returns how often."""
+    times = 0 if unit.root else min(most, gathers.alike())
+    if times > 0:
+        gathers.skip(times, builder.repeat(since, times, step))
+    return max(times, 0)
+
+
+def _one_by_one(units: Iterable[Unit]) -> list[tuple[Unit, int]]:
+    return [(unit, unit.first + turn) for unit in units for turn in range(unit.times)]
+
+
+def _full_unit(units: Iterable[Unit], name: str) -> FullUnit:
+    numel, experts = 0, 0
+    for unit in units:
+        for step in unit.block:
+            if step.expert:
+                experts += sum(step.parameters)
+            else:
+                numel += sum(step.parameters)
+    return FullUnit(name, numel, experts)
+
+
+def _send_parameters(
+    builder: SegmentBuilder, full: FullUnit, number: int, shape: RankShape, replicas: Replicas
+) -> list[int]:
+    groups, size = replicas.groups, DTYPE_BYTES[shape.dtype]
+    sent = []
+    for group, numel, clock in ((groups.shard, full.numel, DATA), (groups.experts, full.expert_numel, SECOND)):
+        if group.size > 1 and numel:
+            work = group.collective("all_gather", numel * size)
+            sent.append(builder.send(work, clock, f"{full.name}.parameters", number, early=True))
+    return sent
+
+
+def _gathers(
+    builder: SegmentBuilder, units: tuple[Unit, ...], shape: RankShape, replicas: Replicas, *, backward: bool
+) -> Gathers:
+    """All-gathers in the order of use: the root first, in backward layers alone (the root stays gathered)."""
+    sizes = {id(unit): _full_unit([unit], unit.name) for unit in units}
+    layers = [(sizes[id(unit)], number) for unit, number in _one_by_one(units) if not unit.root]
+    root = _full_unit([unit for unit in units if unit.root], "root")
+    order = layers[::-1] if backward else ([(root, 0)] if root.numel else []) + layers
+    early = not backward and not replicas.reshard  # nothing has to be freed before
+    return Gathers(builder, replicas, order, shape.dtype, ahead=backward, early=early)
+
+
+def backward_segment(
+    shape: RankShape,
+    part: PartShape,
+    replicas: Replicas,
+    recompute: Recompute,
+    *,
+    accumulate: bool,
+    last: bool,
+    label: str = BACKWARD,
+) -> Segment:
+    """Backward of one micro-batch on one part.
+
+    Args:
+        shape, part, replicas, recompute: The rank.
+        accumulate: Whether gradients of an earlier micro-batch are there.
+        last: Whether this is the part's last micro-batch.
+        label: ``backward``, or ``input`` or ``weight`` for its halves.
+    """
+    gathers = replicas.fully_sharded and replicas.reshard
+    reduces = replicas.reduces(last) and label != INPUT
+    who = replicas if (gathers and label != WEIGHT) or reduces else SILENT
+    eager = shape.precision == "fp32" and label != INPUT
+    spec = BackwardSpec(
+        label,
+        recompute.kind,
+        whole=shape.precision != "fp32" and not replicas.fully_sharded,
+        accumulate=accumulate and eager and not replicas.accumulates_shards,
+        bucket=reduces and eager and replicas.zero_stage < 2,
+    )
+    return _backward(shape, part, who, spec, recompute.every, gathers, reduces, accumulate and reduces)
+
+
+@lru_cache(maxsize=4096)
+def _backward(
+    shape: RankShape,
+    part: PartShape,
+    replicas: Replicas,
+    spec: BackwardSpec,
+    every: int,
+    gathered: bool,
+    reduces: bool,
+    accumulate: bool,
+) -> Segment:
+    if reduces and replicas.zero_stage < 2:
+        return send_buckets(_bucket_plan(shape, part, every, spec), replicas)
+    units = part_units(shape, part, every)
+    joined = replicas.fully_sharded and not replicas.beside
+    builder = SegmentBuilder(spec.part, replicas.compute_share if replicas.size > 1 else 0.0, joined)
+    passages = _backwards(units, spec)
+    if replicas.fully_sharded and gathered and spec.part != WEIGHT:
+        _run_gathered(builder, units, passages, shape, replicas, reduces, accumulate)
+    elif reduces:
+        _run_by_unit(builder, passages, replicas, accumulate)
+    else:
+        for unit, passage in passages:
+            builder.run(passage, unit.name, unit.first + unit.times - 1, -1, times=unit.times)
+    return builder.build()
+
+
+def _backwards(units: tuple[Unit, ...], spec: BackwardSpec) -> list[tuple[Unit, Passage]]:
+    return [(unit, _passage_of(unit.block, _spec_for(unit, spec))) for unit in reversed(units)]
+
+
+@lru_cache(maxsize=4096)
+def _bucket_plan(shape: RankShape, part: PartShape, every: int, spec: BackwardSpec) -> BucketPlan:
+    passages = _backwards(part_units(shape, part, every), spec)
+    in_order = [Repeated(p, unit.times, unit.name, unit.first + unit.times - 1) for unit, p in passages]
+    return BucketPlan.of(spec.part, in_order)
+
+
+def _spec_for(unit: Unit, spec: BackwardSpec) -> BackwardSpec:
+    if spec.recompute == "full" and (unit.root or not unit.again):
+        return BackwardSpec(spec.part, "none", False, spec.accumulate, spec.bucket)
+    return spec
+
+
+def _run_gathered(
+    builder: SegmentBuilder,
+    units: tuple[Unit, ...],
+    passages: list[tuple[Unit, Passage]],
+    shape: RankShape,
+    replicas: Replicas,
+    reduces: bool,
+    accumulate: bool,
+) -> None:
+    """FSDP: layers are gathered before they are used; the root's gradients are reduced at the end."""
+    gathers = _gathers(builder, units, shape, replicas, backward=True)
+    root: list[Step] = []
+    for unit, passage in passages:
+        if unit.root:
+            loss = _nodes_of_first_step(passage) if unit.name == "head" else 0
+            builder.run(passage, unit.name, nodes=(0, loss))
+            if loss:
+                gathers.ask()  # the last layer's parameters travel beside the head, which the loss is no part of
+            builder.run(passage, unit.name, nodes=(loss, passage.num_nodes))
+            root += reversed(unit.block)
+            continue
+        steps, turn = list(reversed(unit.block)), 0
+        while turn < unit.times:
+            since, number = builder.num_events, unit.first + unit.times - 1 - turn
+            gathers.arrive()
+            gathers.ask()
+            builder.run(passage, unit.name, number, -1)
+            if reduces:
+                _reduce_unit(builder, replicas, steps, number, accumulate)  # buckets are numbered as the layers
+            turn += 1 + _repeat(builder, gathers, unit, since, unit.times - turn - 1, -1)
+    if reduces and root:
+        _reduce_unit(builder, replicas, root, sum(unit.times for unit in units if not unit.root), accumulate)
+
+
+def _nodes_of_first_step(passage: Passage) -> int:
+    names = [name for _, name in passage.items]
+    return next((i for i, name in enumerate(names) if name != names[0]), len(names))
+
+
+def _run_by_unit(
+    builder: SegmentBuilder, passages: list[tuple[Unit, Passage]], replicas: Replicas, accumulate: bool
+) -> None:
+    """Gradients are scattered unit by unit."""
+    for unit, passage in passages:
+        since, newest = builder.num_events, unit.first + unit.times - 1
+        builder.run(passage, unit.name, newest, -1)
+        _reduce_unit(builder, replicas, list(reversed(unit.block)), newest, accumulate)
+        if unit.times > 1:
+            builder.repeat(since, unit.times - 1, -1)
+
+
+def _reduce_unit(builder: SegmentBuilder, replicas: Replicas, steps: list[Step], number: int, accumulate: bool) -> None:
+    for expert in (False, True):
+        tensors = [numel for step in steps if step.expert == expert for numel in step.parameters]
+        if not tensors:
+            continue
+        name, numel = BUCKET_NAMES[expert], sum(tensors)
+        if replicas.zero_stage == 3:
+            builder.items([Op("copy", (numel,), "fp32")], name, number, "copy_in")
+        wait = replicas.zero_stage == 3 and not replicas.beside
+        reduce_gradients(builder, replicas, numel, number, expert=expert, wait=wait)
+        if accumulate and replicas.accumulates_shards:
+            shards = replicas.expert_shards if expert else replicas.shards
+            adds = [Op("add", (-(-tensor // shards),), "fp32") for tensor in reversed(tensors)]  # as declared
+            builder.items(adds, name, number, "accumulate")

@@ -1,0 +1,151 @@
+"""How pipeline runtimes turn actions into entries: GPU frameworks, DeepSpeed, and PyTorch over gloo."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.errors import JobError
+from stepsight.simulator.clock.entries import (
+    COMPUTE,
+    POST,
+    RECEIVE,
+    SEND,
+    WAIT,
+    Entries,
+    Messages,
+    in_one_order,
+    interleaved,
+)
+from stepsight.simulator.runtimes.torch_runtime import torch_lowered
+from stepsight.simulator.schedules.base import BACKWARD, Ints, Schedule
+from stepsight.simulator.schedules.find import find_schedule
+from stepsight.simulator.schedules.order import Order
+
+# What may stand around an action, in this order: columns of ``_Slots``.
+_COLUMNS = ((POST, SEND), (POST, RECEIVE), (WAIT, SEND), (WAIT, RECEIVE), (COMPUTE, 0), (WAIT, SEND), (POST, SEND))
+_SEND_FIRST, _ASK, _SENT_FIRST, _ARRIVED, _COMPUTE, _SENT, _SEND = range(len(_COLUMNS))
+_OPS = np.array([op for op, _ in _COLUMNS], dtype=np.int32)
+_SIDES = np.array([side for _, side in _COLUMNS], dtype=np.int32)
+
+
+def asynchronous(order: Order, messages: Messages) -> Entries:
+    """GPU frameworks: an action asks for what it needs, waits for it, and sends what it made without waiting."""
+    slots = np.full((len(order), len(_COLUMNS)), -1, dtype=np.int32)
+    slots[:, _ASK] = slots[:, _ARRIVED] = messages.of_target
+    slots[:, _COMPUTE] = np.arange(len(order))
+    slots[:, _SEND] = messages.of_source
+    op, index, side, where = _flatten(slots)
+    return Entries(op, order.stage[where], index, side)
+
+
+# DeepSpeed's columns: every message is posted and waited for in its turn.
+_IN_TURN = ((POST, RECEIVE), (WAIT, RECEIVE), (POST, SEND), (WAIT, SEND), (COMPUTE, 0), (POST, SEND), (WAIT, SEND))
+
+
+def deepspeed_entries(schedule: Schedule, order: Order, messages: Messages) -> Entries:
+    """DeepSpeed's ``PipelineEngine`` with its ``TrainSchedule`` (0.3 to 0.16): one message after the other, each waited
+    for by both sides.  A backward first receives its gradient, then sends the result of the forward just before it.
+
+    Raises:
+        JobError: If the schedule is not 1F1B of one part per stage.
+    """
+    if schedule.name != "1f1b" or schedule.virtual_stages > 1 or not _is_standard(schedule):
+        raise JobError(
+            f"runtime deepspeed runs schedule 1f1b without virtual stages, got {schedule.name} with "
+            f"{schedule.virtual_stages} of them"
+        )
+    ranks: list[tuple[Ints, ...]] = []
+    for stage in range(schedule.num_stages):
+        own = order.by_stage[order.first[stage] : order.first[stage + 1]]
+        sent = messages.of_source[own]
+        backward = order.kind[own] == BACKWARD
+        # What a backward has to send for the forward before it; all else is sent when it is there.
+        late = np.append(~backward[:-1] & backward[1:], False)
+        late &= schedule.num_micro_batches >= schedule.num_stages - stage  # else the pipeline drains in between
+        slots = np.full((len(own), len(_IN_TURN)), -1, dtype=np.int32)
+        slots[:, 0] = slots[:, 1] = messages.of_target[own]
+        slots[1:, 2] = slots[1:, 3] = np.where(late[:-1], sent[:-1], -1)
+        slots[:, 4] = own
+        slots[:, 5] = slots[:, 6] = np.where(late, -1, sent)
+        where, column = np.nonzero(slots >= 0)
+        op, side = np.array(_IN_TURN, dtype=np.int32)[column].T
+        ranks.append((op, slots[where, column], side))
+    return interleaved(order, messages, ranks)
+
+
+def torch_entries(schedule: Schedule, order: Order, messages: Messages) -> Entries:
+    """``torch.distributed.pipelining`` 2.13 over gloo.
+
+    ``ScheduleGPipe`` and ``Schedule1F1B`` have loops of their own; everything else, users' tables too, is lowered by
+    ``_PipelineScheduleRuntime``.
+
+    Raises:
+        JobError: If ranks wait for each other in a circle.
+    """
+    make = _LOOPS.get(schedule.name)
+    if make and schedule.virtual_stages == 1 and schedule.num_stages > 1 and _is_standard(schedule):
+        ranks = [
+            make(schedule, stage, order.by_stage[order.first[stage] : order.first[stage + 1]], messages)
+            for stage in range(schedule.num_stages)
+        ]
+        return interleaved(order, messages, ranks)
+    return in_one_order(order, messages, *torch_lowered(schedule, order, messages))
+
+
+def _is_standard(schedule: Schedule) -> bool:
+    """Whether it is the schedule of its name, not a user's of the same name."""
+    usual = find_schedule(schedule.name, schedule.num_stages, schedule.num_micro_batches)
+    return schedule is usual or all(map(np.array_equal, schedule.actions, usual.actions))
+
+
+def _flatten(slots: Ints) -> tuple[Ints, Ints, Ints, NDArray[np.int64]]:
+    """Op, index and side of the slots that are not empty, row after row, and their rows."""
+    where, column = np.nonzero(slots >= 0)
+    return _OPS[column], slots[where, column], _SIDES[column], where
+
+
+def _waits(messages: Ints) -> tuple[Ints, Ints, Ints]:
+    """Waits for sent messages, without the -1."""
+    sent = messages[messages >= 0]
+    return np.full_like(sent, WAIT), sent, np.full_like(sent, SEND)
+
+
+def _gpipe(schedule: Schedule, stage: int, own: Ints, messages: Messages) -> tuple[Ints, ...]:
+    """``ScheduleGPipe``: sends of a pass are waited for when the pass is over."""
+    slots = np.full((len(own), len(_COLUMNS)), -1, dtype=np.int32)
+    slots[:, _ASK] = slots[:, _ARRIVED] = messages.of_target[own]
+    slots[:, _COMPUTE] = own
+    slots[:, _SEND] = messages.of_source[own]
+    half = len(own) // 2
+    pieces = []
+    for rows in (slots[:half], slots[half:]):
+        pieces += [_flatten(rows)[:3], _waits(rows[:, _SEND])]
+    return tuple(np.concatenate([piece[field] for piece in pieces]) for field in range(3))
+
+
+def _one_f_one_b(schedule: Schedule, stage: int, own: Ints, messages: Messages) -> tuple[Ints, ...]:
+    """``Schedule1F1B``: in the steady state a rank sends and asks at once and waits for both."""
+    num = schedule.num_micro_batches
+    warm_up = min(num, schedule.num_stages - stage)
+    is_forward = np.zeros(len(own), dtype=np.bool_)
+    is_forward[: warm_up - 1] = True
+    is_forward[warm_up - 1 : 2 * num - warm_up + 1 : 2] = True  # then in turn
+    forward, backward = np.flatnonzero(is_forward), np.flatnonzero(~is_forward)
+    send = messages.of_source[own]
+    slots = np.full((len(own), len(_COLUMNS)), -1, dtype=np.int32)
+    slots[:, _ASK] = slots[:, _ARRIVED] = messages.of_target[own]
+    slots[:, _COMPUTE] = own
+    slots[forward[: warm_up - 1], _SEND] = send[forward[: warm_up - 1]]
+    slots[forward[1:warm_up], _SENT] = send[forward[: warm_up - 1]]
+    # Each backward sends the forward's result before it, and each later forward the backward's.
+    pairs = num - warm_up + 1
+    slots[backward[:pairs], _SEND_FIRST] = slots[backward[:pairs], _SENT_FIRST] = send[forward[warm_up - 1 :]]
+    slots[forward[warm_up:], _SEND_FIRST] = slots[forward[warm_up:], _SENT_FIRST] = send[backward[: pairs - 1]]
+    slots[backward[pairs - 1 :], _SEND] = send[backward[pairs - 1 :]]
+    slots[backward[pairs:], _SENT] = send[backward[pairs - 1 : -1]]
+    pieces = [_flatten(slots)[:3], _waits(send[backward[-1:]])]
+    return tuple(np.concatenate([piece[field] for piece in pieces]) for field in range(3))
+
+
+_LOOPS = {"gpipe": _gpipe, "1f1b": _one_f_one_b}

@@ -1,0 +1,68 @@
+"""The table of a stand-in's collectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import harness_jobs as jobs
+import pytest
+
+from stepsight.dataset.harness.emulation.delays import Delays
+from stepsight.dataset.harness.plan import check_plan, ranks_needed, world_sizes
+from stepsight.dataset.harness.plan_error import HarnessError
+
+
+def row(num_bytes: int, seconds: float, kind: str = "all_reduce", size: int = 8) -> dict[str, Any]:
+    return {"kind": kind, "num_bytes": num_bytes, "group_size": size, "ranks_per_node": size, "seconds": seconds}
+
+
+def test_between_sizes_log_linear_and_beyond_them_in_proportion() -> None:
+    delays = Delays([row(10_000, 9e-3), row(100, 1e-3), row(100, 5.0, size=4), row(100, 7.0, kind="all_gather")])
+    sizes = (100, 1_000, 10_000, 50, 20_000)
+    assert [delays.seconds("all_reduce", n, 8, 8) for n in sizes] == pytest.approx([1e-3, 3e-3, 9e-3, 5e-4, 18e-3])
+    assert delays.seconds("all_gather", 100, 8, 8) == 7.0
+
+
+def test_a_collective_that_the_table_does_not_tell_is_refused() -> None:
+    with pytest.raises(HarnessError, match="got no send_recv of 2 ranks, 1 on each node"):
+        Delays([row(100, 1e-3)]).seconds("send_recv", 100, 2, 1)
+
+
+def test_a_stand_in_needs_one_process_whatever_its_job() -> None:
+    """A collection may hold plain runs beside them."""
+    plain = jobs.run("plain", jobs.job(tp=2))
+    stand_in = {
+        **jobs.run("large", jobs.job({"vocab": 512}, micro_batch=1, dp=8)),
+        "stand_in": {"rank": 7, "collectives": []},
+    }
+    plan = check_plan(jobs.plan([plain, stand_in]))
+    assert [ranks_needed(run) for run in plan["runs"]] == [2, 1]
+    assert world_sizes(plan) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "message"),
+    [
+        (3, "stand_in is a table of rank and collectives, got 3"),
+        ({"rank": 0}, r"stand_in is a table of rank and collectives, got \['rank'\]"),
+        ({"rank": 8, "collectives": []}, "stand_in.rank must be one of the job's 8 ranks, got 8"),
+        ({"rank": True, "collectives": []}, "stand_in.rank must be one of the job's 8 ranks, got True"),
+        ({"rank": 0, "collectives": {}}, "stand_in.collectives must be a list, got {}"),
+        ({"rank": 0, "collectives": [{"kind": "all_reduce"}]}, "a collective of a stand-in has kind, num_bytes"),
+        ({"rank": 0, "collectives": [row(0, 1.0)]}, "num_bytes of a stand-in's collective must be .* from 1 .*, got 0"),
+        ({"rank": 0, "collectives": [row(2**60, 1.0)]}, "num_bytes of a stand-in's collective must be .*, got 115"),
+        ({"rank": 0, "collectives": [row(8, -1.0)]}, "seconds of a stand-in's collective must be .* > 0 .*, got -1"),
+        ({"rank": 0, "collectives": [row(8, 1e300)]}, "seconds of a stand-in's .* at most 3600, got 1e"),
+        ({"rank": 0, "collectives": [row(8, 1.0, kind="gossip")]}, "must be one of all_reduce, .*, got 'gossip'"),
+    ],
+)
+def test_a_wrong_stand_in_is_refused_with_the_rule(stand_in: Any, message: str) -> None:
+    run = {**jobs.run("large", jobs.job(micro_batch=1, dp=8)), "stand_in": stand_in}
+    with pytest.raises(HarnessError, match=message):
+        check_plan(jobs.plan([run]))
+
+
+def test_there_is_nothing_to_stand_in_for_in_a_job_of_one_rank() -> None:
+    run = {**jobs.run("small", jobs.job()), "stand_in": {"rank": 0, "collectives": []}}
+    with pytest.raises(HarnessError, match="a stand-in is for a job of at least 2 ranks, got 1"):
+        check_plan(jobs.plan([run]))

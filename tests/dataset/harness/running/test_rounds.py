@@ -1,0 +1,80 @@
+"""Finished rounds survive on disk; damaged ones are measured again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import harness_jobs as jobs
+import pytest
+
+from stepsight.dataset.harness.plan import check_plan
+from stepsight.dataset.harness.running.launch import collect
+from stepsight.dataset.harness.running.rounds import read_rounds, rounds_path, write_rounds
+
+EMPTY: dict[str, list[float]] = {"rounds": [], "losses": [], "records": []}
+RUN = jobs.run("a", jobs.job(), rounds=3)  # two steps a round, after two of warm-up
+STATE = {"rounds": [[0.1, 0.2], [0.1, 0.3]], "losses": [4.0, 3.0, 2.0, 1], "records": []}
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    assert read_rounds(tmp_path, RUN) == EMPTY
+    write_rounds(tmp_path, RUN, STATE)
+    assert read_rounds(tmp_path, RUN) == STATE
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[" * 10**5,
+        "null",
+        "[]",
+        "{}",
+        '{"rounds": 3, "losses": [], "records": []}',
+        '{"rounds": [], "losses": [], "records": []}',
+        *(
+            json.dumps({**STATE, **change})
+            for change in (
+                {"rounds": [0.1, 0.2]},
+                {"rounds": [[0.1, 0.2, 0.3]]},
+                {"rounds": [[0.1, "x"]]},
+                {"rounds": [[0.1, None]]},
+                {"rounds": [[0.1, True]]},
+                {"rounds": [[0.1, 0.0]]},
+                {"rounds": [[0.1, float("nan")]]},
+                {"rounds": [[0.1, 0.2]] * 4},
+                {"losses": []},
+                {"losses": [4.0, 3.0, 2.0, [1.0]]},
+                {"records": None},
+                {"records": [[]]},
+                {"more": 1},
+            )
+        ),
+        '{"rounds": [[0.1, 1e999]], "losses": [4, 3, 2, 1], "records": []}',
+    ],
+)
+def test_damage_is_as_nothing(tmp_path: Path, text: str) -> None:
+    rounds_path(tmp_path, "a").parent.mkdir()
+    rounds_path(tmp_path, "a").write_text(text)
+    assert read_rounds(tmp_path, RUN) == EMPTY
+
+
+KEPT = {"rounds": [[1.5, 2.5]], "losses": [4.0, 3.0, 2.0, 1.0], "records": []}
+
+
+@pytest.mark.parametrize(
+    ("content", "kept"), [(json.dumps(KEPT).encode(), True), (b"\xff", False), (b'{"rounds": [["x"]]}', False)]
+)
+def test_a_collection_goes_on_past_damage(tmp_path: Path, content: bytes, kept: bool) -> None:
+    """A run's rounds are kept if their file is whole, else it is measured from the first."""
+    plan = check_plan(jobs.plan([jobs.run("a", jobs.job(), profile_steps=0)]))
+    out = tmp_path / "out"
+    rounds_path(out, "a").parent.mkdir(parents=True)
+    rounds_path(out, "a").write_bytes(content)
+    (out / "plan.json").write_text(json.dumps(plan))
+    collect(plan, out, progress=False)
+    manifest = json.loads((out / "runs/a/manifest.json").read_text())
+    assert [len(seconds) for seconds in manifest["rounds"]] == [2, 2]
+    assert len(manifest["losses"]) == 4
+    assert (manifest["rounds"][:1] == KEPT["rounds"], manifest["losses"] == KEPT["losses"]) == (kept, kept)

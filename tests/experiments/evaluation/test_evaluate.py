@@ -1,0 +1,160 @@
+"""Published runs against predictions: what counts, what does not, references, and nobody judges what was fitted."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stepsight.dataset.errors import PredictorError, TableError
+from stepsight.experiments.evaluation.calibration_split import split_by_size
+from stepsight.experiments.evaluation.evaluate import PredictorOf, evaluate, figures, score
+from stepsight.experiments.evaluation.evaluation_report import evaluation_text
+from stepsight.experiments.evaluation.naive_references import carried_forward, constant_mfu
+from stepsight.experiments.evaluation.row_predictors import predictor_by_hardware
+from tests.experiments.evaluation.run_tables import digest_of, run_row, write_runs
+
+ROOT = Path(__file__).parents[3]
+RUNS = Path(os.environ.get("STEPSIGHT_DATA", ROOT.parent / "shared" / "data")) / "e2e" / "published_runs.csv.gz"
+FACTS: PredictorOf = lambda hardware: None
+FIGURES = {
+    "used", "mape", "median", "p90", "max", "bias", "spearman", "regret", "coverage", "out_of_support",
+}  # fmt: skip
+
+
+def series(*gpus: int, **changes: Any) -> list[Any]:
+    """Runs of one job that grows by replicas."""
+    tables = ({"row_id": n, "gpus": n, "nodes": n // 8, "dp": n // 8, "global_batch": 4 * n} for n in gpus)
+    return [run_row(**{**table, **changes}) for table in tables]
+
+
+def test_what_counts(tmp_path: Path) -> None:
+    """Doubted rows stand apart, weak and unknown ones are counted by their reason, the source is chosen by pattern."""
+    rows = [
+        *series(8, 16, 32),
+        run_row(row_id=4, notes="SUSPECT"),
+        run_row(row_id=5, quality="C"),
+        run_row(row_id=6, vocab=""),
+        run_row(row_id=7, vocab="", source="Lab two"),
+    ]
+    result = evaluate(write_runs(tmp_path / "runs.csv", *rows), FACTS, source="LAB")
+    value = result.to_dict()
+    assert json.loads(json.dumps(value, allow_nan=False)) == value
+    assert [row["row_id"] for row in value["predictions"]] == [8, 16, 32]
+    assert set(value["predictions"][0]) == {"row_id", "measured_s", "predicted_s", "low_s", "high_s"}
+    assert set(value["sources"]) == {"lab"} and set(value["sources"]["lab"]) == FIGURES | {"rows"}
+    assert value["sources"]["lab"]["rows"] == 6 and value["overall"]["used"] == 3
+    assert value["suspect"]["used"] == 1 and sum(value["skipped"].values()) == 3
+    assert value["overall"]["out_of_support"] == 100.0  # nothing was measured
+    assert "SUSPECT" in evaluation_text(result, 2) and "left out 1: vocab is unknown" in evaluation_text(result, 2)
+    assert set(evaluate(tmp_path / "runs.csv", FACTS, source="AB").rows) == {"lab", "Lab two"}  # what holds it
+    with pytest.raises(TableError, match=r"--source must match .*, got 'nobody'; sources: 'lab', 'Lab two'"):
+        evaluate(tmp_path / "runs.csv", FACTS, source="nobody")
+
+
+def test_a_source_without_usable_rows(tmp_path: Path) -> None:
+    """Its figures are empty; a table without any is refused, with the reasons and what else there is."""
+    path = write_runs(
+        tmp_path / "runs.csv", run_row(), run_row(vocab="", source="two"), run_row(quality="C", source="two")
+    )
+    result = evaluate(path, FACTS).to_dict()
+    assert result["sources"]["two"] == {"rows": 2, **dict.fromkeys(FIGURES), "used": 0}
+    reasons = "1 x vocab is unknown, 1 x grade C: more than one field is a guess; sources: 'lab', 'two'"
+    with pytest.raises(TableError, match=f"of 2 rows of .*runs.csv left out: {reasons}"):
+        evaluate(path, FACTS, source="two")
+
+
+def test_an_unknown_framework_is_told(tmp_path: Path) -> None:
+    """Once for all rows, with the profile that was taken."""
+    rows = [run_row(framework=name) for name in ("mine", "mine", "NeMo", "")]
+    result = evaluate(write_runs(tmp_path / "runs.csv", *rows), FACTS)
+    (warning,) = result.to_dict()["warnings"]
+    assert warning.startswith("no profile knows framework 'mine': generic")
+    assert f"warning: {warning}" in evaluation_text(result, 0)
+
+
+def test_progress(tmp_path: Path) -> None:
+    """Every row is told of, whether or not it counts."""
+    told: list[tuple[int, int]] = []
+    path = write_runs(tmp_path / "runs.csv", run_row(), run_row(vocab=""))
+    evaluate(path, FACTS, on_row=lambda done, of: told.append((done, of)))
+    assert told == [(1, 2), (2, 2)]
+
+
+def test_references() -> None:
+    """The smallest run's speed carried forward; one utilisation and the bubble, exact for rows that are made so."""
+    rows = [score(row, FACTS) for row in series(8, 16, 32)]
+    assert carried_forward(rows) == [None, pytest.approx(1.0), pytest.approx(1.0)]
+    seconds = constant_mfu(rows)
+    assert seconds[1] / seconds[0] == pytest.approx(1.0)  # the same micro-batches for each replica
+    deeper = [score(row, FACTS) for row in (*series(8), *series(16, pp=4, dp=1))]
+    assert carried_forward(deeper) == [None, None]  # two series
+
+
+def test_carried_from_the_run_that_is_most_alike() -> None:
+    """Of several smallest runs the one with the same micro-batch; its speed holds for other batches."""
+    small = [
+        run_row(gpus=8, nodes=1, dp=1, micro_batch=micro, global_batch=32, iteration_time_s=seconds)
+        for micro, seconds in ((1, 3.0), (2, 2.0))
+    ]
+    large = run_row(gpus=16, global_batch=128)
+    assert carried_forward([score(row, FACTS) for row in (*small, large)])[2] == pytest.approx(4.0)
+
+
+def test_small_rows_calibrate_and_large_ones_judge() -> None:
+    """At most 8 devices, or a source's smallest size."""
+    rows = [score(row, FACTS) for row in (*series(8, 16), *series(16, 32, source="big"))]
+    fitted, judging = split_by_size(rows)
+    assert [(r.row.source, r.row.gpus) for r in fitted] == [("lab", 8), ("big", 16)]
+    assert [(r.row.source, r.row.gpus) for r in judging] == [("lab", 16), ("big", 32)]
+
+
+def test_fitted_rows_cannot_judge(tmp_path: Path) -> None:
+    """They are left out; where nothing else remains that is refused, as is a predictor for other hardware."""
+    rows = series(8, 16)
+    path = write_runs(tmp_path / "runs.csv", *rows)
+    seen: Any = SimpleNamespace(
+        hardware=SimpleNamespace(name="a100-sxm-80gb"), manifest={"fitted_rows": [digest_of(rows[0])]}
+    )
+    with pytest.raises(PredictorError, match="cannot judge it, got row 8 of lab"):
+        score(rows[0], lambda hardware: seen)
+    alone = write_runs(tmp_path / "alone.csv", rows[0])
+    with pytest.raises(
+        PredictorError, match=r"cannot judge it, of 1 row of .* are left out: 1 x the predictor was fit"
+    ):
+        evaluate(alone, lambda hardware: seen)
+    other: Any = SimpleNamespace(hardware=SimpleNamespace(name="toy"), manifest={})
+    with pytest.raises(TableError, match="2 x the predictor is for other hardware"):
+        evaluate(path, lambda hardware: other)
+
+
+def test_who_answers() -> None:
+    """A named predictor answers for all rows; else what is shipped, and facts where nothing is."""
+    named: Any = SimpleNamespace()
+    assert predictor_by_hardware(named)("a100-sxm-80gb") is named
+    assert predictor_by_hardware()("v100-sxm-32gb") is None
+
+
+def test_figures_of_a_perfect_prediction() -> None:
+    """No error, nothing to regret."""
+    first = score(run_row(), FACTS)
+    rows = [score(run_row(iteration_time_s=first.predicted_s), FACTS)]
+    rows.append(score(run_row(tp=8, dp=1, iteration_time_s=2 * first.predicted_s), FACTS))
+    found = figures(rows[:1])
+    assert found["mape"] == pytest.approx(0.0, abs=1e-9) and found["coverage"] == 100.0
+    assert rows[0].choice == rows[1].choice and figures(rows)["regret"] is not None
+
+
+@pytest.mark.skipif(not RUNS.exists(), reason=f"no table of published runs at {RUNS} (set STEPSIGHT_DATA)")
+def test_published_runs() -> None:
+    """Nine of ten well graded dense rows of the sets that judge are answered, from facts alone within reason."""
+    sets = ("vTrain*", "*llm-foundry*", "*dgxc*", "*torchtitan*", "InternEvo*", "*SC21 Table 1*", "*BLOOM*", "Korth*")
+    for name in sets:
+        result = evaluate(RUNS, FACTS, source=name).to_dict()
+        complete = sum(row["rows"] for row in result["sources"].values())
+        complete -= sum(n for why, n in result["skipped"].items() if "grade" in why or "SUSPECT" in why)
+        assert result["overall"]["used"] >= 0.85 * complete, (name, result["skipped"])
+        assert result["overall"]["mape"] <= 40, name
+        assert set(result["references"]["overall"]) == {"constant_mfu", "carried_forward", "ours_where_carried"}

@@ -1,0 +1,53 @@
+"""Errors on published runs as a preset, and that no interval depends on the source it is judged by."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from stepsight.experiments.evaluation.evaluate import evaluate
+from stepsight.experiments.evaluation.interval_widths import main, widths_of
+from stepsight.experiments.evaluation.row_jobs import job_of
+from stepsight.training import prediction
+from stepsight.training.intervals.published_errors import Widths, class_of, published_widths
+from stepsight.training.shipped.catalogue import shipped_predictor
+from tests.experiments.evaluation.run_tables import digest_of, run_row, write_runs
+
+
+def test_a_table_becomes_a_preset(tmp_path: Path) -> None:
+    """A line for every run whose hardware has a shipped predictor; others, and weak rows, are not in it."""
+    rows = [run_row(), run_row(row_id=2, source="other", micro_batch=1), run_row(row_id=3, quality="C")]
+    rows.append(run_row(row_id=4, hardware="V100-SXM2", gpu_mem_gb=32))
+    runs = write_runs(tmp_path / "runs.csv", *rows)
+    assert main([str(runs), "--out", str(tmp_path / "widths.json")]) == 0
+    found = widths_of(evaluate(runs, shipped_predictor))
+    assert {name: [off.digest for off in offs] for name, offs in found.sources.items()} == {
+        "lab": [digest_of(rows[0])],
+        "other": [digest_of(rows[1])],
+    }
+    text = (tmp_path / "widths.json").read_text()
+    assert text.count("\n") == 2 and digest_of(rows[0]) in text
+
+
+def test_a_missing_table_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "none.csv"), "--out", str(tmp_path / "widths.json")]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    assert not (tmp_path / "widths.json").exists()
+
+
+def test_no_interval_depends_on_its_own_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The preset's errors of a source made a thousand times larger change no interval of that source's rows."""
+    kind = class_of(job_of(run_row()).job)
+    counts = Counter(name for name, rows in published_widths().sources.items() for row in rows if row.kind == kind)
+    name = counts.most_common(1)[0][0]
+    runs = write_runs(tmp_path / "runs.csv", run_row(source=name), run_row(source="new"))
+    before = [(row.low_s, row.high_s) for row in evaluate(runs, shipped_predictor).scored]
+    value = published_widths().to_dict()
+    value["sources"][name] = [[*row[:-1], 9.0] for row in value["sources"][name]]
+    changed = Widths.from_dict(value)
+    monkeypatch.setattr(prediction, "published_widths", lambda: changed)
+    after = [(row.low_s, row.high_s) for row in evaluate(runs, shipped_predictor).scored]
+    assert after[0] == before[0]
+    assert after[1] != before[1]

@@ -1,0 +1,90 @@
+"""Devices and networks by the words of tables."""
+
+from typing import Any
+
+import pytest
+
+from stepsight.experiments.evaluation.row_hardware import cluster_of
+from stepsight.experiments.evaluation.runs_table import RowError
+from tests.experiments.evaluation.run_tables import run_row
+
+
+@pytest.mark.parametrize(
+    ("hardware", "memory", "name"),
+    [
+        ("A100-SXM", 40, "a100-sxm-40gb"),
+        ("A100-SXM", "", "a100-sxm-80gb"),
+        ("A100-PCIe", 80, "a100-pcie-80gb"),
+        ("H100 96GB HBM2e (2.4 TB/s), 500 W limit, Grand Teton", 96, "h100-sxm-96gb"),
+        ("V100-SXM3 (DGX-2)", 32, "v100-sxm-32gb"),
+        ("h200-sxm-141gb", "", "h200-sxm-141gb"),
+        ("NVIDIA A100-SXM4-40GB", "", "a100-sxm-40gb"),
+        ("NVIDIA H100 80GB HBM3", 80, "h100-sxm-80gb"),
+        ("A100 (PCIe)", "", "a100-pcie-80gb"),
+    ],
+)
+def test_devices(hardware: str, memory: object, name: str) -> None:
+    """Words, size of the memory, or a preset's own name."""
+    assert cluster_of(run_row(hardware=hardware, gpu_mem_gb=memory))["hardware"] == name
+
+
+@pytest.mark.parametrize(
+    ("hardware", "text", "gbytes_per_s"),
+    [
+        ("A100-SXM", "8x 200 Gb/s HDR IB per node (Selene; paper)", 25.0),
+        ("A100-SXM", "4 x 100Gb RoCE per node", 6.25),
+        ("A100-SXM", "400 Gbps per node", 6.25),
+        ("A100-SXM", "config: inter_node_bandwidth=800 Gbps", 12.5),
+        ("A100-SXM", "1600 Gbps node-node interconnect (RoCE)", 25.0),
+        ("A100-SXM", "Jean Zay Omni-Path 4x100 Gb/s", 2.53),
+        ("A100-SXM", "aws-p4d", 6.25),
+        ("A100-SXM", "", 25.0),
+        ("H100-SXM", "8x 400 Gbit/s InfiniBand per node", 50.0),
+        ("H100-SXM", "400 Gb/s RDMA per GPU", 50.0),
+        ("H100-SXM", "1600 Gbps node-node interconnect (RoCE)", 25.0),
+    ],
+)
+def test_networks(hardware: str, text: str, gbytes_per_s: float) -> None:
+    """Gbit/s of a node's ports, or of one device where it says so, are Gbyte/s of one device."""
+    from stepsight.experiments.evaluation.row_jobs import job_of
+
+    fabric = job_of(run_row(hardware=hardware, inter_interconnect=text)).job.fabric
+    assert fabric.inter_node.bandwidth_bytes_per_s == pytest.approx(gbytes_per_s * 1e9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "nodes"),
+    [({}, (2, 8)), ({"nodes": "", "gpus_per_node": ""}, (2, 8)), ({"gpus": 4, "nodes": 1}, (1, 4))],
+)
+def test_nodes(changes: dict[str, Any], nodes: tuple[int, int]) -> None:
+    """Nodes of eight where a table does not say; a part of a node is one node."""
+    cluster = cluster_of(run_row(**changes))
+    assert (cluster["nodes"], cluster["devices_per_node"]) == nodes
+
+
+def test_nvlink_beyond_a_node() -> None:
+    """Trays of four share NVLink with the rest of their rack: these are the nodes that matter."""
+    cluster = cluster_of(run_row(hardware="GB200", gpu_mem_gb=186, gpus=128, nodes=32, gpus_per_node=4))
+    assert (cluster["nodes"], cluster["devices_per_node"]) == (2, 64)
+
+
+def test_unknown_devices() -> None:
+    """No preset, no job: what is nearly a device, or another one of its name, is none."""
+    for hardware in ("MI250", "A4000", "h100-quux", "H100 NVL", "A1000", ""):
+        with pytest.raises(RowError, match="no hardware preset for"):
+            cluster_of(run_row(hardware=hardware))
+    with pytest.raises(RowError, match=r"'A100' of 60 GB \(known: a100-sxm-40gb, a100-sxm-80gb\)"):
+        cluster_of(run_row(hardware="A100", gpu_mem_gb=60))
+    with pytest.raises(RowError, match="state different memories"):
+        cluster_of(run_row(hardware="A100-SXM4-40GB", gpu_mem_gb=80))
+    with pytest.raises(RowError, match="gpus_per_node does not divide gpus"):
+        cluster_of(run_row(gpus=12, nodes=""))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"nodes": 4}, {"gpus_per_node": 4}, {"nodes": 3, "gpus_per_node": ""}, {"nodes": 0}, {"gpus": 8, "nodes": 2}],
+)
+def test_nodes_that_contradict_each_other_are_no_cluster(changes: dict[str, Any]) -> None:
+    with pytest.raises(RowError, match=r"nodes \* gpus_per_node must be gpus, got "):
+        cluster_of(run_row(**changes))

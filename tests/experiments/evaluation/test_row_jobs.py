@@ -1,0 +1,203 @@
+"""What rows say goes into jobs; what they leave open is filled by rule or is a reason to leave them out."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from stepsight.dataset.errors import JobError
+from stepsight.dataset.job import Job
+from stepsight.experiments.evaluation.row_jobs import job_of, precision_of
+from stepsight.experiments.evaluation.runs_table import RowError
+from tests.experiments.evaluation.run_tables import digest_of, run_row
+
+
+def test_a_whole_row() -> None:
+    """Sizes, degrees and batch as they stand; the vocabulary padded and attention unfused as the framework has it."""
+    job = job_of(run_row()).job
+    m, p = job.model, job.parallel
+    assert (m.layers, m.hidden, m.ffn, m.heads, m.kv_heads, m.seq_len) == (8, 1024, 4096, 16, 16, 1024)
+    assert m.vocab == 50688 and not m.fused_attention and m.tied_embeddings  # 99 * 128 * 4
+    assert (p.tp, p.pp, p.dp, p.zero_stage, p.recompute) == (4, 2, 2, 0, "full")
+    assert not p.overlap_grad_reduce and not p.sequence_parallel and job.optimizer.clip_grad_norm
+    assert (job.batch.micro_batch, job.batch.global_batch, job.batch.precision) == (2, 64, "fp16")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0.0", (0, 0, True)),
+        ("1", (1, 0, True)),
+        ("distopt(zero1)", (1, 0, True)),
+        ("zero1 over all DP", (1, 0, True)),
+        ("zero1 within groups of 2 (hybrid)", (1, 2, True)),
+        ("zero1 within groups of 8 (hybrid)", (1, 0, True)),
+        ("fsdp2(zero3)", (3, 0, True)),
+        ("fsdp=4", (3, 4, True)),
+        ("hsdp (shard in node, replicate across)", (3, 8, True)),
+        ("fsdp (zero2-like: no reshard after forward)", (3, 0, False)),
+    ],
+)
+def test_words_for_sharding(text: str, expected: tuple[int, int, bool]) -> None:
+    """Stage, group and resharding; a group of all replicas is no group."""
+    dp = 16 if "hsdp" in text or "=" in text else 8
+    job = job_of(run_row(zero_stage=text, tp=16 // dp, pp=1, dp=dp, framework="torchtitan")).job
+    p = job.parallel
+    assert (p.zero_stage, p.dp_shard, p.reshard_after_forward) == expected
+
+
+@pytest.mark.parametrize(
+    ("framework", "text", "expected"),
+    [
+        ("NeMo", "", ("none", 1)),
+        ("NeMo-Megatron", "none (block, 0 layers)", ("none", 1)),
+        ("Megatron-LM", "selective (attention core)", ("selective", 1)),
+        ("torchtitan", "selective op", ("full", 2)),
+        ("torchtitan", "full", ("full", 1)),
+    ],
+)
+def test_words_for_recomputation(framework: str, text: str, expected: tuple[str, int]) -> None:
+    """What selective means, and what is done where nothing is said, depends on the framework."""
+    p = job_of(run_row(framework=framework, recompute=text)).job.parallel
+    assert (p.recompute, p.recompute_every) == expected
+
+
+def test_flags_of_a_row_go_before_its_frameworks() -> None:
+    """Overlap and bucket size as a recipe states them."""
+    notes = "yaml flags: ub_tp_comm_overlap=false overlap_grad_sync=False overlap_param_sync=true bucket_cap_mb=75"
+    published = job_of(run_row(framework="NeMo", notes=notes))
+    p = published.job.parallel
+    assert (p.overlap_grad_reduce, p.overlap_param_gather, p.bucket_mbytes) == (False, True, 75.0)
+    assert published.framework.overlap_tp == published.job.parallel.overlap_tp == "backward"
+    plain = job_of(run_row(framework="NeMo", notes="bucket_cap_mb=None")).framework
+    assert plain.overlap_tp == "split" and plain.bucket_mbytes == 400.0
+    assert job_of(run_row(precision="amp_bf16; MP mode DEFAULT")).framework.gradients == "fp32"
+
+
+def test_a_papers_year_tells_generations_of_a_framework_apart() -> None:
+    """Megatron-LM overlaps tensor-parallel collectives from 2022 on."""
+    rows = {year: run_row(framework="Megatron-LM", source=f"Some et al. {year} Table 5") for year in (2021, 2022)}
+    assert [job_of(row).job.parallel.overlap_tp for row in rows.values()] == ["", "backward"]
+
+
+def test_embedding_and_loss_as_layers() -> None:
+    """70 layers on 12 stages are 5, 6, ... 6, 5; what divides evenly stays even."""
+    row: dict[str, Any] = {"gpus": 96, "nodes": 12, "tp": 8, "pp": 12, "dp": 1, "heads": 16}
+    assert job_of(run_row(layers=70, **row)).job.parallel.stage_layers == (5, *[6] * 10, 5)
+    assert job_of(run_row(layers=72, **row)).job.parallel.stage_layers == ()
+    assert job_of(run_row(layers=71, **row)).job.parallel.stage_layers == ()
+
+
+def test_mixtures() -> None:
+    """Experts of a table's ``ffn``, unless the model is known better; cut by tensor parallelism where there is room."""
+    row: dict[str, Any] = {"family": "moe", "experts": 8, "top_k": 2, "gated_mlp": 1, "framework": "NeMo"}
+    job = job_of(run_row(**row, ep=2)).job
+    assert (job.model.expert_ffn, job.model.experts_per_token, job.parallel.expert_tp) == (4096, 2, 0)
+    assert job_of(run_row(**row, ep=8)).job.parallel.expert_tp == 1
+    latent = job_of(run_row(**row, ep=2, model_name="DeepSeek-V3 (proxy)")).job.model
+    assert (latent.attention, latent.expert_ffn, latent.ffn) == ("mla", 2048, 18432)
+
+
+def test_what_rows_leave_out() -> None:
+    """Rules for unknown cells."""
+    row = run_row(heads="", ffn="", vp="", cp="", ep="", dp="", vocab="", model_name="GPT3-5B", tied_embeddings="")
+    job = job_of(row).job
+    assert (job.model.heads, job.model.ffn, job.model.tied_embeddings) == (8, 4096, True)
+    assert (job.parallel.dp, job.parallel.virtual_stages, job.parallel.cp) == (2, 1, 1)
+    assert job.model.vocab == 50688
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"vocab": ""}, "vocab is unknown"),
+        ({"micro_batch": ""}, "micro_batch is unknown"),
+        ({"recompute": ""}, "recompute is unknown"),
+        ({"recompute": "none/selective"}, "recompute is 'none/selective'"),
+        ({"zero_stage": ""}, "zero_stage is unknown"),
+        ({"family": "dlrm"}, "no job has the family dlrm"),
+        ({"precision": "NVFP4"}, "no job has the precision NVFP4"),
+        ({"dp": 4}, "is not the number of devices"),
+        ({"family": "llama", "ffn": "", "gated_mlp": ""}, "ffn is unknown"),
+        ({"family": "moe"}, "experts is unknown"),
+        ({"global_batch": 63}, "must divide global_batch"),
+        ({"notes": "bucket_cap_mb=1.2.3"}, "bucket_cap_mb must be a number, got '1.2.3'"),
+        ({"zero_stage": f"zero1 within groups of {'9' * 5000}"}, "a sharding group of zero_stage must be a number"),
+        ({"inter_interconnect": f"{'9' * 5000} Gb/s"}, "inter_interconnect must be a number"),
+        ({"hidden": 2**31}, "model.hidden must be > 0 and <= 16777216, got 2147483648"),
+        ({"layers": 4, "vp": -3}, "parallel.virtual_stages must be > 0"),
+        (
+            {"layers": 1e15 - 2, "pp": 1e15, "gpus": 4e15, "nodes": 5e14, "tp": 4, "dp": 1},
+            "model.layers must be > 0 and <= 10000",
+        ),
+        ({"iter_time_derivation": "e2e (optimizer step NOT included?)"}, "not that of a training iteration"),
+    ],
+)
+def test_rows_that_no_job_says(changes: dict[str, Any], text: str) -> None:
+    """Each has its reason."""
+    with pytest.raises(JobError, match=text):
+        job_of(run_row(**changes))
+
+
+def test_words_for_precision() -> None:
+    """The type of the large products."""
+    words = {"fp16 mixed": "fp16", "BF16": "bf16", "amp_bf16; MP mode PURE": "bf16", "MXFP8": "fp8", "float8": "fp8"}
+    assert {text: precision_of(text) for text in words} == words
+
+
+@pytest.mark.parametrize(("notes", "eager"), [("FSDP eager", True), ("FSDP+compile+float8", False)])
+def test_a_run_says_whether_it_was_compiled(notes: str, eager: bool) -> None:
+    assert job_of(run_row(framework="torchtitan (FSDP2)", notes=notes)).job.model.eager_kernels is eager
+
+
+@pytest.mark.parametrize(("recompute", "again"), [("none", True), ("full", False)])
+def test_layers_that_are_recomputed_keep_their_norms(recompute: str, again: bool) -> None:
+    model = job_of(run_row(framework="InternEvo", recompute=recompute)).job.model
+    assert model.norms_again is again and model.token_metrics
+
+
+def test_a_run_is_told_by_what_ran_and_how_long() -> None:
+    """Not by its number, who tells of it, or what a framework's profile fills in; another time is another run."""
+    own = digest_of(run_row())
+    same: dict[str, Any] = {"row_id": 99, "source": "other", "tp": "4", "vocab": 50304, "framework": "megatron-lm 2022"}
+    assert digest_of(run_row(**same, notes="overlap_grad_sync=true", model_name="another")) == own
+    assert len({own, digest_of(run_row(iteration_time_s=1.01)), digest_of(run_row(micro_batch=1))}) == 3
+
+
+@pytest.mark.parametrize(
+    "framework", ["Megatron-LM", "torchtitan (FSDP2)", "NeMo (v25.02 recipes)", "Megatron-DeepSpeed"]
+)
+def test_a_job_file_that_names_its_framework_says_the_same(framework: str) -> None:
+    """A row's job is that of the tables that state what the row states."""
+    row = run_row(framework=framework, recompute="selective", zero_stage="1")
+    tables: dict[str, Any] = {
+        "framework": framework,
+        "model": {
+            "name": "GPT-x", "family": "gpt", "layers": 8, "hidden": 1024, "heads": 16, "vocab": 50257,
+            "seq_len": 1024, "tied_embeddings": True,
+        },
+        "parallel": {"tp": 4, "pp": 2, "zero_stage": 1, "sequence_parallel": False, "recompute": "selective"},
+        "batch": {"micro_batch": 2, "global_batch": 64, "precision": "fp16"},
+        "cluster": {"hardware": "a100-sxm-80gb", "nodes": 2, "devices_per_node": 8, "fabric": "dgx-a100"},
+    }  # fmt: skip
+    assert replace(Job.from_dict(tables), framework="") == job_of(row).job
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"recompute": "fulll"}, "recompute is 'fulll': it must be none, selective, full"),
+        ({"recompute": "selectively"}, "recompute is 'selectively'"),
+        ({"precision": "bf16x"}, r"no job has the precision bf16x \(known: fp32, bf16"),
+        ({"precision": "bf16/fp8"}, "no job has the precision bf16/fp8"),
+        ({"zero_stage": "7"}, "zero_stage is '7': it must be 0 to 3"),
+        ({"zero_stage": "zero13"}, "zero_stage is 'zero13'"),
+        ({"zero_stage": "some"}, "zero_stage is 'some'"),
+        ({"family": "gptt"}, r"no job has the family gptt \(known: gpt, llama"),
+        ({"hardware": "h100-quux"}, "no hardware preset for 'h100-quux'"),
+    ],
+)
+def test_what_is_nearly_a_word_is_none(changes: dict[str, Any], text: str) -> None:
+    """It is left out with its value and what is allowed, not taken for the word."""
+    with pytest.raises(RowError, match=text):
+        job_of(run_row(**changes))

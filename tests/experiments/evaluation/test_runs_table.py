@@ -1,0 +1,73 @@
+"""Tables of runs are read whole, or the message says why not."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from stepsight.dataset.errors import TableError
+from stepsight.experiments.evaluation.runs_table import RowError, read_runs
+from tests.experiments.evaluation.run_tables import run_row, write_runs
+
+
+def test_packed_and_plain_tables(tmp_path: Path) -> None:
+    """Whether a table is packed is seen from its content."""
+    rows = [run_row(), run_row(row_id=2, gpus=32)]
+    for name in ("runs.csv", "runs.csv.gz"):
+        assert read_runs(write_runs(tmp_path / name, *rows)) == rows
+
+
+BROKEN = gzip.compress(b"x" * 1000)[:10] + b"\xff" * 20
+
+
+def test_cells() -> None:
+    """Empty cells are unknown; numbers are numbers however they are written."""
+    row = run_row(row_id="7.0", vocab="", tp="8", notes="SUSPECT: odd", quality="C", heads="many", layers=7.5)
+    assert (row.row_id, row.whole("vocab"), row.whole("tp"), row.suspect, row.weak) == (7, None, 8, True, True)
+    assert (row.flag("gated_mlp"), row.flag("tied_embeddings"), row.flag("experts")) == (False, True, None)
+    with pytest.raises(RowError, match="vocab is unknown"):
+        row.known("vocab")
+    with pytest.raises(RowError, match="heads must be a number, got 'many'"):
+        row.whole("heads")
+    with pytest.raises(RowError, match="layers must be a whole number"):
+        row.whole("layers")
+    with pytest.raises(RowError, match="iteration_time_s is unknown"):
+        _ = run_row(iteration_time_s="").measured_s
+    for seconds in (0, -1, 1e-12, 1e17):
+        with pytest.raises(RowError, match="iteration_time_s must lie within 1e-06 and 1e"):
+            _ = run_row(iteration_time_s=seconds).measured_s
+    with pytest.raises(RowError, match="gated_mlp must be a number, got '8x'"):
+        run_row(gated_mlp="8x").flag("gated_mlp")
+    assert run_row(row_id="²").row_id == "²"
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    """The message names the file and the rule."""
+    with pytest.raises(TableError, match=r"lacks source, hardware"):
+        (tmp_path / "a.csv").write_text("row_id\n1\n")
+        read_runs(tmp_path / "a.csv")
+    with pytest.raises(TableError, match=r"a column once, .*e\.csv has twice row_id"):
+        (tmp_path / "e.csv").write_text("row_id,row_id\n1,2\n")
+        read_runs(tmp_path / "e.csv")
+    with pytest.raises(TableError, match=r"b\.csv, line 2: more or fewer cells than columns"):
+        path = write_runs(tmp_path / "b.csv", run_row(notes="one, two"))
+        read_runs(path)
+    for name, content in (
+        ("c.csv.gz", gzip.compress(b"x" * 1000)[:20]),
+        ("d.csv", b"\xff\xfe\x00"),
+        ("f.csv.gz", BROKEN),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(TableError, match=f"cannot read runs from .*{name}"):
+            read_runs(tmp_path / name)
+    with pytest.raises(TableError, match=r"cannot read runs from .*absent\.csv"):
+        read_runs(tmp_path / "absent.csv")
+
+
+def test_rows_without_a_number_have_that_of_their_line(tmp_path: Path) -> None:
+    """Where there is no such column, and where its cell is empty; columns in capitals are the same ones."""
+    path = write_runs(tmp_path / "runs.csv", run_row(row_id=""), run_row(row_id="mine"))
+    assert [row.row_id for row in read_runs(path)] == [2, "mine"]
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(line.split(",", 1)[1] for line in [lines[0].upper(), *lines[1:]]))
+    assert [row.row_id for row in read_runs(path)] == [2, 3]

@@ -1,0 +1,64 @@
+"""``show`` says what is there, or in one line why it cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepsight.dataset.errors import StepsightError
+from stepsight.experiments.reports.describe import describe
+from tests.dataset.kineto_files import tiny_step
+from tests.dataset.run_folders import job_tables, write_events, write_run
+
+
+def test_a_collection_and_what_it_lacks(tmp_path: Path) -> None:
+    write_run(tmp_path, 2)
+    write_events(tmp_path)
+    (tmp_path / "plan.json").write_text(json.dumps({"runs": [{"name": "one"}, {"name": "two"}], "events": []}))
+    shown = describe(tmp_path)
+    (row,) = shown["runs"]
+    assert (row["name"], row["ranks"], row["steps"], row["measured_s"]) == ("one", 2, 3, 1e-3)
+    assert shown["events"] == {"ops-1": 2} and shown["absent"] == ["runs/two"]
+    assert shown["text"].endswith("planned but absent: runs/two")
+
+
+def test_a_predictor_that_was_set_aside(tmp_path: Path) -> None:
+    (tmp_path / ".mine.x1" / "mine").mkdir(parents=True)
+    with pytest.raises(StepsightError, match=r"mine is missing: .* comes back with: mv"):
+        describe(tmp_path / "mine")
+
+
+def test_a_run_by_kinds(tmp_path: Path) -> None:
+    shown = describe(write_run(tmp_path, 2))
+    assert shown["kinds"]["all_reduce"]["calls"] == 2 and "2 rank(s)" in shown["text"]
+
+
+def test_a_stand_in_says_whose_place_it_took(tmp_path: Path) -> None:
+    traces = {"1": {"kineto": "rank0.kineto.json.gz"}}
+    told = {"job": job_tables(2), "world_size": 1, "traces": traces, "stand_in": {"rank": 1}}
+    shown = describe(write_run(tmp_path, files=[tiny_step(1, 2)], **told))
+    assert shown["stand_in"] == 1
+    assert "1 rank(s), in place of rank 1 of 2" in shown["text"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"rounds": []}, {"rounds": [[]]}, {"rounds": "fast"}, {"world_size": "1"}, {"role": "a\nb"}, {"name": None}],
+)
+def test_a_damaged_run_is_one_line_that_names_it(tmp_path: Path, changes: dict[str, Any]) -> None:
+    run = write_run(tmp_path)
+    manifest = json.loads((run / "manifest.json").read_text()) | changes
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    for path in (run, tmp_path):
+        with pytest.raises(StepsightError, match=r"^.*manifest\.json$"):
+            describe(path)
+
+
+@pytest.mark.parametrize("value", [{"heldout": 3}, {"heldout": []}, {"heldout": [{}]}])
+def test_a_damaged_summary_is_one_line(tmp_path: Path, value: dict[str, Any]) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps(value))
+    with pytest.raises(StepsightError, match=r"^.*summary\.json must be the summary of a demo, .*$"):
+        describe(tmp_path)

@@ -1,0 +1,42 @@
+"""``show`` tells people what a predictor is; ``--json`` has its manifest whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from stepsight.experiments.reports.describe import describe
+from stepsight.experiments.reports.predictor_summary import predictor_text
+from stepsight.training.intervals.conformal import Intervals
+from stepsight.training.predictor.predictor import Predictor
+
+
+def test_one_from_tables() -> None:
+    """Whom it serves, what was measured, lent and carried over, errors by family, and where intervals come from."""
+    text = describe(Path("h200-sxm"))["text"]
+    assert "for          h200-sxm-141gb\n" in text
+    assert "ops and 615 collectives on their own, in 15 files of aiconfigurator, vidur, simumax, nccl-tests" in text
+    assert "lent         by h100-sxm-80gb: add, attention, gelu" in text and "by ratio     linear_dgrad, " in text
+    assert "published runs of 15 sources, those of jobs alike" in text and "gemm/fp8" in text
+    assert "a100-sxm-40gb too" in describe(Path("a100-sxm"))["text"]
+    assert "sources" not in text.replace("15 sources", "") and "{" not in text
+
+
+def test_json_has_the_whole_manifest() -> None:
+    shown = describe(Path("a100-sxm"))
+    del shown["text"]
+    assert shown == {"predictor": "a100-sxm", **Predictor.load("a100-sxm").manifest}
+
+
+def test_one_from_own_runs() -> None:
+    """Runs instead of files, what the context model brought, the interval that held-back runs gave."""
+    manifest = {
+        "num_ops": 1200, "num_collectives": 0, "runs": ["a", "b"], "collections": ["/runs/mine"], "digest": "d1",
+        "versions": {"torch": "2.13.0"}, "created": "2026-01-02T03:04:05Z", "metrics": {"mape_percent": 3.21},
+    }  # fmt: skip
+    own = replace(Predictor.load("a100-sxm"), manifest=manifest, intervals=Intervals(0.1, 0.9, 12))
+    text = predictor_text(Path("mine"), own)
+    assert "learned from 1,200 ops and 0 collectives on their own, 2 runs in /runs/mine" in text
+    assert "held back    iterations of runs held back 3.2 % off on average" in text
+    assert "interval     -9.5 % to +10.5 %, for 90 %, by 12 runs held back" in text
+    assert "made         2026-01-02T03:04:05Z, digest d1, with torch 2.13.0" in text

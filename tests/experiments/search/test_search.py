@@ -1,0 +1,232 @@
+"""The search finds what enumeration finds."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.job import Job
+from stepsight.experiments.reports.verb_reports import search_report
+from stepsight.experiments.search.search import exhaustive, search
+from stepsight.experiments.search.strategies import Grid, Space, layouts, strategies
+from stepsight.training.predictor.prediction import predict
+
+SMALL = Space(schedules=(("1f1b", 1),), zero_stages=(0, 1), recompute=("none", "full"), micro_batches=(1, 2))
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job.from_dict(
+        {
+            "model": {"family": "gpt", "layers": 8, "hidden": 1024, "heads": 8, "vocab": 1024, "seq_len": 512},
+            "batch": {"micro_batch": 1, "global_batch": 32},
+            "cluster": {"hardware": "a100-sxm-80gb", "nodes": 2, "devices_per_node": 4},
+        }
+    )
+
+
+def test_same_best_as_enumeration(job: Job) -> None:
+    """On a small space the study is exhaustive and finds the same best."""
+    found, reference = search(job, space=SMALL, trials=500), exhaustive(job, space=SMALL)
+    assert found.evaluated == reference.evaluated == found.legal
+    assert found.best.prediction.iteration_time_s == reference.best.prediction.iteration_time_s
+
+
+def test_tpe_comes_close(job: Job) -> None:
+    """With fewer trials than strategies, TPE is within 10 % of the best."""
+    found, reference = search(job, space=SMALL, trials=40, sampler="tpe"), exhaustive(job, space=SMALL)
+    assert found.best.prediction.iteration_time_s <= 1.1 * reference.best.prediction.iteration_time_s
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
+def test_every_trial_is_another_strategy(job: Job, sampler: str) -> None:
+    """No trial repeats one, until there are none left; the same seed asks the same."""
+    legal = exhaustive(job, space=SMALL).legal
+    once, again = (search(job, space=SMALL, trials=legal - 5, sampler=sampler, seed=3) for _ in range(2))
+    assert once.evaluated == len({choice.job for choice in once.choices}) == legal - 5
+    assert [choice.job for choice in once.choices] == [choice.job for choice in again.choices]
+    assert search(job, space=SMALL, trials=legal + 50, sampler=sampler).evaluated == legal
+
+
+def test_a_duplicate_becomes_its_nearest_neighbour(job: Job) -> None:
+    grid = Grid(job, SMALL)
+    first = grid.take(0)
+    neighbour = grid.take(grid.nearest(0))
+    differs = [
+        key
+        for section in ("parallel", "batch")
+        for key, value in first.to_dict()[section].items()
+        if neighbour.to_dict()[section][key] != value
+    ]
+    assert len(differs) == 1
+    assert grid.index(grid.params(7)) == 7 and grid.index({"layout": "tp9"}) is None
+
+
+def test_an_interrupted_search_goes_on(job: Job, tmp_path: Path) -> None:
+    """A study that was stopped in the middle keeps what it knows and repeats nothing."""
+
+    def stop(number: int, best: float | None) -> None:
+        if number == 2:
+            raise KeyboardInterrupt
+
+    storage = str(tmp_path / "study.log")
+    with pytest.raises(KeyboardInterrupt):
+        search(job, space=SMALL, trials=500, storage=storage, study_name="s", on_trial=stop)
+    numbers: list[int] = []
+    found = search(
+        job,
+        space=SMALL,
+        trials=500,
+        storage=storage,
+        study_name="s",
+        on_trial=lambda number, best: numbers.append(number),
+    )
+    assert found.evaluated == found.legal == len(numbers) + 3
+
+
+def test_strategies_are_legal_and_distinct(job: Job) -> None:
+    """Everything suggested uses all devices and keeps model, batch and cluster."""
+    jobs = list(strategies(job))
+    assert len(set(jobs)) == len(jobs) > 50
+    for candidate in jobs:
+        parallel = candidate.parallel
+        assert parallel.tp * parallel.pp * parallel.dp == 8 and parallel.tp <= 4
+        assert (candidate.model, candidate.batch.global_batch) == (job.model, 32)
+
+
+def test_memory_is_a_constraint(job: Job) -> None:
+    """A model too large for one device is only placed where it fits; too large for all is an error."""
+    large = replace(job, model=replace(job.model, layers=64, hidden=8192, heads=64, ffn=32768, kv_heads=64))
+    found = search(large, space=SMALL, trials=500)
+    assert not any(choice.fits for choice in found.choices)
+    assert [choice for choice in found.choices if choice.prediction] == [found.own]  # what was asked about is answered
+    with pytest.raises(StepsightError, match="no strategy fits"):
+        _ = found.best
+
+
+def test_storage_goes_on(job: Job, tmp_path: Path) -> None:
+    """A study in a journal file or database is continued under its name."""
+    for storage in (str(tmp_path / "study.log"), f"sqlite:///{tmp_path / 'study.db'}"):
+        for _ in range(2):
+            search(job, space=SMALL, trials=3, sampler="random", storage=storage, study_name="s")
+        import optuna
+
+        from stepsight.experiments.search.search import _storage
+
+        study = optuna.load_study(study_name="s", storage=_storage(storage))
+        assert len(study.get_trials(states=(optuna.trial.TrialState.COMPLETE,))) == 6
+
+
+def test_bad_input(job: Job) -> None:
+    """Unknown samplers and impossible spaces are refused."""
+    with pytest.raises(StepsightError, match="got 0"):
+        search(job, trials=0)
+    with pytest.raises(StepsightError, match="sampler"):
+        search(job, sampler="magic")
+    with pytest.raises(StepsightError, match="no legal strategy"):
+        search(job, space=Space(micro_batches=(64,)))
+    assert layouts(job, Space(max_tp=1)) == [(1, 1, pp, 1, 8 // pp) for pp in (1, 2, 4, 8)]
+
+
+def test_a_study_answers_one_question(job: Job, tmp_path: Path) -> None:
+    """A study that goes on knows its earlier strategies and does not repeat them; another job is refused."""
+    storage = str(tmp_path / "study.log")
+    first = search(job, space=SMALL, trials=4, sampler="random", storage=storage, study_name="s")
+    second = search(job, space=SMALL, trials=4, sampler="random", storage=storage, study_name="s")
+    assert {c.job for c in first.choices} <= {c.job for c in second.choices}
+    assert second.evaluated > first.evaluated
+    other = replace(job, batch=replace(job.batch, global_batch=64))
+    own = replace(job, parallel=replace(job.parallel, tp=2, dp=4))  # another strategy asks the same
+    assert search(own, space=SMALL, trials=1, storage=storage, study_name="s").evaluated > second.evaluated
+    eager = replace(job, parallel=replace(job.parallel, overlap_grad_reduce=False))
+    with pytest.raises(StepsightError, match="another job"):
+        search(eager, space=SMALL, trials=1, storage=storage, study_name="s")
+    with pytest.raises(StepsightError, match="another job"):
+        search(other, space=SMALL, trials=1, storage=storage, study_name="s")
+    with pytest.raises(StepsightError, match="storage must be"):
+        search(job, space=SMALL, trials=1, storage="foo://bar")
+
+
+def test_foreign_files_and_unanswerable_jobs_are_left_alone(job: Job, tmp_path: Path) -> None:
+    """A file that is no journal keeps its content; unknown hardware and seeds below 0 are refused at once."""
+    path = tmp_path / "notes.txt"
+    path.write_text("hi")
+    with pytest.raises(StepsightError, match="journal"):
+        search(job, space=SMALL, trials=1, storage=str(path))
+    assert path.read_text() == "hi"
+    path.write_text('{"op_code": 0}\n{"op_code": 4, "wor')
+    with pytest.raises(StepsightError, match="of whole lines, got half of line 2"):
+        search(job, space=SMALL, trials=1, storage=str(path))
+    with pytest.raises(StepsightError, match="preset"):
+        search(replace(job, cluster=replace(job.cluster, hardware="abacus")), space=SMALL, trials=1)
+    with pytest.raises(StepsightError, match="seed"):
+        search(job, space=SMALL, trials=1, seed=-1)
+
+
+@pytest.mark.parametrize("sampler", ["auto", "tpe", "random"])
+def test_the_own_strategy_is_tried_first(job: Job, sampler: str) -> None:
+    """So one trial returns it, and more return nothing slower."""
+    own = replace(job, parallel=replace(job.parallel, tp=4, dp=2), batch=replace(job.batch, micro_batch=2))
+    (choice,) = search(own, space=SMALL, trials=1, sampler=sampler).choices
+    assert choice.job == own
+    found = search(own, space=SMALL, trials=5, sampler=sampler)
+    assert found.own is not None and found.best.rank <= found.own.rank and found.evaluated == 5
+
+
+def test_what_goes_with_the_job_bounds_the_space(job: Job) -> None:
+    """What is offloaded is not computed again; a framework's pipelines are its own, for a job of one stage too."""
+    offloaded = replace(job, parallel=replace(job.parallel, offload_activations=True))
+    assert {found.parallel.recompute for found in strategies(offloaded, SMALL)} == {"none"}
+    piped = [found.parallel for found in strategies(replace(job, framework="bloom"), SMALL) if found.parallel.pp > 1]
+    assert piped and {(p.runtime, p.schedule, p.virtual_stages) for p in piped} == {("deepspeed", "1f1b", 1)}
+
+
+def test_a_strategy_outside_of_the_space_is_kept(job: Job) -> None:
+    """What the space does not hold can still be best: it is no worse for that."""
+    own = replace(job, parallel=replace(job.parallel, pp=4, dp=2, zero_stage=2, stage_layers=(1, 3, 3, 1)))
+    worse = Space(max_tp=1, micro_batches=(1,), schedules=(("gpipe", 1),), zero_stages=(3,), recompute=("full",))
+    found = search(own, space=worse, trials=500)
+    assert found.evaluated == found.legal == len(found.choices) - 1 and found.own in found.choices
+    assert Grid(own, worse).find(own) is None
+
+
+def test_what_does_not_fit_is_not_timed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only strategies that fit are predicted, beside the job itself."""
+    large = replace(job, model=replace(job.model, layers=32, hidden=4096, heads=32, ffn=16384, kv_heads=32))
+    asked: list[Job] = []
+
+    def counted(candidate: Job, *rest: Any) -> Any:
+        asked.append(candidate)
+        return predict(candidate, *rest)
+
+    monkeypatch.setattr("stepsight.experiments.search.search.predict", counted)
+    found = search(large, space=SMALL, trials=500)
+    fit = [choice.job for choice in found.choices if choice.fits]
+    assert 0 < len(fit) < found.evaluated and set(asked) == {large, *fit}
+    report = search_report(large, found, found.evaluated)
+    assert report["too_large"] == found.evaluated - len(fit) and "too large for the devices' memory" in report["text"]
+
+
+def test_what_is_the_same_is_tried_once(job: Job) -> None:
+    """Selective recomputation frees nothing of fused attention, and one micro-batch has one order."""
+    recompute = {candidate.parallel.recompute for candidate in strategies(job)}
+    assert recompute == {"none", "full"}
+    unfused = replace(job, model=replace(job.model, fused_attention=False))
+    assert "selective" in {candidate.parallel.recompute for candidate in strategies(unfused)}
+    gpipe = [c for c in strategies(job) if c.parallel.schedule == "gpipe"]
+    assert gpipe and all(candidate.num_micro_batches > 1 for candidate in gpipe)
+
+
+def test_deepspeed_has_one_schedule(job: Job) -> None:
+    """A search suggests nothing that its runtime refuses."""
+    own = replace(job, parallel=replace(job.parallel, runtime="deepspeed"))
+    assert {(c.parallel.schedule, c.parallel.virtual_stages) for c in strategies(own)} == {("1f1b", 1)}
+
+
+def test_warnings_are_shown(job: Job) -> None:
+    """What looks like a mistake in the job concerns its search too."""
+    named = replace(job, framework="my own trainer")
+    text = search_report(named, search(named, space=SMALL, trials=1), 1)["text"]
+    assert "warning: no profile knows framework 'my own trainer'" in text

@@ -1,0 +1,110 @@
+"""The whole way of a GPU's study, from what was brought back to figures; and what a study refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepsight.dataset.errors import CollectError
+from stepsight.experiments.reports.describe import describe
+from stepsight.experiments.studies.one_gpu import main, study
+from stepsight.experiments.studies.one_gpu.study import Asked, run, write_plans
+
+
+@pytest.fixture(scope="module")
+def figures(brought_back: Path) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study, "_has_gpu", lambda: False)
+        return run(Asked(brought_back, tables=brought_back / "collections"))
+
+
+def test_what_was_brought_back_is_judged(figures: dict[str, Any], brought_back: Path) -> None:
+    """Ops take a third more than their roofline: all is found again, and what is absent is said."""
+    assert set(figures["variants"]) == {"eager", "compiled"}
+    eager = figures["variants"]["eager"]
+    assert eager["ops"]["all"]["long_mape"] < 5
+    assert {"gemm", "attention", "norm", "loss"} <= set(eager["ops"])
+    assert eager["step_figures"]["all"]["mape"] < 10
+    assert eager["step_figures"]["launch-bound"]["rows"] == 1
+    assert [row["measured_bytes"] for row in eager["memory"]] == [
+        pytest.approx(row["with_libraries_bytes"]) for row in eager["memory"]
+    ]
+    assert len(eager["stand_ins"]) == 3 and not figures["variants"]["compiled"]["stand_ins"]
+    assert max(abs(row["error_percent"]) for row in eager["stand_ins"]) < 15
+    assert [note.partition(":")[0] for note in figures["notes"]] == ["eager", "compiled"]
+    assert all("not measured: " in note for note in figures["notes"])
+    assert {"summary.json", "summary.txt", "error_against_minutes.png", "predicted_vs_measured.png"} <= {
+        path.name for path in brought_back.iterdir()
+    }
+    assert json.loads((brought_back / "summary.json").read_text())["variants"].keys() == figures["variants"].keys()
+
+
+def test_the_curve_has_nested_parts(figures: dict[str, Any]) -> None:
+    rows = figures["variants"]["eager"]["curve"]
+    assert [row["part"] for row in rows] == [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0]
+    assert [row["minutes"] for row in rows] == sorted(row["minutes"] for row in rows)
+    assert rows[-1]["minutes"] < 10 and rows[-1]["ops"] == figures["variants"]["eager"]["num_training_ops"]
+    assert rows[-1]["op_mape"] < rows[0]["op_mape"]
+
+
+def test_what_came_out_is_shown_again(figures: dict[str, Any], brought_back: Path) -> None:
+    assert describe(brought_back)["text"] == figures["text"]
+    assert f"eager: {brought_back / 'predictor-eager'}" in figures["text"]
+
+
+def test_the_text_tells_all_of_it(figures: dict[str, Any]) -> None:
+    for words in (
+        "== eager: h200-sxm-141gb", "== compiled:", "held-out ops", "held-out steps", "by regressors alone",
+        "peak memory of held-out runs: mean error", "stand-ins", "ops that teach",
+        "1980 (1755)", "sw_power_cap 25 %", "not measured",
+    ):  # fmt: skip
+        assert words in figures["text"]
+
+
+def test_plans_are_written_once_and_tell_how_to_run_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--plan-only", "--device", "cuda", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "about" in said and "python -m harness collections/NAME/plan.json --out collections/NAME" in said
+    assert "for h200-sxm-141gb" in said
+    assert {path.parent.name for path in tmp_path.glob("collections/*/plan.json")} == {"ops", "eager", "compiled"}
+    with pytest.raises(CollectError, match="a folder holds one study"):
+        write_plans(Asked(tmp_path, "cuda"))
+
+
+def test_plans_are_for_the_gpu_that_is_named(tmp_path: Path) -> None:
+    assert "for a100-sxm-80gb" in write_plans(Asked(tmp_path / "a", hardware="a100-sxm-80gb"))
+    with pytest.raises(CollectError, match=r"--hardware must be one of .*h100-sxm-80gb.*, got 'h100'"):
+        write_plans(Asked(tmp_path / "b", hardware="h100"))
+    with pytest.raises(CollectError, match="--hardware names a GPU"):
+        write_plans(Asked(tmp_path / "b", "cpu", hardware="h100-sxm-80gb"))
+
+
+def test_another_gpu_than_the_plans_are_for_teaches_nothing(
+    brought_back: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its times would answer for jobs on the one that was named."""
+    monkeypatch.setattr(study, "_has_gpu", lambda: False)
+    shutil.copytree(brought_back / "collections", tmp_path / "collections")
+    for path in tmp_path.glob("collections/*/runs/*/manifest.json"):
+        path.write_text(path.read_text().replace("NVIDIA H200", "NVIDIA A100-SXM4-80GB"))
+    with pytest.raises(CollectError, match=r"made for h200.*, and ran on NVIDIA A100.*--hardware a100-sxm-80gb"):
+        run(Asked(tmp_path))
+
+
+def test_what_holds_no_runs_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(study, "_has_gpu", lambda: False)
+    write_plans(Asked(tmp_path, "cuda"))
+    assert main(["--out", str(tmp_path)]) == 2
+    assert "there is no GPU here; measure where there is one" in capsys.readouterr().err
+    assert main(["--out", str(tmp_path), "--tables", str(tmp_path / "none")]) == 2
+
+
+def test_devices_have_the_names_of_presets() -> None:
+    assert study._hardware("NVIDIA H200") == "h200-sxm-141gb"
+    assert study._hardware("Some GPU") == "local-gpu"

@@ -1,9 +1,0 @@
-"""Tables line up."""
-
-from stepsight.experiments.tables import Number, table
-
-
-def test_columns_line_up() -> None:
-    """Words go to the left, numbers to the right, with their decimals."""
-    text = table(["name", "ms"], [["a", Number(1.25, 1)], ["longer", Number(10, 1)]])
-    assert text.splitlines() == ["name      ms", "------  ----", "a        1.2", "longer  10.0"]

@@ -1,0 +1,58 @@
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from stepsight.dataset.hardware import Fabric, find_fabric
+from stepsight.dataset.op import Collective
+from stepsight.dataset.physics import alpha_beta_seconds
+from stepsight.features.nccl_features import nccl_terms
+from stepsight.training.collectives.collective_models import fit_collectives
+from stepsight.training.predictor.predictor import Predictor
+
+FABRIC = find_fabric("loopback")
+
+
+def test_sizes_between_and_beyond_the_measured(
+    predictor: Predictor, collective_truth: Callable[[Collective], float]
+) -> None:
+    for num_bytes, error in ((3_000_000, 0.03), (1_000_000_000, 0.1)):
+        collective = Collective("all_reduce", num_bytes, 2, 2)
+        seconds = predictor.collective.seconds([collective], FABRIC)[0]
+        assert seconds == pytest.approx(collective_truth(collective), rel=error)
+
+
+def test_layouts_never_measured_follow_the_fabric_and_are_reported(predictor: Predictor) -> None:
+    across = Collective("all_reduce", 1 << 20, 4, 2)
+    assert predictor.collective.seconds([across], FABRIC)[0] == alpha_beta_seconds(across, FABRIC)
+    assert "no all_reduce across nodes was measured" in predictor.unsupported([across], FABRIC)[0]
+    assert "groups of 2 to 2 ranks" in predictor.unsupported([Collective("all_reduce", 1 << 20, 4, 4)], FABRIC)[0]
+
+
+def test_nccl_learns_relative_to_its_links_and_says_what_it_carries() -> None:
+    """Fitted on small groups at 0.8 of the links' facts, asked about another fabric and thousands of ranks."""
+    slow, fast = find_fabric("dgx-a100"), find_fabric("dgx-h100")
+    works = [
+        Collective(kind, 2**power, size, near)
+        for kind in ("all_reduce", "all_gather")
+        for power in range(18, 32)
+        for size, near in ((8, 8), (16, 8), (32, 8))
+    ]
+    seconds = np.array([_nccl_truth(work, fast) for work in works])
+    fitted = fit_collectives(works, [fast] * len(works), seconds, nccl=True)
+    model = replace(fitted, carried=("all_gather/inter",))
+    for kind in ("all_reduce", "all_gather"):
+        work = Collective(kind, 3 << 28, 32, 8)
+        assert model.seconds([work], slow)[0] == pytest.approx(_nccl_truth(work, slow), rel=0.15)
+    ring = _nccl_truth(Collective("all_reduce", 1 << 20, 4096, 8), fast)
+    assert model.seconds([Collective("all_reduce", 1 << 20, 4096, 8)], fast)[0] < ring / 4
+    assert "other devices' links alone" in model.unsupported(Collective("all_gather", 2**24, 16, 8), fast)
+    assert not model.unsupported(Collective("all_reduce", 2**24, 16, 8), fast)
+    assert not model.unsupported(Collective("all_reduce", 2**24, 64, 8), fast)  # twice the ranks
+    assert "for groups of 16 to 32 ranks" in model.unsupported(Collective("all_reduce", 2**24, 128, 8), fast)
+
+
+def _nccl_truth(work: Collective, fabric: Fabric) -> float:
+    calls, steps, _, between, within = nccl_terms(work, fabric)
+    return 1e-5 * calls + 3e-6 * steps + max(between, within) / 0.8

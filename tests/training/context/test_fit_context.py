@@ -1,0 +1,88 @@
+import numpy as np
+import pytest
+
+from stepsight.dataset.hardware import Hardware, find_fabric
+from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.program import Program
+from stepsight.training.context.fit_context import Example, Whole, fit_context, op_error
+from stepsight.training.context.through_simulator import Iteration
+from stepsight.training.predictor.predictor import Predictor
+
+
+def _job(layers: int, hidden: int, dp: int) -> Job:
+    return Job(
+        model=ModelSpec(family="gpt", layers=layers, hidden=hidden, heads=4, vocab=512, seq_len=64),
+        parallel=ParallelSpec(dp=dp),
+        batch=BatchSpec(micro_batch=2, global_batch=4, precision="fp32"),
+        cluster=ClusterSpec(hardware="toy", devices_per_node=dp, fabric="loopback"),
+    )
+
+
+def _truth(program: Program, alone: np.ndarray) -> np.ndarray:
+    """Element-wise ops run 30 % slower in a training step, and everything beside a collective 15 %."""
+    slow = [1.3 if getattr(node.work, "family", "") == "elementwise" else 1.0 for node in program.nodes]
+    beside = 1.15 if len(program.streams) > 1 else 1.0
+    return alone * np.array(slow) * beside
+
+
+def _measured(
+    predictor: Predictor, hardware: Hardware, sizes: list[tuple[int, int, int]]
+) -> tuple[list[Example], list[Whole]]:
+    examples, wholes = [], []
+    rng = np.random.default_rng(0)
+    for layers, hidden, dp in sizes:
+        job = _job(layers, hidden, dp)
+        iteration = Iteration.of(job, predictor.latency(job))
+        alone, bounds = iteration.alone, iteration.bounds
+        parts = np.split(alone, bounds[1:-1])
+        inside = [_truth(p, a) for p, a in zip(iteration.lowered.programs, parts, strict=True)]
+        for program, before, after in zip(iteration.lowered.programs, parts, inside, strict=True):
+            noisy = after * np.exp(rng.normal(0, 0.05, len(after)))
+            examples.append(Example(program, before, noisy, dp, job.name))
+        seconds, _ = iteration.seconds_and_counts(np.concatenate(inside))
+        wholes.append(Whole(iteration, seconds, dp, job.name))
+    return examples, wholes
+
+
+@pytest.fixture(scope="module")
+def measured(predictor: Predictor, hardware: Hardware) -> tuple[list[Example], list[Whole], list[Example], list[Whole]]:
+    assert find_fabric("loopback")
+    train = _measured(predictor, hardware, [(2, 128, 1), (3, 256, 1), (2, 128, 2), (3, 192, 2), (4, 128, 2)])
+    heldout = _measured(predictor, hardware, [(3, 160, 1), (4, 224, 2)])
+    return *train, *heldout
+
+
+def _iteration_error(wholes: list[Whole], predictor: Predictor) -> float:
+    off = []
+    for whole in wholes:
+        bounds = whole.iteration.bounds
+        parts = np.split(whole.iteration.alone, bounds[1:-1])
+        latency = predictor.latency(whole.iteration.job)
+        inside = np.concatenate(latency.in_context(whole.iteration.lowered.programs, parts))
+        off.append(abs(np.log(whole.iteration.seconds_and_counts(inside)[0] / whole.measured_s)))
+    return float(np.mean(off))
+
+
+def test_traces_teach_it_ops_of_jobs_it_never_saw(
+    measured: tuple[list[Example], list[Whole], list[Example], list[Whole]], hardware: Hardware
+) -> None:
+    train, _, heldout, _ = measured
+    context = fit_context(train, [], hardware, epochs=60)
+    assert op_error(heldout, context, hardware) < 0.6 * op_error(heldout, None, hardware)
+
+
+def test_whole_iterations_alone_teach_it_too(
+    measured: tuple[list[Example], list[Whole], list[Example], list[Whole]], hardware: Hardware, predictor: Predictor
+) -> None:
+    _, train, _, heldout = measured
+    context = fit_context([], train, hardware, epochs=40)
+    taught = Predictor(hardware, predictor.kernel, predictor.collective, context)
+    assert _iteration_error(heldout, taught) < 0.5 * _iteration_error(heldout, predictor)
+
+
+def test_training_is_deterministic(
+    measured: tuple[list[Example], list[Whole], list[Example], list[Whole]], hardware: Hardware
+) -> None:
+    train, wholes, _, _ = measured
+    one, two = (fit_context(train[:3], wholes[:1], hardware, epochs=3).tensors for _ in range(2))
+    assert all((one[name] == two[name]).all() for name in one)

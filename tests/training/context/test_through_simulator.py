@@ -1,0 +1,45 @@
+import numpy as np
+import pytest
+import torch
+
+from stepsight.dataset.hardware import find_hardware
+from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.simulator.latency_model import RooflineLatency
+from stepsight.simulator.simulate import simulate
+from stepsight.training.context.through_simulator import Iteration, iteration_seconds
+
+
+def _job(**parallel: int) -> Job:
+    return Job(
+        model=ModelSpec(family="gpt", layers=4, hidden=128, heads=4, vocab=512, seq_len=64),
+        parallel=ParallelSpec(**parallel),
+        batch=BatchSpec(micro_batch=1, global_batch=4, precision="fp32"),
+        cluster=ClusterSpec(hardware="local-cpu", devices_per_node=2, fabric="loopback"),
+    )
+
+
+@pytest.mark.parametrize("parallel", [{"dp": 2}, {"pp": 2}, {"tp": 2}, {"dp": 2, "zero_stage": 3}])
+def test_counts_are_the_gradient_of_the_iteration_time(parallel: dict[str, int]) -> None:
+    hardware, job = find_hardware("local-cpu"), _job(**parallel)
+    assert hardware is not None
+    latency = RooflineLatency(hardware, job.fabric)
+    iteration = Iteration.of(job, latency)
+    alone = iteration.alone
+    total, counts = iteration.seconds_and_counts(alone)
+    assert total == pytest.approx(simulate(job, latency).iteration_time_s, rel=1e-12)
+    for node in np.random.default_rng(0).choice(len(alone), 12, replace=False):
+        step = np.zeros(len(alone))
+        step[node] = 1e-9
+        more, _ = iteration.seconds_and_counts(alone + step)
+        assert (more - total) / 1e-9 == pytest.approx(counts[node], abs=1e-3)
+
+
+def test_gradient_flows_through_the_simulator() -> None:
+    hardware, job = find_hardware("local-cpu"), _job(pp=2)
+    assert hardware is not None
+    iteration = Iteration.of(job, RooflineLatency(hardware, job.fabric))
+    log_scale = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    iteration_seconds(iteration, torch.from_numpy(iteration.alone) * log_scale.exp()).backward()
+    _, counts = iteration.seconds_and_counts(iteration.alone)
+    assert log_scale.grad is not None
+    assert float(log_scale.grad) == pytest.approx(float(counts @ iteration.alone), rel=1e-9)

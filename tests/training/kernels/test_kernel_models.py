@@ -1,0 +1,91 @@
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from stepsight.dataset.box_spec import HARDWARE
+from stepsight.dataset.op import OP_KINDS, Op
+from stepsight.dataset.physics import roofline_seconds
+from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.shipped.catalogue import shipped_predictor
+
+Truth = Callable[[Op, int], float]
+
+
+@pytest.mark.parametrize("busy", [1, 2])
+def test_shapes_that_were_never_measured_are_predicted(predictor: Predictor, op_truth: Truth, busy: int) -> None:
+    unseen = [
+        Op("linear", (160, 224, 320), "fp32"),
+        Op("gelu", (50_000,), "fp32"),
+        Op("layer_norm", (160, 320), "fp32"),
+    ]
+    expected = [op_truth(op, busy) for op in unseen]
+    assert predictor.kernel.seconds(unseen, busy) == pytest.approx(expected, rel=0.06)
+
+
+def test_far_beyond_the_measured_sizes_physics_carries_on(predictor: Predictor, op_truth: Truth) -> None:
+    large = Op("linear", (8192, 8192, 8192), "fp32")
+    assert predictor.kernel.seconds([large], 1)[0] == pytest.approx(op_truth(large, 1), rel=0.15)
+
+
+def test_a_kind_never_measured_falls_back_on_the_roofline_and_is_reported(predictor: Predictor) -> None:
+    op = Op("rope", (4096,), "fp32")
+    assert predictor.kernel.seconds([op], 1)[0] == roofline_seconds(op, predictor.hardware)
+    assert predictor.kernel.unsupported(op) == "rope[4096]fp32: no rope was measured"
+
+
+def test_every_family_never_measured_falls_back_on_the_roofline(predictor: Predictor) -> None:
+    """Also kinds of a family of which others were measured."""
+    measured = predictor.kernel.regressor.physics
+    unknown = [Op(kind, (64,) * len(of.dim_names), "fp32") for kind, of in OP_KINDS.items() if kind not in measured]
+    assert len({op.family for op in unknown}) > 6
+    expected = [roofline_seconds(op, predictor.hardware) for op in unknown]
+    assert predictor.kernel.seconds(unknown, 1).tolist() == expected
+
+
+def test_sizes_outside_the_measured_range_are_reported(predictor: Predictor) -> None:
+    assert predictor.kernel.unsupported(Op("gelu", (50_000,), "fp32")) == ""
+    assert "outside the measured range" in predictor.kernel.unsupported(Op("gelu", (5_000_000,), "fp32"))
+
+
+def test_what_a_box_sleeps_is_known(predictor: Predictor) -> None:
+    """Its ranks sleep as long as they are told, whatever was measured, and however many of them at once."""
+    told = replace(predictor.kernel, hardware=replace(predictor.hardware, name=HARDWARE))
+    assert predictor.kernel.crowded(64) and told.crowded(64) == ""
+    assert told.unsupported(Op("rope", (4096,), "fp32")) == ""
+
+
+def test_errors_by_family_are_cross_validated(predictor: Predictor) -> None:
+    assert set(predictor.kernel.regressor.errors) == {"gemm", "elementwise", "norm"}
+    assert max(predictor.kernel.regressor.errors.values()) < 0.05
+
+
+def test_no_op_takes_no_time(predictor: Predictor) -> None:
+    assert predictor.kernel.seconds([], 1).shape == (0,)
+    assert np.isfinite(predictor.kernel.seconds([Op("gelu", (0,), "fp32")], 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("op", "longer"),
+    [
+        (Op("add", (2**29,)), Op("add", (2**31,))),
+        (Op("layer_norm", (2**14, 2560)), Op("layer_norm", (2**16, 2560))),
+        (Op("dropout", (2**29,)), Op("dropout", (2**31,))),  # as an addition of as many bytes
+    ],
+)
+def test_what_streams_keeps_the_bandwidth_of_the_longest_that_was_measured(op: Op, longer: Op) -> None:
+    """Beyond any cache and any launch, four times the work takes four times as long."""
+    shipped = shipped_predictor("a100-sxm")
+    assert shipped is not None
+    seconds = shipped.kernel.seconds([op, longer], 1)
+    assert seconds[1] / seconds[0] == pytest.approx(4, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["attention", "flash1_attention_backward"])
+def test_padded_heads_take_as_long_as_those_they_are_padded_to(kind: str) -> None:
+    shipped = shipped_predictor("a100-sxm")
+    assert shipped is not None
+    padded, whole = (Op(kind, (4, 16, 16, 2048, 2048, size, 1)) for size in (80, 96))
+    seconds = shipped.kernel.seconds([padded, whole], 1)
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-9)

@@ -1,0 +1,172 @@
+import ast
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stepsight.dataset.box_spec import Box, read_box
+from stepsight.dataset.errors import TraceError
+from stepsight.dataset.hardware import find_fabric
+from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.program import Program, ProgramBuilder
+from stepsight.dataset.trace import Segment
+from stepsight.training.fit import train
+from stepsight.training.measured.measured import (
+    MOST_TRAINING_RANKS,
+    STALL,
+    Profile,
+    average,
+    check_hardware,
+    read_profiles,
+    read_runs,
+)
+from tests.dataset.run_folders import write_events, write_run
+
+LOOPBACK = find_fabric("loopback")
+ADD, GELU = Op("add", (1000,), "fp32"), Op("gelu", (1000,), "fp32")
+
+
+def _program(count: int = 4) -> Program:
+    builder = ProgramBuilder("forward")
+    for _ in range(count):
+        builder.add(ADD)
+        builder.add(GELU)
+    return builder.build()
+
+
+def _segment(slots: np.ndarray, run: str = "r") -> Segment:
+    return Segment(_program(), slots, "forward", 0, 1, run)
+
+
+def test_executions_of_one_segment_are_averaged() -> None:
+    one, two = np.full(8, 1e-4), np.full(8, 2e-4)
+    (mean,) = average([_segment(one), _segment(two)])
+    assert mean.repeats == 2
+    assert mean.slot_s == pytest.approx(np.full(8, 1.5e-4))
+
+
+def test_an_interruption_is_cut_to_a_few_medians_of_its_signature() -> None:
+    slots = np.tile([1e-4, 3e-4], 4)
+    slots[2] = 50e-3
+    (mean,) = average([_segment(slots)])
+    assert mean.slot_s[2] == pytest.approx(STALL * 1e-4)
+    assert np.delete(mean.slot_s, 2) == pytest.approx(np.delete(slots, 2))
+
+
+def test_runs_stay_apart() -> None:
+    assert len(average([_segment(np.full(8, 1e-4)), _segment(np.full(8, 2e-4), "other")])) == 2
+
+
+def _events(folder: Path, busy: int, hardware: dict[str, object], records: list[dict[str, object]]) -> None:
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
+    (folder / "events").mkdir(exist_ok=True)
+    table = {"schema": 1, "busy": busy, "records": records, "hardware": hardware}
+    (folder / "events" / f"world{busy}.json").write_text(json.dumps(table))
+
+
+def test_peaks_are_those_of_a_device_that_computes_alone(tmp_path: Path) -> None:
+    op = {"op": {"kind": "add", "dims": [1000], "dtype": "fp32"}, "seconds": 1e-5}
+    message = {"kind": "all_reduce", "num_bytes": 64, "group_size": 2, "ranks_per_node": 2}
+    alone = {"peak_flops": {"fp32": 8e10}, "memory_bandwidth_bytes_per_s": 2e10, "memory_bytes": 8e9}
+    both = {**alone, "peak_flops": {"fp32": 5e10}, "comm_compute_share": 0.7, "unknown": 1}
+    _events(tmp_path, 1, alone, [op])
+    _events(tmp_path, 2, both, [op, {"collective": message, "seconds": 1e-4}])
+    profile = read_profiles([tmp_path], LOOPBACK)
+    hardware = profile.hardware("my-box", "cpu")
+    assert (hardware.peak_flops["fp32"], hardware.comm_compute_share) == (8e10, 0.7)
+    assert profile.ops == [ADD, ADD]
+    assert profile.op_busy == [1, 2]
+    assert profile.collectives == [Collective("all_reduce", 64, 2, 2)]
+
+
+@pytest.mark.parametrize("record", [{"op": {"kind": "add"}, "seconds": 1}, {"seconds": 1}, {"op": {}, "seconds": 0}])
+def test_a_broken_event_profile_is_refused(tmp_path: Path, record: dict[str, object]) -> None:
+    _events(tmp_path, 1, {}, [record])
+    with pytest.raises(TraceError, match=r"world1\.json must be an event profile"):
+        read_profiles([tmp_path], LOOPBACK)
+
+
+def test_events_that_judge_are_never_trained_on(tmp_path: Path) -> None:
+    _events(tmp_path, 1, {}, [{"op": {"kind": "add", "dims": [8], "dtype": "fp32"}, "seconds": 1.0}])
+    alone = read_profiles([tmp_path], LOOPBACK)
+    (tmp_path / "events" / "heldout.json").write_text((tmp_path / "events" / "world1.json").read_text())
+    assert read_profiles([tmp_path], LOOPBACK) == alone
+
+
+def test_a_collection_counts_once(tmp_path: Path) -> None:
+    (tmp_path / "c" / "runs").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "c")
+    for folders in ([tmp_path / "c"] * 2, [tmp_path / "c", tmp_path / "link"]):
+        for read in (partial(read_profiles, fabric=LOOPBACK), partial(read_runs, roles=None)):
+            with pytest.raises(TraceError, match=r"every collection must be named once, got .*c and "):
+                read(folders)
+
+
+def test_hardware_without_facts_is_refused() -> None:
+    with pytest.raises(TraceError, match="must hold event profiles with hardware facts, or 'my-box' must be a preset"):
+        Profile(LOOPBACK).hardware("my-box", "cpu")
+
+
+def _box_run(folder: Path, box: Box, *, named: bool = True) -> None:
+    """A run in a box that was only timed, and whether it names the box."""
+    job = Job(
+        model=ModelSpec(family="gpt", layers=2, hidden=256, heads=16, vocab=2048, seq_len=128),
+        parallel=ParallelSpec(dp=box.num_ranks),
+        batch=BatchSpec(micro_batch=1, global_batch=box.num_ranks, precision="fp32"),
+        cluster=ClusterSpec(hardware="box", devices_per_node=box.num_ranks),
+    )
+    held = box.holds(job).to_dict()
+    write_run(folder, 0, job=held, world_size=box.num_ranks, box=box.to_dict() if named else None)
+
+
+def test_four_ranks_of_a_box_may_train(tmp_path: Path) -> None:
+    """Collectives are on the box's links, whatever is usual for the hardware."""
+    box = read_box("2x2@200mbit")
+    _box_run(tmp_path, box)
+    write_events(tmp_path, world_size=box.num_ranks, box=box.to_dict())
+    assert box.num_ranks == MOST_TRAINING_RANKS
+    assert [run.manifest.box for run in read_runs([tmp_path], None)] == [box]
+    assert read_profiles([tmp_path], LOOPBACK).fabrics == [box.links]
+
+
+@pytest.mark.parametrize("text", ["5x1@200mbit", "8x1@200mbit", "4x4@200mbit"])
+def test_no_run_or_event_of_more_ranks_of_a_box_can_train(tmp_path: Path, text: str) -> None:
+    """They judge predictions.  A run is known by its box and by its hardware."""
+    box = read_box(text)
+    rule = rf"at most 4 ranks of a box may train: .*; got {box.num_ranks} ranks in .*"
+    _box_run(tmp_path / "runs-alone", box)
+    _box_run(tmp_path / "unnamed", box, named=False)
+    (tmp_path / "events-alone" / "runs").mkdir(parents=True)
+    write_events(tmp_path / "events-alone", world_size=box.num_ranks, box=box.to_dict())
+    for name in ("runs-alone", "unnamed", "events-alone"):
+        for hardware in ("box", "local-cpu"):
+            with pytest.raises(TraceError, match=rule):
+                train([tmp_path / name], tmp_path / "out", hardware_name=hardware, progress=False)
+    with pytest.raises(TraceError, match=rule):
+        read_runs([tmp_path / "runs-alone"], ("heldout", "train"))
+    with pytest.raises(TraceError, match=rule):
+        read_profiles([tmp_path / "events-alone"], LOOPBACK)
+    assert not (tmp_path / "out").exists()
+
+
+def test_compiled_and_eager_runs_do_not_train_together(tmp_path: Path) -> None:
+    for name, compiled in (("eager", False), ("compiled", True)):
+        write_run(tmp_path / "c", name=name, compile=compiled)
+    runs = read_runs([tmp_path / "c"], ("train",))
+    check_hardware([run for run in runs if run.manifest.compiled], runs[0].manifest.job.cluster.hardware)
+    with pytest.raises(TraceError, match="must be compiled, or of none: got 1 of 2"):
+        check_hardware(runs, runs[0].manifest.job.cluster.hardware)
+
+
+def test_all_that_trains_reads_measurements_through_the_module_that_refuses() -> None:
+    readers = {f"stepsight.dataset.{name}" for name in ("eventfile", "manifest", "store", "trace")}
+    harmless = {"RunManifest", "Segment"}
+    root = Path(__file__).parents[3]
+    for path in [*(root / "training").rglob("*.py"), *(root / "gnn").rglob("*.py")]:
+        nodes = ast.walk(ast.parse(path.read_text("utf-8")))
+        used = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module in readers]
+        named = {alias.name for node in used for alias in node.names}
+        assert path.name == "measured.py" or named <= harmless, path

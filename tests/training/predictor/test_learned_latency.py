@@ -1,0 +1,69 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from stepsight.dataset.hardware import find_hardware
+from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.op import Op
+from stepsight.gnn.context_model import ContextModel
+from stepsight.training.predictor.learned_latency import LearnedLatency, slowest_of
+from stepsight.training.predictor.predictor import Predictor
+from tests.simulator.latency_contract import LatencyContract, small_program
+
+
+def _job() -> Job:
+    return Job(
+        model=ModelSpec(family="gpt", layers=2, hidden=128, heads=4, vocab=512, seq_len=64),
+        parallel=ParallelSpec(),
+        batch=BatchSpec(micro_batch=1, global_batch=2, precision="fp32"),
+        cluster=ClusterSpec(hardware="toy", devices_per_node=2, fabric="loopback"),
+    )
+
+
+class TestLearnedLatency(LatencyContract):
+    """With regressors and a context model of random weights."""
+
+    @pytest.fixture
+    def latency(self, predictor: Predictor) -> LearnedLatency:
+        torch.manual_seed(0)
+        model = ContextModel()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        taught = Predictor(predictor.hardware, predictor.kernel, predictor.collective, model.weights())
+        return taught.latency(_job())
+
+
+def test_a_program_is_worked_out_once(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = ContextModel().weights()
+    calls = []
+    monkeypatch.setattr(type(context), "log_correction", lambda *a: calls.append(1) or np.zeros(len(a[1])))
+    latency = Predictor(predictor.hardware, predictor.kernel, predictor.collective, context).latency(_job())
+    program = small_program()
+    alone = np.full(len(program), 1e-4)
+    for _ in range(3):
+        latency.in_context([program], [alone.copy()])
+    latency.in_context([program], [alone * 2])
+    assert len(calls) == 2
+
+
+def test_the_slowest_of_many_devices_lies_farther_from_their_mean() -> None:
+    """Against the largest of so many normal deviates, drawn."""
+    drawn = np.random.default_rng(0).normal(size=(20_000, 64))
+    assert slowest_of(1) == 0.0
+    for count in (2, 8, 64):
+        assert slowest_of(count) == pytest.approx(drawn[:, :count].max(axis=1).mean(), abs=0.03)
+
+
+def test_products_wait_for_the_slowest_device_and_what_streams_does_not(predictor: Predictor) -> None:
+    uneven = replace(predictor, hardware=replace(predictor.hardware, compute_spread=0.02))
+    works = [Op("linear", (64, 128, 128), "fp32"), Op("add", (4096,), "fp32")]
+    even, spread = (one.latency(_job()).op_seconds(works) for one in (predictor, uneven))
+    assert spread / even == pytest.approx([1 + 0.02 * slowest_of(2), 1.0])
+
+
+def test_gpus_differ_by_a_stated_amount() -> None:
+    gpu, cpu = find_hardware("h100-sxm-80gb"), find_hardware("local-cpu")
+    assert gpu is not None and gpu.compute_spread == 0.015
+    assert cpu is not None and cpu.compute_spread == 0.0

@@ -1,0 +1,138 @@
+"""Learning from a table of iteration times: constants by gradient through the simulator, the rest from jobs alike.
+
+The logarithm of an iteration's time falls with that of a resource's factor by the part of the critical path that the
+resource makes up: ``d log T / d log f_g = sum_{i in g} n_i t_i / T``, with ``n_i = dT / dt_i`` from the engine.  With
+normal priors on the factors, and residuals that jobs share as far as they are alike, a few Gauss-Newton steps find
+the most likely factors; what they leave is the residual's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.job import Job
+from stepsight.simulator.simulate import simulate
+from stepsight.training.calibration.constants import NAMES, Constants, prior_stds, resource_of
+from stepsight.training.calibration.corrections import MOST_WIDTH, Calibration
+from stepsight.training.calibration.residual import Residual, most_likely
+from stepsight.training.calibration.similarity import Likeness, covariance
+from stepsight.training.intervals.conformal import COVERAGE
+from stepsight.training.intervals.published_errors import conformal_quantile
+from stepsight.training.predictor.predictor import Predictor
+
+Array = NDArray[np.float64]
+
+STEPS = 3  # of Gauss-Newton; times are nearly linear in factors
+MIN_ROWS = 10  # that tell what runs are off by
+NORMAL_WIDTH = 1.645  # deviations that hold 90 % of a normal distribution
+
+
+@dataclass(frozen=True, slots=True)
+class TimedJob:
+    """A job and how long an iteration of it took.
+
+    Attributes:
+        seconds: Measured.
+        software: What ran it, in the words of who measured.
+    """
+
+    job: Job
+    seconds: float
+    software: str = ""
+
+    @property
+    def like(self) -> Likeness:
+        return Likeness.of(self.job, self.software)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A calibration with what it was made of.
+
+    Attributes:
+        predictor: The one that was calibrated, with its calibration.
+        logs: ``log(measured / predicted)`` before, ``(rows,)``.
+        covariance: Of those, as it is believed to be, ``(rows, rows)``.
+    """
+
+    predictor: Predictor
+    logs: Array
+    covariance: Array
+
+    def left_out(self, groups: Sequence[Hashable]) -> tuple[Array, Array]:
+        """What every row is off by after a fit without its group, and the deviation expected, ``(rows,)`` each.
+
+        To first order in the factors, and without their bounds.
+        """
+        inverse = np.linalg.inv(self.covariance)
+        weights = inverse @ self.logs
+        off, stds = np.zeros(len(self.logs)), np.zeros(len(self.logs))
+        for group in set(groups):
+            index = np.array([i for i, other in enumerate(groups) if other == group])
+            block = np.linalg.inv(inverse[np.ix_(index, index)])
+            off[index] = block @ weights[index]
+            stds[index] = np.sqrt(np.diag(block))
+        return off, stds
+
+
+def calibrate(predictor: Predictor, rows: Sequence[TimedJob]) -> Fit:
+    """Fit factors of resources and a residual in place of the predictor's; a scale from own runs stays."""
+    assert rows
+    scale = predictor.calibration.scale
+    likes = [row.like for row in rows]
+    shared = covariance(likes, likes)
+    measured = np.log([row.seconds / scale for row in rows])
+    prior = np.diag(prior_stds() ** 2)
+    constants, first = Constants(), np.zeros(0)
+    for step in range(STEPS):
+        logs, parts = _simulate(predictor, constants, rows)
+        by_constants = parts @ prior @ parts.T
+        left = measured - logs + parts @ np.array(constants.logs)  # as if nothing had been corrected
+        if step == 0:
+            first = left
+            spread, noise = most_likely(left, shared, by_constants)
+        believed = spread**2 * shared + noise**2 * np.eye(len(rows))
+        total = believed + by_constants
+        constants = Constants.within(prior @ parts.T @ np.linalg.solve(total, left))
+    logs, _ = _simulate(predictor, constants, rows)
+    residual = Residual(tuple(likes), tuple((measured - logs).tolist()), spread, noise)
+    corrections = np.array([residual.mean_and_std(row.job, row.software)[0] for row in rows])
+    fit = Fit(predictor, first, total)
+    width = _width(fit, [row.job for row in rows])
+    calibration = Calibration(scale, constants, residual, width, off_by(measured - logs - corrections))
+    return replace(fit, predictor=replace(predictor, calibration=calibration))
+
+
+def off_by(logs: Array) -> float:
+    """What ``COVERAGE`` of runs are off by at most, from ``log(measured / predicted)`` of some; 0 of too few."""
+    return conformal_quantile(np.abs(logs).tolist()) if len(logs) >= MIN_ROWS else 0.0
+
+
+def _simulate(predictor: Predictor, constants: Constants, rows: Sequence[TimedJob]) -> tuple[Array, Array]:
+    """Log-seconds of every row, and the parts of its critical path by resource, ``(rows, len(NAMES))``."""
+    with_them = replace(predictor, calibration=Calibration(constants=constants))
+    logs, parts = np.zeros(len(rows)), np.zeros((len(rows), len(NAMES)))
+    known: dict[Job, tuple[float, Array]] = {}
+    for index, row in enumerate(rows):
+        if row.job not in known:
+            simulation = simulate(row.job, with_them.latency(row.job))
+            seconds = simulation.count_works() * simulation.work_seconds / simulation.iteration_time_s
+            own = np.zeros(len(NAMES))
+            np.add.at(own, [resource_of(work) for work in simulation.lowered.all_works], seconds)
+            known[row.job] = math.log(simulation.iteration_time_s), own
+        logs[index], parts[index] = known[row.job]
+    return logs, parts
+
+
+def _width(fit: Fit, jobs: Sequence[Job]) -> float:
+    """Deviations that hold ``COVERAGE`` of jobs left out in turn; never less than of a normal distribution."""
+    off, stds = fit.left_out(jobs)
+    scores = np.sort(np.abs(off / stds))
+    rank = math.ceil((len(scores) + 1) * COVERAGE)
+    width = float(scores[rank - 1]) if rank <= len(scores) else 2 * NORMAL_WIDTH
+    return min(max(NORMAL_WIDTH, width), MOST_WIDTH)

@@ -1,0 +1,148 @@
+"""Seconds of collectives, learned from event profiles: physics of links first, residual within the measured range."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.hardware import Fabric
+from stepsight.dataset.op import COLLECTIVE_KINDS, Collective
+from stepsight.dataset.physics import alpha_beta_seconds
+from stepsight.features.collective_features import (
+    COLLECTIVE_FEATURES,
+    COLLECTIVE_TERMS,
+    OVERLAPPING,
+    collective_features,
+    collective_position,
+    collective_terms,
+)
+from stepsight.features.nccl_features import OVERLAPPING as NCCL_OVERLAPPING
+from stepsight.features.nccl_features import nccl_features, nccl_position, nccl_terms, tree_terms
+from stepsight.training.regression.fitted_physics import Bounds
+from stepsight.training.regression.regressor import Regressor, Rows, fit_regressor
+
+Array = NDArray[np.float64]
+
+OUTSIDE = 0.7  # log units, as for ops
+
+# Seconds per call, step, byte of the buffer, second that the link's facts say, and message that a shared host handles;
+# from NVLink to a loopback socket.
+BOUNDS = Bounds(
+    prior=np.array([2e-5, 5e-5, 2e-10, 1.1, 2e-6]),
+    low=np.array([1e-7, 1e-7, 1e-14, 0.3, 1e-9]),
+    high=np.array([5e-2, 1e-2, 1e-8, 30.0, 2e-3]),
+    overlapping=OVERLAPPING,
+)
+
+# The same of NCCL on GPUs, where the last two are the seconds that the facts of the links say: rings reach 0.75 to 0.8
+# of what NVLink states, and nearly all of a network adapter; sums within a switch reach more.
+NCCL_BOUNDS = Bounds(
+    prior=np.array([8e-6, 3e-6, 1e-13, 1.05, 1.25]),
+    low=np.array([1e-6, 3e-7, 1e-15, 1.0, 0.9]),
+    high=np.array([2e-4, 5e-5, 2e-13, 3.0, 4.0]),
+    overlapping=NCCL_OVERLAPPING,
+)
+TREE_SHARE = (
+    0.92  # part of a ring's bandwidth that NCCL's own tuning credits its trees with (its graph/tuning.cc, 2.18)
+)
+
+
+def label_of(collective: Collective) -> str:
+    """Kind and whether nodes are crossed: the two differ in every constant."""
+    return f"{collective.kind}/{'inter' if collective.num_nodes > 1 else 'intra'}"
+
+
+def collective_rows(collectives: Sequence[Collective], fabrics: Sequence[Fabric], *, nccl: bool = False) -> Rows:
+    """Collectives, each on its fabric, as the regressor's rows; see ``CollectiveModel.nccl``."""
+    pairs = list(zip(collectives, fabrics, strict=True))
+    labels = tuple(label_of(c) for c in collectives)
+    terms_of, position_of = (nccl_terms, nccl_position) if nccl else (collective_terms, collective_position)
+    return Rows(
+        labels,
+        labels,
+        np.array([terms_of(c, f) for c, f in pairs], float).reshape(len(pairs), len(COLLECTIVE_TERMS)),
+        np.ones(len(collectives)),
+        tuple(position_of(c, f) for c, f in pairs),
+        (nccl_features if nccl else collective_features)(collectives, fabrics),
+    )
+
+
+@dataclass(frozen=True)
+class CollectiveModel:
+    """Collectives on one hardware's links.
+
+    Attributes:
+        regressor: Physics, trees and neighbours by kind and layout.
+        left_out: Answer as if the collectives asked about had not been measured (for honest intervals).
+        nccl: Whether this is NCCL on GPUs: its rings and trees (``features.nccl``) instead of one host's messages.
+        carried: Labels that were measured on another device's links alone.
+    """
+
+    regressor: Regressor
+    left_out: bool = False
+    nccl: bool = False
+    carried: tuple[str, ...] = ()
+
+    def seconds(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
+        """Seconds of each collective alone; by the fabric's facts where kind and layout were never measured."""
+        if not collectives:
+            return np.zeros(0)
+        asked, longer = zip(*map(self._within_sizes, collectives), strict=True)
+        rows = collective_rows(asked, [fabric] * len(collectives), nccl=self.nccl)
+        seconds = self.regressor.seconds_left_out(rows) if self.left_out else self.regressor.seconds(rows)
+        for index in np.flatnonzero(np.isnan(seconds)).tolist():
+            seconds[index] = alpha_beta_seconds(asked[index], fabric)
+        seconds *= np.array(longer)
+        if self.nccl:
+            for index, collective in enumerate(collectives):
+                seconds[index] = min(seconds[index], self._tree_seconds(collective, fabric))
+        return seconds
+
+    def _within_sizes(self, collective: Collective) -> tuple[Collective, float]:
+        """NCCL's bandwidth stays what it is at the largest size that was measured: that size, and how often it goes."""
+        label = label_of(collective)
+        if not self.nccl or label not in self.regressor.support:
+            return collective, 1.0
+        most = max(int(np.exp(self.regressor.support[label][1][0])), 1)
+        if collective.num_bytes <= most:
+            return collective, 1.0
+        return replace(collective, num_bytes=most), collective.num_bytes / most
+
+    def _tree_seconds(self, collective: Collective, fabric: Fabric) -> float:
+        """Of an all-reduce over more ranks than were measured, by NCCL's trees; infinite for all others."""
+        physics = self.regressor.physics.get(label_of(collective))
+        if physics is None or collective.kind != "all_reduce" or collective.num_nodes == 1:
+            return float("inf")
+        if np.log(collective.group_size) <= self.regressor.support[label_of(collective)][1][1] + 1e-9:
+            return float("inf")
+        terms = np.array([tree_terms(collective, fabric)])
+        return float(physics.seconds(terms, np.ones(1))[0]) / TREE_SHARE
+
+    def unsupported(self, collective: Collective, fabric: Fabric) -> str:
+        """Why a collective lies outside what was measured; empty if it does not."""
+        label = label_of(collective)
+        if label not in self.regressor.physics:
+            where = "across nodes" if collective.num_nodes > 1 else "within a node"
+            return f"{collective}: no {collective.kind} {where} was measured"
+        low, high = self.regressor.support[label]
+        slack = OUTSIDE if self.nccl else 1e-9  # rings of NCCL are alike up to twice the ranks
+        if not low[1] - slack <= np.log(collective.group_size) <= high[1] + slack:
+            return f"{collective}: measured for groups of {np.exp(low[1]):.0f} to {np.exp(high[1]):.0f} ranks"
+        position = (nccl_position if self.nccl else collective_position)(collective, fabric)
+        excess = self.regressor.excess(label, position)
+        if excess > OUTSIDE:
+            return f"{collective}: {np.exp(excess):.1f} x outside the measured sizes"
+        return f"{collective}: {label} was measured on other devices' links alone" if label in self.carried else ""
+
+
+def fit_collectives(
+    collectives: Sequence[Collective], fabrics: Sequence[Fabric], seconds: Array, *, seed: int = 0, nccl: bool = False
+) -> CollectiveModel:
+    """Fit from measured collectives, each on its fabric."""
+    own = NCCL_BOUNDS if nccl else BOUNDS
+    bounds = {f"{kind}/{where}": own for kind in COLLECTIVE_KINDS for where in ("intra", "inter")}
+    rows = collective_rows(collectives, fabrics, nccl=nccl)
+    return CollectiveModel(fit_regressor(rows, seconds, bounds, COLLECTIVE_FEATURES, seed), nccl=nccl)

@@ -1,0 +1,208 @@
+"""Fitting the context model: on nodes of traces, and through the simulator on whole iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stepsight.dataset.graph_data import to_hetero
+from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.op import Op
+from stepsight.dataset.program import Program
+from stepsight.features.graph_features import Topology, node_features
+from stepsight.gnn.context_model import BOUND, ContextModel
+from stepsight.gnn.graph_tensors import GraphTensors, graph_tensors, hetero_topology
+from stepsight.gnn.inference import ContextWeights
+from stepsight.gnn.loss import iteration_loss, node_loss
+from stepsight.training.context.through_simulator import Iteration, iteration_seconds
+
+Array = NDArray[np.float64]
+
+EPOCHS = 150
+LEARNING_RATE = 0.01
+WEIGHT_DECAY = 0.02
+ITERATION_WEIGHT = 0.5  # of the loss on whole iterations, beside that on nodes
+UNIFORM_SHARE = 0.1  # part of the weight that every node gets whatever its time
+
+
+@dataclass(frozen=True)
+class Example:
+    """One distinct segment of one run.
+
+    Attributes:
+        program: Its nodes.
+        alone: Seconds of each node on its own, ``(n,)``.
+        inside: Measured seconds of each node within the segment, ``(n,)``.
+        busy: Devices of the node that compute at the same time.
+        run: Name of the run.
+        repeats: Over how many executions ``inside`` is averaged.
+    """
+
+    program: Program
+    alone: Array
+    inside: Array
+    busy: int
+    run: str
+    repeats: int = 1
+
+    @property
+    def target(self) -> Array:
+        """Log of seconds inside over alone, ``(n,)``, within what the model can say."""
+        return np.clip(np.log(np.maximum(self.inside, 1e-9) / self.alone), -BOUND, BOUND)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A run's whole iteration: the job as a function of its nodes, and the measured time."""
+
+    iteration: Iteration
+    measured_s: float
+    busy: int
+    run: str
+
+
+def fit_context(
+    examples: Sequence[Example],
+    wholes: Sequence[Whole],
+    hardware: Hardware,
+    *,
+    seed: int = 0,
+    epochs: int = EPOCHS,
+    on_epoch: Callable[[int, float], None] | None = None,
+) -> ContextWeights:
+    """Train the context model.
+
+    Args:
+        examples: Distinct segments of traces.
+        wholes: Whole iterations, which train through the simulator.
+        hardware: What was measured.
+        seed: Of the weights.
+        epochs: Full-batch steps.
+        on_epoch: Called with the number of the epoch and its loss.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        model = ContextModel()
+        batch = _Batch.of(examples, wholes, hardware)
+        model.set_range(batch.features)
+        _train(model, batch, epochs, on_epoch)
+        return model.weights()
+    finally:
+        torch.random.set_rng_state(state)
+        torch.set_num_threads(threads)
+
+
+def _train(model: ContextModel, batch: _Batch, epochs: int, on_epoch: Callable[[int, float], None] | None) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=epochs, pct_start=0.2)
+    for epoch in range(epochs):
+        optimizer.zero_grad()
+        loss = batch.loss(model)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if on_epoch is not None:
+            on_epoch(epoch, float(loss.detach()))
+
+
+class _Nodes:
+    """Nodes of distinct programs; a program that occurs in a trace and in a lowered job is there once."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._known: dict[tuple[object, ...], NDArray[np.int64]] = {}
+        self._count = 0
+        self.features: list[Array] = []
+        self.graphs: list[Topology] = []
+
+    def add(self, program: Program, alone: Array, busy: int) -> NDArray[np.int64]:
+        """Numbers of the program's nodes, ``(len(program),)``."""
+        key = (program.digest_key, busy, alone.round(12).tobytes())
+        if key not in self._known:
+            self._known[key] = np.arange(self._count, self._count + len(program))
+            self._count += len(program)
+            self.features.append(node_features(program, alone, self._hardware, busy))
+            self.graphs.append(hetero_topology(to_hetero(program)))
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Everything to train on as one graph."""
+
+    features: Tensor
+    graph: GraphTensors
+    index: Tensor  # (example nodes,), numbers of the nodes that have a target
+    target: Tensor  # (example nodes,)
+    weight: Tensor  # (example nodes,)
+    wholes: tuple[tuple[Whole, Tensor, Tensor], ...]  # with the numbers of its nodes and their seconds alone
+    measured: Tensor  # (wholes,)
+
+    @classmethod
+    def of(cls, examples: Sequence[Example], wholes: Sequence[Whole], hardware: Hardware) -> _Batch:
+        nodes = _Nodes(hardware)
+        index = [nodes.add(example.program, example.alone, example.busy) for example in examples]
+        placed = []
+        for whole in wholes:
+            alone, bounds = whole.iteration.alone, whole.iteration.bounds
+            parts = zip(whole.iteration.lowered.programs, np.split(alone, bounds[1:-1]), strict=True)
+            own = np.concatenate([nodes.add(program, part, whole.busy) for program, part in parts])
+            placed.append((whole, torch.from_numpy(own), torch.from_numpy(alone)))
+        return cls(
+            torch.from_numpy(np.concatenate(nodes.features)).float(),
+            graph_tensors(nodes.graphs),
+            torch.from_numpy(np.concatenate(index or [np.zeros(0, np.int64)])),
+            torch.from_numpy(np.concatenate([e.target for e in examples] or [np.zeros(0)])).float(),
+            torch.from_numpy(node_weights(examples)).float(),
+            tuple(placed),
+            torch.tensor([whole.measured_s for whole in wholes], dtype=torch.float64),
+        )
+
+    def loss(self, model: ContextModel) -> Tensor:
+        correction: Tensor = model(self.features, self.graph)
+        loss = correction.new_zeros(())
+        if len(self.target):
+            loss = loss + node_loss(correction[self.index], self.target, self.weight)
+        if self.wholes:
+            seconds = [
+                iteration_seconds(whole.iteration, alone * correction[own].double().exp())
+                for whole, own, alone in self.wholes
+            ]
+            loss = loss + ITERATION_WEIGHT * iteration_loss(torch.stack(seconds), self.measured).float()
+        return loss
+
+
+def node_weights(examples: Sequence[Example]) -> Array:
+    """Weight of every node: its share of its run's measured time, and a little for each; every run counts the same."""
+    totals: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for example in examples:
+        totals[example.run] = totals.get(example.run, 0.0) + example.repeats * float(example.inside.sum())
+        counts[example.run] = counts.get(example.run, 0) + len(example.program)
+    parts = [
+        (1 - UNIFORM_SHARE) * e.repeats * e.inside / totals[e.run] + UNIFORM_SHARE / counts[e.run] for e in examples
+    ]
+    return np.concatenate(parts or [np.zeros(0)])
+
+
+def op_error(examples: Sequence[Example], context: ContextWeights | None, hardware: Hardware) -> float:
+    """Time-weighted mean absolute log-error of ops in context, in percent; without ``context``, that of alone."""
+    total = weights = 0.0
+    for example in examples:
+        ops = np.array([isinstance(node.work, Op) for node in example.program.nodes])
+        off = np.log(example.alone / np.maximum(example.inside, 1e-9))
+        if context is not None:
+            off = off + context.log_correction(example.program, example.alone, hardware, example.busy)
+        weight = example.repeats * example.inside * ops
+        total += float(weight @ np.abs(off))
+        weights += float(weight.sum())
+    return 100.0 * float(np.expm1(total / weights)) if weights > 0 else 0.0

@@ -1,0 +1,199 @@
+"""Seconds of ops on their own, learned from event profiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.box_spec import HARDWARE as BOX
+from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.op import OP_KINDS, Op
+from stepsight.dataset.physics import roofline_seconds
+from stepsight.features.op_features import OP_FEATURES, OP_TERMS, op_features, op_position, op_terms
+from stepsight.training.kernels.derived_kinds import Ratio, as_run, base_of, dtype_class, least_seconds
+from stepsight.training.regression.fitted_physics import Bounds
+from stepsight.training.regression.regressor import Regressor, Rows, fit_regressor
+
+Array = NDArray[np.float64]
+
+STREAMING = ("norm", "elementwise")  # families whose time grows with their first dim, elements or rows, once it is long
+OUTSIDE = 0.7  # log units beyond the measured range from which an op counts as unsupported: twice the largest size
+
+
+def op_rows(
+    ops: Sequence[Op],
+    hardware: Hardware,
+    busy: Sequence[int] | int,
+    variants: Sequence[int] | NDArray[np.int64] | int = 0,
+) -> Rows:
+    """Ops as the regressor's rows."""
+    return Rows(
+        tuple(label(op.kind, op, hardware) for op in ops),
+        tuple(label(op.family, op, hardware) for op in ops),
+        np.array([op_terms(op) for op in ops], float).reshape(len(ops), len(OP_TERMS)),
+        np.broadcast_to(np.asarray(busy, float), (len(ops),)).copy(),
+        tuple(op_position(op) for op in ops),
+        op_features(ops, hardware, busy, variants),
+    )
+
+
+def label(name: str, op: Op, hardware: Hardware) -> str:
+    """Kind or family, with the precision where it makes kernels of their own."""
+    precision = dtype_class(op, hardware)
+    return f"{name}/{precision}" if precision else name
+
+
+def num_axes(label: str) -> int:
+    """Axes of ``op_position`` of a kind."""
+    return len(OP_KINDS[label.split("/")[0]].dim_names) + 2
+
+
+SCORES_OF_GPU = 0.25  # part of the time to stream attention scores that a fused kernel is thought to take for them
+
+
+def op_bounds(hardware: Hardware, family: str) -> Bounds:
+    """What physics allows on this hardware, in seconds per unit of ``OP_TERMS``.
+
+    Nothing computes faster than twice the stated peak; caches may outrun memory by fifty; an op costs between
+    0.1 microseconds and 3 ms of overhead.  A GPU's fused attention keeps its scores in registers: where a single head
+    size was measured, the prior says how little of its time is theirs (a rule of thumb).
+    """
+    fused = hardware.kind == "gpu" and family in ("attention", "latent_attention")
+    flop = 1.0 / max(hardware.peak_flops.values())
+    byte = 1.0 / hardware.memory_bandwidth_bytes_per_s
+    return Bounds(
+        prior=np.array(
+            [max(hardware.op_latency_s, 3e-6), 2 * flop, byte, SCORES_OF_GPU * byte if fused else byte, byte, 1e-9]
+        ),
+        low=np.array([1e-7, 0.5 * flop, 0.02 * byte, 0.02 * byte, 0.02 * byte, 1e-12]),
+        high=np.array([3e-3, 500 * flop, 100 * byte, 100 * byte, 100 * byte, 1e-4]),
+    )
+
+
+@dataclass(frozen=True)
+class KernelModel:
+    """Ops of one hardware.
+
+    Attributes:
+        hardware: What was measured.
+        regressor: Physics, trees and neighbours by kind.
+        left_out: Answer as if the ops asked about had not been measured (for honest intervals).
+        derives: Whether this comes from tables of a device on its own: then kinds that were not measured take the
+            efficiency of others (see ``derived``) instead of the roofline, and busy neighbours do not count.
+        ratios: By kind that was not measured here, what others measured of it against its base.
+        serves: Another device with the same chip that is asked about: ops take as much longer as its roofline says.
+    """
+
+    hardware: Hardware
+    regressor: Regressor
+    left_out: bool = False
+    derives: bool = False
+    ratios: Mapping[str, Ratio] = field(default_factory=dict)
+    serves: Hardware | None = None
+
+    def seconds(self, ops: Sequence[Op], busy: int) -> Array:
+        """Seconds of each op alone, shape ``(len(ops),)``; see ``derives`` for kinds that were never measured."""
+        if not ops:
+            return np.zeros(0)
+        traced = [self._traced(op) for op in ops]
+        asked, longer = zip(*[self._within_length(base) for base, _, _ in traced], strict=True)
+        rows = op_rows(asked, self.hardware, 1 if self.derives else busy)
+        seconds = self.regressor.seconds_left_out(rows) if self.left_out else self.regressor.seconds(rows)
+        seconds *= np.array(longer)
+        for index, (op, (base, log_ratio, _)) in enumerate(zip(ops, traced, strict=True)):
+            if np.isnan(seconds[index]):  # nothing tells of it
+                seconds[index] = roofline_seconds(op, self.hardware)
+            elif base is not op:
+                run = as_run(op, self.hardware) if self.derives else op
+                physics = roofline_seconds(run, self.hardware) / roofline_seconds(base, self.hardware)
+                seconds[index] *= physics * np.exp(log_ratio)
+            if self.derives:
+                seconds[index] = max(seconds[index], least_seconds(op, self.hardware))
+            if self.serves is not None:
+                seconds[index] *= roofline_seconds(op, self.serves) / roofline_seconds(op, self.hardware)
+        return seconds
+
+    def measured(self, kind: str) -> bool:
+        """Whether a kind was measured, in the precision that names it."""
+        return kind in self.regressor.physics
+
+    def _measured(self, op: Op) -> bool:
+        return label(op.kind, op, self.hardware) in self.regressor.physics
+
+    def _traced(self, op: Op) -> tuple[Op, float, bool]:
+        """The measured op that tells of this one (itself if there is none), the log-ratio between them, and whether
+        that was measured somewhere, step by step.
+        """
+        if not self.derives:
+            return op, 0.0, True
+        at: Op | None = as_run(op, self.hardware)
+        log_ratio, evident = 0.0, True
+        while at is not None and not self._measured(at):
+            ratio = self.ratios.get(at.kind)
+            log_ratio += ratio.log_ratio if ratio is not None else 0.0
+            evident &= ratio is not None
+            at = base_of(at, self.hardware)
+        return (op, 0.0, True) if at is None else (at, log_ratio, evident)
+
+    def _within_length(self, op: Op) -> tuple[Op, float]:
+        """What streams takes as much longer as it is longer than the longest of its kind that was measured: that one
+        (itself if it is no longer), and how often it goes.
+        """
+        kind = label(op.kind, op, self.hardware)
+        if not self.derives or op.family not in STREAMING or kind not in self.regressor.support:
+            return op, 1.0
+        most = max(round(float(np.exp(self.regressor.support[kind][1][0]))), 1)
+        if op.dims[0] <= most:
+            return op, 1.0
+        return Op(op.kind, (most, *op.dims[1:]), op.dtype), op.dims[0] / most
+
+    @property
+    def _slept(self) -> bool:
+        """Whether ops take as long as ranks of a cluster in a box are told."""
+        return self.hardware.name == BOX
+
+    def crowded(self, busy: int) -> str:
+        """Why so many busy devices of a node lie outside what was measured; empty if they do not."""
+        low, high = self.regressor.busy
+        if low <= busy <= high or self.derives or self._slept:
+            return ""
+        return f"{busy} devices of a node compute at once: measured with {low:.0f} to {high:.0f}"
+
+    def unsupported(self, op: Op) -> str:
+        """Why an op lies outside what was measured; empty if it does not.
+
+        A kind with a ratio that was measured elsewhere counts as measured; so does what a box's ranks sleep.
+        """
+        if self._slept:
+            return ""
+        base, _, evident = self._traced(op)
+        if not self._measured(base):
+            return f"{op}: no {op.kind} was measured"
+        excess = self.regressor.excess(label(base.kind, base, self.hardware), op_position(base))
+        far = f"{np.exp(excess):.1f} x outside the measured range" if excess > OUTSIDE else ""
+        if evident:
+            return f"{op}: {far}" if far else ""
+        return f"{op}: no {label(op.kind, op, self.hardware)} was measured, {base.kind} and physics carry it"
+
+
+def fit_kernels(
+    ops: Sequence[Op],
+    busy: Sequence[int] | int,
+    seconds: Array,
+    hardware: Hardware,
+    *,
+    variants: Sequence[int] | NDArray[np.int64] | int = 0,
+    seed: int = 0,
+    judged: bool = True,
+) -> KernelModel:
+    """Fit from measured ops; the same op may be given for several numbers of busy devices and several variants.
+
+    ``judged``: whether errors are wanted where nothing depends on them; see ``fit_regressor``.
+    """
+    rows = op_rows(ops, hardware, busy, variants)
+    families = dict(zip(rows.kinds, (op.family for op in ops), strict=True))
+    bounds = {kind: op_bounds(hardware, family) for kind, family in families.items()}
+    return KernelModel(hardware, fit_regressor(rows, seconds, bounds, OP_FEATURES, seed, judged=judged))

@@ -1,0 +1,274 @@
+"""What a predictor is trained on: event profiles and traced runs of one or several collections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.box_spec import HARDWARE as SLEEPERS
+from stepsight.dataset.errors import TraceError
+from stepsight.dataset.event_file import EventFile, read_event_file
+from stepsight.dataset.files import digest, digest_files
+from stepsight.dataset.hardware import Fabric, Hardware, Link, find_hardware, hardware_from_dict
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.program import Program
+from stepsight.dataset.trace import RunManifest, Segment, read_collection, read_run
+
+Array = NDArray[np.float64]
+
+HELDOUT = "heldout"  # name of an event file that judges: it is never trained on
+MOST_TRAINING_RANKS = 4  # of a box: what is larger is there to judge predictions, and must stay unseen
+
+
+@dataclass
+class Profile:
+    """Ops and collectives measured on their own, and the hardware's facts.
+
+    Attributes:
+        ops, op_busy, op_seconds: Measured ops, one entry each.
+        op_host_seconds: What the host took to launch each, 0 where that was not measured.
+        fabric: Of collectives whose file does not say on which links.
+        collectives, fabrics, collective_seconds: Measured collectives.
+        facts: Fields of ``Hardware`` that were measured.
+        digest: Of the files.
+    """
+
+    fabric: Fabric
+    ops: list[Op] = field(default_factory=list)
+    op_busy: list[int] = field(default_factory=list)
+    op_seconds: list[float] = field(default_factory=list)
+    op_host_seconds: list[float] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+    fabrics: list[Fabric] = field(default_factory=list)
+    collective_seconds: list[float] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    digest: str = ""
+
+    def hardware(self, name: str, device: str) -> Hardware:
+        """The hardware that was measured; what was not comes from a preset of the same name.
+
+        Raises:
+            TraceError: If neither knows the facts.
+        """
+        preset = find_hardware(name)
+        if preset is not None and name == SLEEPERS:
+            return preset  # they sleep as long as it says: there is nothing to measure
+        known = preset.to_dict() if preset else {"op_latency_s": 5e-6}
+        facts = {**known, **self.facts, "name": name, "kind": "cpu" if device == "cpu" else "gpu"}
+        facts["source"] = "measured by stepsight collect" if self.facts else known.get("source", "")
+        missing = {"peak_flops", "memory_bandwidth_bytes_per_s", "memory_bytes"} - set(facts)
+        if missing:
+            raise TraceError(
+                f"the collection must hold event profiles with hardware facts, or {name!r} must be a preset; "
+                f"got no {', '.join(sorted(missing))}"
+            )
+        return hardware_from_dict(facts)
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A run with its trace cut into segments (none if it was only timed)."""
+
+    manifest: RunManifest
+    segments: tuple[Segment, ...]
+
+    @property
+    def spread_log(self) -> float:
+        """Standard deviation of the logarithm of its round medians (of its steps, where there is one round)."""
+        rounds = [float(np.median(steps)) for steps in self.manifest.rounds if steps]
+        values = rounds if len(rounds) > 1 else list(self.manifest.step_seconds)
+        return float(np.std(np.log(values))) if len(values) > 1 else 0.0
+
+
+def read_profiles(collections: Iterable[Path], fabric: Fabric) -> Profile:
+    """Read every event file of some collections but ``HELDOUT``; ``fabric`` is that of files which name none.
+
+    Raises:
+        TraceError: If a folder is no collection or named twice, a file is not what the harness writes, or is of a box
+            with more than ``MOST_TRAINING_RANKS``.
+    """
+    profile = Profile(fabric)
+    paths = [path for folder in _distinct(collections) for path in read_collection(folder).events]
+    files = [read_event_file(path) for path in paths if path.stem != HELDOUT]
+    for file in files:
+        if file.box is not None:
+            _check_ranks(file.box.num_ranks, file.path)
+    for file in files:
+        _add(file, profile)
+    _take_medians(profile)
+    profile.digest = digest_files([file.path for file in files]) if files else ""
+    return profile
+
+
+def _take_medians(profile: Profile) -> None:
+    """Collectives that several files measured on like links count once: one visit may have been disturbed."""
+    found: dict[tuple[Collective, Link, Link], list[tuple[float, Fabric]]] = {}
+    for work, fabric, seconds in zip(profile.collectives, profile.fabrics, profile.collective_seconds, strict=True):
+        found.setdefault((work, fabric.intra_node, fabric.inter_node), []).append((seconds, fabric))
+    profile.collectives = [work for work, _, _ in found]
+    profile.fabrics = [visits[0][1] for visits in found.values()]
+    profile.collective_seconds = [float(np.median([seconds for seconds, _ in visits])) for visits in found.values()]
+
+
+def _add(file: EventFile, profile: Profile) -> None:
+    for work, seconds, host_seconds in zip(file.works, file.seconds, file.host_seconds, strict=True):
+        if isinstance(work, Op):
+            profile.ops.append(work)
+            profile.op_busy.append(file.busy)
+            profile.op_seconds.append(seconds)
+            profile.op_host_seconds.append(host_seconds)
+        else:
+            profile.collectives.append(work)
+            profile.fabrics.append(file.box.links if file.box else profile.fabric)
+            profile.collective_seconds.append(seconds)
+    facts = dict(file.hardware)
+    shares = [table["memory_bytes"] for table in (profile.facts, facts) if "memory_bytes" in table]
+    if shares:  # ranks of a CPU share its memory: what counts is a rank's part when all of them run
+        facts["memory_bytes"] = profile.facts["memory_bytes"] = min(shares)
+    if file.busy == 1:
+        profile.facts = {**profile.facts, **facts}
+    else:  # peaks are those of a device that computes alone, where both were measured
+        profile.facts = {**facts, **profile.facts}
+
+
+def _distinct(collections: Iterable[Path]) -> list[Path]:
+    """The collections; each counts once."""
+    folders = list(collections)
+    where = [folder.resolve() for folder in folders]
+    twice = [str(folder) for folder, at in zip(folders, where, strict=True) if where.count(at) > 1]
+    if twice:
+        raise TraceError(f"every collection must be named once, got {' and '.join(twice)}")
+    return folders
+
+
+def read_runs(collections: Iterable[Path], roles: Sequence[str] | None) -> list[MeasuredRun]:
+    """Read the complete runs of some roles (None: all), traces included where there are any.
+
+    Raises:
+        TraceError: As ``read_profiles``.
+    """
+    runs = []
+    for collection in _distinct(collections):
+        for manifest in read_collection(collection).runs:
+            if roles is None or manifest.role in roles:
+                if manifest.box is not None or manifest.job.cluster.hardware == SLEEPERS:
+                    _check_ranks(manifest.world_size, manifest.folder)
+                segments = read_run(manifest.folder).segments() if manifest.traces else []
+                runs.append(MeasuredRun(manifest, tuple(segments)))
+    return runs
+
+
+def _check_ranks(ranks: int, where: Path) -> None:
+    if ranks > MOST_TRAINING_RANKS:
+        raise TraceError(
+            f"only runs and events of at most {MOST_TRAINING_RANKS} ranks of a box may train: what is larger judges "
+            f"predictions; got {ranks} ranks in {where}"
+        )
+
+
+def check_hardware(runs: Sequence[MeasuredRun], name: str) -> None:
+    """Every run must be on the hardware that is learned, and all compiled or none.
+
+    Raises:
+        TraceError: With the values.
+    """
+    compiled = [run.manifest.folder for run in runs if run.manifest.compiled]
+    if 0 < len(compiled) < len(runs):
+        raise TraceError(
+            f"composite ops of all runs must be compiled, or of none: got {len(compiled)} of {len(runs)} runs "
+            f"compiled, as {compiled[0]}"
+        )
+    for run in runs:
+        if run.manifest.job.cluster.hardware != name:
+            raise TraceError(
+                f"every run must be on the hardware that is learned: cluster.hardware must be {name!r}, "
+                f"got {run.manifest.job.cluster.hardware!r} in {run.manifest.folder}"
+            )
+
+
+def runs_digest(runs: Sequence[MeasuredRun]) -> str:
+    """Digest of the runs' manifests and traces."""
+    return digest(*(digest_files([p for p in run.manifest.folder.iterdir() if p.is_file()]) for run in runs))
+
+
+def fill_from_traces(profile: Profile, runs: Iterable[MeasuredRun]) -> list[str]:
+    """Add the in-context median of op and collective kinds that no event profile holds; returns those kinds.
+
+    A stand-in's collectives are none that was measured.
+    """
+    have = {op.kind for op in profile.ops} | {c.kind for c in profile.collectives}
+    found: dict[tuple[Op | Collective, int, Fabric], list[float]] = {}
+    for run in runs:
+        fabric = run.manifest.job.fabric
+        for segment in run.segments:
+            for node, seconds in zip(segment.program.nodes, segment.slot_s.tolist(), strict=True):
+                modelled = run.manifest.stand_in is not None and isinstance(node.work, Collective)
+                if node.work.kind not in have and seconds > 0 and not modelled:
+                    found.setdefault((node.work, segment.busy, fabric), []).append(seconds)
+    for (work, busy, fabric), seconds in found.items():
+        if isinstance(work, Op):
+            profile.ops.append(work)
+            profile.op_busy.append(busy)
+            profile.op_seconds.append(float(np.median(seconds)))
+            profile.op_host_seconds.append(0.0)
+        else:
+            profile.collectives.append(work)
+            profile.fabrics.append(fabric)
+            profile.collective_seconds.append(float(np.median(seconds)))
+    return sorted({work.kind for work, _, _ in found})
+
+
+@dataclass(frozen=True)
+class MeanSegment:
+    """Executions of one segment of one run, averaged.
+
+    Attributes:
+        program: What they have in common.
+        slot_s: Mean in-context seconds of each node, ``(n,)``, stalls cut off.
+        busy: Devices that compute at once.
+        run: Name of the run.
+        repeats: How many executions.
+    """
+
+    program: Program
+    slot_s: Array
+    busy: int
+    run: str
+    repeats: int
+
+
+STALL = 2.5  # times the median of the same signature in the same run
+
+
+def average(segments: Sequence[Segment]) -> list[MeanSegment]:
+    """One mean per distinct segment of each run.
+
+    A node that takes more than ``STALL`` times the median of its signature in the run was interrupted by something
+    that is no part of the job; it is cut to that.
+    """
+    medians = _medians(segments)
+    groups: dict[tuple[object, ...], list[Segment]] = {}
+    for segment in segments:
+        groups.setdefault((segment.run, segment.busy, segment.program.digest_key), []).append(segment)
+    means = []
+    for group in groups.values():
+        first = group[0]
+        middle = np.array([medians[first.run, node.work, node.share] for node in first.program.nodes])
+        slots = np.stack([segment.slot_s for segment in group])
+        mean = np.clip(slots, middle / STALL, middle * STALL).mean(axis=0)
+        means.append(MeanSegment(first.program, mean, first.busy, first.run, len(group)))
+    return means
+
+
+def _medians(segments: Sequence[Segment]) -> dict[tuple[str, Op | Collective, float], float]:
+    """Median seconds of each signature (and share) of each run."""
+    found: dict[tuple[str, Op | Collective, float], list[float]] = {}
+    for segment in segments:
+        for node, seconds in zip(segment.program.nodes, segment.slot_s.tolist(), strict=True):
+            found.setdefault((segment.run, node.work, node.share), []).append(seconds)
+    return {key: float(np.median(values)) for key, values in found.items()}

@@ -1,0 +1,272 @@
+"""``predict``: from a job to an iteration time, an interval, and why."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from stepsight.dataset.errors import JobError, PredictorError
+from stepsight.dataset.hardware import find_hardware, hardware_names
+from stepsight.dataset.job import Job
+from stepsight.simulator.explain import Sensitivity, explain
+from stepsight.simulator.flops import iteration_flops
+from stepsight.simulator.latency_model import preset_latency
+from stepsight.simulator.memory import Memory
+from stepsight.simulator.simulate import Simulation, simulate
+from stepsight.simulator.timeline import timeline_json
+from stepsight.training.intervals.conformal import Intervals
+from stepsight.training.intervals.published_errors import published_widths
+from stepsight.training.predictor.learned_latency import LearnedLatency
+from stepsight.training.predictor.predictor import Predictor
+
+ROOFLINE = "roofline"  # in place of a predictor: hardware facts alone, whatever comes with the package
+ROOFLINE_SOURCE = "roofline from hardware facts alone: {}"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What an iteration of a job takes.
+
+    Attributes:
+        job: What was asked.
+        iteration_time_s: Predicted.
+        source: Where the durations come from, for people.
+        predictor: Who was asked; None: hardware facts.
+        software: What is said to run it.
+    """
+
+    job: Job
+    iteration_time_s: float
+    source: str
+    simulation: Simulation = field(repr=False)
+    predictor: Predictor | None = field(default=None, repr=False)
+    software: str = ""
+
+    @property
+    def low_s(self) -> float:
+        """Low end of the interval that is meant to hold 90 % of what is measured."""
+        return self.interval()[0]
+
+    @property
+    def high_s(self) -> float:
+        """High end of the interval."""
+        return self.interval()[1]
+
+    def interval(self, without: str = "", *, judged: bool = False) -> tuple[float, float]:
+        """Low and high end, in seconds.
+
+        By runs held back while the predictor was trained; for one from public tables by its errors on published runs,
+        those of the source ``without`` left out (see ``training.widths``).  A calibrated one knows jobs like its runs
+        better, and is never surer than the runs that judged it allow; these do not count for a job that is ``judged``
+        itself.  Without a predictor it is wide.
+        """
+        share, asked = self.unsupported_share, self.predictor
+        if asked is None:
+            half = Intervals().half_width_log
+        elif asked.kernel.derives and not asked.intervals.num_runs:
+            half = published_widths().half_width(self.job, share, without)
+        else:
+            half = asked.intervals.half_width(share)
+        if asked is not None:
+            half = asked.calibration.half_width_log(self.job, self.software, half, judged=judged)
+        return self.iteration_time_s * math.exp(-half), self.iteration_time_s * math.exp(half)
+
+    @property
+    def unsupported(self) -> tuple[str, ...]:
+        """What lies outside of what was measured, each with its reason, that which takes longest first."""
+        return self._outside[0]
+
+    @property
+    def unsupported_share(self) -> float:
+        """Part of the critical path, 0 ... 1, that lies outside of what was measured; 0 of hardware facts."""
+        return self._outside[1]
+
+    @cached_property
+    def _outside(self) -> tuple[tuple[str, ...], float]:
+        return ((), 0.0) if self.predictor is None else _outside(self.simulation, self.predictor.latency(self.job))
+
+    @cached_property
+    def breakdown(self) -> dict[str, float]:
+        """Seconds by cause, mean over stages; they add up to ``iteration_time_s`` (see ``Simulation.breakdown``)."""
+        return {cause: seconds * self._scale for cause, seconds in self.simulation.breakdown.items()}
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Peak bytes per stage, capacity, and whether it fits."""
+        return self.simulation.memory
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole cluster."""
+        return self.job.tokens / self.iteration_time_s
+
+    @cached_property
+    def mfu(self) -> float:
+        """Model FLOP utilisation: what the model needs, over what the devices' peak allows."""
+        return self._utilisation(0)
+
+    @cached_property
+    def hfu(self) -> float:
+        """Hardware FLOP utilisation: likewise with all that is recomputed."""
+        return self._utilisation(1)
+
+    def _utilisation(self, which: int) -> float:
+        flops = iteration_flops(self.simulation.lowered)[which] / self.job.parallel.pp  # of a rank, mean over stages
+        return flops / (self.iteration_time_s * self.peak_flops)
+
+    @property
+    def peak_flops(self) -> float:
+        """FLOP/s of one device, mean over all, in the job's precision: what utilisation is measured by."""
+        cluster, dtype = self.job.cluster, self.job.batch.dtype
+        own = self.simulation.hardware.flops_per_s(dtype)
+        more = 0.0
+        for other in cluster.mixed:
+            hardware = find_hardware(other.hardware)
+            assert hardware is not None, other.hardware  # the simulation asked
+            more += len(other.nodes) * (hardware.flops_per_s(dtype) - own)
+        return own + more / cluster.nodes
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the job allows but looks like a mistake, and software that no run of a calibration had."""
+        residual = None if self.predictor is None else self.predictor.calibration.residual
+        if residual is None or self.software in residual.software:
+            return self.job.warnings
+        named = f"framework {self.software!r:.80}" if self.software else "a framework that is not named"
+        return (
+            *self.job.warnings,
+            f"{named} ran none of the runs that this predictor was calibrated on: their correction counts for less "
+            f"(theirs: {', '.join(map(repr, residual.software))})",
+        )
+
+    @property
+    def _scale(self) -> float:
+        """Calibration of the whole iteration."""
+        return self.iteration_time_s / self.simulation.iteration_time_s
+
+    def explain(self, most: int = 10) -> tuple[Sensitivity, ...]:
+        """Ops and collectives that the time is most sensitive to, and what halving each would bring."""
+        return tuple(
+            replace(row, seconds=row.seconds * self._scale, halved_s=row.halved_s * self._scale)
+            for row in explain(self.simulation, most)
+        )
+
+    def timeline(self, level: str = "segment") -> dict[str, Any]:
+        """Chrome trace events, at the level of ``segment`` or ``op``; opens in Perfetto."""
+        events: dict[str, Any] = json.loads(b"".join(self.timeline_json(level)))
+        return events
+
+    def timeline_json(self, level: str = "segment") -> Iterator[bytes]:
+        """The same as pieces of JSON, millions of events a second: for files."""
+        return timeline_json(self.simulation, level, self._scale)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "iteration_time_s": self.iteration_time_s,
+            "low_s": self.low_s,
+            "high_s": self.high_s,
+            "breakdown": dict(self.breakdown),
+            "memory": self.memory.to_dict(),
+            "num_micro_batches": self.job.num_micro_batches,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "warnings": list(self.warnings),
+            "unsupported": list(self.unsupported),
+            "unsupported_share": self.unsupported_share,
+            "source": self.source,
+        }
+
+
+def predict(job: Job, predictor: Predictor | str | None = None, *, software: str = "") -> Prediction:
+    """Predict one iteration of a job.
+
+    Args:
+        job: What to ask about.
+        predictor: Learned for the job's hardware, or the name (of it or of the hardware) of one that comes with the
+            package, or ``ROOFLINE``; None: the one of the package that serves the job's hardware, and a roofline from
+            the preset's facts only where there is none.  ``source`` of the answer says which.
+        software: What runs it, in the words of the runs that a predictor was calibrated on (their column
+            ``framework``), by default the job's ``framework``; only such a predictor listens.
+
+    Raises:
+        PredictorError: If the predictor is for other hardware.
+        JobError: If there is no predictor and no preset of the job's hardware.
+    """
+    if not isinstance(job, Job):
+        raise JobError(f"predict takes a Job, got {type(job).__name__}")
+    if predictor is None:
+        predictor = _serving(job.cluster.hardware) or ROOFLINE
+    if predictor == ROOFLINE:
+        return _from_facts(job)
+    if isinstance(predictor, str):
+        predictor = _shipped(predictor)
+    if not isinstance(predictor, Predictor):
+        raise JobError(f"predict takes a Predictor, the name of one or None, got {type(predictor).__name__}")
+    software = software or job.framework
+    latency = predictor.latency(job)
+    simulation = simulate(job, latency)
+    seconds = simulation.iteration_time_s * predictor.calibration.factor(job, software)
+    return Prediction(job, seconds, predictor.source, simulation, predictor, software)
+
+
+def predict_many(jobs: Sequence[Job], predictor: Predictor | str | None = None) -> list[Prediction]:
+    """Predict several jobs; what they share is worked out once."""
+    collects = gc.isenabled()
+    gc.disable()  # all that is made is kept: looking for garbage again and again costs a tenth of the time
+    try:
+        return [predict(job, predictor) for job in jobs]
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _serving(hardware: str) -> Predictor | None:
+    """The predictor of the package for a hardware; None if none comes with it."""
+    from stepsight.training.shipped.catalogue import shipped_predictor  # how tables are read is not needed until then
+
+    return shipped_predictor(hardware)
+
+
+def _shipped(name: str) -> Predictor:
+    from stepsight.training.shipped.catalogue import shipped_names
+
+    found = _serving(name)
+    if found is None:
+        raise PredictorError(
+            f"a predictor by name must be one of {', '.join(shipped_names())} or their hardware, or {ROOFLINE}, "
+            f"got {name!r}"
+        )
+    return found
+
+
+def _from_facts(job: Job) -> Prediction:
+    latency = preset_latency(job.cluster.hardware, job.fabric)
+    if latency is None:
+        raise JobError(
+            "without a predictor, cluster.hardware must be a preset "
+            f"({', '.join(hardware_names())}), got {job.cluster.hardware!r}: train a predictor for it, or name a preset"
+        )
+    simulation = simulate(job, latency)
+    why = f"nothing was measured for {job.cluster.hardware}" if _serving(job.cluster.hardware) is None else "as asked"
+    return Prediction(job, simulation.iteration_time_s, ROOFLINE_SOURCE.format(why), simulation)
+
+
+def _outside(simulation: Simulation, latency: LearnedLatency) -> tuple[tuple[str, ...], float]:
+    """Reasons of what was never measured, and the part of the critical path that it makes up."""
+    crowded, reasons = latency.outside(simulation.lowered.all_works)
+    outside = [index for index, reason in enumerate(reasons) if reason]
+    if not outside and not crowded:
+        return (), 0.0
+    seconds = simulation.count_works() * simulation.work_seconds
+    outside.sort(key=lambda index: -seconds[index])
+    named = tuple(reasons[index] for index in outside)
+    if crowded:
+        return (crowded, *named), 1.0
+    return named, min(1.0, float(seconds[outside].sum()) / max(simulation.iteration_time_s, 1e-12))

@@ -1,0 +1,301 @@
+"""The saved predictor: what was learned for one hardware, in a folder of text and tensors.
+
+::
+
+    manifest.json       schema, hardware, provenance, rows of runs that were fitted, metrics, digests of all files
+    hardware.json       measured facts
+    kernel.json         physics, neighbours and supports of ops;        kernel.<family>.txt.gz  LightGBM
+    collective.json     the same for collectives;                       collective.<label>.txt.gz
+    gnn.json            shape of the context model, where there is one; gnn.safetensors      its weights
+    intervals.json      held-back residuals, calibration
+
+Loading reads numbers and never executes code, and refuses a folder with a file changed, missing or added.  Predictors
+that come with the package lie in ``predictors``.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepsight.dataset.errors import PredictorError
+from stepsight.dataset.files import new_folder, set_aside, write_json
+from stepsight.dataset.hardware import Fabric, Hardware, hardware_from_dict
+from stepsight.dataset.job import Job
+from stepsight.dataset.op import Collective, Op
+from stepsight.features.collective_features import COLLECTIVE_AXES, COLLECTIVE_FEATURES, COLLECTIVE_TERMS
+from stepsight.features.op_features import OP_FEATURES, OP_TERMS
+from stepsight.training.calibration.corrections import Calibration
+from stepsight.training.collectives.collective_models import CollectiveModel
+from stepsight.training.intervals.conformal import Intervals
+from stepsight.training.kernels.derived_kinds import Ratio
+from stepsight.training.kernels.kernel_models import KernelModel, num_axes
+from stepsight.training.predictor.learned_latency import LearnedLatency
+from stepsight.training.predictor.predictor_manifest import (
+    MANIFEST,
+    SCHEMA,
+    UNSEALED,
+    changed_files,
+    check_output,
+    made,
+    read_manifest,
+    read_part,
+    texts,
+    write_manifest,
+)
+from stepsight.training.regression.regressor import Regressor
+from stepsight.training.regression.trees import Trees
+
+if TYPE_CHECKING:
+    from stepsight.gnn.inference import ContextWeights
+
+SHIPPED = Path(__file__).parents[1] / "shipped" / "predictors"
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Learned for one hardware: durations for ops and collectives, alone and in context.
+
+    Attributes:
+        hardware: Measured facts; its name is what ``[cluster] hardware`` must say.
+        kernel: Ops on their own.
+        collective: Collectives on their own.
+        context: Correction of every node within its program; None: durations in context are those alone.
+        calibration: Correction of whole iterations.
+        intervals: How far to trust it.
+        manifest: Provenance, as in ``manifest.json``.
+    """
+
+    hardware: Hardware
+    kernel: KernelModel
+    collective: CollectiveModel
+    context: ContextWeights | None = None
+    calibration: Calibration = field(default_factory=Calibration)
+    intervals: Intervals = field(default_factory=Intervals)
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    _bound: dict[Any, LearnedLatency] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def latency(self, job: Job, *, alone: bool = False) -> LearnedLatency:
+        """The durations that the simulator asks for, bound to the job's fabric and busy devices per node.
+
+        Args:
+            job: What to run.
+            alone: Only one of its devices is there, and waits for no slower one.
+
+        Raises:
+            PredictorError: If the job runs on other hardware.
+        """
+        if job.cluster.hardware != self.hardware.name:
+            raise PredictorError(
+                f"the predictor {self.manifest.get('name', self.hardware.name)} serves its own hardware: "
+                f"cluster.hardware must be {self.hardware.name!r}, "
+                f"got {job.cluster.hardware!r}"
+            )
+        busy = 1 if alone else min(job.cluster.devices_per_node, job.cluster.num_devices)
+        devices = job.cluster.num_devices if self.hardware.compute_spread and not alone else 1
+        key = (busy, job.fabric, devices)
+        if key not in self._bound:
+            self._bound[key] = LearnedLatency(
+                self.hardware,
+                self.kernel,
+                self.collective,
+                self.context,
+                job.fabric,
+                busy,
+                self.calibration.constants,
+                devices,
+            )
+        return self._bound[key]
+
+    @property
+    def source(self) -> str:
+        """Where its durations come from, for people."""
+        name = self.manifest.get("name", "")  # those that come with the package have one
+        own = f"{name}, which comes with stepsight, for {self.hardware.name}" if name else self.hardware.name
+        digest = self.manifest.get("digest", "")
+        context = "with context" if self.context is not None else "without context"
+        calibrated = f", calibrated on {self.calibrated_on}" if self.calibrated_on else ""
+        return f"predictor {own}{f' {digest}' if digest else ''}, {context}{calibrated}"
+
+    @property
+    def calibrated_on(self) -> str:
+        """Which runs corrected whole iterations, for people; empty if no table of runs did."""
+        residual = self.calibration.residual
+        if residual is None:
+            return ""
+        runs = f"{len(residual.rows)} run{'' if len(residual.rows) == 1 else 's'}"
+        tables = ", ".join(self.manifest.get("calibration", {}).get("runs", {}))
+        return f"{runs} of {tables}" if tables else runs
+
+    @cached_property
+    def without_context(self) -> Predictor:
+        """The same by regressors alone, to see what the context model brings."""
+        return replace(self, context=None, calibration=Calibration())
+
+    @cached_property
+    def left_out(self) -> Predictor:
+        """The same as if no signature asked about had been measured; only right after fitting."""
+        return replace(
+            self, kernel=replace(self.kernel, left_out=True), collective=replace(self.collective, left_out=True)
+        )
+
+    def unsupported(self, works: Iterable[Op | Collective], fabric: Fabric) -> list[str]:
+        """Which ops, and collectives on a fabric, lie outside what was measured, and why."""
+        reasons = (
+            self.kernel.unsupported(work) if isinstance(work, Op) else self.collective.unsupported(work, fabric)
+            for work in works
+        )
+        return [reason for reason in reasons if reason]
+
+    def save(self, folder: Path) -> None:
+        """Write the folder whole or not at all; see ``check_output`` for what may be replaced."""
+        check_output(folder)
+        with new_folder(folder) as new:
+            write_json(new / "hardware.json", self.hardware.to_dict())
+            for name, regressor in (("kernel", self.kernel.regressor), ("collective", self.collective.regressor)):
+                trees = {}
+                for label, model in regressor.trees.items():
+                    file = f"{name}.{label.replace('/', '-')}.txt.gz"
+                    (new / file).write_bytes(gzip.compress(model.text.encode(), mtime=0))
+                    trees[label] = {"file": file, "share": model.share}
+                more = _derived_to_dict(self.kernel) if name == "kernel" else _library_to_dict(self.collective)
+                write_json(new / f"{name}.json", {**regressor.to_dict(), **more, "trees": trees})
+            write_json(
+                new / "intervals.json",
+                {"intervals": self.intervals.to_dict(), "calibration": self.calibration.to_dict()},
+            )
+            if self.context is not None:
+                self.context.save(new)
+            write_manifest(new, self.manifest, self.hardware.name)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Predictor:
+        """Read a folder that ``save`` wrote, or a predictor that comes with the package by its name.
+
+        Raises:
+            PredictorError: If it is no predictor, has another schema, or its files are not those that were saved.
+        """
+        folder = Path(folder)
+        if not folder.exists() and folder.name in shipped_names():
+            folder = SHIPPED / folder.name
+        old = set_aside(folder)
+        if old is not None:
+            raise PredictorError(
+                f"{folder} is missing: a command that was to replace it was killed; what stood there is whole in {old} "
+                f"and comes back with: mv {old} {folder}"
+            )
+        if not (folder / MANIFEST).is_file():
+            raise PredictorError(
+                "a predictor is a folder with manifest.json"
+                f"{''.join(f', or {name}' for name in shipped_names())}, got {folder}"
+            )
+        manifest = read_manifest(folder)
+        changed = changed_files(folder, manifest)
+        refusal = PredictorError(
+            f"{folder}: files must be those that were saved, got changed, missing or added {', '.join(changed)}"
+        )
+        if not all(name.endswith(".json") for name in changed):  # no library gets to read what is not ours
+            raise refusal
+        try:  # of a changed table, what is wrong with it says more
+            loaded = cls._parse(folder, manifest)
+        except Exception as error:
+            if changed and not isinstance(error, PredictorError):
+                raise refusal from None
+            raise
+        if changed:
+            raise refusal
+        fitted = manifest.get("fitted_rows") or loaded.calibration.by_runs
+        if manifest["schema"] == UNSEALED and fitted:
+            raise PredictorError(
+                f"{folder}: a predictor of schema {UNSEALED} does not tell which rows it was fitted on: "
+                f"calibrate it again (schema {SCHEMA})"
+            )
+        return loaded
+
+    @classmethod
+    def _parse(cls, folder: Path, manifest: dict[str, Any]) -> Predictor:
+        hardware = read_part(folder / "hardware.json", hardware_from_dict)
+        if hardware.name != manifest["hardware"]:
+            raise PredictorError(
+                f"{folder}: manifest.json and hardware.json must name the same hardware, "
+                f"got {manifest['hardware']!r} and {hardware.name!r}"
+            )
+        sizes = {
+            "kernel": (len(OP_TERMS), len(OP_FEATURES), num_axes),
+            "collective": (len(COLLECTIVE_TERMS), len(COLLECTIVE_FEATURES), lambda label: COLLECTIVE_AXES),
+        }
+        kernel, collective = (
+            read_part(folder / f"{name}.json", partial(_regressor, folder, *size)) for name, size in sizes.items()
+        )
+        derives, ratios = read_part(folder / "kernel.json", _derived)
+        nccl, carried = read_part(folder / "collective.json", _library)
+        tables = read_part(folder / "intervals.json", dict)
+        context = None
+        if (folder / "gnn.json").exists():
+            from stepsight.gnn.inference import ContextWeights
+
+            context = ContextWeights.load(folder)
+        return cls(
+            hardware,
+            KernelModel(hardware, kernel, derives=derives, ratios=ratios),
+            CollectiveModel(collective, nccl=nccl, carried=carried),
+            context,
+            made(folder / "intervals.json", Calibration.from_dict, tables.get("calibration")),
+            made(folder / "intervals.json", Intervals.from_dict, tables.get("intervals")),
+            manifest,
+        )
+
+
+def shipped_names() -> tuple[str, ...]:
+    """Names of the predictors that come with the package."""
+    return tuple(sorted(path.parent.name for path in SHIPPED.glob(f"*/{MANIFEST}")))
+
+
+def _text(folder: Path, name: Any) -> str:
+    path = folder / Path(str(name)).name  # never outside of the folder
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            return file.read()
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise PredictorError(f"every file of a predictor must be readable, got {path}: {error}") from None
+
+
+def _regressor(
+    folder: Path, num_terms: int, num_features: int, axes_of: Callable[[str], int], table: dict[str, Any]
+) -> Regressor:
+    trees = {}
+    for label, model in table["trees"].items():
+        trees[label] = Trees(_text(folder, model["file"]), float(model["share"]))
+        trees[label].check(num_features)
+    regressor = Regressor.from_dict(table, trees)
+    regressor.check(num_terms, axes_of)
+    return regressor
+
+
+def _derived_to_dict(kernel: KernelModel) -> dict[str, Any]:
+    return {"derives": kernel.derives, "ratios": {kind: ratio.to_dict() for kind, ratio in kernel.ratios.items()}}
+
+
+def _derived(table: dict[str, Any]) -> tuple[bool, dict[str, Ratio]]:
+    """What ``_derived_to_dict`` wrote."""
+    return _flag(table, "derives"), {kind: Ratio.from_dict(ratio) for kind, ratio in table["ratios"].items()}
+
+
+def _library_to_dict(collective: CollectiveModel) -> dict[str, Any]:
+    return {"nccl": collective.nccl, "carried": list(collective.carried)}
+
+
+def _library(table: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
+    """What ``_library_to_dict`` wrote; a predictor without it was trained on one host's messages."""
+    return "nccl" in table and _flag(table, "nccl"), tuple(texts(table.get("carried", []), "carried"))
+
+
+def _flag(table: dict[str, Any], key: str) -> bool:
+    if not isinstance(table[key], bool):
+        raise ValueError(f"{key} must be true or false, got {table[key]!r:.80}")
+    return bool(table[key])

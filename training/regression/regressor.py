@@ -1,0 +1,317 @@
+"""Seconds from three layers: physics carries the scale, trees the shape, neighbours what was measured near by.
+
+Used for ops and for collectives alike.  What a layer may do is decided by cross-validation over signatures,
+so that no layer makes unseen signatures worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.training.regression.fitted_physics import MOST_LOG, Bounds, Physics, fit_physics
+from stepsight.training.regression.neighbours import LENGTHS, Neighbours, fit_neighbours
+from stepsight.training.regression.trees import MANY_ROWS, MIN_ROWS, Trees, fit_trees
+
+Array = NDArray[np.float64]
+Key = tuple[str, tuple[float, ...], float]
+
+FOLDS = 5
+TREE_SHARES = (0.5, 1.0, 0.0)  # how much the trees may say, what is tried first preferred
+MIN_GAIN = 0.03  # a choice must lower the cross-validated error by this part to replace one tried before
+UNKNOWN = 1.0  # log-error charged where nothing of a kind is left to learn from
+MOST = 1e6  # of a neighbour's weight, and of busy devices: beyond, a number is a slip of the pen
+FADE = 0.7  # log units outside the support after which the trees' say falls to 1/e
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Signatures as numbers.
+
+    Attributes:
+        kinds: Kind of each row; physics is fitted per kind.
+        families: Family of each row; trees are fitted per family.
+        terms: Physical quantities, ``(rows, terms)``.
+        busy: Devices of a node that compute at once, ``(rows,)``.
+        positions: Where each row lies among its kind, one array ``(axes,)`` per row.
+        features: For the trees, ``(rows, features)``.
+    """
+
+    kinds: tuple[str, ...]
+    families: tuple[str, ...]
+    terms: Array
+    busy: Array
+    positions: tuple[Array, ...]
+    features: Array
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def take(self, index: NDArray[np.int64]) -> Rows:
+        return Rows(
+            tuple(self.kinds[i] for i in index),
+            tuple(self.families[i] for i in index),
+            self.terms[index],
+            self.busy[index],
+            tuple(self.positions[i] for i in index),
+            self.features[index],
+        )
+
+    def key(self, index: int) -> Key:
+        """Identity of a row."""
+        return (self.kinds[index], tuple(self.positions[index].round(6).tolist()), float(self.busy[index]))
+
+    def by_kind(self) -> dict[str, NDArray[np.int64]]:
+        return _groups(self.kinds)
+
+    def by_family(self) -> dict[str, NDArray[np.int64]]:
+        return _groups(self.families)
+
+    def places(self, index: NDArray[np.int64]) -> Array:
+        """Positions of rows of one kind, with the busy devices as the last axis, ``(len(index), axes + 1)``."""
+        return np.array([np.append(self.positions[i], np.log(self.busy[i])) for i in index], float)
+
+
+def _groups(labels: tuple[str, ...]) -> dict[str, NDArray[np.int64]]:
+    groups: dict[str, list[int]] = {}
+    for index, label in enumerate(labels):
+        groups.setdefault(label, []).append(index)
+    return {label: np.array(rows, dtype=np.int64) for label, rows in groups.items()}
+
+
+@dataclass(frozen=True)
+class Regressor:
+    """Fitted layers; see the module.
+
+    Attributes:
+        physics: By kind; a kind that is not here was never measured.
+        trees: By family, where they help.
+        neighbours: By kind; none where a table is so large that its trees say all.
+        support: By kind, lowest and highest position that was measured, two arrays ``(axes,)``.
+        busy: Fewest and most busy devices of a node that were measured.
+        errors: By family, mean absolute log-error on signatures left out in turn.
+        left_out: Seconds of each measured row, predicted by a fit that did not see its signature; not saved.
+    """
+
+    physics: Mapping[str, Physics]
+    trees: Mapping[str, Trees]
+    neighbours: Mapping[str, Neighbours]
+    support: Mapping[str, tuple[Array, Array]]
+    busy: tuple[float, float] = (1.0, 1.0)
+    errors: Mapping[str, float] = field(default_factory=dict)
+    left_out: Mapping[Key, float] = field(default_factory=dict)
+
+    def seconds(self, rows: Rows) -> Array:
+        """Seconds of each row; NaN for kinds that were never measured."""
+        log_seconds = self.log_without_neighbours(rows)
+        for kind, index in rows.by_kind().items():
+            if kind in self.neighbours:
+                log_seconds[index] += self.neighbours[kind].residual(rows.places(index))
+        return np.exp(log_seconds)
+
+    def seconds_left_out(self, rows: Rows) -> Array:
+        """As ``seconds``, but as if none of these signatures had been measured: what jobs of new shapes will see."""
+        seconds = self.seconds(rows)
+        known = [self.left_out.get(rows.key(index), float(value)) for index, value in enumerate(seconds)]
+        return np.array(known, dtype=np.float64)
+
+    def log_without_neighbours(self, rows: Rows) -> Array:
+        """Logarithm of the seconds by physics and trees, ``(rows,)``; NaN for kinds that were never measured."""
+        log_seconds = np.full(len(rows), np.nan)
+        for kind, index in rows.by_kind().items():
+            if kind not in self.physics:
+                continue
+            log_seconds[index] = np.log(self.physics[kind].seconds(rows.terms[index], rows.busy[index]))
+            trees = self.trees.get(rows.families[index[0]])
+            if trees is not None:
+                excess = np.array([self._excess_of_trees(kind, rows.positions[i]) for i in index])
+                log_seconds[index] += trees.predict(rows.features[index]) * np.exp(-excess / FADE)
+        return log_seconds
+
+    def with_share(self, share: float) -> Regressor:
+        """The same with trees that count for ``share``; none if that is 0."""
+        trees = {family: replace(model, share=share) for family, model in self.trees.items() if share}
+        return replace(self, trees=trees)
+
+    def excess(self, kind: str, position: Array) -> float:
+        """How far outside the measured range a position lies, in log units summed over axes; 0 within."""
+        low, high = self.support[kind]
+        return float(np.maximum(np.maximum(low - position, position - high), 0.0).sum())
+
+    def _excess_of_trees(self, kind: str, position: Array) -> float:
+        """The same over axes along which something was measured: trees say nothing of others, wherever one is.
+
+        Where a table is so large that its trees say all, what is larger than anything measured runs as the largest do:
+        efficiencies level off, and physics alone would forget how well the largest ran.
+        """
+        low, high = self.support[kind]
+        varied = high > low
+        above = position - high if kind in self.neighbours else np.zeros_like(position)
+        return float(np.maximum(np.maximum(low - position, above), 0.0)[varied].sum())
+
+    def check(self, num_terms: int, num_axes: Callable[[str], int]) -> None:
+        """Check what was read; ``num_axes``: of a position, by kind.
+
+        Raises:
+            ValueError: If its arrays do not fit each other, or a number is no such number.
+        """
+        if set(self.support) != set(self.physics) or not set(self.neighbours) <= set(self.physics):
+            raise ValueError("physics and support must be of the same kinds, and neighbours of no others")
+        if not 1 <= self.busy[0] <= self.busy[1] <= MOST:
+            raise ValueError(f"1 <= least busy <= most busy <= {MOST:g} must hold, got {self.busy}")
+        for kind, physics in self.physics.items():
+            physics.check(kind, num_terms)
+            axes = num_axes(kind)
+            _check_positions(f"support of {kind}", np.stack(self.support[kind]), axes)
+            if kind in self.neighbours:
+                near = self.neighbours[kind]
+                _check_positions(f"neighbours of {kind}", near.positions, axes + 1)
+                least, most = LENGTHS[0], LENGTHS[-1]
+                if not (least <= near.length <= most and (np.abs(near.weights) <= MOST).all()):
+                    raise ValueError(
+                        f"neighbours of {kind} must reach from {least} to {most} and have weights within +-{MOST:g}"
+                    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the trees, which are LightGBM text."""
+        return {
+            "physics": {kind: value.to_dict() for kind, value in self.physics.items()},
+            "neighbours": {kind: value.to_dict() for kind, value in self.neighbours.items()},
+            "support": {
+                kind: {"low": low.tolist(), "high": high.tolist()} for kind, (low, high) in self.support.items()
+            },
+            "busy": list(self.busy),
+            "errors": dict(self.errors),
+        }
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any], trees: Mapping[str, Trees]) -> Regressor:
+        return cls(
+            {kind: Physics.from_dict(table) for kind, table in value["physics"].items()},
+            trees,
+            {kind: Neighbours.from_dict(table) for kind, table in value["neighbours"].items()},
+            {kind: (np.array(s["low"], float), np.array(s["high"], float)) for kind, s in value["support"].items()},
+            (float(value["busy"][0]), float(value["busy"][1])),
+            {family: float(error) for family, error in value["errors"].items()},
+        )
+
+
+def _check_positions(name: str, positions: Array, num_axes: int) -> None:
+    if positions.shape[1:] != (num_axes,) or not (np.abs(positions) <= MOST_LOG).all():
+        raise ValueError(
+            f"{name} must have {num_axes} axes and logarithms within +-{MOST_LOG:g}, "
+            f"got {positions.shape[1:]} and {np.abs(positions).max(initial=0.0):g}"
+        )
+
+
+def fit_regressor(
+    rows: Rows, seconds: Array, bounds: Mapping[str, Bounds], names: tuple[str, ...], seed: int, *, judged: bool = True
+) -> Regressor:
+    """Fit every layer; trees and reach of the neighbours are chosen per family by cross-validation.
+
+    Args:
+        rows: Measured signatures; the same signature may occur with several numbers of busy devices.
+        seconds: Measured, ``(rows,)``, all > 0.
+        bounds: Physical range of the constants, by kind.
+        names: Names of the features.
+        seed: Of folds and trees.
+        judged: Whether errors and what was left out are wanted of families with so many rows that nothing is chosen.
+    """
+    physics: dict[str, Physics] = {}
+    trees: dict[str, Trees] = {}
+    neighbours: dict[str, Neighbours] = {}
+    support: dict[str, tuple[Array, Array]] = {}
+    errors: dict[str, float] = {}
+    left_out: dict[Key, float] = {}
+    for family, index in rows.by_family().items():
+        own, measured = rows.take(index), seconds[index]
+        share, length = 1.0, LENGTHS[0]
+        if judged or len(own) < MANY_ROWS:
+            share, length, off = _choose(own, measured, bounds, names, seed)
+            errors[family] = float(np.abs(off).mean())
+            left_out |= {own.key(i): float(measured[i] * np.exp(off[i])) for i in range(len(own))}
+        fitted = _fit_physics(own, measured, bounds)
+        if share:
+            fitted = _with_trees(fitted, own, measured, names, seed).with_share(share)
+        physics |= fitted.physics
+        trees |= fitted.trees
+        support |= fitted.support
+        if len(own) < MANY_ROWS:
+            residual = np.log(measured) - fitted.log_without_neighbours(own)
+            neighbours |= {k: fit_neighbours(own.places(i), residual[i], length) for k, i in own.by_kind().items()}
+    busy = (float(rows.busy.min()), float(rows.busy.max())) if len(rows) else (1.0, 1.0)
+    return Regressor(physics, trees, neighbours, support, busy, errors, left_out)
+
+
+def _fit_physics(rows: Rows, seconds: Array, bounds: Mapping[str, Bounds]) -> Regressor:
+    """Physics of one family, and its support."""
+    kinds = rows.by_kind()
+    physics = {k: fit_physics(rows.terms[i], rows.busy[i], seconds[i], bounds[k]) for k, i in kinds.items()}
+    support = {}
+    for kind, index in kinds.items():
+        positions = np.array([rows.positions[i] for i in index])
+        support[kind] = (positions.min(axis=0), positions.max(axis=0))
+    return Regressor(physics, {}, {}, support)
+
+
+def _with_trees(fitted: Regressor, rows: Rows, seconds: Array, names: tuple[str, ...], seed: int) -> Regressor:
+    """Physics of one family and trees on what it leaves."""
+    residual = np.log(seconds) - fitted.log_without_neighbours(rows)
+    return replace(fitted, trees={rows.families[0]: fit_trees(rows.features, residual, names, seed)})
+
+
+def _choose(
+    rows: Rows, seconds: Array, bounds: Mapping[str, Bounds], names: tuple[str, ...], seed: int
+) -> tuple[float, float, Array]:
+    """The trees' share, how far neighbours reach, and ``log(predicted / measured)`` of signatures left out.
+
+    A table of many rows is left to its trees: physics alone is far behind, and neighbours take a part of it at most.
+    """
+    folds = _folds(rows, seed)
+    many = len(rows) >= MANY_ROWS
+    shares = (1.0,) if many else TREE_SHARES if len(rows) >= MIN_ROWS else (0.0,)
+    lengths = LENGTHS[:1] if many else LENGTHS
+    off = {(share, length): np.full(len(rows), UNKNOWN) for share in shares for length in lengths}
+    for fold in range(FOLDS):
+        train, test = np.flatnonzero(folds != fold), np.flatnonzero(folds == fold)
+        if not len(train) or not len(test):
+            continue
+        kept, left_out = rows.take(train), rows.take(test)
+        bare = _fit_physics(kept, seconds[train], bounds)
+        if any(shares):
+            bare = _with_trees(bare, kept, seconds[train], names, seed)
+        for share in shares:
+            fitted = bare.with_share(share)
+            predicted = fitted.log_without_neighbours(left_out)
+            known = np.flatnonzero(np.isfinite(predicted))
+            if many:
+                off[share, lengths[0]][test[known]] = predicted[known] - np.log(seconds[test[known]])
+                continue
+            residual = np.log(seconds[train]) - fitted.log_without_neighbours(kept)
+            kinds = kept.by_kind()
+            for kind, index in left_out.by_kind().items():
+                if kind not in kinds:
+                    continue
+                places, near = left_out.places(index), kept.places(kinds[kind])
+                for length in lengths:
+                    correction = fit_neighbours(near, residual[kinds[kind]], length).residual(places)
+                    off[share, length][test[index]] = predicted[index] + correction - np.log(seconds[test[index]])
+    best = next(iter(off))
+    for share in shares:  # the best reach of each share, then the shares against each other
+        own = min(lengths, key=lambda length: float(np.abs(off[share, length]).mean()))
+        if best[0] == share or np.abs(off[share, own]).mean() < np.abs(off[best]).mean() * (1 - MIN_GAIN):
+            best = (share, own)
+    return (*best, off[best])
+
+
+def _folds(rows: Rows, seed: int) -> NDArray[np.int64]:
+    """Fold of each row; all rows of one signature share a fold."""
+    keys = [rows.key(index)[:2] for index in range(len(rows))]
+    distinct = sorted(set(keys))
+    shuffled = np.random.default_rng(seed).permutation(len(distinct))
+    fold_of = {distinct[place]: turn % FOLDS for turn, place in enumerate(shuffled)}
+    return np.array([fold_of[key] for key in keys], dtype=np.int64)

@@ -1,0 +1,345 @@
+"""Predictors that come with the package: which there are, for which hardware, and how each is made from public tables.
+
+``python -m stepsight.training.shipped.catalogue a100-sxm --data DATA --out DIR`` makes one again, bit for bit with the
+same versions of the libraries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from stepsight.dataset.errors import PredictorError, StepsightError
+from stepsight.dataset.files import digest
+from stepsight.dataset.hardware import Hardware, find_hardware
+from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS
+from stepsight.dataset.tables import Measurements
+from stepsight.training.kernels.derived_kinds import Ratio
+from stepsight.training.kernels.kernel_models import label
+from stepsight.training.kernels.quantized import products_alone
+from stepsight.training.predictor.predictor import SHIPPED, Predictor, shipped_names
+from stepsight.training.shipped.from_tables import (
+    CollectiveRows,
+    OpRows,
+    collective_table,
+    fit_links,
+    fit_table,
+    lend,
+    op_table,
+)
+
+# Products by inference engines' kernels where training runs the same ones.  Their kernels for experts are others: on
+# A100 they take half as long again as Transformer Engine's, whose ratio to plain products is measured elsewhere.
+PRODUCTS = ("gemm", "attention")
+STREAMING = ("norm", "elementwise")
+__all__ = ["RECIPES", "Recipe", "Source", "read_recipe", "retrain", "shipped_names", "shipped_predictor"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A part of the public data.
+
+    Attributes:
+        format: Of ``dataset.tables.FORMATS``.
+        path: Within the folder of all data.
+        families: Of ops that are taken from it; empty: all.
+    """
+
+    format: str
+    path: str
+    families: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a predictor is made.
+
+    Attributes:
+        hardware: Preset of what was measured.
+        twins: Presets with the same chip, served too: ops take as much longer as their roofline says.
+        own: Measurements of the hardware.
+        others: Measurements of other devices, for kinds that ``own`` lacks.
+        software: Patterns of what ran them and of its precision (``TRTLLM 1.0 fp8``): first what training runs most
+            alike, then what only lends its shapes.
+        collectives: Measurements of collectives; between nodes those of other devices count too, relative to their
+            links.
+        stated: Ratios of kinds that nobody's table has, from papers.
+        lent: Measurements of devices with the same chip, by preset, of what ``own`` lacks: ops count as much longer or
+            shorter as rooflines say, and collectives within a node as they are.
+    """
+
+    hardware: str
+    twins: tuple[str, ...]
+    own: tuple[Source, ...]
+    others: tuple[Source, ...]
+    software: tuple[str, ...]
+    collectives: tuple[Source, ...] = ()
+    stated: Mapping[str, Ratio] = field(default_factory=dict)
+    lent: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
+
+
+# Geometric means of what papers say of one generation of attention kernels against the next.
+_FIRST = Ratio(0.59, "FlashAttention-2 (Dao 2023), section 4.1: 1.3 to 2.5 times as fast as the first one in Triton")
+_SECOND = "FlashAttention-3 (Shah et al. 2024), abstract and section 4.1"
+_FLASH_1 = {"flash1_attention": _FIRST, "flash1_attention_backward": _FIRST}
+_FLASH_2 = {
+    "flash2_attention": Ratio(0.55, f"{_SECOND}: 1.5 to 2.0 times as fast as the second one"),
+    "flash2_attention_backward": Ratio(0.48, f"{_SECOND}: 1.5 to 1.75 times as fast as the second one"),
+}
+_SAME = Ratio(0.0, "the second generation is the last one for this device, and what was measured")
+_FLASH_2_LAST = {"flash2_attention": _SAME, "flash2_attention_backward": _SAME}
+
+# Fabrics of tables, and the presets whose links they are.  ``cluster01`` reaches 48.9 GB/s per adapter.  Left out are
+# networks of which nobody knows the links (Vidur's between nodes, ``cluster00``).
+_LINKS = MappingProxyType(
+    {
+        "dgx-a100": "dgx-a100",
+        "dgx-h100": "dgx-h100",
+        "dgx-b200": "dgx-b200",
+        "nccl-tests-example-cluster01": "dgx-h100",
+    }
+)
+_NCCL = r"nccl-tests|nccl .*half$|^nccl$"  # not in 8 bits, where switches do not sum
+_NCCL_TESTS = Source("nccl-tests", "collectives/nccl-tests-cluster")
+_SIMUMAX = "kernels/simumax/configs/system"
+
+RECIPES = MappingProxyType(
+    {
+        "a100-sxm": Recipe(
+            "a100-sxm-80gb",
+            ("a100-sxm-40gb",),
+            (
+                Source("aiconfigurator", "kernels/aiconfigurator/data/a100_sxm", PRODUCTS),
+                Source("vidur", "kernels/vidur/compute/a100", STREAMING),
+            ),
+            (Source("simumax", f"{_SIMUMAX}/a100_pcie.json"),),
+            ("SGLang|vidur", "TRTLLM"),
+            (
+                Source("aiconfigurator", "kernels/aiconfigurator/data/a100_sxm"),
+                Source("vtrain", "collectives/vtrain/trace/a100"),
+                Source("vidur", "collectives/vidur/network/a100_dgx/send_recv.csv.gz"),
+                _NCCL_TESTS,
+            ),
+            {**_FLASH_1, **_FLASH_2_LAST},
+        ),
+        # FlashAttention-3 and cuDNN's attention are alike; Triton's is not what training runs.
+        "h100-sxm": Recipe(
+            "h100-sxm-80gb",
+            ("h100-sxm-96gb",),
+            (
+                Source("aiconfigurator", "kernels/aiconfigurator/data/h100_sxm", PRODUCTS),
+                Source("vidur", "kernels/vidur/compute/h100", STREAMING),
+            ),
+            (Source("simumax", _SIMUMAX),),
+            # In 8 bits TensorRT-LLM calls cuBLAS with one scale for a tensor, as Transformer Engine and PyTorch do.
+            (
+                r"SGLang .* (fa3|flash_attention_v3|sglang_torch_linear) bf16|TRTLLM .* torch_flow fp8$|vidur",
+                r"TRTLLM .* torch_flow bf16|sglang_sgl_kernel_fp8_scaled_mm",
+            ),
+            (
+                Source("aiconfigurator", "kernels/aiconfigurator/data/h100_sxm"),
+                Source("vidur", "collectives/vidur/network/h100_dgx/send_recv.csv.gz"),
+                _NCCL_TESTS,
+            ),
+            {**_FLASH_1, **_FLASH_2},
+        ),
+        # H100's chip with faster memory: of products that both ran (aiconfigurator, SGLang 0.5.14) those that stream
+        # take 0.71 of H100's time and those that compute 1.02, as rooflines say.  Nobody measured on it what streams,
+        # attention without a mask or cuBLAS in 8 bits; of the 8-bit kernels that were, the faster takes a tenth longer.
+        # A fifth of its long products take a fifth longer than their like, as if one device had been slow; what is
+        # fitted are medians.
+        "h200-sxm": Recipe(
+            "h200-sxm-141gb",
+            (),
+            (Source("aiconfigurator", "kernels/aiconfigurator/data/h200_sxm", PRODUCTS),),
+            (Source("simumax", _SIMUMAX),),
+            (
+                r"SGLang .* (fa3|flash_attention_v3|sglang_torch_linear) |TRTLLM .* torch_flow fp8$|vidur",
+                "sglang_sgl_kernel_fp8_scaled_mm",
+            ),
+            (
+                Source("aiconfigurator", "kernels/aiconfigurator/data/h200_sxm"),
+                Source("vidur", "collectives/vidur/network/h100_dgx/send_recv.csv.gz"),
+                _NCCL_TESTS,
+            ),
+            {**_FLASH_1, **_FLASH_2},
+            {
+                "h100-sxm-80gb": (
+                    Source("aiconfigurator", "kernels/aiconfigurator/data/h100_sxm/encoder_attention", ("attention",)),
+                    Source("aiconfigurator", "kernels/aiconfigurator/data/h100_sxm/gemm/trtllm", ("gemm",)),
+                    Source("vidur", "kernels/vidur/compute/h100", STREAMING),
+                )
+            },
+        ),
+        # Products of training itself (Transformer Engine, fp32 sums of gradients) before those of inference engines.
+        # In 8 bits DeepGEMM runs the instructions with scales of blocks that cuBLAS runs for MXFP8.
+        "b200-sxm": Recipe(
+            "b200-sxm-180gb",
+            ("gb200-sxm-186gb",),
+            (
+                Source("aiconfigurator", "kernels/aiconfigurator/data/b200_sxm", PRODUCTS),
+                Source("simumax", f"{_SIMUMAX}/b200_bf16_ceperm.json.gz"),
+            ),
+            (Source("simumax", f"{_SIMUMAX}/a100_pcie.json"),),
+            (
+                "simumax|deepgemm",
+                r"SGLang .* (sglang_torch_linear|sglang_sgl_kernel_fp8_scaled_mm)",
+            ),
+            (Source("aiconfigurator", "kernels/aiconfigurator/data/b200_sxm"), _NCCL_TESTS),
+            {**_FLASH_1, **_FLASH_2},
+        ),
+    }
+)
+
+
+@cache
+def shipped_predictor(name: str) -> Predictor | None:
+    """The predictor of that name, or the one that serves that hardware; None if there is none."""
+    for own, recipe in RECIPES.items():
+        if name in (own, recipe.hardware, *recipe.twins) and own in shipped_names():
+            predictor = Predictor.load(SHIPPED / own)
+            hardware = _preset(recipe.hardware if name == own else name)
+            if hardware.name in recipe.twins:
+                return replace(predictor, hardware=hardware, kernel=replace(predictor.kernel, serves=hardware))
+            return replace(predictor, hardware=hardware)  # facts of the preset as they are now
+    return None
+
+
+def read_recipe(recipe: Recipe, data: Path) -> tuple[OpRows, dict[str, Measurements]]:
+    """Distinct ops of a recipe's hardware, and the rows that are its ``own``, ``lent`` to it, and of ``others``.
+
+    Raises:
+        TableError: If a source is not there or malformed.
+    """
+    hardware = _preset(recipe.hardware)
+    own = products_alone(Measurements.concat(_read(source, data) for source in recipe.own), hardware)
+    lent = Measurements.concat(
+        lend(products_alone(_read(source, data), _preset(lender)), _preset(lender), hardware)
+        for lender, sources in recipe.lent.items()
+        for source in sources
+    )
+    others = Measurements.concat(_read(source, data) for source in recipe.others)
+    rows = op_table(Measurements.concat((own, lent)), recipe.hardware, recipe.software)
+    return rows, {"own": own, "lent": lent, "others": others}
+
+
+def read_links(recipe: Recipe, data: Path) -> tuple[CollectiveRows, Measurements]:
+    """Distinct collectives of a recipe, and the rows they come from.
+
+    Raises:
+        TableError: If a source is not there or malformed.
+    """
+    from stepsight.dataset.tables import read_table
+
+    table = Measurements.concat(
+        read_table(source.format, data / source.path).where(kind=list(COLLECTIVE_KINDS))
+        for source in recipe.collectives
+    )
+    return collective_table(table, recipe.hardware, tuple(recipe.lent), _LINKS, _NCCL), table
+
+
+def _preset(name: str) -> Hardware:
+    hardware = find_hardware(name)
+    assert hardware is not None, name
+    return hardware
+
+
+def _read(source: Source, data: Path) -> Measurements:
+    from stepsight.dataset.tables import read_table
+
+    table = read_table(source.format, data / source.path)
+    kinds = [kind.name for kind in OP_KINDS.values() if not source.families or kind.family in source.families]
+    return table.where(kind=kinds)
+
+
+def retrain(name: str, data: Path, out: Path, seed: int = 0) -> Predictor:
+    """Make a shipped predictor again, and write it.
+
+    Args:
+        name: Of a recipe.
+        data: Folder of the public data; ``Recipe`` says what must be there.
+        out: Folder of the predictor to write.
+        seed: Of everything random; 0 made what is shipped.
+
+    Raises:
+        PredictorError: If there is no such recipe, or ``out`` is something else.
+        TableError: If a source is not there or malformed.
+    """
+    recipe = RECIPES.get(name)
+    if recipe is None:
+        raise PredictorError(f"a shipped predictor must be one of {', '.join(RECIPES)}, got {name!r}")
+    hardware = _preset(recipe.hardware)
+    rows, tables = read_recipe(recipe, data)
+    kernel = fit_table(rows, hardware, tables["others"], seed=seed)
+    kernel = replace(kernel, ratios={**kernel.ratios, **recipe.stated})
+    links, measured = read_links(recipe, data)
+    collective = fit_links(links, seed=seed)
+    all_files = {**tables["own"].files, **tables["lent"].files, **tables["others"].files, **measured.files}
+    files = {source: {"digest": f.digest, "licence": f.licence} for source, f in all_files.items()}
+    metrics = {
+        f"alone_error_{family.replace('/', '_')}_percent": round(100 * float(np.expm1(error)), 3)
+        for family, error in {**kernel.regressor.errors, **collective.regressor.errors}.items()
+    }
+    manifest: dict[str, Any] = {
+        "name": name,
+        "digest": digest(*(file["digest"] for file in files.values()), str(seed), version("stepsight")),
+        "sources": files,
+        "num_ops": len(rows),
+        "num_collectives": len(links),
+        "kinds_measured": _kinds(tables["own"], recipe, hardware),
+        **({"lent": _loan(tables["lent"], recipe, hardware)} if recipe.lent else {}),
+        "collectives_measured": sorted(collective.regressor.physics),
+        "kinds_by_ratio": {kind: ratio.to_dict() for kind, ratio in kernel.ratios.items()},
+        "fitted_rows": [],
+        "versions": {package: version(package) for package in ("stepsight", "lightgbm", "numpy")},
+        "seed": seed,
+        "metrics": metrics,
+    }
+    predictor = Predictor(hardware, kernel, collective, manifest=manifest)
+    predictor.save(out)
+    return predictor
+
+
+def _kinds(table: Measurements, recipe: Recipe, hardware: Hardware) -> list[str]:
+    """Which kinds a table tells of, with the precision where it makes kernels of their own."""
+    rows = op_table(table, recipe.hardware, recipe.software)
+    return sorted({label(op.kind, op, hardware) for op in rows.ops})
+
+
+def _loan(table: Measurements, recipe: Recipe, hardware: Hardware) -> dict[str, Any]:
+    return {
+        "devices": list(recipe.lent),
+        "kinds": _kinds(table, recipe, hardware),
+        "sources": list(table.files),
+        "how": "times of devices with the same chip, as much longer or shorter as rooflines say",
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m stepsight.training.shipped.catalogue", description=__doc__)
+    parser.add_argument("name", choices=list(RECIPES))
+    parser.add_argument("--data", type=Path, required=True, help="folder of the public tables")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the predictor to write")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(arguments)
+    try:
+        predictor = retrain(args.name, args.data, args.out, args.seed)
+    except StepsightError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for metric, value in predictor.manifest["metrics"].items():
+        print(f"{metric} {value}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

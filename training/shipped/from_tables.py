@@ -1,0 +1,197 @@
+"""A predictor from tables of measurements: one device's own rows, and what others' rows tell of kinds it lacks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.errors import TableError
+from stepsight.dataset.hardware import Fabric, Hardware, find_fabric
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.physics import roofline_seconds
+from stepsight.dataset.tables import Measurements
+from stepsight.training.collectives.collective_models import CollectiveModel, fit_collectives, label_of
+from stepsight.training.kernels.derived_kinds import MAX_LOG_RATIO, MIN_LOG_RATIO, Ratio, base_of
+from stepsight.training.kernels.kernel_models import KernelModel, fit_kernels
+
+Array = NDArray[np.float64]
+
+MIN_EVIDENCE = 4  # rows of a kind, and of its base, from which a ratio is believed
+CLOSE = 1.05  # sizes of one collective that differ by less tell the same
+
+
+@dataclass(frozen=True)
+class OpRows:
+    """Distinct measured ops, shapes ``(rows,)``: the median where an op was measured several times.
+
+    Attributes:
+        ops: Signatures.
+        seconds: Of one call.
+        variants: Which group of software ran it; 0 is the one to predict for.
+    """
+
+    ops: tuple[Op, ...]
+    seconds: Array
+    variants: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.ops)
+
+    def take(self, index: NDArray[np.int64]) -> OpRows:
+        return OpRows(tuple(self.ops[i] for i in index), self.seconds[index], self.variants[index])
+
+
+def op_table(table: Measurements, device: str, software: Sequence[str]) -> OpRows:
+    """Ops of one device.
+
+    Args:
+        table: Any rows.
+        device: Whose rows.
+        software: Patterns of what ran them and of its precision (``library 1.0 bf16``), those to predict for first;
+            rows that match none are left out.
+    """
+    groups = [re.compile(pattern) for pattern in software]
+
+    @cache
+    def variant_of(name: str, dtype: str) -> int:
+        return next((index for index, group in enumerate(groups) if group.search(f"{name} {dtype}")), -1)
+
+    found: dict[tuple[Op, int], list[float]] = {}
+    for work, seconds, where, name in zip(table.works, table.seconds, table.device, table.software, strict=True):
+        if isinstance(work, Op) and where == device:
+            variant = variant_of(name, work.dtype)
+            if variant >= 0:
+                found.setdefault((work, variant), []).append(float(seconds))
+    return OpRows(
+        tuple(op for op, _ in found),
+        np.array([np.median(times) for times in found.values()], dtype=np.float64),
+        np.array([variant for _, variant in found], dtype=np.int64),
+    )
+
+
+def lend(table: Measurements, lender: Hardware, hardware: Hardware) -> Measurements:
+    """Ops of a device as if measured on another one with the same chip: times as rooflines differ."""
+    own = table.where(device=lender.name)
+    ops = [work for work in own.works if isinstance(work, Op)]
+    longer = np.array([roofline_seconds(op, hardware) / roofline_seconds(op, lender) for op in ops], dtype=np.float64)
+    return replace(own, seconds=own.seconds * longer, device=(hardware.name,) * len(own))
+
+
+def fit_table(rows: OpRows, hardware: Hardware, others: Measurements, *, seed: int = 0) -> KernelModel:
+    """Fit one device's ops.
+
+    Args:
+        rows: Measured on it.
+        hardware: The device; what nobody measured streams at its bandwidth, or runs at its roofline.
+        others: Rows of other devices, for ratios of kinds that ``rows`` lacks.
+        seed: Of everything random.
+
+    Raises:
+        TableError: If there are no rows.
+    """
+    if not len(rows):
+        raise TableError(f"fitting {hardware.name} needs measured ops of it, got none")
+    model = fit_kernels(rows.ops, 1, rows.seconds, hardware, variants=rows.variants, seed=seed)
+    model = replace(model, derives=True, hardware=hardware)
+    return replace(model, ratios=fit_ratios(model, others))
+
+
+def fit_ratios(model: KernelModel, others: Measurements) -> dict[str, Ratio]:
+    """How much slower than its base's kernels each kind runs that a device lacks, from devices that have both.
+
+    A device is compared with itself: what a kind takes there over what the model says of its base, against what the
+    base itself takes there over it; sums over ops, so that the long ones count.  Devices count alike.
+    """
+    rows = [index for index, work in enumerate(others.works) if isinstance(work, Op)]
+    ops = [work for work in others.works if isinstance(work, Op)]
+    predicted = model.seconds(ops, 1)
+    sums: dict[tuple[str, str], Array] = {}
+    for index, op, seconds in zip(rows, ops, predicted, strict=True):
+        key = (others.device[index], op.kind)
+        sums.setdefault(key, np.zeros(3))[:] += (others.seconds[index], seconds, 1)
+    ratios = {}
+    for example in {op.kind: op for op in ops}.values():
+        base = base_of(example, model.hardware)
+        if base is None or model.measured(example.kind):
+            continue
+        found = {
+            device: float(np.log(own[0] / own[1]) - np.log(its[0] / its[1]))
+            for (device, kind), own in sums.items()
+            if kind == example.kind
+            and (its := sums.get((device, base.kind), np.zeros(3)))[2] >= MIN_EVIDENCE
+            and own[2] >= MIN_EVIDENCE
+        }
+        if found:
+            log_ratio = float(np.clip(np.mean(list(found.values())), MIN_LOG_RATIO, MAX_LOG_RATIO))
+            ratios[example.kind] = Ratio(round(log_ratio, 4), f"a ratio measured on {' and '.join(sorted(found))}")
+    return ratios
+
+
+@dataclass(frozen=True)
+class CollectiveRows:
+    """Distinct measured collectives, shapes ``(rows,)``: the median where one was measured several times.
+
+    Attributes:
+        collectives, fabrics: Signatures, each on its links.
+        seconds: Of one call.
+        own: Whether it was measured on the device itself, rather than on another one's links.
+    """
+
+    collectives: tuple[Collective, ...]
+    fabrics: tuple[Fabric, ...]
+    seconds: Array
+    own: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.collectives)
+
+    def take(self, index: NDArray[np.int64]) -> CollectiveRows:
+        pick = index.tolist()
+        collectives, fabrics = (tuple(column[i] for i in pick) for column in (self.collectives, self.fabrics))
+        return CollectiveRows(collectives, fabrics, self.seconds[index], self.own[index])
+
+
+def collective_table(
+    table: Measurements, device: str, lenders: Sequence[str], links: Mapping[str, str], software: str
+) -> CollectiveRows:
+    """Collectives of a device within its nodes, and those of all devices between nodes.
+
+    Args:
+        table: Any rows.
+        device: Whose rows are its own.
+        lenders: Other devices whose rows count within a node.
+        links: Preset of the fabric of each name that rows have; rows on others are left out.
+        software: Pattern of what ran them.
+    """
+    found: dict[tuple[Collective, str], list[tuple[float, bool]]] = {}
+    columns = (table.works, table.seconds, table.device, table.fabric, table.software)
+    for work, seconds, where, fabric, name in zip(*columns, strict=True):
+        if not isinstance(work, Collective) or fabric not in links or not re.search(software, name):
+            continue
+        if where in (device, *lenders) or work.num_nodes > 1:
+            found.setdefault((work, links[fabric]), []).append((float(seconds), where == device))
+    newest: dict[tuple[object, ...], int] = {}
+    kept = []
+    for work, fabric in sorted(found, key=lambda key: (key[1], key[0].kind, key[0].num_bytes)):
+        group = (fabric, work.kind, work.group_size, work.ranks_per_node)
+        if work.num_bytes >= CLOSE * newest.get(group, 0):
+            newest[group] = work.num_bytes
+            kept.append((work, fabric))
+    return CollectiveRows(
+        tuple(work for work, _ in kept),
+        tuple(find_fabric(fabric) for _, fabric in kept),
+        np.array([np.median([seconds for seconds, _ in found[key]]) for key in kept], dtype=np.float64),
+        np.array([any(own for _, own in found[key]) for key in kept], dtype=np.bool_),
+    )
+
+
+def fit_links(rows: CollectiveRows, *, seed: int = 0) -> CollectiveModel:
+    """Fit NCCL's collectives; what was measured on others' links alone is said to be."""
+    model = fit_collectives(rows.collectives, rows.fabrics, rows.seconds, seed=seed, nccl=True)
+    own = {label_of(c) for c, measured in zip(rows.collectives, rows.own, strict=True) if measured}
+    return replace(model, carried=tuple(sorted({label_of(c) for c in rows.collectives} - own)))
