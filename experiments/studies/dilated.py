@@ -1,7 +1,7 @@
 """Dilated pipelines: real ``torch.distributed.pipelining`` on ranks that sleep, against the simulator.
 
-``stepsight experiment dilated`` runs every schedule on 4, 8 and 16 processes over gloo, fits the constants of the runtime
-on the 4, and compares all makespans and starts of actions with the simulator.
+``stepsight experiment dilated`` runs every schedule on 4, 8 and 16 processes over gloo, fits the constants of the
+runtime on the 4, and compares all makespans and starts of actions with the simulator.
 """
 
 from __future__ import annotations

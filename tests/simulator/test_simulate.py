@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.hardware import Fabric, Hardware, Link
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
-from stepsight.simulator import engine, pipeline
+from stepsight.simulator.clock import engine, track_run
 from stepsight.simulator.clock.entries import COMPUTE, POST
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.lowering.distinct_pipelines import distinct_pipelines
@@ -298,12 +298,12 @@ def test_compiled_kernels_give_the_same(make_job: JobMaker, gpu: Hardware, monke
         engine.find_ends,
         engine.add_path,
         engine.run_events,
-        pipeline._run,
-        pipeline._walk,
+        track_run._run,
+        track_run._walk,
     )
     results = []
     for native in (False, True):
-        for kernel in (*kernels, pipeline._run, pipeline._final, pipeline._walk):
+        for kernel in (*kernels, track_run._run, track_run._final, track_run._walk):
             monkeypatch.setattr(kernel, "_native", kernel.compile() if native else kernel.function)
         results.append(run(make_job, gpu, {"pp": 4, "dp": 2, "tp": 2, "bucket_mbytes": 0.02, "micro_batches": 6}))
         assert results[-1].op_counts

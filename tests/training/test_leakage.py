@@ -11,8 +11,8 @@ import pytest
 
 from stepsight.dataset.files import digest_files
 from stepsight.dataset.tables import read_table
-from stepsight.training import shipped
 from stepsight.training.predictor.predictor import SHIPPED, shipped_names
+from stepsight.training.shipped import catalogue
 from stepsight.training.shipped.catalogue import STREAMING, Source
 
 DATA = Path(os.environ.get("STEPSIGHT_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -48,9 +48,9 @@ def test_retraining_records_every_file_it_read(tmp_path: Path, monkeypatch: pyte
     own = Source("vidur", "kernels/vidur/compute/a100/microsoft", STREAMING)
     others = Source("simumax", "kernels/simumax/configs/system/a100_pcie.json")
     links = Source("vtrain", "collectives/vtrain/trace/a100")
-    recipe = replace(shipped.RECIPES["a100-sxm"], own=(own,), others=(others,), collectives=(links,))
-    monkeypatch.setattr(shipped, "RECIPES", {"small": recipe})
-    shipped.retrain("small", DATA, tmp_path / "small")
+    recipe = replace(catalogue.RECIPES["a100-sxm"], own=(own,), others=(others,), collectives=(links,))
+    monkeypatch.setattr(catalogue, "RECIPES", {"small": recipe})
+    catalogue.retrain("small", DATA, tmp_path / "small")
     found = json.loads((tmp_path / "small" / "manifest.json").read_text())
     read = {
         file: licensed.digest

@@ -1,7 +1,7 @@
 """Real pipelines whose stages sleep: who runs which action when, under ``torch.distributed.pipelining`` over gloo.
 
-``python -m stepsight.dataset.harness.box.dilated_pipeline plan.json`` runs the cases of a plan with as many processes as
-``ranks`` says, and writes ``<out>/<case>.json`` for each.  Sleeping costs no processor, so 16 ranks are lawful on two cores.
+``python -m stepsight.dataset.harness.box.dilated_pipeline plan.json`` runs all cases of a plan with ``ranks`` processes
+and writes ``<out>/<case>.json`` for each.  Sleeping costs no processor, so 16 ranks are lawful on two cores.
 
 A plan: ``ranks``, ``repeats``, ``out`` (a folder), ``cases``.  A case: ``name``, ``schedule`` (a key of ``SINGLE`` or
 ``MULTI``, or any with a ``csv`` of actions), ``virtual_stages``, ``micro_batches``, ``forward_s``, ``input_s``,

@@ -10,8 +10,8 @@ import pytest
 from stepsight.experiments.evaluation.evaluate import evaluate
 from stepsight.experiments.evaluation.interval_widths import main, widths_of
 from stepsight.experiments.evaluation.row_jobs import job_of
-from stepsight.training import prediction
 from stepsight.training.intervals.published_errors import Widths, class_of, published_widths
+from stepsight.training.predictor import prediction
 from stepsight.training.shipped.catalogue import shipped_predictor
 from tests.experiments.evaluation.run_tables import digest_of, run_row, write_runs
 

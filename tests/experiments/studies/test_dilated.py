@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.errors import CollectError
-from stepsight.experiments import dilated
+from stepsight.experiments.studies import dilated
 from stepsight.simulator.clock.track import Track, find_track
 from stepsight.simulator.schedules import KIND_NAMES
 from stepsight.training.measured.runtime_costs import RuntimeCosts, fit_costs, measured, simulate, sleeps

@@ -11,7 +11,7 @@ import pytest
 from stepsight.dataset.hardware import find_hardware
 from stepsight.dataset.op import Op
 from stepsight.dataset.physics import roofline_seconds
-from stepsight.experiments import kernels
+from stepsight.experiments.studies import kernel_accuracy
 from stepsight.training.shipped.from_tables import OpRows
 
 GPU = find_hardware("a100-sxm-80gb")
@@ -27,34 +27,34 @@ ROWS = OpRows(
 
 def test_what_is_held_out_is_held_out_whole() -> None:
     groups = list("aabbccddeeff")
-    held = kernels.held_out(groups, seed=0)
+    held = kernel_accuracy.held_out(groups, seed=0)
     assert {sum(held[i : i + 2]) for i in range(0, 12, 2)} == {0, 2}
     assert held.sum() == 2
-    assert (kernels.held_out(groups, seed=0) == held).all()
+    assert (kernel_accuracy.held_out(groups, seed=0) == held).all()
 
 
 def test_errors_are_of_shapes_that_were_not_fitted() -> None:
-    random, unseen = kernels.figures_of("toy", ROWS, GPU)
+    random, unseen = kernel_accuracy.figures_of("toy", ROWS, GPU)
     assert (random.split, unseen.split) == ("random", "unseen n, k")
     assert random.rows == 2 * (len(OPS) // 5)
     assert unseen.rows == 2 * 4
     for figure in (random, unseen):
         assert figure.mape < 8 < figure.roofline_mape
         assert figure.median <= figure.p90
-    assert "own, long" in kernels.text([random, unseen])
+    assert "own, long" in kernel_accuracy.text([random, unseen])
 
 
 def test_software_that_nobody_ran_has_no_error() -> None:
     others = ROWS.take(np.flatnonzero(ROWS.variants == 1))
-    random, _ = kernels.figures_of("toy", others, GPU)
+    random, _ = kernel_accuracy.figures_of("toy", others, GPU)
     assert np.isnan(random.own_mape) and random.mape < 8
 
 
 def test_json_is_strict_and_missing_data_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert kernels.main(["--data", str(tmp_path)]) == 2
+    assert kernel_accuracy.main(["--data", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("error: ")
-    monkeypatch.setattr(kernels, "read_recipe", lambda recipe, data: (ROWS, {}))
-    assert kernels.main(["--data", str(tmp_path), "--only", "a100-sxm", "--json"]) == 0
+    monkeypatch.setattr(kernel_accuracy, "read_recipe", lambda recipe, data: (ROWS, {}))
+    assert kernel_accuracy.main(["--data", str(tmp_path), "--only", "a100-sxm", "--json"]) == 0
     assert [row["ops"] for row in json.loads(capsys.readouterr().out)["figures"]] == ["gemm", "gemm"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepsight.dataset.op import Op
-from stepsight.simulator.blocks import dense, eager, parts
+from stepsight.simulator.blocks import dense, eager, layer_parts
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block
 from tests.simulator.blocks.shapes import GEMMS, both, ops, small_shape
@@ -67,6 +67,6 @@ def test_dynamic_scaling_reads_operands_first_and_casts_them_where_they_are_used
     """Input, weight, gradient, weight, input: six bytes of each element."""
     delayed, dynamic = (small_shape("llama", precision="fp8", fp8_dynamic=flag) for flag in (False, True))
     rows, n, k = delayed.rows, 128, 64
-    more = [_streamed((parts.linear(shape, "fc", n, k, rows),)) for shape in (delayed, dynamic)]
+    more = [_streamed((layer_parts.linear(shape, "fc", n, k, rows),)) for shape in (delayed, dynamic)]
     assert more[0] == 4 * rows * (n + k)
     assert more[1] == 6 * (rows * (n + 2 * k) + 2 * n * k)

@@ -12,9 +12,9 @@ from stepsight.dataset.errors import PredictorError, TableError
 from stepsight.dataset.hardware import find_fabric, find_hardware, usual_fabric
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
-from stepsight.training import shipped
 from stepsight.training.predictor.prediction import ROOFLINE, predict
 from stepsight.training.predictor.predictor import SHIPPED, Predictor
+from stepsight.training.shipped import catalogue
 from stepsight.training.shipped.catalogue import (
     RECIPES,
     STREAMING,
@@ -167,7 +167,7 @@ def test_making_one_again_gives_the_same_bytes(tmp_path: Path, monkeypatch: pyte
     if not DATA.is_dir():
         pytest.skip(f"needs the public data in {DATA}")
     own = (Source("vidur", "kernels/vidur/compute/a100/microsoft", STREAMING),)
-    monkeypatch.setattr(shipped, "RECIPES", {"small": replace(RECIPES["a100-sxm"], own=own)})
+    monkeypatch.setattr(catalogue, "RECIPES", {"small": replace(RECIPES["a100-sxm"], own=own)})
     for out in ("one", "two"):
         retrain("small", DATA, tmp_path / out)
     for path in (tmp_path / "one").iterdir():

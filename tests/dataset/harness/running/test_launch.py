@@ -231,6 +231,6 @@ def test_a_refusal_of_the_worker_is_one_line(tmp_path: Path) -> None:
 def test_importing_the_launcher_imports_no_torch_and_no_stepsight(tmp_path: Path) -> None:
     copy = tmp_path / "harness"
     shutil.copytree(Path(harness.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    code = "import sys, harness.launch; print(sorted({'torch', 'stepsight', 'numpy'} & set(sys.modules)))"
+    code = "import sys, harness.running.launch; print(sorted({'torch', 'stepsight', 'numpy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
