@@ -1,0 +1,100 @@
+"""Caches: every one is bounded, and ``clear_caches`` empties all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from itertools import islice
+from threading import Lock
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakSet
+
+P = ParamSpec("P")
+R = TypeVar("R")
+K = TypeVar("K")
+V = TypeVar("V")
+
+_FUNCTIONS: dict[str, Any] = {}  # ``lru_cache`` wrappers by their functions' full names
+_MEMOS: WeakSet[Memo[Any, Any]] = WeakSet()
+_MEMOS_LOCK = Lock()
+
+
+def cached(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a pure function remember its last ``maxsize`` results, as ``functools.lru_cache`` does.
+
+    The function must depend on nothing but its arguments, so that all predictors and threads may share its results.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        wrapper = lru_cache(maxsize=maxsize)(function)
+        _FUNCTIONS[f"{function.__module__}.{function.__qualname__}"] = wrapper
+        return wrapper  # type: ignore[return-value]  # typeshed's wrapper forgets the arguments' types
+
+    return decorate
+
+
+class Memo(dict[K, V]):
+    """Results that one object remembers: a dictionary of at most ``maxsize`` entries.
+
+    When it is full, it drops the older half.  Threads may share it: reading needs no lock, and an entry that another
+    thread drops meanwhile is worked out again.  So read with ``get`` and use what that returned, not the memo again.
+    """
+
+    __slots__ = ("__weakref__", "_lock", "maxsize", "name")
+
+    def __init__(self, name: str, maxsize: int) -> None:
+        super().__init__()
+        self.name = name
+        self.maxsize = maxsize
+        self._lock = Lock()
+        with _MEMOS_LOCK:
+            _MEMOS.add(self)
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Memo, (self.name, self.maxsize)  # a copy, as in another process, begins empty
+
+    def __setitem__(self, key: K, value: V) -> None:
+        with self._lock:
+            if len(self) >= self.maxsize and key not in self:
+                for old in list(islice(self, max(1, self.maxsize // 2))):
+                    del self[old]
+            super().__setitem__(key, value)
+
+    def update(self, pairs: Mapping[K, V] | Iterable[tuple[K, V]]) -> None:  # type: ignore[override]
+        """Set several entries."""
+        for key, value in pairs.items() if isinstance(pairs, Mapping) else pairs:
+            self[key] = value
+
+    def clear(self) -> None:
+        with self._lock:
+            super().clear()
+
+
+def clear_caches() -> None:
+    """Empty all caches: the next prediction works everything out again, with the same result.
+
+    Call it to free memory.  Predictors and predictions stay valid; a prediction that is still used takes its details
+    from what it holds, or works them out again.
+    """
+    for wrapper in list(_FUNCTIONS.values()):
+        wrapper.cache_clear()
+    for memo in _memos():
+        memo.clear()
+
+
+def cache_entries() -> dict[str, int]:
+    """Number of entries by cache; those of objects' caches of the same name are added up."""
+    counts = {name: int(wrapper.cache_info().currsize) for name, wrapper in list(_FUNCTIONS.items())}
+    for memo in _memos():
+        counts[memo.name] = counts.get(memo.name, 0) + len(memo)
+    return counts
+
+
+def _memos() -> list[Memo[Any, Any]]:
+    with _MEMOS_LOCK:
+        return list(_MEMOS)
