@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.hardware import Fabric, Hardware, find_hardware
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.physics import alpha_beta_seconds, roofline_seconds
@@ -41,7 +41,7 @@ class LatencyModel(Protocol):
         ...
 
 
-@lru_cache(maxsize=64)
+@cached(64)
 def preset_latency(hardware_name: str, fabric: Fabric) -> RooflineLatency | None:
     """The roofline of a preset, the same each time; None if there is no preset of that name."""
     hardware = find_hardware(hardware_name)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.specs import FAMILIES, ModelSpec
 from stepsight.simulator.blocks import bert, dense, t5, vit
@@ -73,20 +73,20 @@ def find_family(name: str) -> Family:
     return _FAMILIES[name]
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def embedding_block(shape: RankShape, shared: bool = False) -> Block:
     """What the first part begins with."""
     return find_family(shape.model.family).embedding(shape, shared)
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def layer_block(shape: RankShape, kind: str) -> Block:
     """One layer, with what it keeps offloaded where that is asked for."""
     block = find_family(shape.model.family).layer(shape, kind)
     return offloaded(block, shape.dtype) if shape.offload_activations else block
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def head_block(shape: RankShape, shared: bool = False) -> Block:
     """What the last part ends with."""
     return find_family(shape.model.family).head(shape, shared)

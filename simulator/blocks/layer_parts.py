@@ -12,8 +12,8 @@ optimizer's step, and not here.  What it keeps is the cast input.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.op import Op
 from stepsight.dataset.specs import ModelSpec
 from stepsight.simulator.blocks import eager
@@ -219,7 +219,7 @@ def _full_bytes(shape: RankShape, width: int = 0) -> int:
     return shape.rows * (width or shape.model.hidden) * shape.dtype_bytes
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def arrivals(shape: RankShape) -> tuple[Block, Block]:
     """Where a part's activation arrives in parts, and where the gradient of its output does: each is gathered."""
     gather = shape.tp_comm("all_gather", _full_bytes(shape, 0))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.specs import RUNTIMES
 from stepsight.simulator.clock.engine import compiled
@@ -66,7 +66,7 @@ class Track:
         return len(self.source)
 
 
-@lru_cache(maxsize=256)
+@cached(256)
 def find_track(
     name: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1, runtime: str = "asynchronous"
 ) -> Track:
@@ -163,7 +163,7 @@ class Steady:
 _FEWEST = 8  # periods that are worth a look
 
 
-@lru_cache(maxsize=512)
+@cached(512)
 def steady_state(track: Track) -> Steady:
     """The longest stretch of a track in which the same stages do the same to the next micro-batch, or the next few."""
     compute = track.entry_op == COMPUTE

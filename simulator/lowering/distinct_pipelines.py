@@ -9,11 +9,11 @@ pace of the slowest.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import lcm
 
 import numpy as np
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.hardware import hardware_names
 from stepsight.dataset.job import Job
@@ -103,7 +103,7 @@ def distinct_pipelines(job: Job, latency: LatencyModel) -> tuple[Pipeline, ...]:
     )
 
 
-@lru_cache(maxsize=512)
+@cached(512)
 def _plain(stages: int, replicas: int) -> Pipeline:
     return Pipeline((AS_IT_IS,) * stages, (1.0,) * stages, tuple(range(replicas)))
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
@@ -133,7 +134,7 @@ def lower(job: Job, hardware: Hardware) -> Lowered:
     )
 
 
-@lru_cache(maxsize=512)
+@cached(512)
 def _narrowed(lowered: Lowered, dtype: str) -> Lowered:
     """The same with every tensor in a dtype of half the bytes."""
     segments = tuple(narrowed_segment(segment, dtype) for segment in lowered.segments)
@@ -169,7 +170,7 @@ def _gradient_bytes(p: ParallelSpec, precision: str) -> int:
     return GRADIENT_BYTES.get("" if p.zero_stage == 3 else precision, FULL_GRADIENT_BYTES)
 
 
-@lru_cache(maxsize=512)
+@cached(512)
 def _lower(
     p: ParallelSpec,
     optimizer: OptimizerSpec,
@@ -229,13 +230,13 @@ def _lower(
     )
 
 
-@lru_cache(maxsize=512)
+@cached(512)
 def _place(track: Track) -> Ints:
     """Position of each action in a table of parts, kinds and turns."""
     return (track.part * len(KIND_NAMES) + track.kind) * 3 + track.turn
 
 
-@lru_cache(maxsize=512)
+@cached(512)
 def _held(track: Track) -> tuple[tuple[int, ...], ...]:
     """Parts of the model that each stage holds, in model order."""
     held: list[list[int]] = [[] for _ in range(track.num_stages)]
@@ -244,7 +245,7 @@ def _held(track: Track) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, held))
 
 
-@lru_cache(maxsize=512)
+@cached(512)
 def _passes(track: Track) -> tuple[tuple[int, int], ...]:
     """Distinct (kind, turn) of a track's actions."""
     return tuple(divmod(int(key), 3) for key in np.unique(track.kind * 3 + track.turn))
@@ -258,7 +259,7 @@ def _find_track(p: ParallelSpec, num_micro_batches: int, runtime: str) -> Track:
     return find_track(p.schedule, p.pp, num_micro_batches, p.virtual_stages, runtime)
 
 
-@lru_cache(maxsize=64)
+@cached(64)
 def _read_track(path: Path, changed: int, stages: int, micro_batches: int, virtual_stages: int, runtime: str) -> Track:
     """A user's own table; ``changed`` is there to read a file again that is another."""
     with suppress(OSError), path.open("rb") as file:  # what is no file is told by its reader
@@ -311,19 +312,19 @@ def _messages(
     return messages, crossing[_boundaries(track)]
 
 
-@lru_cache(maxsize=512)
+@cached(512)
 def _all_the_first(track: Track) -> Ints:
     return np.zeros(track.num_messages, dtype=np.int32)
 
 
-@lru_cache(maxsize=512)
+@cached(512)
 def _nearness(track: Track, layout: Layout) -> tuple[int, ...]:
     """After each part: whether its message stays within a node (2), leaves it (1), or there is none (0)."""
     placed = track.schedule.placement[:, 0].tolist()
     return tuple(0 if a == b else layout.pipeline_neighbours(a, b) for a, b in pairwise(placed))
 
 
-@lru_cache(maxsize=512)
+@cached(512)
 def _boundaries(track: Track) -> Ints:
     """The part after which each message passes."""
     return np.minimum(track.part[track.source], track.part[track.target])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.op import DTYPE_BYTES, Op
 from stepsight.dataset.specs import OptimizerSpec
 from stepsight.simulator.blocks.shape import Group, RankShape
@@ -16,7 +15,7 @@ from stepsight.simulator.lowering.sizes import PartShape
 from stepsight.simulator.lowering.stage import part_units
 
 
-@lru_cache(maxsize=2048)
+@cached(2048)
 def optimizer_segment(
     shape: RankShape,
     parts: tuple[PartShape, ...],
@@ -93,7 +92,7 @@ def _step(builder: SegmentBuilder, shape: RankShape, optimizer: OptimizerSpec, n
         builder.items([Op("cast", (numel,), shape.dtype)], "cast")
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _part_tensors(shape: RankShape, part: PartShape) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
     """Elements of every parameter tensor of a part in forward order, and whether it is an expert's, and replicated."""
     columns = []

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.op import Op
 from stepsight.dataset.program import Program
 from stepsight.simulator.blocks.step import Beside, Block, Comm, Item, Join, Lost, Step
@@ -221,7 +222,7 @@ def _needed_again(block: Block, spec: BackwardSpec) -> Block:
     return block[: last + 1]
 
 
-@lru_cache(maxsize=8192)
+@cached(8192)
 def items_passage(items: tuple[Item, ...], name: str) -> Passage:
     """Some items in a row."""
     return Passage(tuple((item, name) for item in items))

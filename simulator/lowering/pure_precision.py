@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.specs import PURE
@@ -13,7 +13,7 @@ from stepsight.simulator.lowering.passages import Passage
 from stepsight.simulator.lowering.segment import Segment
 
 
-@lru_cache(maxsize=512)
+@cached(512)
 def in_full(job: Job) -> Job:
     """The same job in fp32, with buckets of as many elements; a job that is not ``PURE`` as it is."""
     if job.batch.precision not in PURE:
@@ -22,7 +22,7 @@ def in_full(job: Job) -> Job:
     return replace(job, parallel=wider, batch=replace(job.batch, precision="fp32"))
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def narrowed_segment(segment: Segment, dtype: str) -> Segment:
     """A segment of fp32 with its ops in a dtype and its messages of half the bytes."""
     passages = tuple(_passage(passage, dtype) for passage in segment.passages)
@@ -34,7 +34,7 @@ def halved(work: Collective) -> Collective:
     return replace(work, num_bytes=work.num_bytes // 2)
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _passage(passage: Passage, dtype: str) -> Passage:
     return replace(passage, items=tuple([(_item(item, dtype), name) for item, name in passage.items]))
 

@@ -11,12 +11,12 @@ so tensor-parallel groups fill nodes first and pipeline neighbours are furthest 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.job import Job
 from stepsight.dataset.specs import hashed_once
 from stepsight.simulator.blocks.shape import Group
@@ -130,7 +130,7 @@ def _joined(strides: list[tuple[int, int]]) -> Strides:
     return tuple(out)
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _per_node(strides: Strides, size: int, num_ranks: int, devices_per_node: int) -> int:
     """``ceil(size / nodes)`` of the worst group, so that ``Collective.num_nodes`` is what it spans."""
     if len(strides) == 1:
@@ -155,7 +155,7 @@ def _per_node(strides: Strides, size: int, num_ranks: int, devices_per_node: int
     return -(-size // spanned)
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _pairs_share(layout: Layout, stage: int, distance: int) -> int:
     first = layout.ranks_of_stage(stage)
     near = first // layout.devices_per_node == (first + distance) // layout.devices_per_node

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.job import Job
 from stepsight.dataset.specs import ModelSpec, hashed_once
 from stepsight.simulator.blocks.family import LayerKinds, find_family
@@ -67,7 +67,7 @@ def rank_shape(job: Job, compute_share: float = 0.0) -> RankShape:
     return _rank_shape(job.model, batch.micro_batch, batch.precision, layout_of(job), *split, *more, *habits)
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _rank_shape(
     model: ModelSpec,
     micro_batch: int,
@@ -115,7 +115,7 @@ def groups_of(job: Job) -> Groups:
     return _groups(layout_of(job), p.shards * p.cp, p.ep, whole)
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _groups(layout: Layout, shards: int, ep: int, whole: bool) -> Groups:
     replicas = layout.size("dp") * layout.size("cp")
     with_tp = ("tp", *REPLICAS) if whole else REPLICAS
@@ -135,7 +135,7 @@ def part_shapes(job: Job) -> tuple[PartShape, ...]:
     return _part_shapes(job.model, p.pp * p.virtual_stages, p.stage_layers)
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _part_shapes(model: ModelSpec, num_parts: int, stage_layers: tuple[int, ...]) -> tuple[PartShape, ...]:
     if not stage_layers:
         each, rest = divmod(model.total_layers, num_parts)
@@ -155,7 +155,7 @@ def _part_shapes(model: ModelSpec, num_parts: int, stage_layers: tuple[int, ...]
     return tuple(parts)
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def boundary_bytes(shape: RankShape, parts: tuple[PartShape, ...]) -> tuple[int, ...]:
     """Bytes of the activation that passes from each part to the next, ``len(parts) - 1``."""
     passes, before, out = find_family(shape.model.family).boundary_bytes, 0, []

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.op import DTYPE_BYTES, Op
 from stepsight.simulator.blocks.family import embedding_block, head_block, layer_block
 from stepsight.simulator.blocks.layer_parts import arrivals
@@ -72,7 +72,7 @@ class Unit:
     root: bool = False
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def part_units(shape: RankShape, part: PartShape, every: int = 1) -> tuple[Unit, ...]:
     """Blocks of a part in forward order; ``every`` n-th layer is recomputed."""
     shared = shape.model.tied_embeddings and part.first and part.last
@@ -117,7 +117,7 @@ def forward_segment(shape: RankShape, part: PartShape, replicas: Replicas, first
     return _forward(shape, part, replicas if gathers or updates else SILENT)
 
 
-@lru_cache(maxsize=2048)
+@cached(2048)
 def _forward(shape: RankShape, part: PartShape, replicas: Replicas) -> Segment:
     units = part_units(shape, part)
     joined = replicas.fully_sharded and not replicas.beside
@@ -228,7 +228,7 @@ def backward_segment(
     return _backward(shape, part, who, spec, recompute.every, gathers, reduces, accumulate and reduces)
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _backward(
     shape: RankShape,
     part: PartShape,
@@ -259,7 +259,7 @@ def _backwards(units: tuple[Unit, ...], spec: BackwardSpec) -> list[tuple[Unit, 
     return [(unit, _passage_of(unit.block, _spec_for(unit, spec))) for unit in reversed(units)]
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _bucket_plan(shape: RankShape, part: PartShape, every: int, spec: BackwardSpec) -> BucketPlan:
     passages = _backwards(part_units(shape, part, every), spec)
     in_order = [Repeated(p, unit.times, unit.name, unit.first + unit.times - 1) for unit, p in passages]

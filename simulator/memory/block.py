@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.op import DTYPE_BYTES, Op
 from stepsight.simulator.blocks.family import embedding_block, find_family, head_block, layer_block
 from stepsight.simulator.blocks.shape import RankShape
@@ -70,14 +70,14 @@ class BlockMemory:
     output: float
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def layer_memory(shape: RankShape, kind: str, recompute: str, gradients: Gradients) -> BlockMemory:
     """Of a layer."""
     passes = find_family(shape.model.family).boundary_bytes(shape, 0)
     return block_memory(layer_block(shape, kind), recompute, passes, passes, gradients)
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def end_memory(shape: RankShape, is_head: bool, shared: bool, gradients: Gradients) -> BlockMemory:
     """Of the embedding or the head: nothing of them is recomputed, and no residual passes by."""
     block = (head_block if is_head else embedding_block)(shape, shared)

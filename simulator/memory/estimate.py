@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
@@ -200,7 +201,7 @@ class _Asked:
     reserve: tuple[float, float]  # bytes, part of the rest
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _stages(asked: _Asked) -> tuple[Floats, Floats, Floats]:
     """The first three fields of ``Memory``."""
     schedule, states = _schedule(*asked.schedule), asked.states

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
+from stepsight.dataset.caching import cached
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.lowering.sizes import PartShape
 from stepsight.simulator.memory.block import BlockMemory, Gradients, end_memory, layer_memory
@@ -75,7 +75,7 @@ class _Run:
         return self.block.numel + self.block.expert_numel
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def part_memory(shape: RankShape, part: PartShape, keeping: Keeping) -> PartMemory:
     """Of one part of the model."""
     runs = _runs(shape, part, keeping)

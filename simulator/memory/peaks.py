@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.caching import cached
 from stepsight.simulator.clock.engine import compiled
 from stepsight.simulator.schedules import Schedule
 
@@ -17,7 +16,7 @@ KEPT, LEFT, DEFERRED, GROWN, FORWARD_PEAK, BACKWARD_PEAK, FIRST_PEAK, GATHERED, 
 MOMENT, ACTIVATIONS, GRADIENTS, FLYING, ACTION = range(5)
 
 
-@lru_cache(maxsize=256)
+@cached(256)
 def _flat(schedule: Schedule) -> tuple[NDArray[np.int64], Ints]:
     lengths = [len(rows) for rows in schedule.actions]
     return np.concatenate([[0], np.cumsum(lengths)]), np.concatenate(schedule.actions)

@@ -17,8 +17,8 @@ being in the first backward after each step, unless DDP's buckets hold them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.op import DTYPE_BYTES
 from stepsight.dataset.specs import OptimizerSpec, ParallelSpec
 from stepsight.simulator.blocks.shape import COMPUTE_DTYPE
@@ -50,7 +50,7 @@ class States:
     keeping: Keeping
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def states_of(p: ParallelSpec, optimizer: OptimizerSpec, precision: str, groups: Groups) -> States:
     """How many bytes an element costs in a parallel strategy."""
     shards = (groups.shard.size, groups.experts.size)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
+from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.specs import SCHEDULES
 from stepsight.simulator.schedules.base import Schedule
@@ -13,7 +12,7 @@ from stepsight.simulator.schedules.vee import dualpipev, zbv
 SCHEDULE_NAMES = tuple(SCHEDULES)
 
 
-@lru_cache(maxsize=256)
+@cached(256)
 def find_schedule(name: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
     """The schedule of that name; with a single stage every micro-batch runs forward and backward in turn.
 
