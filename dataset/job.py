@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.files import parse_json
@@ -28,7 +28,7 @@ from stepsight.dataset.specs import (
     type_problems,
 )
 
-__all__ = ["BatchSpec", "ClusterSpec", "Job", "ModelSpec", "OptimizerSpec", "ParallelSpec"]
+__all__ = ["BatchSpec", "ClusterSpec", "Job", "JobLike", "ModelSpec", "OptimizerSpec", "ParallelSpec"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +110,9 @@ class Job:
         ]
         return " ".join(words)
 
+    def __repr__(self) -> str:
+        return f"Job({self.name} on {self.cluster.num_devices} x {self.cluster.hardware})"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain tables that ``from_dict`` reads back to an equal job."""
         tables = {section: asdict(getattr(self, section)) for section in SECTIONS}
@@ -117,6 +120,24 @@ class Job:
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), sort_keys=True)
+
+    @classmethod
+    def of(cls, value: JobLike) -> Job:
+        """Take a job as it is, build one from its tables, or read one from a job file.
+
+        Args:
+            value: A ``Job``, the tables of one (see ``from_dict``), or the path of a job file (see ``from_file``).
+
+        Raises:
+            JobError: If the value is something else, or no job can be built from it.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping):
+            return cls.from_dict(value)
+        if isinstance(value, str | Path):
+            return cls.from_file(value)
+        raise JobError(f"a job must be a Job, a dict of its tables or the path of a job file, got {value!r:.80}")
 
     @classmethod
     def from_dict(cls, tables: Mapping[str, Any], habits: Framework | None = None) -> Job:
@@ -210,3 +231,6 @@ def _filled_parallel(p: ParallelSpec, num_devices: int) -> ParallelSpec:
     others = p.tp * p.cp * p.pp
     dp = p.dp or (max(1, num_devices // others) if others > 0 else 1)
     return p if p.dp else replace(p, dp=dp)
+
+
+JobLike: TypeAlias = Job | Mapping[str, Any] | str | Path  # what ``Job.of`` takes

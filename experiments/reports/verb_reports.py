@@ -10,7 +10,7 @@ from stepsight.dataset.job import Job
 from stepsight.experiments.reports.text_table import Number, table
 
 if TYPE_CHECKING:
-    from stepsight.experiments.search.search import SearchResult
+    from stepsight.experiments.search.choices import SearchResult
     from stepsight.training.predictor.prediction import Prediction
     from stepsight.training.predictor.predictor import Predictor
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stepsight.dataset.errors import JobError, StepsightError
+from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.files import digest
 from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.job import Job
+from stepsight.dataset.job import Job, JobLike
+from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.experiments.search.strategies import VARIED, Grid, Space, strategies
-from stepsight.simulator.memory import Memory, estimate_memory
+from stepsight.simulator.memory import estimate_memory
 from stepsight.training.predictor.prediction import Prediction, predict
 
 if TYPE_CHECKING:
@@ -24,73 +25,6 @@ if TYPE_CHECKING:
 
 SAMPLERS = ("auto", "tpe", "random")
 MOST_SEED = 2**31  # samplers take 32 bits, and a study that goes on adds its trials
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One strategy that was asked about.
-
-    Attributes:
-        prediction: None where it does not fit in memory: what cannot run takes no time.
-    """
-
-    job: Job
-    memory: Memory
-    prediction: Prediction | None
-
-    @property
-    def fits(self) -> bool:
-        return self.memory.fits
-
-    @property
-    def rank(self) -> tuple[bool, float]:
-        """Best first: by time, and behind those that fit by how far the others are from fitting."""
-        if self.prediction is None or not self.fits:
-            return True, self.memory.peak_bytes
-        return False, self.prediction.iteration_time_s
-
-    def to_dict(self) -> dict[str, Any]:
-        parallel, batch = self.job.parallel, self.job.batch
-        return {
-            "tp": parallel.tp,
-            "cp": parallel.cp,
-            "pp": parallel.pp,
-            "ep": parallel.ep,
-            "dp": parallel.dp,
-            "micro_batch": batch.micro_batch,
-            "schedule": parallel.schedule,
-            "virtual_stages": parallel.virtual_stages,
-            "zero_stage": parallel.zero_stage,
-            "recompute": parallel.recompute,
-            "sequence_parallel": parallel.sequence_parallel,
-            "iteration_time_s": None if self.prediction is None else self.prediction.iteration_time_s,
-            "low_s": None if self.prediction is None else self.prediction.low_s,
-            "high_s": None if self.prediction is None else self.prediction.high_s,
-            "memory_bytes": self.memory.peak_bytes,
-            "fits": self.fits,
-        }
-
-
-@dataclass
-class SearchResult:
-    """Distinct strategies, best first; those that do not fit in memory come last.
-
-    Attributes:
-        choices: What was evaluated, and the job as it was given if it fits.
-        evaluated, legal: How many of how many in the space.
-        own: The job as it was given.
-    """
-
-    choices: list[Choice] = field(default_factory=list)
-    evaluated: int = 0
-    legal: int = 0
-    own: Choice | None = None
-
-    @property
-    def best(self) -> Choice:
-        if not self.choices or not self.choices[0].fits:
-            raise JobError(f"no strategy fits in memory: {self.evaluated} tried of {self.legal} legal ones")
-        return self.choices[0]
 
 
 def _question(job: Job, source: str, space: Space) -> str:
@@ -138,7 +72,7 @@ def _storage(storage: str | None) -> Any:
 
 
 def search(
-    job: Job,
+    job: JobLike,
     predictor: Predictor | str | None = None,
     *,
     space: Space | None = None,
@@ -151,86 +85,134 @@ def search(
 ) -> SearchResult:
     """Find the strategy with the shortest predicted iteration that fits in memory.
 
-    The job's own strategy is tried first where it is in the space, and nothing slower is ever best.
+    The job's own strategy is tried first where it is in the space, so that ``best`` is never slower than the job.
 
     Args:
-        job: Gives the model, global batch and cluster; its own strategy is the template for what the space does not
-            vary.
-        trials: At most so many distinct strategies beside those of a stored study; a space that is not larger is
-            enumerated whole (``auto``).
-        sampler: ``tpe``, ``random``, or ``auto``: enumeration where ``trials`` allow it, else ``tpe``.
-        storage: None, a database URL, or a journal file's path; a stored study of that name goes on.
-        on_trial: Called with the number of the strategy and the best time so far.
+        job: A ``Job``, the tables of one, or the path of a job file.  It gives the model, global batch and cluster;
+            what the space does not vary stays as the job has it.
+        predictor: As in ``predict``.
+        space: Choices to try; by default those of ``Space()``.
+        trials: Number of distinct strategies to evaluate, those of a stored study not counted.
+        sampler: ``tpe``, ``random``, or ``auto``: enumerates a space of at most ``trials`` strategies, else ``tpe``.
+        seed: Of the sampler, 0 to ``MOST_SEED``.
+        storage: None (in memory), a database URL, or the path of a journal file.
+        study_name: Name of the study in the storage; a stored study of that name goes on.
+        on_trial: Called after each trial with its number and the shortest time so far, in seconds.
+
+    Returns:
+        The strategies, best first: ``.best``, ``.choices``, ``.to_frame()``, ``.to_dict()``.
 
     Raises:
-        JobError: If no legal strategy exists.
+        JobError: If the job cannot exist or be predicted, or no legal strategy exists.
+        StepsightError: If an option has no legal value, or the stored study answers another question.
+
+    Example:
+        >>> result = search("examples/gpt3-175b-1024.toml", trials=300)  # doctest: +SKIP
+        >>> result.best.job.parallel, result.best.prediction.iteration_time_s  # doctest: +SKIP
+        >>> result.to_frame().head()  # doctest: +SKIP
     """
     import optuna
 
-    space = space or Space()
-    if seed < 0:
-        raise StepsightError(f"seed must be >= 0, got {seed}")
-    if seed > MOST_SEED:
-        raise StepsightError(f"seed must be <= {MOST_SEED}, got {seed}")
+    job = Job.of(job)
+    _check_options(trials, sampler, seed)
     given = predict(job, predictor)  # a job that cannot be answered is refused before a study begins
-    if trials < 1:
-        raise StepsightError(f"trials must be >= 1, got {trials}")
-    if sampler not in SAMPLERS:
-        raise StepsightError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    grid = Grid(job, space)
-    study = _study(storage, study_name, _question(job, given.source, space))
+    grid = Grid(job, space or Space())
+    study = _study(storage, study_name, _question(job, given.source, space or Space()))
     seed += len(study.trials)  # a study that goes on does not repeat its choices
     whole = sampler == "auto" and len(grid) <= trials
     study.sampler = (
         optuna.samplers.RandomSampler(seed) if whole or sampler == "random" else optuna.samplers.TPESampler(seed=seed)
     )
     grid.shuffle(seed)
-    own, first = Choice(job, given.memory, given), grid.find(job)
-    choices: list[Choice] = []
-
-    def evaluate(index: int) -> Choice:
-        candidate = grid.take(index)
-        choices.append(own if index == first else _asked(candidate, predictor, given.simulation.hardware))
-        return choices[-1]
-
-    states = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED
-    for earlier in study.get_trials(deepcopy=False, states=states):
-        index = grid.index(earlier.params)
-        if index is not None and grid.left[index]:
-            evaluate(index)
+    asked = _Asked(grid, given, predictor)
+    asked.repeat(study)
     for number in range(min(trials, int(grid.left.sum()))):
-        if first is not None and grid.left[first]:
-            study.enqueue_trial(grid.params(first))
-        elif whole:
-            study.enqueue_trial(grid.params(int(np.argmax(grid.left))))
-        trial, index = _ask(study, grid)
-        try:
-            choice = evaluate(index)
-        except BaseException:
-            study.tell(trial, state=optuna.trial.TrialState.FAIL)
-            raise
-        trial.set_constraint("memory", choice.memory.peak_bytes - choice.memory.capacity_bytes)
-        if choice.prediction is None:
-            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-        else:
-            study.tell(trial, choice.prediction.iteration_time_s)
+        _try_one(study, asked, in_order=whole)
         if on_trial is not None:
-            on_trial(number, min((c.rank[1] for c in (own, *choices) if c.fits), default=None))
-    evaluated = len(choices)
-    if own.fits and all(choice.job != job for choice in choices):
-        choices.append(own)
-    return SearchResult(sorted(choices, key=lambda c: c.rank), evaluated, len(grid), own)
+            on_trial(number, asked.shortest_s)
+    return asked.result()
 
 
-def _asked(job: Job, predictor: Predictor | str | None, hardware: Hardware) -> Choice:
-    """A strategy, which is not timed if it cannot fit."""
+def _check_options(trials: int, sampler: str, seed: int) -> None:
+    if not 0 <= seed <= MOST_SEED:
+        raise StepsightError(f"seed must be {'>= 0' if seed < 0 else f'<= {MOST_SEED}'}, got {seed}")
+    if trials < 1:
+        raise StepsightError(f"trials must be >= 1, got {trials}")
+    if sampler not in SAMPLERS:
+        raise StepsightError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
+
+
+class _Asked:
+    """The strategies that a search has evaluated."""
+
+    def __init__(self, grid: Grid, given: Prediction, predictor: Predictor | str | None) -> None:
+        self.grid = grid
+        self.own = Choice(given.job, given.memory, given)
+        self.first = grid.find(given.job)  # the job's own strategy; None if it is not in the space
+        self._predictor = predictor
+        self._hardware = given.simulation.hardware
+        self._choices: list[Choice] = []
+
+    def evaluate(self, index: int) -> Choice:
+        """Evaluate a strategy of the grid, which is then no longer left."""
+        job = self.grid.take(index)
+        choice = self.own if index == self.first else _evaluated(job, self._predictor, self._hardware)
+        self._choices.append(choice)
+        return choice
+
+    def repeat(self, study: optuna.Study) -> None:
+        """Evaluate what the stored study evaluated."""
+        import optuna
+
+        states = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED
+        for earlier in study.get_trials(deepcopy=False, states=states):
+            index = self.grid.index(earlier.params)
+            if index is not None and self.grid.left[index]:
+                self.evaluate(index)
+
+    @property
+    def shortest_s(self) -> float | None:
+        """Shortest time of those that fit, the job's own included; None if none fits."""
+        return min((choice.rank[1] for choice in (self.own, *self._choices) if choice.fits), default=None)
+
+    def result(self) -> SearchResult:
+        choices, evaluated = self._choices, len(self._choices)
+        if self.own.fits and all(choice.job != self.own.job for choice in choices):
+            choices = [*choices, self.own]
+        return SearchResult(sorted(choices, key=lambda choice: choice.rank), evaluated, len(self.grid), self.own)
+
+
+def _evaluated(job: Job, predictor: Predictor | str | None, hardware: Hardware) -> Choice:
+    """Estimate the memory of a strategy and, if it fits, its time."""
     memory = estimate_memory(job, hardware)
     return Choice(job, memory, predict(job, predictor) if memory.fits else None)
 
 
+def _try_one(study: optuna.Study, asked: _Asked, *, in_order: bool) -> None:
+    """Run one trial: the job's own strategy first, then the next one in order or the sampler's choice."""
+    import optuna
+
+    grid = asked.grid
+    if asked.first is not None and grid.left[asked.first]:
+        study.enqueue_trial(grid.params(asked.first))
+    elif in_order:
+        study.enqueue_trial(grid.params(int(np.argmax(grid.left))))
+    trial, index = _ask(study, grid)
+    try:
+        choice = asked.evaluate(index)
+    except BaseException:
+        study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        raise
+    trial.set_constraint("memory", choice.memory.peak_bytes - choice.memory.capacity_bytes)
+    if choice.prediction is None:
+        study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+    else:
+        study.tell(trial, choice.prediction.iteration_time_s)
+
+
 def _ask(study: optuna.Study, grid: Grid) -> tuple[optuna.Trial, int]:
-    """A trial of a strategy that was not evaluated yet; in place of one that was, the nearest that was not."""
+    """Ask for a trial of a strategy that is left; in place of one that was evaluated, take the nearest that is left."""
     import optuna
 
     while True:
@@ -243,7 +225,7 @@ def _ask(study: optuna.Study, grid: Grid) -> tuple[optuna.Trial, int]:
 
 
 def exhaustive(job: Job, predictor: Predictor | str | None = None, space: Space | None = None) -> SearchResult:
-    """Ask about every legal strategy: the reference for ``search``."""
+    """Evaluate every legal strategy: the reference for ``search``."""
     hardware = predict(job, predictor).simulation.hardware
-    choices = [_asked(candidate, predictor, hardware) for candidate in strategies(job, space)]
-    return SearchResult(sorted(choices, key=lambda c: c.rank), len(choices), len(choices))
+    choices = [_evaluated(candidate, predictor, hardware) for candidate in strategies(job, space)]
+    return SearchResult(sorted(choices, key=lambda choice: choice.rank), len(choices), len(choices))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from stepsight.dataset.errors import JobError, PredictorError
 from stepsight.dataset.hardware import find_hardware, hardware_names
-from stepsight.dataset.job import Job
+from stepsight.dataset.job import Job, JobLike
 from stepsight.simulator.explain import Sensitivity, explain
 from stepsight.simulator.flops import iteration_flops
 from stepsight.simulator.latency_model import preset_latency
@@ -184,23 +184,30 @@ class Prediction:
         }
 
 
-def predict(job: Job, predictor: Predictor | str | None = None, *, software: str = "") -> Prediction:
-    """Predict one iteration of a job.
+def predict(job: JobLike, predictor: Predictor | str | None = None, *, software: str = "") -> Prediction:
+    """Predict one training iteration of a job.
 
     Args:
-        job: What to ask about.
-        predictor: Learned for the job's hardware, or the name (of it or of the hardware) of one that comes with the
-            package, or ``ROOFLINE``; None: the one of the package that serves the job's hardware, and a roofline from
-            the preset's facts only where there is none.  ``source`` of the answer says which.
-        software: What runs it, in the words of the runs that a predictor was calibrated on (their column
-            ``framework``), by default the job's ``framework``; only such a predictor listens.
+        job: A ``Job``, the tables of one, or the path of a job file (.toml or .json).
+        predictor: A ``Predictor`` for the job's hardware, the name of one that comes with the package (its own or its
+            hardware's), or ``"roofline"``.  None takes the one of the package that serves the job's hardware, and a
+            roofline from the preset's facts where there is none; ``source`` of the answer says which.
+        software: The framework that runs the job, in the words of the runs that a predictor was calibrated on (their
+            column ``framework``); by default the job's ``framework``.  Only calibrated predictors use it.
+
+    Returns:
+        Iteration time, interval, breakdown, memory and timeline.
 
     Raises:
-        PredictorError: If the predictor is for other hardware.
-        JobError: If there is no predictor and no preset of the job's hardware.
+        JobError: If the job breaks a rule, or there is neither a predictor nor a preset for its hardware.
+        PredictorError: If the predictor is for other hardware, or no predictor has that name.
+
+    Example:
+        >>> predict("examples/gpt3-175b-1024.toml")  # doctest: +SKIP
+        Prediction(21.25 s, 19.12 to 23.62 s, 26.4 GB, gpt3-175b on 1024 x a100-sxm-80gb)
     """
     if not isinstance(job, Job):
-        raise JobError(f"predict takes a Job, got {type(job).__name__}")
+        job = Job.of(job)
     if predictor is None:
         predictor = _serving(job.cluster.hardware) or ROOFLINE
     if predictor == ROOFLINE:
@@ -216,10 +223,26 @@ def predict(job: Job, predictor: Predictor | str | None = None, *, software: str
     return Prediction(job, seconds, predictor.source, simulation, predictor, software)
 
 
-def predict_many(jobs: Sequence[Job], predictor: Predictor | str | None = None) -> list[Prediction]:
-    """Predict several jobs; what they share is worked out once."""
+def predict_many(jobs: Iterable[JobLike], predictor: Predictor | str | None = None) -> list[Prediction]:
+    """Predict several jobs; what they share is computed once.
+
+    Args:
+        jobs: Each a ``Job``, the tables of one, or the path of a job file.
+        predictor: As in ``predict``.
+
+    Returns:
+        One prediction for each job, in their order.
+
+    Raises:
+        JobError: As ``predict``, for the first job that cannot be predicted.
+        PredictorError: As ``predict``.
+
+    Example:
+        >>> jobs = [replace(job, batch=replace(job.batch, micro_batch=size)) for size in (1, 2, 4)]  # doctest: +SKIP
+        >>> [prediction.iteration_time_s for prediction in predict_many(jobs)]  # doctest: +SKIP
+    """
     collects = gc.isenabled()
-    gc.disable()  # all that is made is kept: looking for garbage again and again costs a tenth of the time
+    gc.disable()  # every object made here is kept, and garbage collection would cost a tenth of the time
     try:
         return [predict(job, predictor) for job in jobs]
     finally:
