@@ -95,12 +95,17 @@ class Job:
         return (*suspicious_links(self.fabric, self.cluster.devices_per_node), *([unknown] if unknown else []))
 
     @property
+    def model_name(self) -> str:
+        """The model's name, or its family and size: ``gpt-8L-512h``."""
+        return self.model.name or f"{self.model.family}-{self.model.layers}L-{self.model.hidden}h"
+
+    @property
     def name(self) -> str:
         """Short name for tables: ``gpt-8L-512h tp2 pp4-1f1b dp1 mb4x2``."""
-        m, p, b = self.model, self.parallel, self.batch
+        p, b = self.parallel, self.batch
         chunks = f"x{p.virtual_stages}" if p.virtual_stages > 1 else ""
         words = [
-            m.name or f"{m.family}-{m.layers}L-{m.hidden}h",
+            self.model_name,
             f"tp{p.tp}{'sp' if p.sequence_parallel else ''}",
             *([f"cp{p.cp}"] if p.cp > 1 else []),
             f"pp{p.pp}" + (f"-{Path(p.schedule).stem}{chunks}" if p.pp > 1 else ""),

@@ -8,16 +8,12 @@ from typing import TYPE_CHECKING, Any
 from stepsight.dataset.frameworks import find_framework
 from stepsight.dataset.job import Job
 from stepsight.experiments.reports.text_table import Number, table
+from stepsight.training.predictor.prediction_views import seconds_text
 
 if TYPE_CHECKING:
     from stepsight.experiments.search.choices import SearchResult
     from stepsight.training.predictor.prediction import Prediction
     from stepsight.training.predictor.predictor import Predictor
-
-
-def seconds_text(seconds: float) -> str:
-    """``12.3 ms`` or ``4.56 s``."""
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def flops_text(flops_per_s: float) -> str:
@@ -60,8 +56,7 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
         more = f"; {others} more (--json lists all)" if others else ""
         part = f"{100 * prediction.unsupported_share:.0f} % of the time"
         lines.append(f"outside    {part} was never measured: {_cut(prediction.unsupported[0], 100)}{more}")
-    asked = {"job": job.name, "framework": job.framework, "hardware": job.cluster.hardware}
-    return {**asked, **prediction.to_dict(), "text": "\n".join(lines)}
+    return {**prediction.to_dict(), "text": "\n".join(lines)}
 
 
 def _cut(text: str, most: int) -> str:

@@ -6,9 +6,9 @@ import gc
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.errors import JobError, PredictorError
 from stepsight.dataset.hardware import find_hardware, hardware_names
@@ -22,48 +22,68 @@ from stepsight.simulator.timeline import timeline_json
 from stepsight.training.intervals.conformal import Intervals
 from stepsight.training.intervals.published_errors import published_widths
 from stepsight.training.predictor.learned_latency import LearnedLatency
+from stepsight.training.predictor.prediction_views import one_line, one_row, plot_breakdown
 from stepsight.training.predictor.predictor import Predictor
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from pandas import DataFrame
 
 ROOFLINE = "roofline"  # in place of a predictor: hardware facts alone, whatever comes with the package
 ROOFLINE_SOURCE = "roofline from hardware facts alone: {}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction:
-    """What an iteration of a job takes.
+    """The predicted time and memory of one training iteration of a job.
+
+    ``to_dict`` gives plain values, ``to_frame`` a table of one row, ``plot`` shows where the time goes, ``explain``
+    names the ops and collectives that decide the time, and ``timeline`` gives a trace for Perfetto.
 
     Attributes:
-        job: What was asked.
-        iteration_time_s: Predicted.
+        job: The job that was asked about.
+        iteration_time_s: Predicted time of one iteration, in seconds.
         source: Where the durations come from, for people.
-        predictor: Who was asked; None: hardware facts.
-        software: What is said to run it.
+        simulation: The simulated iteration, before calibration of whole iterations.
+        predictor: The predictor that answered; None: hardware facts.
+        software: The framework that is said to run the job.
     """
 
     job: Job
     iteration_time_s: float
     source: str
-    simulation: Simulation = field(repr=False)
-    predictor: Predictor | None = field(default=None, repr=False)
+    simulation: Simulation
+    predictor: Predictor | None = None
     software: str = ""
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @property
     def low_s(self) -> float:
-        """Low end of the interval that is meant to hold 90 % of what is measured."""
+        """Low end of the prediction interval (coverage 90 %), in seconds."""
         return self.interval()[0]
 
     @property
     def high_s(self) -> float:
-        """High end of the interval."""
+        """High end of the prediction interval (coverage 90 %), in seconds."""
         return self.interval()[1]
 
     def interval(self, without: str = "", *, judged: bool = False) -> tuple[float, float]:
-        """Low and high end, in seconds.
+        """Compute the prediction interval.
 
-        By runs held back while the predictor was trained; for one from public tables by its errors on published runs,
-        those of the source ``without`` left out (see ``training.widths``).  A calibrated one knows jobs like its runs
-        better, and is never surer than the runs that judged it allow; these do not count for a job that is ``judged``
-        itself.  Without a predictor it is wide.
+        Its width comes from the runs held back while the predictor was trained.  A predictor from public tables has
+        none: its errors on published runs of other sources count (``training/intervals/published_errors.py``).  A
+        calibrated predictor gives jobs like the calibrated runs a narrower interval, which is at least as wide as the
+        90th percentile of the errors on the runs used to fit and to judge it.  Without a predictor the interval is a
+        factor of three.
+
+        Args:
+            without: A source of published runs whose errors do not count.
+            judged: The job is one of the runs that judged the calibration: their errors do not count.
+
+        Returns:
+            Low and high end, in seconds.
         """
         share, asked = self.unsupported_share, self.predictor
         if asked is None:
@@ -78,12 +98,12 @@ class Prediction:
 
     @property
     def unsupported(self) -> tuple[str, ...]:
-        """What lies outside of what was measured, each with its reason, that which takes longest first."""
+        """Ops, message sizes and groups outside of what was measured, each with its reason, the longest first."""
         return self._outside[0]
 
     @property
     def unsupported_share(self) -> float:
-        """Part of the critical path, 0 ... 1, that lies outside of what was measured; 0 of hardware facts."""
+        """Part of the critical path, 0 to 1, outside of what was measured; 0 without a predictor."""
         return self._outside[1]
 
     @cached_property
@@ -92,7 +112,7 @@ class Prediction:
 
     @cached_property
     def breakdown(self) -> dict[str, float]:
-        """Seconds by cause, mean over stages; they add up to ``iteration_time_s`` (see ``Simulation.breakdown``)."""
+        """Seconds by cause, mean over pipeline stages; they add up to ``iteration_time_s``."""
         return {cause: seconds * self._scale for cause, seconds in self.simulation.breakdown.items()}
 
     @cached_property
@@ -102,17 +122,17 @@ class Prediction:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole cluster."""
+        """Tokens per second of the whole cluster."""
         return self.job.tokens / self.iteration_time_s
 
     @cached_property
     def mfu(self) -> float:
-        """Model FLOP utilisation: what the model needs, over what the devices' peak allows."""
+        """Model FLOP utilisation, 0 to 1: FLOP that the model needs, over what the devices' peak allows."""
         return self._utilisation(0)
 
     @cached_property
     def hfu(self) -> float:
-        """Hardware FLOP utilisation: likewise with all that is recomputed."""
+        """Hardware FLOP utilisation, 0 to 1: as ``mfu``, with the FLOP that are recomputed."""
         return self._utilisation(1)
 
     def _utilisation(self, which: int) -> float:
@@ -133,7 +153,7 @@ class Prediction:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the job allows but looks like a mistake, and software that no run of a calibration had."""
+        """Legal settings that look like a mistake, and software that no run of the calibration used."""
         residual = None if self.predictor is None else self.predictor.calibration.residual
         if residual is None or self.software in residual.software:
             return self.job.warnings
@@ -150,24 +170,35 @@ class Prediction:
         return self.iteration_time_s / self.simulation.iteration_time_s
 
     def explain(self, most: int = 10) -> tuple[Sensitivity, ...]:
-        """Ops and collectives that the time is most sensitive to, and what halving each would bring."""
+        """Find the ops and collectives that decide the time, and what halving each would save.
+
+        Args:
+            most: Number of rows at most.
+        """
         return tuple(
             replace(row, seconds=row.seconds * self._scale, halved_s=row.halved_s * self._scale)
             for row in explain(self.simulation, most)
         )
 
     def timeline(self, level: str = "segment") -> dict[str, Any]:
-        """Chrome trace events, at the level of ``segment`` or ``op``; opens in Perfetto."""
+        """Chrome trace events of the iteration; a file of them opens at ui.perfetto.dev.
+
+        Args:
+            level: Detail: ``segment`` (one event for each pass of a stage) or ``op``.
+        """
         events: dict[str, Any] = json.loads(b"".join(self.timeline_json(level)))
         return events
 
     def timeline_json(self, level: str = "segment") -> Iterator[bytes]:
-        """The same as pieces of JSON, millions of events a second: for files."""
+        """The timeline as pieces of JSON, to be written to a file."""
         return timeline_json(self.simulation, level, self._scale)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Plain values for JSON, the same as ``stepsight predict --json`` prints; times in seconds, memory in bytes."""
         return {
+            "job": self.job.name,
+            "framework": self.job.framework,
+            "hardware": self.job.cluster.hardware,
             "iteration_time_s": self.iteration_time_s,
             "low_s": self.low_s,
             "high_s": self.high_s,
@@ -182,6 +213,24 @@ class Prediction:
             "unsupported_share": self.unsupported_share,
             "source": self.source,
         }
+
+    def to_frame(self) -> DataFrame:
+        """A pandas table of one row: job, time, interval, breakdown (``compute_s``, ``bubble_s`` ...), memory.
+
+        ``pandas.concat([prediction.to_frame() for prediction in predictions])`` compares several jobs.
+        """
+        return one_row(self)
+
+    def plot(self, axes: Axes | None = None) -> Axes:
+        """Draw where the time goes, a bar for each cause; needs no screen.
+
+        Args:
+            axes: The matplotlib axes to draw on; None: a new figure.
+
+        Returns:
+            The axes; ``prediction.plot().figure.savefig("breakdown.png")`` writes the figure.
+        """
+        return plot_breakdown(self, axes)
 
 
 def predict(job: JobLike, predictor: Predictor | str | None = None, *, software: str = "") -> Prediction:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.experiments.reports.verb_reports import seconds_text
+from stepsight.training.predictor.prediction_views import seconds_text
 
 
 def summary_text(figures: Mapping[str, Any]) -> str:

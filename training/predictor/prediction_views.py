@@ -1,0 +1,93 @@
+"""What a notebook shows of a prediction: one line, one row of a table, one plot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from pandas import DataFrame
+
+    from stepsight.training.predictor.prediction import Prediction
+
+MAX_NAME = 28  # letters shown of a model's or a hardware's name
+LEAST_SHOWN = 1e-3  # causes of less than this part of the iteration are not drawn
+
+
+def seconds_text(seconds: float) -> str:
+    """``12.3 ms`` or ``4.56 s``."""
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def interval_text(low_s: float, high_s: float) -> str:
+    """``19.12 to 23.62 s``; with both units where they differ."""
+    low, high = seconds_text(low_s), seconds_text(high_s)
+    value, unit = low.rsplit(" ", 1)
+    return f"{value if high.endswith(f' {unit}') else low} to {high}"
+
+
+def one_line(prediction: Prediction) -> str:
+    """The prediction in one line of less than 120 letters: time, interval, memory, and what was asked."""
+    job, memory = prediction.job, prediction.memory
+    facts = [
+        seconds_text(prediction.iteration_time_s),
+        interval_text(prediction.low_s, prediction.high_s),
+        f"{memory.peak_bytes / 1e9:.1f} GB" + ("" if memory.fits else " does not fit"),
+        f"{_cut(job.model_name)} on {job.cluster.num_devices} x {_cut(job.cluster.hardware)}",
+    ]
+    return f"Prediction({', '.join(facts)})"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_NAME else f"{text[: MAX_NAME - 3]}..."
+
+
+def one_row(prediction: Prediction) -> DataFrame:
+    """The prediction as a table of one row; times in seconds, memory of the fullest stage in bytes."""
+    from pandas import DataFrame
+
+    job, memory = prediction.job, prediction.memory
+    row: dict[str, Any] = {
+        "job": job.name,
+        "hardware": job.cluster.hardware,
+        "devices": job.cluster.num_devices,
+        "iteration_time_s": prediction.iteration_time_s,
+        "low_s": prediction.low_s,
+        "high_s": prediction.high_s,
+        **{f"{cause}_s": seconds for cause, seconds in prediction.breakdown.items()},
+        "tokens_per_s": prediction.tokens_per_s,
+        "mfu": prediction.mfu,
+        "hfu": prediction.hfu,
+        "memory_bytes": memory.peak_bytes,
+        "capacity_bytes": memory.capacity_bytes,
+        "fits": memory.fits,
+        "unsupported_share": prediction.unsupported_share,
+        "source": prediction.source,
+    }
+    return DataFrame([row])
+
+
+def plot_breakdown(prediction: Prediction, axes: Axes | None = None) -> Axes:
+    """Draw one bar for each cause of the iteration's time, with its share of the iteration.
+
+    Args:
+        prediction: What to draw.
+        axes: Where to draw; None: a new figure.
+
+    Returns:
+        The axes; ``axes.figure.savefig("breakdown.png")`` writes the figure.
+    """
+    if axes is None:
+        from matplotlib import pyplot
+
+        axes = pyplot.subplots(figsize=(7.0, 3.5), layout="constrained")[1]
+    whole = prediction.iteration_time_s
+    causes = {name: s for name, s in prediction.breakdown.items() if s > LEAST_SHOWN * whole}
+    bars = axes.barh([name.replace("_", " ") for name in causes], list(causes.values()), color="tab:blue")
+    axes.bar_label(bars, [f" {seconds_text(s)}, {100 * s / whole:.1f} %" for s in causes.values()])
+    axes.margins(x=0.3)
+    axes.invert_yaxis()
+    axes.set_xlabel("time in an iteration (s), mean over pipeline stages")
+    interval = interval_text(prediction.low_s, prediction.high_s)
+    axes.set_title(f"{prediction.job.name}: {seconds_text(whole)} ({interval})", fontsize="medium")
+    return axes
