@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.bounded import read_text
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.hardware import Fabric, fabric_from_dict
 from stepsight.dataset.harness.box.namespaces import BURST_BYTES, box_problems
@@ -120,7 +121,7 @@ def read_box(text: str) -> Box:
     if path.suffix != ".toml":
         raise JobError(f"a box is nodes x ranks per node @ link rate, as in 4x1@200mbit, or a .toml file, got {text!r}")
     try:
-        table = tomllib.loads(path.read_text("utf-8"))
+        table = tomllib.loads(read_text(path))
     except OSError as error:
         raise JobError(f"cannot read box {path}: {error.strerror}") from None
     except ValueError as error:

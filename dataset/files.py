@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.bounded import read_file, read_text
 from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.harness.atomic_files import parse_json, read_json  # it must stand alone
+from stepsight.dataset.harness.atomic_files import parse_json  # it must stand alone
 
 __all__ = [
     "check_output_file",
@@ -87,6 +88,11 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, "utf-8")
 
 
+def read_json(path: Path) -> Any:
+    """Value of a JSON file; see ``bounded.read_text`` and ``parse_json``."""
+    return parse_json(read_text(path))
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write indented JSON whole or not at all; NaN is refused."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
@@ -149,4 +155,4 @@ def digest(*parts: bytes | str) -> str:
 
 def digest_files(paths: list[Path]) -> str:
     """Digest of files by name and content, in the order of their names."""
-    return digest(*(part for path in sorted(paths) for part in (path.name, path.read_bytes())))
+    return digest(*(part for path in sorted(paths) for part in (path.name, read_file(path))))

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from stepsight.dataset.bounded import read_text
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.files import parse_json
 from stepsight.dataset.frameworks import Framework, find_framework, unknown_frameworks
@@ -196,7 +197,7 @@ class Job:
         if path.suffix not in (".toml", ".json"):
             raise JobError(f"a job file ends in .toml or .json, got {str(path)!r}")
         try:
-            text = path.read_text("utf-8-sig")
+            text = read_text(path, "utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise JobError(f"cannot read job file {path}: {error}") from None
         try:

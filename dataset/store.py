@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepsight.dataset.bounded import read_parquet
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.event_file import read_event_file
 from stepsight.dataset.files import digest_files, new_file
@@ -124,10 +125,9 @@ def read_op_table(path: Path) -> pd.DataFrame:
         TraceError: If it is no op table.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path)
+        table = read_parquet(path)
     except (OSError, pa.ArrowInvalid) as error:
         raise TraceError(f"an op table must be a Parquet file, got {path} ({str(error).splitlines()[0]})") from None
     if table.schema.remove_metadata() != _schema():

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.bounded import read_file
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.op import Op
 from stepsight.dataset.overhead import profiling_correction, without_overhead
@@ -294,7 +295,7 @@ def _check_digest(manifest: RunManifest, name: str) -> None:
     """A trace must be the one that was written with the manifest, where the manifest says which."""
     path, wanted = manifest.folder / name, manifest.digests.get(name)
     if wanted is not None and path.is_file():
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        found = hashlib.sha256(read_file(path)).hexdigest()
         if found != wanted:
             raise TraceError(f"a trace must be as it was written: SHA-256 {wanted:.16}…, got {found:.16}… of {path}")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.bounded import read_file
 from stepsight.dataset.errors import PredictorError
 from stepsight.dataset.files import read_json, write_json
 from stepsight.dataset.hardware import Hardware
@@ -79,11 +80,11 @@ class ContextWeights:
             PredictorError: If a file is missing or broken, or the features are not today's.
         """
         from safetensors import SafetensorError
-        from safetensors.numpy import load_file
+        from safetensors.numpy import load
 
         try:
             config = read_json(folder / CONFIG)
-            tensors = {name: np.asarray(t, np.float64) for name, t in load_file(folder / WEIGHTS).items()}
+            tensors = {name: np.asarray(t, np.float64) for name, t in load(read_file(folder / WEIGHTS)).items()}
             if config["schema"] != SCHEMA or config["features"] != list(NODE_FEATURES):
                 raise PredictorError(
                     f"{folder / CONFIG} must have schema {SCHEMA} and this version's {len(NODE_FEATURES)} features, "

@@ -7,9 +7,7 @@ layout they are dropped before JSON is parsed, which halves the time; any other 
 from __future__ import annotations
 
 import gc
-import gzip
 import json
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.bounded import read_unpacked
 from stepsight.dataset.errors import TraceError
 
 Event = dict[str, Any]
@@ -74,14 +73,9 @@ def read_text(path: Path) -> str:
         TraceError: If it is missing, empty, truncated or corrupt.
     """
     try:
-        raw = path.read_bytes()
+        raw = read_unpacked(path)
     except OSError as error:
         raise TraceError(f"a trace must be a readable file, got {path} ({error.strerror})") from None
-    if raw[:2] == b"\x1f\x8b":
-        try:
-            raw = gzip.decompress(raw)
-        except (EOFError, OSError, zlib.error) as error:
-            raise TraceError(f"{path} must be a whole gzip file, got {error}") from None
     if not raw.strip():
         raise TraceError(f"a trace must hold JSON, got an empty file {path}")
     try:

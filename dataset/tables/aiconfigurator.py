@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from stepsight.dataset.bounded import read_parquet
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.tables.device_names import device_name
 from stepsight.dataset.tables.rows import Rows
@@ -156,10 +157,9 @@ def _cells(rows: Rows, columns: tuple[str, ...]) -> Iterator[tuple[str, str, str
     """Framework, version, device, kernel, milliseconds and the columns asked for, row by row."""
     import pyarrow as pa
     import pyarrow.compute as pc
-    import pyarrow.parquet as pq
 
     try:
-        table = pq.ParquetFile(rows.path).read()  # the file alone: its folders say nothing
+        table = read_parquet(rows.path)
     except (OSError, pa.ArrowInvalid) as error:
         raise rows.error(f"must be a Parquet file ({str(error).splitlines()[0]})") from None
     every = ("framework", "version", "device", "kernel_source", "latency", *columns)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from stepsight.dataset.bounded import read_file
 from stepsight.dataset.errors import StepsightError, TableError
 from stepsight.dataset.files import check_output_file, digest_files
 from stepsight.dataset.tables import aicb, aiconfigurator, nccl_tests, neusight, own_csv, simumax, vidur, vtrain
@@ -105,7 +106,7 @@ def _licence_beside(path: Path, root: Path) -> str:
     for folder in path.parents:
         text = folder / "LICENSE"
         if text.is_file():
-            head = text.read_text("utf-8", errors="replace")
+            head = read_file(text).decode("utf-8", "replace")
             return next((name for phrase, name in _LICENCES.items() if phrase in head), "")
         if folder == root:
             break

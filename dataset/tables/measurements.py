@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from stepsight.dataset.bounded import read_parquet
 from stepsight.dataset.errors import TableError
 from stepsight.dataset.files import new_file
 from stepsight.dataset.op import Collective, Op
@@ -130,10 +131,9 @@ class Measurements:
             TableError: If it is no table of measurements.
         """
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
         try:
-            table = pq.read_table(path)
+            table = read_parquet(path)
         except (OSError, pa.ArrowInvalid) as error:
             reason = str(error).splitlines()[0]
             raise TableError(f"a table of measurements must be a Parquet file, got {path} ({reason})") from None

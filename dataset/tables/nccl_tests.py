@@ -8,13 +8,14 @@ the slowest crosses; over more it depends on their order and is left out.
 
 from __future__ import annotations
 
+import io
 import re
 import tarfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from stepsight.dataset.bounded import check_unpacked, read_unpacked
 from stepsight.dataset.op import Collective
 from stepsight.dataset.tables.device_names import device_name
 from stepsight.dataset.tables.rows import Line, Rows, read_csv, read_text
@@ -64,12 +65,14 @@ def read(rows: Rows) -> None:
 def _archived(rows: Rows) -> Iterator[tuple[str, str]]:
     """Path and text of each log of an archive."""
     try:
-        with tarfile.open(rows.path) as archive:
+        data = read_unpacked(rows.path)
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
             for member in archive:
                 file = archive.extractfile(member) if re.search(LOGS, member.name) else None
                 if file is not None:
+                    check_unpacked(member.size, len(data), rows.path)  # a sparse member takes no room in the archive
                     yield member.name, file.read().decode("utf-8")
-    except (OSError, EOFError, zlib.error, tarfile.TarError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, tarfile.TarError, UnicodeDecodeError) as error:
         raise rows.error(f"must be a whole archive of logs ({error})") from None
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import math
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from stepsight.dataset.bounded import read_unpacked
 from stepsight.dataset.errors import TableError
 from stepsight.dataset.op import MOST_SIZE, Collective, Op
 from stepsight.dataset.tables.measurements import Measurements, SourceFile
@@ -116,9 +115,8 @@ class Line:
 def read_text(rows: Rows) -> str:
     """Text of a file, packed or not."""
     try:
-        data = rows.path.read_bytes()
-        return (gzip.decompress(data) if rows.path.suffix == ".gz" else data).decode("utf-8-sig")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        return read_unpacked(rows.path).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
         raise rows.error(f"must be a whole text file ({str(error).splitlines()[0]})") from None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from stepsight.dataset.bounded import read_file
 from stepsight.dataset.errors import PredictorError, TableError
 from stepsight.dataset.files import digest
 from stepsight.experiments.evaluation.calibration_gain import with_rows
@@ -118,7 +119,7 @@ def calibrate_runs(
     }
     if evidence.better:
         record = {key: value[key] for key in ("predictor", "fitted", "constants", "residual", "evidence")}
-        judged = {"judged_rows": list(evidence.digests), "runs": {runs.name: digest(runs.read_bytes())}}
+        judged = {"judged_rows": list(evidence.digests), "runs": {runs.name: digest(read_file(runs))}}
         manifest = fit.predictor.manifest
         changed = {
             "name": "",  # no longer the one that comes with the package

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import csv
-import gzip
+import io
 import math
 import re
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from stepsight.dataset.bounded import read_unpacked
 from stepsight.dataset.errors import JobError, TableError
 
 MOST = 1e18  # of any number: beyond, it is a slip of the pen
@@ -141,15 +141,12 @@ def read_runs(path: Path) -> list[Row]:
     """
     try:
         return list(_rows(path))
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TableError(f"cannot read runs from {path}: {error}") from None
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    with path.open("rb") as raw:
-        packed = raw.read(2) == b"\x1f\x8b"
-    opener = gzip.open if packed else open
-    with opener(path, "rt", encoding="utf-8-sig", newline="") as stream:
+    with io.StringIO(read_unpacked(path).decode("utf-8-sig"), newline="") as stream:
         reader = csv.DictReader(stream)
         reader.fieldnames = names = [name.strip().lower() for name in reader.fieldnames or ()]
         twice = sorted({name for name in names if names.count(name) > 1})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.bounded import read_file
 from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.hardware import Hardware
@@ -262,8 +264,8 @@ def _find_track(p: ParallelSpec, num_micro_batches: int, runtime: str) -> Track:
 @cached(64)
 def _read_track(path: Path, changed: int, stages: int, micro_batches: int, virtual_stages: int, runtime: str) -> Track:
     """A user's own table; ``changed`` is there to read a file again that is another."""
-    with suppress(OSError), path.open("rb") as file:  # what is no file is told by its reader
-        ranks = sum(1 for _ in itertools.islice(file, stages + 1))
+    with suppress(OSError):  # what is no file is told by its reader
+        ranks = sum(1 for _ in itertools.islice(io.BytesIO(read_file(path)), stages + 1))
         if ranks != stages:
             got = ranks if ranks < stages else "more"
             raise JobError(f"{path} must hold a row for each of pp = {stages} ranks, got {got}")

@@ -16,13 +16,13 @@ that come with the package lie in ``predictors``.
 from __future__ import annotations
 
 import gzip
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepsight.dataset.bounded import read_unpacked
 from stepsight.dataset.errors import PredictorError
 from stepsight.dataset.files import new_folder, set_aside, write_json
 from stepsight.dataset.hardware import Fabric, Hardware, hardware_from_dict
@@ -259,9 +259,8 @@ def shipped_names() -> tuple[str, ...]:
 def _text(folder: Path, name: Any) -> str:
     path = folder / Path(str(name)).name  # never outside of the folder
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            return file.read()
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+        return read_unpacked(path).decode("utf-8")
+    except (OSError, ValueError) as error:
         raise PredictorError(f"every file of a predictor must be readable, got {path}: {error}") from None
 
 

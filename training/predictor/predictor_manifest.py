@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from stepsight.dataset.bounded import read_file
 from stepsight.dataset.errors import PredictorError, StepsightError
 from stepsight.dataset.files import check_writable, digest, read_json, write_json
 
@@ -97,7 +98,7 @@ def texts(value: Any, name: str) -> list[str]:
 
 def _digests(folder: Path) -> dict[str, str]:
     """Digest of everything in a predictor's folder by name; empty for what is no file."""
-    found = {path.name: digest(path.read_bytes()) if path.is_file() else "" for path in sorted(folder.iterdir())}
+    found = {path.name: digest(read_file(path)) if path.is_file() else "" for path in sorted(folder.iterdir())}
     said = {key: value for key, value in read_json(folder / MANIFEST).items() if key != "files"}
     return {**found, MANIFEST: digest(json.dumps(said, sort_keys=True))}
 

@@ -1,0 +1,212 @@
+"""Read input files without surprises: plain files only, whole, and never more than a bounded number of bytes.
+
+A few kilobytes of gzip can unpack to gigabytes.  Every reader of files that users name or download reads through this
+module, so that one rule bounds them all: a file holds at most ``DEFAULT_GB`` gigabytes, packed or not, and no stretch
+of ``STRETCH`` unpacked bytes takes less than one ``MOST_RATIO``-th of that in the file.  Traces and tables that people
+share pack to 1/40 at most.  ``STEPSIGHT_MAX_DECOMPRESSED_GB`` replaces both limits by a size.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import os
+import stat
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from stepsight.dataset.errors import StepsightError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+VARIABLE = "STEPSIGHT_MAX_DECOMPRESSED_GB"
+DEFAULT_GB = 4.0
+MOST_RATIO = 200
+STRETCH = 64 * 2**20  # unpacked bytes over which a ratio is judged; what is smaller harms nobody
+LONGEST_TEXT = 2**20  # bytes of one cell of a Parquet table
+_CHUNK = 4 * 2**20
+_GZIP = b"\x1f\x8b"
+_WORDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
+
+
+class ReadError(OSError):
+    """A file that cannot be read; an ``OSError``, so that readers report it as they report a missing file."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(errno.EINVAL, why, str(path))
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
+def read_file(path: Path) -> bytes:
+    """Bytes of a plain file, as they are.
+
+    Raises:
+        OSError: If it is missing, no plain file, or larger than the limit (``ReadError``).
+    """
+    with _opened(path) as file:
+        return file.read()
+
+
+def read_text(path: Path, encoding: str = "utf-8") -> str:
+    """Text of a plain file, its line ends made ``\\n``; otherwise as ``read_file``.
+
+    Raises:
+        OSError: As ``read_file``.
+        UnicodeDecodeError: If it is no such text.
+    """
+    return _with_newlines(read_file(path).decode(encoding))
+
+
+def read_unpacked(path: Path) -> bytes:
+    """Bytes of a plain file, unpacked if it is gzip.
+
+    Raises:
+        OSError: As ``read_file``; if it is broken gzip, or unpacks to more than the limits (``ReadError``).
+    """
+    with _opened(path) as file:
+        packed = file.read(2) == _GZIP
+        file.seek(0)
+        return _inflated(file, path) if packed else file.read()
+
+
+def check_unpacked(num_bytes: int, packed_bytes: int, path: Path) -> None:
+    """Check a size that a file states before that much memory is taken.
+
+    Args:
+        num_bytes: Size in memory of what is to be read.
+        packed_bytes: Size of what holds it in the file.
+
+    Raises:
+        ReadError: If it is beyond the limits.
+    """
+    most, ratio = _limits()
+    if num_bytes > most:
+        raise ReadError(path, f"must hold at most {_size(most)}, got {_size(num_bytes)}: {_remedy()}")
+    if num_bytes > STRETCH and num_bytes > ratio * packed_bytes:
+        raise ReadError(path, _too_dense(num_bytes, packed_bytes))
+
+
+def read_parquet(path: Path) -> pa.Table:
+    """A Parquet table; what its metadata state is checked before anything is read.
+
+    Raises:
+        OSError: If it is missing, no plain file, or holds more than the limits (``ReadError``).
+        pyarrow.ArrowException: If it is no whole Parquet file.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with _opened(path) as source:
+        size = os.fstat(source.fileno()).st_size
+        file = pq.ParquetFile(source)
+        groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
+        columns = [group.column(index) for group in groups for index in range(group.num_columns)]
+        values = sum(max(0, column.num_values) for column in columns)
+        stated = sum(max(0, column.total_uncompressed_size) for column in columns)
+        cells = max(file.metadata.num_rows * file.metadata.num_columns, values)
+        check_unpacked(max(8 * cells, stated), size, path)
+        schema = file.schema_arrow
+        texts = [field.name for field in schema if pa.types.is_string(field.type) or pa.types.is_binary(field.type)]
+        # A text that millions of rows share is stored once, and stays so until it is known to be short.
+        table = pq.ParquetFile(source, read_dictionary=texts).read()
+        for index, field in enumerate(table.schema):
+            if pa.types.is_dictionary(field.type):
+                for chunk in table.column(index).chunks:
+                    _check_texts(chunk.dictionary, path)
+                table = table.set_column(index, field.with_type(schema.field(index).type), _plain(table, index, schema))
+        return table.replace_schema_metadata(schema.metadata)
+
+
+def _check_texts(texts: Any, path: Path) -> None:
+    import pyarrow.compute as pc
+
+    longest = pc.max(pc.binary_length(texts)).as_py() or 0
+    if longest > LONGEST_TEXT:
+        raise ReadError(path, f"a text of a table must have at most {LONGEST_TEXT} bytes, got {longest}")
+
+
+def _plain(table: pa.Table, index: int, schema: pa.Schema) -> Any:
+    return table.column(index).cast(schema.field(index).type)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """A plain file of at most the limit, opened; a FIFO or device is refused without waiting for it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(status.st_mode):
+            kind = _WORDS.get(stat.S_IFMT(status.st_mode), "something else")
+            raise ReadError(path, f"must be a plain file, got {kind}: save what it gives to a file first")
+        most = _limits()[0]
+        if status.st_size > most:
+            raise ReadError(path, f"must hold at most {_size(most)}, got {_size(status.st_size)}: {_remedy()}")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _inflated(file: BinaryIO, path: Path) -> bytes:
+    """What a gzip file unpacks to, given up as soon as it passes a limit."""
+    most, ratio = _limits()
+    parts: list[bytes] = []
+    total, judged, taken = 0, 0, 0
+    try:
+        with gzip.GzipFile(fileobj=file) as unpacked:
+            while part := unpacked.read(_CHUNK):
+                parts.append(part)
+                total += len(part)
+                if total > most:
+                    raise ReadError(path, f"must unpack to at most {_size(most)}, got more: {_remedy()}")
+                if total - judged >= STRETCH:
+                    stretch, packed = total - judged, file.tell() - taken
+                    if stretch > ratio * max(packed, 1):
+                        raise ReadError(path, _too_dense(stretch, packed))
+                    judged, taken = total, file.tell()
+    except ReadError:
+        raise
+    except (EOFError, OSError, zlib.error) as error:
+        raise ReadError(path, f"must be a whole gzip file, got {error}") from None
+    return b"".join(parts)
+
+
+def _limits() -> tuple[float, float]:
+    """Most bytes of a file, and how many times its size in the file a stretch may have."""
+    text = os.environ.get(VARIABLE, "")
+    if not text:
+        return DEFAULT_GB * 1e9, MOST_RATIO
+    try:
+        gigabytes = float(text)
+    except ValueError:
+        gigabytes = 0.0
+    if not 0 < gigabytes < 1e9:
+        raise StepsightError(f"{VARIABLE} must be a number of gigabytes > 0, got {text!r:.80}")
+    return gigabytes * 1e9, float("inf")
+
+
+def _too_dense(num_bytes: int, packed_bytes: int) -> str:
+    return (
+        f"must unpack to at most {MOST_RATIO} times its size, got {_size(num_bytes)} from {_size(packed_bytes)}: "
+        f"{_remedy()}"
+    )
+
+
+def _remedy() -> str:
+    return f"set {VARIABLE} to the gigabytes that you accept"
+
+
+def _size(num_bytes: float) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes:.0f} bytes"
+
+
+def _with_newlines(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
