@@ -11,7 +11,8 @@ from typing import Any
 from stepsight.dataset.bounded import read_text
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.hardware import Fabric, fabric_from_dict
-from stepsight.dataset.harness.box.namespaces import BURST_BYTES, box_problems
+from stepsight.dataset.harness.box.namespaces import BURST_BYTES
+from stepsight.dataset.harness.plan.box_checks import box_problems
 from stepsight.dataset.job import Job
 from stepsight.dataset.specs import SlowLink
 

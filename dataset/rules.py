@@ -1,10 +1,20 @@
-"""What a job must keep: every rule with its values, all reported at once."""
+"""The rules of a job: each with its values, all reported at once."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from stepsight.dataset.errors import JobError
+from stepsight.dataset.harness.plan.parallel_rules import (
+    Rules,
+    check_batch,
+    check_degrees,
+    check_heads,
+    check_rotary,
+    check_sequence,
+    check_shards,
+    check_stages,
+)
 from stepsight.dataset.specs import (
     ATTENTION_KERNELS,
     ATTENTIONS,
@@ -46,20 +56,9 @@ _NOT_NEGATIVE = {
 _NO_DECODER = ("bert", "t5", "vit")
 
 
-class _Rules(list[str]):
-    def require(self, rule: bool, text: str) -> None:
-        if not rule:
-            self.append(text)
-
-    def divides(self, divisor: int, name: str, value: int, of: str) -> None:
-        self.require(
-            value % divisor == 0, f"{name} must divide {of}, got {value} % {divisor} = {value % max(divisor, 1)}"
-        )
-
-
 def broken_rules(job: Job) -> list[str]:
     """Every rule that a job breaks; the later ones need that the first hold."""
-    rules = _Rules()
+    rules = Rules()
     _sizes(rules, job)
     _choices(rules, job)
     if rules:
@@ -73,7 +72,7 @@ def broken_rules(job: Job) -> list[str]:
     return rules
 
 
-def _sizes(rules: _Rules, job: Job) -> None:
+def _sizes(rules: Rules, job: Job) -> None:
     for names, least in ((_POSITIVE, "> 0"), (_NOT_NEGATIVE, ">= 0")):
         for section, keys in names.items():
             for key in keys:
@@ -85,7 +84,7 @@ def _sizes(rules: _Rules, job: Job) -> None:
     rules.require(devices <= MOST_DEVICES, f"nodes * devices_per_node must be <= {MOST_DEVICES}, got {devices}")
 
 
-def _elements(rules: _Rules, job: Job) -> None:
+def _elements(rules: Rules, job: Job) -> None:
     """Products of sizes that each may be: parameters, activations and attention scores."""
     m = job.model
     head = max(m.head_size + m.rope_head_dim, m.v_head_dim)
@@ -101,7 +100,7 @@ def _elements(rules: _Rules, job: Job) -> None:
         rules.require(value <= MOST_ELEMENTS, f"{words} must be <= {MOST_ELEMENTS:.3g}, got {value:.3g}")
 
 
-def _choices(rules: _Rules, job: Job) -> None:
+def _choices(rules: Rules, job: Job) -> None:
     m, p = job.model, job.parallel
     for key, value, allowed in (
         ("model.family", m.family, FAMILIES),
@@ -134,21 +133,10 @@ def _choices(rules: _Rules, job: Job) -> None:
         rules.append(str(error))
 
 
-def _degrees(rules: _Rules, job: Job) -> None:
+def _degrees(rules: Rules, job: Job) -> None:
     p, b = job.parallel, job.batch
-    devices, have = p.tp * p.cp * p.pp * p.dp, job.cluster.num_devices
-    cp = (" * cp", f" * {p.cp}") if p.cp > 1 else ("", "")
-    rules.require(
-        devices == have,
-        f"tp{cp[0]} * pp * dp must equal the number of devices, got {p.tp}{cp[1]} * {p.pp} * {p.dp} = {devices} "
-        f"!= {have}",
-    )
-    replica = b.micro_batch * p.dp
-    rules.require(
-        b.global_batch % replica == 0,
-        f"micro_batch * dp must divide global_batch, got {b.global_batch} % ({b.micro_batch} * {p.dp}) "
-        f"= {b.global_batch % replica}",
-    )
+    check_degrees(rules, tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp, devices=job.cluster.num_devices)
+    check_batch(rules, micro_batch=b.micro_batch, dp=p.dp, global_batch=b.global_batch)
     rules.divides(p.shards, "parallel.dp_shard", p.dp, "dp")
     rules.require(p.expert_tp in (0, 1, p.tp), f"parallel.expert_tp must be 1 or tp, got {p.expert_tp} with tp {p.tp}")
     group, words = p.dp * p.cp, "dp * cp"
@@ -157,23 +145,22 @@ def _degrees(rules: _Rules, job: Job) -> None:
     rules.divides(p.ep, "parallel.ep", group, words)
 
 
-def _model(rules: _Rules, job: Job) -> None:
+def _model(rules: Rules, job: Job) -> None:
     m, p = job.model, job.parallel
-    if m.head_dim == 0:
-        rules.require(
-            m.hidden % m.heads == 0,
-            f"model.heads must divide hidden, got {m.hidden} % {m.heads} = {m.hidden % m.heads}",
-        )
-    rules.divides(m.kv_heads, "model.kv_heads", m.heads, "heads")
+    check_heads(rules, hidden=m.hidden, heads=m.heads, kv_heads=m.kv_heads, head_dim=m.head_dim)
     shared = {"heads": m.heads, "kv_heads": m.kv_heads, "ffn": m.ffn}
     if p.vocab_parallel and m.family != "vit":
         shared["vocab"] = m.vocab
-    for key, value in shared.items():
-        rules.divides(p.tp, "parallel.tp", value, f"model.{key}")
-    rules.require(
-        m.family != "llama" or m.attention == "mla" or m.head_size % 2 == 0,
-        f"rotary positions need an even model.head_dim, got {m.head_size}",
-    )
+    check_shards(rules, p.tp, shared)
+    if m.family == "llama" and m.attention != "mla":
+        check_rotary(rules, m.head_size)
+    _lengths(rules, job)
+    _attention(rules, job)
+    _experts(rules, job)
+
+
+def _lengths(rules: Rules, job: Job) -> None:
+    m, p = job.model, job.parallel
     lengths = {"seq_len": m.seq_len}
     if m.family == "t5":
         lengths["encoder_seq_len"] = m.encoder_seq_len
@@ -190,12 +177,12 @@ def _model(rules: _Rules, job: Job) -> None:
                 length % parts == 0,
                 f"context parallelism needs {words} to divide model.{key}, got {length} % {parts} = {length % parts}",
             )
-        here = length // p.cp
-        rules.require(
-            not p.sequence_parallel or here % p.tp == 0,
-            f"sequence_parallel needs tp to divide model.{key}{' / cp' if p.cp > 1 else ''}, "
-            f"got {here} % {p.tp} = {here % p.tp}",
-        )
+        if p.sequence_parallel:
+            check_sequence(rules, key, length, tp=p.tp, cp=p.cp)
+
+
+def _attention(rules: Rules, job: Job) -> None:
+    m, p = job.model, job.parallel
     rules.require(0 <= m.dropout < 1, f"model.dropout must lie in [0, 1), got {m.dropout}")
     rules.require(
         m.fused_attention or not m.attention_kernels,
@@ -216,10 +203,9 @@ def _model(rules: _Rules, job: Job) -> None:
         )
         for key in ("kv_lora_rank", "rope_head_dim", "v_head_dim"):
             rules.require(getattr(m, key) > 0, f"model.{key} must be > 0 with attention 'mla', got {getattr(m, key)}")
-    _experts(rules, job)
 
 
-def _experts(rules: _Rules, job: Job) -> None:
+def _experts(rules: Rules, job: Job) -> None:
     m, p = job.model, job.parallel
     if not m.experts:
         rules.require(p.ep == 1, f"parallel.ep > 1 needs model.experts, got ep {p.ep} with a dense model")
@@ -240,7 +226,7 @@ def _experts(rules: _Rules, job: Job) -> None:
     rules.require(m.imbalance >= 1, f"model.imbalance must be >= 1 (busiest rank over the mean), got {m.imbalance}")
 
 
-def _pipeline(rules: _Rules, job: Job) -> None:
+def _pipeline(rules: Rules, job: Job) -> None:
     m, p = job.model, job.parallel
     micro_batches, parts = job.num_micro_batches, p.pp * p.virtual_stages
     fewest, most = SCHEDULES.get(p.schedule, (1, 1024))
@@ -257,8 +243,7 @@ def _pipeline(rules: _Rules, job: Job) -> None:
     )
     layers = m.total_layers
     if not p.stage_layers:
-        words = "layers >= pp" if p.virtual_stages == 1 else "layers >= pp * virtual_stages"
-        rules.require(layers >= parts, f"every pipeline stage needs a layer: {words}, got {layers} < {parts}")
+        check_stages(rules, layers=layers, pp=p.pp, virtual_stages=p.virtual_stages)
         return
     given = len(p.stage_layers)
     rules.require(given == parts, f"stage_layers must have pp * virtual_stages = {parts} entries, got {given}")
@@ -269,7 +254,7 @@ def _pipeline(rules: _Rules, job: Job) -> None:
     )
 
 
-def _cluster(rules: _Rules, job: Job) -> None:
+def _cluster(rules: Rules, job: Job) -> None:
     c = job.cluster
     places = [
         *(("stragglers", "rank", s.rank, c.num_devices) for s in c.stragglers),

@@ -3,16 +3,20 @@
 Needs torch >= 2.11 and the standard library alone, and imports nothing else of stepsight: copy this folder to a
 cluster as ``harness`` and run ``python -m harness plan.json --out DIR`` there.  Importing it imports no torch.
 
+Each room imports only rooms below it:
+
 ==============  ==================================================================================
-``plan``        what a plan holds, and its rules; standard library only
-``running/``    ``launch.collect(plan, out)`` checks, starts workers, shows progress, resumes; ``worker`` is one
-                rank; ``collection`` goes through runs and event files in rounds; ``cores`` pins threads
-``models/``     a job as a sharded model, schedule and optimizer: ``parallel`` is the training step
-``ops/``        one op by its signature made callable, and the composite ops that models run
-``measuring/``  steps, ops and collectives timed; hardware facts; a GPU's clocks beside all that
+``running/``    ``launch.collect(plan, out)`` checks, starts workers, shows progress and resumes; ``worker`` is one
+                rank, ``box_worker`` all ranks of a box; ``collection`` goes through runs and event files in rounds
 ``box/``        a cluster in a box: network namespaces, ranks whose computation is slept
 ``emulation/``  one process in the place of a rank of a larger job, its collectives replaced by delays
-``annotate``    what names segments, ops, collectives and waits in traces
+``measuring/``  steps, ops and collectives timed; hardware facts; a GPU's clocks beside all that
+``models/``     a job as a sharded model, schedule and optimizer: ``parallel`` is the training step
+``ops/``        one op by its signature made callable, and the composite ops that models run
+``plan/``       what a plan holds, and its rules; standard library only
+``annotate``    names segments, ops, collectives and waits in traces
+``ranks``       waits for all ranks, gathers what they have
+``cores``       pins threads to cores
 ==============  ==================================================================================
 """
 

@@ -1,8 +1,8 @@
 """A cluster in a box: every node a network namespace of this machine, joined by links of a given rate.
 
-``python -m harness.box plan.json --out DIR`` runs a plan whose ``box`` says how many nodes there are and how fast their
-links.  Real processes of ``torch.distributed`` talk over real TCP; computation is slept (see ``sleeping``), so sixteen
-ranks fit on two cores.
+A plan's ``box`` says how many nodes there are and how fast their links are; ``running.box_worker`` collects in it.
+Real processes of ``torch.distributed`` talk over real TCP.  Computation is slept (see ``sleeping``), so sixteen ranks
+fit on two cores.
 
 The namespaces have no names: a bridge in one, and one for each node, joined by pairs of ``veth`` that ``tc tbf`` limits
 both ways.  The kernel removes them with the last process inside, and every process here is killed with its parent, so
@@ -11,22 +11,18 @@ nothing is left behind however it ends.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ..plan_error import HarnessError
 
-MOST_NODES = 250  # of one subnet
 SUBNET = "10.77.0"
 INTERFACE = "eth0"
 PORT = "29500"
@@ -35,30 +31,6 @@ QUEUE_BYTES = 16 * 2**20  # that a link may hold back: more than TCP ever has un
 MTU = 9000
 _NEW_NETWORK = 0x40000000
 _DEATH_SIGNAL = 1
-
-
-def box_problems(box: Any) -> list[str]:
-    """Everything that is wrong with a plan's ``box``: ``{"nodes", "ranks_per_node", "mbits_per_s": [per node]}``, and
-    where messages are held up ``"latency_ms": [per node]``."""
-    if not isinstance(box, dict) or set(box) - {"latency_ms"} != {"nodes", "ranks_per_node", "mbits_per_s"}:
-        return [f"a box has nodes, ranks_per_node, mbits_per_s and maybe latency_ms, got {box!r:.80}"]
-    problems = []
-    for key, most in (("nodes", MOST_NODES), ("ranks_per_node", 1024)):
-        value = box[key]
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            problems.append(f"{key} of a box must be a whole number from 1 to {most}, got {value!r:.80}")
-    sized = not problems
-    for key, least, most in (("mbits_per_s", 1, 100_000), ("latency_ms", 0, 1000)):
-        numbers = box.get(key, [0.0] * box["nodes"] if sized else [])
-        good = isinstance(numbers, list) and all(
-            isinstance(number, int | float) and not isinstance(number, bool) and least <= number <= most
-            for number in numbers
-        )
-        if not good:
-            problems.append(f"{key} of a box must hold numbers from {least} to {most:,}, got {numbers!r:.80}")
-        elif sized and len(numbers) != box["nodes"]:
-            problems.append(f"{key} of a box must hold one number per node, got {len(numbers)} for {box['nodes']}")
-    return problems
 
 
 def check_possible(box: dict[str, Any]) -> None:
@@ -110,25 +82,6 @@ for words in sys.argv[1:]:
 """
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="harness.box", description="All ranks of a collection in a box.")
-    parser.add_argument("plan", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args(arguments)
-    plan = json.loads(options.plan.read_text("utf-8"))
-    _die_with(os.getppid())
-
-    def work() -> None:
-        from ..running.worker import collect_rank
-
-        collect_rank(plan, options.out)
-
-    from ..running import collection  # noqa: F401  all ranks share what is imported here
-
-    return run_box(plan["box"], work)
-
-
 def run_box(box: dict[str, Any], work: Callable[[], None]) -> int:
     """Run ``work`` in every rank of a box, torchrun's environment set; the worst exit code.
 
@@ -147,7 +100,7 @@ def run_box(box: dict[str, Any], work: Callable[[], None]) -> int:
         has_link, linked = os.pipe()
         pid = os.fork()
         if pid == 0:
-            _die_with(here)
+            die_with(here)
             _leave(lambda: _node(node, box, unshared, has_link, work))  # noqa: B023
         workers[pid] = node
         os.close(unshared)  # so that a node that ends early ends the wait below
@@ -186,7 +139,7 @@ def _node(node: int, box: dict[str, Any], unshared: int, has_link: int, work: Ca
     for local in range(size):
         pid = os.fork()
         if pid == 0:
-            _die_with(here)
+            die_with(here)
             os.environ.update(_environment(node, local, box))
             _leave(lambda: work())
         ranks.append(pid)
@@ -234,7 +187,7 @@ def _unshare() -> None:
         raise HarnessError(f"a box needs root for its network namespaces: {os.strerror(ctypes.get_errno())}")
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Have the kernel kill the calling process when its parent ends, however that ends.
 
     ``parent``: its number as it was before the fork; a parent that has ended already has another one.
@@ -255,7 +208,3 @@ def _leave(work: Callable[[], Any]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -29,10 +29,9 @@ from torch.distributed import distributed_c10d as c10d
 from .. import annotate
 from ..models.parallel import end_groups
 from ..plan import world_size
+from ..ranks import STAND_IN
 from .delays import Delays
 from .spinning import DeviceLine, Spinner
-
-NAME = "stand_in"
 
 Effect = Callable[[], object] | None
 
@@ -65,14 +64,14 @@ def world(run: dict[str, Any], device: torch.device) -> Iterator[None]:
     """
     job, stand_in = run["job"], run["stand_in"]
     backend, store, hook = dist.get_backend(), c10d._get_default_store(), sys.excepthook
-    if not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, _make_group, extended_api=True, devices=["cpu", "cuda"])
+    if not hasattr(dist.Backend, STAND_IN.upper()):
+        dist.Backend.register_backend(STAND_IN, _make_group, extended_api=True, devices=["cpu", "cuda"])
     spinner = Spinner() if device.type == "cuda" else None
     _worlds.append(_World(Delays(stand_in["collectives"]), job["cluster"]["devices_per_node"], device, spinner))
     dist.destroy_process_group()
     try:
         empty = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(NAME, store=empty, rank=stand_in["rank"], world_size=world_size(job))
+        dist.init_process_group(STAND_IN, store=empty, rank=stand_in["rank"], world_size=world_size(job))
         try:
             yield
         finally:

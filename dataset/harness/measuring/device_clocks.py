@@ -73,6 +73,12 @@ def summary(samples: Iterable[Sample]) -> dict[str, Any]:
     return found
 
 
+def clocks(samples: Iterable[list[Sample]]) -> dict[str, Any]:
+    """``{"clocks": summary}`` of all ranks' GPUs together; empty if there is no sample."""
+    found = summary(sample for of in samples for sample in of)
+    return {"clocks": found} if found else {}
+
+
 def ask(gpu: str, *fields: str) -> list[str]:
     """What ``nvidia-smi`` says of a GPU at once, field by field; nothing if it cannot."""
     command = [TOOL, f"--id={gpu}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]

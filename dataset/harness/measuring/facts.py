@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from ..ops.input_pool import DTYPES, Call
 from ..ops.op_narrow import precision, scaled_product
+from ..ranks import barrier, gather
 from .call_timing import Clock
-from .measure import barrier, gather
 
 _SECONDS = 0.1  # for one fact, on CUDA
 

@@ -15,52 +15,23 @@ import shutil
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, schedule
 
 from .. import annotate
-from ..box.sleeping import SleepingTraining
-from ..emulation import stand_in
-from ..models.parallel import Training
+from ..ranks import barrier, gather
 
 
-def alone() -> bool:
-    """Whether no other process measures: there is one rank, or one that stands in for a rank of many."""
-    return not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == stand_in.NAME
+class Training(Protocol):
+    """A job on this rank, computed or slept."""
 
+    device: torch.device
 
-def barrier() -> None:
-    """Wait for all ranks (and for this rank's device)."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    if not alone():
-        dist.barrier()
-
-
-def free_memory() -> None:
-    """Give back what nobody holds any more, models in cycles of references among it."""
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-
-
-def out_of_memory(error: RuntimeError) -> bool:
-    """Whether it is memory that was missing, be it a library's own."""
-    return isinstance(error, torch.OutOfMemoryError) or any(
-        words in str(error) for words in ("out of memory", "ALLOC_FAILED")
-    )
-
-
-def gather(value: Any) -> list[Any]:
-    """Every rank's value, on every rank."""
-    if alone():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    def step(self) -> Any:
+        """Run one training step; return its loss, still on the device."""
 
 
 class _StepClock:
@@ -94,7 +65,7 @@ def timed_steps(training: Training, steps: int) -> tuple[list[float], list[Any]]
 LEAD_S = 0.05  # all ranks know the common start of a step so long before it
 
 
-def noted_steps(training: SleepingTraining, steps: int) -> tuple[list[float], list[dict[str, Any]]]:
+def noted_steps(training: Training, steps: int) -> tuple[list[float], list[dict[str, Any]]]:
     """Seconds of steps that all ranks begin at one time, and what they did when.
 
     Returns:
@@ -125,9 +96,7 @@ def noted_steps(training: SleepingTraining, steps: int) -> tuple[list[float], li
     return seconds, records
 
 
-def profiled_steps(
-    training: Training | SleepingTraining, steps: int, folder: Path, rank: int
-) -> tuple[list[float], dict[str, str]]:
+def profiled_steps(training: Training, steps: int, folder: Path, rank: int) -> tuple[list[float], dict[str, str]]:
     """Profile some steps; the traces' names within the folder, by format, are the second result.
 
     Kineto records every step.  The execution trace, which slows small ops several times more than Kineto does, is on

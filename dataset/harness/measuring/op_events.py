@@ -20,15 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import cores
 from ..models import tensor_parallel
 from ..ops.callables import op_call
 from ..ops.input_pool import DTYPES, NARROW, Call, Pool
 from ..ops.op_narrow import precision
 from ..plan_error import HarnessError
-from ..running import cores
+from ..ranks import barrier, gather
 from . import facts
 from .call_timing import Clock
-from .measure import barrier, free_memory, gather, out_of_memory
+from .device_memory import free_memory, out_of_memory
 
 _OP_REPEATS, _COLLECTIVE_REPEATS = (3, 25), (8, 40)  # per visit
 _PAUSE_S = 5e-3

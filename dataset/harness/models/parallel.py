@@ -23,9 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import annotate
+from .. import annotate, cores
 from ..plan import num_micro_batches
-from ..running import cores
 from . import tensor_parallel
 from .transformer import Stage, shape_of, token_rows
 

@@ -129,15 +129,7 @@ def self_attention(shape: Shape, qkv: Tensor, *, causal: bool) -> Tensor:
     """Of ``qkv[rows, (heads + 2 * kv_heads) * head_dim]``, this rank's heads; ``[rows, heads * head_dim]``."""
     heads, kv_heads = shape.heads // shape.size, shape.kv_heads // shape.size
     fused = qkv.view(-1, shape.seq_len, heads + 2 * kv_heads, shape.head_dim)
-    return attend(*fused.split([heads, kv_heads, kv_heads], dim=2), causal=causal)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """Of queries to keys and values, each ``[batch, length, heads, dim]``; ``[rows, heads * v_dim]``."""
-    heads, v_dim = q.shape[2], v.shape[3]
-    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads != k.shape[1])
-    return y.transpose(1, 2).reshape(-1, heads * v_dim)
+    return composite.attend(*fused.split([heads, kv_heads, kv_heads], dim=2), causal=causal)
 
 
 def enter_region(shape: Shape, x: Tensor) -> Tensor:

@@ -234,3 +234,11 @@ def cross_entropy_backward(exponent: Tensor, scale: Tensor, weight: Tensor, targ
     inside = (local >= 0) & (local < exponent.shape[-1])
     grad = exponent.mul_(scale[:, None])
     return grad.scatter_add_(1, local.clamp(0, grad.shape[-1] - 1)[:, None], (inside * -weight)[:, None].to(grad.dtype))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """Of queries to keys and values, each ``[batch, length, heads, dim]``; ``[rows, heads * v_dim]``."""
+    heads, v_dim = q.shape[2], v.shape[3]
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads != k.shape[1])
+    return y.transpose(1, 2).reshape(-1, heads * v_dim)

@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 import torch
 
-from ..models.torch_parts import attend
 from ..plan_error import HarnessError
+from .composite import attend
 from .input_pool import Call, Inputs, Maker, Pool
 
 

@@ -20,18 +20,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import annotate
+from .. import annotate, cores
 from .. import plan as plans
 from ..atomic_files import new_folder, write_json
 from ..box.sleeping import WARM_UP_PACE, SleepingTraining
 from ..emulation import stand_in
-from ..measuring.device_clocks import Sample, Watch, ask, summary
-from ..measuring.measure import barrier, free_memory, gather, noted_steps, out_of_memory, profiled_steps, timed_steps
+from ..measuring.device_clocks import Sample, Watch, clocks
+from ..measuring.device_memory import free_memory, out_of_memory
+from ..measuring.fingerprint import fingerprint, gpu_name
+from ..measuring.measure import noted_steps, profiled_steps, timed_steps
 from ..models.parallel import Training, end_groups
 from ..ops import compiled
 from ..plan_error import HarnessError
 from ..progress import ROUND_UNITS
-from . import cores
+from ..ranks import barrier, gather
 from .rounds import read_rounds, rounds_path, write_rounds
 
 
@@ -73,7 +75,7 @@ class Collection:
         if self.compile:
             self._say("compiling")
             compiled.enable(self.device)
-        self._watch = Watch(_gpu(self.device)) if self.device.type == "cuda" else None
+        self._watch = Watch(gpu_name(self.device)) if self.device.type == "cuda" else None
         self._samples: defaultdict[str, list[Sample]] = defaultdict(list)  # of each run
         self._took: defaultdict[str, dict[str, float]] = defaultdict(dict)  # seconds of each run's parts
 
@@ -238,7 +240,7 @@ class Collection:
             "traces": {str(rank): t for rank, (t, _, _, _) in enumerate(ranks, first) if t},
             "digests": {name: digest for _, of, _, _ in ranks for name, digest in of.items()},
             "took_seconds": {**self._took.pop(run["name"], {}), "profile": time.monotonic() - began},
-            **_clocks([samples for _, _, _, samples in ranks]),
+            **clocks([samples for _, _, _, samples in ranks]),
         }
         if "stand_in" in run:
             manifest["stand_in"] = {"rank": first}
@@ -262,7 +264,7 @@ class Collection:
             samples = gather(self._watch.since(began) if self._watch is not None else [])
             if self.rank == 0:
                 head = {"schema": 1, "busy": self.local_size, "world_size": self.size, **self.compile, **boxed}
-                facts = {"fingerprint": self.fingerprint, "versions": self.versions, **_clocks(samples)}
+                facts = {"fingerprint": self.fingerprint, "versions": self.versions, **clocks(samples)}
                 write_json(path, {**head, **facts, **result})
 
 
@@ -275,57 +277,3 @@ def _device(wanted: str, local_rank: int, local_size: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _clocks(samples: list[list[Sample]]) -> dict[str, Any]:
-    """``clocks`` of all ranks' GPUs together, if anything is known."""
-    found = summary(sample for of in samples for sample in of)
-    return {"clocks": found} if found else {}
-
-
-def _gpu(device: torch.device) -> str:
-    """What ``nvidia-smi`` knows a GPU by, whatever their order here."""
-    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-    name = f"GPU-{uuid.removeprefix('GPU-')}"
-    alone = torch.cuda.device_count() == 1 and "CUDA_VISIBLE_DEVICES" not in os.environ
-    return "0" if alone and not ask(name, "clocks.sm") else name
-
-
-def fingerprint(device: torch.device) -> dict[str, Any]:
-    """What the machine is, as far as it bears on time."""
-    facts: dict[str, Any] = {
-        "device": "cpu",
-        "machine": platform.machine(),
-        "system": platform.system(),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "memory_bytes": _memory_bytes(),
-        "torch": torch.__version__,
-        "threads_per_rank": torch.get_num_threads(),
-    }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        driver = ask(_gpu(device), "driver_version")
-        facts |= {
-            "device": properties.name,
-            "memory_bytes": properties.total_memory,
-            "num_processors": properties.multi_processor_count,
-            "cache_bytes": int(getattr(properties, "L2_cache_size", 0)),
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-            **({"driver": driver[0]} if driver else {}),
-        }
-    return facts
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    if path.exists():
-        for line in path.read_text("utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

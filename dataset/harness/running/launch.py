@@ -26,12 +26,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from .. import cores
 from .. import plan as plans
 from ..atomic_files import locked, read_json, write_json
 from ..box.namespaces import check_possible
 from ..plan_error import HarnessError
 from ..progress import ROUND_UNITS, Progress
-from . import cores
 from .rounds import read_rounds
 from .worker import PROGRESS
 
@@ -217,7 +217,7 @@ def _run_world(out: Path, size: int, bar: Progress, boxed: bool) -> None:
     package = __package__.rpartition(".")[0] if __package__ else "harness"  # of ``running``
     arguments = [str(out / "plan.json"), "--out", str(out)]
     if boxed:
-        command = [sys.executable, "-m", f"{package}.box.namespaces", *arguments]
+        command = [sys.executable, "-m", f"{package}.running.box_worker", *arguments]
     else:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
         command += ["--local-addr", "127.0.0.1"]  # some machines' names lead nowhere

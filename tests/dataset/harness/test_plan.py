@@ -55,10 +55,10 @@ def test_a_jobs_dictionary_is_a_valid_job() -> None:
         ({"zero_stage": 1}, r"zero_stage 0 \(DDP\) and 3 \(FSDP2\), got 1"),
         ({"recompute": "selective"}, "recompute none and full, got 'selective'"),
         ({"virtual_stages": 2}, "virtual_stages = 1, got 2"),
-        ({"tp": 3}, "tp must divide heads, got 4 % 3"),
+        ({"tp": 3}, r"parallel\.tp must divide model\.heads, got 4 % 3"),
         ({"dp": 3}, r"micro_batch \* dp must divide global_batch, got 8 % \(2 \* 3\)"),
         ({"pp": 8}, "as many micro-batches as stages, got 4 < 8"),
-        ({"pp": 4}, "every pipeline stage needs a layer, got 3 < 4"),
+        ({"pp": 4}, "every pipeline stage needs a layer: layers >= pp, got 3 < 4"),
         ({"cp": 2}, r"parallel\.cp = 1, got 2"),
         ({"runtime": "asynchronous"}, "PyTorch's own pipeline runtime, got 'asynchronous'"),
         ({"stage_layers": [1, 2]}, r"parallel\.stage_layers = \[\], got \[1, 2\]"),
@@ -75,7 +75,7 @@ def test_what_the_harness_cannot_run_is_refused(changes: dict[str, Any], text: s
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"model": {"heads": 3}}, "heads must divide hidden, got 16 % 3"),
+        ({"model": {"heads": 3}}, r"model\.heads must divide hidden, got 16 % 3"),
         ({"model": {"family": "vit"}}, "families gpt, llama, bert and t5, got 'vit'"),
         ({"model": {"fused_attention": False}}, r"model\.fused_attention = True, got False"),
         ({"model": {"encoder_layers": 2}}, r"model\.encoder_layers = 0 but for t5, got 2"),

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stepsight.dataset.harness import annotate
 from stepsight.dataset.harness.emulation import stand_in
-from stepsight.dataset.harness.measuring.measure import gather
 from stepsight.dataset.harness.models import tensor_parallel
 from stepsight.dataset.harness.models.parallel import Training
 from stepsight.dataset.harness.plan_error import HarnessError
+from stepsight.dataset.harness.ranks import gather
 
 CPU = torch.device("cpu")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")

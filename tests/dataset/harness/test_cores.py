@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.harness.running import cores
+from stepsight.dataset.harness import cores
 
 
 def _forbidden(*_: Any) -> None:

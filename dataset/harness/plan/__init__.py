@@ -1,0 +1,47 @@
+"""Plans: what to run and what to measure.  Checked whole before anything starts; standard library only.
+
+A plan is a JSON object::
+
+    {"schema": 1,
+     "runs": [{"name", "role", "job": {model, parallel, batch, cluster}, "rounds": 3, "steps": 4, "warmup": 2,
+               "profile_steps": 2, "stand_in": {"rank", "collectives"}}],       # optional: see stand_in_checks
+     "events": [{"name", "world_size", "ops": [{kind, dims, dtype}], "collectives": [{kind, num_bytes, group_size,
+                 ranks_per_node}], "seconds": 20}],
+     "device": "auto",                                  # optional: cpu, cuda
+     "compile": false,                                  # optional: composite ops by torch.compile
+     "box": {"nodes", "ranks_per_node", "mbits_per_s": [rate of each node's link], "latency_ms": [...]}}   # optional
+
+A plan with ``box`` is for a cluster in a box (``latency_ms`` is optional).  Each of its runs also has ``sleeps`` (see
+``box.sleeping``), because its ranks sleep instead of computing.
+
+A job is what ``stepsight.dataset.job.Job.to_dict`` writes, with every key filled in.
+
+====================  ==========================================================================
+``plan_checks``       the rules of a whole plan; ``check_plan`` fills in its options
+``plan_sizes``        ranks and micro-batches of a run
+``form``              types and ranges of a job's values
+``parallel_rules``    the arithmetic that every job keeps; ``stepsight.dataset.rules`` uses it too
+``runnable_jobs``     what the harness can run
+``sleeping_jobs``     what a box can run
+``box_checks``        the rules of ``box``
+``stand_in_checks``   the rules of ``stand_in``
+====================  ==========================================================================
+"""
+
+from .plan_checks import MOST_CPU, OPTIONS, SCHEMA, check_plan
+from .plan_sizes import num_micro_batches, ranks_needed, world_size, world_sizes
+from .runnable_jobs import job_problems
+from .sleeping_jobs import sleeping_problems
+
+__all__ = [
+    "MOST_CPU",
+    "OPTIONS",
+    "SCHEMA",
+    "check_plan",
+    "job_problems",
+    "num_micro_batches",
+    "ranks_needed",
+    "sleeping_problems",
+    "world_size",
+    "world_sizes",
+]

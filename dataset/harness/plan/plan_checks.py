@@ -1,0 +1,106 @@
+"""The rules of a whole plan; its options are filled in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..plan_error import HarnessError
+from .box_checks import box_problems
+from .form import are_sizes, is_of, name_problems
+from .plan_sizes import world_size
+from .runnable_jobs import job_problems
+from .sleeping_jobs import sleeping_run_problems
+from .stand_in_checks import stand_in_problems
+
+SCHEMA = 1
+MOST_CPU = 0.25  # of all cores' time that the ranks of a run in a box may compute; beyond, its times mean nothing
+OPTIONS = {"rounds": 3, "steps": 4, "warmup": 2, "profile_steps": 2}
+
+
+def check_plan(plan: Any) -> dict[str, Any]:
+    """Return a copy of the plan with its options filled in.
+
+    Raises:
+        HarnessError: With every broken rule and the values.
+    """
+    if not isinstance(plan, dict) or plan.get("schema") != SCHEMA:
+        got = plan.get("schema") if isinstance(plan, dict) else type(plan).__name__
+        raise HarnessError(f"a plan is a JSON object with schema = {SCHEMA}, got {got!r:.80}")
+    if unknown := sorted(set(plan) - {"schema", "runs", "events", "device", "compile", "box"}):
+        known = "schema, runs, events, device, compile and box"
+        raise HarnessError(f"a plan has the keys {known}, got also {', '.join(unknown)}")
+    boxed = "box" in plan
+    if boxed and (wrong := box_problems(plan["box"])):
+        raise HarnessError("; ".join(wrong))
+    ranks = plan["box"]["nodes"] * plan["box"]["ranks_per_node"] if boxed else 0
+    device = plan.get("device", "auto")
+    problems = [] if device in ("auto", "cpu", "cuda") else [f"device must be auto, cpu or cuda, got {device!r:.80}"]
+    compiled = plan.get("compile", False)
+    if not isinstance(compiled, bool) or (compiled and boxed):
+        problems.append(f"compile must be true or false, and false in a box, got {compiled!r:.80}")
+    runs, events = (_items(plan, key) for key in ("runs", "events"))
+    for run in runs:
+        problems += [f"run {run.get('name')!r:.80}: {text}" for text in _run_problems(run, ranks)]
+    for event in events:
+        problems += [f"events {event.get('name')!r:.80}: {text}" for text in _event_problems(event)]
+        if boxed and event.get("world_size") != ranks:
+            problems.append(f"a box holds events of {ranks} ranks, got world_size {event.get('world_size')!r:.80}")
+    for names in ([run.get("name") for run in runs], [event.get("name") for event in events]):
+        twice = sorted({str(name) for name in names if names.count(name) > 1})
+        problems += [f"names must be unique, got {name!r:.80} twice" for name in twice]
+    if problems:
+        raise HarnessError("; ".join(problems))
+    checked = {"schema": SCHEMA, "runs": [{**OPTIONS, **run} for run in runs], "events": events, "device": device}
+    return checked | ({"compile": True} if compiled else {}) | ({"box": plan["box"]} if boxed else {})
+
+
+def _items(plan: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    items = plan.get(key, [])
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise HarnessError(f"{key} of a plan must be a list of tables, got {items!r:.80}")
+    return [dict(item) for item in items]
+
+
+def _run_problems(run: dict[str, Any], ranks: int) -> list[str]:
+    """Check a run; ``ranks`` is the number of ranks of the box, or 0 without a box."""
+    unknown = sorted(set(run) - {"name", "role", "job", "sleeps" if ranks else "stand_in", *OPTIONS})
+    problems = name_problems(run) + [f"unknown key {key!r:.80}" for key in unknown]
+    for key, default in OPTIONS.items():
+        value, least = run.get(key, default), {"warmup": 1 if ranks else 2, "profile_steps": 0}.get(key, 1)
+        if not is_of(value, int) or value < least:
+            problems.append(f"{key} must be a whole number >= {least}, got {value!r:.80}")
+    role = run.get("role")
+    if not isinstance(role, str) or not role.strip() or not role.isprintable():
+        problems.append(f"role must be a word, got {role!r:.80}")
+    problems += sleeping_run_problems(run, ranks) if ranks else job_problems(run.get("job"))
+    return problems or (stand_in_problems(run["stand_in"], world_size(run["job"])) if "stand_in" in run else [])
+
+
+def _event_problems(event: dict[str, Any]) -> list[str]:
+    """Check what an event file measures."""
+    problems = name_problems(event)
+    unknown = sorted(set(event) - {"name", "world_size", "ops", "collectives", "seconds"})
+    problems += [f"unknown key {key!r:.80}" for key in unknown]
+    size: Any = event.get("world_size")
+    seconds: Any = event.get("seconds")
+    if not is_of(size, int) or size < 1:
+        problems.append(f"world_size must be a whole number >= 1, got {size!r:.80}")
+    if not is_of(seconds, float) or not seconds > 0:
+        problems.append(f"seconds must be > 0, got {seconds!r:.80}")
+    for key in ("ops", "collectives"):
+        if not isinstance(event.get(key, []), list):
+            return [*problems, f"{key} must be a list, got {event[key]!r:.80}"]
+    for item in event.get("ops", []):
+        if not isinstance(item, dict) or not {"kind", "dims", "dtype"} <= set(item) or not are_sizes(item["dims"]):
+            problems.append(f"an op has kind, dims (whole numbers >= 0) and dtype, got {item!r:.80}")
+    for item in event.get("collectives", []):
+        numbers = ("num_bytes", "group_size", "ranks_per_node")
+        if (
+            not isinstance(item, dict)
+            or not {"kind", *numbers} <= set(item)
+            or not are_sizes([item[n] for n in numbers])
+        ):
+            problems.append(f"a collective has kind, num_bytes, group_size and ranks_per_node, got {item!r:.80}")
+        elif is_of(size, int) and item["group_size"] > size:
+            problems.append(f"group_size must be at most world_size, got {item['group_size']} > {size}")
+    return problems

@@ -1,0 +1,73 @@
+"""What a cluster in a box can run: jobs whose ranks sleep instead of computing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .form import form_problems
+from .parallel_rules import Rules
+from .plan_sizes import world_size
+from .runnable_jobs import OPTIMIZER, check_1f1b, check_fixed, check_job
+
+SLEEPS = {"parts", "blocks", "root", "boundary_numel", "optimizer", "paces", "table"}  # the keys of ``sleeps``
+_ONLY: dict[str, dict[str, Any]] = {  # optional keys of a job, and their only value in a box
+    "model": {"experts": 0},
+    "parallel": {
+        "cp": 1, "ep": 1, "order": "tp-cp-dp-pp", "overlap_grad_reduce": True, "overlap_tp": "",
+        "overlap_param_gather": False, "reshard_after_forward": True, "prefetch": 1, "offload_activations": False,
+        "gradient_dtype": "", "scatter_p2p": False, "reduce_scatter": True,
+    },
+    "optimizer": OPTIMIZER,
+    "cluster": {"mixed": []},
+}  # fmt: skip
+
+
+def sleeping_problems(job: Any) -> list[str]:
+    """Return every reason why a box cannot run a job."""
+    if problems := form_problems(job):
+        return problems
+    rules = Rules()
+    check_job(rules, job)
+    _check_asleep(rules, job)
+    return rules
+
+
+def sleeping_run_problems(run: dict[str, Any], ranks: int) -> list[str]:
+    """Check a run for a box of so many ranks: its job, and its ``sleeps``."""
+    job: Any = run.get("job")
+    sleeps: Any = run.get("sleeps")
+    if problems := form_problems(job):
+        return problems
+    if not isinstance(sleeps, dict) or set(sleeps) != SLEEPS:
+        got = sorted(sleeps) if isinstance(sleeps, dict) else sleeps
+        return [f"a run in a box has sleeps with {', '.join(sorted(SLEEPS))}, got {got!r:.80}"]
+    rules = Rules(sleeping_problems(job))
+    size, parallel = world_size(job), job["parallel"]
+    rules.require(size == ranks, f"a run must have as many ranks as its box, got {size} != {ranks}")
+    parts = parallel["pp"] * parallel["virtual_stages"]
+    counts = {"parts": parts, "boundary_numel": parts - 1, "optimizer": parallel["pp"], "paces": ranks}
+    for key, count in counts.items():
+        good = isinstance(sleeps[key], list) and len(sleeps[key]) == count
+        rules.require(good, f"sleeps.{key} must be a list of {count}, got {sleeps[key]!r:.60}")
+    return rules
+
+
+def _check_asleep(rules: Rules, job: dict[str, Any]) -> None:
+    parallel, pp, precision = job["parallel"], job["parallel"]["pp"], job["batch"]["precision"]
+    zero, recompute = parallel["zero_stage"], parallel["recompute"]
+    rules.require(zero in (0, 3), f"in a box zero_stage is 0 (DDP) or 3 (FSDP2), got {zero}")
+    rules.require(zero == 0 or pp == 1, f"in a box zero_stage 3 runs without a pipeline, got pp = {pp}")
+    rules.require(precision == "fp32", f"in a box precision is fp32, got {precision!r:.80}")
+    rules.require(recompute == "none", f"in a box recompute is none, got {recompute!r:.80}")
+    rules.require(
+        not (job["model"]["tied_embeddings"] and pp > 1),
+        f"a box ties embeddings only within one stage, got tied_embeddings and pp = {pp}",
+    )
+    check_1f1b(rules, job)
+    for key, allowed, words in (
+        ("dp_shard", (0, parallel["dp"]), "zero_stage over all replicas (dp_shard)"),
+        ("runtime", ("", "torch"), "PyTorch's own pipeline runtime"),
+    ):
+        value = parallel.get(key, allowed[0])
+        rules.require(value in allowed, f"a box runs {words}, got {value!r:.80}")
+    check_fixed(rules, job, _ONLY, "a box runs")
