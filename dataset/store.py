@@ -14,7 +14,8 @@ from stepsight.dataset.errors import TraceError
 from stepsight.dataset.event_file import read_event_file
 from stepsight.dataset.files import digest_files, new_file
 from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.trace import Collection, Trace, read_collection
+from stepsight.dataset.run_folder import Collection, read_collection
+from stepsight.dataset.trace import Trace
 
 if TYPE_CHECKING:
     import pandas as pd

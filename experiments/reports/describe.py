@@ -10,8 +10,8 @@ from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.event_file import read_event_file
 from stepsight.dataset.files import check_output_file, set_aside
 from stepsight.dataset.job import Job
+from stepsight.dataset.run_folder import read_collection, read_run
 from stepsight.dataset.run_manifest import RunManifest, read_object
-from stepsight.dataset.trace import read_collection, read_run
 from stepsight.experiments.reports.text_table import Number, table
 
 

@@ -15,7 +15,7 @@ from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.op import Collective
 from stepsight.dataset.program import Program
-from stepsight.dataset.trace import read_run
+from stepsight.dataset.run_folder import read_run
 from stepsight.experiments.demo.local_jobs import STRATEGIES
 from stepsight.simulator.lowering.lower import lower
 from stepsight.training.measured.planning import make_plan, stand_in_of

@@ -14,7 +14,7 @@ from stepsight.dataset.hardware import find_hardware, launch_units
 from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.op import Op
 from stepsight.dataset.physics import roofline_seconds
-from stepsight.dataset.trace import read_run
+from stepsight.dataset.run_folder import read_run
 from stepsight.simulator.lowering.lower import lower
 from stepsight.training.fit import train
 from stepsight.training.measured.host_launches import fit_launches, launches_alone, launches_in_traces

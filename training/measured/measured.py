@@ -17,7 +17,9 @@ from stepsight.dataset.files import digest, digest_files
 from stepsight.dataset.hardware import Fabric, Hardware, Link, find_hardware, hardware_from_dict
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
-from stepsight.dataset.trace import RunManifest, Segment, read_collection, read_run
+from stepsight.dataset.run_folder import read_collection, read_run
+from stepsight.dataset.run_manifest import RunManifest
+from stepsight.dataset.trace import Segment
 
 Array = NDArray[np.float64]
 

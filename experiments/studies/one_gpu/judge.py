@@ -15,8 +15,8 @@ from stepsight.dataset.event_file import read_event_file
 from stepsight.dataset.files import read_json
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.op import Op
+from stepsight.dataset.run_folder import read_collection
 from stepsight.dataset.tables import Measurements
-from stepsight.dataset.trace import read_collection
 from stepsight.experiments.evaluation import error_metrics
 from stepsight.experiments.studies.kernel_accuracy import LONG_S
 from stepsight.simulator.memory import estimate_memory

@@ -13,8 +13,8 @@ from stepsight.dataset.errors import CollectError, TraceError
 from stepsight.dataset.files import check_writable, new_folder, write_json, write_text
 from stepsight.dataset.hardware import find_hardware, hardware_names
 from stepsight.dataset.harness.atomic_files import locked
+from stepsight.dataset.run_folder import read_collection
 from stepsight.dataset.tables.device_names import device_name
-from stepsight.dataset.trace import read_collection
 from stepsight.experiments.collecting import read_plan, run_plan
 from stepsight.experiments.reports.plots import error_against_minutes as plot_curve
 from stepsight.experiments.reports.plots import predicted_against_measured

@@ -27,7 +27,7 @@ import numpy as np
 from stepsight.dataset.errors import CollectError
 from stepsight.dataset.files import check_writable, digest, write_json, write_text
 from stepsight.dataset.job import Job
-from stepsight.dataset.trace import read_collection
+from stepsight.dataset.run_folder import read_collection
 from stepsight.experiments.collecting import available_ranks, run_plan
 from stepsight.experiments.reports.plots import predicted_against_measured
 from stepsight.experiments.reports.text_table import Number, table

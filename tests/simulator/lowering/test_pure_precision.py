@@ -11,7 +11,7 @@ import pytest
 from stepsight.dataset.hardware import Hardware, find_hardware
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.trace import read_run
+from stepsight.dataset.run_folder import read_run
 from stepsight.experiments.studies.memory_accuracy import tracked_job, tracked_row
 from stepsight.simulator.lowering.lower import lower, signatures
 from stepsight.simulator.memory import estimate_memory

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.errors import TraceError
-from stepsight.dataset.trace import read_collection, read_manifest, read_run
+from stepsight.dataset.run_folder import read_collection, read_run
+from stepsight.dataset.run_manifest import read_manifest
 from tests.dataset.kineto_files import tiny_step
 from tests.dataset.run_folders import job_tables, write_events, write_run
 
