@@ -110,14 +110,14 @@ def _ranks(row: dict[str, Any]) -> Any:
 
 def write_table(collection: Path, table: Path) -> int:
     """Write every measurement of a collection as Parquet; returns how many."""
-    from stepsight.dataset.store import op_table, write_op_table
+    from stepsight.dataset.tables.collection_table import read_collection_table
 
     if table.suffix != ".parquet":
         raise StepsightError(f"--table ends in .parquet, got {str(table)!r}")
     check_output_file(table)
-    frame = op_table(collection)
-    write_op_table(frame, table)
-    return len(frame)
+    found = read_collection_table(collection)
+    found.to_parquet(table)
+    return len(found)
 
 
 def _run(path: Path) -> dict[str, Any]:

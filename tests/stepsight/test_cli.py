@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stepsight.cli import main
-from stepsight.dataset.store import read_op_table
+from stepsight.dataset.tables.measurements import Measurements
 from stepsight.experiments.demo.local_jobs import local_job
 from tests.dataset.run_folders import write_events, write_run
 
@@ -156,7 +156,7 @@ def test_measurements_as_a_table(tmp_path: Path) -> None:
     write_run(tmp_path / "c", 2)
     write_events(tmp_path / "c")
     done = run("show", tmp_path / "c", "--table", tmp_path / "ops.parquet", "--json")
-    assert json.loads(done.stdout)["measurements"] == len(read_op_table(tmp_path / "ops.parquet")) == 18
+    assert json.loads(done.stdout)["measurements"] == len(Measurements.from_parquet(tmp_path / "ops.parquet")) == 18
     for path, table, says in ((EXAMPLE, "ops.parquet", "must be a folder"), ("c", "ops.csv", "ends in .parquet")):
         done = run("show", path, "--table", table, cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "") and says in done.stderr
