@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.caching import Memo
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.specs import hashed_once
 from stepsight.simulator.clock.engine import Floats, add_path, find_ends, longest_paths, run_events
@@ -23,11 +22,10 @@ from stepsight.simulator.lowering.issue_order import Work
 from stepsight.simulator.lowering.passages import STREAMS, Passage
 from stepsight.simulator.lowering.segment import COMPUTE, HOST, NUM_CLOCKS, Segment
 
-K = TypeVar("K")
-T = TypeVar("T")
 _Table = tuple[Floats, Floats, NDArray[np.int64], Floats, NDArray[np.int8], Floats]
 _Key = int | tuple[int, "Slowdown"]  # the identity of a thing, and what slows it
-_MOST = 50_000  # things that a timer remembers
+_TIMER = "_timer"  # attribute of a latency model
+MAX_WORKS, MAX_PASSAGES, MAX_SEGMENTS, MAX_OP_TIMES = 100_000, 20_000, 10_000, 2_000  # that a timer remembers
 
 
 @hashed_once
@@ -109,38 +107,56 @@ class OpTimes:
 
 
 class Timer:
-    """Times passages and segments with one latency model; what it has seen it remembers.
+    """Times passages and segments with one latency model, and remembers their times.
+
+    Segments and passages are made once and are long to hash, so memos have their identities as keys.  An entry keeps
+    its object alive, so that no other object can have the same identity while the entry is there.
 
     Args:
-        latency: What is asked.
-        known: Seconds of signatures for which it is not.
+        latency: What is asked for durations.
+        known: Seconds of signatures that the latency model is not asked for.
     """
 
     def __init__(self, latency: LatencyModel, known: Mapping[Work, float] | None = None) -> None:
         self._latency = latency
         self._hardware = latency.hardware
-        self._works: dict[Work, float] = dict(known or {})
-        self._passages: dict[_Key, tuple[Passage, PassageTime]] = {}
-        self._segments: dict[_Key, tuple[Segment, SegmentTime]] = {}
-        self._tables: dict[_Key, tuple[tuple[Passage, ...], _Table]] = {}
-        self._ops: dict[tuple[int, Slowdown, bool], tuple[Segment, OpTimes]] = {}
+        self._given = dict(known or {})
+        self._works: Memo[Work, float] = Memo("timer: works", MAX_WORKS)
+        self._passages: Memo[_Key, tuple[Passage, PassageTime]] = Memo("timer: passages", MAX_PASSAGES)
+        self._segments: Memo[_Key, tuple[Segment, SegmentTime]] = Memo("timer: segments", MAX_SEGMENTS)
+        self._tables: Memo[_Key, tuple[tuple[Passage, ...], _Table]] = Memo("timer: tables", MAX_SEGMENTS)
+        self._ops: Memo[tuple[int, Slowdown, bool], tuple[Segment, OpTimes]] = Memo("timer: op times", MAX_OP_TIMES)
+
+    @property
+    def latency(self) -> LatencyModel:
+        """The latency model that is asked for durations."""
+        return self._latency
 
     def but(self, known: Mapping[Work, float]) -> Timer:
         """The same with other seconds of some signatures."""
-        return Timer(self._latency, {**self._works, **known})
+        return Timer(self._latency, {**self._works, **self._given, **known})
 
     def work_seconds(self, works: Sequence[Work]) -> Floats:
         """Seconds of each signature alone, shape ``(len(works),)``."""
-        missing = [work for work in works if work not in self._works]
-        if missing:
-            ops = [work for work in missing if isinstance(work, Op)]
-            collectives = [work for work in missing if isinstance(work, Collective)]
-            if ops:
-                self._works.update(zip(ops, self._latency.op_seconds(ops).tolist(), strict=True))
-            if collectives:
-                seconds = self._latency.collective_seconds(collectives).tolist()
-                self._works.update(zip(collectives, seconds, strict=True))
-        return np.array([self._works[work] for work in works], dtype=np.float64)
+        given, known = self._given, self._works
+        found = [known.get(work) for work in works] if not given else [given.get(w, known.get(w)) for w in works]
+        if None in found:
+            missing = [work for work, seconds in zip(works, found, strict=True) if seconds is None]
+            asked = self._ask(missing)
+            known.update(asked)
+            found = [asked[work] if seconds is None else seconds for work, seconds in zip(works, found, strict=True)]
+        return np.array(found, dtype=np.float64)
+
+    def _ask(self, works: Sequence[Work]) -> dict[Work, float]:
+        """Seconds of signatures from the latency model."""
+        ops = [work for work in works if isinstance(work, Op)]
+        collectives = [work for work in works if isinstance(work, Collective)]
+        asked: dict[Work, float] = {}
+        if ops:
+            asked.update(zip(ops, self._latency.op_seconds(ops).tolist(), strict=True))
+        if collectives:
+            asked.update(zip(collectives, self._latency.collective_seconds(collectives).tolist(), strict=True))
+        return asked
 
     def segment(self, segment: Segment, slowdown: Slowdown = AS_IT_IS) -> SegmentTime:
         """A segment's paths."""
@@ -148,8 +164,8 @@ class Timer:
         known = self._segments.get(key)
         if known is None:
             timed = (self._in_context if self._latency.knows_context else self._by_events)(segment, slowdown)
-            known = (segment, timed)  # the segment is kept, so that its id stays its own
-            _remember(self._segments, key, known)
+            known = (segment, timed)
+            self._segments[key] = known
         return known[1]
 
     def ops(self, segment: Segment, slowdown: Slowdown = AS_IT_IS, *, carried: bool = False) -> OpTimes:
@@ -160,7 +176,7 @@ class Timer:
             launches = self._launches(segment.works)[segment.graph.work]
             times = time_ops(segment, self.node_seconds(segment, slowdown), launches, carried=carried)
             known = (segment, times)
-            _remember(self._ops, key, known)
+            self._ops[key] = known
         return known[1]
 
     def _launches(self, works: Sequence[Work]) -> Floats:
@@ -200,7 +216,7 @@ class Timer:
             works = self._slowed(self.work_seconds(passage.works), passage.works, slowdown)
             launches = self._launches(passage.works)[passage.work] * passage.launched
             known = (passage, _time_passage(passage, works[passage.work] * passage.share, launches))
-            _remember(self._passages, key, known)
+            self._passages[key] = known
         return known[1]
 
     def _by_events(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
@@ -229,7 +245,7 @@ class Timer:
                 np.array([time.by_stream for time in times], dtype=np.float64).reshape(-1, len(STREAMS)),
             )
             known = (passages, table)
-            _remember(self._tables, key, known)
+            self._tables[key] = known
         return known[1]
 
     def _in_context(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
@@ -250,20 +266,15 @@ def _across(works: Sequence[Work], factor: float) -> Floats:
     return np.where(np.array(leaves, dtype=np.bool_), factor, 1.0)
 
 
-def _remember(cache: dict[K, T], key: K, value: T) -> None:
-    if len(cache) >= _MOST:
-        cache.clear()
-    cache[key] = value
-
-
-_TIMERS: WeakKeyDictionary[LatencyModel, Timer] = WeakKeyDictionary()
-
-
 def timer_of(latency: LatencyModel) -> Timer:
-    """The timer of a latency model."""
-    timer = _TIMERS.get(latency)
-    if timer is None:
-        _TIMERS[latency] = timer = Timer(latency)
+    """The timer that a latency model owns: it is made on first use, and freed with the model."""
+    try:
+        owned = vars(latency)
+    except TypeError:  # an object with slots holds nothing more
+        return Timer(latency)
+    timer = owned.get(_TIMER)
+    if timer is None or timer.latency is not latency:  # that of a model which this one was copied from
+        owned[_TIMER] = timer = Timer(latency)
     return timer
 
 

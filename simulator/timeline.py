@@ -69,7 +69,7 @@ class _Writer:
         self._threads: dict[str, int] = {}
         self._seen: dict[tuple[int, str], None] = {}
         self._processes: dict[int, str] = {}
-        self._templates: dict[int, tuple[bytes, tuple[str, ...]]] = {}
+        self._templates: dict[tuple[int, Any], tuple[bytes, tuple[str, ...]]] = {}
 
     def names(self) -> Iterator[bytes]:
         """Metadata: names of processes and threads."""
@@ -120,9 +120,9 @@ class _Writer:
 
     def _template(self, of: tuple[int, Any]) -> tuple[bytes, tuple[str, ...]]:
         """Events of a segment with action, process and times left open, and the streams that they are on."""
-        times = self._simulation.ops_of(*of)
-        known = self._templates.get(id(times))
+        known = self._templates.get(of)
         if known is None:
+            times = self._simulation.ops_of(*of)
             program = self._simulation.lowered.segments[of[0]].program
             parts, action, process = [], _ACTION.decode(), _PROCESS.decode()
             for node, seconds in zip(program.nodes, times.seconds.tolist(), strict=True):
@@ -133,7 +133,7 @@ class _Writer:
                     f'"args":{{"what":"{node.work}"}}}},'
                 )
             streams = tuple(dict.fromkeys(node.stream for node in program.nodes))
-            self._templates[id(times)] = known = ("".join(parts).encode(), streams)
+            self._templates[of] = known = ("".join(parts).encode(), streams)
         return known
 
     def _thread(self, stream: str) -> int:

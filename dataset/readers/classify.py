@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from stepsight.dataset.caching import Memo
 from stepsight.dataset.op import OP_KINDS, Op
 
 Args = Mapping[str, Any]
@@ -285,7 +286,7 @@ _JOINS = ("aten::cat", "aten::stack")
 # Kinds whose calls come in parts that belong together: a following call of equal signature joins the one before.
 MERGED = frozenset({"cross_entropy", "cross_entropy_backward"})
 
-_interned: dict[tuple[str, tuple[int, ...], str], Op] = {}
+_interned: Memo[tuple[str, tuple[int, ...], str], Op] = Memo("ops of traces", 100_000)
 
 
 def intern_op(kind: str, dims: tuple[int, ...], dtype: str) -> Op:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from stepsight.dataset.caching import cached
+from stepsight.dataset.caching import Memo, cached
 from stepsight.dataset.op import DTYPE_BYTES, Op
 from stepsight.simulator.blocks.family import embedding_block, head_block, layer_block
 from stepsight.simulator.blocks.layer_parts import arrivals
@@ -95,16 +95,13 @@ def part_units(shape: RankShape, part: PartShape, every: int = 1) -> tuple[Unit,
     return tuple(units)
 
 
-_PASSAGES: dict[tuple[int, BackwardSpec | None], tuple[Block, Passage]] = {}
-_MOST_PASSAGES = 20_000
+_PASSAGES: Memo[tuple[int, BackwardSpec | None], tuple[Block, Passage]] = Memo("passages of blocks", 20_000)
 
 
 def _passage_of(block: Block, backward: BackwardSpec | None = None) -> Passage:
     """Forward of a block, or its backward, by identity: blocks are made once, and hashing one costs more than this."""
     known = _PASSAGES.get((id(block), backward))
     if known is None:
-        if len(_PASSAGES) > _MOST_PASSAGES:
-            _PASSAGES.clear()
         passage = forward_passage(block) if backward is None else backward_passage(block, backward)
         _PASSAGES[id(block), backward] = known = (block, passage)  # the block is kept, so that its id stays its own
     return known[1]

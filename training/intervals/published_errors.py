@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.files import read_json
 from stepsight.dataset.job import Job
 from stepsight.training.intervals.conformal import COVERAGE, MOST_LOG
@@ -108,7 +108,7 @@ def conformal_quantile(scores: list[float], coverage: float = COVERAGE) -> float
     return ordered[rank - 1] if rank <= len(ordered) else ordered[-1] * rank / len(ordered)
 
 
-@cache
+@cached(1)
 def published_widths() -> Widths:
     """The preset that comes with the package."""
     return Widths.from_dict(read_json(PRESET))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from statistics import NormalDist
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.caching import Memo, cached
 from stepsight.dataset.errors import PredictorError
 from stepsight.dataset.hardware import Fabric, Hardware
 from stepsight.dataset.op import Collective, Op
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from stepsight.gnn.inference import ContextWeights
 
 Seconds = NDArray[np.float64]
-MAX_PROGRAMS = 4096
+MAX_PROGRAMS, MAX_WORKS = 4096, 100_000  # that a latency model remembers
 BY_CLOCK = ("gemm", "batched_gemm", "grouped_gemm", "attention", "latent_attention")  # whose time the clock decides
 T = TypeVar("T", Op, Collective)
 
 
-@cache
+@cached(4096)
 def slowest_of(devices: int) -> float:
     """Standard deviations by which the slowest of some devices is expected to lie above their mean.
 
@@ -59,32 +59,38 @@ class LearnedLatency:
         self._constants = constants or Constants()
         self._slowest = 1.0 + hardware.compute_spread * slowest_of(devices)
         self.knows_context = context is not None
-        self._ops: dict[Op, float] = {}
-        self._collectives: dict[Collective, float] = {}
-        self._programs: dict[int, tuple[Program, Seconds, Seconds]] = {}
-        self._outside: dict[Op | Collective, str] = {}
+        self._ops: Memo[Op, float] = Memo("predictor: ops", MAX_WORKS)
+        self._collectives: Memo[Collective, float] = Memo("predictor: collectives", MAX_WORKS)
+        self._programs: Memo[int, tuple[Program, Seconds, Seconds]] = Memo("predictor: programs", MAX_PROGRAMS)
+        self._outside: Memo[Op | Collective, str] = Memo("predictor: support", MAX_WORKS)
 
     def op_seconds(self, ops: Sequence[Op]) -> Seconds:
         """Seconds of each op alone, shape ``(len(ops),)``."""
-        missing = [op for op in dict.fromkeys(ops) if op not in self._ops]
-        if missing:
-            paces = [self._slowest if op.family in BY_CLOCK else 1.0 for op in missing]
-            self._remember(self._ops, missing, self._kernel.seconds(missing, self.busy) * paces)
-        return np.array([self._ops[op] for op in ops], dtype=np.float64)
+        return self._known(self._ops, ops, self._ask_kernel)
 
     def collective_seconds(self, collectives: Sequence[Collective]) -> Seconds:
         """Seconds of each collective alone, shape ``(len(collectives),)``."""
-        missing = [c for c in dict.fromkeys(collectives) if c not in self._collectives]
-        if missing:
-            self._remember(self._collectives, missing, self._collective.seconds(missing, self.fabric))
-        return np.array([self._collectives[c] for c in collectives], dtype=np.float64)
+        return self._known(self._collectives, collectives, lambda some: self._collective.seconds(some, self.fabric))
 
-    def _remember(self, known: dict[T, float], works: Sequence[T], seconds: Seconds) -> None:
-        seconds = seconds * [self._constants.factor(work) for work in works]
-        wrong = np.flatnonzero(~(np.isfinite(seconds) & (seconds >= 0)))
-        if len(wrong):
-            raise PredictorError(f"a predictor must give finite seconds, got {seconds[wrong[0]]} of {works[wrong[0]]}")
-        known.update(zip(works, seconds.tolist(), strict=True))
+    def _ask_kernel(self, ops: Sequence[Op]) -> Seconds:
+        """Seconds of each op by the kernel model, on the slowest of the devices that move in step."""
+        return self._kernel.seconds(ops, self.busy) * [self._slowest if op.family in BY_CLOCK else 1.0 for op in ops]
+
+    def _known(self, memo: Memo[T, float], works: Sequence[T], ask: Callable[[Sequence[T]], Seconds]) -> Seconds:
+        """Seconds of each work; what the memo lacks is asked for once and corrected by the constants."""
+        found = {work: memo.get(work) for work in works}
+        missing = [work for work, seconds in found.items() if seconds is None]
+        if missing:
+            asked = ask(missing) * [self._constants.factor(work) for work in missing]
+            wrong = np.flatnonzero(~(np.isfinite(asked) & (asked >= 0)))
+            if len(wrong):
+                raise PredictorError(
+                    f"a predictor must give finite seconds, got {asked[wrong[0]]} of {missing[wrong[0]]}"
+                )
+            pairs = list(zip(missing, asked.tolist(), strict=True))
+            memo.update(pairs)
+            found.update(pairs)
+        return np.array([found[work] for work in works], dtype=np.float64)
 
     def in_context(self, programs: Sequence[Program], seconds: Sequence[Seconds]) -> Sequence[Seconds]:
         """Seconds of every node within its program, from the seconds alone; same shapes."""
@@ -98,8 +104,6 @@ class LearnedLatency:
             return known[2]
         assert self._context is not None
         inside: Seconds = alone * np.exp(self._context.log_correction(program, alone, self.hardware, self.busy))
-        if len(self._programs) >= MAX_PROGRAMS:
-            self._programs.clear()
         self._programs[id(program)] = (program, alone, inside)  # the program is kept, so that its id stays its own
         return inside
 
@@ -110,12 +114,15 @@ class LearnedLatency:
             Why all of it does (more devices of a node compute at once than were measured), and why each work does;
             empty where it does not.
         """
-        known = self._outside
-        for work in works:
-            if work in known:
-                continue
+        return self._kernel.crowded(self.busy), [self._reason(work) for work in works]
+
+    def _reason(self, work: Op | Collective) -> str:
+        """Why a work lies outside of what was measured; empty where it does not."""
+        known = self._outside.get(work)
+        if known is None:
             if isinstance(work, Op):
-                known[work] = self._kernel.unsupported(work)
+                known = self._kernel.unsupported(work)
             else:
-                known[work] = self._collective.unsupported(work, self.fabric)
-        return self._kernel.crowded(self.busy), [known[work] for work in works]
+                known = self._collective.unsupported(work, self.fabric)
+            self._outside[work] = known
+        return known

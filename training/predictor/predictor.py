@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.bounded import read_unpacked
+from stepsight.dataset.caching import Memo
 from stepsight.dataset.errors import PredictorError
 from stepsight.dataset.files import new_folder, set_aside, write_json
 from stepsight.dataset.hardware import Fabric, Hardware, hardware_from_dict
@@ -54,6 +55,13 @@ from stepsight.training.regression.trees import Trees
 if TYPE_CHECKING:
     from stepsight.gnn.inference import ContextWeights
 
+MAX_LATENCIES = 128  # latency models that a predictor remembers
+
+
+def _latencies() -> Memo[Any, LearnedLatency]:
+    return Memo("predictor: latency models", MAX_LATENCIES)
+
+
 SHIPPED = Path(__file__).parents[1] / "shipped" / "predictors"
 
 
@@ -78,7 +86,7 @@ class Predictor:
     calibration: Calibration = field(default_factory=Calibration)
     intervals: Intervals = field(default_factory=Intervals)
     manifest: Mapping[str, Any] = field(default_factory=dict)
-    _bound: dict[Any, LearnedLatency] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _bound: Memo[Any, LearnedLatency] = field(default_factory=_latencies, init=False, compare=False, repr=False)
 
     def latency(self, job: Job, *, alone: bool = False) -> LearnedLatency:
         """The durations that the simulator asks for, bound to the job's fabric and busy devices per node.
@@ -99,8 +107,9 @@ class Predictor:
         busy = 1 if alone else min(job.cluster.devices_per_node, job.cluster.num_devices)
         devices = job.cluster.num_devices if self.hardware.compute_spread and not alone else 1
         key = (busy, job.fabric, devices)
-        if key not in self._bound:
-            self._bound[key] = LearnedLatency(
+        known = self._bound.get(key)
+        if known is None:
+            self._bound[key] = known = LearnedLatency(
                 self.hardware,
                 self.kernel,
                 self.collective,
@@ -110,7 +119,7 @@ class Predictor:
                 self.calibration.constants,
                 devices,
             )
-        return self._bound[key]
+        return known
 
     @property
     def source(self) -> str:

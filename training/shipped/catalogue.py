@@ -10,7 +10,6 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import PredictorError, StepsightError
 from stepsight.dataset.files import digest
 from stepsight.dataset.hardware import Hardware, find_hardware
@@ -201,7 +201,7 @@ RECIPES = MappingProxyType(
 )
 
 
-@cache
+@cached(64)
 def shipped_predictor(name: str) -> Predictor | None:
     """The predictor of that name, or the one that serves that hardware; None if there is none."""
     for own, recipe in RECIPES.items():

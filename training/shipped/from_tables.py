@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,15 +55,14 @@ def op_table(table: Measurements, device: str, software: Sequence[str]) -> OpRow
             rows that match none are left out.
     """
     groups = [re.compile(pattern) for pattern in software]
-
-    @cache
-    def variant_of(name: str, dtype: str) -> int:
-        return next((index for index, group in enumerate(groups) if group.search(f"{name} {dtype}")), -1)
-
+    variants: dict[str, int] = {}
     found: dict[tuple[Op, int], list[float]] = {}
     for work, seconds, where, name in zip(table.works, table.seconds, table.device, table.software, strict=True):
         if isinstance(work, Op) and where == device:
-            variant = variant_of(name, work.dtype)
+            ran = f"{name} {work.dtype}"
+            if ran not in variants:
+                variants[ran] = next((index for index, group in enumerate(groups) if group.search(ran)), -1)
+            variant = variants[ran]
             if variant >= 0:
                 found.setdefault((work, variant), []).append(float(seconds))
     return OpRows(

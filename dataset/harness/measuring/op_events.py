@@ -13,7 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -148,7 +148,7 @@ def _warm(op: dict[str, Any], pools: dict[str, Pool], clock: Clock) -> tuple[Cal
     return None, float("inf"), reason
 
 
-@cache
+@lru_cache(maxsize=1024)  # process groups of this worker; all of its ranks ask alike
 def _group(group_size: int, ranks_per_node: int, messages: bool) -> tuple[list[int], Any]:
     """Ranks of this rank's group that lies on nodes as asked for, and its process group; none if it is left over.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,14 +31,14 @@ from .transformer import Stage, shape_of, token_rows
 AXES = ("pp", "dp", "tp")
 
 
-@cache
+@lru_cache(maxsize=64)
 def device_mesh(device: str, pp: int, dp: int, tp: int) -> DeviceMesh:
     """The mesh of these degrees, the same one until ``end_groups``."""
     with cores.any_core():
         return init_device_mesh(device, (pp, dp, tp), mesh_dim_names=AXES)
 
 
-@cache
+@lru_cache(maxsize=64)
 def stages_group(device: str, **degrees: int) -> Any:
     """This rank's pipeline in the mesh of these degrees, as a group for messages between its stages."""
     mesh = device_mesh(device, **degrees)
