@@ -121,6 +121,6 @@ def test_relations_are_complete() -> None:
 
 
 def test_importing_graphs_does_not_import_torch() -> None:
-    code = "import sys; from stepsight.dataset import graph_data, store; print({'torch', 'pandas'} & set(sys.modules))"
+    code = "import sys; from stepsight.dataset import graph_data; print({'torch', 'pandas'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
