@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 help:
 	@echo "make demo    measure this machine, train, predict held-out runs, search (about 5 minutes)"
 	@echo "make test    all tests"
-	@echo "make check   ruff and mypy"
+	@echo "make check   ruff, mypy and who imports whom"
 	@echo "make bench   speed figures, printed and written to bench.json"
 	@echo "make setup   only build .venv"
 
@@ -37,6 +37,7 @@ check: .venv/.developing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@cd .types && PYTHONPATH=.. ../$(BIN)/lint-imports --config ../pyproject.toml --no-cache --no-logo
 
 bench: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m stepsight.experiments.studies.bench --out bench.json

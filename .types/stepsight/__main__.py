@@ -1,0 +1,1 @@
+../../stepsight/__main__.py

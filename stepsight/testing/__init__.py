@@ -1,0 +1,1 @@
+"""Contracts for parts of one's own."""
