@@ -91,12 +91,17 @@ def host_collectives(
             waits.append(Wait(awaited, wait.start, wait.end))
             if awaited.end > wait.end or awaited.end == awaited.start:
                 awaited.end, awaited.own = wait.end, max(wait.end - awaited.start, 0.0)
-    for work in implicit:  # DDP hands back gradients that are reduced: it is over when its segment is
+    _end_with_segments(implicit, swept)
+    waits.extend(_invisible_waits(implicit, swept.threads.get(main, [])))
+    return works, waits
+
+
+def _end_with_segments(works: list[Work], swept: Swept) -> None:
+    """End collectives of DDP with their segment: it hands back gradients that are reduced."""
+    for work in works:
         limit = min((span.end_s for span in swept.spans if span.start_s <= work.issue < span.end_s), default=work.end)
         work.end = max(min(work.end, limit), work.start)
         work.own = work.end - work.start
-    waits.extend(_invisible_waits(implicit, swept.threads.get(main, [])))
-    return works, waits
 
 
 class _Carriers:

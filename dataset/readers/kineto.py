@@ -24,13 +24,12 @@ from stepsight.dataset.errors import TraceError
 from stepsight.dataset.op import Op
 from stepsight.dataset.program import Dependency, Node, Program
 from stepsight.dataset.readers.device_kernels import device_work, event_waits, stream_names
-from stepsight.dataset.readers.host import Wait, host_collectives, merge, overlap, waited
+from stepsight.dataset.readers.host import Wait, host_collectives
 from stepsight.dataset.readers.kineto_events import Events, read_events
+from stepsight.dataset.readers.node_times import MICROSECOND, RankCalls, timed
 from stepsight.dataset.readers.placement import Placement
 from stepsight.dataset.readers.sweep import Swept, Work, on_host, sweep
 from stepsight.dataset.trace import RankTrace, Span
-
-_US = 1e-6
 
 
 def read_kineto(path: Path, placement: Placement | None = None) -> RankTrace:
@@ -73,7 +72,8 @@ def rank_trace(events: Events, placement: Placement) -> RankTrace:
     edges = event_waits(swept, names, works) if swept.device else _edges(works, waits, index)
     program = Program(tuple(Node(w.work, w.stream, w.name) for w in works), edges)
     host_starts = _host_starts(events, None if swept.device else main)
-    return _timed(rank, program, works, spans, waits, host_starts, swept.steps, hosted=not swept.device)
+    calls = RankCalls(works, spans, waits, host_starts, swept.steps, hosted=not swept.device)
+    return timed(rank, program, calls)
 
 
 def _main_thread(swept: Swept) -> Any:
@@ -127,12 +127,11 @@ def _spans(swept: Swept, events: Events, works: list[Work]) -> tuple[Span, ...]:
     found = _with_loss(found, works)
     out = []
     for position, span in enumerate(found):
-        step = (
-            int(np.searchsorted(steps, span.start_s, "right")) - 1
-            if steps.size
-            else (position if span.label == "step" else 0)
-        )
-        out.append(Span(span.label, span.start_s * _US, span.end_s * _US, max(step, 0), span.micro_batch, span.stage))
+        step = position if span.label == "step" else 0
+        if steps.size:
+            step = int(np.searchsorted(steps, span.start_s, "right")) - 1
+        begin_s, end_s = span.start_s * MICROSECOND, span.end_s * MICROSECOND
+        out.append(Span(span.label, begin_s, end_s, max(step, 0), span.micro_batch, span.stage))
     return tuple(out)
 
 
@@ -184,97 +183,3 @@ def _host_starts(events: Events, main: Any) -> NDArray[np.float64]:
     rows = events.rows
     own = np.array([row["tid"] == main if main is not None else on_host(row) for row in rows], dtype=np.bool_)
     return np.sort(np.concatenate([events.start_us[own], events.dropped_us]))
-
-
-def _between(sorted_times: NDArray[np.float64], since: Any, upto: Any) -> Any:
-    """How many of the times lie in each ``since <= time < upto``."""
-    return np.searchsorted(sorted_times, upto) - np.searchsorted(sorted_times, since)
-
-
-def _events_on_the_way(host_starts: NDArray[np.float64], steps: list[tuple[float, float]], waits: list[Wait]) -> float:
-    """Recorded calls that a step's time passes through: the rank's own; while it waits for a message, the peer's."""
-    messages = merge([(wait.start, wait.end) for wait in waits if wait.work.work.kind == "send_recv"])
-    counts = [0.0]
-    for start, end in steps:
-        own_share = 1.0 - waited(messages, start, end) / (end - start)
-        counts.append(float(_between(host_starts, start, end)) / max(own_share, 0.1))
-    return sum(counts) / max(len(steps), 1)
-
-
-def _waited_share(steps: list[tuple[float, float]], waits: list[Wait]) -> float:
-    idle = merge([(wait.start, wait.end) for wait in waits])
-    total = sum(end - start for start, end in steps)
-    return sum(waited(idle, start, end) for start, end in steps) / total if total else 0.0
-
-
-def _timed(
-    rank: int,
-    program: Program,
-    works: list[Work],
-    spans: tuple[Span, ...],
-    waits: list[Wait],
-    host_starts: NDArray[np.float64],
-    steps: list[tuple[float, float]],
-    hosted: bool,
-) -> RankTrace:
-    start = np.array([work.start for work in works])
-    end = np.array([work.end for work in works])
-    issue = np.array([work.issue for work in works])
-    slot = np.array([work.own for work in works])
-    begins = np.array([span.start_s for span in spans]) / _US
-    ends = np.array([span.end_s for span in spans]) / _US
-    span = np.searchsorted(begins, issue, "right") - 1
-    span[(span >= 0) & (issue >= ends[span])] = -1
-    wait, tail = np.zeros(len(works)), np.zeros(len(spans))
-    num_events = np.zeros(len(works))
-    if hosted:
-        idle = merge([(w.start, w.end) for w in waits])
-        own = np.array([isinstance(work.work, Op) and work.stream == "compute" for work in works])
-        inner = np.flatnonzero(own)
-        slot[inner] -= overlap(idle, start[inner], end[inner])
-        for i in range(len(spans)):
-            nodes = inner[span[inner] == i]
-            if not len(nodes):
-                continue
-            upto = end[nodes]
-            upto[-1] = max(upto[-1], ends[i])  # what follows the last node is its own
-            since = np.concatenate([[begins[i]], upto[:-1]])
-            wait[nodes] = overlap(idle, since, upto)
-            slot[nodes] = np.maximum(upto - since - wait[nodes], 0.0)
-            tail[i] = waited(idle, end[nodes[-1]], ends[i])
-            wait[nodes[-1]] -= tail[i]
-            num_events[nodes] = _between(host_starts, since, upto)
-        blocking = np.array([work.blocks for work in works])
-        num_events[blocking] = _between(host_starts, start[blocking], end[blocking])
-    launch, launch_events = np.zeros(len(works)), np.zeros(len(works))
-    if not hosted:
-        issued = np.array([work.issued for work in works])
-        for begin, finish in steps:
-            nodes = np.flatnonzero((issued >= begin) & (issued < finish) & (span >= 0))
-            if not len(nodes):
-                continue
-            nodes = nodes[np.argsort(issued[nodes], kind="stable")]
-            bounds = np.concatenate([[begin], issued[nodes][:-1], [finish]])  # what follows the last is its own
-            launch[nodes] = np.diff(bounds)
-            launch_events[nodes] = _between(host_starts, bounds[:-1], bounds[1:])
-    meets = {i: work.meets for i, work in enumerate(works) if work.meets is not None}
-    unknown = sum(work.own for work in works if not work.known)
-    return RankTrace(
-        rank=rank,
-        program=program,
-        start_s=start * _US,
-        duration_s=np.array([work.own for work in works]) * _US,
-        slot_s=slot * _US,
-        wait_s=wait * _US,
-        span=span.astype(np.int64),
-        spans=spans,
-        tail_s=tail * _US,
-        meets=meets,
-        num_events=num_events,
-        launch_s=launch * _US,
-        launch_events=launch_events,
-        step_s=tuple((end - start) * _US for start, end in steps),
-        events_per_step=_events_on_the_way(host_starts, steps, waits),
-        waited_share=_waited_share(steps, waits),
-        unclassified_s=unknown * _US,
-    )

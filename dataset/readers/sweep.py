@@ -37,7 +37,6 @@ _C10D = {
     "c10d::alltoall_base_": ("all_to_all", 1),
     "c10d::broadcast_": ("broadcast", 0),
 }
-_ForwardDims = dict[int, tuple[int, ...]]  # dims of a forward product by its autograd sequence number
 _RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "runtime", "driver"})
 _HOST = frozenset({"cpu_op", "user_annotation", "python_function"})
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
@@ -118,6 +117,7 @@ class Swept:
         external: Likewise by external id.
         threads: Outermost calls (start, end) by host thread.
         segment_thread: Thread that carries our segments, None if there are none.
+        forward_dims: Dims of each forward product, by its autograd sequence number.
     """
 
     host: list[Work] = field(default_factory=list)
@@ -134,6 +134,7 @@ class Swept:
     external: dict[int, tuple[float, Work | None, Call | None]] = field(default_factory=dict)
     threads: dict[Any, list[tuple[float, float]]] = field(default_factory=dict)
     segment_thread: Any = None
+    forward_dims: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def parse_annotation(name: str) -> dict[str, str]:
@@ -149,7 +150,6 @@ def sweep(events: Events) -> Swept:
     """
     out = Swept()
     threads: dict[Any, _Thread] = {}
-    forward_dims: _ForwardDims = {}
     ends = events.end_us.tolist()
     for row, start, end in zip(events.rows, events.start_us.tolist(), ends, strict=True):
         category = row.get("cat")
@@ -167,10 +167,10 @@ def sweep(events: Events) -> Swept:
                 continue  # within an op, or within a communication call, whose copies are its own
             name = row["name"]
             if name in TABLE:
-                _known_call(out, thread, forward_dims, row, name, start, end)
+                _known_call(out, thread, row, start, end)
             elif name.startswith(_EVALUATE):
                 sequence = row.get("args", {}).get("Sequence number", -1)
-                thread.scope = Scope(name[len(_EVALUATE) :], forward_dims.get(sequence, ()))
+                thread.scope = Scope(name[len(_EVALUATE) :], out.forward_dims.get(sequence, ()))
                 thread.scope_end = end
             elif name == "record_param_comms":
                 _record_communication(thread, row, start, end)
@@ -212,16 +212,8 @@ def _commit(out: Swept, thread: _Thread) -> None:
         thread.last, thread.maybe = thread.maybe, None
 
 
-def _known_call(
-    out: Swept,
-    thread: _Thread,
-    forward_dims: dict[int, tuple[int, ...]],
-    row: Event,
-    name: str,
-    start: float,
-    end: float,
-) -> None:
-    args = row.get("args", {})
+def _known_call(out: Swept, thread: _Thread, row: Event, start: float, end: float) -> None:
+    name, args = row["name"], row.get("args", {})
     sequence = args.get("Sequence number", -1)
     scope = thread.scope if start < thread.scope_end and sequence < 0 else Scope()
     before = thread.last.work if thread.last is not None else None
@@ -229,7 +221,7 @@ def _known_call(
     if op is None:
         return
     if op.kind == "linear" and sequence >= 0:
-        forward_dims[sequence] = op.dims
+        out.forward_dims[sequence] = op.dims
     if start < thread.maybe_end:
         thread.maybe = None
     _commit(out, thread)

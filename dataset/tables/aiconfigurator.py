@@ -69,9 +69,8 @@ def _gemm(dtype: str, m: int, n: int, k: int) -> Found:
     return Op("linear", _sizes(m, n, k), _DTYPES[dtype])
 
 
-def _context_attention(
-    dtype: str, kv_dtype: str, batch: int, length: int, heads: int, kv_heads: int, size: int, step: int, window: int
-) -> Found:
+def _context_attention(dtype: str, kv_dtype: str, *numbers: int) -> Found:
+    batch, length, heads, kv_heads, size, step, window = numbers
     if dtype not in _DTYPES:
         return f"attention in {dtype}"
     if kv_dtype != dtype:
@@ -89,9 +88,9 @@ def _encoder_attention(dtype: str, batch: int, length: int, heads: int, size: in
     return Op("attention", (*_sizes(batch, heads, heads, length, length, size), 0), _DTYPES[dtype])
 
 
-def _moe(
-    dtype: str, tokens: int, hidden: int, inter: int, top_k: int, experts: int, tp: int, ep: int, distribution: str
-) -> Found:
+def _moe(dtype: str, *cells: Any) -> Found:
+    *numbers, distribution = cells
+    tokens, hidden, inter, top_k, experts, tp, ep = numbers
     if dtype not in _DTYPES:
         return f"weights in {dtype}"
     if ep > 1:

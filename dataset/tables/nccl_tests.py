@@ -14,6 +14,7 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import NamedTuple
 
 from stepsight.dataset.bounded import check_unpacked, read_unpacked
 from stepsight.dataset.op import Collective
@@ -51,6 +52,16 @@ class _Where:
     log: str
 
 
+class _Result(NamedTuple):
+    """A row of a log: its line, test and bytes; out of place and in place microseconds and wrong results."""
+
+    number: int
+    test: str
+    size: int
+    times_us: tuple[float, float]
+    wrong: tuple[str, str]
+
+
 def read(rows: Rows) -> None:
     if rows.path.name.endswith((".csv", ".csv.gz")):
         for line in read_csv(rows, _PARSED):
@@ -83,7 +94,7 @@ def _read_parsed(rows: Rows, line: Line) -> None:
     where = _Where(ranks, nodes, device, _fabric(nodes, device, log), "nccl-tests", log)
     wrong = (line.cells.get("wrong_oop", "0"), line.cells.get("wrong_ip", "0"))
     times = (line.real("time_us_oop"), line.real("time_us_ip"))
-    _add(rows, line.number, line.text("collective"), line.whole("size_bytes", 0), times, wrong, where)
+    _add(rows, _Result(line.number, line.text("collective"), line.whole("size_bytes", 0), times, wrong), where)
 
 
 def _fabric(num_nodes: int, device: str, path: str) -> str:
@@ -106,7 +117,8 @@ def _read_log(rows: Rows, path: str, log: str) -> None:
             if not test:
                 raise rows.error("a log must name its test (such as all_reduce_perf) in it or in its name", number)
             where = where or _where(rows, number, ranks, f"nccl-tests{library}", path)
-            _add(rows, number, test, int(row[1]), *_times(rows, number, int(row[1]), row[4]), where)
+            size = int(row[1])
+            _add(rows, _Result(number, test, size, *_times(rows, number, size, row[4])), where)
             num_rows += 1
             continue
         if found := _TEST.search(text):
@@ -153,9 +165,8 @@ def _times(rows: Rows, number: int, size: int, text: str) -> tuple[tuple[float, 
     return times, wrong
 
 
-def _add(
-    rows: Rows, number: int, test: str, size: int, times_us: tuple[float, float], wrong: tuple[str, str], where: _Where
-) -> None:
+def _add(rows: Rows, result: _Result, where: _Where) -> None:
+    number, test, size, times_us, wrong = result
     kind = _KINDS.get(test)
     in_place = kind == "all_reduce"
     if kind is None:
