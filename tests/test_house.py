@@ -155,11 +155,12 @@ def test_built_wheel_is_whole(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     installed = Path(where.stdout.strip())
-    for folder in FOLDERS:
+    for folder in (*FOLDERS, "stepsight"):
+        there = installed if folder == "stepsight" else installed / folder
         wanted = {
             path.relative_to(ROOT / folder)
             for path in (ROOT / folder).rglob("*")
             if path.suffix in (".py", ".toml") and "studies" not in path.parts
         }
-        missing = {str(p) for p in wanted if not (installed / folder / p).exists()}
+        missing = {str(p) for p in wanted if not (there / p).exists()}
         assert not missing, f"{folder} lacks {sorted(missing)}: see pyproject.toml's packages"

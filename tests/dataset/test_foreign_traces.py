@@ -13,7 +13,7 @@ from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Dependency
 from stepsight.dataset.readers.kineto import read_kineto
 from stepsight.dataset.trace import RankTrace
-from tests.dataset.reader_contract import ReaderContract
+from stepsight.testing import TraceReaderContract
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("STEPSIGHT_DATA", ROOT.parent / "shared" / "data")) / "traces"
@@ -28,7 +28,7 @@ def public(name: str) -> Path:
     return path
 
 
-class PublicTrace(ReaderContract):
+class PublicTrace(TraceReaderContract):
     name: str
     on_host = False
 

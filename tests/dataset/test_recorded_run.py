@@ -8,7 +8,7 @@ import pytest
 
 from stepsight.dataset.readers.kineto import read_kineto
 from stepsight.dataset.trace import RankTrace
-from tests.dataset.reader_contract import ReaderContract
+from stepsight.testing import TraceReaderContract
 
 torch = pytest.importorskip("torch")
 
@@ -61,7 +61,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class TestRecorded(ReaderContract):
+class TestRecorded(TraceReaderContract):
     @pytest.fixture(autouse=True)
     def _where(self, recorded: Path) -> None:
         self.path = recorded

@@ -2,10 +2,10 @@ import pytest
 
 from stepsight.dataset.hardware import Hardware, find_fabric
 from stepsight.simulator.latency_model import LatencyModel, RooflineLatency
-from tests.simulator.latency_contract import LatencyContract
+from stepsight.testing import LatencyModelContract
 
 
-class TestRooflineLatency(LatencyContract):
+class TestRooflineLatency(LatencyModelContract):
     @pytest.fixture
     def latency(self, gpu: Hardware) -> LatencyModel:
         return RooflineLatency(gpu, find_fabric("dgx-a100"))

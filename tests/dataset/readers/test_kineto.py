@@ -11,8 +11,8 @@ from stepsight.dataset.program import Dependency
 from stepsight.dataset.readers.kineto import read_kineto
 from stepsight.dataset.readers.placement import Placement
 from stepsight.dataset.trace import RankTrace
+from stepsight.testing import TraceReaderContract
 from tests.dataset.kineto_files import MAIN, WORKER, KinetoFile, tiny_step
-from tests.dataset.reader_contract import ReaderContract
 
 
 def works(trace: RankTrace) -> list[str]:
@@ -23,7 +23,7 @@ def read(file: KinetoFile, folder: Path, placement: Placement | None = None, lay
     return read_kineto(file.write(folder / "rank0.json", layout), placement)
 
 
-class TestHost(ReaderContract):
+class TestHost(TraceReaderContract):
     def sample(self, folder: Path) -> Path:
         return tiny_step().write(folder / "rank0.json.gz")
 
@@ -31,7 +31,7 @@ class TestHost(ReaderContract):
         return read_kineto(path)
 
 
-class TestHostWithPeers(ReaderContract):
+class TestHostWithPeers(TraceReaderContract):
     def sample(self, folder: Path) -> Path:
         return tiny_step(0, 2).write(folder / "rank0.json")
 
@@ -39,7 +39,7 @@ class TestHostWithPeers(ReaderContract):
         return read_kineto(path)
 
 
-class TestDevice(ReaderContract):
+class TestDevice(TraceReaderContract):
     on_host = False
 
     def sample(self, folder: Path) -> Path:

@@ -4,7 +4,7 @@ import pytest
 
 from stepsight.dataset.op import Collective
 from stepsight.dataset.tables import Measurements
-from tests.dataset.tables.reader_contract import ReaderContract
+from stepsight.testing import TableReaderContract
 
 _HEADER = "comm_type,comm_group,comm_group_size,msg_size,stage,dst,src,additional,_elapsed_time,algbw,busbw,count\n"
 _END = "CommType.epoch_end,None,None,0,,None,None,,433.2,0,0,1\n"
@@ -14,7 +14,7 @@ def _call(kind: str, group: object, size: int, stage: str, milliseconds: float) 
     return f"CommType.{kind},CommGroup.tp_group,{group},{size},{stage},None,None,,{milliseconds},0,0,1\n"
 
 
-class TestAicb(ReaderContract):
+class TestAicb(TableReaderContract):
     format = "aicb"
     place = "A100_example.csv.gz"
     text = (

@@ -11,7 +11,7 @@ import pytest
 from stepsight.dataset.errors import TableError
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.tables import Measurements, read_table
-from tests.dataset.tables.reader_contract import ReaderContract
+from stepsight.testing import TableReaderContract
 
 
 def _parquet(**columns: list[Any]) -> bytes:
@@ -22,7 +22,7 @@ def _parquet(**columns: list[Any]) -> bytes:
     return buffer.getvalue()
 
 
-class ParquetContract(ReaderContract):
+class ParquetContract(TableReaderContract):
     format = "aiconfigurator"
     columns: ClassVar[dict[str, list[Any]]]
 

@@ -8,7 +8,7 @@ import pytest
 from stepsight.dataset.errors import TableError
 from stepsight.dataset.op import Collective
 from stepsight.dataset.tables import Measurements, read_table
-from tests.dataset.tables.reader_contract import ReaderContract
+from stepsight.testing import TableReaderContract
 
 
 def _header(test: str, hosts: int, per_host: int) -> str:
@@ -30,7 +30,7 @@ def _row(work: str, out_of_place: str, in_place: str) -> str:
     return "   ".join([" ", *work.split(), *out_of_place.split(), *in_place.split()]) + "\n"
 
 
-class TestLog(ReaderContract):
+class TestLog(TableReaderContract):
     format = "nccl-tests"
     place = "logs/nccl_N2_G2.log"
     text = (
@@ -109,7 +109,7 @@ def test_an_archive_holds_logs(tmp_path: Path) -> None:
         read_table("nccl-tests", tmp_path / "raw_logs.tar.gz")
 
 
-class TestParsed(ReaderContract):
+class TestParsed(TableReaderContract):
     format = "nccl-tests"
     place = "nccl_tests_parsed.csv.gz"
     text = (

@@ -4,12 +4,12 @@ import pytest
 
 from stepsight.dataset.op import Op
 from stepsight.dataset.tables import Measurements
-from tests.dataset.tables.reader_contract import ReaderContract
+from stepsight.testing import TableReaderContract
 
 _HEADER = "OPName,Latency,Device,Torch Version,Kernel Name,B,M,N,K,H\n"
 
 
-class TestNeusight(ReaderContract):
+class TestNeusight(TableReaderContract):
     format = "neusight"
     place = "train/collect/linear/p2.1.0/NVIDIA A100-PCIE-40GB.csv.gz"
     text = (
@@ -34,7 +34,7 @@ class TestNeusight(ReaderContract):
         assert table.skipped == {"no op kind for conv": 1, "no time": 1}
 
 
-class TestThrottled(ReaderContract):
+class TestThrottled(TableReaderContract):
     """The P4 of the training set was throttled in linears alone."""
 
     format = "neusight"

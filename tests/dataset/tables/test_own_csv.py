@@ -7,11 +7,12 @@ import pytest
 from stepsight.dataset.errors import TableError
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.tables import Measurements, read_table
-from tests.dataset.tables.reader_contract import ReaderContract
+from stepsight.testing import TableReaderContract
 
 
-class TestOwnCsv(ReaderContract):
+class TestOwnCsv(TableReaderContract):
     format = "csv"
+    tells_software = False
     place = "mine.csv"
     text = (
         "op,dims,dtype,microseconds,device,num_bytes,group_size,ranks_per_node\n"

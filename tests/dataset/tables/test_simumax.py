@@ -8,7 +8,7 @@ import pytest
 from stepsight.dataset.errors import TableError
 from stepsight.dataset.op import Op
 from stepsight.dataset.tables import Measurements, read_table
-from tests.dataset.tables.reader_contract import ReaderContract
+from stepsight.testing import TableReaderContract
 
 _SDP = "batch=1, seq_len=4096, head_num=32, kv_head_num=8, qk_head_dim={}, v_head_dim=128, qkv_contiguous=True"
 _GROUP = "ng=40, M=616, N=3072, K=5120, dtype=bf16, out_dtype=bf16, main_grad_dtype=fp32, stage={}, accumulate=False"
@@ -18,7 +18,7 @@ def _table(**shapes: float) -> dict[str, object]:
     return {"tflops": 312, "efficient_factor": 0.75, "accurate_efficient_factor": shapes}
 
 
-class TestSimumax(ReaderContract):
+class TestSimumax(TableReaderContract):
     format = "simumax"
     place = "configs/system/a100_pcie.json.gz"
     text = json.dumps(

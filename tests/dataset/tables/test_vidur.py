@@ -6,7 +6,7 @@ import pytest
 
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.tables import Measurements, read_table
-from tests.dataset.tables.reader_contract import ReaderContract
+from stepsight.testing import TableReaderContract
 
 _SIZES = "n_head,n_kv_head,n_embd,n_expanded_embd,vocab_size,use_gated_mlp,num_tokens,num_tensor_parallel_workers"
 _OPS = ("emb", "input_layernorm", "attn_pre_proj", "attn_rope", "attn_post_proj", "mlp_up_proj", "mlp_act")
@@ -17,7 +17,7 @@ def _header(ops: tuple[str, ...]) -> str:
     return ",".join(f"time_stats.{op}.median" for op in ops) + f",{_SIZES}\n"
 
 
-class TestLayer(ReaderContract):
+class TestLayer(TableReaderContract):
     format = "vidur"
     place = "compute/a100/meta-llama/Meta-Llama-3-8B/mlp.csv.gz"
     text = _header(_LLAMA) + 2 * (
@@ -41,7 +41,7 @@ class TestLayer(ReaderContract):
         assert set(table.device) == {"a100-sxm-80gb"}
 
 
-class TestParallelLayer(ReaderContract):
+class TestParallelLayer(TableReaderContract):
     """Phi-2: attention and MLP side by side, one norm, and two additions under one name."""
 
     format = "vidur"
@@ -60,7 +60,7 @@ class TestParallelLayer(ReaderContract):
 _NETWORK = ",time_stats.all_reduce.median,rank,num_workers,size,collective,devices_per_node,max_devices_per_node\n"
 
 
-class TestAllReduce(ReaderContract):
+class TestAllReduce(TableReaderContract):
     format = "vidur"
     place = "network/a100_dgx/all_reduce.csv.gz"
     text = _NETWORK + "0,0.675,0,8,67108864,all_reduce,8,8\n1,7.193,0,16,67108864,all_reduce,8,8\n"
@@ -72,7 +72,7 @@ class TestAllReduce(ReaderContract):
         assert table.fabric == ("dgx-a100", "vidur-a100-dgx")
 
 
-class TestSendRecv(ReaderContract):
+class TestSendRecv(TableReaderContract):
     format = "vidur"
     place = "network/h100_dgx/send_recv.csv"
     text = _NETWORK.replace("all_reduce", "send_recv") + "0,1.871,0,2,67108864,send_recv,1,8\n"

@@ -7,10 +7,10 @@ import pytest
 from stepsight.dataset.errors import TableError
 from stepsight.dataset.op import Collective
 from stepsight.dataset.tables import Measurements, read_table
-from tests.dataset.tables.reader_contract import ReaderContract
+from stepsight.testing import TableReaderContract
 
 
-class TestVtrain(ReaderContract):
+class TestVtrain(TableReaderContract):
     format = "vtrain"
     place = "trace/a100/AR_GPU8_1M_1024M_LUT"
     text = (

@@ -8,9 +8,10 @@ from stepsight.dataset.hardware import find_hardware
 from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.op import Op
 from stepsight.gnn.context_model import ContextModel
+from stepsight.testing import LatencyModelContract
+from stepsight.testing.latency_models import small_program
 from stepsight.training.predictor.learned_latency import LearnedLatency, slowest_of
 from stepsight.training.predictor.predictor import Predictor
-from tests.simulator.latency_contract import LatencyContract, small_program
 
 
 def _job() -> Job:
@@ -22,7 +23,7 @@ def _job() -> Job:
     )
 
 
-class TestLearnedLatency(LatencyContract):
+class TestLearnedLatency(LatencyModelContract):
     """With regressors and a context model of random weights."""
 
     @pytest.fixture

@@ -1,4 +1,4 @@
-"""What every reader of traces must keep: subclass, and say how to write a sample and how to read it."""
+"""The contract of readers of traces."""
 
 from __future__ import annotations
 
@@ -14,11 +14,22 @@ from stepsight.dataset.program import Dependency
 from stepsight.dataset.trace import RankTrace
 
 
-class ReaderContract:
-    """Shared tests of readers.
+class TraceReaderContract:
+    """Tests that every reader of traces passes.
+
+    Subclass it in a test module, write a sample and read it::
+
+        from stepsight.testing import TraceReaderContract
+
+        class TestMyReader(TraceReaderContract):
+            def sample(self, folder):
+                return Path(shutil.copy("samples/rank0.mine", folder))
+
+            def read(self, path):
+                return read_mine(path)
 
     Attributes:
-        on_host: Whether ops run on the host, where a slot is all the time since the op before.
+        on_host: Whether ops run on the host.  There a slot is all the time since the end of the op before.
     """
 
     on_host = True
@@ -28,6 +39,7 @@ class ReaderContract:
         raise NotImplementedError
 
     def read(self, path: Path) -> RankTrace:
+        """Read a trace with the reader under test."""
         raise NotImplementedError
 
     @pytest.fixture

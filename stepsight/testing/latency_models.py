@@ -1,4 +1,4 @@
-"""What every ``LatencyModel`` must do.  Subclass ``LatencyContract`` and give it a ``latency`` fixture."""
+"""The contract of latency models: what the simulator asks for durations."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ COLLECTIVES = (
 
 
 def small_program() -> Program:
+    """Return a program of three ops, and a collective beside one of them."""
     builder = ProgramBuilder("backward")
     first = builder.add(OPS[0])
     sent = builder.add(COLLECTIVES[0], "dp", after=[first])
@@ -35,8 +36,18 @@ def small_program() -> Program:
     return builder.build()
 
 
-class LatencyContract:
-    """Shared tests of latency models."""
+class LatencyModelContract:
+    """Tests that every ``LatencyModel`` passes.
+
+    Subclass it in a test module and give it a ``latency`` fixture::
+
+        from stepsight.testing import LatencyModelContract
+
+        class TestMyModel(LatencyModelContract):
+            @pytest.fixture
+            def latency(self):
+                return MyModel("h200-sxm-141gb")
+    """
 
     @pytest.fixture
     def latency(self) -> LatencyModel:
