@@ -102,7 +102,7 @@ class RankTrace:
 
 
 @dataclass(frozen=True)
-class Segment:
+class TracedSegment:
     """One segment of one rank and step: what the context model learns from.
 
     Attributes:
@@ -143,7 +143,7 @@ class Trace:
     manifest: RunManifest
     ranks: tuple[RankTrace, ...]
 
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[TracedSegment]:
         """Every forward, backward and optimizer segment, by rank and time; equal programs are one object."""
         shared: dict[object, Program] = {}
         return [segment for trace in self.ranks for segment in self._rank_segments(trace, shared)]
@@ -183,7 +183,7 @@ class Trace:
             slots[nodes] = drift * without_overhead(slots[nodes], trace.num_events[nodes], correction.per_event_s)
         return slots
 
-    def _rank_segments(self, trace: RankTrace, shared: dict[object, Program]) -> Iterator[Segment]:
+    def _rank_segments(self, trace: RankTrace, shared: dict[object, Program]) -> Iterator[TracedSegment]:
         slots = self.clean_slots[trace.rank]
         for index, span in enumerate(trace.spans):
             nodes = np.flatnonzero(trace.span == index)
@@ -193,7 +193,7 @@ class Trace:
             program = shared.setdefault(program.digest_key, program)
             wait = float(trace.wait_s[nodes].sum() + trace.tail_s[index])
             compute = float(slots[nodes][trace.is_compute[nodes]].sum())
-            yield Segment(
+            yield TracedSegment(
                 program=program,
                 slot_s=slots[nodes],
                 label=span.label,

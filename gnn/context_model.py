@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch_geometric.nn import SimpleConv
 
-from stepsight.features.graph_features import NODE_FEATURES, RELATIONS
-from stepsight.gnn.graph_tensors import GraphTensors
+from stepsight.features.graph_features import NODE_FEATURES, RELATIONS, Topology
 from stepsight.gnn.inference import ContextWeights
 
 BOUND = 2.0  # log units: small ops take several times as long with cold caches and host gaps, none a hundred times
@@ -29,12 +31,23 @@ class RelationalLayer(nn.Module):
         self.mean = SimpleConv(aggr="mean")
         self.combine = nn.Linear((2 + relations) * channels, channels)
 
-    def forward(self, hidden: Tensor, graph: GraphTensors) -> Tensor:
-        streams = self.mean((hidden, hidden.new_zeros(graph.num_streams, hidden.shape[1])), graph.stream_edges)
-        heard = [hidden, streams[graph.stream]]
-        for edges in graph.edges:
+    def forward(self, hidden: Tensor, graph: Topology) -> Tensor:
+        stream = torch.from_numpy(graph.stream)
+        on_stream = torch.stack([torch.arange(graph.num_nodes), stream])
+        streams = self.mean((hidden, hidden.new_zeros(graph.num_streams, hidden.shape[1])), on_stream)
+        heard = [hidden, streams[stream]]
+        for edges in _edges(graph):
             heard.append(self.mean(hidden, edges) if edges.numel() else torch.zeros_like(hidden))
         return hidden + functional.silu(self.combine(torch.cat(heard, dim=1)))
+
+
+def _edges(graph: Topology) -> Iterator[Tensor]:
+    """Edges of every relation, ``(2, e)`` each, followed by the reverse of a relation that has a direction."""
+    for relation in RELATIONS:
+        forward = torch.from_numpy(np.ascontiguousarray(graph.edges[relation]))
+        yield forward
+        if relation != "may_run_concurrently":
+            yield forward.flip(0)
 
 
 class ContextModel(nn.Module):
@@ -62,7 +75,7 @@ class ContextModel(nn.Module):
         self.low = features.amin(dim=0)
         self.high = features.amax(dim=0)
 
-    def forward(self, features: Tensor, graph: GraphTensors) -> Tensor:
+    def forward(self, features: Tensor, graph: Topology) -> Tensor:
         features = features.clamp(self.low, self.high)
         hidden = functional.silu(self.encode(features))
         for layer in self.layers:

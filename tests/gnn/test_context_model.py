@@ -13,7 +13,7 @@ from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Dependency, Program, ProgramBuilder
 from stepsight.features.graph_features import RELATIONS, join, node_features, topology
 from stepsight.gnn.context_model import BOUND, ContextModel
-from stepsight.gnn.graph_tensors import graph_tensors, hetero_topology
+from stepsight.gnn.hetero_topology import hetero_topology
 from stepsight.gnn.inference import ContextWeights
 
 HARDWARE = find_hardware("local-cpu")
@@ -43,7 +43,7 @@ def _inputs(program: Program) -> np.ndarray:
 def test_untrained_it_is_the_identity() -> None:
     program = _program()
     model = ContextModel()
-    out = model(torch.from_numpy(_inputs(program)).float(), graph_tensors(topology(program)))
+    out = model(torch.from_numpy(_inputs(program)).float(), topology(program))
     assert out.detach().abs().max() == 0
 
 
@@ -58,7 +58,7 @@ def test_the_learning_graph_says_the_same_as_inference_reads_from_the_program() 
 def test_corrections_are_bounded() -> None:
     program = _program()
     features = torch.from_numpy(_inputs(program) * 1e3).float()
-    out = _random_model()(features, graph_tensors(topology(program)))
+    out = _random_model()(features, topology(program))
     assert out.detach().abs().max() <= BOUND
 
 
@@ -67,7 +67,7 @@ def test_numpy_inference_equals_pytorch_geometric() -> None:
     graph = join([topology(program) for program in programs])
     features = np.concatenate([_inputs(program) for program in programs])
     model = _random_model()
-    expected = model(torch.from_numpy(features).float(), graph_tensors(graph)).detach().numpy()
+    expected = model(torch.from_numpy(features).float(), graph).detach().numpy()
     assert expected.std() > 0.01
     assert model.weights().forward(features, graph) == pytest.approx(expected, abs=2e-5)
 

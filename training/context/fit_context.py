@@ -14,9 +14,9 @@ from stepsight.dataset.graph_data import to_hetero
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.op import Op
 from stepsight.dataset.program import Program
-from stepsight.features.graph_features import Topology, node_features
+from stepsight.features.graph_features import Topology, join, node_features
 from stepsight.gnn.context_model import BOUND, ContextModel
-from stepsight.gnn.graph_tensors import GraphTensors, graph_tensors, hetero_topology
+from stepsight.gnn.hetero_topology import hetero_topology
 from stepsight.gnn.inference import ContextWeights
 from stepsight.gnn.loss import iteration_loss, node_loss
 from stepsight.training.context.through_simulator import Iteration, iteration_seconds
@@ -140,7 +140,7 @@ class _Batch:
     """Everything to train on as one graph."""
 
     features: Tensor
-    graph: GraphTensors
+    graph: Topology
     index: Tensor  # (example nodes,), numbers of the nodes that have a target
     target: Tensor  # (example nodes,)
     weight: Tensor  # (example nodes,)
@@ -159,7 +159,7 @@ class _Batch:
             placed.append((whole, torch.from_numpy(own), torch.from_numpy(alone)))
         return cls(
             torch.from_numpy(np.concatenate(nodes.features)).float(),
-            graph_tensors(nodes.graphs),
+            join(nodes.graphs),
             torch.from_numpy(np.concatenate(index or [np.zeros(0, np.int64)])),
             torch.from_numpy(np.concatenate([e.target for e in examples] or [np.zeros(0)])).float(),
             torch.from_numpy(node_weights(examples)).float(),

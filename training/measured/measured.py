@@ -19,7 +19,7 @@ from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
 from stepsight.dataset.run_folder import read_collection, read_run
 from stepsight.dataset.run_manifest import RunManifest
-from stepsight.dataset.trace import Segment
+from stepsight.dataset.trace import TracedSegment
 
 Array = NDArray[np.float64]
 
@@ -77,7 +77,7 @@ class MeasuredRun:
     """A run with its trace cut into segments (none if it was only timed)."""
 
     manifest: RunManifest
-    segments: tuple[Segment, ...]
+    segments: tuple[TracedSegment, ...]
 
     @property
     def spread_log(self) -> float:
@@ -247,14 +247,14 @@ class MeanSegment:
 STALL = 2.5  # times the median of the same signature in the same run
 
 
-def average(segments: Sequence[Segment]) -> list[MeanSegment]:
+def average(segments: Sequence[TracedSegment]) -> list[MeanSegment]:
     """One mean per distinct segment of each run.
 
     A node that takes more than ``STALL`` times the median of its signature in the run was interrupted by something
     that is no part of the job; it is cut to that.
     """
     medians = _medians(segments)
-    groups: dict[tuple[object, ...], list[Segment]] = {}
+    groups: dict[tuple[object, ...], list[TracedSegment]] = {}
     for segment in segments:
         groups.setdefault((segment.run, segment.busy, segment.program.digest_key), []).append(segment)
     means = []
@@ -267,7 +267,7 @@ def average(segments: Sequence[Segment]) -> list[MeanSegment]:
     return means
 
 
-def _medians(segments: Sequence[Segment]) -> dict[tuple[str, Op | Collective, float], float]:
+def _medians(segments: Sequence[TracedSegment]) -> dict[tuple[str, Op | Collective, float], float]:
     """Median seconds of each signature (and share) of each run."""
     found: dict[tuple[str, Op | Collective, float], list[float]] = {}
     for segment in segments:

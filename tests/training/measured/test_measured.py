@@ -12,7 +12,7 @@ from stepsight.dataset.hardware import find_fabric
 from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program, ProgramBuilder
-from stepsight.dataset.trace import Segment
+from stepsight.dataset.trace import TracedSegment
 from stepsight.training.fit import train
 from stepsight.training.measured.measured import (
     MOST_TRAINING_RANKS,
@@ -37,8 +37,8 @@ def _program(count: int = 4) -> Program:
     return builder.build()
 
 
-def _segment(slots: np.ndarray, run: str = "r") -> Segment:
-    return Segment(_program(), slots, "forward", 0, 1, run)
+def _segment(slots: np.ndarray, run: str = "r") -> TracedSegment:
+    return TracedSegment(_program(), slots, "forward", 0, 1, run)
 
 
 def test_executions_of_one_segment_are_averaged() -> None:
@@ -163,7 +163,7 @@ def test_compiled_and_eager_runs_do_not_train_together(tmp_path: Path) -> None:
 
 def test_all_that_trains_reads_measurements_through_the_module_that_refuses() -> None:
     readers = {f"stepsight.dataset.{name}" for name in ("eventfile", "manifest", "store", "trace")}
-    harmless = {"RunManifest", "Segment"}
+    harmless = {"RunManifest", "TracedSegment"}
     root = Path(__file__).parents[3]
     for path in [*(root / "training").rglob("*.py"), *(root / "gnn").rglob("*.py")]:
         nodes = ast.walk(ast.parse(path.read_text("utf-8")))

@@ -18,7 +18,7 @@ from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.physics import alpha_beta_seconds
 from stepsight.dataset.program import Program, ProgramBuilder
 from stepsight.dataset.run_manifest import RunManifest
-from stepsight.dataset.trace import Segment
+from stepsight.dataset.trace import TracedSegment
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.lowering.lower import lower
 from stepsight.simulator.simulate import simulate
@@ -116,7 +116,7 @@ def _measured(job: Job, rank: int | None, name: str) -> MeasuredRun:
     builder = ProgramBuilder("forward")
     builder.add(Op("gelu", (1000,), "fp32"))
     builder.add(MEASURED)
-    segment = Segment(builder.build(), np.array([1e-4, 1e-3]), "forward", rank or 0, 1, name)
+    segment = TracedSegment(builder.build(), np.array([1e-4, 1e-3]), "forward", rank or 0, 1, name)
     return MeasuredRun(_manifest(job, rank, Path(name)), (segment,))
 
 
