@@ -49,6 +49,11 @@ PLANTED = {
         "def f():\n    from stepsight.experiments.studies import dilated",
         "{}.experiments.reports.describe -> {}.experiments.studies.dilated",
     ),
+    "a run folder": (
+        "training/fit.py",
+        "from stepsight.dataset.run_folder import read_run",
+        "{}.training.fit -> {}.dataset.run_folder",
+    ),
     "a lazy cycle": (
         "dataset/physics.py",
         "def f():\n    import stepsight.simulator.flops",

@@ -1,4 +1,3 @@
-import ast
 import json
 from functools import partial
 from pathlib import Path
@@ -159,14 +158,3 @@ def test_compiled_and_eager_runs_do_not_train_together(tmp_path: Path) -> None:
     check_hardware([run for run in runs if run.manifest.compiled], runs[0].manifest.job.cluster.hardware)
     with pytest.raises(TraceError, match="must be compiled, or of none: got 1 of 2"):
         check_hardware(runs, runs[0].manifest.job.cluster.hardware)
-
-
-def test_all_that_trains_reads_measurements_through_the_module_that_refuses() -> None:
-    readers = {f"stepsight.dataset.{name}" for name in ("eventfile", "manifest", "store", "trace")}
-    harmless = {"RunManifest", "TracedSegment"}
-    root = Path(__file__).parents[3]
-    for path in [*(root / "training").rglob("*.py"), *(root / "gnn").rglob("*.py")]:
-        nodes = ast.walk(ast.parse(path.read_text("utf-8")))
-        used = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module in readers]
-        named = {alias.name for node in used for alias in node.names}
-        assert path.name == "measured.py" or named <= harmless, path
