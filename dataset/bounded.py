@@ -41,6 +41,12 @@ class ReadError(OSError):
         return f"{self.filename}: {self.strerror}"
 
 
+def reason(error: Exception) -> str:
+    """What was wrong with a file, in one line and without its path, which whoever reads the file names."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return (text.splitlines() or [type(error).__name__])[0]
+
+
 def read_file(path: Path) -> bytes:
     """Bytes of a plain file, as they are.
 

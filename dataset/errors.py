@@ -13,6 +13,21 @@
 ``assert`` is for our own bugs.
 """
 
+SHOWN = 80  # characters of a value that an error repeats
+
+
+def shorten(value: object, most: int = SHOWN) -> str:
+    """Text of a value for an error: its start and end where it is long, its characters escaped where they do not print.
+
+    A text stands as it is, anything else by its ``repr``.
+    """
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except (ValueError, RecursionError):  # a whole number of more digits than Python prints; a table within itself
+        text = f"a {type(value).__name__} that is too large to print"
+    text = text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return text if len(text) <= most else f"{text[: most * 3 // 4]}...{text[-(most - most * 3 // 4 - 3) :]}"
+
 
 class StepsightError(ValueError):
     """A mistake that the user can put right."""

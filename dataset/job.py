@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from stepsight.dataset.bounded import read_text
+from stepsight.dataset.bounded import read_text, reason
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.files import parse_json
 from stepsight.dataset.frameworks import Framework, find_framework, unknown_frameworks
@@ -199,7 +199,7 @@ class Job:
         try:
             text = read_text(path, "utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise JobError(f"cannot read job file {path}: {error}") from None
+            raise JobError(f"cannot read job file {path}: {reason(error)}") from None
         try:
             tables = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
         except RecursionError:

@@ -9,8 +9,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from stepsight import __version__
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.errors import StepsightError, shorten
 from stepsight.verbs import asking, judging, measuring
+from stepsight.verbs.streams import finish_stdout, prepare_streams, storage_problem
 
 _USAGE: Any = typer.BadParameter.__base__  # click's UsageError, which newer versions of typer bring along
 
@@ -63,12 +64,14 @@ _LEAVES = {
     "search": ": with --storage and --study, the same command goes on where it stopped",
 }
 _INTERRUPTED = 130
+MOST_LINE = 2000  # characters of an error: a job may break many rules
 
 
 def main() -> None:
     """Entry point: a user's mistake is one line on stderr and exit code 2."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that workers and MLflow runs are ended too
     try:
+        prepare_streams()
         code = app(standalone_mode=False)
     except (StepsightError, OSError) as error:  # OSError: a file or folder that cannot be read or written
         _fail(str(error))
@@ -78,15 +81,26 @@ def main() -> None:
             typer.echo(text, err=True)
             sys.exit(2)
         _fail(text)
+    except Exception as error:
+        problem = storage_problem(error)
+        if not problem:
+            raise
+        _fail(problem)
     if code == _INTERRUPTED:
         over_progress = "\r\x1b[K" if sys.stderr.isatty() else ""
         typer.echo(f"{over_progress}interrupted{_LEAVES.get(sys.argv[1], '')}", err=True)
+    unwritten = finish_stdout()
+    if isinstance(unwritten, BrokenPipeError):
+        sys.exit(1)  # who reads the answer has read enough
+    if unwritten is not None:
+        _fail(f"cannot write the answer to stdout: {unwritten.strerror}")
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _fail(text: str) -> NoReturn:
     """One line, whatever stands in it."""
-    line = text.replace("\n", "\\n").encode("utf-8", "backslashreplace").decode("utf-8")
+    line = shorten(text.replace("\n", "\\n"), MOST_LINE).encode("utf-8", "backslashreplace").decode("utf-8")
+    finish_stdout()
     typer.echo(f"error: {line}", err=True)
     sys.exit(2)
 

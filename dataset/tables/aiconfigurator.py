@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from stepsight.dataset.bounded import read_parquet
+from stepsight.dataset.bounded import read_parquet, reason
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.tables.device_names import device_name
 from stepsight.dataset.tables.rows import Rows
@@ -149,7 +149,7 @@ def _num_rows(rows: Rows) -> int:
     try:
         return int(pq.read_metadata(rows.path).num_rows)
     except (OSError, pa.ArrowInvalid) as error:
-        raise rows.error(f"must be a Parquet file ({str(error).splitlines()[0]})") from None
+        raise rows.error(f"must be a Parquet file ({reason(error)})") from None
 
 
 def _cells(rows: Rows, columns: tuple[str, ...]) -> Iterator[tuple[str, str, str, str, float, Cells]]:

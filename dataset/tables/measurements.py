@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stepsight.dataset.bounded import read_parquet
+from stepsight.dataset.bounded import read_parquet, reason
 from stepsight.dataset.errors import TableError
 from stepsight.dataset.files import new_file
 from stepsight.dataset.op import Collective, Op
@@ -135,8 +135,7 @@ class Measurements:
         try:
             table = read_parquet(path)
         except (OSError, pa.ArrowInvalid) as error:
-            reason = str(error).splitlines()[0]
-            raise TableError(f"a table of measurements must be a Parquet file, got {path} ({reason})") from None
+            raise TableError(f"a table of measurements must be a Parquet file, got {path} ({reason(error)})") from None
         meta = (table.schema.metadata or {}).get(_META)
         if meta is None or table.schema.remove_metadata() != _schema():
             raise TableError(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NamedTuple
 
-from stepsight.dataset.bounded import check_unpacked, read_unpacked
+from stepsight.dataset.bounded import check_unpacked, read_unpacked, reason
 from stepsight.dataset.op import Collective
 from stepsight.dataset.tables.device_names import device_name
 from stepsight.dataset.tables.rows import Line, Rows, read_csv, read_text
@@ -84,7 +84,7 @@ def _archived(rows: Rows) -> Iterator[tuple[str, str]]:
                     check_unpacked(member.size, len(data), rows.path)  # a sparse member takes no room in the archive
                     yield member.name, file.read().decode("utf-8")
     except (OSError, EOFError, tarfile.TarError, UnicodeDecodeError) as error:
-        raise rows.error(f"must be a whole archive of logs ({error})") from None
+        raise rows.error(f"must be a whole archive of logs ({reason(error)})") from None
 
 
 def _read_parsed(rows: Rows, line: Line) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stepsight.dataset.bounded import read_unpacked
+from stepsight.dataset.bounded import read_unpacked, reason
 from stepsight.dataset.errors import TableError
 from stepsight.dataset.op import MOST_SIZE, Collective, Op
 from stepsight.dataset.tables.measurements import Measurements, SourceFile
@@ -117,7 +117,7 @@ def read_text(rows: Rows) -> str:
     try:
         return read_unpacked(rows.path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise rows.error(f"must be a whole text file ({str(error).splitlines()[0]})") from None
+        raise rows.error(f"must be a whole text file ({reason(error)})") from None
 
 
 def read_csv(rows: Rows, columns: Sequence[str]) -> Iterator[Line]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from stepsight.dataset.bounded import read_unpacked
+from stepsight.dataset.bounded import read_unpacked, reason
 from stepsight.dataset.errors import JobError, TableError
 
 MOST = 1e18  # of any number: beyond, it is a slip of the pen
@@ -142,7 +142,7 @@ def read_runs(path: Path) -> list[Row]:
     try:
         return list(_rows(path))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise TableError(f"cannot read runs from {path}: {error}") from None
+        raise TableError(f"cannot read runs from {path}: {reason(error)}") from None
 
 
 def _rows(path: Path) -> Iterator[Row]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stepsight.dataset.bounded import read_text
+from stepsight.dataset.bounded import read_text, reason
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.files import write_text
 from stepsight.simulator.schedules.base import BACKWARD, FORWARD, KIND_NAMES, Actions, Schedule
@@ -33,7 +33,7 @@ def read_schedule(path: str | Path) -> Schedule:
     try:
         rows = list(csv.reader(io.StringIO(read_text(path), newline="")))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise JobError(f"a schedule is a CSV of actions like 0F0, got {path}: {error}") from error
+        raise JobError(f"a schedule is a CSV of actions like 0F0, got {path}: {reason(error)}") from None
     ranks = [_read_row(path, rank, row) for rank, row in enumerate(rows)]
     if not any(actions for actions, _ in ranks):
         raise JobError(f"a schedule is a CSV of actions like 0F0, got none in {path}")

@@ -22,7 +22,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.bounded import read_unpacked
+from stepsight.dataset.bounded import read_unpacked, reason
 from stepsight.dataset.caching import Memo
 from stepsight.dataset.errors import PredictorError
 from stepsight.dataset.files import new_folder, set_aside, write_json
@@ -270,7 +270,7 @@ def _text(folder: Path, name: Any) -> str:
     try:
         return read_unpacked(path).decode("utf-8")
     except (OSError, ValueError) as error:
-        raise PredictorError(f"every file of a predictor must be readable, got {path}: {error}") from None
+        raise PredictorError(f"every file of a predictor must be readable, got {path}: {reason(error)}") from None
 
 
 def _regressor(

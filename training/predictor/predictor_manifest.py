@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stepsight.dataset.bounded import read_file
+from stepsight.dataset.bounded import read_file, reason
 from stepsight.dataset.errors import PredictorError, StepsightError
 from stepsight.dataset.files import check_writable, digest, read_json, write_json
 
@@ -71,7 +71,7 @@ def read_part(path: Path, make: Callable[[Any], T]) -> T:
     try:
         table = read_json(path)
     except (OSError, ValueError) as error:
-        raise PredictorError(f"every file of a predictor must be readable, got {path}: {error}") from None
+        raise PredictorError(f"every file of a predictor must be readable, got {path}: {reason(error)}") from None
     return made(path, make, table)
 
 

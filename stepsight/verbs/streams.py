@@ -1,0 +1,71 @@
+"""The streams of the command line: closed ones, full disks and terminals that know few characters."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sqlite3
+import sys
+from collections.abc import Iterator
+
+from stepsight.dataset.errors import StepsightError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
+
+
+def prepare_streams() -> None:
+    """Make stdout and stderr take every character: one that the terminal lacks is written as its code.
+
+    Raises:
+        StepsightError: If stdout is closed, since nobody would get the answer.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # a closed 0, 1 or 2 would be the next opened file's
+        pass
+    os.close(descriptor)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115  # print would write to stdout
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if sys.stdout is None:
+        raise StepsightError("stdout must be open to take the answer, got a closed one: send it to a file or /dev/null")
+
+
+def finish_stdout() -> OSError | None:
+    """Write out what stdout still holds; returns why that failed, None if it did not.
+
+    What could not be written is dropped, so that the interpreter does not try again when it ends.
+    """
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, 1)
+        os.close(descriptor)
+        return error
+    return None
+
+
+def storage_problem(error: BaseException) -> str:
+    """What is wrong with the disk, if that is what an error of a library comes from; else ""."""
+    for link in _chain(error):
+        if isinstance(link, OSError) and link.errno in _FULL:
+            where = f": {link.filename}" if link.filename else ""
+            return f"cannot write: {os.strerror(link.errno or 0)}{where}"
+        if isinstance(link, sqlite3.OperationalError) and ("is full" in str(link) or "disk I/O" in str(link)):
+            return f"cannot write a database: {link}"
+    text = str(error)
+    if "No space left on device" in text or "database or disk is full" in text:  # of libraries in other languages
+        return f"cannot write: No space left on device ({type(error).__name__})"
+    return ""
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, what it was raised from, and what that was raised from in turn."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
