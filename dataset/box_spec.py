@@ -120,7 +120,9 @@ def read_box(text: str) -> Box:
         return Box(nodes, ranks, (rate,) * min(nodes, 10_000))
     path = Path(text)
     if path.suffix != ".toml":
-        raise JobError(f"a box is nodes x ranks per node @ link rate, as in 4x1@200mbit, or a .toml file, got {text!r}")
+        raise JobError(
+            f"a box is nodes x ranks per node @ link rate, as in 4x1@200mbit, or a .toml file, got {text!r:.80}"
+        )
     try:
         table = tomllib.loads(read_text(path))
     except OSError as error:

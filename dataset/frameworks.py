@@ -87,7 +87,7 @@ class Framework:
             ("attention", self.attention, ATTENTION),
         ):
             if value not in allowed:
-                raise JobError(f"framework {self.name}: {key} must be one of {', '.join(allowed)}, got {value!r}")
+                raise JobError(f"framework {self.name}: {key} must be one of {', '.join(allowed)}, got {value!r:.80}")
         if self.vocab_multiple < 1 or not self.bucket_mbytes > 0:
             raise JobError(
                 f"framework {self.name}: vocab_multiple must be >= 1 and bucket_mbytes > 0, got "

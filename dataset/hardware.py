@@ -200,7 +200,7 @@ def find_fabric(name: str) -> Fabric:
     """
     table = _presets()["fabric"].get(name)
     if table is None:
-        raise JobError(f"fabric must be one of {', '.join(fabric_names())} or a table of links, got {name!r}")
+        raise JobError(f"fabric must be one of {', '.join(fabric_names())} or a table of links, got {name!r:.80}")
     return fabric_from_dict(name, table)
 
 
@@ -237,11 +237,11 @@ def fabric_from_dict(name: str, table: dict[str, Any]) -> Fabric:
         if not isinstance(link, dict) or set(link) - {"burst_bytes"} != {"bandwidth_gbytes_per_s", "latency_us"}:
             raise JobError(
                 f"fabric.{key} must be a table of bandwidth_gbytes_per_s (per device, per direction) and latency_us, "
-                f"got {link!r}"
+                f"got {link!r:.80}"
             )
         for field_name, number in link.items():
             if isinstance(number, bool) or not isinstance(number, int | float):
-                raise JobError(f"fabric.{key}.{field_name} must be a number, got {number!r}")
+                raise JobError(f"fabric.{key}.{field_name} must be a number, got {number!r:.80}")
             if not -MOST_NUMBER < number < MOST_NUMBER:
                 raise JobError(f"fabric.{key}.{field_name} must be a number of less than {MOST_NUMBER:g}")
         links[key] = Link(link["bandwidth_gbytes_per_s"] * 1e9, link["latency_us"] * 1e-6, link.get("burst_bytes", 0.0))

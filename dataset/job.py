@@ -195,7 +195,7 @@ class Job:
         """
         path = Path(path)
         if path.suffix not in (".toml", ".json"):
-            raise JobError(f"a job file ends in .toml or .json, got {str(path)!r}")
+            raise JobError(f"a job file ends in .toml or .json, got {str(path)!r:.80}")
         try:
             text = read_text(path, "utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:

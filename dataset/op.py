@@ -217,11 +217,11 @@ class Op:
     def __post_init__(self) -> None:
         kind = OP_KINDS.get(self.kind)
         if kind is None:
-            raise ValueError(f"op kind must be one of {', '.join(OP_KINDS)}, got {self.kind!r}")
+            raise ValueError(f"op kind must be one of {', '.join(OP_KINDS)}, got {self.kind!r:.80}")
         if len(self.dims) != len(kind.dim_names) or min(self.dims) < 0:
             raise ValueError(f"{self.kind} takes non-negative dims {kind.dim_names}, got {self.dims}")
         if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
+            raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r:.80}")
 
     @property
     def family(self) -> str:
@@ -261,7 +261,7 @@ class Collective:
 
     def __post_init__(self) -> None:
         if self.kind not in COLLECTIVE_KINDS:
-            raise ValueError(f"collective kind must be one of {', '.join(COLLECTIVE_KINDS)}, got {self.kind!r}")
+            raise ValueError(f"collective kind must be one of {', '.join(COLLECTIVE_KINDS)}, got {self.kind!r:.80}")
         if self.group_size < 2 or not 1 <= self.ranks_per_node <= self.group_size or self.num_bytes < 0:
             raise ValueError(
                 "a collective needs num_bytes >= 0, group_size >= 2 and 1 <= ranks_per_node <= group_size, got "

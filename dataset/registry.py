@@ -79,7 +79,7 @@ class Registry(Mapping[str, T], Generic[T]):
         with self._lock:
             if name in self._built_in or name in self._registered:
                 origin = "comes with stepsight" if name in self._built_in else "is registered already"
-                raise self._error(f"{self.noun} {name!r} {origin}: choose another name")
+                raise self._error(f"{self.noun} {name!r:.80} {origin}: choose another name")
             self._registered[name] = self._checked(name, thing, "")
         clear_caches()
         return thing
@@ -139,7 +139,7 @@ class Registry(Mapping[str, T], Generic[T]):
         names = list(self)
         rule = f"{self.noun} must be one of {', '.join(names)}{f', or {self._more}' if self._more else ''}"
         near = get_close_matches(str(name).lower(), names, 1)
-        return f"{rule}, got {name!r:.80}{f' (did you mean {near[0]!r}?)' if near else ''}"
+        return f"{rule}, got {name!r:.80}{f' (did you mean {near[0]!r:.80}?)' if near else ''}"
 
     def _here(self, name: str) -> tuple[T] | None:
         """The thing, if no entry point is needed for it."""
@@ -157,12 +157,12 @@ class Registry(Mapping[str, T], Generic[T]):
             points = _entry_points(self.group)[name]
             origin = " and ".join(f"{point.value} of package {_package(point)}" for point in points)
             if len(points) > 1:
-                raise self._error(f"{self.noun} {name!r} is brought by {origin}: uninstall all but one of them")
+                raise self._error(f"{self.noun} {name!r:.80} is brought by {origin}: uninstall all but one of them")
             try:
                 thing = points[0].load()
             except Exception as error:
                 raise self._error(
-                    f"{self.noun} {name!r}: cannot load the entry point {origin} ({type(error).__name__}: {error})"
+                    f"{self.noun} {name!r:.80}: cannot load the entry point {origin} ({type(error).__name__}: {error})"
                 ) from error
             self._loaded[name] = checked = self._checked(name, thing, f" (entry point {origin})")
             return checked
@@ -173,7 +173,7 @@ class Registry(Mapping[str, T], Generic[T]):
         try:
             return self._check(name, thing)
         except StepsightError as error:
-            raise self._error(f"{self.noun} {name!r}{origin}: {error}") from None
+            raise self._error(f"{self.noun} {name!r:.80}{origin}: {error}") from None
 
 
 @cached(64)

@@ -186,7 +186,7 @@ def _attention(rules: Rules, job: Job) -> None:
     rules.require(0 <= m.dropout < 1, f"model.dropout must lie in [0, 1), got {m.dropout}")
     rules.require(
         m.fused_attention or not m.attention_kernels,
-        f"model.attention_kernels are of fused attention, got {m.attention_kernels!r} with fused_attention false",
+        f"model.attention_kernels are of fused attention, got {m.attention_kernels!r:.80} with fused_attention false",
     )
     rules.require(
         m.fused_attention or p.cp == 1 or p.context_parallel == "all_gather",
@@ -194,10 +194,10 @@ def _attention(rules: Rules, job: Job) -> None:
     )
     rules.require(
         not p.offload_activations or p.recompute == "none",
-        f"activations are offloaded or recomputed: offload_activations needs recompute 'none', got {p.recompute!r}",
+        f"activations are offloaded or recomputed: offload_activations needs recompute 'none', got {p.recompute!r:.80}",
     )
     if m.attention == "mla":
-        rules.require(m.family not in _NO_DECODER, f"attention 'mla' is for gpt and llama, got family {m.family!r}")
+        rules.require(m.family not in _NO_DECODER, f"attention 'mla' is for gpt and llama, got family {m.family!r:.80}")
         rules.require(
             m.kv_heads == m.heads, f"with attention 'mla' kv_heads = heads, got {m.kv_heads} and {m.heads} heads"
         )
@@ -210,7 +210,7 @@ def _experts(rules: Rules, job: Job) -> None:
     if not m.experts:
         rules.require(p.ep == 1, f"parallel.ep > 1 needs model.experts, got ep {p.ep} with a dense model")
         return
-    rules.require(m.family not in _NO_DECODER, f"model.experts are for gpt and llama, got family {m.family!r}")
+    rules.require(m.family not in _NO_DECODER, f"model.experts are for gpt and llama, got family {m.family!r:.80}")
     rules.require(m.experts <= MOST_EXPERTS, f"model.experts must be <= {MOST_EXPERTS}, got {m.experts}")
     rules.require(
         1 <= m.experts_per_token <= m.experts,

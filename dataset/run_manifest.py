@@ -90,7 +90,7 @@ def read_manifest(folder: Path) -> RunManifest:
     path = folder / "manifest.json"
     tree = read_object(path)
     if tree.get("schema") != SCHEMA:
-        raise TraceError(f"a run manifest must have schema = {SCHEMA}, got {tree.get('schema')!r} in {path}")
+        raise TraceError(f"a run manifest must have schema = {SCHEMA}, got {tree.get('schema')!r:.80} in {path}")
     missing = [key for key in ("name", "job", "world_size", "rounds") if key not in tree]
     if missing:
         rule = "a run manifest must have name, job, world_size and rounds"

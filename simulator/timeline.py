@@ -6,6 +6,7 @@ Events are written as JSON from templates, one for each distinct segment: millio
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 LEVELS = ("segment", "op")
 _MICROSECONDS = 1e6
+# Times are written in whole nanoseconds: starts rounded up and durations down, so that what follows on a stream never
+# begins before what precedes it has ended.  The margin is far above the error of a sum of floats.
+_MARGIN_NS = 0.01
 _ACTION, _PROCESS = b"\x01", b"\x02"  # what a template leaves open, beside the times
 
 
@@ -42,7 +46,7 @@ def timeline_json(simulation: Simulation, level: str = "segment", scale: float =
         StepsightError: If the level is unknown.
     """
     if level not in LEVELS:
-        raise StepsightError(f"timeline level must be one of {', '.join(LEVELS)}, got {level!r}")
+        raise StepsightError(f"timeline level must be one of {', '.join(LEVELS)}, got {level!r:.80}")
     return _pieces(simulation, level, scale)
 
 
@@ -59,6 +63,16 @@ def _pieces(simulation: Simulation, level: str, scale: float) -> Iterator[bytes]
 
 def _json(value: Any) -> bytes:
     return json.dumps(value).encode()
+
+
+def _whole_ns(nanoseconds: Any) -> Any:
+    """A duration or an array of them, rounded down to whole nanoseconds."""
+    return np.maximum(np.floor(np.asarray(nanoseconds) - _MARGIN_NS), 0.0).astype(np.int64)
+
+
+def _micros(nanoseconds: int) -> str:
+    """Nanoseconds as the microseconds of a trace event."""
+    return f"{nanoseconds // 1000}.{nanoseconds % 1000:03d}"
 
 
 class _Writer:
@@ -113,7 +127,7 @@ class _Writer:
         for stream in streams:
             self._seen.setdefault((process, stream))
         ends = (start[:, None] + times.finish).max(axis=0)
-        begins = np.rint((ends - times.seconds) * self._unit * 1e3).astype(np.int64)  # whole nanoseconds
+        begins = np.ceil((ends - times.seconds) * self._unit * 1e3).astype(np.int64)
         parts = np.stack(np.divmod(begins, 1000), axis=1).ravel()
         filled = template.replace(_ACTION, name.encode()).replace(_PROCESS, str(process).encode())
         yield filled % tuple(parts.tolist())
@@ -125,11 +139,12 @@ class _Writer:
             times = self._simulation.ops_of(*of)
             program = self._simulation.lowered.segments[of[0]].program
             parts, action, process = [], _ACTION.decode(), _PROCESS.decode()
-            for node, seconds in zip(program.nodes, times.seconds.tolist(), strict=True):
+            durations = _whole_ns(times.seconds * self._unit * 1e3)
+            for node, duration in zip(program.nodes, durations.tolist(), strict=True):
                 title = json.dumps(f"{node.name} {node.work.kind}")[1:-1].replace("%", "%%")
                 parts.append(
                     f'{{"ph":"X","name":"{action} {title}","cat":"{program.label}","pid":{process},'
-                    f'"tid":{self._thread(node.stream)},"ts":%d.%03d,"dur":{seconds * self._unit:.3f},'
+                    f'"tid":{self._thread(node.stream)},"ts":%d.%03d,"dur":{_micros(duration)},'
                     f'"args":{{"what":"{node.work}"}}}},'
                 )
             streams = tuple(dict.fromkeys(node.stream for node in program.nodes))
@@ -141,18 +156,26 @@ class _Writer:
 
     def _event(self, name: str, process: int, stream: str, begin: float, end: float, category: str) -> bytes:
         self._seen.setdefault((process, stream))
+        starts, lasts = math.ceil(begin * self._unit * 1e3), int(_whole_ns((end - begin) * self._unit * 1e3))
         text = (
             f'{{"ph":"X","name":"{name}","cat":"{category}","pid":{process},"tid":{self._thread(stream)},'
-            f'"ts":{begin * self._unit:.3f},"dur":{(end - begin) * self._unit:.3f}}},'
+            f'"ts":{_micros(starts)},"dur":{_micros(lasts)}}},'
         )
         return text.encode()
 
     def _messages(self, passing: Passing, first: int, names: list[str]) -> Iterator[bytes]:
         track, run = self._simulation.lowered.track, passing.run
-        for message, (source, target) in enumerate(zip(track.source.tolist(), track.target.tolist(), strict=True)):
+        lanes: dict[tuple[int, str], list[float]] = {}  # when the last message of each lane of a stream ends
+        for message in np.argsort(run.message_start, kind="stable").tolist():
+            source, target = int(track.source[message]), int(track.target[message])
             stage, to = int(track.stage[source]), int(track.stage[target])
             begin, end = float(run.message_start[message]), float(run.message_finish[message])
             stream = f"pp {names[source][0]} to stage {to}"
+            ends = lanes.setdefault((stage, stream), [])
+            lane = next((number for number, last in enumerate(ends) if last <= begin), len(ends))
+            ends[lane : lane + 1] = [end]
+            if lane:  # several messages at once between two stages
+                stream += f" ({lane + 1})"
             yield self._event(f"{names[source]} to stage {to}", first + stage, stream, begin, end, "pp")
 
 

@@ -342,5 +342,5 @@ def annotated_op(values: Mapping[str, str]) -> Op:
     """
     kind, dims = values["kind"], tuple(int(part) for part in values["dims"].split("x"))
     if kind not in OP_KINDS:
-        raise ValueError(f"op kind must be one of {', '.join(OP_KINDS)}, got {kind!r}")
+        raise ValueError(f"op kind must be one of {', '.join(OP_KINDS)}, got {kind!r:.80}")
     return intern_op(kind, dims, values.get("dtype", "fp32"))

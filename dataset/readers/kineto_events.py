@@ -109,7 +109,7 @@ def read_events(path: Path) -> Events:
         length = np.array([row["dur"] for row in rows], dtype=np.float64)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise TraceError(
-            f"every event must have ph, and a complete one ts and dur in numbers, got {error!r} in {path}"
+            f"every event must have ph, and a complete one ts and dur in numbers, got {error!r:.200} in {path}"
         ) from None
     if not rows:
         raise TraceError(f"a Kineto trace must hold complete events, got none in {path}")

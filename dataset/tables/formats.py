@@ -55,7 +55,7 @@ def read_table(name: str, path: Path) -> Measurements:
         TableError: If there is no such format or path, nothing of the format is there, or a file is malformed.
     """
     if name not in FORMATS:
-        raise TableError(f"the format must be one of {', '.join(FORMATS)}, got {name!r}")
+        raise TableError(f"the format must be one of {', '.join(FORMATS)}, got {name!r:.80}")
     path, form = Path(path), FORMATS[name]
     if path.is_file():
         return _read_file(name, path, path.name, path.parent)

@@ -158,7 +158,7 @@ def _times(rows: Rows, number: int, size: int, text: str) -> tuple[tuple[float, 
         times, rates = (float(cells[0]), float(cells[4])), (float(cells[1]), float(cells[5]))
         wrong = cells[3], cells[7]
     except (ValueError, IndexError):
-        raise rows.error(f"a row must end with twice time, algbw, busbw, #wrong, got {text!r}", number) from None
+        raise rows.error(f"a row must end with twice time, algbw, busbw, #wrong, got {text!r:.80}", number) from None
     for time_us, rate in zip(times, rates, strict=True):
         if time_us < 0 or abs((size / time_us / 1e3 if time_us else 0.0) - rate) > 0.02 + 0.05 * rate:
             raise rows.error(f"algbw must be size / time, got {rate} for {size} bytes in {time_us} us", number)

@@ -30,7 +30,7 @@ def read(rows: Rows) -> None:
 def _op(line: Line, kind: str) -> Op:
     sizes = line.text("dims").lower()
     if not re.fullmatch(r"\d+(x\d+)*", sizes):
-        raise line.rows.error(f"dims must be whole numbers joined by x, got {sizes!r}", line.number)
+        raise line.rows.error(f"dims must be whole numbers joined by x, got {sizes!r:.80}", line.number)
     try:
         work = Op(kind, tuple(map(int, sizes.split("x"))), line.cells.get("dtype", "").strip() or "bf16")
     except ValueError as error:

@@ -102,13 +102,15 @@ class Line:
         try:
             return float(text) if text else math.nan
         except ValueError:
-            raise self.rows.error(f"{column} must be a number, got {text!r}", self.number) from None
+            raise self.rows.error(f"{column} must be a number, got {text!r:.80}", self.number) from None
 
     def whole(self, column: str, least: int = 1) -> int:
         """An integer of at least ``least``."""
         value = self.real(column)
         if not (math.isfinite(value) and value == int(value) and value >= least):
-            raise self.rows.error(f"{column} must be a whole number >= {least}, got {self.text(column)!r}", self.number)
+            raise self.rows.error(
+                f"{column} must be a whole number >= {least}, got {self.text(column)!r:.80}", self.number
+            )
         return int(value)
 
 

@@ -32,7 +32,7 @@ def read(rows: Rows) -> None:
     except TableError:
         raise
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise rows.error(f"must be JSON with sys_name and accelerator.op ({error!r})") from None
+        raise rows.error(f"must be JSON with sys_name and accelerator.op ({error!r:.200})") from None
     device = next((ours for start, ours in _DEVICES.items() if name.startswith(start)), device_name(name))
     for section, table in tables.items():
         shapes = table.get("accurate_efficient_factor")
@@ -51,7 +51,7 @@ def _read_section(rows: Rows, section: str, table: dict[str, Any], device: str) 
             flops, work = _work(section, sizes)
             rate = float(table["tflops"]) * 1e12 * float(efficiency)
         except (ValueError, KeyError) as error:
-            raise rows.error(f"{section} {shape!r} cannot be read ({error!r})", index) from None
+            raise rows.error(f"{section} {shape!r:.80} cannot be read ({error!r:.200})", index) from None
         told = [f"{key}={sizes[key]}" for key in _TOLD if key in sizes]
         if work is None:
             rows.skip(f"{section}: no op kind for such sizes")

@@ -32,7 +32,7 @@ def read(rows: Rows) -> None:
             size_text, _, _, _, _, in_place_ns, _ = line.split(",")
             size, seconds = int(size_text), float(in_place_ns) * 1e-9
         except ValueError:
-            raise rows.error(f"a row must have seven cells with sizes and times, got {line!r}", number) from None
+            raise rows.error(f"a row must have seven cells with sizes and times, got {line!r:.80}", number) from None
         if size < 1:
             raise rows.error(f"size must be >= 1, got {size}", number)
         work = Collective("all_reduce", size, group, group)

@@ -157,7 +157,7 @@ def evaluate(
     if not every:
         raise TableError(f"a table of runs has rows, got none in {path}")
     if not runs:
-        raise TableError(f"--source must match the source of a row in {path}, got {source!r}{there}")
+        raise TableError(f"--source must match the source of a row in {path}, got {source!r:.80}{there}")
     skipped: Counter[str] = Counter()
     scored: list[Scored] = []
     suspect: list[Scored] = []

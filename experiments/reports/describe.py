@@ -113,7 +113,7 @@ def write_table(collection: Path, table: Path) -> int:
     from stepsight.dataset.tables.collection_table import read_collection_table
 
     if table.suffix != ".parquet":
-        raise StepsightError(f"--table ends in .parquet, got {str(table)!r}")
+        raise StepsightError(f"--table ends in .parquet, got {str(table)!r:.80}")
     check_output_file(table)
     found = read_collection_table(collection)
     found.to_parquet(table)

@@ -47,7 +47,7 @@ def _study(storage: str | None, name: str | None, question: str) -> optuna.Study
         ) from None
     if study.user_attrs.get("question", question) != question:
         raise StepsightError(
-            f"study {name!r} in {storage} is about another job, space or predictor: choose another name"
+            f"study {name!r:.80} in {storage} is about another job, space or predictor: choose another name"
         )
     study.set_user_attr("question", question)
     return study
@@ -140,7 +140,7 @@ def _check_options(trials: int, sampler: str, seed: int) -> None:
     if trials < 1:
         raise StepsightError(f"trials must be >= 1, got {trials}")
     if sampler not in SAMPLERS:
-        raise StepsightError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
+        raise StepsightError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r:.80}")
 
 
 class _Asked:

@@ -62,7 +62,7 @@ def register_family(name: str, family: Family) -> None:
         JobError: If the name is taken.
     """
     if name in _FAMILIES:
-        raise JobError(f"a family's name must be new, got {name!r} (known: {', '.join(_FAMILIES)})")
+        raise JobError(f"a family's name must be new, got {name!r:.80} (known: {', '.join(_FAMILIES)})")
     _FAMILIES[name] = family
     if name not in FAMILIES:
         FAMILIES.append(name)

@@ -87,7 +87,7 @@ def track(schedule: Schedule, runtime: str = "asynchronous") -> Track:
         JobError: If the schedule cannot run.
     """
     if runtime not in RUNTIMES:
-        raise JobError(f"runtime must be one of {', '.join(RUNTIMES)}, got {runtime!r}")
+        raise JobError(f"runtime must be one of {', '.join(RUNTIMES)}, got {runtime!r:.80}")
     order = order_actions(schedule)
     messages = find_messages(order)
     if runtime == "asynchronous":

@@ -121,7 +121,7 @@ def _other_latency(name: str, job: Job) -> RooflineLatency:
     latency = preset_latency(name, job.fabric)
     if latency is None:
         raise JobError(
-            f"cluster.mixed: hardware must be a preset ({', '.join(hardware_names())}), got {name!r}: "
+            f"cluster.mixed: hardware must be a preset ({', '.join(hardware_names())}), got {name!r:.80}: "
             "nothing is known of it"
         )
     return latency

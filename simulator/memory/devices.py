@@ -39,7 +39,7 @@ def _preset(name: str) -> Hardware:
     hardware = find_hardware(name)
     if hardware is None:
         raise JobError(
-            f"cluster.mixed: hardware must be a preset ({', '.join(hardware_names())}), got {name!r}: "
+            f"cluster.mixed: hardware must be a preset ({', '.join(hardware_names())}), got {name!r:.80}: "
             "nothing is known of it"
         )
     return hardware

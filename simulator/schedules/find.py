@@ -20,7 +20,7 @@ def find_schedule(name: str, num_stages: int, num_micro_batches: int, virtual_st
         JobError: If there is none of that name, or it does not allow these numbers.
     """
     if name not in SCHEDULES:
-        raise JobError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r}")
+        raise JobError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r:.80}")
     if num_stages == 1:
         return alternate(num_micro_batches, virtual_stages, name)
     fewest, most = SCHEDULES[name]

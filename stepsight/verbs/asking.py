@@ -51,7 +51,7 @@ def predict(
     from stepsight.training.predictor.prediction import predict as ask
 
     if level not in ("segment", "op"):
-        raise StepsightError(f"--level must be segment or op, got {level!r}")
+        raise StepsightError(f"--level must be segment or op, got {level!r:.80}")
     for name, wanted, kind in (("--timeline", timeline, TIMELINE), ("--schedule", schedule, SCHEDULE)):
         if wanted is not None and len(jobs) != 1:
             raise StepsightError(f"{name} takes one job, got {len(jobs)}")

@@ -142,7 +142,7 @@ def experiment(
         typer.echo(context.get_help())
         return
     if name not in EXPERIMENTS:
-        raise StepsightError(f"experiment must be one of {', '.join(EXPERIMENTS)}, got {name!r}")
+        raise StepsightError(f"experiment must be one of {', '.join(EXPERIMENTS)}, got {name!r:.80}")
     try:
         study = import_module(f"stepsight.experiments.studies.{EXPERIMENTS[name]}")
     except ModuleNotFoundError as error:

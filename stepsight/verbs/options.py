@@ -82,7 +82,7 @@ def check_plot(plot: Path | None) -> None:
     from stepsight.experiments.reports.plots import FORMATS
 
     if plot.suffix not in FORMATS:
-        raise StepsightError(f"--plot ends in {', '.join(FORMATS)}, got {str(plot)!r}")
+        raise StepsightError(f"--plot ends in {', '.join(FORMATS)}, got {str(plot)!r:.80}")
     check_output_file(plot)
 
 
@@ -96,12 +96,14 @@ def check_result(option: str, wanted: Path, kind: tuple[str, bytes]) -> None:
 
     suffix, begins = kind
     if wanted.suffix != suffix:
-        raise StepsightError(f"{option} ends in {suffix}, got {str(wanted)!r}")
+        raise StepsightError(f"{option} ends in {suffix}, got {str(wanted)!r:.80}")
     check_output_file(wanted)
     if wanted.exists():
         with wanted.open("rb") as file:
             if not re.match(begins, file.read(64)):
-                raise StepsightError(f"{option} takes the place of nothing but a file of its kind, got {str(wanted)!r}")
+                raise StepsightError(
+                    f"{option} takes the place of nothing but a file of its kind, got {str(wanted)!r:.80}"
+                )
 
 
 def progress(what: str) -> Callable[..., None]:

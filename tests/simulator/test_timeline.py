@@ -4,11 +4,16 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.hardware import Fabric, Hardware, Link
+from stepsight.dataset.job import Job
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.simulate import Simulation, simulate
+from stepsight.simulator.timeline import timeline_json
+from tests.simulator.any_job import FABRIC, devices, jobs
 from tests.simulator.conftest import JobMaker
 
 
@@ -22,16 +27,42 @@ def events(simulation: Simulation, level: str) -> list[Any]:
     return json.loads(json.dumps(simulation.timeline(level), allow_nan=False))["traceEvents"]
 
 
+def nanoseconds(value: str) -> int:
+    """Microseconds with three digits, as written."""
+    whole, _, part = value.partition(".")
+    return int(whole) * 1000 + int(part)
+
+
+def spans_of(simulation: Simulation, level: str, scale: float = 1.0) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """Begin and end of the events of each track (process and thread), in whole nanoseconds."""
+    rows = defaultdict(list)
+    text = b"".join(timeline_json(simulation, level, scale))
+    for event in json.loads(text, parse_float=str)["traceEvents"]:
+        if event["ph"] == "X":
+            begin = nanoseconds(event["ts"])
+            rows[event["pid"], event["tid"]].append((begin, begin + nanoseconds(event["dur"])))
+    return rows
+
+
+def check_tracks(simulation: Simulation, level: str, scale: float = 1.0) -> None:
+    """No stream does two things at once: viewers drop events that overlap by a nanosecond."""
+    for spans in spans_of(simulation, level, scale).values():
+        spans.sort()
+        assert all(before[1] <= after[0] for before, after in pairwise(spans)) and spans[0][0] >= 0
+        assert spans[-1][1] <= simulation.iteration_time_s * scale * 1e9 + 1
+
+
 @pytest.mark.parametrize("level", ["segment", "op"])
 def test_no_stream_does_two_things_at_once(simulation: Simulation, level: str) -> None:
-    rows = defaultdict(list)
-    for event in events(simulation, level):
-        if event["ph"] == "X":
-            rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    assert len(rows) >= 4
-    for spans in rows.values():
-        spans.sort()  # written to the nanosecond
-        assert all(before[1] <= after[0] + 2e-3 for before, after in pairwise(spans))
+    assert len(spans_of(simulation, level)) >= 4
+    for scale in (1.0, 0.7, 1.0 / 3):
+        check_tracks(simulation, level, scale)
+
+
+@settings(max_examples=15, deadline=None)
+@given(jobs(), devices(), st.sampled_from(["segment", "op"]), st.floats(0.5, 2.0))
+def test_tracks_of_any_job_never_overlap(job: Job, device: Hardware, level: str, scale: float) -> None:
+    check_tracks(simulate(job, RooflineLatency(device, FABRIC)), level, scale)
 
 
 @pytest.mark.parametrize("level", ["segment", "op"])

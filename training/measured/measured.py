@@ -66,7 +66,7 @@ class Profile:
         missing = {"peak_flops", "memory_bandwidth_bytes_per_s", "memory_bytes"} - set(facts)
         if missing:
             raise TraceError(
-                f"the collection must hold event profiles with hardware facts, or {name!r} must be a preset; "
+                f"the collection must hold event profiles with hardware facts, or {name!r:.80} must be a preset; "
                 f"got no {', '.join(sorted(missing))}"
             )
         return hardware_from_dict(facts)
@@ -188,8 +188,8 @@ def check_hardware(runs: Sequence[MeasuredRun], name: str) -> None:
     for run in runs:
         if run.manifest.job.cluster.hardware != name:
             raise TraceError(
-                f"every run must be on the hardware that is learned: cluster.hardware must be {name!r}, "
-                f"got {run.manifest.job.cluster.hardware!r} in {run.manifest.folder}"
+                f"every run must be on the hardware that is learned: cluster.hardware must be {name!r:.80}, "
+                f"got {run.manifest.job.cluster.hardware!r:.80} in {run.manifest.folder}"
             )
 
 

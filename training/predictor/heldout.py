@@ -57,7 +57,7 @@ def evaluate(predictor: Predictor, collection: Path, *, role: str = "heldout") -
     runs = read_runs([collection], (role,))
     if not any(run.manifest.whole for run in runs):
         got = f"{len(runs)} that stand in for stages" if runs else "none"
-        raise TraceError(f"evaluation needs runs with role {role!r}, got {got} in {collection}")
+        raise TraceError(f"evaluation needs runs with role {role!r:.80}, got {got} in {collection}")
     trained = set(predictor.manifest.get("runs", ())) & {run.manifest.name for run in runs}
     known = {Path(str(path)).resolve() for path in predictor.manifest.get("collections", ())}
     if trained and role != "train" and collection.resolve() in known:

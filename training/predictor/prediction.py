@@ -313,7 +313,7 @@ def _shipped(name: str) -> Predictor:
     if found is None:
         raise PredictorError(
             f"a predictor by name must be one of {', '.join(shipped_names())} or their hardware, or {ROOFLINE}, "
-            f"got {name!r}"
+            f"got {name!r:.80}"
         )
     return found
 
@@ -323,7 +323,8 @@ def _from_facts(job: Job) -> Prediction:
     if latency is None:
         raise JobError(
             "without a predictor, cluster.hardware must be a preset "
-            f"({', '.join(hardware_names())}), got {job.cluster.hardware!r}: train a predictor for it, or name a preset"
+            f"({', '.join(hardware_names())}), got {job.cluster.hardware!r:.80}: "
+            "train a predictor for it, or name a preset"
         )
     simulation = simulate(job, latency)
     why = f"nothing was measured for {job.cluster.hardware}" if _serving(job.cluster.hardware) is None else "as asked"

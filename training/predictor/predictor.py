@@ -101,8 +101,8 @@ class Predictor:
         if job.cluster.hardware != self.hardware.name:
             raise PredictorError(
                 f"the predictor {self.manifest.get('name', self.hardware.name)} serves its own hardware: "
-                f"cluster.hardware must be {self.hardware.name!r}, "
-                f"got {job.cluster.hardware!r}"
+                f"cluster.hardware must be {self.hardware.name!r:.80}, "
+                f"got {job.cluster.hardware!r:.80}"
             )
         busy = 1 if alone else min(job.cluster.devices_per_node, job.cluster.num_devices)
         devices = job.cluster.num_devices if self.hardware.compute_spread and not alone else 1
@@ -232,7 +232,7 @@ class Predictor:
         if hardware.name != manifest["hardware"]:
             raise PredictorError(
                 f"{folder}: manifest.json and hardware.json must name the same hardware, "
-                f"got {manifest['hardware']!r} and {hardware.name!r}"
+                f"got {manifest['hardware']!r:.80} and {hardware.name!r:.80}"
             )
         sizes = {
             "kernel": (len(OP_TERMS), len(OP_FEATURES), num_axes),

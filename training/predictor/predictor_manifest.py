@@ -116,7 +116,7 @@ def _strangers(folder: Path) -> list[str]:
 def _manifest(table: dict[str, Any]) -> dict[str, Any]:
     if table.get("format") != FORMAT or table.get("schema") not in (SCHEMA, UNSEALED):
         raise PredictorError(
-            f"a predictor must have format {FORMAT!r} and schema {SCHEMA}, "
+            f"a predictor must have format {FORMAT!r:.80} and schema {SCHEMA}, "
             f"got {table.get('format')!r:.80} and {table.get('schema')!r:.80}"
         )
     for key in ("hardware", "name", "digest"):

@@ -276,7 +276,7 @@ def retrain(name: str, data: Path, out: Path, seed: int = 0) -> Predictor:
     """
     recipe = RECIPES.get(name)
     if recipe is None:
-        raise PredictorError(f"a shipped predictor must be one of {', '.join(RECIPES)}, got {name!r}")
+        raise PredictorError(f"a shipped predictor must be one of {', '.join(RECIPES)}, got {name!r:.80}")
     hardware = _preset(recipe.hardware)
     rows, tables = read_recipe(recipe, data)
     kernel = fit_table(rows, hardware, tables["others"], seed=seed)
