@@ -45,6 +45,27 @@ class Fabric:
     inter_node: Link
 
 
+# Least and most of a device's numbers.  No device has more within decades; beyond, a number is an error or made up.
+_SECONDS, _RATE, _BYTES, _SHARE, _FLOPS = (0.0, 1e3), (1.0, 1e18), (1.0, 1e18), (0.0, 1.0), (1.0, 1e21)
+_RANGES = {
+    "memory_bandwidth_bytes_per_s": _RATE,
+    "memory_bytes": _BYTES,
+    "num_processors": (0, 10**9),
+    "compute_efficiency": (1e-6, 1.0),
+    "memory_efficiency": (1e-6, 1.0),
+    "op_latency_s": _SECONDS,
+    "comm_compute_share": _SHARE,
+    "compute_spread": (0.0, 10.0),
+    "host_op_s": _SECONDS,
+    "host_action_s": _SECONDS,
+    "host_message_s": _SECONDS,
+    "host_link_bytes_per_s": _RATE,
+    "host_memory_bandwidth_bytes_per_s": _RATE,
+    "reserved_bytes": (0.0, 1e18),
+    "fragmentation": (0.0, 100.0),
+}
+
+
 @dataclass(frozen=True)
 class Hardware:
     """One kind of device.
@@ -96,44 +117,29 @@ class Hardware:
     source: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.host_kinds_s, dict) or not all(
-            isinstance(value, int | float) and not isinstance(value, bool) for value in self.host_kinds_s.values()
-        ):
-            raise JobError(f"hardware {self.name}: host_kinds_s is a table of seconds, got {self.host_kinds_s!r:.80}")
-        positive = {
-            "memory_bandwidth_bytes_per_s": self.memory_bandwidth_bytes_per_s,
-            "memory_bytes": self.memory_bytes,
-            "host_link_bytes_per_s": self.host_link_bytes_per_s,
-            "host_memory_bandwidth_bytes_per_s": self.host_memory_bandwidth_bytes_per_s,
-            **{f"peak_flops.{dtype}": value for dtype, value in self.peak_flops.items()},
-        }
-        for name, value in positive.items():
-            if not value > 0:
-                raise JobError(f"hardware {self.name}: {name} must be > 0, got {value}")
-        for name, value in (
-            ("compute_efficiency", self.compute_efficiency),
-            ("memory_efficiency", self.memory_efficiency),
-        ):
-            if not 0 < value <= 1:
-                raise JobError(f"hardware {self.name}: {name} must lie in (0, 1], got {value}")
-        for name, value in (
-            ("num_processors", self.num_processors),
-            ("compute_spread", self.compute_spread),
-            ("host_op_s", self.host_op_s),
-            *((f"host_kinds_s.{kind}", value) for kind, value in self.host_kinds_s.items()),
-            ("host_action_s", self.host_action_s),
-            ("host_message_s", self.host_message_s),
-            ("reserved_bytes", self.reserved_bytes),
-            ("fragmentation", self.fragmentation),
-        ):
-            if not 0 <= value < float("inf"):
-                raise JobError(f"hardware {self.name}: {name} must be >= 0 and finite, got {value}")
+        for table in ("peak_flops", "host_kinds_s"):
+            if not isinstance(getattr(self, table), dict):
+                raise JobError(
+                    f"hardware {self.name!s:.80}: {table} must be a table of numbers, got {getattr(self, table)!r:.80}"
+                )
+        numbers = {name: (getattr(self, name), within) for name, within in _RANGES.items()}
+        numbers |= {f"peak_flops.{dtype}": (peak, _FLOPS) for dtype, peak in self.peak_flops.items()}
+        numbers |= {f"host_kinds_s.{kind}": (value, _SECONDS) for kind, value in self.host_kinds_s.items()}
+        for name, (value, (least, most)) in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+                raise JobError(
+                    f"hardware {self.name!s:.80}: {name:.80} must be a number from {least:g} to {most:g}, "
+                    f"got {value!r:.80}"
+                )
+        for name in ("name", "kind", "source"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name).isprintable():
+                raise JobError(f"{name} of a hardware must be a printable text, got {getattr(self, name)!r:.80}")
+        if not self.peak_flops:
+            raise JobError(f"hardware {self.name:.80}: peak_flops must state a peak of one dtype at least, got none")
         unknown = sorted(set(self.host_kinds_s) - set(OP_KINDS) - set(COLLECTIVE_KINDS))
         if unknown:
-            raise JobError(f"hardware {self.name}: host_kinds_s names ops and collectives, got {', '.join(unknown)}")
-        if not 0 <= self.comm_compute_share <= 1:
             raise JobError(
-                f"hardware {self.name}: comm_compute_share must lie in [0, 1], got {self.comm_compute_share}"
+                f"hardware {self.name}: host_kinds_s names ops and collectives, got {', '.join(unknown):.200}"
             )
 
     @property

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Seconds = NDArray[np.float64]
 MAX_PROGRAMS, MAX_WORKS = 4096, 100_000  # that a latency model remembers
 BY_CLOCK = ("gemm", "batched_gemm", "grouped_gemm", "attention", "latent_attention")  # whose time the clock decides
+FASTER, SLOWER, SLOWEST_S = 10.0, 1e6, 100.0  # than peaks and bandwidths say; a latency
 T = TypeVar("T", Op, Collective)
 
 
@@ -82,15 +83,34 @@ class LearnedLatency:
         missing = [work for work, seconds in found.items() if seconds is None]
         if missing:
             asked = ask(missing) * [self._constants.factor(work) for work in missing]
-            wrong = np.flatnonzero(~(np.isfinite(asked) & (asked >= 0)))
-            if len(wrong):
-                raise PredictorError(
-                    f"a predictor must give finite seconds, got {asked[wrong[0]]} of {missing[wrong[0]]}"
-                )
+            self._check(missing, asked)
             pairs = list(zip(missing, asked.tolist(), strict=True))
             memo.update(pairs)
             found.update(pairs)
         return np.array([found[work] for work in works], dtype=np.float64)
+
+    def _check(self, works: Sequence[T], seconds: Seconds) -> None:
+        limits = np.array([self._limits(work) for work in works]).reshape(-1, 2)
+        wrong = np.flatnonzero(~((limits[:, 0] <= seconds) & (seconds <= limits[:, 1])))
+        if len(wrong):
+            first = wrong[0]
+            raise PredictorError(
+                f"a predictor must give times that its hardware allows, from {limits[first, 0]:g} to "
+                f"{limits[first, 1]:g} s, got {seconds[first]:g} of {works[first]!s:.120}"
+            )
+
+    def _limits(self, work: Op | Collective) -> tuple[float, float]:
+        """Least and most seconds that anybody believes of a work: far beyond what any fit finds."""
+        if isinstance(work, Collective):
+            slowest = min(self.fabric.inter_node.bandwidth_bytes_per_s, self.fabric.intra_node.bandwidth_bytes_per_s)
+            return 0.0, SLOWEST_S + SLOWER * work.num_bytes * work.group_size / slowest
+        computed = work.flops / max(self.hardware.peak_flops.values())
+        moved = work.num_bytes / min(
+            self.hardware.memory_bandwidth_bytes_per_s,
+            self.hardware.host_link_bytes_per_s,
+            self.hardware.host_memory_bandwidth_bytes_per_s,
+        )
+        return computed / FASTER, SLOWEST_S + SLOWER * (computed + moved)
 
     def in_context(self, programs: Sequence[Program], seconds: Sequence[Seconds]) -> Sequence[Seconds]:
         """Seconds of every node within its program, from the seconds alone; same shapes."""

@@ -16,7 +16,7 @@ that come with the package lie in ``predictors``.
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,14 +28,14 @@ from stepsight.dataset.errors import PredictorError
 from stepsight.dataset.files import new_folder, set_aside, write_json
 from stepsight.dataset.hardware import Fabric, Hardware, hardware_from_dict
 from stepsight.dataset.job import Job
-from stepsight.dataset.op import Collective, Op
-from stepsight.features.collective_features import COLLECTIVE_AXES, COLLECTIVE_FEATURES, COLLECTIVE_TERMS
-from stepsight.features.op_features import OP_FEATURES, OP_TERMS
+from stepsight.dataset.op import OP_KINDS, Collective, Op
+from stepsight.features.collective_features import COLLECTIVE_AXES, COLLECTIVE_FEATURES
+from stepsight.features.op_features import OP_FEATURES
 from stepsight.training.calibration.corrections import Calibration
-from stepsight.training.collectives.collective_models import CollectiveModel
+from stepsight.training.collectives.collective_models import BOUNDS, NCCL_BOUNDS, CollectiveModel
 from stepsight.training.intervals.conformal import Intervals
 from stepsight.training.kernels.derived_kinds import Ratio
-from stepsight.training.kernels.kernel_models import KernelModel, num_axes
+from stepsight.training.kernels.kernel_models import KernelModel, num_axes, op_bounds
 from stepsight.training.predictor.learned_latency import LearnedLatency
 from stepsight.training.predictor.predictor_manifest import (
     MANIFEST,
@@ -234,13 +234,8 @@ class Predictor:
                 f"{folder}: manifest.json and hardware.json must name the same hardware, "
                 f"got {manifest['hardware']!r:.80} and {hardware.name!r:.80}"
             )
-        sizes = {
-            "kernel": (len(OP_TERMS), len(OP_FEATURES), num_axes),
-            "collective": (len(COLLECTIVE_TERMS), len(COLLECTIVE_FEATURES), lambda label: COLLECTIVE_AXES),
-        }
-        kernel, collective = (
-            read_part(folder / f"{name}.json", partial(_regressor, folder, *size)) for name, size in sizes.items()
-        )
+        kernel = read_part(folder / "kernel.json", partial(_kernel, folder, hardware))
+        collective = read_part(folder / "collective.json", partial(_collective, folder))
         derives, ratios = read_part(folder / "kernel.json", _derived)
         nccl, carried = read_part(folder / "collective.json", _library)
         tables = read_part(folder / "intervals.json", dict)
@@ -273,16 +268,25 @@ def _text(folder: Path, name: Any) -> str:
         raise PredictorError(f"every file of a predictor must be readable, got {path}: {reason(error)}") from None
 
 
-def _regressor(
-    folder: Path, num_terms: int, num_features: int, axes_of: Callable[[str], int], table: dict[str, Any]
-) -> Regressor:
+def _kernel(folder: Path, hardware: Hardware, table: dict[str, Any]) -> Regressor:
+    regressor = _regressor(folder, len(OP_FEATURES), table)
+    regressor.check(num_axes, lambda label: op_bounds(hardware, OP_KINDS[label.split("/")[0]].family))
+    return regressor
+
+
+def _collective(folder: Path, table: dict[str, Any]) -> Regressor:
+    regressor = _regressor(folder, len(COLLECTIVE_FEATURES), table)
+    bounds = NCCL_BOUNDS if table.get("nccl") else BOUNDS
+    regressor.check(lambda label: COLLECTIVE_AXES, lambda label: bounds)
+    return regressor
+
+
+def _regressor(folder: Path, num_features: int, table: dict[str, Any]) -> Regressor:
     trees = {}
     for label, model in table["trees"].items():
         trees[label] = Trees(_text(folder, model["file"]), float(model["share"]))
         trees[label].check(num_features)
-    regressor = Regressor.from_dict(table, trees)
-    regressor.check(num_terms, axes_of)
-    return regressor
+    return Regressor.from_dict(table, trees)
 
 
 def _derived_to_dict(kernel: KernelModel) -> dict[str, Any]:

@@ -21,6 +21,7 @@ CONSTANT_PRIOR_STD = 2.0  # log units
 BUSY_PRIOR_STD = 0.5
 SHARPNESS = 6.0  # of a maximum: the power of a norm
 MOST_LOG = 100.0  # of any logarithm of a saved predictor: beyond, it is a slip of the pen
+SLACK = 1e-6  # of a constant in log units, for what saving rounds
 MAX_BUSY_EXPONENT = 1.2  # 1: the quantity is fully shared among the busy devices of a node
 
 
@@ -61,17 +62,30 @@ class Physics:
             parts[:, columns] = longest * total ** (1 / SHARPNESS - 1) * powers
         return parts
 
-    def check(self, kind: str, num_terms: int) -> None:
-        """Check what was read.
+    def check(self, kind: str, bounds: Bounds) -> None:
+        """Check what was read against what a fit may find.
 
         Raises:
-            ValueError: If these are no constants of so many terms.
+            ValueError: If these are no constants of so many terms, or beyond the bounds.
         """
+        num_terms = len(bounds.low)
         shapes = (self.log_constants.shape, self.busy_exponents.shape)
         if shapes != ((num_terms,), (num_terms,)):
             raise ValueError(f"{kind} must have {num_terms} constants and as many exponents, got {shapes}")
         if not (np.abs([*self.log_constants, *self.busy_exponents]) <= MOST_LOG).all():
-            raise ValueError(f"constants and exponents of {kind} must lie within +-{MOST_LOG:g}, got {self.to_dict()}")
+            raise ValueError(
+                f"constants and exponents of {kind} must lie within +-{MOST_LOG:g}, got {self.to_dict()!s:.80}"
+            )
+        low, high = np.log(bounds.low) - SLACK, np.log(bounds.high) + SLACK
+        if not ((low <= self.log_constants) & (self.log_constants <= high)).all():
+            raise ValueError(
+                f"constants of {kind} must be what physics allows, got {self.log_constants.tolist()!s:.80}"
+            )
+        if not ((self.busy_exponents >= 0) & (self.busy_exponents <= MAX_BUSY_EXPONENT)).all():
+            raise ValueError(
+                f"exponents of {kind} must lie within 0 and {MAX_BUSY_EXPONENT}, "
+                f"got {self.busy_exponents.tolist()!s:.80}"
+            )
         if not set(self.overlapping) <= set(range(num_terms)):
             raise ValueError(f"overlapping terms of {kind} must be of 0 ... {num_terms - 1}, got {self.overlapping}")
 

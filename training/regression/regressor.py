@@ -24,7 +24,8 @@ FOLDS = 5
 TREE_SHARES = (0.5, 1.0, 0.0)  # how much the trees may say, what is tried first preferred
 MIN_GAIN = 0.03  # a choice must lower the cross-validated error by this part to replace one tried before
 UNKNOWN = 1.0  # log-error charged where nothing of a kind is left to learn from
-MOST = 1e6  # of a neighbour's weight, and of busy devices: beyond, a number is a slip of the pen
+MOST = 1e6  # busy devices: beyond, a number is a slip of the pen
+MOST_WEIGHT = 1e3  # of a neighbour
 FADE = 0.7  # log units outside the support after which the trees' say falls to 1/e
 
 
@@ -153,8 +154,12 @@ class Regressor:
         above = position - high if kind in self.neighbours else np.zeros_like(position)
         return float(np.maximum(np.maximum(low - position, above), 0.0)[varied].sum())
 
-    def check(self, num_terms: int, num_axes: Callable[[str], int]) -> None:
-        """Check what was read; ``num_axes``: of a position, by kind.
+    def check(self, num_axes: Callable[[str], int], bounds: Callable[[str], Bounds]) -> None:
+        """Check what was read.
+
+        Args:
+            num_axes: Of a position, by kind.
+            bounds: Of the constants, by kind.
 
         Raises:
             ValueError: If its arrays do not fit each other, or a number is no such number.
@@ -164,16 +169,16 @@ class Regressor:
         if not 1 <= self.busy[0] <= self.busy[1] <= MOST:
             raise ValueError(f"1 <= least busy <= most busy <= {MOST:g} must hold, got {self.busy}")
         for kind, physics in self.physics.items():
-            physics.check(kind, num_terms)
+            physics.check(kind, bounds(kind))
             axes = num_axes(kind)
             _check_positions(f"support of {kind}", np.stack(self.support[kind]), axes)
             if kind in self.neighbours:
                 near = self.neighbours[kind]
                 _check_positions(f"neighbours of {kind}", near.positions, axes + 1)
                 least, most = LENGTHS[0], LENGTHS[-1]
-                if not (least <= near.length <= most and (np.abs(near.weights) <= MOST).all()):
+                if not (least <= near.length <= most and (np.abs(near.weights) <= MOST_WEIGHT).all()):
                     raise ValueError(
-                        f"neighbours of {kind} must reach from {least} to {most} and have weights within +-{MOST:g}"
+                        f"neighbours of {kind} must reach from {least} to {most}, their weights within +-{MOST_WEIGHT:g}"
                     )
 
     def to_dict(self) -> dict[str, Any]:

@@ -50,6 +50,8 @@ ROUNDS_OF_MANY = 200
 VERY_MANY_ROWS = 8000
 ROUNDS_OF_VERY_MANY = 600
 
+MOST_SUM = 12.0  # of the largest leaf of each tree: no correction of physics is larger than a factor of exp(12)
+MOST_TREES = 20_000
 _WALKS = 1_000_000  # of a row through a tree at once, to bound memory
 
 # What evaluation reads of LightGBM's text; the rest tells how the trees were grown.
@@ -120,8 +122,8 @@ class Trees:
     share: float = 1.0
 
     @cached_property
-    def _packed(self) -> tuple[_Tree, NDArray[np.int64]]:
-        """All trees as one array of nodes and one of leaves, and the root of each."""
+    def _packed(self) -> tuple[_Tree, NDArray[np.int64], float]:
+        """All trees as one array of nodes and one of leaves, the root of each, and the most that they add up to."""
         try:
             trees = [_read_tree(block) for block in self.text.split("\nTree=")[1:]]
         except (KeyError, ValueError, IndexError) as error:
@@ -142,7 +144,7 @@ class Trees:
             np.concatenate([moved(tree.right, i) for i, tree in enumerate(trees)]) if trees else np.zeros(0, int),
             np.concatenate([tree.leaf for tree in trees]) if trees else np.zeros(0),
         )
-        return forest, roots
+        return forest, roots, sum(float(np.abs(tree.leaf).max()) for tree in trees)
 
     def check(self, num_features: int) -> None:
         """Read the text now.
@@ -152,7 +154,15 @@ class Trees:
         """
         if not 0 < self.share <= 1:
             raise PredictorError(f"0 < share <= 1 must hold for trees, got {self.share}")
-        most = int(self._packed[0].feature.max(initial=-1))
+        blocks = self.text.count("\nTree=")
+        if blocks > MOST_TREES:
+            raise PredictorError(f"a regressor must have at most {MOST_TREES} trees, got {blocks}")
+        forest, _, largest = self._packed
+        if not np.isfinite(forest.threshold).all() or largest > MOST_SUM:
+            raise PredictorError(
+                f"thresholds must be finite and leaves add up to at most {MOST_SUM:g}, got {largest:g}"
+            )
+        most = int(forest.feature.max(initial=-1))
         if most >= num_features:
             raise PredictorError(f"a regressor must be for {num_features} features, got a split on feature {most}")
 
@@ -163,7 +173,7 @@ class Trees:
         return np.concatenate([np.zeros(0), *parts])
 
     def _walk(self, features: Array) -> Array:
-        forest, roots = self._packed
+        forest, roots, _ = self._packed
         rows = np.repeat(np.arange(len(features)), len(roots))
         at = np.tile(roots, len(features))
         inner = np.flatnonzero(at >= 0)
