@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any
 
 from stepsight.dataset.errors import JobError
-from stepsight.dataset.specs import FP8_SCALING, OVERLAP_TP, RUNTIMES
+from stepsight.dataset.specs import ENGINES, FP8_SCALING, OVERLAP_TP, RUNTIMES
 
 SELECTIVE = ("attention", "every-2nd-layer")
 GRADIENTS = ("model", "fp32", "fp32-cast")
@@ -30,6 +30,8 @@ class Framework:
         name: Key in the presets.
         words: Parts of a name by which runs call it, lower case.
         source: Where this is known from, with a date.
+        engine: As in ``ExecutionSpec``: whose kernels, autograd and optimizer these are; empty: not known, so that the
+            default of the precision is taken.
         overlap_grad_reduce, overlap_param_gather, bucket_mbytes, prefetch, reshard_after_forward: As in
             ``ParallelSpec``.
         attention: One of ``ATTENTION``: three ops with a score matrix, or a generation of fused kernels (``flash-3``:
@@ -53,6 +55,7 @@ class Framework:
     name: str
     words: tuple[str, ...] = ()
     source: str = ""
+    engine: str = ""
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = False
     bucket_mbytes: float = 25.0
@@ -78,6 +81,7 @@ class Framework:
 
     def __post_init__(self) -> None:
         for key, value, allowed in (
+            ("engine", self.engine, ("", *ENGINES)),
             ("selective", self.selective, SELECTIVE),
             ("gradients", self.gradients, GRADIENTS),
             ("runtime", self.runtime, ("", *RUNTIMES)),
@@ -146,6 +150,7 @@ class Framework:
             },
             "batch": {"fp8_scaling": self.fp8_scaling},
             "optimizer": {"fused": self.fused_optimizer, "clip_grad_norm": self.clip_grad_norm},
+            "execution": {"engine": self.engine},
         }
         stated = {**tables, "model": model, "parallel": parallel}
         return {name: {**habits.get(name, {}), **stated.get(name, {})} for name in {**stated, **habits}}

@@ -17,19 +17,19 @@ from stepsight.dataset.frameworks import Framework, find_framework, unknown_fram
 from stepsight.dataset.hardware import Fabric, fabric_from_dict, find_fabric, suspicious_links, usual_fabric
 from stepsight.dataset.models import MODELS
 from stepsight.dataset.rules import broken_rules
+from stepsight.dataset.spec_tables import spec_from_table, type_problems
 from stepsight.dataset.specs import (
     OPTIONAL,
     SECTIONS,
     BatchSpec,
     ClusterSpec,
+    ExecutionSpec,
     ModelSpec,
     OptimizerSpec,
     ParallelSpec,
-    spec_from_table,
-    type_problems,
 )
 
-__all__ = ["BatchSpec", "ClusterSpec", "Job", "JobLike", "ModelSpec", "OptimizerSpec", "ParallelSpec"]
+__all__ = ["BatchSpec", "ClusterSpec", "ExecutionSpec", "Job", "JobLike", "ModelSpec", "OptimizerSpec", "ParallelSpec"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,7 @@ class Job:
     batch: BatchSpec
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     cluster: ClusterSpec
+    execution: ExecutionSpec = field(default_factory=ExecutionSpec)
     framework: str = ""
 
     def __post_init__(self) -> None:
@@ -120,8 +121,10 @@ class Job:
         return f"Job({self.name} on {self.cluster.num_devices} x {self.cluster.hardware})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain tables that ``from_dict`` reads back to an equal job."""
+        """Plain tables that ``from_dict`` reads back to an equal job; ``execution`` only where it states an engine."""
         tables = {section: asdict(getattr(self, section)) for section in SECTIONS}
+        if self.execution == ExecutionSpec():
+            del tables["execution"]
         return {"framework": self.framework, **tables} if self.framework else tables
 
     def to_json(self) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from stepsight.dataset.errors import JobError
+from stepsight.dataset.hardware import Fabric
 from stepsight.dataset.harness.plan.parallel_rules import (
     Rules,
     check_batch,
@@ -20,6 +21,7 @@ from stepsight.dataset.specs import (
     ATTENTIONS,
     AXES,
     CONTEXT_PARALLEL,
+    ENGINES,
     FAMILIES,
     FP8_SCALING,
     GRADIENT_DTYPES,
@@ -29,10 +31,13 @@ from stepsight.dataset.specs import (
     RECOMPUTE,
     RUNTIMES,
     SCHEDULES,
+    BatchSpec,
+    ClusterSpec,
+    ExecutionSpec,
+    ModelSpec,
+    OptimizerSpec,
+    ParallelSpec,
 )
-
-if TYPE_CHECKING:
-    from stepsight.dataset.job import Job
 
 # Beyond these a number is a slip of the pen.
 MOST, MOST_LAYERS, MOST_DEVICES, MOST_ACTIONS, MOST_SLOWDOWN = 2**31, 10_000, 2**24, 2**20, 1000.0
@@ -56,7 +61,28 @@ _NOT_NEGATIVE = {
 _NO_DECODER = ("bert", "t5", "vit")
 
 
-def broken_rules(job: Job) -> list[str]:
+class JobTables(Protocol):
+    """What the rules read of a job."""
+
+    @property
+    def model(self) -> ModelSpec: ...
+    @property
+    def parallel(self) -> ParallelSpec: ...
+    @property
+    def batch(self) -> BatchSpec: ...
+    @property
+    def optimizer(self) -> OptimizerSpec: ...
+    @property
+    def cluster(self) -> ClusterSpec: ...
+    @property
+    def execution(self) -> ExecutionSpec: ...
+    @property
+    def num_micro_batches(self) -> int: ...
+    @property
+    def fabric(self) -> Fabric: ...
+
+
+def broken_rules(job: JobTables) -> list[str]:
     """Every rule that a job breaks; the later ones need that the first hold."""
     rules = Rules()
     _sizes(rules, job)
@@ -72,7 +98,7 @@ def broken_rules(job: Job) -> list[str]:
     return rules
 
 
-def _sizes(rules: Rules, job: Job) -> None:
+def _sizes(rules: Rules, job: JobTables) -> None:
     for names, least in ((_POSITIVE, "> 0"), (_NOT_NEGATIVE, ">= 0")):
         for section, keys in names.items():
             for key in keys:
@@ -84,7 +110,7 @@ def _sizes(rules: Rules, job: Job) -> None:
     rules.require(devices <= MOST_DEVICES, f"nodes * devices_per_node must be <= {MOST_DEVICES}, got {devices}")
 
 
-def _elements(rules: Rules, job: Job) -> None:
+def _elements(rules: Rules, job: JobTables) -> None:
     """Products of sizes that each may be: parameters, activations and attention scores."""
     m = job.model
     head = max(m.head_size + m.rope_head_dim, m.v_head_dim)
@@ -100,7 +126,7 @@ def _elements(rules: Rules, job: Job) -> None:
         rules.require(value <= MOST_ELEMENTS, f"{words} must be <= {MOST_ELEMENTS:.3g}, got {value:.3g}")
 
 
-def _choices(rules: Rules, job: Job) -> None:
+def _choices(rules: Rules, job: JobTables) -> None:
     m, p = job.model, job.parallel
     for key, value, allowed in (
         ("model.family", m.family, FAMILIES),
@@ -115,6 +141,7 @@ def _choices(rules: Rules, job: Job) -> None:
         ("batch.precision", job.batch.precision, PRECISIONS),
         ("batch.fp8_scaling", job.batch.fp8_scaling, FP8_SCALING),
         ("optimizer.kind", job.optimizer.kind, OPTIMIZERS),
+        ("execution.engine", job.execution.engine, ("", *ENGINES)),
     ):
         words = ", ".join(repr(a) if a == "" else str(a) for a in allowed)
         rules.require(value in allowed, f"{key} must be one of {words}, got {value!r:.80}")
@@ -133,7 +160,7 @@ def _choices(rules: Rules, job: Job) -> None:
         rules.append(str(error))
 
 
-def _degrees(rules: Rules, job: Job) -> None:
+def _degrees(rules: Rules, job: JobTables) -> None:
     p, b = job.parallel, job.batch
     check_degrees(rules, tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp, devices=job.cluster.num_devices)
     check_batch(rules, micro_batch=b.micro_batch, dp=p.dp, global_batch=b.global_batch)
@@ -145,7 +172,7 @@ def _degrees(rules: Rules, job: Job) -> None:
     rules.divides(p.ep, "parallel.ep", group, words)
 
 
-def _model(rules: Rules, job: Job) -> None:
+def _model(rules: Rules, job: JobTables) -> None:
     m, p = job.model, job.parallel
     check_heads(rules, hidden=m.hidden, heads=m.heads, kv_heads=m.kv_heads, head_dim=m.head_dim)
     shared = {"heads": m.heads, "kv_heads": m.kv_heads, "ffn": m.ffn}
@@ -159,7 +186,7 @@ def _model(rules: Rules, job: Job) -> None:
     _experts(rules, job)
 
 
-def _lengths(rules: Rules, job: Job) -> None:
+def _lengths(rules: Rules, job: JobTables) -> None:
     m, p = job.model, job.parallel
     lengths = {"seq_len": m.seq_len}
     if m.family == "t5":
@@ -181,7 +208,7 @@ def _lengths(rules: Rules, job: Job) -> None:
             check_sequence(rules, key, length, tp=p.tp, cp=p.cp)
 
 
-def _attention(rules: Rules, job: Job) -> None:
+def _attention(rules: Rules, job: JobTables) -> None:
     m, p = job.model, job.parallel
     rules.require(0 <= m.dropout < 1, f"model.dropout must lie in [0, 1), got {m.dropout}")
     rules.require(
@@ -205,7 +232,7 @@ def _attention(rules: Rules, job: Job) -> None:
             rules.require(getattr(m, key) > 0, f"model.{key} must be > 0 with attention 'mla', got {getattr(m, key)}")
 
 
-def _experts(rules: Rules, job: Job) -> None:
+def _experts(rules: Rules, job: JobTables) -> None:
     m, p = job.model, job.parallel
     if not m.experts:
         rules.require(p.ep == 1, f"parallel.ep > 1 needs model.experts, got ep {p.ep} with a dense model")
@@ -226,7 +253,7 @@ def _experts(rules: Rules, job: Job) -> None:
     rules.require(m.imbalance >= 1, f"model.imbalance must be >= 1 (busiest rank over the mean), got {m.imbalance}")
 
 
-def _pipeline(rules: Rules, job: Job) -> None:
+def _pipeline(rules: Rules, job: JobTables) -> None:
     m, p = job.model, job.parallel
     micro_batches, parts = job.num_micro_batches, p.pp * p.virtual_stages
     fewest, most = SCHEDULES.get(p.schedule, (1, 1024))
@@ -254,7 +281,7 @@ def _pipeline(rules: Rules, job: Job) -> None:
     )
 
 
-def _cluster(rules: Rules, job: Job) -> None:
+def _cluster(rules: Rules, job: JobTables) -> None:
     c = job.cluster
     places = [
         *(("stragglers", "rank", s.rank, c.num_devices) for s in c.stragglers),

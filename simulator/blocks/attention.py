@@ -19,7 +19,7 @@ def attention(shape: RankShape, *, causal: bool = True, rotary: bool = False) ->
     if rotary:
         numel = shape.rows * (heads.heads + heads.kv_heads) * heads.head_dim
         rope = (Step("rope", (shape.op("rope", numel),), (shape.op("rope_backward", numel),)),)
-        if shape.model.eager_kernels and shape.precision != "fp32":
+        if shape.kernels.separate_kernels:
             rope = (Step("rope", eager.rope(shape, numel), eager.rope(shape, numel)),)
     qkv = column_linear(shape, "qkv", width, shape.model.hidden)
     out = row_linear(shape, "out", shape.model.hidden, heads.heads * heads.v_dim)
@@ -57,7 +57,7 @@ def core(shape: RankShape, heads: Heads) -> Block:
             "attention",
             forward,
             backward + joined,
-            saved=(arrived, Saved(heads.rows(shape) * 4)),  # with the logarithm of every row's sum in fp32
+            saved=(arrived, Saved(heads.rows(shape) * shape.main_bytes)),  # with the logarithm of every row's sum
             temporary_bytes=temporary,
             attention_core=True,
         ),

@@ -32,7 +32,7 @@ def ring(shape: RankShape, heads: Heads) -> Passes:
             return heads.kernel(shape, kind, heads.q_len, heads.kv_len, causal=heads.causal)
         return heads.kernel(shape, kind, heads.q_len, heads.kv_len // 2, causal=False)
 
-    merge = (shape.op("add", heads.out_numel(shape)), Op("elementwise", (heads.rows(shape),), "fp32"))
+    merge = (shape.op("add", heads.out_numel(shape)), shape.main_op("elementwise", heads.rows(shape)))
     forward: list[Item] = []
     backward: list[Item] = []
     for step in range(size):

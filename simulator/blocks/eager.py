@@ -1,7 +1,8 @@
 """What PyTorch runs where nothing fuses the operations of norms, rotary positions, gated activations and losses.
 
-Element by element in 16 bits, with fp32 in between where the modules say so (``nn.RMSNorm`` before PyTorch 2.8;
-torchtitan's ``apply_rotary_emb``, 2024-25, in complex fp32; ``F.silu(gate) * up``; ``cross_entropy`` of fp32 logits).
+Element by element in the activations' type, with the main type (fp32) in between where the modules say so
+(``nn.RMSNorm`` before PyTorch 2.8; torchtitan's ``apply_rotary_emb``, 2024-25, in complex fp32; ``F.silu(gate) * up``;
+``cross_entropy`` of fp32 logits).  Where both types are one, nothing is cast.
 """
 
 from __future__ import annotations
@@ -12,29 +13,27 @@ from stepsight.simulator.blocks.shape import RankShape
 Ops = tuple[Op, ...]
 
 
-def _full(kind: str, numel: int) -> Op:
-    return Op(kind, (numel,), "fp32")
+def casts(shape: RankShape, numel: int) -> Ops:
+    """To the main type, or back."""
+    return (shape.op("cast", numel),) if shape.casts else ()
 
 
 def rms_norm(shape: RankShape, rows: int, width: int) -> tuple[Ops, Ops]:
     """Forward: to fp32, square, mean, times its root's inverse, back, times the weight.  Backward of each."""
     numel = rows * width
-    cast = shape.op("cast", numel)
-    forward = (
-        cast, _full("elementwise", numel), _full("reduce", numel), _full("elementwise", numel), cast,
-        shape.op("elementwise", numel),
-    )  # fmt: skip
+    cast = casts(shape, numel)
+    each, add, reduce = (shape.main_op(kind, numel) for kind in ("elementwise", "add", "reduce"))
+    forward = (*cast, each, reduce, each, *cast, shape.op("elementwise", numel))
     backward = (
-        shape.op("elementwise", numel), shape.op("add", numel), shape.op("reduce", numel), cast,
-        _full("elementwise", numel), _full("add", numel), _full("reduce", numel), _full("elementwise", numel),
-        _full("add", numel), cast,
+        *(shape.op(kind, numel) for kind in ("elementwise", "add", "reduce")),
+        *cast, each, add, reduce, each, add, *cast,
     )  # fmt: skip
     return forward, backward
 
 
 def rope(shape: RankShape, numel: int) -> Ops:
     """To fp32, a complex product, back; backward does the same."""
-    return shape.op("cast", numel), _full("elementwise", numel), shape.op("cast", numel)
+    return *casts(shape, numel), shape.main_op("elementwise", numel), *casts(shape, numel)
 
 
 def gated(shape: RankShape, numel: int) -> tuple[Ops, Ops]:
@@ -43,16 +42,10 @@ def gated(shape: RankShape, numel: int) -> tuple[Ops, Ops]:
     return (shape.op("elementwise", numel), product), (product, product, product)
 
 
-def fp32_logits(shape: RankShape, numel: int) -> tuple[Ops, Ops]:
-    """Logits to fp32, and their gradient back."""
-    return (shape.op("cast", numel),), (shape.op("cast", numel),)
-
-
-def token_metrics(rows: int, vocab: int) -> Ops:
+def token_metrics(shape: RankShape, rows: int, vocab: int) -> Ops:
     """Loss, two largest and the place of the largest, difference to it, exponentials and their sum, of every token.
 
     InternEvo, ``internlm/model/metrics.py``, 2023-24 (``AccPerplex``), after every micro-batch on fp32 logits.
     """
-    numel = rows * vocab
-    read, both = _full("reduce", numel), _full("elementwise", numel)
+    read, both = (shape.main_op(kind, rows * vocab) for kind in ("reduce", "elementwise"))
     return read, read, read, read, both, both, read

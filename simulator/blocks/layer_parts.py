@@ -79,11 +79,17 @@ def linear(
 
 
 def accumulated(shape: RankShape, numel: int) -> tuple[Op, ...]:
-    """Gradients that are added to a buffer: 6 bytes more than a product alone, in 16 bits by a kernel of its own, in
-    fp32 within the product (Megatron's fused accumulation); or cast to fp32 and then added, by two kernels."""
-    if shape.casts_gradients:
-        return (shape.op("cast", numel), Op("add", (numel,), "fp32"))
-    return (shape.op("add", numel),) if shape.gradient_buffers else ()
+    """What adding gradients to a buffer moves more than a product alone.
+
+    In 16 bits it is 6 bytes of each element: by a kernel of its own, or in fp32 within the product (Megatron's fused
+    accumulation).  Where products write the main type, they read the buffer as well: one more read of each element.
+    ``cast``: one kernel casts, another one adds.
+    """
+    if shape.kernels.accumulation == "cast":
+        return (*([shape.op("cast", numel)] if shape.casts else []), shape.main_op("add", numel))
+    if shape.kernels.accumulation == "buffer":
+        return (shape.op("add" if shape.casts else "reduce", numel),)
+    return ()
 
 
 def kept(num_bytes: int, name: str) -> Saved:
@@ -93,13 +99,13 @@ def kept(num_bytes: int, name: str) -> Saved:
 
 def cast(shape: RankShape, numel: int) -> tuple[Op, ...]:
     """An operand of a matrix product to fp8, and its transpose; nothing in other precisions."""
-    largest = (shape.op("reduce", numel),) if shape.fp8_dynamic else ()
+    largest = (shape.op("reduce", numel),) if shape.kernels.fp8_dynamic else ()
     return (*largest, shape.op("copy", numel)) if shape.precision == "fp8" else ()
 
 
 def cast_again(shape: RankShape, numel: int) -> tuple[Op, ...]:
     """Weights, and inputs in backward, where nothing keeps them in 8 bits (torchao's ``Float8Linear``, 2024-25)."""
-    return cast(shape, numel) if shape.fp8_dynamic else ()
+    return cast(shape, numel) if shape.kernels.fp8_dynamic else ()
 
 
 def norm_kind(model: ModelSpec) -> str:
@@ -113,13 +119,13 @@ def norm(shape: RankShape, name: str, *, fork: bool = True, rows: int = 0, width
     rows, width = rows or shape.local_rows, width or shape.model.hidden
     forward: tuple[Op, ...] = (shape.op(kind, rows, width),)
     backward: tuple[Op, ...] = (shape.op(f"{kind}_backward", rows, width),)
-    if shape.model.eager_kernels and kind == "rms_norm" and shape.precision != "fp32":
+    if shape.kernels.separate_kernels and kind == "rms_norm":
         forward, backward = eager.rms_norm(shape, rows, width)
-    elif shape.model.norms_again and shape.precision != "fp32":
-        cast, full = shape.op("cast", rows * width), Op(kind, (rows, width), "fp32")
-        forward = (cast, full)  # which reads 4 bytes and writes 2, all but as much
-        again = (shape.op("add", rows * width), cast, full)
-        backward = (*again, Op(f"{kind}_backward", (rows, width), "fp32"), cast)
+    elif shape.kernels.norms_again:
+        casts, full = eager.casts(shape, rows * width), shape.main_op(kind, rows, width)
+        forward = (*casts, full)  # which reads 4 bytes and writes 2, all but as much
+        again = (shape.op("add", rows * width), *casts, full)
+        backward = (*again, shape.main_op(f"{kind}_backward", rows, width), *casts)
     return Step(
         name,
         forward,

@@ -23,7 +23,7 @@ def activation(shape: RankShape, rows: int, ffn: int) -> Step:
     width = 2 * ffn if shape.model.gated_mlp else ffn
     forward: tuple[Op, ...] = (shape.op(kind, numel),)
     backward: tuple[Op, ...] = (shape.op(f"{kind}_backward", numel),)
-    if shape.model.eager_kernels and shape.model.gated_mlp and shape.precision != "fp32":
+    if shape.kernels.separate_kernels and shape.model.gated_mlp:
         forward, backward = eager.gated(shape, numel)
     return Step(
         kind,

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stepsight.dataset.op import Op
 from stepsight.simulator.blocks.layer_parts import cast, cast_again, enter, fork, kept, leave
 from stepsight.simulator.blocks.mlp import activation, mlp
 from stepsight.simulator.blocks.shape import RankShape
@@ -79,27 +78,27 @@ def experts(shape: RankShape) -> Block:
 
 
 def _router(shape: RankShape, count: Tokens) -> Step:
-    """Scores in the activations' dtype, probabilities, choice and balancing loss in fp32."""
+    """Scores in the activations' type; probabilities, choice and balancing loss in the main type."""
     hidden, numel = shape.model.hidden, count.routed * shape.model.experts
     sizes = (count.routed, shape.model.experts, hidden)
     return Step(
         "router",
         (
             shape.op("linear", *sizes),
-            Op("softmax", sizes[:2], "fp32"),
-            Op("reduce", (numel,), "fp32"),
-            Op("elementwise", (numel,), "fp32"),
+            shape.main_op("softmax", *sizes[:2]),
+            shape.main_op("reduce", numel),
+            shape.main_op("elementwise", numel),
         ),
         (
-            Op("elementwise", (numel,), "fp32"),
-            Op("softmax_backward", sizes[:2], "fp32"),
+            shape.main_op("elementwise", numel),
+            shape.main_op("softmax_backward", *sizes[:2]),
             shape.op("linear_dgrad", *sizes),
             shape.op("add", count.routed * hidden),  # to what comes back from the experts
         ),
         (shape.op("linear_wgrad", *sizes),),
         (shape.model.experts * hidden,),
         replicated=True,
-        saved=(kept(count.routed * hidden * shape.dtype_bytes, "norm2"), Saved(numel * 4)),
+        saved=(kept(count.routed * hidden * shape.dtype_bytes, "norm2"), Saved(numel * shape.main_bytes)),
     )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stepsight.dataset.execution import COMPUTE_DTYPE, KernelSemantics
+from stepsight.dataset.hashed_once import hashed_once
 from stepsight.dataset.op import DTYPE_BYTES, Collective, Op
-from stepsight.dataset.specs import ModelSpec, hashed_once
+from stepsight.dataset.specs import ModelSpec
 from stepsight.simulator.blocks.step import Comm
-
-COMPUTE_DTYPE = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}  # of all but matrix products
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,14 @@ class RankShape:
     Attributes:
         model: The whole model.
         micro_batch: Sequences.
-        precision: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
-        fp8_dynamic: Whether operands in 8 bits are scaled by what they hold, where they are used.
+        precision: Of matrix products: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
+        kernels: What the execution engine does in a block.
         tp, cp, ep: Groups.
         expert_tp: Tensor-parallel degree of the experts (1 or that of ``tp``).
         sequence_parallel: Whether norms and residuals hold ``1 / tp`` of the rows.
         vocab_parallel: Whether the vocabulary is shared by ``tp``.
         context_parallel: ``ring`` or ``all_gather``.
         offload_activations: Whether what is kept moves to the host and back.
-        gradient_buffers: Whether gradients of products are added to buffers of their own.
-        casts_gradients: Whether these are fp32 and kernels of their own cast and add what products write.
         scatter_p2p: Whether ranks pass on their parts of activations, gathered where they arrive.
         overlap_tp: As in ``ParallelSpec``.
         compute_share: Part of an overlapped collective's time that the computation loses.
@@ -53,6 +51,7 @@ class RankShape:
     model: ModelSpec
     micro_batch: int
     precision: str
+    kernels: KernelSemantics
     tp: Group = Group()
     cp: Group = Group()
     ep: Group = Group()
@@ -61,12 +60,9 @@ class RankShape:
     vocab_parallel: bool = True
     context_parallel: str = "ring"
     offload_activations: bool = False
-    gradient_buffers: bool = False
-    casts_gradients: bool = False
     scatter_p2p: bool = False
     overlap_tp: str = ""
     compute_share: float = 0.0
-    fp8_dynamic: bool = False
 
     @property
     def dtype(self) -> str:
@@ -76,6 +72,16 @@ class RankShape:
     @property
     def dtype_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def casts(self) -> bool:
+        """Whether the main type is another one, so that tensors are cast to it and back."""
+        return self.dtype != self.kernels.main_dtype
+
+    @property
+    def main_bytes(self) -> int:
+        """Of an element in the main type."""
+        return DTYPE_BYTES[self.kernels.main_dtype]
 
     @property
     def gemm_bytes(self) -> int:
@@ -99,11 +105,8 @@ class RankShape:
 
     @property
     def rows_before_columns(self) -> int:
-        """Tokens of its input that a column-parallel linear keeps.
-
-        Megatron keeps the rank's own and gathers them again; autograd of modules (fp32 here) keeps what it was given.
-        """
-        return self.rows if self.precision == "fp32" else self.local_rows
+        """Tokens of its input that a column-parallel linear keeps."""
+        return self.rows if self.kernels.keeps_gathered_input else self.local_rows
 
     @property
     def vocab_tp(self) -> int:
@@ -116,6 +119,10 @@ class RankShape:
 
     def op(self, kind: str, *dims: int) -> Op:
         return Op(kind, dims, self.dtype)
+
+    def main_op(self, kind: str, *dims: int) -> Op:
+        """An op in the main type."""
+        return Op(kind, dims, self.kernels.main_dtype)
 
     def gemm(self, kind: str, *dims: int) -> Op:
         """A matrix product, in the precision's own dtype."""

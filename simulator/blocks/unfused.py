@@ -62,8 +62,8 @@ def unfused_core(shape: RankShape, heads: Heads, joined: tuple[Item, ...]) -> Bl
 
 
 def _side_by_side(shape: RankShape, heads: Heads) -> tuple[Item, ...]:
-    """Megatron copies what the heads found to where each token has all of them; our harness (fp32) writes it there."""
-    return () if shape.precision == "fp32" else (shape.op("copy", heads.out_numel(shape)),)
+    """A copy of what the heads found to where each token has all of it, if the product does not write there."""
+    return (shape.op("copy", heads.out_numel(shape)),) if shape.kernels.joins_heads else ()
 
 
 def _dropout(shape: RankShape, numel: int) -> Block:

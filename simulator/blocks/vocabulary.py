@@ -6,13 +6,10 @@ with sequence parallelism, fetches all rows before the logits, which every rank 
 
 from __future__ import annotations
 
-from stepsight.dataset.op import Op
 from stepsight.simulator.blocks import eager
 from stepsight.simulator.blocks.layer_parts import enter, leave
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Item, Saved, Step
-
-_NOTHING: tuple[Item, ...] = ()
 
 
 def tokens(shape: RankShape, shared: bool = False, *, again: bool = False) -> Block:
@@ -48,7 +45,7 @@ def positions(shape: RankShape) -> Step:
 
 
 def logits_and_loss(shape: RankShape, shared: bool = False, *, bias: bool = False) -> Block:
-    """Logits and cross-entropy (in fp32 when training in less).
+    """Logits and cross-entropy (in the main type).
 
     ``shared``: the table is the embedding's on this rank and is counted there.
     """
@@ -64,8 +61,8 @@ def logits_and_loss(shape: RankShape, shared: bool = False, *, bias: bool = Fals
     )
     statistics: tuple[Item, ...] = ()
     if shape.vocab_tp > 1:  # largest logit; sum of exponentials and logit of the target
-        reduce, scale = shape.tp_comm("all_reduce", rows * 4), Op("elementwise", (rows,), "fp32")
-        statistics = (Op("copy", (rows,), "fp32"), reduce, scale, reduce, reduce, scale)
+        reduce, scale = shape.tp_comm("all_reduce", rows * shape.main_bytes), shape.main_op("elementwise", rows)
+        statistics = (shape.main_op("copy", rows), reduce, scale, reduce, reduce, scale)
     return (*_before(shape), logits, loss(shape, rows, vocab, statistics))
 
 
@@ -79,17 +76,14 @@ def _before(shape: RankShape) -> Block:
 
 
 def loss(shape: RankShape, rows: int, classes: int, statistics: tuple[Item, ...] = ()) -> Step:
-    """Cross-entropy in fp32; logits and their gradient are in the activations' dtype."""
-    model = shape.model
-    before, after, metrics = _NOTHING, _NOTHING, _NOTHING
-    if (model.eager_kernels or model.token_metrics) and shape.precision != "fp32":
-        before, after = eager.fp32_logits(shape, rows * classes)
-    if model.token_metrics:
-        metrics = eager.token_metrics(rows, classes)
+    """Cross-entropy in the main type; logits and their gradient are in the activations' type."""
+    kernels, size = shape.kernels, shape.main_bytes
+    casts = eager.casts(shape, rows * classes) if kernels.separate_kernels or kernels.token_metrics else ()
+    metrics = eager.token_metrics(shape, rows, classes) if kernels.token_metrics else ()
     return Step(
         "loss",
-        (*before, Op("cross_entropy", (rows, classes), "fp32"), *statistics, *metrics),
-        (Op("cross_entropy_backward", (rows, classes), "fp32"), *after),
-        saved=(Saved(rows * classes * 4),),
-        temporary_bytes=rows * classes * (shape.dtype_bytes - 4),
+        (*casts, shape.main_op("cross_entropy", rows, classes), *statistics, *metrics),
+        (shape.main_op("cross_entropy_backward", rows, classes), *casts),
+        saved=(Saved(rows * classes * size),),
+        temporary_bytes=rows * classes * (shape.dtype_bytes - size),
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import itertools
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,23 +16,24 @@ from numpy.typing import NDArray
 from stepsight.dataset.bounded import read_file
 from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import JobError
+from stepsight.dataset.execution import ExecutionSemantics, semantics_of
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
-from stepsight.dataset.op import DTYPE_BYTES, Collective, Op
+from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
-from stepsight.dataset.specs import PURE, OptimizerSpec, ParallelSpec
-from stepsight.simulator.blocks.shape import COMPUTE_DTYPE, Group, RankShape
+from stepsight.dataset.specs import ParallelSpec
+from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.clock.track import FIRST, LAST, Track, find_track
 from stepsight.simulator.clock.track import track as order_entries
-from stepsight.simulator.lowering.optimizer_step import optimizer_segment
+from stepsight.simulator.lowering.optimizer_step import OptimizerHabits, optimizer_segment
 from stepsight.simulator.lowering.passages import BACKWARD as WHOLE
 from stepsight.simulator.lowering.passages import INPUT, WEIGHT
-from stepsight.simulator.lowering.pure_precision import halved, in_full, narrowed_segment
 from stepsight.simulator.lowering.rank_layout import Layout, layout_of
-from stepsight.simulator.lowering.replicas import FULL_GRADIENT_BYTES, GRADIENT_BYTES, Replicas
+from stepsight.simulator.lowering.replicas import Replicas, replicas_of
 from stepsight.simulator.lowering.segment import Segment
-from stepsight.simulator.lowering.sizes import Groups, PartShape, boundary_bytes, groups_of, part_shapes, rank_shape
+from stepsight.simulator.lowering.sizes import Groups, PartShape, groups_of, part_shapes, rank_shape
 from stepsight.simulator.lowering.stage import Recompute, backward_segment, forward_segment
+from stepsight.simulator.lowering.stage_links import meeting_stages, stage_messages, tied_group
 from stepsight.simulator.schedules import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -121,94 +122,54 @@ def lower(job: Job, hardware: Hardware) -> Lowered:
 
     Ranks of one stage are alike, so one stands for all.  Only the hardware's kind and ``comm_compute_share`` matter.
     """
-    if job.batch.precision in PURE:
-        return _narrowed(lower(in_full(job), hardware), job.batch.dtype)
+    beside, share = hardware.kind != "cpu", hardware.comm_compute_share
     return _lower(
-        job.parallel,
-        job.optimizer,
-        job.num_micro_batches,
-        rank_shape(job, hardware.comm_compute_share if hardware.kind != "cpu" else 0.0),
-        part_shapes(job),
-        groups_of(job),
-        layout_of(job),
-        hardware.kind != "cpu",
-        hardware.comm_compute_share,
+        _Asked(
+            job.parallel,
+            semantics_of(job, hardware.kind),
+            job.optimizer.kind,
+            job.num_micro_batches,
+            rank_shape(job, share if beside else 0.0),
+            part_shapes(job),
+            groups_of(job),
+            layout_of(job),
+            beside,
+            share,
+        )
     )
 
 
-@cached(512)
-def _narrowed(lowered: Lowered, dtype: str) -> Lowered:
-    """The same with every tensor in a dtype of half the bytes."""
-    segments = tuple(narrowed_segment(segment, dtype) for segment in lowered.segments)
-    return replace(lowered, segments=segments, messages=tuple(map(halved, lowered.messages)))
+class _Asked(NamedTuple):
+    """All that a lowered job depends on; jobs that are alike in it share one."""
 
-
-def replicas_of(p: ParallelSpec, groups: Groups, precision: str, beside: bool, share: float) -> Replicas:
-    """How the replicas of a rank agree, on hardware that runs collectives beside the computation or not."""
-    pipeline = p.pp > 1
-    return Replicas(
-        groups,
-        p.zero_stage,
-        int(p.bucket_mbytes * 2**20),
-        beside,
-        # Our harness, on CPU, reduces a pipeline's gradients when its schedule is over.
-        p.overlap_grad_reduce and (beside or not pipeline or p.zero_stage > 0),
-        p.overlap_param_gather,
-        p.prefetch,
-        p.reshard_after_forward,
-        reduce_once=pipeline and p.zero_stage == 3 and beside,
-        gradient_bytes=_gradient_bytes(p, precision),
-        all_sums=p.zero_stage == 1 and not p.reduce_scatter,
-        eager=precision == "fp32",
-        compute_share=share,
-    )
-
-
-def _gradient_bytes(p: ParallelSpec, precision: str) -> int:
-    if p.gradient_dtype.startswith("fp32"):
-        return FULL_GRADIENT_BYTES
-    if p.gradient_dtype == "model":
-        return DTYPE_BYTES[COMPUTE_DTYPE[precision]]
-    return GRADIENT_BYTES.get("" if p.zero_stage == 3 else precision, FULL_GRADIENT_BYTES)
+    parallel: ParallelSpec
+    semantics: ExecutionSemantics
+    optimizer: str
+    num_micro_batches: int
+    shape: RankShape
+    parts: tuple[PartShape, ...]
+    groups: Groups
+    layout: Layout
+    beside: bool
+    share: float
 
 
 @cached(512)
-def _lower(
-    p: ParallelSpec,
-    optimizer: OptimizerSpec,
-    num_micro_batches: int,
-    shape: RankShape,
-    parts: tuple[PartShape, ...],
-    groups: Groups,
-    layout: Layout,
-    beside: bool,
-    share: float,
-) -> Lowered:
-    replicas = replicas_of(p, groups, shape.precision, beside, share)
-    runtime = p.runtime or ("asynchronous" if beside else "torch")
-    track = _find_track(p, num_micro_batches, runtime)
+def _lower(asked: _Asked) -> Lowered:
+    p, shape, parts, overlap = asked.parallel, asked.shape, asked.parts, asked.semantics.overlap
+    replicas = replicas_of(p, asked.groups, asked.semantics, beside=asked.beside, share=asked.share)
+    track = _find_track(p, asked.num_micro_batches, overlap.runtime)
     numbers: dict[Segment, int] = {}  # by identity: equal segments are one object, their makers are cached
     rows: dict[PartShape, int] = {}
     row = [rows.setdefault(part, len(rows)) for part in parts]
-    recompute = Recompute(p.recompute, p.recompute_every)
     table = np.zeros((len(rows), len(KIND_NAMES), 3), dtype=np.int32)
     for part, at in rows.items():
         for kind, turn in _passes(track):
-            if kind == FORWARD:
-                first = turn == FIRST or num_micro_batches == 1
-                segment = forward_segment(shape, part, replicas, first)
-            else:
-                segment = backward_segment(
-                    shape,
-                    part,
-                    replicas,
-                    recompute,
-                    accumulate=turn != FIRST and num_micro_batches > 1,
-                    last=turn == LAST,
-                    label=_LABELS[kind],
-                )
+            segment = _segment_of(asked, part, replicas, kind, turn)
             table[at, kind, turn] = numbers.setdefault(segment, len(numbers))
-    tied = _tied(shape, layout, track)
+    tied = tied_group(shape, asked.layout, track)
+    states, form = asked.semantics.states, asked.semantics.optimizer
+    habits = OptimizerHabits(form, asked.optimizer == "adamw", overlap.reads_norm, states)
     optimizers: dict[tuple[tuple[int, ...], bool], int] = {}
     of_stage = []
     for own in _held(track):
@@ -216,10 +177,10 @@ def _lower(
         key = (tuple([row[part] for part in own]), ends)
         if key not in optimizers:
             held = tuple([parts[part] for part in own])
-            segment = optimizer_segment(shape, held, replicas, optimizer, tied if ends else Group())
+            segment = optimizer_segment(shape, held, replicas, habits, tied if ends else Group())
             optimizers[key] = numbers.setdefault(segment, len(numbers))
         of_stage.append(optimizers[key])
-    messages, message = _messages(shape, parts, layout, track)
+    messages, message = stage_messages(shape, parts, asked.layout, track)
     return Lowered(
         segments=tuple(numbers),
         track=track,
@@ -228,7 +189,23 @@ def _lower(
         messages=messages,
         message=message,
         parts=parts,
-        meets=_meets(p, optimizer, parts, track, tied),
+        meets=meeting_stages(track, tied, all_meet=overlap.reads_norm),
+    )
+
+
+def _segment_of(asked: _Asked, part: PartShape, replicas: Replicas, kind: int, turn: int) -> Segment:
+    """What a part runs in an action of a kind and turn."""
+    alone = asked.num_micro_batches == 1
+    if kind == FORWARD:
+        return forward_segment(asked.shape, part, replicas, turn == FIRST or alone)
+    return backward_segment(
+        asked.shape,
+        part,
+        replicas,
+        Recompute(asked.parallel.recompute, asked.parallel.recompute_every),
+        accumulate=turn != FIRST and not alone,
+        last=turn == LAST,
+        label=_LABELS[kind],
     )
 
 
@@ -277,59 +254,6 @@ def _read_track(path: Path, changed: int, stages: int, micro_batches: int, virtu
             f"{stages * virtual_stages} parts, got {has[0]}, {has[1]} and {has[2]}"
         )
     return order_entries(schedule, runtime)
-
-
-def _tied(shape: RankShape, layout: Layout, track: Track) -> Group:
-    """The two ranks that hold the same embedding's table in different stages; nobody if there is only one."""
-    placed = track.schedule.placement[:, 0]
-    first, last = int(placed[0]), int(placed[-1])
-    if first == last or not shape.model.tied_embeddings:
-        return Group()
-    return Group(2, layout.pipeline_neighbours(first, last))
-
-
-def _meets(p: ParallelSpec, optimizer: OptimizerSpec, parts: tuple[PartShape, ...], track: Track, tied: Group) -> Ints:
-    """Who waits for whom before the optimizer: all for the norm of all gradients, two for a shared table."""
-    if optimizer.clip_grad_norm:
-        return np.zeros(p.pp, dtype=np.int32)
-    meets = np.arange(p.pp, dtype=np.int32)
-    if tied.size > 1:
-        placed = track.schedule.placement
-        meets[placed[len(parts) - 1, 0]] = meets[placed[0, 0]]
-    return meets
-
-
-def _messages(
-    shape: RankShape, parts: tuple[PartShape, ...], layout: Layout, track: Track
-) -> tuple[tuple[Collective, ...], Ints]:
-    """Distinct messages, and which of them each message of the track is."""
-    if not track.num_messages:
-        return (), np.zeros(0, dtype=np.int32)
-    kinds = list(zip(boundary_bytes(shape, parts), _nearness(track, layout), strict=True))
-    distinct = {kind: index for index, kind in enumerate(dict.fromkeys(kind for kind in kinds if kind[1]))}
-    crossing = np.array([distinct.get(kind, -1) for kind in kinds], dtype=np.int32)  # after each part
-    messages = tuple(Collective("send_recv", size, 2, near) for size, near in distinct)
-    if len(messages) == 1:
-        return messages, _all_the_first(track)
-    return messages, crossing[_boundaries(track)]
-
-
-@cached(512)
-def _all_the_first(track: Track) -> Ints:
-    return np.zeros(track.num_messages, dtype=np.int32)
-
-
-@cached(512)
-def _nearness(track: Track, layout: Layout) -> tuple[int, ...]:
-    """After each part: whether its message stays within a node (2), leaves it (1), or there is none (0)."""
-    placed = track.schedule.placement[:, 0].tolist()
-    return tuple(0 if a == b else layout.pipeline_neighbours(a, b) for a, b in pairwise(placed))
-
-
-@cached(512)
-def _boundaries(track: Track) -> Ints:
-    """The part after which each message passes."""
-    return np.minimum(track.part[track.source], track.part[track.target])
 
 
 def signatures(job: Job, hardware: Hardware) -> tuple[set[Op], set[Collective]]:

@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.caching import cached
+from stepsight.dataset.execution import StateSemantics
 from stepsight.dataset.op import DTYPE_BYTES, Op
-from stepsight.dataset.specs import OptimizerSpec
 from stepsight.simulator.blocks.shape import Group, RankShape
-from stepsight.simulator.lowering.replicas import BUCKET_NAMES, FULL_GRADIENT_BYTES, Replicas, reduce_gradients
+from stepsight.simulator.lowering.replicas import BUCKET_NAMES, Replicas, reduce_gradients
 from stepsight.simulator.lowering.segment import DATA, SECOND, Segment, SegmentBuilder
 from stepsight.simulator.lowering.sizes import PartShape
 from stepsight.simulator.lowering.stage import part_units
 
 
+class OptimizerHabits(NamedTuple):
+    """What the optimizer of a rank does.
+
+    Attributes:
+        form: As ``ExecutionSemantics.optimizer``.
+        decays: Whether weights decay (AdamW).
+        clips: Whether the norm of all gradients is computed, and they are scaled.
+        states: Of parameters and gradients.
+    """
+
+    form: str
+    decays: bool
+    clips: bool
+    states: StateSemantics
+
+
 @cached(2048)
 def optimizer_segment(
-    shape: RankShape,
-    parts: tuple[PartShape, ...],
-    replicas: Replicas,
-    optimizer: OptimizerSpec,
-    tied: Group,
+    shape: RankShape, parts: tuple[PartShape, ...], replicas: Replicas, habits: OptimizerHabits, tied: Group
 ) -> Segment:
     """Gradients that are still to be summed, then the optimizer on a rank's share of the parameters; ZeRO stages 1
     and 2 then gather them again.
 
     Args:
         shape, parts, replicas: The rank and all of the model that it holds.
-        optimizer: What it runs.
+        habits: What the optimizer does.
         tied: First and last stage, where both hold the embedding's table and this is one of them.
     """
     tables = [_part_tensors(shape, part) for part in parts]
@@ -41,18 +55,18 @@ def optimizer_segment(
         table = shape.model.vocab // shape.vocab_tp * shape.model.hidden
         builder.block(tied.collective("all_reduce", table * replicas.gradient_bytes), DATA, "tied_embedding")
     if replicas.size > 1 and replicas.zero_stage < 2 and not replicas.overlap_gradients:
-        _sum_buckets(builder, numel_of, expert, replicas)
+        _sum_buckets(builder, shape, numel_of, expert, replicas)
     numel = int((-(-numel_of // np.where(expert, replicas.expert_shards, replicas.shards))).sum())
     num_tensors = len(numel_of)
-    if shape.precision == "fp16" and numel:
-        builder.items(_unscaled(shape, replicas, numel), "unscale")
-    if optimizer.clip_grad_norm:
-        builder.items([Op("grad_norm", (numel, num_tensors), "fp32")] if numel else [], "grad_norm")
+    if habits.states.scales_loss and numel:
+        builder.items(_unscaled(shape, habits.states, numel), "unscale")
+    if habits.clips:
+        builder.items([shape.main_op("grad_norm", numel, num_tensors)] if numel else [], "grad_norm")
         for group, name in ((replicas.groups.model, "grad_norm"), (replicas.groups.shard, "grad_norm.shards")):
             if group.size > 1 and (name == "grad_norm" or replicas.zero_stage):
-                builder.block(group.collective("all_reduce", FULL_GRADIENT_BYTES), DATA, name)
-        builder.items([Op("elementwise", (numel,), "fp32")] if numel else [], "clip")
-    _step(builder, shape, optimizer, numel, num_tensors)
+                builder.block(group.collective("all_reduce", shape.main_bytes), DATA, name)
+        builder.items([shape.main_op("elementwise", numel)] if numel else [], "clip")
+    _step(builder, shape, habits, numel, num_tensors)
     sharded = max(replicas.shards, replicas.expert_shards) > 1
     if sharded and replicas.zero_stage < 3 and not replicas.overlap_parameters:
         size = DTYPE_BYTES[shape.dtype]
@@ -64,32 +78,34 @@ def optimizer_segment(
     return builder.build()
 
 
-def _unscaled(shape: RankShape, replicas: Replicas, numel: int) -> list[Op]:
-    """Gradients of a scaled loss: to fp32 where they are not yet, divided by the scale and looked through for overflows
-    (Megatron's ``Float16OptimizerWithFloat16Params`` and DeepSpeed's ``FP16_Optimizer``, 2021-22)."""
-    casts = [] if replicas.gradient_bytes == FULL_GRADIENT_BYTES else [shape.op("cast", numel)]
-    return [*casts, Op("elementwise", (numel,), "fp32")]
+def _unscaled(shape: RankShape, states: StateSemantics, numel: int) -> list[Op]:
+    """Gradients of a scaled loss: to the main type, divided by the scale and searched for overflows.
+
+    As Megatron's ``Float16OptimizerWithFloat16Params`` and DeepSpeed's ``FP16_Optimizer`` of 2021-22 do.
+    """
+    casts = [] if states.gradient_dtype == shape.kernels.main_dtype else [shape.op("cast", numel)]
+    return [*casts, shape.main_op("elementwise", numel)]
 
 
 # Passes over all elements of foreach Adam: second moment, square root, bias correction, update.
 _FOREACH = ("add", "elementwise", "add", "elementwise", "elementwise", "elementwise", "add")
 
 
-def _step(builder: SegmentBuilder, shape: RankShape, optimizer: OptimizerSpec, numel: int, tensors: int) -> None:
+def _step(builder: SegmentBuilder, shape: RankShape, habits: OptimizerHabits, numel: int, tensors: int) -> None:
     """Adam on some elements, and the cast of the result."""
     if not numel:
         return
-    if optimizer.offload:
-        builder.items([Op("to_host", (numel,), "fp32"), Op("adamw_host", (numel, tensors), "fp32")], "adamw")
-        builder.items([Op("from_host", (numel,), shape.dtype)], "adamw")
+    if habits.form == "host":
+        builder.items([shape.main_op("to_host", numel), shape.main_op("adamw_host", numel, tensors)], "adamw")
+        builder.items([shape.op("from_host", numel)], "adamw")
         return
-    if optimizer.fused:
-        builder.items([Op("adamw", (numel, tensors), "fp32")], "adamw")
+    if habits.form == "fused":
+        builder.items([shape.main_op("adamw", numel, tensors)], "adamw")
     else:
-        decay = ("elementwise",) if optimizer.kind == "adamw" else ()
-        builder.items([Op(kind, (numel,), "fp32") for kind in (*decay, *_FOREACH)], "adamw")
-    if shape.precision != "fp32":
-        builder.items([Op("cast", (numel,), shape.dtype)], "cast")
+        decay = ("elementwise",) if habits.decays else ()
+        builder.items([shape.main_op(kind, numel) for kind in (*decay, *_FOREACH)], "adamw")
+    if habits.states.main_copy and shape.casts:
+        builder.items([shape.op("cast", numel)], "cast")
 
 
 @cached(4096)
@@ -106,15 +122,19 @@ def _part_tensors(shape: RankShape, part: PartShape) -> tuple[NDArray[np.int64],
 def _sum_replicated(builder: SegmentBuilder, shape: RankShape, numel: int) -> None:
     """Sequence parallelism: each rank has a part of the gradients of norms and positions; one message sums them."""
     if numel:
-        builder.items([Op("copy", (numel,), "fp32")], "replicated", own="copy_in")
-        builder.items([shape.tp_comm("all_reduce", numel * FULL_GRADIENT_BYTES)], "replicated")
-        builder.items([Op("copy", (numel,), "fp32")], "replicated", own="copy_out")
+        builder.items([shape.main_op("copy", numel)], "replicated", own="copy_in")
+        builder.items([shape.tp_comm("all_reduce", numel * shape.main_bytes)], "replicated")
+        builder.items([shape.main_op("copy", numel)], "replicated", own="copy_out")
 
 
 def _sum_buckets(
-    builder: SegmentBuilder, tensors: NDArray[np.int64], experts: NDArray[np.bool_], replicas: Replicas
+    builder: SegmentBuilder,
+    shape: RankShape,
+    tensors: NDArray[np.int64],
+    experts: NDArray[np.bool_],
+    replicas: Replicas,
 ) -> None:
-    """All gradients, bucket by bucket; eager: joined, summed, divided, put back."""
+    """All gradients, bucket by bucket; with copies: joined, summed, divided, put back."""
     for expert in (False, True):
         buckets: list[int] = []
         held = 0
@@ -124,9 +144,9 @@ def _sum_buckets(
                 buckets, held = [*buckets, held], 0
         name = BUCKET_NAMES[expert]
         for index, numel in enumerate([*buckets, held] if held else buckets):
-            if replicas.eager:
-                builder.items([Op("copy", (numel,), "fp32")], name, index, "copy_in")
+            if replicas.bucket_copies:
+                builder.items([shape.main_op("copy", numel)], name, index, "copy_in")
             reduce_gradients(builder, replicas, numel, index, expert=expert, wait=True)
-            if replicas.eager:
-                builder.items([Op("elementwise", (numel,), "fp32")], name, index, "mean")
-                builder.items([Op("copy", (numel,), "fp32")], name, index, "copy_out")
+            if replicas.bucket_copies:
+                builder.items([shape.main_op("elementwise", numel)], name, index, "mean")
+                builder.items([shape.main_op("copy", numel)], name, index, "copy_out")

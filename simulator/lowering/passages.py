@@ -143,8 +143,9 @@ class BackwardSpec:
         part: ``backward`` (all), ``input`` or ``weight``: which gradients.
         recompute: ``none``, ``selective`` (attention cores again) or ``full`` (the forward again).
         whole: Full recomputation repeats all of the block; else it stops before the last step that keeps nothing.
-        accumulate: One ``add`` for each parameter tensor (eager PyTorch's accumulation).
+        accumulate: One ``add`` for each parameter tensor (autograd's accumulation).
         bucket: One ``copy`` for each parameter tensor (into DDP's buckets).
+        dtype: Of both.
     """
 
     part: str = BACKWARD
@@ -152,6 +153,7 @@ class BackwardSpec:
     whole: bool = False
     accumulate: bool = False
     bucket: bool = False
+    dtype: str = "fp32"
 
 
 def backward_passage(block: Block, spec: BackwardSpec) -> Passage:
@@ -177,9 +179,9 @@ def backward_passage(block: Block, spec: BackwardSpec) -> Passage:
         add(_gradient_items(step, spec.part), step.name)
         for numel in step.parameters if spec.part != INPUT else ():
             if spec.accumulate:
-                add([Op("add", (numel,), "fp32")], f"{step.name}.accumulate")
+                add([Op("add", (numel,), spec.dtype)], f"{step.name}.accumulate")
             if spec.bucket:
-                add([Op("copy", (numel,), "fp32")], f"{step.name}.bucket")
+                add([Op("copy", (numel,), spec.dtype)], f"{step.name}.bucket")
             gradients.append(Gradient(num_nodes, numel, step.expert))
     return _closed(items, gradients)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,8 +140,20 @@ class OpGraph:
         )
 
 
-_Row = tuple[int, int, int, int, int, int, int, int]
 NUM_COLUMNS = 8
+
+
+class _Event(NamedTuple):
+    """One row of ``Segment.events``."""
+
+    kind: int
+    what: int
+    a: int = 0
+    b: int = 0
+    times: int = 0
+    name: int = 0
+    number: int = 0
+    step: int = 0
 
 
 class SegmentBuilder:
@@ -153,7 +166,7 @@ class SegmentBuilder:
         self._passages: dict[Passage, int] = {}
         self._sent: dict[Collective, int] = {}
         self._names: dict[str, int] = {}
-        self._rows: list[_Row] = []
+        self._rows: list[_Event] = []
         self._done: list[NDArray[np.int32]] = []  # what came before ``_rows``
         self._before = 0
 
@@ -174,7 +187,7 @@ class SegmentBuilder:
         """Run a passage several times, or some nodes of it once."""
         first, last = nodes or (0, passage.num_nodes)
         if last > first and times:
-            self._add(RUN, self.passage(passage), first, last, times, name, number, step)
+            self._add(_Event(RUN, self.passage(passage), first, last, times, self.name(name), number, step))
 
     def items(self, items: Sequence[Item], name: str, number: int = 0, own: str = "") -> None:
         """Run some ops, and collectives of other groups than replicas, as ``name.own``."""
@@ -185,15 +198,15 @@ class SegmentBuilder:
         self, work: Collective, clock: int, name: str, number: int = 0, *, after: int = -1, early: bool = False
     ) -> int:
         """Start a collective beside the computation; ``early``: before the computation has come to it."""
-        return self._add(SEND, self.collective(work), clock, after, int(early), name, number)
+        return self._add(_Event(SEND, self.collective(work), clock, after, int(early), self.name(name), number))
 
     def block(self, work: Collective, clock: int, name: str, number: int = 0) -> int:
         """Run a collective that the computation waits for."""
-        return self._add(BLOCK, self.collective(work), clock, 0, 0, name, number)
+        return self._add(_Event(BLOCK, self.collective(work), clock, name=self.name(name), number=number))
 
     def wait(self, event: int) -> None:
         """Let the computation wait for what was sent."""
-        self._add(WAIT, event, 0, 0, 0, "")
+        self._add(_Event(WAIT, event, name=self.name("")))
 
     def repeat(self, since: int, times: int, step: int) -> int:
         """Do what came since an event again; numbers go on by ``step``.  Returns by how much events are shifted."""
@@ -240,8 +253,8 @@ class SegmentBuilder:
             self._joined,
         )
 
-    def _add(self, kind: int, what: int, a: int, b: int, times: int, name: str, number: int = 0, step: int = 0) -> int:
-        self._rows.append((kind, what, a, b, times, self.name(name), number, step))
+    def _add(self, event: _Event) -> int:
+        self._rows.append(event)
         return self.num_events - 1
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from stepsight.dataset.caching import cached
+from stepsight.dataset.execution import KernelSemantics, kernels_of
+from stepsight.dataset.hashed_once import hashed_once
 from stepsight.dataset.job import Job
-from stepsight.dataset.specs import ModelSpec, hashed_once
+from stepsight.dataset.specs import ModelSpec
 from stepsight.simulator.blocks.family import LayerKinds, find_family
 from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.lowering.rank_layout import Layout, layout_of
@@ -52,60 +55,46 @@ class Groups:
     model: Group
 
 
+class _Split(NamedTuple):
+    """How a job's ranks share a micro-batch: fields of ``RankShape``, but for ``ep``, which is a degree."""
+
+    ep: int
+    expert_tp: int
+    sequence_parallel: bool
+    vocab_parallel: bool
+    context_parallel: str
+    offload_activations: bool
+    scatter_p2p: bool
+    overlap_tp: str
+    compute_share: float
+
+
 def rank_shape(job: Job, compute_share: float = 0.0) -> RankShape:
     """What one rank of a job sees of a micro-batch; ``compute_share`` is that of the hardware."""
     p, batch = job.parallel, job.batch
-    split = (p.ep, p.experts_tp, p.sequence_parallel and p.tp > 1, p.vocab_parallel, p.context_parallel)
-    buffers = bool(p.gradient_dtype) and p.zero_stage < 3 and batch.precision != "fp32"
-    scatters = p.scatter_p2p and p.tp > 1 and p.pp > 1 and p.zero_stage < 3 and not p.sequence_parallel
-    casts = buffers and p.gradient_dtype == "fp32-cast"
-    more = (p.offload_activations, buffers, casts, scatters)
     overlap = p.overlap_tp if p.tp > 1 else ""
-    dynamic = batch.precision == "fp8" and batch.fp8_scaling == "dynamic"
-    share = compute_share if overlap == "backward" else 0.0  # what is split is copied by engines of its own
-    habits = (overlap, share, dynamic)
-    return _rank_shape(job.model, batch.micro_batch, batch.precision, layout_of(job), *split, *more, *habits)
+    split = _Split(
+        p.ep,
+        p.experts_tp,
+        p.sequence_parallel and p.tp > 1,
+        p.vocab_parallel,
+        p.context_parallel,
+        p.offload_activations,
+        p.scatter_p2p and p.tp > 1 and p.pp > 1 and p.zero_stage < 3 and not p.sequence_parallel,
+        overlap,
+        compute_share if overlap == "backward" else 0.0,  # what is split is copied by engines of its own
+    )
+    return _rank_shape(job.model, batch.micro_batch, batch.dtype, kernels_of(job), layout_of(job), split)
 
 
 @cached(4096)
 def _rank_shape(
-    model: ModelSpec,
-    micro_batch: int,
-    precision: str,
-    layout: Layout,
-    ep: int,
-    expert_tp: int,
-    sequence_parallel: bool,
-    vocab_parallel: bool,
-    context_parallel: str,
-    offload_activations: bool,
-    gradient_buffers: bool,
-    casts_gradients: bool,
-    scatter_p2p: bool,
-    overlap_tp: str,
-    compute_share: float,
-    fp8_dynamic: bool,
+    model: ModelSpec, micro_batch: int, precision: str, kernels: KernelSemantics, layout: Layout, split: _Split
 ) -> RankShape:
     tp = layout.group("tp")
-    return RankShape(
-        model,
-        micro_batch,
-        precision,
-        tp=tp,
-        cp=layout.group("cp"),
-        ep=layout.part_of(REPLICAS if expert_tp == tp.size else ("tp", *REPLICAS), 1, ep),
-        expert_tp=expert_tp,
-        sequence_parallel=sequence_parallel,
-        vocab_parallel=vocab_parallel,
-        context_parallel=context_parallel,
-        offload_activations=offload_activations,
-        gradient_buffers=gradient_buffers,
-        casts_gradients=casts_gradients,
-        scatter_p2p=scatter_p2p,
-        overlap_tp=overlap_tp,
-        compute_share=compute_share,
-        fp8_dynamic=fp8_dynamic,
-    )
+    habits = split._asdict()
+    ep = layout.part_of(REPLICAS if split.expert_tp == tp.size else ("tp", *REPLICAS), 1, habits.pop("ep"))
+    return RankShape(model, micro_batch, precision, kernels, tp=tp, cp=layout.group("cp"), ep=ep, **habits)
 
 
 def groups_of(job: Job) -> Groups:

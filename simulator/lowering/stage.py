@@ -1,24 +1,24 @@
 """What one pipeline stage runs for a micro-batch: forward and backward segments of its parts of the model.
 
-Conventions.  fp32 training is PyTorch's eager behaviour: gradients are accumulated by one ``add`` per parameter and
-reduced in fp32; DDP scales each gradient into its bucket (``copy``) and sends a bucket once it holds ``bucket_mbytes``
-(an explicit size leaves no smaller first bucket).  bf16, fp16 and fp8 are Megatron's mixed precision: gradients are
-accumulated (inside the weight-gradient GEMM) and reduced in fp32, the optimizer runs on fp32 master weights, and
-all-gathers carry parameters in the training dtype.  Full recomputation repeats all of a layer in Megatron; in PyTorch
-(fp32, and FSDP) it stops before the last collective and residual.
+What an engine does beside the blocks is in ``dataset.execution``.  With autograd's accumulation, gradients are added by
+one ``add`` for each parameter tensor, and DDP scales each into its bucket (``copy``), which it sends once it holds
+``bucket_mbytes`` (an explicit size leaves no smaller first bucket).  All-gathers carry parameters in the training type.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from stepsight.dataset.caching import Memo, cached
-from stepsight.dataset.op import DTYPE_BYTES, Op
+from stepsight.dataset.op import DTYPE_BYTES
 from stepsight.simulator.blocks.family import embedding_block, head_block, layer_block
 from stepsight.simulator.blocks.layer_parts import arrivals
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Step
+from stepsight.simulator.lowering.buckets import BucketPlan, Repeated, send_buckets
+from stepsight.simulator.lowering.gathers import FullUnit, Gathers
 from stepsight.simulator.lowering.passages import (
     BACKWARD,
     INPUT,
@@ -28,17 +28,7 @@ from stepsight.simulator.lowering.passages import (
     backward_passage,
     forward_passage,
 )
-from stepsight.simulator.lowering.replicas import (
-    BUCKET_NAMES,
-    SILENT,
-    BucketPlan,
-    FullUnit,
-    Gathers,
-    Repeated,
-    Replicas,
-    reduce_gradients,
-    send_buckets,
-)
+from stepsight.simulator.lowering.replicas import BUCKET_NAMES, SILENT, Replicas, reduce_gradients
 from stepsight.simulator.lowering.segment import DATA, SECOND, Segment, SegmentBuilder
 from stepsight.simulator.lowering.sizes import PartShape
 
@@ -109,7 +99,7 @@ def _passage_of(block: Block, backward: BackwardSpec | None = None) -> Passage:
 
 def forward_segment(shape: RankShape, part: PartShape, replicas: Replicas, first: bool) -> Segment:
     """Forward of one micro-batch on one part; ``first``: the first of an iteration."""
-    gathers = replicas.fully_sharded and (replicas.reshard or first)
+    gathers = replicas.fully_sharded and (replicas.gathering.reshard or first)
     updates = replicas.overlap_parameters and replicas.zero_stage in (1, 2) and replicas.shards > 1 and first
     return _forward(shape, part, replicas if gathers or updates else SILENT)
 
@@ -189,7 +179,7 @@ def _gathers(
     layers = [(sizes[id(unit)], number) for unit, number in _one_by_one(units) if not unit.root]
     root = _full_unit([unit for unit in units if unit.root], "root")
     order = layers[::-1] if backward else ([(root, 0)] if root.numel else []) + layers
-    early = not backward and not replicas.reshard  # nothing has to be freed before
+    early = not backward and not replicas.gathering.reshard  # nothing has to be freed before
     return Gathers(builder, replicas, order, shape.dtype, ahead=backward, early=early)
 
 
@@ -211,41 +201,50 @@ def backward_segment(
         last: Whether this is the part's last micro-batch.
         label: ``backward``, or ``input`` or ``weight`` for its halves.
     """
-    gathers = replicas.fully_sharded and replicas.reshard
+    gathers = replicas.fully_sharded and replicas.gathering.reshard
     reduces = replicas.reduces(last) and label != INPUT
     who = replicas if (gathers and label != WEIGHT) or reduces else SILENT
-    eager = shape.precision == "fp32" and label != INPUT
+    kernels, weights = shape.kernels, label != INPUT
+    adds = weights and kernels.accumulation == "autograd" and not replicas.accumulates_shards
     spec = BackwardSpec(
         label,
         recompute.kind,
-        whole=shape.precision != "fp32" and not replicas.fully_sharded,
-        accumulate=accumulate and eager and not replicas.accumulates_shards,
-        bucket=reduces and eager and replicas.zero_stage < 2,
+        whole=kernels.whole_layers_again and not replicas.fully_sharded,
+        accumulate=accumulate and adds,
+        bucket=reduces and replicas.bucket_copies and replicas.zero_stage < 2,
+        dtype=kernels.main_dtype,
     )
-    return _backward(shape, part, who, spec, recompute.every, gathers, reduces, accumulate and reduces)
+    return _backward(shape, part, who, spec, _Duties(recompute.every, gathers, reduces, accumulate and reduces))
+
+
+class _Duties(NamedTuple):
+    """What a backward segment does beside its passages.
+
+    Attributes:
+        every: As in ``Recompute``.
+        gathers: Whether parameters are gathered again (FSDP).
+        reduces: Whether gradients are sent.
+        accumulates: Whether sums are then added to those of earlier micro-batches.
+    """
+
+    every: int
+    gathers: bool
+    reduces: bool
+    accumulates: bool
 
 
 @cached(4096)
-def _backward(
-    shape: RankShape,
-    part: PartShape,
-    replicas: Replicas,
-    spec: BackwardSpec,
-    every: int,
-    gathered: bool,
-    reduces: bool,
-    accumulate: bool,
-) -> Segment:
-    if reduces and replicas.zero_stage < 2:
-        return send_buckets(_bucket_plan(shape, part, every, spec), replicas)
-    units = part_units(shape, part, every)
+def _backward(shape: RankShape, part: PartShape, replicas: Replicas, spec: BackwardSpec, duties: _Duties) -> Segment:
+    if duties.reduces and replicas.zero_stage < 2:
+        return send_buckets(_bucket_plan(shape, part, duties.every, spec), replicas)
+    units = part_units(shape, part, duties.every)
     joined = replicas.fully_sharded and not replicas.beside
     builder = SegmentBuilder(spec.part, replicas.compute_share if replicas.size > 1 else 0.0, joined)
     passages = _backwards(units, spec)
-    if replicas.fully_sharded and gathered and spec.part != WEIGHT:
-        _run_gathered(builder, units, passages, shape, replicas, reduces, accumulate)
-    elif reduces:
-        _run_by_unit(builder, passages, replicas, accumulate)
+    if replicas.fully_sharded and duties.gathers and spec.part != WEIGHT:
+        _run_gathered(builder, passages, shape, replicas, duties)
+    elif duties.reduces:
+        _run_by_unit(builder, passages, shape, replicas, duties.accumulates)
     else:
         for unit, passage in passages:
             builder.run(passage, unit.name, unit.first + unit.times - 1, -1, times=unit.times)
@@ -265,20 +264,19 @@ def _bucket_plan(shape: RankShape, part: PartShape, every: int, spec: BackwardSp
 
 def _spec_for(unit: Unit, spec: BackwardSpec) -> BackwardSpec:
     if spec.recompute == "full" and (unit.root or not unit.again):
-        return BackwardSpec(spec.part, "none", False, spec.accumulate, spec.bucket)
+        return replace(spec, recompute="none", whole=False)
     return spec
 
 
 def _run_gathered(
     builder: SegmentBuilder,
-    units: tuple[Unit, ...],
     passages: list[tuple[Unit, Passage]],
     shape: RankShape,
     replicas: Replicas,
-    reduces: bool,
-    accumulate: bool,
+    duties: _Duties,
 ) -> None:
     """FSDP: layers are gathered before they are used; the root's gradients are reduced at the end."""
+    units = tuple(unit for unit, _ in reversed(passages))
     gathers = _gathers(builder, units, shape, replicas, backward=True)
     root: list[Step] = []
     for unit, passage in passages:
@@ -296,11 +294,12 @@ def _run_gathered(
             gathers.arrive()
             gathers.ask()
             builder.run(passage, unit.name, number, -1)
-            if reduces:
-                _reduce_unit(builder, replicas, steps, number, accumulate)  # buckets are numbered as the layers
+            if duties.reduces:  # buckets are numbered as the layers
+                _reduce_unit(builder, shape, replicas, steps, (number, duties.accumulates))
             turn += 1 + _repeat(builder, gathers, unit, since, unit.times - turn - 1, -1)
-    if reduces and root:
-        _reduce_unit(builder, replicas, root, sum(unit.times for unit in units if not unit.root), accumulate)
+    if duties.reduces and root:
+        number = sum(unit.times for unit in units if not unit.root)
+        _reduce_unit(builder, shape, replicas, root, (number, duties.accumulates))
 
 
 def _nodes_of_first_step(passage: Passage) -> int:
@@ -309,28 +308,36 @@ def _nodes_of_first_step(passage: Passage) -> int:
 
 
 def _run_by_unit(
-    builder: SegmentBuilder, passages: list[tuple[Unit, Passage]], replicas: Replicas, accumulate: bool
+    builder: SegmentBuilder,
+    passages: list[tuple[Unit, Passage]],
+    shape: RankShape,
+    replicas: Replicas,
+    accumulate: bool,
 ) -> None:
     """Gradients are scattered unit by unit."""
     for unit, passage in passages:
         since, newest = builder.num_events, unit.first + unit.times - 1
         builder.run(passage, unit.name, newest, -1)
-        _reduce_unit(builder, replicas, list(reversed(unit.block)), newest, accumulate)
+        _reduce_unit(builder, shape, replicas, list(reversed(unit.block)), (newest, accumulate))
         if unit.times > 1:
             builder.repeat(since, unit.times - 1, -1)
 
 
-def _reduce_unit(builder: SegmentBuilder, replicas: Replicas, steps: list[Step], number: int, accumulate: bool) -> None:
+def _reduce_unit(
+    builder: SegmentBuilder, shape: RankShape, replicas: Replicas, steps: list[Step], how: tuple[int, bool]
+) -> None:
+    """Reduce the gradients of some steps; ``how``: the bucket's number, whether sums are added to earlier ones."""
+    number, accumulate = how
     for expert in (False, True):
         tensors = [numel for step in steps if step.expert == expert for numel in step.parameters]
         if not tensors:
             continue
         name, numel = BUCKET_NAMES[expert], sum(tensors)
         if replicas.zero_stage == 3:
-            builder.items([Op("copy", (numel,), "fp32")], name, number, "copy_in")
+            builder.items([shape.main_op("copy", numel)], name, number, "copy_in")
         wait = replicas.zero_stage == 3 and not replicas.beside
         reduce_gradients(builder, replicas, numel, number, expert=expert, wait=wait)
         if accumulate and replicas.accumulates_shards:
             shards = replicas.expert_shards if expert else replicas.shards
-            adds = [Op("add", (-(-tensor // shards),), "fp32") for tensor in reversed(tensors)]  # as declared
+            adds = [shape.main_op("add", -(-tensor // shards)) for tensor in reversed(tensors)]  # as declared
             builder.items(adds, name, number, "accumulate")

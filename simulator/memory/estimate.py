@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import JobError
+from stepsight.dataset.execution import semantics_of
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
-from stepsight.dataset.op import DTYPE_BYTES
-from stepsight.dataset.specs import PURE
 from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.lowering.pure_precision import in_full
 from stepsight.simulator.lowering.sizes import PartShape, boundary_bytes, groups_of, part_shapes, rank_shape
 from stepsight.simulator.memory.devices import smallest_devices
 from stepsight.simulator.memory.part import PartMemory, part_memory
@@ -169,24 +167,22 @@ def estimate_memory(job: Job, hardware: Hardware) -> Memory:
     Raises:
         JobError: If nothing is known of the devices of some nodes, or a schedule's table does not go with the job.
     """
-    pure, job_asked = job.batch.precision in PURE, job
-    job = in_full(job)
-    p = job.parallel
+    p, semantics = job.parallel, semantics_of(job, hardware.kind)
     asked = _Asked(
         rank_shape(job),
         part_shapes(job),
-        states_of(p, job.optimizer, job.batch.precision, groups_of(job)),
+        states_of(p, semantics, job.batch.dtype, groups_of(job)),
         (p.schedule, p.pp, job.num_micro_batches, p.virtual_stages, _changed(p.schedule)),
-        p.runtime == "torch" or (p.runtime == "" and hardware.kind == "cpu"),
+        semantics.overlap.runtime == "torch",
         (hardware.reserved_bytes, hardware.fragmentation),
     )
     bytes_of, flying, moments = _stages(asked)
     devices = smallest_devices(job, hardware)
-    if pure or job.cluster.mixed:
-        bytes_of = bytes_of / (2 if pure else 1)
+    if job.cluster.mixed:
+        bytes_of = bytes_of.copy()
         fixed, more = (np.array([getattr(d, name) for d in devices]) for name in ("reserved_bytes", "fragmentation"))
         bytes_of[:, 5] = fixed + more * bytes_of[:, :5].sum(axis=1)
-    return Memory(bytes_of, flying, moments, devices, job_asked, hardware)
+    return Memory(bytes_of, flying, moments, devices, job, hardware)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +211,7 @@ def _stages(asked: _Asked) -> tuple[Floats, Floats, Floats]:
     workspace += np.minimum(states.flat_bytes, gradients)
     peak = find_peaks(schedule, bytes_of)
     there = peak[:, GRADIENTS] if states.keeping.gradients.numel > 0 else gradients
-    passing += np.minimum(states.bucket_bytes, 4.0 * numel.sum(axis=1))
+    passing += np.minimum(states.bucket_bytes, float(asked.shape.main_bytes) * numel.sum(axis=1))
     moment = peak[:, MOMENT] - peak[:, GRADIENTS] + passing
     steps = gradients + workspace > there + moment  # where the optimizer's step needs most
     out = np.empty((schedule.num_stages, 6))
@@ -259,7 +255,7 @@ def _bytes_of(asked: _Asked, schedule: Schedule, parts: list[PartMemory]) -> tup
     bytes_of = np.zeros((schedule.num_stages, schedule.virtual_stages, 9))
     messages = np.zeros(schedule.num_stages)
     passes = boundary_bytes(asked.shape, asked.parts)
-    logits = DTYPE_BYTES[asked.shape.dtype] / 4  # as they are, of their softmax in fp32
+    logits = asked.shape.dtype_bytes / asked.shape.main_bytes  # as they are, of their softmax in the main type
     many = schedule.num_micro_batches
     for index, (part, (stage, chunk)) in enumerate(zip(parts, schedule.placement.tolist(), strict=True)):
         arrives = passes[index - 1] if index else 0

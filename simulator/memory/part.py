@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from stepsight.dataset.caching import cached
 from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.lowering.replicas import Gathering
 from stepsight.simulator.lowering.sizes import PartShape
 from stepsight.simulator.memory.block import BlockMemory, Gradients, end_memory, layer_memory
-
-REDUCE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +17,18 @@ class Gathered:
 
     Attributes:
         element_bytes: Of a gathered parameter and its gradient; 0: none are gathered.
-        prefetch: Layers ahead.
-        all_stay: Layers stay gathered after their forward.
-        reduce_once: Whole gradients stay until the last micro-batch's (in a pipeline).
+        reduce_bytes: Of an element of the gradients that are reduced.
+        how: When they are gathered, dropped and reduced.
     """
 
     element_bytes: int = 0
-    prefetch: int = 1
-    all_stay: bool = False
-    reduce_once: bool = False
+    reduce_bytes: int = 4
+    how: Gathering = field(default=Gathering())
+
+    @property
+    def all_stay(self) -> bool:
+        """Whether layers stay gathered after their forward."""
+        return bool(self.element_bytes) and not self.how.reshard
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ def part_memory(shape: RankShape, part: PartShape, keeping: Keeping) -> PartMemo
     first = backward + sum(run.times * run.block.grown for run in runs)
     for run in reversed(runs):
         if part.last and run is runs[-1]:
-            run.block = _with_copies(run.block, keeping.loss_bytes)
+            run.block = _with_copies(run.block, keeping.loss_bytes / shape.main_bytes)
         block, around, reduced = run.block, gathered.backward(run), gathered.reduced(run)
         each = 0.0 if shape.offload_activations and not run.root else block.kept
         backward = max(backward, run.before + around + gathered.gradients(run) + reduced)
@@ -142,16 +144,18 @@ def _runs(shape: RankShape, part: PartShape, keeping: Keeping) -> list[_Run]:
     return runs
 
 
-def _with_copies(head: BlockMemory, bytes_of_each: int) -> BlockMemory:
-    more = head.output / 4 * bytes_of_each  # the output is in fp32
+def _with_copies(head: BlockMemory, of_output: float) -> BlockMemory:
+    """A head's memory with copies of some part of its output, which is in the main type."""
+    more = head.output * of_output
     return replace(head, backward=head.backward + more, backward_first=head.backward_first + more)
 
 
 class _Around:
     """Whole parameters and gradients that are there while a block runs."""
 
-    def __init__(self, runs: list[_Run], how: Gathered, shared: bool) -> None:
-        self.how = how
+    def __init__(self, runs: list[_Run], gathered: Gathered, shared: bool) -> None:
+        self.gathered = gathered
+        self.how = how = gathered.how
         self.total = sum(run.times * run.numel for run in runs)
         self.root = sum(run.numel for run in runs if run.root)
         self.layer = max((run.numel for run in runs if not run.root), default=0)
@@ -162,29 +166,29 @@ class _Around:
         self.first_layers = next((run for run in runs if not run.root), None)
         layers = sum(run.times for run in runs if not run.root)
         self.prefetch = max(0, min(how.prefetch, layers - 1))  # there are no more to gather ahead
-        self.ahead = 0.0 if how.all_stay else float(self.layer * self.prefetch * how.element_bytes)
+        self.ahead = 0.0 if gathered.all_stay else float(self.layer * self.prefetch * gathered.element_bytes)
 
     @property
     def begin(self) -> float:
         """What the root came in is still there when the first layer arrives."""
-        return float(2 * (self.root + self.layer) * self.how.element_bytes)
+        return float(2 * (self.root + self.layer) * self.gathered.element_bytes)
 
     @property
     def stays(self) -> float:
         """What later passes find gathered: the root always."""
-        return float((self.total if self.how.all_stay else self.root) * self.how.element_bytes)
+        return float((self.total if self.gathered.all_stay else self.root) * self.gathered.element_bytes)
 
     def forward(self, run: _Run) -> float:
-        size = self.how.element_bytes
-        if self.how.all_stay:
+        size = self.gathered.element_bytes
+        if self.gathered.all_stay:
             return float(self.total * size)
         here = run.numel * (1 + self.prefetch) if not run.root else 0
         return float((self.root + here) * size)
 
     def backward(self, run: _Run) -> float:
         """A layer's parameters and the next one's, and the head's gradients."""
-        size = self.how.element_bytes
-        if self.how.all_stay:
+        size = self.gathered.element_bytes
+        if self.gathered.all_stay:
             return float((self.total + self.head) * size)
         if run is self.last and run.root:
             return float((self.root + self.layer * self.prefetch) * size)
@@ -193,13 +197,13 @@ class _Around:
 
     def gradients(self, run: _Run) -> float:
         """All of a layer's."""
-        return 0.0 if self.how.reduce_once or run.root else float(run.numel * self.how.element_bytes)
+        return 0.0 if self.how.reduce_once or run.root else float(run.numel * self.gathered.element_bytes)
 
     def reduced(self, run: _Run) -> float:
         """A layer's gradients on their way."""
-        if not self.how.element_bytes or self.how.reduce_once or run.root:
+        if not self.gathered.element_bytes or self.how.reduce_once or run.root:
             return 0.0
-        return float(run.numel * REDUCE_BYTES)
+        return float(run.numel * self.gathered.reduce_bytes)
 
     def is_last(self, run: _Run, turn: int) -> bool:
         """Whether backward comes to this layer last: there is nothing to gather ahead then."""
@@ -208,7 +212,7 @@ class _Around:
     @property
     def end(self) -> float:
         """When the root's own gradients are reduced, last of all; its parameters are gone by then."""
-        size = self.how.element_bytes
+        size = self.gathered.element_bytes
         if not size or self.how.reduce_once:
             return 0.0
-        return float(self.root * size + self.root * REDUCE_BYTES)
+        return float(self.root * size + self.root * self.gathered.reduce_bytes)

@@ -3,15 +3,16 @@ r"""Parameters, gradients and optimizer states: bytes per element, and what of i
 =============  ====  ====  ====  ====  ====  ======================================================================
 \               fp32  fp16  bf16  fp8   FSDP
 =============  ====  ====  ====  ====  ====  ======================================================================
-parameters      4     2     2     4     4     fp8: bf16, and casts of both layouts; FSDP: shards are the fp32 masters
-gradients       4     2     4     4     4     in mixed precision there is a place for all from the beginning
-optimizer       8     16    12    12    8     moments; an fp32 master copy; fp16: the gradients in fp32
+parameters      4     2     2     4     4     fp8: bf16, and casts of both layouts; FSDP: shards are the main ones
+gradients       4     2     4     4     4     Megatron has a place for all from the beginning
+optimizer       8     16    12    12    8     moments; a main copy in fp32; fp16: the gradients in fp32
 =============  ====  ====  ====  ====  ====  ======================================================================
 
 These are Megatron's (the table of its distributed optimizer: ``4 + 16 / d``, ``6 + 12 / d`` and ``8 + 8 / d`` bytes)
 and PyTorch's.  ZeRO stage 1 divides the optimizer's by the replicas that share states, 2 the gradients' too, 3 the
-parameters' too (Rajbhandari et al. 2019, arXiv:1910.02054); experts have fewer replicas.  In fp32, gradients come into
-being in the first backward after each step, unless DDP's buckets hold them.
+parameters' too (Rajbhandari et al. 2019, arXiv:1910.02054); experts have fewer replicas.  In eager PyTorch, gradients
+come into being in the first backward after each step, unless DDP's buckets hold them.  In pure 16 bits the main type
+has 2 bytes too: half of the fp32 column.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stepsight.dataset.caching import cached
+from stepsight.dataset.execution import COMPUTE_DTYPE, ExecutionSemantics
 from stepsight.dataset.op import DTYPE_BYTES
-from stepsight.dataset.specs import OptimizerSpec, ParallelSpec
-from stepsight.simulator.blocks.shape import COMPUTE_DTYPE
+from stepsight.dataset.specs import ParallelSpec
+from stepsight.simulator.lowering.replicas import gathering_of
 from stepsight.simulator.lowering.sizes import Groups
 from stepsight.simulator.memory.block import Gradients
 from stepsight.simulator.memory.part import Gathered, Keeping
-
-MASTER_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,45 +51,54 @@ class States:
 
 
 @cached(4096)
-def states_of(p: ParallelSpec, optimizer: OptimizerSpec, precision: str, groups: Groups) -> States:
-    """How many bytes an element costs in a parallel strategy."""
+def states_of(p: ParallelSpec, semantics: ExecutionSemantics, precision: str, groups: Groups) -> States:
+    """How many bytes an element costs in a parallel strategy.
+
+    Args:
+        p: The strategy.
+        semantics: What executes the job.
+        precision: Of matrix products, as in ``RankShape``.
+        groups: Who shares.
+    """
+    states, kernels = semantics.states, semantics.kernels
+    main, dtype = DTYPE_BYTES[kernels.main_dtype], COMPUTE_DTYPE[precision]
+    size, casts = DTYPE_BYTES[dtype], dtype != kernels.main_dtype
     shards = (groups.shard.size, groups.experts.size)
-    sharded = p.zero_stage == 3 and groups.shard.size > 1
-    eager = precision == "fp32"
-    whole = eager or sharded
-    own = 4.0 if whole or precision == "fp8" else 2.0
+    sharded, replicated = p.zero_stage == 3 and groups.shard.size > 1, groups.replicas.size > 1
+    copied = states.main_copy and not sharded  # what the model holds is not what the optimizer steps
+    half = states.main_gradients and not sharded
     parts = [shards if p.zero_stage >= stage else (1, 1) for stage in (3, 2, 1)]
-    half = precision == "fp16" and not whole
-    moments = 0.0 if optimizer.offload else 8.0 if whole else 16.0 if half else 12.0
 
     def each(size: float, divisors: tuple[int, int]) -> tuple[float, float]:
         return size / divisors[0], size / divisors[1]
 
-    in_buckets = eager and not sharded and p.pp == 1 and groups.replicas.size > 1
-    grows = whole and not in_buckets
-    gradients = each(2.0 if half else 4.0, parts[1])
-    pipelined = sharded and p.pp > 1
-    gathered = Gathered()
-    fresh = 4.0 if eager else 0.0
+    moments = main * (2.0 + (copied and casts) + half)
+    gradients = each(float(size if half else main), parts[1])
+    copies = states.bucket_copies and not sharded and replicated
+    grows = not (states.gradient_buffers and not sharded) and not (copies and p.pp == 1)
+    gathering, gathered = gathering_of(p, semantics.overlap), Gathered()
+    fresh = float(main) if kernels.accumulation == "autograd" else 0.0
     if sharded:
-        size = DTYPE_BYTES[COMPUTE_DTYPE[precision]]
-        gathered = Gathered(size, p.prefetch, not p.reshard_after_forward, pipelined)
-        fresh = 0.0 if pipelined else float(size)
-    stay = each(4.0, (1, 1)) if pipelined else gradients if grows else (0.0, 0.0)
-    growing = Gradients(*stay, fresh, whole_blocks=sharded and not pipelined)
+        gathered = Gathered(size, main, gathering)
+        fresh = 0.0 if gathering.reduce_once else float(size)
+    whole = sharded and gathering.reduce_once
+    stay = each(float(main), (1, 1)) if whole else gradients if grows else (0.0, 0.0)
+    growing = Gradients(*stay, fresh, whole_blocks=sharded and not whole)
+    bucket_bytes = semantics.overlap.bucket_bytes
+    own_loss = 6 if p.tp == 1 else 14  # of PyTorch's cross-entropy, and of its ``loss_parallel``
     return States(
-        parameters=each(own, parts[0]),
+        parameters=each(float(size + (2 if precision == "fp8" else 0) if copied else main), parts[0]),
         gradients=gradients,
-        optimizer=each(moments, parts[2]),
-        workspace=(0.0, 0.0) if optimizer.fused or optimizer.offload else each(MASTER_BYTES, parts[2]),
-        bucket_bytes=2 * p.bucket_mbytes * 2**20 if p.zero_stage == 2 and groups.shard.size > 1 else 0.0,
-        flat_bytes=p.bucket_mbytes * 2**20 if eager and not sharded and p.pp > 1 and groups.replicas.size > 1 else 0.0,
+        optimizer=each(0.0 if semantics.optimizer == "host" else moments, parts[2]),
+        workspace=each(float(main), parts[2]) if semantics.optimizer == "foreach" else (0.0, 0.0),
+        bucket_bytes=2 * bucket_bytes if p.zero_stage == 2 and groups.shard.size > 1 else 0.0,
+        flat_bytes=bucket_bytes if copies and p.pp > 1 else 0.0,
         keeping=Keeping(
             p.recompute,
             p.recompute_every,
             growing,
             gathered,
-            placeholder_bytes=0 if whole else 2,
-            loss_bytes=0 if eager or not sharded else 6 if p.tp == 1 else 14,  # torch's own, and its loss_parallel
+            placeholder_bytes=size if states.gradient_buffers and not sharded else 0,
+            loss_bytes=own_loss if casts and sharded else 0,
         ),
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from stepsight.dataset.execution import ENGINE_SEMANTICS, KernelSemantics, default_engine
 from stepsight.dataset.job import ModelSpec
 from stepsight.dataset.op import Collective, Op
 from stepsight.simulator.blocks.shape import Group, RankShape
@@ -40,11 +42,18 @@ def small_shape(
     ep: int = 1,
     precision: str = "fp32",
     model: dict[str, Any] | None = None,
+    kernels: dict[str, Any] | None = None,
     **changes: Any,
 ) -> RankShape:
-    """Two sequences of the small model on one rank."""
+    """Two sequences of the small model on one rank, by the default engine of the precision."""
     groups = {"tp": Group(tp, tp), "cp": Group(cp, cp), "ep": Group(ep, ep)}
-    return RankShape(small_model(family, **(model or {})), 2, precision, **groups, **changes)
+    semantics = replace(default_kernels(precision), **(kernels or {}))
+    return RankShape(small_model(family, **(model or {})), 2, precision, semantics, **groups, **changes)
+
+
+def default_kernels(precision: str) -> KernelSemantics:
+    """Of the default engine of a precision."""
+    return ENGINE_SEMANTICS[default_engine(precision)].kernels
 
 
 def items(block: Block, *, backward: bool = False) -> list[Item]:

@@ -36,7 +36,7 @@ def test_the_slowest_hop_of_a_ring_decides() -> None:
     shape = small_shape("llama", cp=4)
     assert {c.ranks_per_node for c in collectives(dense.layer(shape), "cp")} == {2}
     far = type(shape.cp)(4, 2)
-    crossing = type(shape)(shape.model, 2, "fp32", cp=far)
+    crossing = type(shape)(shape.model, 2, "fp32", shape.kernels, cp=far)
     assert {c.ranks_per_node for c in collectives(dense.layer(crossing), "cp")} == {1}
 
 

@@ -8,11 +8,11 @@ from stepsight.dataset.op import Op
 from stepsight.simulator.blocks import dense, eager, layer_parts
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block
-from tests.simulator.blocks.shapes import GEMMS, both, ops, small_shape
+from tests.simulator.blocks.shapes import GEMMS, both, ops, small_shape, words
 
 
-def _shape(**model: bool) -> RankShape:
-    return small_shape("llama", precision="bf16", model=dict(model))
+def _shape(precision: str = "bf16", **kernels: bool) -> RankShape:
+    return small_shape("llama", precision=precision, kernels=dict(kernels))
 
 
 def _streamed(block: Block) -> float:
@@ -35,7 +35,7 @@ def test_an_eager_gate_moves_10_and_18_bytes_and_rotary_positions_20() -> None:
 
 @pytest.mark.parametrize("block", [dense.layer, dense.head])
 def test_eager_kernels_stream_more_and_compute_the_same_products(block: object) -> None:
-    plain, loose = (block(_shape(eager_kernels=flag)) for flag in (False, True))  # type: ignore[operator]
+    plain, loose = (block(_shape(separate_kernels=flag)) for flag in (False, True))  # type: ignore[operator]
     assert _streamed(loose) > _streamed(plain)
     products = [[op for kind in GEMMS for op in ops(one, kind)] for one in (plain, loose)]
     assert products[0] == products[1]
@@ -56,16 +56,18 @@ def test_metrics_read_all_logits_seven_times() -> None:
     assert more == (5 * 4 + 2 * 8 + 2 * 6) * logits
 
 
-def test_fp32_has_kernels_of_its_own() -> None:
-    """Those of the harness, which measures what it runs."""
-    for flag in ("eager_kernels", "norms_again"):
-        plain, same = small_shape("llama"), small_shape("llama", model={flag: True})
-        assert both(dense.layer(plain)) == both(dense.layer(same))
+@pytest.mark.parametrize("flag", ["separate_kernels", "norms_again", "token_metrics"])
+def test_where_both_types_are_one_nothing_is_cast(flag: str) -> None:
+    """Otherwise the same kernels run in the same order."""
+    for part in (dense.layer, dense.head):
+        full, half = (part(_shape(precision, **{flag: True})) for precision in ("fp32", "bf16"))
+        assert "cast" not in words(full) + words(full, backward=True)
+        assert [op.kind for op in ops(full)] == [op.kind for op in ops(half) if op.kind != "cast"]
 
 
 def test_dynamic_scaling_reads_operands_first_and_casts_them_where_they_are_used() -> None:
     """Input, weight, gradient, weight, input: six bytes of each element."""
-    delayed, dynamic = (small_shape("llama", precision="fp8", fp8_dynamic=flag) for flag in (False, True))
+    delayed, dynamic = (small_shape("llama", precision="fp8", kernels={"fp8_dynamic": flag}) for flag in (False, True))
     rows, n, k = delayed.rows, 128, 64
     more = [_streamed((layer_parts.linear(shape, "fc", n, k, rows),)) for shape in (delayed, dynamic)]
     assert more[0] == 4 * rows * (n + k)

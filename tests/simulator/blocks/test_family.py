@@ -15,7 +15,7 @@ from stepsight.simulator.blocks.family import (
 )
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block
-from tests.simulator.blocks.shapes import both, flops, items, ops, parameters, small_shape
+from tests.simulator.blocks.shapes import both, default_kernels, flops, items, ops, parameters, small_shape
 
 FAMILIES = ("gpt", "llama", "bert", "t5", "vit")
 CAUSAL = ("gpt", "llama")
@@ -35,7 +35,7 @@ def published(name: str) -> RankShape:
             "cluster": {"hardware": "h100-sxm-80gb", "devices_per_node": 1},
         }
     )
-    return RankShape(job.model, 1, "bf16")
+    return RankShape(job.model, 1, "bf16", default_kernels("bf16"))
 
 
 @pytest.mark.parametrize(

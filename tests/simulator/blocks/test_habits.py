@@ -27,14 +27,14 @@ def test_fused_attention_drops_scores_at_no_cost() -> None:
 
 
 def test_gradients_added_to_buffers_cost_an_addition_for_each_product() -> None:
-    plain, buffers = (small_shape(precision="bf16", gradient_buffers=flag) for flag in (False, True))
+    plain, buffers = (small_shape(precision="bf16", kernels={"accumulation": how}) for how in ("product", "buffer"))
     more = len(ops(dense.layer(buffers), "add")) - len(ops(dense.layer(plain), "add"))
     assert more == len(ops(dense.layer(plain), "linear_wgrad")) == 4
 
 
 def test_gradients_in_16_bits_are_cast_before_they_are_added_to_fp32_buffers() -> None:
     """18 bytes of each weight: read 2 and write 4, then read 8 and write 4."""
-    casts = dense.layer(small_shape(precision="bf16", gradient_buffers=True, casts_gradients=True))
+    casts = dense.layer(small_shape(precision="bf16", kernels={"accumulation": "cast"}))
     weights = sum(op.dims[1] * op.dims[2] for op in ops(casts, "linear_wgrad"))
     added = [op for op in ops(casts, "add") if op.dtype == "fp32"]
     assert sum(op.num_bytes for op in (*ops(casts, "cast"), *added)) == 18 * weights

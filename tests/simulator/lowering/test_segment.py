@@ -11,8 +11,8 @@ from stepsight.dataset.op import Collective, Op
 from stepsight.simulator.blocks.step import Item
 from stepsight.simulator.lowering import lower as lowering
 from stepsight.simulator.lowering import stage
+from stepsight.simulator.lowering.gathers import Gathers
 from stepsight.simulator.lowering.lower import Lowered, lower
-from stepsight.simulator.lowering.replicas import Gathers
 from stepsight.simulator.lowering.segment import DATA, SECOND, Segment, SegmentBuilder
 from tests.simulator.any_job import devices, jobs
 from tests.simulator.conftest import JobMaker

@@ -7,6 +7,7 @@ from stepsight.dataset.specs import ModelSpec
 from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.blocks.step import Saved, Step
 from stepsight.simulator.memory.block import BlockMemory, Gradients, block_memory, layer_memory
+from tests.simulator.blocks.shapes import default_kernels
 
 S, B, H, A = 2048, 2, 4096, 32
 NONE = Gradients()
@@ -17,7 +18,7 @@ def layer(recompute: str = "none", *, fused: bool = False, **shape: object) -> B
         family="gpt", layers=1, hidden=H, heads=A, kv_heads=A, ffn=4 * H, vocab=51200, seq_len=S, gated_mlp=False,
         fused_attention=fused,
     )  # fmt: skip
-    return layer_memory(RankShape(model, B, "bf16", **shape), "layer", recompute, NONE)  # type: ignore[arg-type]
+    return layer_memory(RankShape(model, B, "bf16", default_kernels("bf16"), **shape), "layer", recompute, NONE)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,22 @@
 """Bytes of parameters, gradients and optimizer states."""
 
+from dataclasses import replace
+
 import pytest
 
+from stepsight.dataset.execution import semantics_of
 from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.job import OptimizerSpec
+from stepsight.dataset.job import Job, OptimizerSpec
 from stepsight.simulator.lowering.sizes import groups_of
 from stepsight.simulator.memory import StageMemory, estimate_memory
-from stepsight.simulator.memory.states import states_of
+from stepsight.simulator.memory.states import States, states_of
 from tests.simulator.conftest import JobMaker
 
 NUMEL = 4 * (12 * 64**2 + 13 * 64) + 2 * 256 * 64 + 32 * 64 + 2 * 64
+
+
+def _states(job: Job) -> States:
+    return states_of(job.parallel, semantics_of(job), job.batch.dtype, groups_of(job))
 
 
 def held(stage: StageMemory) -> float:
@@ -47,24 +54,23 @@ def test_experts_have_fewer_replicas(make_job: JobMaker, gpu: Hardware) -> None:
     """Two replicas of each expert share 12 bytes, eight share those of the rest."""
     model = {"experts": 8, "experts_per_token": 2}
     job = make_job(dp=8, ep=4, zero_stage=1, precision="bf16", model=model)
-    states = states_of(job.parallel, job.optimizer, "bf16", groups_of(job))
+    states = _states(job)
     assert states.optimizer == (12 / 8, 12 / 2)
     assert states.parameters == (2, 2)
 
 
 def test_optimizer_may_wait_on_the_host(make_job: JobMaker, gpu: Hardware) -> None:
     """Neither moments nor master copy."""
-    job = make_job(precision="bf16")
-    states = states_of(job.parallel, OptimizerSpec(offload=True), "bf16", groups_of(job))
-    assert states.optimizer == (0, 0)
+    job = replace(make_job(precision="bf16"), optimizer=OptimizerSpec(offload=True))
+    assert _states(job).optimizer == (0, 0)
 
 
 def test_foreach_makes_a_copy(make_job: JobMaker) -> None:
     """The root of the second moment, for every element that the rank steps."""
     job = make_job(dp=8, zero_stage=1)
-    foreach = OptimizerSpec(fused=False)
-    assert states_of(job.parallel, job.optimizer, "fp32", groups_of(job)).workspace == (0, 0)
-    assert states_of(job.parallel, foreach, "fp32", groups_of(job)).workspace == (4 / 8, 4 / 8)
+    foreach = replace(job, optimizer=OptimizerSpec(fused=False))
+    assert _states(job).workspace == (0, 0)
+    assert _states(foreach).workspace == (4 / 8, 4 / 8)
 
 
 def test_parameters_stay_gathered_in_a_pipeline(make_job: JobMaker, gpu: Hardware) -> None:

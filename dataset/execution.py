@@ -1,0 +1,229 @@
+"""Execution semantics: what an execution engine does with a job, as plain values that the simulator reads.
+
+A job names its engine in ``[execution]``, or the profile of its ``framework`` does (``presets/frameworks.toml``), or
+``default_engine`` chooses one.  ``semantics_of`` joins the engine with what the job's other tables state.  The
+simulator asks a data type for its bytes and its kernels alone; all else that it does follows from these values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from stepsight.dataset.caching import cached
+from stepsight.dataset.hashed_once import hashed_once
+from stepsight.dataset.job import Job
+from stepsight.dataset.specs import PURE, OptimizerSpec, ParallelSpec
+
+COMPUTE_DTYPE: Mapping[str, str] = MappingProxyType(
+    {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16", **PURE}
+)  # by precision: of activations and weights, in all ops but matrix products
+
+
+@hashed_once
+@dataclass(frozen=True, kw_only=True)
+class KernelSemantics:
+    """How one pass through a block of the model runs.
+
+    Attributes:
+        main_dtype: Of what training keeps most exactly: main parameters, moments, sums of gradients, loss, statistics.
+        separate_kernels: Whether norms, rotary positions, gated activations and the loss are one kernel for each of
+            their operations, rather than one each.
+        norms_again: Whether norms work on copies in ``main_dtype`` and run again in backward.
+        token_metrics: Whether accuracy and perplexity of every token are computed from the logits.
+        joins_heads: Whether unfused attention copies what the heads found to where each token has all of them, rather
+            than write it there.
+        keeps_gathered_input: Whether a column-parallel linear keeps its input as it was gathered, rather than the
+            rank's own part, which it gathers again.
+        whole_layers_again: Whether full recomputation repeats all of a layer, rather than stop after the last step that
+            keeps something.  FSDP always stops.
+        accumulation: How gradients of several micro-batches are summed: ``autograd`` (one ``add`` for each parameter
+            tensor), ``product`` (within the product that computes them, at no cost), ``buffer`` (the product or a
+            kernel of its own adds to a buffer), or ``cast`` (one kernel casts, another one adds).
+        fp8_dynamic: Whether operands in 8 bits are scaled by what they hold, where they are used.
+    """
+
+    main_dtype: str = "fp32"
+    separate_kernels: bool = False
+    norms_again: bool = False
+    token_metrics: bool = False
+    joins_heads: bool = True
+    keeps_gathered_input: bool = False
+    whole_layers_again: bool = True
+    accumulation: str = "product"
+    fp8_dynamic: bool = False
+
+
+@hashed_once
+@dataclass(frozen=True, kw_only=True)
+class StateSemantics:
+    """Who owns parameters and gradients, and in which type.
+
+    Attributes:
+        main_copy: Whether the optimizer steps main parameters of its own and casts the result, where the model's are of
+            another type; False: the model's parameters are the main ones.
+        gradient_dtype: Of gradients that replicas exchange.
+        gradient_buffers: Whether there is a place for all gradients from the beginning, rather than that each comes
+            into being in the first backward.
+        bucket_copies: Whether gradients are copied into buckets, and, where they are reduced after backward, divided
+            and copied back (DDP).
+        scales_loss: Whether gradients are divided by a scale and searched for overflows before the step.
+        main_gradients: Whether the optimizer makes copies of gradients in ``main_dtype`` for its step.
+        scatters_sums: ZeRO 1: whether a rank is sent the sums of its own share alone, rather than all sums.
+    """
+
+    main_copy: bool = True
+    gradient_dtype: str = "fp32"
+    gradient_buffers: bool = True
+    bucket_copies: bool = False
+    scales_loss: bool = False
+    main_gradients: bool = False
+    scatters_sums: bool = True
+
+
+@hashed_once
+@dataclass(frozen=True, kw_only=True)
+class OverlapSemantics:
+    """What runs beside what, and who waits for whom.
+
+    Attributes:
+        tensor_parallel, parameters, prefetch, reshard: As ``overlap_tp``, ``overlap_param_gather``, ``prefetch`` and
+            ``reshard_after_forward`` of ``ParallelSpec``.
+        gradients: Whether gradients travel while backward runs.
+        bucket_bytes: A gradient bucket is sent when it holds at least this much.
+        runtime: One of ``RUNTIMES``: who passes messages between stages, and how these wait.
+        reads_norm: Whether the host reads the norm of all gradients: it then launches the step when the norm is there,
+            and no stage steps before all have it.
+    """
+
+    tensor_parallel: str = ""
+    gradients: bool = True
+    parameters: bool = False
+    prefetch: int = 1
+    reshard: bool = True
+    bucket_bytes: float = 25.0 * 2**20
+    runtime: str = "asynchronous"
+    reads_norm: bool = False
+
+
+@hashed_once
+@dataclass(frozen=True, kw_only=True)
+class ExecutionSemantics:
+    """All that an execution engine does with a job.
+
+    Attributes:
+        kernels: In forward and backward.
+        states: Of parameters, gradients and the optimizer.
+        overlap: Of communication and launches.
+        optimizer: ``fused`` (one kernel), ``foreach`` (one for each operation over all tensors) or ``host`` (step and
+            states are on the host).
+    """
+
+    kernels: KernelSemantics = KernelSemantics()
+    states: StateSemantics = StateSemantics()
+    overlap: OverlapSemantics = OverlapSemantics()
+    optimizer: str = "fused"
+
+
+# ``eager-pytorch`` is PyTorch as the harness runs it: modules, autograd and DDP or FSDP2 of PyTorch 2.x, parameters
+# that are the main ones, and gradients that autograd adds up one tensor at a time.  A norm or a gate is one op here,
+# since the harness measures the whole module.  With a mixed precision this is autocast; its casts of weights are not
+# modelled.
+# ``megatron`` is training as in Megatron-LM: fused kernels, gradients added up within the products into buffers that
+# exist from the beginning, an optimizer with main parameters of its own (Narayanan et al. 2021; Korthikanti et al.
+# 2022; Megatron-LM's ``DistributedDataParallel`` and ``Float16OptimizerWithFloat16Params``).
+ENGINE_SEMANTICS: Mapping[str, ExecutionSemantics] = MappingProxyType(
+    {
+        "eager-pytorch": ExecutionSemantics(
+            kernels=KernelSemantics(
+                joins_heads=False, keeps_gathered_input=True, whole_layers_again=False, accumulation="autograd"
+            ),
+            states=StateSemantics(main_copy=False, gradient_buffers=False, bucket_copies=True),
+        ),
+        "megatron": ExecutionSemantics(),
+    }
+)
+
+
+def default_engine(precision: str) -> str:
+    """The engine of a job that states none, itself or by its framework: the one place where a precision chooses it.
+
+    What is trained with one type for everything (fp32, or pure 16 bits) is what the harness runs: eager PyTorch.  Mixed
+    precision is Megatron's, which most published runs in it use or follow.
+    """
+    return "eager-pytorch" if precision == "fp32" or precision in PURE else "megatron"
+
+
+def semantics_of(job: Job, device_kind: str = "gpu") -> ExecutionSemantics:
+    """What executes a job on devices of a kind (``cpu`` or another, as in ``Hardware.kind``).
+
+    On CPUs the runtime that is not stated is PyTorch's own, and gradients of a pipeline's replicas without ZeRO are
+    reduced when the schedule is over: so does the harness.
+    """
+    engine, on_cpu = job.execution.engine or default_engine(job.batch.precision), device_kind == "cpu"
+    return _joined(kernels_of(job), job.parallel, job.optimizer, (engine, job.batch.precision, on_cpu))
+
+
+def kernels_of(job: Job) -> KernelSemantics:
+    """The part of ``semantics_of`` that blocks see."""
+    model, p, batch = job.model, job.parallel, job.batch
+    engine = job.execution.engine or default_engine(batch.precision)
+    dynamic = batch.precision == "fp8" and batch.fp8_scaling == "dynamic"
+    sums = p.gradient_dtype if p.zero_stage < 3 else ""
+    habits = (model.eager_kernels, model.norms_again, model.token_metrics)
+    return _kernels(engine, batch.precision, habits, sums, dynamic)
+
+
+@cached(1024)
+def _kernels(engine: str, precision: str, habits: tuple[bool, bool, bool], sums: str, dynamic: bool) -> KernelSemantics:
+    kernels = ENGINE_SEMANTICS[engine].kernels
+    separate, norms_again, metrics = habits
+    modules = kernels.accumulation == "autograd"  # these are measured whole, as their autograd is
+    accumulation = {"": "product", "fp32-cast": "cast"}.get(sums, "buffer")
+    return replace(
+        kernels,
+        main_dtype=PURE.get(precision, "fp32"),
+        separate_kernels=separate and not modules,
+        norms_again=norms_again and not modules,
+        token_metrics=metrics,
+        accumulation=kernels.accumulation if modules else accumulation,
+        fp8_dynamic=dynamic,
+    )
+
+
+@cached(4096)
+def _joined(
+    kernels: KernelSemantics, p: ParallelSpec, optimizer: OptimizerSpec, how: tuple[str, str, bool]
+) -> ExecutionSemantics:
+    engine, precision, on_cpu = how
+    states, scales = ENGINE_SEMANTICS[engine].states, precision == "fp16"
+    return ExecutionSemantics(
+        kernels=kernels,
+        states=replace(
+            states,
+            gradient_dtype=_gradient_dtype(states, kernels.main_dtype, p, precision),
+            scales_loss=scales,
+            main_gradients=scales and states.main_copy,
+            scatters_sums=p.reduce_scatter,
+        ),
+        overlap=OverlapSemantics(
+            tensor_parallel=p.overlap_tp,
+            gradients=p.overlap_grad_reduce and not (on_cpu and p.pp > 1 and p.zero_stage == 0),
+            parameters=p.overlap_param_gather,
+            prefetch=p.prefetch,
+            reshard=p.reshard_after_forward,
+            bucket_bytes=p.bucket_mbytes * 2**20,
+            runtime=p.runtime or ("torch" if on_cpu else "asynchronous"),
+            reads_norm=optimizer.clip_grad_norm,
+        ),
+        optimizer="host" if optimizer.offload else "fused" if optimizer.fused else "foreach",
+    )
+
+
+def _gradient_dtype(states: StateSemantics, main_dtype: str, p: ParallelSpec, precision: str) -> str:
+    """What the job states; by default Megatron sums gradients in the main type, but those of fp16 in fp16."""
+    in_model = p.gradient_dtype == "model"
+    if not p.gradient_dtype:
+        in_model = states.main_copy and precision == "fp16" and p.zero_stage < 3
+    return COMPUTE_DTYPE[precision] if in_model else main_dtype

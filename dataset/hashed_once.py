@@ -1,0 +1,21 @@
+"""A decorator: dataclasses that are keys thousands of times a second."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+T = TypeVar("T", bound=type)
+
+
+def hashed_once(cls: T) -> T:
+    """Let a frozen dataclass, which must not have slots, remember its hash: it is a key thousands of times a second."""
+    compute: Any = cls.__hash__
+
+    def remembered(self: Any) -> int:
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = self.__dict__["_hash"] = compute(self)
+        return known
+
+    cls.__hash__ = remembered  # type: ignore[assignment]
+    return cls

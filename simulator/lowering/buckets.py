@@ -1,0 +1,189 @@
+"""Gradient buckets: where a backward pass is interrupted to send one, and the events that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.op import Collective
+from stepsight.simulator.clock.engine import compiled
+from stepsight.simulator.lowering.passages import Passage
+from stepsight.simulator.lowering.replicas import BUCKET_NAMES, Replicas, bucket_works
+from stepsight.simulator.lowering.segment import DATA, NUM_COLUMNS, RUN, SECOND, SEND, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A backward passage that runs several times in a row.
+
+    Attributes:
+        passage, times: What, and how often.
+        name, newest: For people: the first has this number, the others lower ones.
+    """
+
+    passage: Passage
+    times: int
+    name: str
+    newest: int
+
+
+@dataclass(frozen=True, eq=False)
+class BucketPlan:
+    """A backward pass in which gradients are sent bucket by bucket, whatever the buckets and the replicas.
+
+    Attributes:
+        label: Of the segment.
+        passages: Distinct ones.
+        names: For people: of the passages' blocks, then of the two kinds of buckets.
+        places: Of each unit: passage, its nodes, times, name, number, whether it can be cut anywhere; shape ``(u, 6)``.
+        tensors: Node, elements and whether an expert's of each gradient of each unit, shape ``(g, 3)``.
+        bounds: Gradients of unit ``i`` are ``bounds[i]:bounds[i + 1]``.
+        most: No more buckets than this.
+    """
+
+    label: str
+    passages: tuple[Passage, ...]
+    names: tuple[str, ...]
+    places: NDArray[np.int64]
+    tensors: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+    most: int
+
+    @classmethod
+    def of(cls, label: str, units: Sequence[Repeated]) -> BucketPlan:
+        passages = {unit.passage: None for unit in units}
+        names = dict.fromkeys([*(unit.name for unit in units), *BUCKET_NAMES])
+        index, number = ({key: at for at, key in enumerate(keys)} for keys in (passages, names))
+        rows = [
+            (index[u.passage], u.passage.num_nodes, u.times, number[u.name], u.newest, u.passage.serial) for u in units
+        ]
+        tables = [unit.passage.gradient_table for unit in units]
+        bounds = np.cumsum([0, *map(len, tables)])
+        places = np.array(rows, dtype=np.int64).reshape(-1, 6)
+        most = int((np.diff(bounds) * places[:, 2]).sum()) + 2
+        tensors = np.concatenate([np.zeros((0, 3), dtype=np.int64), *tables])
+        return cls(label, tuple(passages), tuple(names), places, tensors, bounds, most)
+
+
+def send_buckets(plan: BucketPlan, replicas: Replicas) -> Segment:
+    """Run a backward pass; gradients are sent on the way, the last bucket holds what is left."""
+    limit = -(-replicas.bucket_bytes // replicas.gradient_bytes)
+    table, found = np.empty((plan.most, 7), dtype=np.int64), np.zeros(2, dtype=np.int64)
+    cut_buckets(plan.places, plan.tensors, plan.bounds, limit, table, found)
+    cuts, sizes = np.ascontiguousarray(table[: found[0], :5]), table[: found[1], 5:]
+    sent: dict[Collective, int] = {}
+    works = []
+    for numel, expert in sizes.tolist():
+        pair = bucket_works(replicas, numel, expert=bool(expert))
+        works.append([-1 if work is None else sent.setdefault(work, len(sent)) for work in pair])
+    if cuts[:, 4].any():  # experts' cuts come after the others'
+        cuts = cuts[np.lexsort((cuts[:, 4], cuts[:, 2], cuts[:, 1], cuts[:, 0]))]
+    rows = np.empty((5 * len(cuts) + 3 * len(plan.places), NUM_COLUMNS), dtype=np.int32)
+    count = np.zeros(1, dtype=np.int64)
+    bucket_rows(plan.places, cuts, np.array(works, dtype=np.int64).reshape(-1, 2), len(plan.names) - 2, rows, count)
+    return Segment(plan.label, plan.passages, tuple(sent), rows[: count[0]], plan.names, replicas.compute_share)
+
+
+@compiled
+def cut_buckets(
+    places: NDArray[np.int64],
+    tensors: NDArray[np.int64],
+    bounds: NDArray[np.int64],
+    limit: int,
+    table: NDArray[np.int64],
+    found: NDArray[np.int64],
+) -> None:
+    """Where buckets are full.
+
+    Args:
+        places, tensors, bounds: See ``BucketPlan``.
+        limit: A bucket is full when it holds this many elements.
+        table: Filled, shape ``(most, 7)``.  A row is a cut: unit, turn, node, number of its size, whether experts';
+            first the others', then the experts'.  Columns 5 and 6 list the distinct sizes: elements, whether experts'.
+        found: Filled: how many cuts and sizes.
+    """
+    cuts, sizes = table[:, :5], table[:, 5:]
+    at, distinct = 0, 0
+    for expert in range(2):
+        held, unit, turn, node = 0, -1, 0, 0
+        for u in range(len(places) + 1):
+            last = u == len(places)
+            for t in range(1 if last else places[u, 2]):
+                for g in range(0 if last else bounds[u], 1 if last else bounds[u + 1]):
+                    if not last:
+                        if tensors[g, 2] != expert:
+                            continue
+                        held += tensors[g, 1]
+                        unit, turn = u, t
+                        node = tensors[g, 0] if places[u, 5] else places[u, 1]
+                    if held >= limit or (last and held > 0):
+                        size = distinct
+                        for known in range(distinct - 1, -1, -1):
+                            if sizes[known, 0] == held and sizes[known, 1] == expert:
+                                size = known
+                                break
+                        if size == distinct:
+                            sizes[size, 0], sizes[size, 1] = held, expert
+                            distinct += 1
+                        cuts[at, 0], cuts[at, 1], cuts[at, 2], cuts[at, 3], cuts[at, 4] = unit, turn, node, size, expert
+                        at += 1
+                        held = 0
+    found[0], found[1] = at, distinct
+
+
+@compiled
+def bucket_rows(
+    places: NDArray[np.int64],
+    cuts: NDArray[np.int64],
+    works: NDArray[np.int64],
+    names: int,
+    rows: NDArray[np.int32],
+    count: NDArray[np.int64],
+) -> None:
+    """Events of units that are interrupted where buckets are full.
+
+    Args:
+        places, cuts: As in ``cut_buckets``, cuts in the order of issue.
+        works: The one or two collectives of each size, -1 if none, shape ``(num_sizes, 2)``.
+        names: Index of the name of others' buckets; that of experts' follows.
+        rows, count: Filled: events, and how many.
+    """
+    at, cut = 0, 0
+    numbers = np.zeros(2, dtype=np.int64)
+    for u in range(len(places)):
+        passage, nodes, times, name, newest = places[u, 0], places[u, 1], places[u, 2], places[u, 3], places[u, 4]
+        turn, node = 0, 0
+        while True:
+            here = cut < len(cuts) and cuts[cut, 0] == u
+            until, stop = (cuts[cut, 1], cuts[cut, 2]) if here else (times, 0)
+            if stop == nodes:
+                until, stop = until + 1, 0
+            if node > 0 and turn < until:
+                rows[at, :] = np.array([RUN, passage, node, nodes, 1, name, newest - turn, -1])
+                at += 1
+                turn, node = turn + 1, 0
+            if turn < until:
+                rows[at, :] = np.array([RUN, passage, 0, nodes, until - turn, name, newest - turn, -1])
+                at += 1
+                turn = until
+            if stop > node:
+                rows[at, :] = np.array([RUN, passage, node, stop, 1, name, newest - turn, -1])
+                at += 1
+                node = stop
+            if not here:
+                break
+            expert = cuts[cut, 4]
+            sent = -1
+            for which in range(2):
+                if works[cuts[cut, 3], which] >= 0:
+                    clock = SECOND if which == 1 or expert == 1 else DATA
+                    work, name_at = works[cuts[cut, 3], which], names + expert
+                    rows[at, :] = np.array([SEND, work, clock, sent, 0, name_at, numbers[expert], 0])
+                    sent = at
+                    at += 1
+            numbers[expert] += 1
+            cut += 1
+    count[0] = at

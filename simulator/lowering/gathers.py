@@ -1,0 +1,109 @@
+"""FSDP's all-gathers of parameters as events, each unit some units ahead of its use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stepsight.dataset.op import DTYPE_BYTES, Op
+from stepsight.simulator.lowering.replicas import Replicas
+from stepsight.simulator.lowering.segment import DATA, SECOND, SegmentBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class FullUnit:
+    """What FSDP gathers at once.
+
+    Attributes:
+        name: For people.
+        numel, expert_numel: Elements, others' and experts'.
+    """
+
+    name: str
+    numel: int
+    expert_numel: int = 0
+
+
+class Gathers:
+    """FSDP's all-gathers of parameters, some units ahead of the computation where they overlap.
+
+    Args:
+        builder: Where to.
+        replicas: Who shares.
+        units: What is gathered, in the order of use, each with its number; equal units are one object.
+        dtype: Of the parameters that travel.
+        ahead: Whether the next unit is asked for early even where that hides nothing (backward on CPU).
+        early: Whether all are on their way before the computation begins (parameters that stay, once an iteration).
+    """
+
+    def __init__(
+        self,
+        builder: SegmentBuilder,
+        replicas: Replicas,
+        units: Sequence[tuple[FullUnit, int]],
+        dtype: str,
+        *,
+        ahead: bool,
+        early: bool = False,
+    ) -> None:
+        self._builder = builder
+        self._replicas = replicas
+        self._units = units
+        self._dtype = dtype
+        self._early = early and replicas.beside
+        self._ahead = replicas.gathering.prefetch if ahead or replicas.beside else 0
+        self._asked = self._used = 0
+        self._steady = 0  # units in a row that did the same
+        self._flying: list[tuple[int, ...]] = []  # events of what was asked for and is not used yet
+
+    def ask(self) -> None:
+        """Ask for units ahead of their use."""
+        while self._asked < len(self._units) and len(self._flying) < self._ahead:
+            self._issue()
+
+    def arrive(self) -> None:
+        """Wait for the oldest unit and copy it out into parameters."""
+        again = self._used > 0 and self._units[self._used][0] is self._units[self._used - 1][0]
+        self._steady = self._steady + 1 if again and len(self._flying) == self._ahead else 0
+        if not self._flying:
+            self._issue()
+        for event in self._flying.pop(0):
+            self._builder.wait(event)
+        unit, number = self._units[self._used]
+        self._used += 1
+        numel = unit.numel + unit.expert_numel
+        self._builder.items([Op("copy", (numel,), self._dtype)], unit.name, number, "copy_out")
+
+    def alike(self) -> int:
+        """How many of the next units do just what the last one did: wait for, and ask for, the same sizes."""
+        if self._steady <= self._ahead or len(self._flying) < self._ahead:
+            return 0  # what it waited for was not yet asked for by one that is like it
+        units, used, asked, count = self._units, self._used, self._asked, 0
+        while asked + count < len(units):
+            if units[used + count][0] is not units[used - 1][0] or units[asked + count][0] is not units[used - 1][0]:
+                break
+            count += 1
+        return count
+
+    def skip(self, count: int, shift: int) -> None:
+        """The last unit's events were repeated so many times, which shifted events by so many."""
+        self._used += count
+        self._asked += count
+        self._flying = [tuple(event + shift for event in events) for events in self._flying]
+
+    def _issue(self) -> None:
+        (unit, number), groups = self._units[self._asked], self._replicas.groups
+        self._asked += 1
+        shard = -(-unit.numel // groups.shard.size) + -(-unit.expert_numel // groups.experts.size)
+        self._builder.items([Op("copy", (shard,), self._dtype)], unit.name, number, "copy_in")
+        events = []
+        for group, numel, clock in ((groups.shard, unit.numel, DATA), (groups.experts, unit.expert_numel, SECOND)):
+            if not numel or group.size == 1:
+                continue
+            gather = group.collective("all_gather", numel * DTYPE_BYTES[self._dtype])
+            name = f"{unit.name}.parameters"
+            if self._replicas.beside:
+                events.append(self._builder.send(gather, clock, name, number, early=self._early))
+            else:
+                self._builder.block(gather, clock, name, number)
+        self._flying.append(tuple(events))
