@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from stepsight.dataset.errors import JobError
-from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
-from stepsight.simulator.memory.estimate import estimate_memory
 
 
-def advice(job: Job, hardware: Hardware, peak_bytes: float) -> str:
-    """``recompute "selective" would free 12.3 GB``: enough if any change alone is, else the one that frees most."""
+class Need(Protocol):
+    """What advice reads of a memory estimate."""
+
+    @property
+    def peak_bytes(self) -> float: ...
+    @property
+    def fits(self) -> bool: ...
+
+
+def advice(job: Job, peak_bytes: float, estimate: Callable[[Job], Need]) -> str:
+    """``recompute "selective" would free 12.3 GB``: enough if any change alone is, else the one that frees most.
+
+    Args:
+        job: What does not fit.
+        peak_bytes: What it needs.
+        estimate: Memory of another job on the same hardware.
+    """
     best, most = "", 0.0
     for words, tables in _changes(job):
         try:
-            other = estimate_memory(_changed(job, tables), hardware)
+            other = estimate(_changed(job, tables))
         except JobError:
             continue
         free = peak_bytes - other.peak_bytes

@@ -17,6 +17,7 @@ from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.lowering.sizes import PartShape, boundary_bytes, groups_of, part_shapes, rank_shape
+from stepsight.simulator.memory.advice import advice
 from stepsight.simulator.memory.devices import smallest_devices
 from stepsight.simulator.memory.part import PartMemory, part_memory
 from stepsight.simulator.memory.peaks import ACTION, ACTIVATIONS, FLYING, GRADIENTS, MOMENT, find_peaks
@@ -132,8 +133,6 @@ class Memory:
         """Why it does not fit, and what to try; empty if it does."""
         if self.fits:
             return ""
-        from stepsight.simulator.memory.advice import advice  # which asks this module
-
         at = self.fullest
         stage = self.stages[at]
         parts = ", ".join(f"{name} {getattr(stage, name) / 1e9:.1f}" for name in FIELDS)
@@ -142,7 +141,7 @@ class Memory:
             f"stage {at} needs {stage.total / 1e9:.1f} GB in its {stage.moment} ({parts}; "
             f"{self._flying_words(stage.in_flight)} in flight), {whose} has {stage.capacity_bytes / 1e9:.1f} GB"
         )
-        tip = advice(self.job, self.hardware, self.peak_bytes)
+        tip = advice(self.job, self.peak_bytes, lambda job: estimate_memory(job, self.hardware))
         return f"{text}; {tip}" if tip else text
 
     def _flying_words(self, count: int) -> str:
