@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -15,9 +15,9 @@ import numpy as np
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.files import digest, read_json
 from stepsight.dataset.hardware import Hardware, find_fabric, usual_fabric
-from stepsight.training.calibration.corrections import fit_calibration
+from stepsight.training.calibration.corrections import fit_scale
 from stepsight.training.collectives.collective_models import fit_collectives
-from stepsight.training.intervals.conformal import Intervals, conformal
+from stepsight.training.intervals.conformal import Intervals, fit_intervals
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.measured.host_launches import fit_launches, launches_alone
 from stepsight.training.measured.measured import (
@@ -84,7 +84,9 @@ def train(
     hardware = with_host(profile.hardware(hardware_name, device), runs)
     with tracked(uri, f"train {hardware_name}") as run:
         predictor = _learn(profile, runs, hardware, seed, say)
-        manifest = _manifest(predictor, profile, runs, seed, run.run_id, uri, collections)
+        manifest = _manifest(
+            predictor, profile, runs, collections, seed=seed, mlflow={"mlflow_run_id": run.run_id, "mlflow_uri": uri}
+        )
         predictor = replace(predictor, manifest=manifest)
         predictor.save(out)
         say("tracking in MLflow")
@@ -157,9 +159,9 @@ def _learn_context(predictor: Predictor, runs: list[MeasuredRun], seed: int, say
     fitted = fit_context(examples, wholes, predictor.hardware, seed=seed)
     context = fitted if held.context_helps else None
     predicted = held.in_context if held.context_helps else held.alone
-    calibration = fit_calibration(predicted, held.measured)
+    calibration = fit_scale(predicted, held.measured)
     off = np.log(held.measured / (predicted * calibration.scale))
-    intervals = conformal(off, 2 * float(np.median([run.spread_log for run in runs])))
+    intervals = fit_intervals(off, 2 * float(np.median([run.spread_log for run in runs])))
     metrics |= {
         "op_error_regressor_percent": held.op_error_alone,
         "op_error_with_gnn_percent": held.op_error_in_context,
@@ -189,11 +191,12 @@ def _manifest(
     predictor: Predictor,
     profile: Profile,
     runs: list[MeasuredRun],
-    seed: int,
-    run_id: str,
-    uri: str,
     collections: Sequence[Path],
+    *,
+    seed: int,
+    tracking: Mapping[str, str],
 ) -> dict[str, Any]:
+    """Say what the predictor was trained from; ``tracking`` names the MLflow run that tracks it."""
     data = {"events": profile.digest, "runs": runs_digest(runs) if runs else ""}
     return {
         "digest": digest(*data.values(), str(seed), version("stepsight")),
@@ -206,8 +209,7 @@ def _manifest(
         "versions": {name: version(name) for name in ("stepsight", "lightgbm", "torch", "torch-geometric", "numpy")},
         "seed": seed,
         "metrics": predictor.manifest["metrics"],
-        "mlflow_run_id": run_id,
-        "mlflow_uri": uri,
+        **tracking,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 

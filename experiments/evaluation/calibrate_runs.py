@@ -20,7 +20,7 @@ from stepsight.experiments.evaluation.evaluate import FITTED, evaluate, score
 from stepsight.experiments.evaluation.scored_row import Scored
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.training.calibration.constants import RESOURCES
-from stepsight.training.calibration.fit_calibration import Fit, off_by
+from stepsight.training.calibration.fit_calibration import CalibrationFit, off_by
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.predictor_manifest import check_output
 
@@ -136,11 +136,11 @@ def _on_larger(predictor: Predictor, rows: Sequence[Scored]) -> Evidence:
     return _evidence(LARGER, rows, after)
 
 
-def _left_out(fit: Fit, rows: Sequence[Scored]) -> Evidence:
+def _left_out(fit: CalibrationFit, rows: Sequence[Scored]) -> Evidence:
     """Where no run is larger: sizes in turn, or runs where there is one size."""
     sizes: list[Hashable] = [row.row.gpus for row in rows]
     by = SIZES if len(set(sizes)) > 1 else ROWS
-    off, _ = fit.left_out(sizes if by == SIZES else [row.job for row in rows])
+    off, _ = fit.process.left_out(sizes if by == SIZES else [row.job for row in rows])
     return _evidence(by, rows, [row.measured_s * float(np.exp(-log)) for row, log in zip(rows, off, strict=True)])
 
 

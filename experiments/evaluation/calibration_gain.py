@@ -14,7 +14,7 @@ from stepsight.experiments.evaluation.calibration_split import Split, split_by_s
 from stepsight.experiments.evaluation.evaluate import Evaluation, PredictorOf, figures, score
 from stepsight.experiments.evaluation.naive_references import carried_forward
 from stepsight.experiments.evaluation.scored_row import Scored
-from stepsight.training.calibration.fit_calibration import Fit, TimedJob, calibrate
+from stepsight.training.calibration.fit_calibration import CalibrationFit, TimedJob, fit_calibration
 from stepsight.training.predictor.predictor import Predictor
 
 # What is fitted, for people: how a table is split into rows to fit and rows that judge.
@@ -110,8 +110,8 @@ def calibrate_small(
     return result
 
 
-def with_rows(predictor: Predictor, rows: Sequence[Scored]) -> Fit:
+def with_rows(predictor: Predictor, rows: Sequence[Scored]) -> CalibrationFit:
     """The predictor calibrated on some rows, which its manifest names from then on."""
-    fit = calibrate(predictor, [TimedJob(row.job, row.measured_s, row.row.software) for row in rows])
+    fit = fit_calibration(predictor, [TimedJob(row.job, row.measured_s, row.row.software) for row in rows])
     seen = {*predictor.manifest.get("fitted_rows", ()), *(row.digest for row in rows)}
     return replace(fit, predictor=replace(fit.predictor, manifest={**predictor.manifest, "fitted_rows": sorted(seen)}))

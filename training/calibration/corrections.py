@@ -95,7 +95,7 @@ class Calibration:
         return cls(scale, constants, Residual.from_dict(value["residual"]), width, left, judged)
 
 
-def fit_calibration(predicted: Array, measured: Array) -> Calibration:
+def fit_scale(predicted: Array, measured: Array) -> Calibration:
     """Fit on whole iterations, ``(runs,)``; returns no correction unless it helps each run held back in turn."""
     off = np.log(measured / predicted)
     if len(off) < 3:

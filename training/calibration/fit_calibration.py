@@ -9,7 +9,7 @@ the most likely factors; what they leave is the residual's.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,9 +21,9 @@ from stepsight.training.calibration.constants import NAMES, Constants, prior_std
 from stepsight.training.calibration.corrections import MOST_WIDTH, Calibration
 from stepsight.training.calibration.residual import Residual, most_likely
 from stepsight.training.calibration.similarity import Likeness, covariance
-from stepsight.training.intervals.conformal import COVERAGE
-from stepsight.training.intervals.published_errors import conformal_quantile
+from stepsight.training.intervals.conformal import conformal_quantile
 from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.regression.gaussian_process import GaussianProcess
 
 Array = NDArray[np.float64]
 
@@ -51,36 +51,20 @@ class TimedJob:
 
 
 @dataclass(frozen=True)
-class Fit:
-    """A calibration with what it was made of.
+class CalibrationFit:
+    """A calibrated predictor with what the calibration was fitted on.
 
     Attributes:
-        predictor: The one that was calibrated, with its calibration.
-        logs: ``log(measured / predicted)`` before, ``(rows,)``.
-        covariance: Of those, as it is believed to be, ``(rows, rows)``.
+        predictor: The predictor with its calibration.
+        process: ``log(measured / predicted)`` of every row before calibration, with the covariance that the fit
+            assumed.  Rows left out of it are predicted to first order in the factors, and without their bounds.
     """
 
     predictor: Predictor
-    logs: Array
-    covariance: Array
-
-    def left_out(self, groups: Sequence[Hashable]) -> tuple[Array, Array]:
-        """What every row is off by after a fit without its group, and the deviation expected, ``(rows,)`` each.
-
-        To first order in the factors, and without their bounds.
-        """
-        inverse = np.linalg.inv(self.covariance)
-        weights = inverse @ self.logs
-        off, stds = np.zeros(len(self.logs)), np.zeros(len(self.logs))
-        for group in set(groups):
-            index = np.array([i for i, other in enumerate(groups) if other == group])
-            block = np.linalg.inv(inverse[np.ix_(index, index)])
-            off[index] = block @ weights[index]
-            stds[index] = np.sqrt(np.diag(block))
-        return off, stds
+    process: GaussianProcess
 
 
-def calibrate(predictor: Predictor, rows: Sequence[TimedJob]) -> Fit:
+def fit_calibration(predictor: Predictor, rows: Sequence[TimedJob]) -> CalibrationFit:
     """Fit factors of resources and a residual in place of the predictor's; a scale from own runs stays."""
     assert rows
     scale = predictor.calibration.scale
@@ -98,11 +82,11 @@ def calibrate(predictor: Predictor, rows: Sequence[TimedJob]) -> Fit:
             spread, noise = most_likely(left, shared, by_constants)
         believed = spread**2 * shared + noise**2 * np.eye(len(rows))
         total = believed + by_constants
-        constants = Constants.within(prior @ parts.T @ np.linalg.solve(total, left))
+        constants = Constants.within(prior @ parts.T @ GaussianProcess(total, left).weights)
     logs, _ = _simulate(predictor, constants, rows)
     residual = Residual(tuple(likes), tuple((measured - logs).tolist()), spread, noise)
     corrections = np.array([residual.mean_and_std(row.job, row.software)[0] for row in rows])
-    fit = Fit(predictor, first, total)
+    fit = CalibrationFit(predictor, GaussianProcess(total, first))
     width = _width(fit, [row.job for row in rows])
     calibration = Calibration(scale, constants, residual, width, off_by(measured - logs - corrections))
     return replace(fit, predictor=replace(predictor, calibration=calibration))
@@ -129,10 +113,8 @@ def _simulate(predictor: Predictor, constants: Constants, rows: Sequence[TimedJo
     return logs, parts
 
 
-def _width(fit: Fit, jobs: Sequence[Job]) -> float:
+def _width(fit: CalibrationFit, jobs: Sequence[Job]) -> float:
     """Deviations that hold ``COVERAGE`` of jobs left out in turn; never less than of a normal distribution."""
-    off, stds = fit.left_out(jobs)
-    scores = np.sort(np.abs(off / stds))
-    rank = math.ceil((len(scores) + 1) * COVERAGE)
-    width = float(scores[rank - 1]) if rank <= len(scores) else 2 * NORMAL_WIDTH
+    off, stds = fit.process.left_out(jobs)
+    width = conformal_quantile(np.abs(off / stds).tolist(), too_few=2 * NORMAL_WIDTH)
     return min(max(NORMAL_WIDTH, width), MOST_WIDTH)

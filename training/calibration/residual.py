@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.job import Job
 from stepsight.training.calibration.similarity import UNLIKE, Likeness, covariance
 from stepsight.training.regression.fitted_physics import MOST_LOG
+from stepsight.training.regression.gaussian_process import GaussianProcess
 
 Array = NDArray[np.float64]
 
@@ -43,13 +44,9 @@ class Residual:
     noise: float
 
     @cached_property
-    def _inverse(self) -> Array:
+    def _process(self) -> GaussianProcess:
         own = self.spread**2 * covariance(self.rows, self.rows)
-        return np.asarray(np.linalg.inv(own + self.noise**2 * np.eye(len(self.rows))))
-
-    @cached_property
-    def _weights(self) -> Array:
-        return np.asarray(self._inverse @ np.array(self.logs))
+        return GaussianProcess(own + self.noise**2 * np.eye(len(self.rows)), np.array(self.logs))
 
     @property
     def software(self) -> tuple[str, ...]:
@@ -60,14 +57,14 @@ class Residual:
     def mean_and_std(self, job: Job, software: str = "") -> tuple[float, float]:
         """Correction of a job, within ``MAX_LOG``, and its deviation, a repeated run's included; in log units."""
         shared = self._shared(job, software)
-        mean = float(np.clip(shared @ self._weights, -MAX_LOG, MAX_LOG))
+        mean = float(np.clip(self._process.mean(shared), -MAX_LOG, MAX_LOG))
         variance = self.spread**2 * (1.0 - self.known(job, software))
         return mean, math.sqrt(variance + self.noise**2)
 
     def known(self, job: Job, software: str = "") -> float:
         """Part of the variance from job to job that the rows tell of this one: 1 for one of them, 0 far from all."""
         shared = self._shared(job, software)
-        return min(1.0, float(shared @ self._inverse @ shared) / self.spread**2)
+        return min(1.0, self._process.explained(shared) / self.spread**2)
 
     def _shared(self, job: Job, software: str) -> Array:
         """Covariance of a job with every row, ``(rows,)``."""
@@ -103,7 +100,6 @@ def most_likely(logs: Array, shared: Array, more: Array) -> tuple[float, float]:
     found = {}
     for spread in SPREADS:
         for noise in NOISES:
-            matrix = spread**2 * shared + noise**2 * np.eye(len(logs)) + more
-            _, log_determinant = np.linalg.slogdet(matrix)
-            found[spread, noise] = float(logs @ np.linalg.solve(matrix, logs) + log_determinant)
+            total = spread**2 * shared + noise**2 * np.eye(len(logs)) + more
+            found[spread, noise] = GaussianProcess(total, logs).cost()
     return min(found, key=lambda key: found[key])

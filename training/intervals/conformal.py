@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,19 +48,35 @@ class Intervals:
         return cls(half_width, coverage, runs)
 
 
-def conformal(log_residuals: NDArray[np.float64], spread_log: float, coverage: float = COVERAGE) -> Intervals:
-    """Split-conformal interval with the finite-sample correction (Vovk et al. 2005; Lei et al. 2018).
+def conformal_quantile(scores: Sequence[float], coverage: float = COVERAGE, *, too_few: float | None = None) -> float:
+    """Find the score that a further one exceeds with probability ``1 - coverage`` at most.
+
+    With the finite-sample correction of split-conformal prediction (Vovk et al. 2005; Lei et al. 2018).
 
     Args:
-        log_residuals: ``log(measured / predicted)`` of runs that were held back, ``(runs,)``.
-        spread_log: The measurement's own spread, below which no interval can be honest.
-        coverage: Aim.
+        scores: Scores of what was held out, in any order.
+        coverage: Probability, 0 to 1.
+        too_few: Returned if there are too few scores for the coverage; None: the largest score, stretched by the
+            ratio of the rank that is needed to the number of scores, and ``ROOFLINE_LOG`` if there is no score.
     """
-    count = len(log_residuals)
+    rank, count = math.ceil((len(scores) + 1) * coverage), len(scores)
+    if rank > count and too_few is not None:
+        return too_few
     if not count:
+        return ROOFLINE_LOG
+    ordered = sorted(scores)
+    return ordered[rank - 1] if rank <= count else ordered[-1] * rank / count
+
+
+def fit_intervals(log_residuals: NDArray[np.float64], spread_log: float, coverage: float = COVERAGE) -> Intervals:
+    """Fit a symmetric split-conformal interval.
+
+    Args:
+        log_residuals: ``log(measured / predicted)`` of runs that were held out, ``(runs,)``.
+        spread_log: The spread of repeated measurements, in log-seconds: the least half width.
+        coverage: Part of runs that the interval is meant to hold.
+    """
+    if not len(log_residuals):
         return Intervals()
-    sizes = np.sort(np.abs(log_residuals))
-    rank = math.ceil((count + 1) * coverage)
-    # With too few runs for the aim, the largest residual stretched by what is missing.
-    half_width = sizes[rank - 1] if rank <= count else sizes[-1] * rank / count
-    return Intervals(float(min(max(half_width, spread_log), MOST_LOG)), coverage, count)
+    half_width = conformal_quantile(np.abs(log_residuals).tolist(), coverage)
+    return Intervals(float(min(max(half_width, spread_log), MOST_LOG)), coverage, len(log_residuals))

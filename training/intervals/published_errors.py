@@ -8,7 +8,6 @@ Where a source's own runs are judged, its errors do not count: no interval depen
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 from stepsight.dataset.caching import cached
 from stepsight.dataset.files import read_json
 from stepsight.dataset.job import Job
-from stepsight.training.intervals.conformal import COVERAGE, MOST_LOG
+from stepsight.training.intervals.conformal import COVERAGE, MOST_LOG, conformal_quantile
 
 PRESET = Path(__file__).with_name("published_widths.json")
 MIN_ROWS, MIN_SOURCES = 20, 2  # of a class; else a coarser one counts
@@ -97,15 +96,6 @@ class Widths:
                 if not 0 <= row.score < MOST_LOG:
                     raise ValueError(f"an error of {name} must lie from 0 to {MOST_LOG}, got {row.score}")
         return cls(sources)
-
-
-def conformal_quantile(scores: list[float], coverage: float = COVERAGE) -> float:
-    """The score that a further one exceeds with probability ``1 - coverage`` at most; a factor of three of none."""
-    rank = math.ceil((len(scores) + 1) * coverage)
-    ordered = sorted(scores)
-    if not ordered:
-        return math.log(3.0)
-    return ordered[rank - 1] if rank <= len(ordered) else ordered[-1] * rank / len(ordered)
 
 
 @cached(1)

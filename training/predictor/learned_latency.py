@@ -46,6 +46,7 @@ class LearnedLatency:
         kernel: KernelModel,
         collective: CollectiveModel,
         context: ContextWeights | None,
+        *,
         fabric: Fabric,
         busy: int,
         constants: Constants | None = None,

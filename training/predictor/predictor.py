@@ -114,10 +114,10 @@ class Predictor:
                 self.kernel,
                 self.collective,
                 self.context,
-                job.fabric,
-                busy,
-                self.calibration.constants,
-                devices,
+                fabric=job.fabric,
+                busy=busy,
+                constants=self.calibration.constants,
+                devices=devices,
             )
         return known
 

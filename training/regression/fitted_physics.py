@@ -7,6 +7,7 @@ prior, so that a handful of points suffices and no constant leaves what physics 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from operator import index
 from typing import Any
 
@@ -116,13 +117,13 @@ def fit_physics(terms: Array, busy: Array, seconds: Array, bounds: Bounds, steps
     high = np.concatenate([np.log(bounds.high), np.full(count, MAX_BUSY_EXPONENT)])
     prior = np.concatenate([np.log(bounds.prior), np.zeros(count)])
     stds = np.concatenate([np.full(count, CONSTANT_PRIOR_STD), np.full(count, BUSY_PRIOR_STD)])
-    log_seconds, log_busy = np.log(seconds), np.log(busy)[:, None]
+    problem = _Problem(terms, busy, np.log(seconds), prior, stds, bounds.overlapping)
     theta, damping = prior.copy(), 1.0
-    loss, gradient, hessian = _objective(theta, terms, busy, log_seconds, log_busy, prior, stds, bounds.overlapping)
+    loss, gradient, hessian = problem.objective(theta)
     for _ in range(steps):
         step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), -gradient)
         candidate = np.clip(theta + np.clip(step, -1.5, 1.5), low, high)
-        result = _objective(candidate, terms, busy, log_seconds, log_busy, prior, stds, bounds.overlapping)
+        result = problem.objective(candidate)
         if result[0] < loss:
             converged = loss - result[0] < 1e-7 * loss
             theta, (loss, gradient, hessian) = candidate, result
@@ -136,28 +137,41 @@ def fit_physics(terms: Array, busy: Array, seconds: Array, bounds: Bounds, steps
     return Physics(theta[:count], theta[count:], bounds.overlapping)
 
 
-def _objective(
-    theta: Array,
-    terms: Array,
-    busy: Array,
-    log_seconds: Array,
-    log_busy: Array,
-    prior: Array,
-    stds: Array,
-    overlapping: tuple[int, ...],
-) -> tuple[float, Array, Array]:
-    """Loss, its gradient and a Gauss-Newton Hessian."""
-    count = terms.shape[1]
-    physics = Physics(theta[:count], theta[count:], overlapping)
-    parts = physics._parts(terms, busy)
-    total = parts.sum(axis=1) + 1e-12
-    residual = (np.log(total) - log_seconds) / NOISE
-    shares = parts / total[:, None]
-    jacobian = np.concatenate([shares, shares * log_busy], axis=1) / NOISE
-    size = np.abs(residual)
-    weight = np.minimum(1.0, HUBER / np.maximum(size, 1e-12))
-    off = (theta - prior) / stds
-    loss = float(np.where(size < HUBER, 0.5 * size**2, HUBER * (size - 0.5 * HUBER)).sum() + 0.5 * off @ off)
-    gradient = jacobian.T @ (weight * residual) + off / stds
-    hessian = (jacobian * weight[:, None]).T @ jacobian + np.diag(1.0 / stds**2)
-    return loss, gradient, hessian
+@dataclass(frozen=True, eq=False)
+class _Problem:
+    """The loss that ``fit_physics`` minimises.
+
+    Attributes:
+        terms, busy: As in ``fit_physics``.
+        log_seconds: Measured, ``(rows,)``.
+        prior, stds: Mean and deviation of each parameter's prior, ``(2 * terms,)``: constants, then exponents.
+        overlapping: Terms of which only the longest counts.
+    """
+
+    terms: Array
+    busy: Array
+    log_seconds: Array
+    prior: Array
+    stds: Array
+    overlapping: tuple[int, ...]
+
+    @cached_property
+    def _log_busy(self) -> Array:
+        return np.log(self.busy)[:, None]
+
+    def objective(self, theta: Array) -> tuple[float, Array, Array]:
+        """Loss, its gradient and a Gauss-Newton Hessian."""
+        count = self.terms.shape[1]
+        physics = Physics(theta[:count], theta[count:], self.overlapping)
+        parts = physics._parts(self.terms, self.busy)
+        total = parts.sum(axis=1) + 1e-12
+        residual = (np.log(total) - self.log_seconds) / NOISE
+        shares = parts / total[:, None]
+        jacobian = np.concatenate([shares, shares * self._log_busy], axis=1) / NOISE
+        size = np.abs(residual)
+        weight = np.minimum(1.0, HUBER / np.maximum(size, 1e-12))
+        off = (theta - self.prior) / self.stds
+        loss = float(np.where(size < HUBER, 0.5 * size**2, HUBER * (size - 0.5 * HUBER)).sum() + 0.5 * off @ off)
+        gradient = jacobian.T @ (weight * residual) + off / self.stds
+        hessian = (jacobian * weight[:, None]).T @ jacobian + np.diag(1.0 / self.stds**2)
+        return loss, gradient, hessian

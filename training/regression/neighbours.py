@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.training.regression.gaussian_process import GaussianProcess
+
 Array = NDArray[np.float64]
 
 NOISE = 0.03  # log-seconds; FACTS of two library versions and of repeats on one machine agree on about 3 %
@@ -57,5 +59,5 @@ def fit_neighbours(positions: Array, residuals: Array, length: float) -> Neighbo
         chosen = np.random.default_rng(0).choice(len(positions), MAX_POINTS, replace=False)
         positions, residuals = positions[chosen], residuals[chosen]
     signal = max(float(np.mean(residuals**2)), NOISE**2)
-    kernel = _similarity(positions, positions, length) + (NOISE**2 / signal) * np.eye(len(positions))
-    return Neighbours(positions, np.asarray(np.linalg.solve(kernel, residuals), dtype=np.float64), length)
+    covariance = _similarity(positions, positions, length) + (NOISE**2 / signal) * np.eye(len(positions))
+    return Neighbours(positions, GaussianProcess(covariance, residuals).weights, length)

@@ -11,7 +11,7 @@ import pytest
 from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.training.calibration.constants import NAMES, RESOURCES, Constants
 from stepsight.training.calibration.corrections import Calibration
-from stepsight.training.calibration.fit_calibration import Fit, TimedJob, calibrate
+from stepsight.training.calibration.fit_calibration import TimedJob, fit_calibration
 from stepsight.training.predictor.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped.catalogue import shipped_predictor
@@ -45,7 +45,7 @@ def truth(predictor: Predictor, jobs: list[Job], **factors: float) -> list[Timed
 
 def test_slow_resources_are_found_and_carried_to_larger_jobs(predictor: Predictor) -> None:
     """The factors move towards the truth, and jobs of other sizes are predicted far better for it."""
-    fitted = calibrate(predictor, truth(predictor, JOBS, products=1.1, near_links=1.2)).predictor
+    fitted = fit_calibration(predictor, truth(predictor, JOBS, products=1.1, near_links=1.2)).predictor
     found = fitted.calibration.constants.to_dict()
     assert 1.04 < found["products"] < 1.12
     assert found["near_links"] > 1.02
@@ -59,7 +59,7 @@ def test_a_job_that_was_fitted_is_reproduced_at_every_size(predictor: Predictor)
     """Whatever was off by a factor for a small run is so for a large one."""
     small = job()
     rows = [TimedJob(small, 1.2 * predict(small, predictor).iteration_time_s, "lab")]
-    fitted = calibrate(predictor, rows).predictor
+    fitted = fit_calibration(predictor, rows).predictor
     for nodes in (1, 4, 32):
         before, after = predict(job(nodes=nodes), predictor), predict(job(nodes=nodes), fitted, software="lab")
         assert after.iteration_time_s == pytest.approx(1.2 * before.iteration_time_s, rel=0.04)
@@ -70,7 +70,7 @@ def test_nothing_is_said_of_jobs_unlike_all_that_were_fitted(predictor: Predicto
     """The residual fades with distance, the deviation grows to that of any job."""
     small, large = job(256, layers=2), job(16384, 8, layers=96)
     rows = [TimedJob(small, 1.2 * predict(small, predictor).iteration_time_s)]
-    calibration = calibrate(predictor, rows).predictor.calibration
+    calibration = fit_calibration(predictor, rows).predictor.calibration
     residual = calibration.residual
     assert residual is not None
     near, far = residual.mean_and_std(small), residual.mean_and_std(large)
@@ -84,35 +84,20 @@ def test_nothing_is_said_of_jobs_unlike_all_that_were_fitted(predictor: Predicto
 def test_no_factor_leaves_physics(predictor: Predictor) -> None:
     """Runs ten times too slow do not make products ten times slower."""
     rows = [TimedJob(row.job, 10 * row.seconds) for row in truth(predictor, JOBS)]
-    found = calibrate(predictor, rows).predictor.calibration.constants
+    found = fit_calibration(predictor, rows).predictor.calibration.constants
     for name, value in zip(NAMES, found.logs, strict=True):
         assert RESOURCES[name].low_log <= value <= RESOURCES[name].high_log
     with pytest.raises(ValueError, match=r"the log of products must lie from -0\.25 to 0\.4"):
         Constants((1.0, 0.0, 0.0, 0.0, 0.0))
 
 
-def test_left_out_is_what_a_fit_without_the_rows_says() -> None:
-    """Closed form of a block left out of a Gaussian process against solving without it."""
-    rng = np.random.default_rng(0)
-    factor = rng.normal(size=(5, 5))
-    covariance, logs = factor @ factor.T + np.eye(5), rng.normal(size=5)
-    predictor = shipped_predictor("a100-sxm")
-    assert predictor is not None
-    off, stds = Fit(predictor, logs, covariance).left_out([0, 0, 1, 1, 1])
-    kept, gone = [2, 3, 4], [0, 1]
-    shared = covariance[np.ix_(gone, kept)] @ np.linalg.inv(covariance[np.ix_(kept, kept)])
-    assert off[gone] == pytest.approx(logs[gone] - shared @ logs[kept])
-    own = covariance[np.ix_(gone, gone)] - shared @ covariance[np.ix_(kept, gone)]
-    assert stds[gone] == pytest.approx(np.sqrt(np.diag(own)))
-
-
 def test_no_interval_is_narrower_than_what_runs_are_off_by(predictor: Predictor) -> None:
     """Those that were fitted, where ten are; those that judged, but not for themselves."""
     rows = [TimedJob(job(), seconds) for seconds in np.geomspace(1.0, 1.5, 10)]
-    found = calibrate(predictor, rows).predictor.calibration
+    found = fit_calibration(predictor, rows).predictor.calibration
     assert found.left_log == pytest.approx(math.log(1.5) / 2, rel=0.1)
     assert found.half_width_log(job(), "", 0.1) == found.left_log
-    assert calibrate(predictor, rows[:9]).predictor.calibration.left_log == 0.0
+    assert fit_calibration(predictor, rows[:9]).predictor.calibration.left_log == 0.0
     judged = replace(found, judged_log=0.4)
     assert judged.half_width_log(job(), "", 0.1) == 0.4
     assert judged.half_width_log(job(), "", 0.1, judged=True) == found.left_log
@@ -123,7 +108,7 @@ def test_no_interval_is_narrower_than_what_runs_are_off_by(predictor: Predictor)
 
 def test_a_calibration_is_saved_whole(predictor: Predictor) -> None:
     """Read again it corrects by as much, to the last bit."""
-    fitted = calibrate(predictor, truth(predictor, JOBS[:4], products=1.1)).predictor.calibration
+    fitted = fit_calibration(predictor, truth(predictor, JOBS[:4], products=1.1)).predictor.calibration
     again = Calibration.from_dict(fitted.to_dict())
     assert again.factor(job(), "lab") == fitted.factor(job(), "lab")
     assert again.half_width_log(job(), "lab", 0.2) == fitted.half_width_log(job(), "lab", 0.2) < 0.2

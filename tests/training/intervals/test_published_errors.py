@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from stepsight.dataset.job import Job
@@ -15,7 +13,6 @@ from stepsight.training.intervals.published_errors import (
     Off,
     Widths,
     class_of,
-    conformal_quantile,
     published_widths,
 )
 from stepsight.training.predictor.prediction import ROOFLINE, predict
@@ -26,15 +23,6 @@ JOB = Job.from_file(EXAMPLE)
 
 def offs(score: float, count: int, kind: tuple[str, ...] = class_of(JOB)) -> tuple[Off, ...]:
     return tuple(Off(f"{score}-{index}", kind, score) for index in range(count))
-
-
-def test_the_quantile_holds_nine_of_ten_new_ones() -> None:
-    """Over many draws of few scores."""
-    rng = np.random.default_rng(0)
-    held = [abs(rng.normal()) <= conformal_quantile(np.abs(rng.normal(size=25)).tolist()) for _ in range(4000)]
-    assert 0.88 < np.mean(held) < 0.95
-    assert conformal_quantile([0.1] * 5) > 0.1  # too few for the aim
-    assert conformal_quantile([]) == math.log(3.0)
 
 
 def test_errors_of_the_own_source_do_not_count() -> None:

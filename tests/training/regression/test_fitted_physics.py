@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from stepsight.training.regression.fitted_physics import Bounds, Physics, _objective, fit_physics
+from stepsight.training.regression.fitted_physics import Bounds, Physics, _Problem, fit_physics
 
 BOUNDS = Bounds(prior=np.array([1e-5, 1e-9]), low=np.array([1e-7, 1e-11]), high=np.array([1e-3, 1e-7]))
 
@@ -58,9 +58,7 @@ def test_the_gradient_of_overlapping_terms_is_that_of_the_loss() -> None:
     theta, prior, stds = rng.normal(0, 0.3, 6), np.zeros(6), np.ones(6)
     theta[3:] = np.abs(theta[3:])
 
-    def loss_at(point: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-        return _objective(point, terms, busy, np.log(seconds), np.log(busy)[:, None], prior, stds, (1, 2))
-
+    loss_at = _Problem(terms, busy, np.log(seconds), prior, stds, (1, 2)).objective
     step = 1e-6
     numeric = [(loss_at(theta + step * axis)[0] - loss_at(theta - step * axis)[0]) / (2 * step) for axis in np.eye(6)]
     assert loss_at(theta)[1] == pytest.approx(np.array(numeric), rel=1e-4, abs=1e-3)
