@@ -84,9 +84,8 @@ def train(
     hardware = with_host(profile.hardware(hardware_name, device), runs)
     with tracked(uri, f"train {hardware_name}") as run:
         predictor = _learn(profile, runs, hardware, seed, say)
-        manifest = _manifest(
-            predictor, profile, runs, collections, seed=seed, mlflow={"mlflow_run_id": run.run_id, "mlflow_uri": uri}
-        )
+        tracking = {"mlflow_run_id": run.run_id, "mlflow_uri": uri}
+        manifest = _manifest(predictor, profile, runs, collections, seed=seed, tracking=tracking)
         predictor = replace(predictor, manifest=manifest)
         predictor.save(out)
         say("tracking in MLflow")
