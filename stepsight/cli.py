@@ -42,19 +42,20 @@ def _options(
     pass
 
 
-app.command()(measuring.collect)
-app.command()(measuring.train)
-app.command()(asking.predict)
-app.command()(asking.explain)
-app.command()(asking.search)
-app.command()(judging.evaluate)
-app.command()(judging.calibrate)
-app.command()(measuring.demo)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(
-    measuring.experiment
-)
-app.command("import")(measuring.import_table)
-app.command()(measuring.show)
+app.command("collect")(measuring.collect_command)
+app.command("train")(measuring.train_command)
+app.command("predict")(asking.predict_command)
+app.command("explain")(asking.explain_command)
+app.command("search")(asking.search_command)
+app.command("evaluate")(judging.evaluate_command)
+app.command("calibrate")(judging.calibrate_command)
+app.command("demo")(measuring.demo_command)
+app.command(
+    "experiment",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)(measuring.experiment_command)
+app.command("import")(measuring.import_command)
+app.command("show")(measuring.show_command)
 
 # What an interrupted verb leaves behind.
 _LEAVES = {

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.bounded import read_file
 from stepsight.dataset.errors import PredictorError, TableError
 from stepsight.dataset.files import digest
 from stepsight.experiments.evaluation.calibration_gain import with_rows
 from stepsight.experiments.evaluation.calibration_split import split_by_size, without_copies
 from stepsight.experiments.evaluation.error_metrics import Errors, errors
-from stepsight.experiments.evaluation.evaluate import FITTED, evaluate, score
+from stepsight.experiments.evaluation.evaluate import FITTED, Evaluation, evaluate, score
 from stepsight.experiments.evaluation.scored_row import Scored
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.training.calibration.constants import RESOURCES
 from stepsight.training.calibration.fit_calibration import CalibrationFit, off_by
+from stepsight.training.predictor.prediction import named_predictor
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.predictor_manifest import check_output
 
@@ -33,7 +33,7 @@ SIZES, ROWS = "each size left out in turn", "each job left out in turn"
 
 @dataclass(frozen=True)
 class Evidence:
-    """Errors on runs that a fit did not see.
+    """Errors on runs that were not fitted.
 
     Attributes:
         by: Which runs those are.
@@ -61,27 +61,110 @@ class Evidence:
         return {"by": self.by, "before": self.before.to_dict(), "after": self.after.to_dict(), "sources": pairs}
 
 
-def calibrate_runs(
-    runs: Path, predictor: Predictor, out: Path, *, source: str = "*", most_gpus: int = 8
-) -> dict[str, Any]:
-    """Calibrate a predictor on small runs and write it if it predicts larger ones well, and better than before.
+@dataclass(frozen=True)
+class CalibrationReport:
+    """What a calibration changed, how it was judged, and whether it was written.
+
+    Attributes:
+        source: The predictor before calibration, in words.
+        calibrated: The predictor after it.
+        num_fitted: Number of runs that it was fitted on.
+        evidence: Errors before and after on runs that were not fitted.
+        skipped: Number of rows left out, by reason.
+        out: The folder asked for; it is written only if ``released``.
+    """
+
+    source: str
+    calibrated: Predictor
+    num_fitted: int
+    evidence: Evidence
+    skipped: Mapping[str, int]
+    out: Path
+
+    @property
+    def released(self) -> bool:
+        """Whether it predicts runs that were not fitted better than before, so that it was written."""
+        return self.evidence.better
+
+    def __repr__(self) -> str:
+        before, after = self.evidence.before.mape or 0.0, self.evidence.after.mape or 0.0
+        verdict = f"wrote {self.out}" if self.released else "refused"
+        return f"CalibrationReport({self.num_fitted} runs, MAPE {before:.1f} to {after:.1f} %, {verdict})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; errors in percent, factors of resources, widths in log-seconds."""
+        found = self.calibrated.calibration
+        value: dict[str, Any] = {
+            "predictor": self.source,
+            "fitted": self.num_fitted,
+            "constants": {
+                name: {
+                    "factor": found.constants.to_dict()[name],
+                    "prior_std_log": resource.prior_std_log,
+                    "low_log": resource.low_log,
+                    "high_log": resource.high_log,
+                }
+                for name, resource in RESOURCES.items()
+            },
+            "residual": {}
+            if found.residual is None
+            else {"spread": found.residual.spread, "noise": found.residual.noise},
+            "evidence": self.evidence.to_dict(),
+            "least_half_width_log": max(found.left_log, found.judged_log),
+            "released": self.released,
+            "skipped": dict(self.skipped),
+        }
+        return {**value, "out": str(self.out)} if self.released else value
+
+
+def calibrate(
+    runs: str | Path, predictor: Predictor | str, out: str | Path, *, source: str = "*", max_devices: int = 8
+) -> CalibrationReport:
+    """Calibrate a predictor on the small runs of a table, and write it if it predicts the larger ones better.
+
+    Factors of resources are fitted by gradient through the simulator, and a correction for jobs like those of the
+    table.  Where the table has no larger runs, sizes or jobs are left out in turn to judge.
 
     Args:
-        runs: Table of runs (see ``read_runs``); those of other hardware are left out.
-        predictor: To start from.
+        runs: Table of measured runs (.csv or .csv.gz), one row each; rows of other hardware are left out.
+        predictor: The predictor to start from, or the name of one that comes with the package.
         out: Folder of the predictor to write.
-        source: Only rows whose source matches this pattern.
-        most_gpus: Rows of at most so many devices are fitted, or those of a source's smallest size; larger ones judge.
+        source: Only rows whose source matches this pattern or, if none does, contains it.
+        max_devices: Runs of at most so many devices are fitted, or those of a source's smallest size; larger ones
+            judge.
 
     Returns:
-        What ``--json`` prints, and ``text``; ``released`` says whether the predictor was written.
+        ``.released`` says whether the predictor was written; ``.evidence`` has the errors before and after.
 
     Raises:
         TableError: If no row can be used.
         PredictorError: If the predictor was fitted on a row before, or ``out`` is something else.
+
+    Example:
+        >>> report = calibrate("runs.csv", "a100-sxm", "runs/mine")  # doctest: +SKIP
+        >>> report.released, report.evidence.after.mape  # doctest: +SKIP
     """
+    runs, out = Path(runs), Path(out)
+    predictor = named_predictor(predictor) if isinstance(predictor, str) else predictor
     check_output(out)
-    evaluation = evaluate(runs, lambda hardware: predictor, source=source)
+    evaluation = _usable(runs, predictor, source)
+    fitted, every_larger = split_by_size(evaluation.scored, max_devices)
+    larger = without_copies(every_larger, fitted)
+    copies = {COPY: len(every_larger) - len(larger)} if len(larger) < len(every_larger) else {}
+    fit = with_rows(predictor, fitted)
+    evidence = _on_larger(fit.predictor, larger) if larger else _left_out(fit, fitted)
+    judged = replace(fit.predictor.calibration, judged_log=evidence.off_log)
+    calibrated = replace(fit.predictor, calibration=judged)
+    skipped = {**evaluation.skipped, **copies}
+    report = CalibrationReport(predictor.source, calibrated, len(fitted), evidence, skipped, out)
+    if report.released:
+        _save(report, runs)
+    return report
+
+
+def _usable(runs: Path, predictor: Predictor, source: str) -> Evaluation:
+    """The rows that the predictor can be calibrated on, with its predictions."""
+    evaluation = evaluate(runs, predictor, source=source)
     if FITTED in evaluation.skipped:
         raise PredictorError(
             f"a calibration begins with a predictor that was fitted on none of its rows, got {predictor.source}, "
@@ -93,42 +176,20 @@ def calibrate_runs(
             f"got {len(evaluation.scored)} of {sum(evaluation.rows.values())} rows in {runs} "
             f"(left out: {'; '.join(f'{count} x {why}' for why, count in evaluation.skipped.items()) or 'none'})"
         )
-    fitted, every_larger = split_by_size(evaluation.scored, most_gpus)
-    larger = without_copies(every_larger, fitted)
-    copies = {COPY: len(every_larger) - len(larger)} if len(larger) < len(every_larger) else {}
-    fit = with_rows(predictor, fitted)
-    evidence = _on_larger(fit.predictor, larger) if larger else _left_out(fit, fitted)
-    found = replace(fit.predictor.calibration, judged_log=evidence.off_log)
-    value: dict[str, Any] = {
-        "predictor": predictor.source,
-        "fitted": len(fitted),
-        "constants": {
-            name: {
-                "factor": found.constants.to_dict()[name],
-                "prior_std_log": resource.prior_std_log,
-                "low_log": resource.low_log,
-                "high_log": resource.high_log,
-            }
-            for name, resource in RESOURCES.items()
-        },
-        "residual": {} if found.residual is None else {"spread": found.residual.spread, "noise": found.residual.noise},
-        "evidence": evidence.to_dict(),
-        "least_half_width_log": max(found.left_log, found.judged_log),
-        "released": evidence.better,
-        "skipped": {**evaluation.skipped, **copies},
+    return evaluation
+
+
+def _save(report: CalibrationReport, runs: Path) -> None:
+    """Write the calibrated predictor, with the rows that fitted and judged it in its manifest."""
+    value, manifest = report.to_dict(), report.calibrated.manifest
+    record = {key: value[key] for key in ("predictor", "fitted", "constants", "residual", "evidence")}
+    judged = {"judged_rows": list(report.evidence.digests), "runs": {runs.name: digest(runs.read_bytes())}}
+    changed = {
+        "name": "",  # no longer the one that comes with the package
+        "digest": digest(str(manifest.get("digest", "")), *manifest["fitted_rows"]),
+        "calibration": {**record, **judged},
     }
-    if evidence.better:
-        record = {key: value[key] for key in ("predictor", "fitted", "constants", "residual", "evidence")}
-        judged = {"judged_rows": list(evidence.digests), "runs": {runs.name: digest(read_file(runs))}}
-        manifest = fit.predictor.manifest
-        changed = {
-            "name": "",  # no longer the one that comes with the package
-            "digest": digest(str(manifest.get("digest", "")), *manifest["fitted_rows"]),
-            "calibration": {**record, **judged},
-        }
-        replace(fit.predictor, calibration=found, manifest={**manifest, **changed}).save(out)
-        value["out"] = str(out)
-    return {**value, "text": _text(value, evidence, out)}
+    replace(report.calibrated, manifest={**manifest, **changed}).save(report.out)
 
 
 def _on_larger(predictor: Predictor, rows: Sequence[Scored]) -> Evidence:
@@ -158,7 +219,9 @@ def _pair(rows: Sequence[Scored], after: Sequence[float]) -> tuple[Errors, Error
     return errors([row.predicted_s for row in rows], measured), errors(after, measured)
 
 
-def _text(value: dict[str, Any], evidence: Evidence, out: Path) -> str:
+def calibration_text(report: CalibrationReport) -> str:
+    """The report as tables for people."""
+    value, evidence = report.to_dict(), report.evidence
     constants = ", ".join(f"{name} x {c['factor']:.3f}" for name, c in value["constants"].items())
     lines = [(*pair, name) for name, pair in evidence.sources.items()]
     if len(lines) > 1:
@@ -169,8 +232,8 @@ def _text(value: dict[str, Any], evidence: Evidence, out: Path) -> str:
         for before, after, name in lines
     ]
     verdict = (
-        f"wrote {out}"
-        if evidence.better
+        f"wrote {report.out}"
+        if report.released
         else f"REFUSED, nothing was written: it does not lower the mean error on {evidence.by} by "
         f"{100 * LEAST_GAIN:g} % of it, to {MOST_LEFT:g} % at most"
     )

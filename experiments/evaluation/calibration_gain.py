@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stepsight.experiments.evaluation.calibration_split import Split, split_by_series, split_by_size, without_copies
-from stepsight.experiments.evaluation.evaluate import Evaluation, PredictorOf, figures, score
+from stepsight.experiments.evaluation.evaluate import Evaluation, figures, score
 from stepsight.experiments.evaluation.naive_references import carried_forward
+from stepsight.experiments.evaluation.row_predictors import PredictorOf
 from stepsight.experiments.evaluation.scored_row import Scored
 from stepsight.training.calibration.fit_calibration import CalibrationFit, TimedJob, fit_calibration
 from stepsight.training.predictor.predictor import Predictor

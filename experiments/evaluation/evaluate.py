@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.errors import JobError, PredictorError, StepsightError, TableError
 from stepsight.dataset.frameworks import unknown_frameworks
@@ -15,13 +15,16 @@ from stepsight.dataset.job import Job
 from stepsight.experiments.evaluation.error_metrics import Errors, errors, regret, share
 from stepsight.experiments.evaluation.naive_references import carried_forward, constant_mfu
 from stepsight.experiments.evaluation.row_jobs import is_copy, job_of
-from stepsight.experiments.evaluation.runs_table import Row, read_runs
+from stepsight.experiments.evaluation.row_predictors import PredictorOf, predictor_by_hardware
+from stepsight.experiments.evaluation.runs_table import Row, read_runs_table
 from stepsight.experiments.evaluation.scored_row import Scored
 from stepsight.training.intervals.published_errors import published_widths
 from stepsight.training.predictor.prediction import ROOFLINE, predict
 from stepsight.training.predictor.predictor import Predictor
 
-PredictorOf = Callable[[str], Predictor | None]  # of a hardware's name; None: its roofline
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
 SUSPECT = "marked SUSPECT (scored apart)"
 WEAK = "grade C: more than one field is a guess"
 OTHER_HARDWARE = "the predictor is for other hardware"
@@ -34,13 +37,13 @@ class FittedRowError(PredictorError):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What came out.
+    """Predictions of measured runs: ``to_frame`` has a row for each, ``to_dict`` errors by source, kind and overall.
 
     Attributes:
         rows: Number of rows by source.
-        scored: Rows that count, in the table's order.
-        suspect: Rows that were predicted but are doubted: they count in no figure.
-        skipped: Number of rows by reason.
+        scored: Rows that count in the figures, in the table's order.
+        suspect: Rows that were predicted but are marked as doubtful: they count in no figure.
+        skipped: Number of rows left out, by reason.
     """
 
     rows: Mapping[str, int]
@@ -69,6 +72,17 @@ class Evaluation:
         """What was taken in place of what nobody knows."""
         unknown = unknown_frameworks(dict.fromkeys(row.row.software for row in (*self.scored, *self.suspect)))
         return [unknown] if unknown else []
+
+    def __repr__(self) -> str:
+        mape = errors([row.predicted_s for row in self.scored], [row.measured_s for row in self.scored]).mape
+        error = "" if mape is None else f", MAPE {mape:.1f} %"
+        return f"Evaluation({len(self.scored)} of {sum(self.rows.values())} runs, {len(self.rows)} sources{error})"
+
+    def to_frame(self) -> DataFrame:
+        """A pandas table with a row for each run that counts; times in seconds, ``error_percent`` with its sign."""
+        from pandas import DataFrame
+
+        return DataFrame([row.to_flat_dict() for row in self.scored])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; times in seconds, all else in percent but ``spearman`` and counts."""
@@ -132,36 +146,48 @@ def worst_row(row: Scored) -> dict[str, Any]:
 
 
 def evaluate(
-    path: Path,
-    predictor_of: PredictorOf,
+    runs: str | Path,
+    predictor: Predictor | str | None = None,
     *,
     source: str = "*",
     on_row: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Predict every run of a table that can be said as a job, and that the predictor was not fitted on.
+    """Compare predictions with the measured iteration times of a table of runs.
+
+    A row counts if a job can describe it and the predictor was not fitted on it; the others are counted by reason.
 
     Args:
-        path: A table of runs (see ``read_runs``).
-        predictor_of: The predictor for a hardware.
-        source: Only rows whose source matches this pattern or, where none does, holds it; whatever the case.
-        on_row: Called with how many rows are done, of how many.
+        runs: Table of measured runs (.csv or .csv.gz), one row each; the README explains its columns.
+        predictor: A ``Predictor``, the name of one that comes with the package, or ``"roofline"``; None: for each row
+            the package's predictor for its hardware, and hardware facts where there is none.
+        source: Only rows whose source matches this pattern or, if none does, contains it; case does not matter.
+        on_row: Called after each row with the numbers of rows done and of all rows.
+
+    Returns:
+        The predictions beside the measured times: ``.to_frame()``, ``.to_dict()``, ``.worst()``.
 
     Raises:
-        TableError: If no row's source matches, or no row can be scored.
-        PredictorError: If none can because predictors were fitted on them.
+        TableError: If the table cannot be read, no row's source matches, or no row can be used.
+        PredictorError: If no row can be used because predictors were fitted on them.
+
+    Example:
+        >>> result = evaluate("examples/runs.csv")  # doctest: +SKIP
+        >>> result.to_frame().groupby("source").error_percent.mean()  # doctest: +SKIP
     """
-    every = read_runs(path)
-    runs = [row for row in every if fnmatch.fnmatch(row.source.lower(), source.lower())]
-    runs = runs or [row for row in every if source.lower() in row.source.lower()]
+    path = Path(runs)
+    every = read_runs_table(path)
+    rows = [row for row in every if fnmatch.fnmatch(row.source.lower(), source.lower())]
+    rows = rows or [row for row in every if source.lower() in row.source.lower()]
     there = f"; sources: {', '.join(dict.fromkeys(repr(row.source) for row in every))}" if source != "*" else ""
     if not every:
         raise TableError(f"a table of runs has rows, got none in {path}")
-    if not runs:
+    if not rows:
         raise TableError(f"--source must match the source of a row in {path}, got {source!r:.80}{there}")
+    predictor_of = predictor_by_hardware(predictor)
     skipped: Counter[str] = Counter()
     scored: list[Scored] = []
     suspect: list[Scored] = []
-    for number, row in enumerate(runs, 1):
+    for number, row in enumerate(rows, 1):
         if row.weak:
             skipped[WEAK] += 1
         else:
@@ -172,12 +198,12 @@ def evaluate(
             except FittedRowError:
                 skipped[FITTED] += 1
         if on_row is not None:
-            on_row(number, len(runs))
+            on_row(number, len(rows))
     skipped[SUSPECT] += len(suspect)
     left_out = {why: count for why, count in skipped.most_common() if count}
     if not scored:
-        raise _nothing(f"{len(runs)} row{'' if len(runs) == 1 else 's'} of {path}", left_out, there)
-    return Evaluation(Counter(row.source for row in runs), scored, suspect, left_out)
+        raise _nothing(f"{len(rows)} row{'' if len(rows) == 1 else 's'} of {path}", left_out, there)
+    return Evaluation(Counter(row.source for row in rows), scored, suspect, left_out)
 
 
 def _nothing(rows: str, skipped: Mapping[str, int], there: str) -> StepsightError:

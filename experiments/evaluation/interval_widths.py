@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=PRESET, help="file to write; by default the one of the package")
     args = parser.parse_args(arguments)
     try:
-        found = widths_of(evaluate(args.runs, shipped_predictor))
+        found = widths_of(evaluate(args.runs))
         write_text(args.out, json.dumps(found.to_dict()).replace("]], ", "]],\n").replace("], [", "],\n[") + "\n")
     except (StepsightError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from stepsight.experiments.evaluation.evaluate import PredictorOf
+from collections.abc import Callable
+
+from stepsight.training.predictor.prediction import ROOFLINE, named_predictor
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped.catalogue import shipped_predictor
 
+PredictorOf = Callable[[str], Predictor | None]  # of a hardware's name; None: hardware facts answer
 
-def predictor_by_hardware(named: Predictor | str | None = None) -> PredictorOf:
-    """The named predictor (or roofline) for every row; without one, what is shipped for each hardware, or its facts."""
-    if named is None:
+
+def predictor_by_hardware(asked: Predictor | str | None = None) -> PredictorOf:
+    """The predictor that was asked for (or hardware facts) for every row; without one, the package's for each hardware.
+
+    Raises:
+        PredictorError: If the package has no predictor of that name.
+    """
+    if asked is None:
         return shipped_predictor
-    return lambda hardware: None if isinstance(named, str) else named
+    if asked == ROOFLINE:
+        return lambda hardware: None
+    predictor = named_predictor(asked) if isinstance(asked, str) else asked
+    return lambda hardware: predictor

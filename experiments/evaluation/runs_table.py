@@ -131,7 +131,7 @@ def number_in(text: str, name: str) -> float:
     return value
 
 
-def read_runs(path: Path) -> list[Row]:
+def read_runs_table(path: Path) -> list[Row]:
     """Rows of a ``.csv`` or ``.csv.gz`` file with the columns ``NEEDED`` and as many of the others as are known.
 
     A row without a ``row_id`` has the number of its line; a column's name may be written in capitals.

@@ -75,7 +75,27 @@ class Scored:
         mixture = "moe" if self.job.model.experts else "dense"
         return f"{self.job.batch.precision} {mixture}"
 
+    def to_flat_dict(self) -> dict[str, Any]:
+        """One row of a table: the run, its times in seconds, its error in percent, its breakdown in seconds."""
+        return {
+            "source": self.row.source,
+            "row_id": self.row.row_id,
+            "job": self.job.name,
+            "framework": self.framework.name,
+            "hardware": self.job.cluster.hardware,
+            "devices": self.job.cluster.num_devices,
+            "measured_s": self.measured_s,
+            "predicted_s": self.predicted_s,
+            "low_s": self.low_s,
+            "high_s": self.high_s,
+            "error_percent": self.error,
+            "in_interval": self.held,
+            "unsupported_share": self.unsupported_share,
+            **{f"{cause}_s": seconds for cause, seconds in self.breakdown.items()},
+        }
+
     def to_dict(self) -> dict[str, Any]:
+        """The measured and predicted times in seconds, for JSON."""
         return {
             "row_id": self.row.row_id,
             "measured_s": self.measured_s,

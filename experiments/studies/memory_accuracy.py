@@ -25,7 +25,7 @@ from stepsight.dataset.hardware import Hardware, find_hardware
 from stepsight.dataset.job import Job
 from stepsight.experiments.evaluation.row_jobs import job_of
 from stepsight.experiments.evaluation.runs_table import Row as Run
-from stepsight.experiments.evaluation.runs_table import read_runs
+from stepsight.experiments.evaluation.runs_table import read_runs_table
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.memory import StageMemory, estimate_memory
 
@@ -187,7 +187,7 @@ def published_rows(path: Path) -> tuple[list[Row], dict[str, int]]:
     """Rows of a table that say how much memory was used, and why others of these were left out."""
     rows: list[Row] = []
     skipped: dict[str, int] = defaultdict(int)
-    for run in read_runs(path):
+    for run in read_runs_table(path):
         used = run.real("memory_gb")
         if used is None:
             continue

@@ -23,7 +23,7 @@ from stepsight.verbs.options import (
 )
 
 
-def predict(
+def predict_command(
     jobs: Annotated[list[Path], typer.Argument(parser=path, help="Job files (.toml or .json).")],
     predictor: PredictorPath = None,
     timeline: Annotated[
@@ -48,7 +48,7 @@ def predict(
     from stepsight.dataset.job import Job
     from stepsight.experiments.reports.verb_reports import prediction_report
     from stepsight.simulator.schedules import write_schedule
-    from stepsight.training.predictor.prediction import predict as ask
+    from stepsight.training.predictor.prediction import predict
 
     if level not in ("segment", "op"):
         raise StepsightError(f"--level must be segment or op, got {level!r:.80}")
@@ -59,7 +59,7 @@ def predict(
             check_result(name, wanted, kind)
     loaded = load(predictor)
     read = [Job.from_file(path, framework) for path in jobs]
-    predictions = [ask(job, loaded) for job in read]
+    predictions = [predict(job, loaded) for job in read]
     reports = [prediction_report(job, prediction) for job, prediction in zip(read, predictions, strict=True)]
     if timeline is not None:
         with new_file(timeline) as part, part.open("wb") as file:
@@ -70,7 +70,7 @@ def predict(
     answer(reports[0] if len(reports) == 1 else {"predictions": reports}, text, as_json)
 
 
-def explain(
+def explain_command(
     job: Annotated[Path, typer.Argument(parser=path, help="Job file (.toml or .json).")],
     predictor: PredictorPath = None,
     framework: FrameworkName = "",
@@ -85,14 +85,14 @@ def explain(
     """
     from stepsight.dataset.job import Job
     from stepsight.experiments.reports.verb_reports import explanation_report
-    from stepsight.training.predictor.prediction import predict as ask
+    from stepsight.training.predictor.prediction import predict
 
     read = Job.from_file(job, framework)
-    report = explanation_report(read, ask(read, load(predictor)), top)
+    report = explanation_report(read, predict(read, load(predictor)), top)
     answer(report, report.pop("text"), as_json)
 
 
-def search(
+def search_command(
     job: Annotated[Path, typer.Argument(parser=path, help="Job file: its model, global batch and cluster are kept.")],
     predictor: PredictorPath = None,
     framework: FrameworkName = "",
@@ -125,7 +125,7 @@ def search(
     from stepsight.dataset.job import Job
     from stepsight.experiments.reports.plots import search_result
     from stepsight.experiments.reports.verb_reports import search_report
-    from stepsight.experiments.search.search import search as find
+    from stepsight.experiments.search.search import search
 
     check_plot(plot)
     read = Job.from_file(job, framework)
@@ -135,7 +135,7 @@ def search(
     def on_trial(number: int, best: float | None) -> None:
         tell(number + 1, trials, "none fits yet" if best is None else f"best {best:.4g} s")
 
-    result = find(
+    result = search(
         read, loaded, trials=trials, sampler=sampler, seed=seed, storage=storage, study_name=study, on_trial=on_trial
     )
     tell(trials, trials)

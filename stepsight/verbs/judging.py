@@ -11,7 +11,7 @@ import typer
 from stepsight.verbs.options import Json, PredictorPath, Runs, Source, answer, check_plot, load, path, progress
 
 
-def evaluate(
+def evaluate_command(
     runs: Runs,
     predictor: PredictorPath = None,
     source: Source = "*",
@@ -39,29 +39,29 @@ def evaluate(
         stepsight evaluate published_runs.csv.gz --calibrate 8gpus
     """
     from stepsight.experiments.evaluation.calibration_split import read_most_gpus
-    from stepsight.experiments.evaluation.evaluate import evaluate as judge
+    from stepsight.experiments.evaluation.evaluate import evaluate
     from stepsight.experiments.evaluation.evaluation_report import evaluation_text
-    from stepsight.experiments.evaluation.row_predictors import predictor_by_hardware
     from stepsight.experiments.reports.plots import published_runs
 
     most_gpus = None if calibrate is None else read_most_gpus(calibrate)
     check_plot(plot)
-    predictors = predictor_by_hardware(load(predictor))
-    result = judge(runs, predictors, source=source, on_row=progress("rows predicted"))
+    loaded = load(predictor)
+    result = evaluate(runs, loaded, source=source, on_row=progress("rows predicted"))
     if plot is not None:
         published_runs(result.points, plot, "published runs")
     value, shown = result.to_dict(), {}
     if most_gpus is not None:
         from stepsight.experiments.evaluation.calibration_gain import FITTED_ON, SPLITS, calibrate_small
+        from stepsight.experiments.evaluation.row_predictors import predictor_by_hardware
 
         for name, split in SPLITS.items():
             on_set = progress(f"sources calibrated, {name}")
-            value[name] = calibrate_small(result, predictors, most_gpus, split, on_set).to_dict()
+            value[name] = calibrate_small(result, predictor_by_hardware(loaded), most_gpus, split, on_set).to_dict()
             shown[FITTED_ON[name].format(most_gpus)] = value[name]
     answer(value, evaluation_text(result, worst, shown), as_json)
 
 
-def calibrate(
+def calibrate_command(
     runs: Runs,
     out: Annotated[Path, typer.Option("--out", "-o", parser=path, help="Folder of the predictor to write.")],
     predictor: Annotated[
@@ -84,14 +84,12 @@ def calibrate(
 
         stepsight calibrate runs.csv --predictor a100-sxm --out mine
     """
-    from stepsight.experiments.evaluation.calibrate_runs import calibrate_runs
+    from stepsight.experiments.evaluation.calibrate_runs import calibrate, calibration_text
     from stepsight.training.predictor.predictor import Predictor
 
     loaded = Predictor.load(predictor)
-    report = calibrate_runs(runs, loaded, out, source=source, most_gpus=max_devices)
-    answer(report, report.pop("text"), as_json)
-    if not report["released"]:
-        print(
-            f"error: a calibration must predict {report['evidence']['by']} better than before: refused", file=sys.stderr
-        )
+    report = calibrate(runs, loaded, out, source=source, max_devices=max_devices)
+    answer(report.to_dict(), calibration_text(report), as_json)
+    if not report.released:
+        print(f"error: a calibration must predict {report.evidence.by} better than before: refused", file=sys.stderr)
         raise typer.Exit(2)

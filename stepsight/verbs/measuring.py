@@ -12,7 +12,7 @@ from stepsight.dataset.errors import StepsightError
 from stepsight.verbs.options import Json, answer, path
 
 
-def collect(
+def collect_command(
     jobs: Annotated[
         list[Path],
         typer.Argument(parser=path, help="Job files (.toml or .json) to run for real, or one plan (plan.json)."),
@@ -73,7 +73,7 @@ def collect(
         raise typer.Exit(2)
 
 
-def train(
+def train_command(
     collections: Annotated[
         list[Path], typer.Argument(parser=path, help="Collection folders written by `stepsight collect`.")
     ],
@@ -94,14 +94,14 @@ def train(
         stepsight train runs/mine --out runs/predictor
     """
     from stepsight.experiments.reports.verb_reports import training_report
-    from stepsight.training.fit import train as fit
+    from stepsight.training.fit import train
 
-    predictor = fit(collections, out, hardware_name=hardware, seed=seed, tracking_uri=tracking_uri, progress=True)
+    predictor = train(collections, out, hardware_name=hardware, seed=seed, tracking_uri=tracking_uri, progress=True)
     report = training_report(predictor, out)
     answer(report, report["text"], as_json)
 
 
-def demo(
+def demo_command(
     out: Annotated[Path, typer.Option("--out", "-o", parser=path, help="Where everything is written.")] = Path(
         "runs/demo"
     ),
@@ -123,7 +123,7 @@ EXPERIMENTS = {
 }  # by name: the module of ``experiments/studies``, which is in a checkout but not in the wheel
 
 
-def experiment(
+def experiment_command(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.")] = "",
 ) -> None:
@@ -155,7 +155,7 @@ def experiment(
     sys.exit(study.main(context.args))
 
 
-def import_table(
+def import_command(
     format: Annotated[
         str,
         typer.Argument(
@@ -191,7 +191,7 @@ def import_table(
     answer(told, text, as_json)
 
 
-def show(
+def show_command(
     path: Annotated[
         Path,
         typer.Argument(

@@ -262,7 +262,7 @@ def predict(job: JobLike, predictor: Predictor | str | None = None, *, software:
     if predictor == ROOFLINE:
         return _from_facts(job)
     if isinstance(predictor, str):
-        predictor = _shipped(predictor)
+        predictor = named_predictor(predictor)
     if not isinstance(predictor, Predictor):
         raise JobError(f"predict takes a Predictor, the name of one or None, got {type(predictor).__name__}")
     software = software or job.framework
@@ -306,14 +306,19 @@ def _serving(hardware: str) -> Predictor | None:
     return shipped_predictor(hardware)
 
 
-def _shipped(name: str) -> Predictor:
+def named_predictor(name: str) -> Predictor:
+    """The predictor of the package with a name, or for a hardware of that name.
+
+    Raises:
+        PredictorError: If the package has none.
+    """
     from stepsight.training.shipped.catalogue import shipped_names
 
     found = _serving(name)
     if found is None:
         raise PredictorError(
             f"a predictor by name must be one of {', '.join(shipped_names())} or their hardware, or {ROOFLINE}, "
-            f"got {name!r:.80}"
+            f"got {name!r:.80}; read the folder of a trained one with Predictor.load"
         )
     return found
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.errors import PredictorError, StepsightError, TableError
-from stepsight.experiments.evaluation.calibrate_runs import COPY, LARGER, SIZES, calibrate_runs
+from stepsight.experiments.evaluation.calibrate_runs import COPY, LARGER, SIZES, calibrate, calibration_text
 from stepsight.experiments.evaluation.calibration_gain import FITTED_ON, SPLITS, calibrate_small
 from stepsight.experiments.evaluation.calibration_split import read_most_gpus, split_by_series, split_by_size
 from stepsight.experiments.evaluation.evaluate import FITTED, OTHER_HARDWARE, WEAK, Evaluation, evaluate, score
@@ -39,7 +39,7 @@ def lab(off: dict[int, float], **cells: Any) -> list[Row]:
 
 
 def table(path: Path, *rows: Row) -> Evaluation:
-    return evaluate(write_runs(path / "runs.csv", *rows), shipped_predictor)
+    return evaluate(write_runs(path / "runs.csv", *rows))
 
 
 def test_small_rows_alone_are_fitted(tmp_path: Path) -> None:
@@ -76,11 +76,18 @@ def test_series_begin_at_their_own_smallest_size() -> None:
     assert set(SPLITS) == set(FITTED_ON)
 
 
+def answer_of(*args: Any, **options: Any) -> dict[str, Any]:
+    """What the command prints, as values and as text."""
+    report = calibrate(*args, **options)
+    assert report.released == report.to_dict()["released"] and len(repr(report)) < 120 + len(str(report.out))
+    return {**report.to_dict(), "text": calibration_text(report)}
+
+
 def test_a_better_predictor_is_written_with_its_evidence(tmp_path: Path) -> None:
     """It names every fitted row, leaves those out of the score, and says on what it was calibrated."""
     rows = lab(dict.fromkeys(SIZES_SEEN, 1.15))
     runs = write_runs(tmp_path / "runs.csv", *rows)
-    answer = calibrate_runs(runs, Predictor.load("a100-sxm"), tmp_path / "mine")
+    answer = answer_of(runs, Predictor.load("a100-sxm"), tmp_path / "mine")
     assert answer["released"] and answer["evidence"]["by"] == LARGER
     assert answer["evidence"]["after"]["mape"] < answer["evidence"]["before"]["mape"]
     mine = Predictor.load(tmp_path / "mine")
@@ -88,11 +95,11 @@ def test_a_better_predictor_is_written_with_its_evidence(tmp_path: Path) -> None
     assert set(mine.manifest["calibration"]["judged_rows"]) == set(map(digest_of, rows[1:]))
     assert mine.manifest["calibration"]["constants"]["products"]["prior_std_log"] > 0
     assert mine.source.startswith("predictor a100-sxm-80gb") and mine.manifest["digest"] in mine.source
-    result = evaluate(runs, predictor_by_hardware(mine)).to_dict()
+    result = evaluate(runs, mine).to_dict()
     assert result["skipped"] == {FITTED: 1} and result["overall"]["used"] == 3
     assert result["overall"]["mape"] == pytest.approx(answer["evidence"]["after"]["mape"], abs=1e-6)
     with pytest.raises(PredictorError, match="fitted on none of its rows"):
-        calibrate_runs(runs, mine, tmp_path / "twice")
+        calibrate(runs, mine, tmp_path / "twice")
     assert mine.source.endswith("without context, calibrated on 1 run of runs.csv")
     shown = describe(tmp_path / "mine")["text"]
     assert "calibrated   on 1 run of runs.csv, by 'Megatron-LM'" in shown and "larger runs (3): mean error 13." in shown
@@ -104,7 +111,7 @@ def test_no_interval_is_narrower_than_what_judging_runs_were_off_by(tmp_path: Pa
     rows, (new,) = lab(off), lab({128: 1.3})
     for judges, least in ((9, 0.0), (10, math.log(1.75 / 1.3))):
         runs = write_runs(tmp_path / "runs.csv", *rows[: 1 + judges])
-        answer = calibrate_runs(runs, Predictor.load("a100-sxm"), tmp_path / "mine")
+        answer = answer_of(runs, Predictor.load("a100-sxm"), tmp_path / "mine")
         assert answer["released"] and answer["least_half_width_log"] == pytest.approx(least, abs=0.03)
         assert ("intervals reach" in answer["text"]) == (least > 0)
         mine = Predictor.load(tmp_path / "mine")
@@ -119,7 +126,7 @@ def test_rows_left_out_are_counted_by_their_reason(tmp_path: Path) -> None:
     others = [run_row(row_id=2, quality="C"), run_row(row_id=3, vocab=""), run_row(row_id=4, hardware="H100-SXM")]
     told_twice = [Row({**row.cells, "source": "other"}) for row in rows[1:2]]
     runs = write_runs(tmp_path / "runs.csv", *rows, *others, *told_twice)
-    answer = calibrate_runs(runs, Predictor.load("a100-sxm"), tmp_path / "mine")
+    answer = answer_of(runs, Predictor.load("a100-sxm"), tmp_path / "mine")
     assert (answer["fitted"], answer["evidence"]["before"]["used"]) == (2, 2)
     assert answer["skipped"] == {WEAK: 1, "vocab is unknown": 1, OTHER_HARDWARE: 1, COPY: 1}
     assert "left out 1: vocab is unknown\nleft out 1: the predictor is for other hardware" in answer["text"]
@@ -128,7 +135,7 @@ def test_rows_left_out_are_counted_by_their_reason(tmp_path: Path) -> None:
 def test_a_job_that_names_its_framework_is_predicted_as_its_row(tmp_path: Path) -> None:
     """By a calibrated predictor too; another framework is told."""
     rows = lab(dict.fromkeys(SIZES_SEEN, 1.15))
-    calibrate_runs(write_runs(tmp_path / "runs.csv", *rows), Predictor.load("a100-sxm"), tmp_path / "mine")
+    calibrate(write_runs(tmp_path / "runs.csv", *rows), Predictor.load("a100-sxm"), tmp_path / "mine")
     mine = Predictor.load(tmp_path / "mine")
     scored = score(rows[2], lambda hardware: mine)
     named = predict(replace(scored.job, framework="Megatron-LM"), mine)
@@ -140,7 +147,7 @@ def test_a_job_that_names_its_framework_is_predicted_as_its_row(tmp_path: Path) 
 def test_fitted_rows_are_known_again_in_other_words(tmp_path: Path) -> None:
     """Spelling, column order, notes, number and who tells of them change nothing; another time is another run."""
     rows = lab(dict.fromkeys(SIZES_SEEN, 1.15))
-    calibrate_runs(write_runs(tmp_path / "runs.csv", *rows), Predictor.load("a100-sxm"), tmp_path / "mine")
+    calibrate(write_runs(tmp_path / "runs.csv", *rows), Predictor.load("a100-sxm"), tmp_path / "mine")
     mine = predictor_by_hardware(Predictor.load(tmp_path / "mine"))
     words = {"gpus": "8", "layers": " 8 ", "hidden": "1.024e3", "dp": "", "row_id": "x", "source": "me", "notes": "z"}
     cells = {**rows[0].cells, **words, "precision": "FP16 mixed", "framework": "megatron-lm (fork)"}
@@ -158,7 +165,7 @@ def test_what_does_not_help_is_refused(tmp_path: Path) -> None:
     """The evidence is told and nothing is written; no more where another unit was meant, and most of it stays wrong."""
     for factors in ({8: 1.2, 16: 1.0, 64: 1.0}, dict.fromkeys(SIZES_SEEN, 1000.0)):
         runs = write_runs(tmp_path / "runs.csv", *lab(factors))
-        answer = calibrate_runs(runs, Predictor.load("a100-sxm"), tmp_path / "mine")
+        answer = answer_of(runs, Predictor.load("a100-sxm"), tmp_path / "mine")
         assert not answer["released"] and "REFUSED" in answer["text"] and "out" not in answer
     assert not (tmp_path / "mine").exists()
 
@@ -166,11 +173,11 @@ def test_what_does_not_help_is_refused(tmp_path: Path) -> None:
 def test_without_larger_rows_they_are_left_out_in_turn(tmp_path: Path) -> None:
     """By size where there are several."""
     runs = write_runs(tmp_path / "runs.csv", *lab({8: 1.1, 16: 1.1, 64: 1.1}))
-    answer = calibrate_runs(runs, Predictor.load("a100-sxm"), tmp_path / "mine", most_gpus=64)
+    answer = answer_of(runs, Predictor.load("a100-sxm"), tmp_path / "mine", max_devices=64)
     assert answer["released"] and answer["fitted"] == 3 and answer["evidence"]["by"] == SIZES
     one = write_runs(tmp_path / "one.csv", *lab({8: 1.1}))
     with pytest.raises(TableError, match=r"at least 2 runs on a100-sxm-80gb .* got 1 of 1 rows"):
-        calibrate_runs(one, Predictor.load("a100-sxm"), tmp_path / "none")
+        calibrate(one, Predictor.load("a100-sxm"), tmp_path / "none")
 
 
 def test_a_row_that_is_there_twice_does_not_judge_itself(tmp_path: Path) -> None:
@@ -179,8 +186,8 @@ def test_a_row_that_is_there_twice_does_not_judge_itself(tmp_path: Path) -> None
     assert predictor is not None
     noise = [lab({8: factor}, micro_batch=n + 1, global_batch=32 * (n + 1))[0] for n, factor in enumerate((0.8, 1.3))]
     twice = [row for row in noise for _ in range(2)]
-    report = calibrate_runs(write_runs(tmp_path / "twice.csv", *twice), predictor, tmp_path / "out")
-    once = calibrate_runs(write_runs(tmp_path / "once.csv", *noise), predictor, tmp_path / "out2")
+    report = answer_of(write_runs(tmp_path / "twice.csv", *twice), predictor, tmp_path / "out")
+    once = answer_of(write_runs(tmp_path / "once.csv", *noise), predictor, tmp_path / "out2")
     assert report["evidence"]["after"]["mape"] == pytest.approx(once["evidence"]["after"]["mape"], rel=0.2)
 
 

@@ -10,10 +10,11 @@ import pytest
 
 from stepsight.dataset.errors import PredictorError, TableError
 from stepsight.experiments.evaluation.calibration_split import split_by_size
-from stepsight.experiments.evaluation.evaluate import PredictorOf, evaluate, figures, score
+from stepsight.experiments.evaluation.evaluate import evaluate, figures, score
 from stepsight.experiments.evaluation.evaluation_report import evaluation_text
 from stepsight.experiments.evaluation.naive_references import carried_forward, constant_mfu
-from stepsight.experiments.evaluation.row_predictors import predictor_by_hardware
+from stepsight.experiments.evaluation.row_predictors import PredictorOf, predictor_by_hardware
+from stepsight.training.predictor.prediction import ROOFLINE
 from tests.experiments.evaluation.run_tables import digest_of, run_row, write_runs
 
 ROOT = Path(__file__).parents[3]
@@ -39,7 +40,7 @@ def test_what_counts(tmp_path: Path) -> None:
         run_row(row_id=6, vocab=""),
         run_row(row_id=7, vocab="", source="Lab two"),
     ]
-    result = evaluate(write_runs(tmp_path / "runs.csv", *rows), FACTS, source="LAB")
+    result = evaluate(write_runs(tmp_path / "runs.csv", *rows), ROOFLINE, source="LAB")
     value = result.to_dict()
     assert json.loads(json.dumps(value, allow_nan=False)) == value
     assert [row["row_id"] for row in value["predictions"]] == [8, 16, 32]
@@ -49,9 +50,9 @@ def test_what_counts(tmp_path: Path) -> None:
     assert value["suspect"]["used"] == 1 and sum(value["skipped"].values()) == 3
     assert value["overall"]["out_of_support"] == 100.0  # nothing was measured
     assert "SUSPECT" in evaluation_text(result, 2) and "left out 1: vocab is unknown" in evaluation_text(result, 2)
-    assert set(evaluate(tmp_path / "runs.csv", FACTS, source="AB").rows) == {"lab", "Lab two"}  # what holds it
+    assert set(evaluate(tmp_path / "runs.csv", ROOFLINE, source="AB").rows) == {"lab", "Lab two"}  # what holds it
     with pytest.raises(TableError, match=r"--source must match .*, got 'nobody'; sources: 'lab', 'Lab two'"):
-        evaluate(tmp_path / "runs.csv", FACTS, source="nobody")
+        evaluate(tmp_path / "runs.csv", ROOFLINE, source="nobody")
 
 
 def test_a_source_without_usable_rows(tmp_path: Path) -> None:
@@ -59,17 +60,17 @@ def test_a_source_without_usable_rows(tmp_path: Path) -> None:
     path = write_runs(
         tmp_path / "runs.csv", run_row(), run_row(vocab="", source="two"), run_row(quality="C", source="two")
     )
-    result = evaluate(path, FACTS).to_dict()
+    result = evaluate(path, ROOFLINE).to_dict()
     assert result["sources"]["two"] == {"rows": 2, **dict.fromkeys(FIGURES), "used": 0}
     reasons = "1 x vocab is unknown, 1 x grade C: more than one field is a guess; sources: 'lab', 'two'"
     with pytest.raises(TableError, match=f"of 2 rows of .*runs.csv left out: {reasons}"):
-        evaluate(path, FACTS, source="two")
+        evaluate(path, ROOFLINE, source="two")
 
 
 def test_an_unknown_framework_is_told(tmp_path: Path) -> None:
     """Once for all rows, with the profile that was taken."""
     rows = [run_row(framework=name) for name in ("mine", "mine", "NeMo", "")]
-    result = evaluate(write_runs(tmp_path / "runs.csv", *rows), FACTS)
+    result = evaluate(write_runs(tmp_path / "runs.csv", *rows), ROOFLINE)
     (warning,) = result.to_dict()["warnings"]
     assert warning.startswith("no profile knows framework 'mine': generic")
     assert f"warning: {warning}" in evaluation_text(result, 0)
@@ -79,7 +80,7 @@ def test_progress(tmp_path: Path) -> None:
     """Every row is told of, whether or not it counts."""
     told: list[tuple[int, int]] = []
     path = write_runs(tmp_path / "runs.csv", run_row(), run_row(vocab=""))
-    evaluate(path, FACTS, on_row=lambda done, of: told.append((done, of)))
+    evaluate(path, ROOFLINE, on_row=lambda done, of: told.append((done, of)))
     assert told == [(1, 2), (2, 2)]
 
 
@@ -124,10 +125,10 @@ def test_fitted_rows_cannot_judge(tmp_path: Path) -> None:
     with pytest.raises(
         PredictorError, match=r"cannot judge it, of 1 row of .* are left out: 1 x the predictor was fit"
     ):
-        evaluate(alone, lambda hardware: seen)
+        evaluate(alone, seen)
     other: Any = SimpleNamespace(hardware=SimpleNamespace(name="toy"), manifest={})
     with pytest.raises(TableError, match="2 x the predictor is for other hardware"):
-        evaluate(path, lambda hardware: other)
+        evaluate(path, other)
 
 
 def test_who_answers() -> None:
@@ -152,7 +153,7 @@ def test_published_runs() -> None:
     """Nine of ten well graded dense rows of the sets that judge are answered, from facts alone within reason."""
     sets = ("vTrain*", "*llm-foundry*", "*dgxc*", "*torchtitan*", "InternEvo*", "*SC21 Table 1*", "*BLOOM*", "Korth*")
     for name in sets:
-        result = evaluate(RUNS, FACTS, source=name).to_dict()
+        result = evaluate(RUNS, ROOFLINE, source=name).to_dict()
         complete = sum(row["rows"] for row in result["sources"].values())
         complete -= sum(n for why, n in result["skipped"].items() if "grade" in why or "SUSPECT" in why)
         assert result["overall"]["used"] >= 0.85 * complete, (name, result["skipped"])

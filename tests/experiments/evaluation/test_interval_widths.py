@@ -12,7 +12,6 @@ from stepsight.experiments.evaluation.interval_widths import main, widths_of
 from stepsight.experiments.evaluation.row_jobs import job_of
 from stepsight.training.intervals.published_errors import Widths, class_of, published_widths
 from stepsight.training.predictor import prediction
-from stepsight.training.shipped.catalogue import shipped_predictor
 from tests.experiments.evaluation.run_tables import digest_of, run_row, write_runs
 
 
@@ -22,7 +21,7 @@ def test_a_table_becomes_a_preset(tmp_path: Path) -> None:
     rows.append(run_row(row_id=4, hardware="V100-SXM2", gpu_mem_gb=32))
     runs = write_runs(tmp_path / "runs.csv", *rows)
     assert main([str(runs), "--out", str(tmp_path / "widths.json")]) == 0
-    found = widths_of(evaluate(runs, shipped_predictor))
+    found = widths_of(evaluate(runs))
     assert {name: [off.digest for off in offs] for name, offs in found.sources.items()} == {
         "lab": [digest_of(rows[0])],
         "other": [digest_of(rows[1])],
@@ -43,11 +42,11 @@ def test_no_interval_depends_on_its_own_source(tmp_path: Path, monkeypatch: pyte
     counts = Counter(name for name, rows in published_widths().sources.items() for row in rows if row.kind == kind)
     name = counts.most_common(1)[0][0]
     runs = write_runs(tmp_path / "runs.csv", run_row(source=name), run_row(source="new"))
-    before = [(row.low_s, row.high_s) for row in evaluate(runs, shipped_predictor).scored]
+    before = [(row.low_s, row.high_s) for row in evaluate(runs).scored]
     value = published_widths().to_dict()
     value["sources"][name] = [[*row[:-1], 9.0] for row in value["sources"][name]]
     changed = Widths.from_dict(value)
     monkeypatch.setattr(prediction, "published_widths", lambda: changed)
-    after = [(row.low_s, row.high_s) for row in evaluate(runs, shipped_predictor).scored]
+    after = [(row.low_s, row.high_s) for row in evaluate(runs).scored]
     assert after[0] == before[0]
     assert after[1] != before[1]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stepsight.dataset.errors import TableError
-from stepsight.experiments.evaluation.runs_table import RowError, read_runs
+from stepsight.experiments.evaluation.runs_table import RowError, read_runs_table
 from tests.experiments.evaluation.run_tables import run_row, write_runs
 
 
@@ -14,7 +14,7 @@ def test_packed_and_plain_tables(tmp_path: Path) -> None:
     """Whether a table is packed is seen from its content."""
     rows = [run_row(), run_row(row_id=2, gpus=32)]
     for name in ("runs.csv", "runs.csv.gz"):
-        assert read_runs(write_runs(tmp_path / name, *rows)) == rows
+        assert read_runs_table(write_runs(tmp_path / name, *rows)) == rows
 
 
 BROKEN = gzip.compress(b"x" * 1000)[:10] + b"\xff" * 20
@@ -45,13 +45,13 @@ def test_mistakes(tmp_path: Path) -> None:
     """The message names the file and the rule."""
     with pytest.raises(TableError, match=r"lacks source, hardware"):
         (tmp_path / "a.csv").write_text("row_id\n1\n")
-        read_runs(tmp_path / "a.csv")
+        read_runs_table(tmp_path / "a.csv")
     with pytest.raises(TableError, match=r"a column once, .*e\.csv has twice row_id"):
         (tmp_path / "e.csv").write_text("row_id,row_id\n1,2\n")
-        read_runs(tmp_path / "e.csv")
+        read_runs_table(tmp_path / "e.csv")
     with pytest.raises(TableError, match=r"b\.csv, line 2: more or fewer cells than columns"):
         path = write_runs(tmp_path / "b.csv", run_row(notes="one, two"))
-        read_runs(path)
+        read_runs_table(path)
     for name, content in (
         ("c.csv.gz", gzip.compress(b"x" * 1000)[:20]),
         ("d.csv", b"\xff\xfe\x00"),
@@ -59,15 +59,15 @@ def test_mistakes(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(TableError, match=f"cannot read runs from .*{name}"):
-            read_runs(tmp_path / name)
+            read_runs_table(tmp_path / name)
     with pytest.raises(TableError, match=r"cannot read runs from .*absent\.csv"):
-        read_runs(tmp_path / "absent.csv")
+        read_runs_table(tmp_path / "absent.csv")
 
 
 def test_rows_without_a_number_have_that_of_their_line(tmp_path: Path) -> None:
     """Where there is no such column, and where its cell is empty; columns in capitals are the same ones."""
     path = write_runs(tmp_path / "runs.csv", run_row(row_id=""), run_row(row_id="mine"))
-    assert [row.row_id for row in read_runs(path)] == [2, "mine"]
+    assert [row.row_id for row in read_runs_table(path)] == [2, "mine"]
     lines = path.read_text().splitlines()
     path.write_text("\n".join(line.split(",", 1)[1] for line in [lines[0].upper(), *lines[1:]]))
-    assert [row.row_id for row in read_runs(path)] == [2, 3]
+    assert [row.row_id for row in read_runs_table(path)] == [2, 3]
