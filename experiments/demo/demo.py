@@ -12,12 +12,12 @@ from stepsight.dataset.errors import CollectError
 from stepsight.dataset.files import check_writable, write_json, write_text
 from stepsight.experiments.collecting import available_ranks, run_plan
 from stepsight.experiments.demo.local_jobs import heldout_jobs, profile_only_jobs, search_job, train_jobs
-from stepsight.experiments.reports.plots import predicted_against_measured, search_result
-from stepsight.experiments.reports.verb_reports import summary_text
+from stepsight.experiments.reports.plots import plot_predicted_against_measured, plot_search
+from stepsight.experiments.reports.verb_reports import demo_text
 from stepsight.experiments.search.search import search
 from stepsight.training.fit import train
 from stepsight.training.measured.planning import make_plan
-from stepsight.training.predictor.heldout import Evaluation, evaluate
+from stepsight.training.predictor.heldout import HeldoutEvaluation, evaluate_heldout
 from stepsight.training.tracking import reopened
 
 TRAIN_COUNTS = {"rounds": 2, "steps": 4, "warmup": 2, "profile_steps": 2}
@@ -36,7 +36,7 @@ def demo_plan() -> dict[str, Any]:
     return make_plan(turns, profile_jobs=[*training, *profile_only_jobs()], event_seconds=EVENT_SECONDS)
 
 
-def heldout_metrics(evaluation: Evaluation) -> dict[str, float]:
+def heldout_metrics(evaluation: HeldoutEvaluation) -> dict[str, float]:
     """What MLflow is told of runs that no training saw."""
     return {
         "heldout_mape": evaluation.mape,
@@ -69,7 +69,7 @@ def run_demo(out: Path) -> tuple[dict[str, Any], str]:
     uri = f"sqlite:///{(out / 'mlflow.db').resolve()}"
     predictor = train([collection], out / "predictor", hardware_name="local-cpu", tracking_uri=uri, progress=True)
     say("predicting the held-out runs")
-    evaluation = evaluate(predictor, collection, role="heldout")
+    evaluation = evaluate_heldout(predictor, collection, role="heldout")
     reopened(uri, predictor.manifest["mlflow_run_id"]).log({}, heldout_metrics(evaluation), {})
     say("searching a strategy for a larger cluster")
     target = search_job()
@@ -94,13 +94,13 @@ def run_demo(out: Path) -> tuple[dict[str, Any], str]:
         "mlflow_run_id": predictor.manifest["mlflow_run_id"],
         "seconds": time.monotonic() - started,
     }
-    predicted_against_measured(evaluation.rows, out / "predicted_vs_measured.png", "held-out runs on this machine")
-    search_result(rows, out / "search.png", f"{target.name}, {target.cluster.num_devices} devices")
+    plot_predicted_against_measured(evaluation.rows, out / "predicted_vs_measured.png", "held-out runs on this machine")
+    plot_search(rows, out / "search.png", f"{target.name}, {target.cluster.num_devices} devices")
     best = found.best.prediction
     assert best is not None  # what fits was timed
     write_text(out / "timeline.json", json.dumps(best.timeline("op")))
     summary["seconds"] = time.monotonic() - started
-    text = summary_text(summary)
+    text = demo_text(summary)
     write_text(out / "summary.txt", text + "\n")
     write_json(out / "summary.json", summary)
     files = "summary.json, summary.txt, predicted_vs_measured.png, search.png, predictor/, mlflow.db"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 
@@ -18,25 +19,42 @@ STRATEGIES: dict[str, dict[str, object]] = {
 }
 
 
-def local_job(
-    family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq_len: int,
-    strategy: str, micro_batch: int, num_micro_batches: int,
-) -> Job:  # fmt: skip
-    """A job on one node of this machine: ``strategy`` is a key of ``STRATEGIES``."""
-    model = ModelSpec(
-        family=family,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn=ffn,
-        vocab=vocab,
-        seq_len=seq_len,
-    )
-    return job_of(model, STRATEGIES[strategy], micro_batch, num_micro_batches)
+class LocalJob(NamedTuple):
+    """A job on one node of this machine, as a row of a table.
+
+    Attributes:
+        strategy: A key of ``STRATEGIES``.
+        num_micro_batches: Of each replica.
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    seq_len: int
+    strategy: str = "single"
+    micro_batch: int = 1
+    num_micro_batches: int = 1
+
+    def job(self) -> Job:
+        """The row as a job."""
+        model = ModelSpec(
+            family=self.family,
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            ffn=self.ffn,
+            vocab=self.vocab,
+            seq_len=self.seq_len,
+        )
+        return job_of_strategy(model, STRATEGIES[self.strategy], self.micro_batch, self.num_micro_batches)
 
 
-def job_of(model: ModelSpec, strategy: Mapping[str, object], micro_batch: int, num_micro_batches: int) -> Job:
+def job_of_strategy(model: ModelSpec, strategy: Mapping[str, object], micro_batch: int, num_micro_batches: int) -> Job:
     """A job on one node of this machine: ``strategy`` is what its ``[parallel]`` table says beside ``dp = 1``."""
     parallel = ParallelSpec(**{"dp": 1, **strategy})  # type: ignore[arg-type]
     return Job(
@@ -51,7 +69,7 @@ def job_of(model: ModelSpec, strategy: Mapping[str, object], micro_batch: int, n
     )
 
 
-# family, layers, hidden, heads, kv_heads, ffn, vocab, seq_len, strategy, micro_batch, micro-batches per replica
+# Each row holds the fields of ``LocalJob``.
 TRAIN = (
     ("gpt", 4, 256, 4, 4, 1024, 2048, 128, "single", 2, 1),
     ("gpt", 2, 384, 6, 6, 1536, 4096, 64, "single", 2, 2),
@@ -95,11 +113,11 @@ HELDOUT = (
 
 
 def train_jobs() -> list[Job]:
-    return [local_job(*row) for row in TRAIN]
+    return [LocalJob(*row).job() for row in TRAIN]
 
 
 def heldout_jobs() -> list[Job]:
-    return [local_job(*row) for row in HELDOUT]
+    return [LocalJob(*row).job() for row in HELDOUT]
 
 
 def profile_only_jobs(count: int = 24, seed: int = 0) -> list[Job]:
@@ -122,11 +140,8 @@ def profile_only_jobs(count: int = 24, seed: int = 0) -> list[Job]:
         strategy = ("single", "ddp2", "tp2", "tp2sp", "single", "pp2", "fsdp2")[index % 7]
         vocab = rng.choice((1024, 2048, 4096, 6144, 8192))
         seq_len = rng.choice([s for s in (64, 128, 256, 384) if s <= tokens * 2])
-        jobs.append(
-            local_job(
-                family, 2, hidden, heads, kv_heads, ffn, vocab, seq_len, strategy, max(1, 2 * tokens // seq_len), 2
-            )
-        )
+        sizes = (2, hidden, heads, kv_heads, ffn, vocab, seq_len)
+        jobs.append(LocalJob(family, *sizes, strategy, max(1, 2 * tokens // seq_len), 2).job())
     return jobs
 
 

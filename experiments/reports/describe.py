@@ -59,10 +59,10 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def _summary(path: Path, value: dict[str, Any]) -> dict[str, Any]:
-    from stepsight.experiments.reports.verb_reports import summary_text
+    from stepsight.experiments.reports.verb_reports import demo_text
 
     try:
-        return {**value, "text": summary_text(value)}
+        return {**value, "text": demo_text(value)}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StepsightError(
             f"{path} must be the summary of a demo, got {type(error).__name__}: {str(error).splitlines()[0]}"

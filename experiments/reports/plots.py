@@ -38,7 +38,7 @@ def _save(figure: Any, path: Path) -> None:
     pyplot.close(figure)
 
 
-def predicted_against_measured(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+def plot_predicted_against_measured(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Scatter with intervals; rows carry ``measured_s``, ``predicted_s``, ``low_s``, ``high_s`` and ``job``."""
     figure, axes = _figure()
     measured = [row["measured_s"] * 1e3 for row in rows]
@@ -61,7 +61,7 @@ def predicted_against_measured(rows: Sequence[dict[str, Any]], path: Path, title
     _save(figure, path)
 
 
-def published_runs(groups: Mapping[str, Sequence[tuple[float, float]]], path: Path, title: str) -> None:
+def plot_published_runs(groups: Mapping[str, Sequence[tuple[float, float]]], path: Path, title: str) -> None:
     """Scatter of ``(measured, predicted)`` seconds in groups, each in a colour of its own."""
     figure, axes = _figure(8.5, 5.0)
     everything = [seconds for pairs in groups.values() for pair in pairs for seconds in pair]
@@ -81,7 +81,7 @@ def published_runs(groups: Mapping[str, Sequence[tuple[float, float]]], path: Pa
     _save(figure, path)
 
 
-def search_result(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+def plot_search(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Iteration time against peak memory of every strategy that was timed."""
     figure, axes = _figure(7.0, 4.5)
     for fits, colour, label in ((True, "tab:blue", "fits"), (False, "lightgrey", "does not fit")):
@@ -107,7 +107,9 @@ def search_result(rows: Sequence[dict[str, Any]], path: Path, title: str) -> Non
     _save(figure, path)
 
 
-def error_against_minutes(curves: Mapping[str, Sequence[Mapping[str, float]]], path: Path, title: str = "") -> None:
+def plot_error_against_minutes(
+    curves: Mapping[str, Sequence[Mapping[str, float]]], path: Path, title: str = ""
+) -> None:
     """Errors of held-out ops and steps against minutes of measuring ops, a curve of each for each name."""
     figure, axes = _figure(7.0, 4.5)
     kinds = (("op_mape", "ops", "o-"), ("long_op_mape", "ops from 50 us", "^:"), ("step_mape", "steps, no GNN", "s--"))

@@ -160,7 +160,7 @@ def training_report(predictor: Predictor, out: Path) -> dict[str, Any]:
     return {"predictor": str(out), "hardware": predictor.hardware.name, "metrics": metrics, "text": text}
 
 
-def summary_text(summary: dict[str, Any]) -> str:
+def demo_text(summary: dict[str, Any]) -> str:
     """The demo's summary as tables."""
     cells = [
         [

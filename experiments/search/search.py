@@ -103,13 +103,12 @@ def search(
         The strategies, best first: ``.best``, ``.choices``, ``.to_frame()``, ``.to_dict()``.
 
     Raises:
-        JobError: If the job cannot exist or be predicted, or no legal strategy exists.
+        JobError: If the job cannot be predicted, or no legal strategy exists.
         StepsightError: If an option has no legal value, or the stored study answers another question.
 
     Example:
         >>> result = search("examples/gpt3-175b-1024.toml", trials=300)  # doctest: +SKIP
         >>> result.best.job.parallel, result.best.prediction.iteration_time_s  # doctest: +SKIP
-        >>> result.to_frame().head()  # doctest: +SKIP
     """
     import optuna
 
@@ -118,7 +117,7 @@ def search(
     given = predict(job, predictor)  # a job that cannot be answered is refused before a study begins
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     grid = Grid(job, space or Space())
-    study = _study(storage, study_name, _question(job, given.source, space or Space()))
+    study = _study(storage, study_name, _question(job, given.source, grid.space))
     seed += len(study.trials)  # a study that goes on does not repeat its choices
     whole = sampler == "auto" and len(grid) <= trials
     study.sampler = (

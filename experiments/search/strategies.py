@@ -52,7 +52,7 @@ MIN_CP_TOKENS = 4096
 MOST_UNEVEN = 1.2  # layers of the fullest stage over the mean: what waits for more is never best
 
 
-class Layout(NamedTuple):
+class Degrees(NamedTuple):
     """Degrees that multiply to the devices, and that of the experts."""
 
     tp: int
@@ -70,7 +70,7 @@ def _divisors(number: int) -> list[int]:
     return sorted({*low, *(number // d for d in low)})
 
 
-def layouts(job: Job, space: Space) -> list[Layout]:
+def legal_degrees(job: Job, space: Space) -> list[Degrees]:
     """Legal degrees for the job's model, batch and cluster."""
     model, devices = job.model, job.cluster.num_devices
     found = []
@@ -84,13 +84,13 @@ def layouts(job: Job, space: Space) -> list[Layout]:
             if -(-model.total_layers // pp) * pp > MOST_UNEVEN * model.total_layers:
                 continue
             for ep in _divisors(model.experts) if model.experts else [1]:
-                layout = Layout(tp, cp, pp, ep, dp)
+                layout = Degrees(tp, cp, pp, ep, dp)
                 if _is_legal(job, layout):
                     found.append(layout)
     return found
 
 
-def _is_legal(job: Job, layout: Layout) -> bool:
+def _is_legal(job: Job, layout: Degrees) -> bool:
     """Whether the layout's own rules hold, whatever else is chosen."""
     try:
         _build(job, layout, {"pipeline": "1 1f1b x1", "sequence_parallel": False})
@@ -99,7 +99,7 @@ def _is_legal(job: Job, layout: Layout) -> bool:
     return True
 
 
-def _options(job: Job, space: Space, layout: Layout) -> dict[str, list[Any]]:
+def _options(job: Job, space: Space, layout: Degrees) -> dict[str, list[Any]]:
     """The further choices that are legal and differ under one layout."""
     per_replica = job.batch.global_batch // layout.dp
     schedules = [s for s in space.schedules if _runtime(job) != "deepspeed" or s == ("1f1b", 1)]  # its only one
@@ -128,7 +128,7 @@ def _runtime(job: Job) -> str:
     return find_framework(job.framework).runtime if job.framework and job.parallel.pp == 1 else job.parallel.runtime
 
 
-def _build(job: Job, layout: Layout, chosen: dict[str, Any]) -> Job:
+def _build(job: Job, layout: Degrees, chosen: dict[str, Any]) -> Job:
     """The job with a layout and further choices; ``pipeline`` is micro-batch, schedule and virtual stages."""
     size, schedule, chunks = chosen["pipeline"].split()
     rest = {key: value for key, value in chosen.items() if key != "pipeline"}
@@ -145,7 +145,7 @@ def _build(job: Job, layout: Layout, chosen: dict[str, Any]) -> Job:
 def strategies(job: Job, space: Space | None = None) -> Iterator[Job]:
     """Every legal strategy for the job's model, global batch and cluster."""
     space = space or Space()
-    for layout in layouts(job, space):
+    for layout in legal_degrees(job, space):
         options = _options(job, space, layout)
         for values in itertools.product(*options.values()):
             yield _build(job, layout, dict(zip(options, values, strict=True)))
@@ -157,6 +157,7 @@ class Grid:
     Shapes: ``n`` strategies.
 
     Attributes:
+        space: The choices that it is made of.
         left: ``(n,)``, what was not taken yet.
 
     Raises:
@@ -165,7 +166,8 @@ class Grid:
 
     def __init__(self, job: Job, space: Space) -> None:
         self._job = job
-        found = {str(layout): layout for layout in layouts(job, space)}
+        self.space = space
+        found = {str(layout): layout for layout in legal_degrees(job, space)}
         options = {name: _options(job, space, layout) for name, layout in found.items()}
         self._layouts = found
         self._options = {name: option for name, option in options.items() if all(option.values())}
@@ -189,7 +191,7 @@ class Grid:
         """The strategy that a job has, None if it is not in this grid."""
         p, batch = job.parallel, job.batch
         pipeline = f"{batch.micro_batch} {p.schedule} x{p.virtual_stages}"
-        point = str(Layout(p.tp, p.cp, p.pp, p.ep, p.dp)), (pipeline, p.zero_stage, p.recompute, p.sequence_parallel)
+        point = str(Degrees(p.tp, p.cp, p.pp, p.ep, p.dp)), (pipeline, p.zero_stage, p.recompute, p.sequence_parallel)
         index = self._places.get(point)
         return index if index is not None and self._job_at(index) == job else None
 

@@ -51,7 +51,7 @@ def import_seconds(repeats: int = 7) -> float:
     return statistics.median(float(run.stdout) for run in runs)
 
 
-def answer(job: Job, predictor: Predictor | None) -> tuple[float, bool]:
+def time_and_fit(job: Job, predictor: Predictor | None) -> tuple[float, bool]:
     """What a search asks: the time, and whether it fits."""
     prediction = predict(job, predictor)
     return prediction.iteration_time_s, prediction.memory.fits
@@ -79,7 +79,7 @@ def scaling(job: Job) -> list[dict[str, Any]]:
             batch=replace(job.batch, global_batch=micro_batches * dp * job.batch.micro_batch),
             cluster=replace(job.cluster, nodes=tp * pp * dp // job.cluster.devices_per_node),
         )
-        seconds = median_seconds(lambda j=changed: answer(j, None))  # type: ignore[misc]
+        seconds = median_seconds(lambda j=changed: time_and_fit(j, None))  # type: ignore[misc]
         walked = median_seconds(lambda j=changed: _every_action(predict(j)), 5)  # type: ignore[misc]
         rows.append(
             {
@@ -132,7 +132,7 @@ def bench(predictor: Predictor | None = None) -> dict[str, Any]:
     for path in sorted(EXAMPLES.glob("*.toml")):
         job = Job.from_file(path)
         learned = predictor if predictor is not None and predictor.hardware.name == job.cluster.hardware else None
-        predict_ms[path.stem] = 1e3 * median_seconds(lambda j=job, p=learned: answer(j, p))  # type: ignore[misc]
+        predict_ms[path.stem] = 1e3 * median_seconds(lambda j=job, p=learned: time_and_fit(j, p))  # type: ignore[misc]
     return {
         "import_s": import_seconds(),
         "predict_ms": predict_ms,
@@ -142,7 +142,7 @@ def bench(predictor: Predictor | None = None) -> dict[str, Any]:
     }
 
 
-def text(figures: dict[str, Any]) -> str:
+def bench_text(figures: dict[str, Any]) -> str:
     """The figures as tables."""
     rows: list[list[object]] = [["import stepsight", Number(1e3 * figures["import_s"], 0), "ms"]]
     rows += [[f"predict {name}", Number(ms, 2), "ms"] for name, ms in figures["predict_ms"].items()]
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--predictor", type=Path, help="a trained predictor for the jobs of its hardware")
     arguments = parser.parse_args()
     figures = bench(None if arguments.predictor is None else Predictor.load(arguments.predictor))
-    print(text(figures))
+    print(bench_text(figures))
     write_json(arguments.out, figures)
 
 

@@ -23,7 +23,7 @@ from stepsight.dataset.files import write_json
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.clock.track import Track, find_track
 from stepsight.simulator.schedules import write_schedule
-from stepsight.training.measured.runtime_costs import RuntimeCosts, fit_costs, measured, simulate
+from stepsight.training.measured.runtime_costs import RuntimeCosts, fit_costs, measured, simulate_case
 
 SCHEDULES = (
     ("gpipe", 1),
@@ -44,7 +44,7 @@ UNEVEN = 8  # ranks of the cases in which every other rank is slower
 PACE = 1.3
 
 
-def all_cases() -> list[dict[str, Any]]:
+def dilated_cases() -> list[dict[str, Any]]:
     """Every case that there is, the smallest first."""
     cases = []
     for ranks in RANKS:
@@ -129,16 +129,16 @@ def _find(case: dict[str, Any], runtime: str = "torch") -> Track:
     )
 
 
-def compare(record: dict[str, Any], costs: RuntimeCosts) -> dict[str, Any]:
+def compare_makespans(record: dict[str, Any], costs: RuntimeCosts) -> dict[str, Any]:
     """Measured and predicted makespan, and errors of the starts of actions, in per cent of the measured makespan.
 
     ``ideal`` is a simulator without the runtime: no costs, no blocking, and a first stage like the others.
     """
     case = record["case"]
     track = _find(case)
-    run = simulate(case, track, costs)
+    run = simulate_case(case, track, costs)
     predicted = run.start[:, 0] - run.start[:, 0].min()
-    ideal = simulate(case, _find(case, "asynchronous"), RuntimeCosts(), first_alike=True)
+    ideal = simulate_case(case, _find(case, "asynchronous"), RuntimeCosts(), first_alike=True)
     spans, errors = [], []
     for step in record["steps"]:
         start, end = measured(step, track)
@@ -170,10 +170,10 @@ def report(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if not small:
         raise CollectError(f"constants are fitted on {FIT_RANKS} ranks: --only must match one of their cases")
     costs = fit_costs([(record["case"], _find(record["case"]), step) for record in small for step in record["steps"]])
-    return {"costs": asdict(costs), "cases": [compare(record, costs) for record in records]}
+    return {"costs": asdict(costs), "cases": [compare_makespans(record, costs) for record in records]}
 
 
-def text(figures: dict[str, Any]) -> str:
+def dilated_text(figures: dict[str, Any]) -> str:
     """The report for people."""
     header = ["case", "measured s", "spread %", "predicted s", "error %", "start: mean %", "worst %", "ideal %"]
     keys = ["measured_s", "spread_percent", "predicted_s", "error_percent"]
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     options = parser.parse_args(arguments)
-    cases = [case for case in all_cases() if fnmatch(case["name"], options.only)]
+    cases = [case for case in dilated_cases() if fnmatch(case["name"], options.only)]
     if options.list:
         print("\n".join(case["name"] for case in cases))
         return 0
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StepsightError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(figures) if options.json else text(figures))
+    print(json.dumps(figures) if options.json else dilated_text(figures))
     return 0
 
 

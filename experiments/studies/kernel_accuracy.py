@@ -94,7 +94,7 @@ def figures_of(name: str, rows: OpRows, hardware: Hardware, seed: int = 0) -> li
         }
         for split, group in splits.items():
             held = held_out([group(op) for op in own.ops], seed)
-            found.append(_figure(name, label, split, own, held, hardware, seed))
+            found.append(_figure(own, held, hardware, seed, predictor=name, ops=label, split=split))
     return found
 
 
@@ -107,8 +107,9 @@ def held_out(groups: Sequence[Hashable], seed: int) -> NDArray[np.bool_]:
 
 
 def _figure(
-    name: str, label: str, split: str, rows: OpRows, held: NDArray[np.bool_], hardware: Hardware, seed: int
+    rows: OpRows, held: NDArray[np.bool_], hardware: Hardware, seed: int, *, predictor: str, ops: str, split: str
 ) -> Figure:
+    """Fit regressors on the rows that are not held out, and compare the others with their predictions."""
     kept, left = rows.take(np.flatnonzero(~held)), rows.take(np.flatnonzero(held))
     model = fit_kernels(kept.ops, 1, kept.seconds, hardware, variants=kept.variants, seed=seed, judged=False)
     predicted = model.regressor.seconds(op_rows(left.ops, hardware, 1, left.variants))
@@ -117,8 +118,8 @@ def _figure(
     own = off[left.variants == 0]
     long = own[left.seconds[left.variants == 0] >= LONG_S]
     return Figure(
-        name,
-        label,
+        predictor,
+        ops,
         split,
         len(left),
         float(off.mean()),
@@ -134,7 +135,7 @@ def _mean(off: NDArray[np.float64]) -> float:
     return float(off.mean()) if len(off) else float("nan")
 
 
-def text(figures: Sequence[Figure]) -> str:
+def kernel_text(figures: Sequence[Figure]) -> str:
     """For the terminal."""
     header = ["predictor", "ops", "split", "rows", "MAPE %", "median", "p90", "own software", "own, long", "roofline"]
     lines = [
@@ -169,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = [{key: None if value != value else value for key, value in asdict(f).items()} for f in figures]
         print(json.dumps({"figures": rows}, allow_nan=False))
     else:
-        print(text(figures))
+        print(kernel_text(figures))
     return 0
 
 

@@ -34,7 +34,7 @@ FITTED_GPUS = 8  # fragmentation was fitted on runs with as many at most
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MemoryRow:
     """One comparison.
 
     Attributes:
@@ -112,14 +112,14 @@ def tracked_job(values: Mapping[str, Any]) -> Job:
     )
 
 
-def tracked_rows() -> Iterator[Row]:
+def tracked_rows() -> Iterator[MemoryRow]:
     """Every size in every way."""
     for size in _SIZES:
         for rank, change in _WAYS:
             yield tracked_row(tracked_job({**size, **change}), rank)
 
 
-def tracked_row(job: Job, rank: int = 0) -> Row:
+def tracked_row(job: Job, rank: int = 0) -> MemoryRow:
     """One rank of a job, tracked and estimated."""
     from stepsight.experiments.studies.memory_truth import tracked_peak
 
@@ -128,14 +128,14 @@ def tracked_row(job: Job, rank: int = 0) -> Row:
     p = job.parallel
     stage = estimate_memory(job, hardware).stages[rank // (p.tp * p.dp)]
     name = job.name + (f" {p.recompute}" if p.recompute != "none" else "") + (f" rank {rank}" if rank else "")
-    return Row("MemTracker", name, tracked_peak(job, rank), stage.tensors)
+    return MemoryRow("MemTracker", name, tracked_peak(job, rank), stage.tensors)
 
 
 # --- published runs ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class MemoryColumn:
     """What a source's column counts, in GiB.
 
     Attributes:
@@ -159,13 +159,13 @@ class Source:
 
 
 SOURCES = (
-    Source("SimuMax", "h100-sxm-80gb", False, False),  # torch.cuda.max_memory_allocated, largest of all ranks
-    Source("torchtitan", "h100-sxm-80gb", True, False),  # torch.cuda's reserved bytes
-    Source("BLOOM", "a100-sxm-80gb", True, True, False),  # nvidia-smi
+    MemoryColumn("SimuMax", "h100-sxm-80gb", False, False),  # torch.cuda.max_memory_allocated, largest of all ranks
+    MemoryColumn("torchtitan", "h100-sxm-80gb", True, False),  # torch.cuda's reserved bytes
+    MemoryColumn("BLOOM", "a100-sxm-80gb", True, True, False),  # nvidia-smi
 )
 
 
-def published_job(row: Run, source: Source) -> Job:
+def published_job(row: Run, source: MemoryColumn) -> Job:
     """The job of a row, on devices of which the reserve is known.
 
     Raises:
@@ -183,9 +183,9 @@ def published_job(row: Run, source: Source) -> Job:
     )
 
 
-def published_rows(path: Path) -> tuple[list[Row], dict[str, int]]:
+def published_rows(path: Path) -> tuple[list[MemoryRow], dict[str, int]]:
     """Rows of a table that say how much memory was used, and why others of these were left out."""
-    rows: list[Row] = []
+    rows: list[MemoryRow] = []
     skipped: dict[str, int] = defaultdict(int)
     for run in read_runs_table(path):
         used = run.real("memory_gb")
@@ -204,14 +204,14 @@ def published_rows(path: Path) -> tuple[list[Row], dict[str, int]]:
         memory = estimate_memory(job, replace(hardware, memory_bytes=float("1e15")))
         estimate = source.count(memory.stages[memory.fullest], hardware)
         fitted = source.context and job.cluster.num_devices <= FITTED_GPUS
-        rows.append(Row(source.word, job.name, used * GIB, estimate, not fitted))
+        rows.append(MemoryRow(source.word, job.name, used * GIB, estimate, not fitted))
     return rows, dict(skipped)
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
+def summarise_memory(rows: list[MemoryRow]) -> dict[str, dict[str, float]]:
     """By source and over all published ones: number, median and largest absolute error, median signed error."""
     groups = defaultdict(list)
     for row in rows:
@@ -242,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.runs is not None:
         published, skipped = published_rows(options.runs)
         rows += published
-    figures = summary(rows)
+    figures = summarise_memory(rows)
     if options.json:
         print(json.dumps({"summary": figures, "rows": [r.to_dict() for r in rows], "skipped": skipped}, indent=1))
         return 0

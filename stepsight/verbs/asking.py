@@ -25,6 +25,7 @@ from stepsight.verbs.options import (
 
 def predict_command(
     jobs: Annotated[list[Path], typer.Argument(parser=path, help="Job files (.toml or .json).")],
+    *,
     predictor: PredictorPath = None,
     timeline: Annotated[
         Path | None,
@@ -94,6 +95,7 @@ def explain_command(
 
 def search_command(
     job: Annotated[Path, typer.Argument(parser=path, help="Job file: its model, global batch and cluster are kept.")],
+    *,
     predictor: PredictorPath = None,
     framework: FrameworkName = "",
     trials: Annotated[int, typer.Option(min=1, help="Trials; a space that is not larger is tried whole.")] = 200,
@@ -123,7 +125,7 @@ def search_command(
         stepsight search examples/gpt3-175b-1024.toml --trials 300 --plot search.png
     """
     from stepsight.dataset.job import Job
-    from stepsight.experiments.reports.plots import search_result
+    from stepsight.experiments.reports.plots import plot_search
     from stepsight.experiments.reports.verb_reports import search_report
     from stepsight.experiments.search.search import search
 
@@ -142,5 +144,5 @@ def search_command(
     report = search_report(read, result, top)
     if plot is not None:
         shown = {id(choice): choice for choice in (*result.choices, result.own) if choice is not None}
-        search_result([choice.to_dict() for choice in shown.values()], plot, read.name)
+        plot_search([choice.to_dict() for choice in shown.values()], plot, read.name)
     answer(report, report.pop("text"), as_json)

@@ -13,6 +13,7 @@ from stepsight.verbs.options import Json, PredictorPath, Runs, Source, answer, c
 
 def evaluate_command(
     runs: Runs,
+    *,
     predictor: PredictorPath = None,
     source: Source = "*",
     calibrate: Annotated[
@@ -41,14 +42,14 @@ def evaluate_command(
     from stepsight.experiments.evaluation.calibration_split import read_most_gpus
     from stepsight.experiments.evaluation.evaluate import evaluate
     from stepsight.experiments.evaluation.evaluation_report import evaluation_text
-    from stepsight.experiments.reports.plots import published_runs
+    from stepsight.experiments.reports.plots import plot_published_runs
 
     most_gpus = None if calibrate is None else read_most_gpus(calibrate)
     check_plot(plot)
     loaded = load(predictor)
     result = evaluate(runs, loaded, source=source, on_row=progress("rows predicted"))
     if plot is not None:
-        published_runs(result.points, plot, "published runs")
+        plot_published_runs(result.points, plot, "published runs")
     value, shown = result.to_dict(), {}
     if most_gpus is not None:
         from stepsight.experiments.evaluation.calibration_gain import FITTED_ON, SPLITS, calibrate_small

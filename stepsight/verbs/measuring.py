@@ -17,6 +17,7 @@ def collect_command(
         list[Path],
         typer.Argument(parser=path, help="Job files (.toml or .json) to run for real, or one plan (plan.json)."),
     ],
+    *,
     out: Annotated[
         Path, typer.Option("--out", "-o", parser=path, help="Collection folder. A killed collection resumes there.")
     ],

@@ -12,7 +12,7 @@ from stepsight.dataset.harness.box.namespaces import check_possible
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.job import Job
 from stepsight.experiments.collecting import collect_jobs, read_plan
-from stepsight.experiments.demo.local_jobs import local_job
+from stepsight.experiments.demo.local_jobs import LocalJob
 from stepsight.experiments.reports.describe import describe
 from stepsight.training.fit import train
 from stepsight.training.measured.box_plans import REAL
@@ -29,7 +29,7 @@ def collect(job: Path, out: Path, **changes: Any) -> dict[str, Any]:
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     path = tmp_path / "job.json"
-    path.write_text(local_job("gpt", 1, 32, 2, 2, 64, 64, 16, "single", 1, 1).to_json())
+    path.write_text(LocalJob("gpt", 1, 32, 2, 2, 64, 64, 16).job().to_json())
     return path
 
 

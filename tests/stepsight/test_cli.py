@@ -12,7 +12,7 @@ import pytest
 
 from stepsight.cli import main
 from stepsight.dataset.tables.measurements import Measurements
-from stepsight.experiments.demo.local_jobs import local_job
+from stepsight.experiments.demo.local_jobs import LocalJob
 from tests.dataset.run_folders import write_events, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -139,7 +139,7 @@ def test_mistakes(arguments: tuple[object, ...], text: str, tmp_path: Path) -> N
 def test_an_interrupted_collection_says_how_to_go_on(tmp_path: Path) -> None:
     """Ctrl-C of ``collect`` (as SIGTERM) ends the workers; one line says what to do."""
     job = tmp_path / "job.json"
-    job.write_text(local_job("gpt", 1, 32, 2, 2, 64, 64, 16, "single", 1, 1).to_json())
+    job.write_text(LocalJob("gpt", 1, 32, 2, 2, 64, 64, 16).job().to_json())
     command = [sys.executable, "-m", "stepsight", "collect", job, "--out", tmp_path / "c", "--steps", "100000"]
     with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 120

@@ -17,7 +17,7 @@ from stepsight.dataset.program import Program
 from stepsight.simulator.lowering.lower import signatures
 from stepsight.simulator.simulate import simulate
 from stepsight.training.fit import train
-from stepsight.training.predictor.heldout import evaluate, spearman
+from stepsight.training.predictor.heldout import evaluate_heldout, spearman
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.tracking import default_uri, load_registered
 
@@ -115,7 +115,7 @@ def trained(collection: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 
 def test_held_out_runs_are_predicted(trained: tuple[Predictor, Path], collection: Path) -> None:
-    result = evaluate(trained[0], collection, role="heldout")
+    result = evaluate_heldout(trained[0], collection, role="heldout")
     assert result.mape < 6
     assert result.mape < 0.6 * result.mape_without_gnn
     assert result.spearman == 1.0
@@ -127,7 +127,7 @@ def test_held_out_runs_are_predicted(trained: tuple[Predictor, Path], collection
 def test_only_training_runs_train(trained: tuple[Predictor, Path], collection: Path) -> None:
     assert trained[0].manifest["runs"] == [f"run{i}" for i in range(6)]
     with pytest.raises(TraceError, match="role 'later', got none"):
-        evaluate(trained[0], collection, role="later")
+        evaluate_heldout(trained[0], collection, role="later")
 
 
 def test_runs_that_trained_cannot_judge(
@@ -138,7 +138,7 @@ def test_runs_that_trained_cannot_judge(
     monkeypatch.chdir(collection.parent)
     for path in (collection, Path(collection.name), collection / ".." / collection.name):
         with pytest.raises(TraceError, match="cannot judge it, got run6"):
-            evaluate(predictor, path, role="heldout")
+            evaluate_heldout(predictor, path, role="heldout")
 
 
 def test_the_saved_predictor_is_the_trained_one_and_is_registered(trained: tuple[Predictor, Path]) -> None:

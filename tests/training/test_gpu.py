@@ -19,7 +19,7 @@ from stepsight.simulator.lowering.lower import lower
 from stepsight.training.fit import train
 from stepsight.training.measured.host_launches import fit_launches, launches_alone, launches_in_traces
 from stepsight.training.measured.measured import read_runs
-from stepsight.training.predictor.heldout import evaluate
+from stepsight.training.predictor.heldout import evaluate_heldout
 from tests.dataset.kineto_files import MAIN, KinetoFile
 
 GPU = "h100-sxm-80gb"
@@ -188,5 +188,5 @@ def test_held_out_steps_of_a_made_up_gpu(collect: Any, tmp_path: Path) -> None:
     folder = collect(TRAIN, HELDOUT)
     predictor = train([folder], tmp_path / "p", hardware_name=GPU, progress=False)
     assert predictor.hardware.launch_s(Op("linear", (8, 8, 8))) == pytest.approx(9e-6, rel=0.1)
-    evaluation = evaluate(predictor, folder, role="heldout")
+    evaluation = evaluate_heldout(predictor, folder, role="heldout")
     assert evaluation.mape < 3.0

@@ -22,7 +22,7 @@ from stepsight.features.collective_features import (
 from stepsight.features.nccl_features import OVERLAPPING as NCCL_OVERLAPPING
 from stepsight.features.nccl_features import nccl_features, nccl_position, nccl_terms, tree_terms
 from stepsight.training.regression.fitted_physics import Bounds
-from stepsight.training.regression.regressor import Regressor, Rows, fit_regressor
+from stepsight.training.regression.regressor import Regressor, SignatureRows, fit_regressor
 
 Array = NDArray[np.float64]
 
@@ -55,12 +55,14 @@ def label_of(collective: Collective) -> str:
     return f"{collective.kind}/{'inter' if collective.num_nodes > 1 else 'intra'}"
 
 
-def collective_rows(collectives: Sequence[Collective], fabrics: Sequence[Fabric], *, nccl: bool = False) -> Rows:
+def collective_rows(
+    collectives: Sequence[Collective], fabrics: Sequence[Fabric], *, nccl: bool = False
+) -> SignatureRows:
     """Collectives, each on its fabric, as the regressor's rows; see ``CollectiveModel.nccl``."""
     pairs = list(zip(collectives, fabrics, strict=True))
     labels = tuple(label_of(c) for c in collectives)
     terms_of, position_of = (nccl_terms, nccl_position) if nccl else (collective_terms, collective_position)
-    return Rows(
+    return SignatureRows(
         labels,
         labels,
         np.array([terms_of(c, f) for c, f in pairs], float).reshape(len(pairs), len(COLLECTIVE_TERMS)),

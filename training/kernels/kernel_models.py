@@ -15,7 +15,7 @@ from stepsight.dataset.physics import roofline_seconds
 from stepsight.features.op_features import OP_FEATURES, OP_TERMS, op_features, op_position, op_terms
 from stepsight.training.kernels.derived_kinds import Ratio, as_run, base_of, dtype_class, least_seconds
 from stepsight.training.regression.fitted_physics import Bounds
-from stepsight.training.regression.regressor import Regressor, Rows, fit_regressor
+from stepsight.training.regression.regressor import Regressor, SignatureRows, fit_regressor
 
 Array = NDArray[np.float64]
 
@@ -28,9 +28,9 @@ def op_rows(
     hardware: Hardware,
     busy: Sequence[int] | int,
     variants: Sequence[int] | NDArray[np.int64] | int = 0,
-) -> Rows:
+) -> SignatureRows:
     """Ops as the regressor's rows."""
-    return Rows(
+    return SignatureRows(
         tuple(label(op.kind, op, hardware) for op in ops),
         tuple(label(op.family, op, hardware) for op in ops),
         np.array([op_terms(op) for op in ops], float).reshape(len(ops), len(OP_TERMS)),

@@ -59,7 +59,7 @@ def sleeps(case: dict[str, Any], track: Track, first_alike: bool = False) -> tup
     return seconds * np.array(case["pace"])[track.stage], does.sum(axis=0).astype(np.int32)
 
 
-def simulate(case: dict[str, Any], track: Track, costs: RuntimeCosts, first_alike: bool = False) -> TrackRun:
+def simulate_case(case: dict[str, Any], track: Track, costs: RuntimeCosts, first_alike: bool = False) -> TrackRun:
     """Run a case with these costs."""
     seconds, goes = sleeps(case, track, first_alike)
     transition = (seconds + goes * costs.sleep_s + costs.action_s).reshape(-1, 1, 1)

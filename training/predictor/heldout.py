@@ -21,7 +21,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class HeldoutEvaluation:
     """How good a predictor is.
 
     Attributes:
@@ -45,7 +45,7 @@ class Evaluation:
     op_error_with_gnn: float
 
 
-def evaluate(predictor: Predictor, collection: Path, *, role: str = "heldout") -> Evaluation:
+def evaluate_heldout(predictor: Predictor, collection: Path, *, role: str = "heldout") -> HeldoutEvaluation:
     """Predict every run of a role and set it beside what it took.
 
     What stood in for a stage of a pipeline judges ops alone: its iteration is no job's.
@@ -70,7 +70,7 @@ def evaluate(predictor: Predictor, collection: Path, *, role: str = "heldout") -
     predicted = np.array([row["predicted_s"] for row in rows])
     alone = np.array([row["predicted_without_gnn_s"] for row in rows])
     held = [row["low_s"] <= row["measured_s"] <= row["high_s"] for row in rows]
-    return Evaluation(
+    return HeldoutEvaluation(
         rows,
         _mape(predicted, measured),
         _mape(alone, measured),

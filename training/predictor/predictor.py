@@ -44,8 +44,8 @@ from stepsight.training.predictor.predictor_manifest import (
     changed_files,
     check_output,
     made,
-    read_manifest,
     read_part,
+    read_predictor_manifest,
     texts,
     write_manifest,
 )
@@ -203,7 +203,7 @@ class Predictor:
                 "a predictor is a folder with manifest.json"
                 f"{''.join(f', or {name}' for name in shipped_names())}, got {folder}"
             )
-        manifest = read_manifest(folder)
+        manifest = read_predictor_manifest(folder)
         changed = changed_files(folder, manifest)
         refusal = PredictorError(
             f"{folder}: files must be those that were saved, got changed, missing or added {', '.join(changed)}"

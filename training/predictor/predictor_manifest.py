@@ -28,7 +28,7 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any], hardware: str) -> 
     write_json(folder / MANIFEST, {**own, "files": _digests(folder)})
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_predictor_manifest(folder: Path) -> dict[str, Any]:
     """What the manifest of a folder says.
 
     Raises:

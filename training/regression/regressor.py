@@ -30,7 +30,7 @@ FADE = 0.7  # log units outside the support after which the trees' say falls to 
 
 
 @dataclass(frozen=True)
-class Rows:
+class SignatureRows:
     """Signatures as numbers.
 
     Attributes:
@@ -52,8 +52,8 @@ class Rows:
     def __len__(self) -> int:
         return len(self.kinds)
 
-    def take(self, index: NDArray[np.int64]) -> Rows:
-        return Rows(
+    def take(self, index: NDArray[np.int64]) -> SignatureRows:
+        return SignatureRows(
             tuple(self.kinds[i] for i in index),
             tuple(self.families[i] for i in index),
             self.terms[index],
@@ -106,7 +106,7 @@ class Regressor:
     errors: Mapping[str, float] = field(default_factory=dict)
     left_out: Mapping[Key, float] = field(default_factory=dict)
 
-    def seconds(self, rows: Rows) -> Array:
+    def seconds(self, rows: SignatureRows) -> Array:
         """Seconds of each row; NaN for kinds that were never measured."""
         log_seconds = self.log_without_neighbours(rows)
         for kind, index in rows.by_kind().items():
@@ -114,13 +114,13 @@ class Regressor:
                 log_seconds[index] += self.neighbours[kind].residual(rows.places(index))
         return np.exp(log_seconds)
 
-    def seconds_left_out(self, rows: Rows) -> Array:
+    def seconds_left_out(self, rows: SignatureRows) -> Array:
         """As ``seconds``, but as if none of these signatures had been measured: what jobs of new shapes will see."""
         seconds = self.seconds(rows)
         known = [self.left_out.get(rows.key(index), float(value)) for index, value in enumerate(seconds)]
         return np.array(known, dtype=np.float64)
 
-    def log_without_neighbours(self, rows: Rows) -> Array:
+    def log_without_neighbours(self, rows: SignatureRows) -> Array:
         """Logarithm of the seconds by physics and trees, ``(rows,)``; NaN for kinds that were never measured."""
         log_seconds = np.full(len(rows), np.nan)
         for kind, index in rows.by_kind().items():
@@ -214,7 +214,13 @@ def _check_positions(name: str, positions: Array, num_axes: int) -> None:
 
 
 def fit_regressor(
-    rows: Rows, seconds: Array, bounds: Mapping[str, Bounds], names: tuple[str, ...], seed: int, *, judged: bool = True
+    rows: SignatureRows,
+    seconds: Array,
+    bounds: Mapping[str, Bounds],
+    names: tuple[str, ...],
+    seed: int,
+    *,
+    judged: bool = True,
 ) -> Regressor:
     """Fit every layer; trees and reach of the neighbours are chosen per family by cross-validation.
 
@@ -252,7 +258,7 @@ def fit_regressor(
     return Regressor(physics, trees, neighbours, support, busy, errors, left_out)
 
 
-def _fit_physics(rows: Rows, seconds: Array, bounds: Mapping[str, Bounds]) -> Regressor:
+def _fit_physics(rows: SignatureRows, seconds: Array, bounds: Mapping[str, Bounds]) -> Regressor:
     """Physics of one family, and its support."""
     kinds = rows.by_kind()
     physics = {k: fit_physics(rows.terms[i], rows.busy[i], seconds[i], bounds[k]) for k, i in kinds.items()}
@@ -263,14 +269,14 @@ def _fit_physics(rows: Rows, seconds: Array, bounds: Mapping[str, Bounds]) -> Re
     return Regressor(physics, {}, {}, support)
 
 
-def _with_trees(fitted: Regressor, rows: Rows, seconds: Array, names: tuple[str, ...], seed: int) -> Regressor:
+def _with_trees(fitted: Regressor, rows: SignatureRows, seconds: Array, names: tuple[str, ...], seed: int) -> Regressor:
     """Physics of one family and trees on what it leaves."""
     residual = np.log(seconds) - fitted.log_without_neighbours(rows)
     return replace(fitted, trees={rows.families[0]: fit_trees(rows.features, residual, names, seed)})
 
 
 def _choose(
-    rows: Rows, seconds: Array, bounds: Mapping[str, Bounds], names: tuple[str, ...], seed: int
+    rows: SignatureRows, seconds: Array, bounds: Mapping[str, Bounds], names: tuple[str, ...], seed: int
 ) -> tuple[float, float, Array]:
     """The trees' share, how far neighbours reach, and ``log(predicted / measured)`` of signatures left out.
 
@@ -313,7 +319,7 @@ def _choose(
     return (*best, off[best])
 
 
-def _folds(rows: Rows, seed: int) -> NDArray[np.int64]:
+def _folds(rows: SignatureRows, seed: int) -> NDArray[np.int64]:
     """Fold of each row; all rows of one signature share a fold."""
     keys = [rows.key(index)[:2] for index in range(len(rows))]
     distinct = sorted(set(keys))

@@ -41,11 +41,11 @@ from stepsight.training.shipped.from_tables import (
 # A100 they take half as long again as Transformer Engine's, whose ratio to plain products is measured elsewhere.
 PRODUCTS = ("gemm", "attention")
 STREAMING = ("norm", "elementwise")
-__all__ = ["RECIPES", "Recipe", "Source", "read_recipe", "retrain", "shipped_names", "shipped_predictor"]
+__all__ = ["RECIPES", "Recipe", "TableSource", "read_recipe", "retrain", "shipped_names", "shipped_predictor"]
 
 
 @dataclass(frozen=True)
-class Source:
+class TableSource:
     """A part of the public data.
 
     Attributes:
@@ -79,12 +79,12 @@ class Recipe:
 
     hardware: str
     twins: tuple[str, ...]
-    own: tuple[Source, ...]
-    others: tuple[Source, ...]
+    own: tuple[TableSource, ...]
+    others: tuple[TableSource, ...]
     software: tuple[str, ...]
-    collectives: tuple[Source, ...] = ()
+    collectives: tuple[TableSource, ...] = ()
     stated: Mapping[str, Ratio] = field(default_factory=dict)
-    lent: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
+    lent: Mapping[str, tuple[TableSource, ...]] = field(default_factory=dict)
 
 
 # Geometric means of what papers say of one generation of attention kernels against the next.
@@ -109,7 +109,7 @@ _LINKS = MappingProxyType(
     }
 )
 _NCCL = r"nccl-tests|nccl .*half$|^nccl$"  # not in 8 bits, where switches do not sum
-_NCCL_TESTS = Source("nccl-tests", "collectives/nccl-tests-cluster")
+_NCCL_TESTS = TableSource("nccl-tests", "collectives/nccl-tests-cluster")
 _SIMUMAX = "kernels/simumax/configs/system"
 
 RECIPES = MappingProxyType(
@@ -118,15 +118,15 @@ RECIPES = MappingProxyType(
             "a100-sxm-80gb",
             ("a100-sxm-40gb",),
             (
-                Source("aiconfigurator", "kernels/aiconfigurator/data/a100_sxm", PRODUCTS),
-                Source("vidur", "kernels/vidur/compute/a100", STREAMING),
+                TableSource("aiconfigurator", "kernels/aiconfigurator/data/a100_sxm", PRODUCTS),
+                TableSource("vidur", "kernels/vidur/compute/a100", STREAMING),
             ),
-            (Source("simumax", f"{_SIMUMAX}/a100_pcie.json"),),
+            (TableSource("simumax", f"{_SIMUMAX}/a100_pcie.json"),),
             ("SGLang|vidur", "TRTLLM"),
             (
-                Source("aiconfigurator", "kernels/aiconfigurator/data/a100_sxm"),
-                Source("vtrain", "collectives/vtrain/trace/a100"),
-                Source("vidur", "collectives/vidur/network/a100_dgx/send_recv.csv.gz"),
+                TableSource("aiconfigurator", "kernels/aiconfigurator/data/a100_sxm"),
+                TableSource("vtrain", "collectives/vtrain/trace/a100"),
+                TableSource("vidur", "collectives/vidur/network/a100_dgx/send_recv.csv.gz"),
                 _NCCL_TESTS,
             ),
             {**_FLASH_1, **_FLASH_2_LAST},
@@ -136,18 +136,18 @@ RECIPES = MappingProxyType(
             "h100-sxm-80gb",
             ("h100-sxm-96gb",),
             (
-                Source("aiconfigurator", "kernels/aiconfigurator/data/h100_sxm", PRODUCTS),
-                Source("vidur", "kernels/vidur/compute/h100", STREAMING),
+                TableSource("aiconfigurator", "kernels/aiconfigurator/data/h100_sxm", PRODUCTS),
+                TableSource("vidur", "kernels/vidur/compute/h100", STREAMING),
             ),
-            (Source("simumax", _SIMUMAX),),
+            (TableSource("simumax", _SIMUMAX),),
             # In 8 bits TensorRT-LLM calls cuBLAS with one scale for a tensor, as Transformer Engine and PyTorch do.
             (
                 r"SGLang .* (fa3|flash_attention_v3|sglang_torch_linear) bf16|TRTLLM .* torch_flow fp8$|vidur",
                 r"TRTLLM .* torch_flow bf16|sglang_sgl_kernel_fp8_scaled_mm",
             ),
             (
-                Source("aiconfigurator", "kernels/aiconfigurator/data/h100_sxm"),
-                Source("vidur", "collectives/vidur/network/h100_dgx/send_recv.csv.gz"),
+                TableSource("aiconfigurator", "kernels/aiconfigurator/data/h100_sxm"),
+                TableSource("vidur", "collectives/vidur/network/h100_dgx/send_recv.csv.gz"),
                 _NCCL_TESTS,
             ),
             {**_FLASH_1, **_FLASH_2},
@@ -160,23 +160,25 @@ RECIPES = MappingProxyType(
         "h200-sxm": Recipe(
             "h200-sxm-141gb",
             (),
-            (Source("aiconfigurator", "kernels/aiconfigurator/data/h200_sxm", PRODUCTS),),
-            (Source("simumax", _SIMUMAX),),
+            (TableSource("aiconfigurator", "kernels/aiconfigurator/data/h200_sxm", PRODUCTS),),
+            (TableSource("simumax", _SIMUMAX),),
             (
                 r"SGLang .* (fa3|flash_attention_v3|sglang_torch_linear) |TRTLLM .* torch_flow fp8$|vidur",
                 "sglang_sgl_kernel_fp8_scaled_mm",
             ),
             (
-                Source("aiconfigurator", "kernels/aiconfigurator/data/h200_sxm"),
-                Source("vidur", "collectives/vidur/network/h100_dgx/send_recv.csv.gz"),
+                TableSource("aiconfigurator", "kernels/aiconfigurator/data/h200_sxm"),
+                TableSource("vidur", "collectives/vidur/network/h100_dgx/send_recv.csv.gz"),
                 _NCCL_TESTS,
             ),
             {**_FLASH_1, **_FLASH_2},
             {
                 "h100-sxm-80gb": (
-                    Source("aiconfigurator", "kernels/aiconfigurator/data/h100_sxm/encoder_attention", ("attention",)),
-                    Source("aiconfigurator", "kernels/aiconfigurator/data/h100_sxm/gemm/trtllm", ("gemm",)),
-                    Source("vidur", "kernels/vidur/compute/h100", STREAMING),
+                    TableSource(
+                        "aiconfigurator", "kernels/aiconfigurator/data/h100_sxm/encoder_attention", ("attention",)
+                    ),
+                    TableSource("aiconfigurator", "kernels/aiconfigurator/data/h100_sxm/gemm/trtllm", ("gemm",)),
+                    TableSource("vidur", "kernels/vidur/compute/h100", STREAMING),
                 )
             },
         ),
@@ -186,15 +188,15 @@ RECIPES = MappingProxyType(
             "b200-sxm-180gb",
             ("gb200-sxm-186gb",),
             (
-                Source("aiconfigurator", "kernels/aiconfigurator/data/b200_sxm", PRODUCTS),
-                Source("simumax", f"{_SIMUMAX}/b200_bf16_ceperm.json.gz"),
+                TableSource("aiconfigurator", "kernels/aiconfigurator/data/b200_sxm", PRODUCTS),
+                TableSource("simumax", f"{_SIMUMAX}/b200_bf16_ceperm.json.gz"),
             ),
-            (Source("simumax", f"{_SIMUMAX}/a100_pcie.json"),),
+            (TableSource("simumax", f"{_SIMUMAX}/a100_pcie.json"),),
             (
                 "simumax|deepgemm",
                 r"SGLang .* (sglang_torch_linear|sglang_sgl_kernel_fp8_scaled_mm)",
             ),
-            (Source("aiconfigurator", "kernels/aiconfigurator/data/b200_sxm"), _NCCL_TESTS),
+            (TableSource("aiconfigurator", "kernels/aiconfigurator/data/b200_sxm"), _NCCL_TESTS),
             {**_FLASH_1, **_FLASH_2},
         ),
     }
@@ -253,7 +255,7 @@ def _preset(name: str) -> Hardware:
     return hardware
 
 
-def _read(source: Source, data: Path) -> Measurements:
+def _read(source: TableSource, data: Path) -> Measurements:
     from stepsight.dataset.tables import read_table
 
     table = read_table(source.format, data / source.path)

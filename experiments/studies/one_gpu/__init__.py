@@ -39,15 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args(arguments)
     from stepsight.dataset.errors import StepsightError
-    from stepsight.experiments.studies.one_gpu.study import Asked, run, write_plans
+    from stepsight.experiments.studies.one_gpu.study import StudyOptions, run_study, write_plans
 
-    asked = Asked(options.out.resolve(), options.device, options.minutes, options.tables, options.hardware)
+    asked = StudyOptions(options.out.resolve(), options.device, options.minutes, options.tables, options.hardware)
     try:
         if options.plan_only:
             text = write_plans(asked)
             print(json.dumps({"out": str(asked.out), "text": text}) if options.json else text)
             return 0
-        figures = run(asked)
+        figures = run_study(asked)
     except (StepsightError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

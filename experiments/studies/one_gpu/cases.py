@@ -17,7 +17,7 @@ CPU = "local-cpu"
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class StepCase:
     """One run.
 
     Attributes:
@@ -87,7 +87,7 @@ CPU_HELDOUT: tuple[Row, ...] = (
 )
 
 
-def cases(device: str, hardware: str) -> list[Case]:
+def step_cases(device: str, hardware: str) -> list[StepCase]:
     """Runs of a device: ``cuda`` in pure bf16 on some hardware, or ``cpu`` in fp32 (``local-cpu``), on one rank."""
     rows = (GPU_TRAIN, GPU_HELDOUT) if device == "cuda" else (CPU_TRAIN, CPU_HELDOUT)
     found = []
@@ -95,7 +95,7 @@ def cases(device: str, hardware: str) -> list[Case]:
         for *sizes, words in of_role:
             parallel = {"recompute": "full"} if "recompute" in words else {}
             job = _job(device, hardware, sizes, parallel)
-            found.append(Case(job, role, "launch-bound" in words, "compiled" in words and device == "cuda"))
+            found.append(StepCase(job, role, "launch-bound" in words, "compiled" in words and device == "cuda"))
     return found
 
 
@@ -113,11 +113,11 @@ CPU_STAND_INS: tuple[tuple[tuple[Any, ...], dict[str, Any], int, int], ...] = (
 )
 
 
-def stand_ins(device: str, hardware: str) -> list[Case]:
+def stand_ins(device: str, hardware: str) -> list[StepCase]:
     """Single ranks of jobs that are larger than what is here."""
     rows = GPU_STAND_INS if device == "cuda" else CPU_STAND_INS
     return [
-        Case(_job(device, hardware, sizes, parallel, nodes), STAND_IN, rank=rank)
+        StepCase(_job(device, hardware, sizes, parallel, nodes), STAND_IN, rank=rank)
         for sizes, parallel, nodes, rank in rows
     ]
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from stepsight.dataset.files import read_json
 from stepsight.dataset.op import Op
-from stepsight.experiments.studies.one_gpu.judge import errors, op_rows
+from stepsight.experiments.studies.one_gpu.judge import held_op_rows, op_errors
 from stepsight.training.calibration.corrections import Calibration
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.measured.measured import HELDOUT, read_runs
@@ -20,7 +20,7 @@ from stepsight.training.predictor.predictor import Predictor
 PARTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 
 
-def error_against_minutes(
+def learning_curve(
     predictor: Predictor,
     known: dict[Op, float],
     heldout: dict[Op, float],
@@ -51,7 +51,7 @@ def error_against_minutes(
         kernel = fit_kernels(ops[:count], 1, seconds[:count], predictor.hardware, seed=seed)
         part_of = replace(predictor, kernel=kernel, context=None, calibration=Calibration())
         times = np.array([predict(manifest.job, part_of).iteration_time_s for manifest in manifests])
-        off = errors(op_rows(part_of, heldout)) if heldout else {}
+        off = op_errors(held_op_rows(part_of, heldout)) if heldout else {}
         row = {"part": part, "ops": count, "minutes": whole_s * count / len(ops) / 60}
         if off:
             row |= {"op_mape": off["mape"], **({"long_op_mape": off["long_mape"]} if "long_mape" in off else {})}

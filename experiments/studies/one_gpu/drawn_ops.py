@@ -21,7 +21,7 @@ _TRIES = 200  # for each op: most are too long, too large or drawn before
 
 
 @dataclass(frozen=True)
-class Space:
+class OpSpace:
     """What ops are drawn from.
 
     Attributes:
@@ -51,7 +51,7 @@ class Space:
     most_bytes: float
 
 
-GPU = Space(
+GPU = OpSpace(
     models=(
         (512, 8, 8, 2048, 1), (768, 12, 12, 3072, 1), (896, 14, 2, 4864, 2), (1024, 16, 16, 4096, 1),
         (1280, 20, 20, 5120, 1), (1536, 16, 16, 6144, 1), (1536, 12, 2, 8960, 2), (2048, 16, 16, 8192, 1),
@@ -72,7 +72,7 @@ GPU = Space(
     most_s=0.03,
     most_bytes=12e9,
 )  # fmt: skip
-CPU = Space(
+CPU = OpSpace(
     models=(
         (64, 2, 2, 192, 2), (96, 3, 3, 384, 1), (128, 4, 4, 512, 1), (160, 5, 5, 640, 1), (192, 6, 2, 512, 2),
         (224, 7, 7, 608, 2), (256, 4, 4, 1024, 1), (256, 8, 4, 768, 2), (320, 5, 5, 896, 2), (352, 11, 11, 1408, 1),
@@ -93,7 +93,7 @@ CPU = Space(
 )  # fmt: skip
 
 
-def _product(space: Space, rng: random.Random) -> Op:
+def _product(space: OpSpace, rng: random.Random) -> Op:
     hidden, heads, kv_heads, ffn, gates = rng.choice(space.models)
     tp, vocab, each = rng.choice(space.tps), rng.choice(space.vocabs), hidden // heads
     sizes = rng.choice(
@@ -110,19 +110,19 @@ def _product(space: Space, rng: random.Random) -> Op:
     return Op(kind, (rng.choice(space.tokens), *sizes), dtype)
 
 
-def _attention(space: Space, rng: random.Random) -> Op:
+def _attention(space: OpSpace, rng: random.Random) -> Op:
     heads, length, causal = rng.choice(space.heads), rng.choice(space.lengths), int(rng.random() < 0.8)
     kv_heads = rng.choice([kv for kv in {heads, heads // 2, heads // 4} if kv and heads % kv == 0])
     dims = (rng.choice(space.batches), heads, kv_heads, length, length, rng.choice(space.head_dims), causal)
     return Op(rng.choice(("attention", "attention_backward")), dims, space.dtype)
 
 
-def _norm(space: Space, rng: random.Random) -> Op:
+def _norm(space: OpSpace, rng: random.Random) -> Op:
     kind = rng.choice(("layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"))
     return Op(kind, (rng.choice(space.tokens), rng.choice(space.models)[0]), space.dtype)
 
 
-def _elementwise(space: Space, rng: random.Random) -> Op:
+def _elementwise(space: OpSpace, rng: random.Random) -> Op:
     hidden, heads, kv_heads, ffn, gates = rng.choice(space.models)
     activation = ("swiglu", "swiglu_backward") if gates == 2 else ("gelu", "gelu_backward")
     kind, width = rng.choice(
@@ -135,30 +135,30 @@ def _elementwise(space: Space, rng: random.Random) -> Op:
     return Op(kind, (rng.choice(space.tokens) * width,), space.dtype)
 
 
-def _loss(space: Space, rng: random.Random) -> Op:
+def _loss(space: OpSpace, rng: random.Random) -> Op:
     kind = rng.choice(("cross_entropy", "cross_entropy_backward"))
     return Op(kind, (rng.choice(space.tokens), rng.choice(space.vocabs)), space.dtype)
 
 
-def _embedding(space: Space, rng: random.Random) -> Op:
+def _embedding(space: OpSpace, rng: random.Random) -> Op:
     dims = (rng.choice(space.tokens), rng.choice(space.models)[0], rng.choice(space.vocabs))
     return Op(rng.choice(("embedding", "embedding_backward")), dims, space.dtype)
 
 
-def _optimizer(space: Space, rng: random.Random) -> Op:
+def _optimizer(space: OpSpace, rng: random.Random) -> Op:
     least, most = space.numels
     numel = int(least * (most / least) ** rng.random()) // 64 * 64
     return Op("adamw", (numel, rng.choice((8, 24, 48, 80, 120, 200))), space.dtype)
 
 
-def _reduce(space: Space, rng: random.Random) -> Op:
+def _reduce(space: OpSpace, rng: random.Random) -> Op:
     hidden, heads, kv_heads, ffn, _ = rng.choice(space.models)
     width = rng.choice((hidden, ffn, (heads + 2 * kv_heads) * (hidden // heads)))
     return Op("bias_grad", (rng.choice(space.tokens), width), space.dtype)
 
 
 # By family: how one is drawn, and its part of all that are.
-_FAMILIES: Mapping[str, tuple[Callable[[Space, random.Random], Op], float]] = MappingProxyType(
+_FAMILIES: Mapping[str, tuple[Callable[[OpSpace, random.Random], Op], float]] = MappingProxyType(
     {
         "gemm": (_product, 0.46),
         "attention": (_attention, 0.2),
@@ -172,7 +172,7 @@ _FAMILIES: Mapping[str, tuple[Callable[[Space, random.Random], Op], float]] = Ma
 )
 
 
-def draw(space: Space, count: int, hardware: Hardware, seed: int, families: Collection[str] = ()) -> list[Op]:
+def draw(space: OpSpace, count: int, hardware: Hardware, seed: int, families: Collection[str] = ()) -> list[Op]:
     """Distinct ops of some families (empty: of all), about ``count``; fewer where a space holds no more.
 
     ``hardware`` says what is too long.

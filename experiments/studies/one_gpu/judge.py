@@ -40,7 +40,7 @@ def measured_ops(folders: Iterable[Path], *, heldout: bool) -> dict[Op, float]:
     return found
 
 
-def op_rows(predictor: Predictor, measured: dict[Op, float]) -> list[dict[str, Any]]:
+def held_op_rows(predictor: Predictor, measured: dict[Op, float]) -> list[dict[str, Any]]:
     """One row for each op, with what the predictor says of it alone."""
     ops = list(measured)
     predicted = predictor.kernel.seconds(ops, 1)
@@ -57,17 +57,17 @@ def op_rows(predictor: Predictor, measured: dict[Op, float]) -> list[dict[str, A
 
 
 def op_figures(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Errors in percent of all ops, of each family and of its dtypes, if it has several; see ``errors``."""
+    """Errors in percent of all ops, of each family and of its dtypes, if it has several; see ``op_errors``."""
     groups: dict[str, list[dict[str, Any]]] = {"all": list(rows)} if rows else {}
     for row in sorted(rows, key=lambda row: (row["family"], row["dtype"])):
         groups.setdefault(row["family"], []).append(row)
     for row in sorted(rows, key=lambda row: (row["family"], row["dtype"])):
         if len({other["dtype"] for other in groups[row["family"]]}) > 1:
             groups.setdefault(f"{row['family']}/{row['dtype']}", []).append(row)
-    return {name: errors(groups[name]) for name in ["all", *sorted(set(groups) - {"all"})] if name in groups}
+    return {name: op_errors(groups[name]) for name in ["all", *sorted(set(groups) - {"all"})] if name in groups}
 
 
-def errors(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+def op_errors(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Number of rows, mean, median and largest error, and number and mean of what takes ``LONG_S`` and more."""
     whole, long = (
         error_metrics.errors([row["predicted_s"] for row in of], [row["measured_s"] for row in of])
@@ -164,7 +164,7 @@ def _ratios(kind: str, size: str, ratios: Array, same: int) -> dict[str, Any]:
     return {"ops": kind, "size": size, "rows": len(ratios), "same": same, "p10": low, "median": middle, "p90": high}
 
 
-def clocks(folders: Iterable[Path]) -> dict[str, Any]:
+def noted_clocks(folders: Iterable[Path]) -> dict[str, Any]:
     """What was noted of the device's clocks while ops were measured, by event file; empty if nothing was."""
     noted = {}
     for folder in folders:

@@ -18,7 +18,7 @@ from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Op
 from stepsight.experiments.studies.one_gpu import drawn_ops as sizes
-from stepsight.experiments.studies.one_gpu.cases import STAND_IN, Case, cases, stand_ins
+from stepsight.experiments.studies.one_gpu.cases import STAND_IN, StepCase, stand_ins, step_cases
 from stepsight.simulator.latency_model import preset_latency
 from stepsight.simulator.lowering.lower import signatures
 from stepsight.simulator.simulate import simulate
@@ -138,22 +138,22 @@ def facts(device: str, hardware: str) -> Hardware:
     return found
 
 
-def _chosen(device: str, hardware: str, variant: str, part: float) -> list[Case]:
+def _chosen(device: str, hardware: str, variant: str, part: float) -> list[StepCase]:
     """Runs of a variant, the first of each role; stand-ins run once, eager."""
-    found = [case for case in cases(device, hardware) if variant == "eager" or case.compiled]
+    found = [case for case in step_cases(device, hardware) if variant == "eager" or case.compiled]
     train, heldout = ([case for case in found if case.role == role] for role in ("train", "heldout"))
     kept = train[: max(FEWEST_TRAIN, round(part * len(train)))]
     kept += heldout[: max(FEWEST_HELDOUT, round(part * len(heldout)))]
     return kept + (stand_ins(device, hardware) if variant == "eager" else [])
 
 
-def _counts(device: str, case: Case) -> dict[str, Any]:
+def _counts(device: str, case: StepCase) -> dict[str, Any]:
     if case.role == STAND_IN:
         return {**COUNTS[device, "heldout"], "stand_in": stand_in_of(case.job, case.rank)}
     return dict(COUNTS[device, case.role])
 
 
-def _runs_s(chosen: Sequence[Case], hardware: Hardware, costs: Costs, variant: str) -> float:
+def _runs_s(chosen: Sequence[StepCase], hardware: Hardware, costs: Costs, variant: str) -> float:
     """Seconds that runs are thought to take."""
     whole = 0.0
     for case in chosen:
@@ -173,7 +173,7 @@ def _on(job: Job, hardware: Hardware) -> Job:
     return Job.from_dict(tables)
 
 
-def _asked(chosen: Sequence[Case], hardware: Hardware) -> tuple[list[Op], list[Op]]:
+def _asked(chosen: Sequence[StepCase], hardware: Hardware) -> tuple[list[Op], list[Op]]:
     """Ops of the training runs, and of the held-out ones."""
     return tuple(  # type: ignore[return-value]
         sorted({op for case in chosen if case.role == role for op in signatures(case.job, hardware)[0]}, key=str)
@@ -182,7 +182,7 @@ def _asked(chosen: Sequence[Case], hardware: Hardware) -> tuple[list[Op], list[O
 
 
 def _compiled_ops(
-    chosen: dict[str, list[Case]], space: sizes.Space, hardware: Hardware, left: float, costs: Costs
+    chosen: dict[str, list[StepCase]], space: sizes.OpSpace, hardware: Hardware, left: float, costs: Costs
 ) -> tuple[list[Op], list[Op]]:
     """Ops of the compiled variant, in about a third of what time is left: those of its runs, and some more."""
     if "compiled" not in chosen:
@@ -196,7 +196,7 @@ def _compiled_ops(
 
 
 def _plan(
-    device: str, variant: str, chosen: Sequence[Case], train: Sequence[Op], heldout: Sequence[Op], *, seconds: float
+    device: str, variant: str, chosen: Sequence[StepCase], train: Sequence[Op], heldout: Sequence[Op], *, seconds: float
 ) -> dict[str, Any]:
     plan = make_plan([(case.role, case.job, _counts(device, case)) for case in _in_turns(chosen)])
     plan["events"] = [
@@ -219,9 +219,9 @@ def _plan(
         raise CollectError(f"plan {variant}: {error}") from None
 
 
-def _in_turns(chosen: Sequence[Case]) -> list[Case]:
+def _in_turns(chosen: Sequence[StepCase]) -> list[StepCase]:
     """Training and held-out runs by turns, so that a drift of the device touches both alike; then the others."""
-    places: list[tuple[float, str, Case]] = [(1.0, STAND_IN, case) for case in chosen if case.role == STAND_IN]
+    places: list[tuple[float, str, StepCase]] = [(1.0, STAND_IN, case) for case in chosen if case.role == STAND_IN]
     for role in ("train", "heldout"):
         own = [case for case in chosen if case.role == role]
         places += [((index + (role == "heldout") / 2) / len(own), role, case) for index, case in enumerate(own)]

@@ -16,16 +16,15 @@ from stepsight.dataset.harness.atomic_files import locked
 from stepsight.dataset.run_folder import read_collection
 from stepsight.dataset.tables.device_names import device_name
 from stepsight.experiments.collecting import read_plan, run_plan
-from stepsight.experiments.reports.plots import error_against_minutes as plot_curve
-from stepsight.experiments.reports.plots import predicted_against_measured
+from stepsight.experiments.reports.plots import plot_error_against_minutes, plot_predicted_against_measured
 from stepsight.experiments.studies.one_gpu import judge
-from stepsight.experiments.studies.one_gpu.cases import CPU, cases
-from stepsight.experiments.studies.one_gpu.curve import error_against_minutes
+from stepsight.experiments.studies.one_gpu.cases import CPU, step_cases
+from stepsight.experiments.studies.one_gpu.curve import learning_curve
 from stepsight.experiments.studies.one_gpu.plans import MINUTES, OPS, VARIANTS, make_study
-from stepsight.experiments.studies.one_gpu.study_report import summary_text
+from stepsight.experiments.studies.one_gpu.study_report import study_text
 from stepsight.training.fit import train
 from stepsight.training.measured.planning import run_name
-from stepsight.training.predictor.heldout import evaluate
+from stepsight.training.predictor.heldout import evaluate_heldout
 from stepsight.training.predictor.predictor import Predictor
 
 COLLECTIONS = "collections"
@@ -37,7 +36,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Asked:
+class StudyOptions:
     """What the command line says.
 
     Attributes:
@@ -55,7 +54,7 @@ class Asked:
     hardware: str = ""
 
 
-def write_plans(asked: Asked) -> str:
+def write_plans(asked: StudyOptions) -> str:
     """Write a plan for each collection, and say how to run them.
 
     Raises:
@@ -77,7 +76,7 @@ def write_plans(asked: Asked) -> str:
     return "\n".join([f"in {asked.out}:", *lines, f"run each with: {_HARNESS}"])
 
 
-def run(asked: Asked) -> dict[str, Any]:
+def run_study(asked: StudyOptions) -> dict[str, Any]:
     """Measure what is not measured yet, learn, judge; the figures, with ``text`` for people.
 
     Raises:
@@ -92,7 +91,7 @@ def run(asked: Asked) -> dict[str, Any]:
         return _run(asked, table)
 
 
-def _run(asked: Asked, table: Path | None) -> dict[str, Any]:
+def _run(asked: StudyOptions, table: Path | None) -> dict[str, Any]:
     started = time.monotonic()
 
     def say(text: str) -> None:
@@ -115,15 +114,17 @@ def _run(asked: Asked, table: Path | None) -> dict[str, Any]:
             f"a study needs runs, got none in {asked.out / COLLECTIONS}: there is no GPU here; measure where there is "
             f"one ({_HARNESS}, for {', '.join(folders)}), and bring the folder back"
         )
-    figures["clocks"] = judge.clocks(folders.values())
+    figures["clocks"] = judge.noted_clocks(folders.values())
     figures["seconds"] = time.monotonic() - started
-    figures["text"] = summary_text(figures) + "".join(
+    figures["text"] = study_text(figures) + "".join(
         f"\n{name}: {asked.out / f'predictor-{name}'}" for name in figures["variants"]
     )
-    plot_curve({name: of["curve"] for name, of in figures["variants"].items()}, asked.out / "error_against_minutes.png")
+    plot_error_against_minutes(
+        {name: of["curve"] for name, of in figures["variants"].items()}, asked.out / "error_against_minutes.png"
+    )
     rows = [row for of in figures["variants"].values() for row in of["steps"]]
     if rows:
-        predicted_against_measured(rows, asked.out / "predicted_vs_measured.png", "held-out training steps")
+        plot_predicted_against_measured(rows, asked.out / "predicted_vs_measured.png", "held-out training steps")
     write_text(asked.out / "summary.txt", figures["text"] + "\n")
     write_json(asked.out / "summary.json", figures)
     return figures
@@ -191,7 +192,7 @@ def _variant(out: Path, name: str, ops: Path, folder: Path, tables: Path | None,
     predictor = train(learned, out / f"predictor-{name}", hardware_name=hardware, tracking_uri=uri)
     say(f"{name}: predicting what is held out")
     known, heldout = (judge.measured_ops(learned, heldout=held) for held in (False, True))
-    rows = judge.op_rows(predictor, heldout)
+    rows = judge.held_op_rows(predictor, heldout)
     figures: dict[str, Any] = {
         "hardware": hardware,
         "device": told,
@@ -203,7 +204,7 @@ def _variant(out: Path, name: str, ops: Path, folder: Path, tables: Path | None,
         **_steps(predictor, folder, hardware),
     }
     say(f"{name}: learning from parts of the ops")
-    figures["curve"] = error_against_minutes(predictor, known, heldout, learned, folder)
+    figures["curve"] = learning_curve(predictor, known, heldout, learned, folder)
     unknown = told not in ("", "cpu") and _hardware(told) == UNKNOWN_GPU != hardware
     figures["notes"] = [f"{name}: the plans were made for {hardware}, and ran on {told}"] if unknown else []
     figures["table"] = _agreement(predictor, known | heldout, hardware, tables)
@@ -213,20 +214,20 @@ def _variant(out: Path, name: str, ops: Path, folder: Path, tables: Path | None,
 def _steps(predictor: Predictor, folder: Path, hardware: str) -> dict[str, Any]:
     """Held-out training steps; nothing if none was measured."""
     try:
-        found = evaluate(predictor, folder, role="heldout")
+        found = evaluate_heldout(predictor, folder, role="heldout")
     except TraceError:
         if any(manifest.role == "heldout" for manifest in read_collection(folder).runs):
             raise
         return {"steps": [], "step_figures": {}}
     device = "cpu" if hardware == CPU else "cuda"
-    bound = {run_name(case.job) for case in cases(device, hardware) if case.launch_bound}
+    bound = {run_name(case.job) for case in step_cases(device, hardware) if case.launch_bound}
     rows = [{**row, "launch_bound": row["run"] in bound} for row in found.rows]
     groups = {
         "all": rows,
         "launch-bound": [row for row in rows if row["launch_bound"]],
         "others": [row for row in rows if not row["launch_bound"]],
     }
-    sums = {name: judge.errors(of) for name, of in groups.items() if of}
+    sums = {name: judge.op_errors(of) for name, of in groups.items() if of}
     return {
         "steps": rows,
         "step_figures": {

@@ -9,7 +9,7 @@ from stepsight.experiments.reports.text_table import Number, table
 from stepsight.training.predictor.prediction_views import seconds_text
 
 
-def summary_text(figures: Mapping[str, Any]) -> str:
+def study_text(figures: Mapping[str, Any]) -> str:
     """All tables, one variant after the other."""
     parts = [f"note: {note}" for note in figures["notes"]]
     for name, of in figures["variants"].items():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stepsight.experiments.studies.small_to_large.box_cases import Asked
+    from stepsight.experiments.studies.small_to_large.box_cases import UserCases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,14 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the names of the runs")
     options = parser.parse_args(arguments)
     from stepsight.dataset.errors import StepsightError
-    from stepsight.experiments.studies.small_to_large.box_cases import Asked
+    from stepsight.experiments.studies.small_to_large.box_cases import UserCases
 
-    asked = Asked(options.model, options.box, options.micro_batches)
+    asked = UserCases(options.model, options.box, options.micro_batches)
     try:
         if options.list:
             print("\n".join(_names(options.only, asked)))
             return 0
-        figures = run(options.out.resolve(), options.only, asked)
+        figures = run_halves(options.out.resolve(), options.only, asked)
     except (StepsightError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(out: Path, only: str, asked: Asked) -> dict[str, Any]:
+def run_halves(out: Path, only: str, asked: UserCases) -> dict[str, Any]:
     """Figures of each half that holds runs which match ``only``.
 
     Raises:
@@ -72,25 +72,25 @@ def run(out: Path, only: str, asked: Asked) -> dict[str, Any]:
     figures = {}
     names = _names(only, asked)
     if any(name.startswith("box/") for name in names):
-        figures["box"] = box_study.run(out / "box", only, asked=asked)
+        figures["box"] = box_study.run_boxes(out / "box", only, asked=asked)
     if any(name.startswith("cores/") for name in names):
-        figures["cores"] = whole_cores.run(out / "cores", only, extra=_computing(asked))
+        figures["cores"] = whole_cores.run_whole_cores(out / "cores", only, extra=_computing(asked))
     if not figures:
         raise CollectError(f"--only must match a run such as box/gpt2/2M2P4D or cores/llama/tp2, got {only!r}")
     return figures
 
 
-def _names(only: str, asked: Asked) -> list[str]:
+def _names(only: str, asked: UserCases) -> list[str]:
     from fnmatch import fnmatch
 
     from stepsight.experiments.studies.small_to_large import box_cases, whole_cores
 
-    names = [case.name for case in box_cases.all_cases(asked)]
-    names += [case.name for case in whole_cores.cases(_computing(asked)) if case.role != "train"]
+    names = [case.name for case in box_cases.box_cases(asked)]
+    names += [case.name for case in whole_cores.core_cases(_computing(asked)) if case.role != "train"]
     return [name for name in names if fnmatch(name, only)]
 
 
-def _computing(asked: Asked) -> list[Path]:
+def _computing(asked: UserCases) -> list[Path]:
     """Job files whose own strategy fits on whole cores."""
     from stepsight.dataset.job import Job
 

@@ -30,7 +30,7 @@ SEARCHED_BATCH = 16
 
 
 @dataclass(frozen=True)
-class Case:
+class BoxCase:
     """One run.
 
     Attributes:
@@ -68,7 +68,7 @@ def micro_batches(pp: int) -> int:
     return min(16, max(4, 2 * pp))
 
 
-def case(model: str, spec: ModelSpec, box: Box, parallel: ParallelSpec, batches: int = 0, suffix: str = "") -> Case:
+def case(model: str, spec: ModelSpec, box: Box, parallel: ParallelSpec, batches: int = 0, suffix: str = "") -> BoxCase:
     """A strategy of a model on a box; ``batches``: micro-batches of each replica, 0: as the pipeline needs."""
     parallel = replace(parallel, dp=box.num_ranks // (parallel.tp * parallel.pp))
     usual = box.ranks_per_node == 1 and set(box.mbits_per_s) == {RATE}
@@ -80,10 +80,10 @@ def case(model: str, spec: ModelSpec, box: Box, parallel: ParallelSpec, batches:
         batch=BatchSpec(micro_batch=1, global_batch=batches * parallel.dp, precision="fp32"),
         cluster=ClusterSpec(hardware=HARDWARE, nodes=box.nodes, devices_per_node=box.ranks_per_node, fabric=box.fabric),
     )
-    return Case(f"box/{model}/{'-'.join(filter(None, words))}", box, box.holds(job))
+    return BoxCase(f"box/{model}/{'-'.join(filter(None, words))}", box, box.holds(job))
 
 
-def strategies(spec: ModelSpec, ranks: int) -> Iterator[ParallelSpec]:
+def parallel_specs(spec: ModelSpec, ranks: int) -> Iterator[ParallelSpec]:
     """Every tensor, pipeline and data degree whose product is ``ranks`` and that the model can have."""
     tp = 1
     while tp <= ranks:
@@ -95,12 +95,12 @@ def strategies(spec: ModelSpec, ranks: int) -> Iterator[ParallelSpec]:
         tp *= 2
 
 
-def model_cases(model: str, spec: ModelSpec) -> list[Case]:
+def model_cases(model: str, spec: ModelSpec) -> list[BoxCase]:
     """All strategies of a model on nodes of one rank."""
-    return [case(model, spec, _flat(ranks), parallel) for ranks in SIZES for parallel in strategies(spec, ranks)]
+    return [case(model, spec, _flat(ranks), parallel) for ranks in SIZES for parallel in parallel_specs(spec, ranks)]
 
 
-def runtime_cases() -> list[Case]:
+def runtime_cases() -> list[BoxCase]:
     """Schedules, micro-batch counts, gradient buckets, FSDP2."""
     gpt, bert, base = MODELS["gpt2"], MODELS["bert"], ParallelSpec
     cases = [
@@ -119,7 +119,7 @@ def runtime_cases() -> list[Case]:
     return cases
 
 
-def other_boxes() -> list[Case]:
+def other_boxes() -> list[BoxCase]:
     """Nodes of several ranks, and faster links, on which communication decides less or nothing."""
     gpt, bert, base = MODELS["gpt2"], MODELS["bert"], ParallelSpec
     cases = []
@@ -132,7 +132,7 @@ def other_boxes() -> list[Case]:
     return cases
 
 
-def what_if_cases() -> list[Case]:
+def what_if_cases() -> list[BoxCase]:
     """One slow link, and one slow rank."""
     spec, link = MODELS["bert"], Box(8, 1, (RATE, RATE, RATE, RATE / 4, RATE, RATE, RATE, RATE))
     cases = [case("bert", spec, link, p) for p in (ParallelSpec(dp=8), ParallelSpec(tp=2, pp=4), ParallelSpec(pp=4))]
@@ -143,7 +143,7 @@ def what_if_cases() -> list[Case]:
     return cases
 
 
-def small_cases() -> list[Case]:
+def small_cases() -> list[BoxCase]:
     """More of what may train: FSDP2, pipelines of both runtimes, two ranks on a node."""
     gpt, bert, pair = MODELS["gpt2"], MODELS["bert"], read_box("2x2@100mbit")
     return [
@@ -157,7 +157,7 @@ def small_cases() -> list[Case]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class UserCases:
     """What a user adds to the study.
 
     Attributes:
@@ -171,7 +171,7 @@ class Asked:
     boxes: Sequence[str] = ()
     micro_batches: Sequence[int] = ()
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[BoxCase]:
         """What they come to.
 
         Raises:
@@ -195,16 +195,16 @@ class Asked:
             case(model, spec, box, parallel, batches)
             for model, spec in (own or MODELS).items()
             for box in boxes
-            for parallel in strategies(spec, box.num_ranks)
+            for parallel in parallel_specs(spec, box.num_ranks)
             for batches in self.micro_batches or (0,)
             if not 0 < batches < parallel.pp  # 1F1B fills its pipeline
         ]
 
 
-NOTHING = Asked()
+NOTHING = UserCases()
 
 
-def all_cases(asked: Asked = NOTHING) -> list[Case]:
+def box_cases(asked: UserCases = NOTHING) -> list[BoxCase]:
     """Every case, the smallest ranks first, with those of users' own (``box/<file>/<strategy>``)."""
     cases = [found for model, spec in MODELS.items() for found in model_cases(model, spec)]
     cases += small_cases() + runtime_cases() + other_boxes() + what_if_cases()

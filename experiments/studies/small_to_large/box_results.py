@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.errors import CollectError
 from stepsight.dataset.files import read_json
 from stepsight.dataset.run_manifest import RunManifest, read_manifest
-from stepsight.experiments.studies.small_to_large.box_cases import Case
+from stepsight.experiments.studies.small_to_large.box_cases import BoxCase
 from stepsight.experiments.studies.small_to_large.boxes import file_name, folder_of
 from stepsight.simulator.schedules import KIND_NAMES
 from stepsight.simulator.simulate import Simulation
@@ -35,7 +35,7 @@ class Measured:
         steps: Records of its steps, as ``measure.noted_steps`` of the harness returns them.
     """
 
-    case: Case
+    case: BoxCase
     manifest: RunManifest
     steps: tuple[dict[str, Any], ...]
 
@@ -55,7 +55,7 @@ class Measured:
         return max(float(step["cpu"]) for step in self.steps)
 
 
-def read_case(case: Case, out: Path) -> Measured | None:
+def read_case(case: BoxCase, out: Path) -> Measured | None:
     """A case's run, None if there is none (or the box was too busy for it)."""
     folder = folder_of(case, out) / "runs" / file_name(case)
     if not (folder / "manifest.json").exists():
@@ -187,7 +187,7 @@ class Compared:
         }
 
 
-def compare(measured: Measured, predictor: Predictor) -> Compared:
+def compare_case(measured: Measured, predictor: Predictor) -> Compared:
     """Predict a case and compare it with its run."""
     prediction = predict(measured.case.job, predictor)
     real, said = measured_passes(measured), predicted_passes(prediction.simulation)
@@ -210,7 +210,7 @@ def _activity(real: Passes, said: Passes, scale: float) -> Array:
     return (np.bincount(real.rank, off, minlength=ranks) + closing_off) / total
 
 
-def compare_all(cases: Sequence[Case], out: Path, predictor: Predictor) -> list[Compared]:
+def compare_all(cases: Sequence[BoxCase], out: Path, predictor: Predictor) -> list[Compared]:
     """Every case that ran."""
     found = (read_case(case, out) for case in cases)
-    return [compare(measured, predictor) for measured in found if measured is not None]
+    return [compare_case(measured, predictor) for measured in found if measured is not None]

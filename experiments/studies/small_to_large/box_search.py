@@ -12,13 +12,13 @@ from stepsight.experiments.studies.small_to_large.box_cases import (
     RATE,
     SEARCHED,
     SEARCHED_BATCH,
-    Case,
+    BoxCase,
     case,
-    strategies,
+    parallel_specs,
     strategy_name,
 )
 from stepsight.experiments.studies.small_to_large.box_results import Compared, compare_all
-from stepsight.experiments.studies.small_to_large.boxes import measure
+from stepsight.experiments.studies.small_to_large.boxes import measure_cases
 from stepsight.training.predictor.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 
@@ -27,11 +27,11 @@ MOST_TENSOR_PARALLEL = 4  # beyond, collectives of so many ranks keep the cores 
 PLACES = ("best", "second", "worst")
 
 
-def candidates() -> list[Case]:
+def candidates() -> list[BoxCase]:
     """Every strategy with the same global batch: tensor parallel up to four, 1F1B plain and interleaved."""
     box = read_box(f"{RANKS}x1@{RATE}mbit")
     found = []
-    for parallel in strategies(SEARCHED, RANKS):
+    for parallel in parallel_specs(SEARCHED, RANKS):
         for chunks in (1, 2, 3):
             parts = parallel.pp * chunks
             batches = SEARCHED_BATCH // parallel.dp
@@ -43,19 +43,19 @@ def candidates() -> list[Case]:
     return found
 
 
-def search(predictor: Predictor, out: Path, *, progress: bool) -> dict[str, Any]:
+def search_boxes(predictor: Predictor, out: Path, *, progress: bool) -> dict[str, Any]:
     """Predict all candidates, run three of them, compare."""
     cases = candidates()
     seconds = [predict(found.job, predictor).iteration_time_s for found in cases]
     order = sorted(range(len(cases)), key=seconds.__getitem__)
     chosen = {cases[at].name: place for at, place in zip((order[0], order[1], order[-1]), PLACES, strict=True)}
     runs = [found for found in cases if found.name in chosen]
-    measure(runs, out / "search", progress=progress, events=False)
+    measure_cases(runs, out / "search", progress=progress, events=False)
     rows = {chosen[row.measured.case.name]: row for row in compare_all(runs, out / "search", predictor)}
     return _summary({place: rows[place] for place in PLACES if place in rows}, len(cases))
 
 
-def _summary(rows: Mapping[str, Compared], strategies: int) -> dict[str, Any]:
+def _summary(rows: Mapping[str, Compared], num_strategies: int) -> dict[str, Any]:
     """``rows``: by place, those whose runs were lawful."""
     choices = [
         {
@@ -70,7 +70,7 @@ def _summary(rows: Mapping[str, Compared], strategies: int) -> dict[str, Any]:
     fastest = min((row.measured.seconds for row in rows.values()), default=0.0)
     return {
         "model": f"gpt of {SEARCHED.layers} layers",
-        "strategies": strategies,
+        "strategies": num_strategies,
         "choices": choices,
         "regret": 100 * (rows["best"].measured.seconds / fastest - 1) if "best" in rows else None,
     }

@@ -12,19 +12,19 @@ from typing import Any
 from stepsight.dataset.box_spec import HARDWARE
 from stepsight.dataset.errors import CollectError
 from stepsight.dataset.files import check_writable, digest, write_json, write_text
-from stepsight.experiments.reports.plots import predicted_against_measured
-from stepsight.experiments.studies.small_to_large.box_cases import NOTHING, Asked, all_cases
+from stepsight.experiments.reports.plots import plot_predicted_against_measured
+from stepsight.experiments.studies.small_to_large.box_cases import NOTHING, UserCases, box_cases
 from stepsight.experiments.studies.small_to_large.box_results import Compared, compare_all
-from stepsight.experiments.studies.small_to_large.box_search import search
-from stepsight.experiments.studies.small_to_large.box_tables import cost, others, summarise, text
+from stepsight.experiments.studies.small_to_large.box_search import search_boxes
+from stepsight.experiments.studies.small_to_large.box_tables import box_text, cost, others, summarise_boxes
 from stepsight.experiments.studies.small_to_large.box_timeline import side_by_side
-from stepsight.experiments.studies.small_to_large.boxes import JUDGE, measure, training_folders
+from stepsight.experiments.studies.small_to_large.boxes import JUDGE, measure_cases, training_folders
 from stepsight.training.fit import train
 from stepsight.training.predictor.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 
 
-def run(out: Path, only: str = "*", *, progress: bool = True, asked: Asked = NOTHING) -> dict[str, Any]:
+def run_boxes(out: Path, only: str = "*", *, progress: bool = True, asked: UserCases = NOTHING) -> dict[str, Any]:
     """Measure, train, predict and compare the runs whose names match ``only``; goes on where it stopped.
 
     What trains is always measured whole.  The search runs with ``only = "*"`` or ``box/*``.
@@ -33,10 +33,10 @@ def run(out: Path, only: str = "*", *, progress: bool = True, asked: Asked = NOT
         CollectError: Where there can be no box, or no run was lawful.
     """
     check_writable(out)
-    cases = all_cases(asked)
+    cases = box_cases(asked)
     wanted = [case for case in cases if fnmatch(case.name, only)]
-    training = [case for case in all_cases() if not case.judges]
-    rejected = measure([*training, *(case for case in wanted if case.judges)], out, progress=progress)
+    training = [case for case in box_cases() if not case.judges]
+    rejected = measure_cases([*training, *(case for case in wanted if case.judges)], out, progress=progress)
     predictor = _predictor(out, progress)
     small = compare_all([case for case in wanted if not case.judges], out, predictor)
     judged = compare_all([case for case in wanted if case.judges], out, predictor)
@@ -46,14 +46,14 @@ def run(out: Path, only: str = "*", *, progress: bool = True, asked: Asked = NOT
     for row in judged:
         predict(row.measured.case.job, predictor)
     spent = time.perf_counter() - started
-    summary = summarise(judged or small)
+    summary = summarise_boxes(judged or small)
     summary["rejected"] = [name for name in rejected if fnmatch(name, only)]
     summary["in_sample"] = [row.to_dict() for row in small]
     summary["others"] = others(judged or small, predictor)
     if fnmatch("box/searched", only):
-        summary["search"] = search(predictor, out, progress=progress)
+        summary["search"] = search_boxes(predictor, out, progress=progress)
         summary["cost"] = {**cost(training_folders(out), _judged_folders(out)), "predict_s": spent}
-    summary["text"] = text(summary)
+    summary["text"] = box_text(summary)
     _write(summary, judged or small, out)
     return summary
 
@@ -76,6 +76,6 @@ def _judged_folders(out: Path) -> list[Path]:
 def _write(summary: dict[str, Any], rows: Sequence[Compared], out: Path) -> None:
     write_json(out / "box.json", {key: value for key, value in summary.items() if key != "text"})
     write_text(out / "box.txt", summary["text"] + "\n")
-    predicted_against_measured(summary["runs"], out / "box.png", "clusters in a box: what was never trained on")
+    plot_predicted_against_measured(summary["runs"], out / "box.png", "clusters in a box: what was never trained on")
     shown = max(rows, key=lambda row: (row.measured.case.job.parallel.pp > 1, -abs(row.error)))
     write_text(out / "side_by_side.json", json.dumps(side_by_side(shown)))

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.files import read_json
 from stepsight.dataset.run_manifest import read_manifest
+from stepsight.experiments.evaluation.error_metrics import regret
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.studies.small_to_large import baselines
 from stepsight.experiments.studies.small_to_large.box_results import Compared
@@ -21,7 +22,7 @@ from stepsight.training.predictor.predictor import Predictor
 Array = NDArray[np.float64]
 
 
-def summarise(rows: Sequence[Compared]) -> dict[str, Any]:
+def summarise_boxes(rows: Sequence[Compared]) -> dict[str, Any]:
     """Figures of compared runs, errors in per cent, as ``--json`` has them."""
     errors = np.array([abs(row.error) for row in rows])
     bound = [abs(row.error) for row in rows if row.communication_bound]
@@ -32,7 +33,7 @@ def summarise(rows: Sequence[Compared]) -> dict[str, Any]:
         "mean_error": float(errors.mean()),
         "max_error": float(errors.max()),
         "spearman": float(min(ranks)) if ranks else None,
-        "regret": regret(rows),
+        "regret": _regret_of_boxes(rows),
         "communication_bound": {"runs": len(bound), "mean_error": float(np.mean(bound)) if bound else None},
         "activity_error": 100 * float(np.mean([row.activity.mean() for row in rows])),
         "timestamp_error": 100 * float(np.median(np.concatenate([row.timestamps for row in rows]))),
@@ -40,21 +41,13 @@ def summarise(rows: Sequence[Compared]) -> dict[str, Any]:
     }
 
 
-def regret(rows: Sequence[Compared]) -> float:
-    """How much more time a sequence takes with the strategy predicted best than with the best, per cent.
-
-    The mean over models and boxes on which several strategies ran.
-    """
-    groups: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for row in rows:
-        case = row.measured.case
-        if case.job.cluster.stragglers:
-            continue
-        sequences = case.job.batch.global_batch
-        times = (row.prediction.iteration_time_s / sequences, row.measured.seconds / sequences)
-        groups.setdefault((_model(row), case.box.name), []).append(times)
-    lost = [min(pairs)[1] / min(real for _, real in pairs) - 1 for pairs in groups.values() if len(pairs) > 1]
-    return 100 * float(np.mean(lost)) if lost else 0.0
+def _regret_of_boxes(rows: Sequence[Compared]) -> float:
+    """Regret for each sequence of a batch, in percent: mean over models and boxes on which several strategies ran."""
+    fair = [row for row in rows if not row.measured.case.job.cluster.stragglers]
+    sequences = [row.measured.case.job.batch.global_batch for row in fair]
+    predicted = [row.prediction.iteration_time_s / count for row, count in zip(fair, sequences, strict=True)]
+    measured = [row.measured.seconds / count for row, count in zip(fair, sequences, strict=True)]
+    return regret([(_model(row), row.measured.case.box.name) for row in fair], predicted, measured) or 0.0
 
 
 def _model(row: Compared) -> str:
@@ -115,7 +108,7 @@ def _event_seconds(collection: Path) -> float:
     return total
 
 
-def text(summary: Mapping[str, Any]) -> str:
+def box_text(summary: Mapping[str, Any]) -> str:
     """The tables for people."""
     header = ["run", "ranks", "measured s", "spread s", "predicted s", "error %", "activity %", "stamps %", "cpu %"]
     rows = [

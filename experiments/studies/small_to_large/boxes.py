@@ -16,7 +16,7 @@ from stepsight.dataset.hardware import find_hardware
 from stepsight.experiments.collecting import run_plan
 from stepsight.experiments.studies.small_to_large.box_cases import (
     MOST_TRAINING_RANKS,
-    Case,
+    BoxCase,
     collectives_of,
     ops_profiled,
     profiled_boxes,
@@ -36,12 +36,12 @@ def sleeping(box: Box) -> SleepingLatency:
     return SleepingLatency(hardware, box.links)
 
 
-def file_name(case: Case) -> str:
+def file_name(case: BoxCase) -> str:
     """Of a run in its collection."""
     return case.name.removeprefix("box/").replace("/", ".").replace("@", "-")
 
 
-def measure(cases: Sequence[Case], out: Path, *, progress: bool = True, events: bool = True) -> list[str]:
+def measure_cases(cases: Sequence[BoxCase], out: Path, *, progress: bool = True, events: bool = True) -> list[str]:
     """Run what is not there yet, a collection for each box; names of runs that kept the cores too busy.
 
     ``events``: also what ops and collectives take on their own.  Small boxes first.  All of a box's runs take turns, so
@@ -53,7 +53,7 @@ def measure(cases: Sequence[Case], out: Path, *, progress: bool = True, events: 
             box, [], sleeping(box), collectives=collectives_of(box), ops=ops_profiled(), event_seconds=EVENT_SECONDS
         )
         _collect(plan, out / PROFILE / f"events-{_slug(box)}", progress)
-    boxes: dict[Box, list[Case]] = {}
+    boxes: dict[Box, list[BoxCase]] = {}
     for case in cases:
         boxes.setdefault(case.box, []).append(case)
     for box, held in sorted(boxes.items(), key=lambda pair: (pair[0].num_ranks, pair[0].name)):
@@ -64,7 +64,7 @@ def measure(cases: Sequence[Case], out: Path, *, progress: bool = True, events: 
     return rejected
 
 
-def folder_of(case: Case, out: Path) -> Path:
+def folder_of(case: BoxCase, out: Path) -> Path:
     """The collection that a case belongs to."""
     return out / (JUDGE if case.judges else PROFILE) / _slug(case.box)
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from stepsight.dataset.job import Job, ModelSpec
-from stepsight.experiments.demo.local_jobs import STRATEGIES, job_of
+from stepsight.experiments.demo.local_jobs import STRATEGIES, job_of_strategy
 
 RUNTIMES: Mapping[str, Mapping[str, object]] = MappingProxyType(
     {
@@ -99,7 +99,7 @@ def named_jobs(rows: tuple[tuple[str, ModelSpec, tuple[tuple[str, int, int], ...
     """``<model>/<strategy>`` and the job of every row."""
     for name, model, runs in rows:
         for strategy, micro_batch, count in runs:
-            job = job_of(replace(model, name=name), RUNTIMES[strategy], micro_batch, count)
+            job = job_of_strategy(replace(model, name=name), RUNTIMES[strategy], micro_batch, count)
             yield f"{name}/{strategy}", job
 
 
@@ -123,5 +123,5 @@ def profile_jobs(count: int = 28, seed: int = 0) -> list[Job]:
         more = {"encoder_layers": 1, "encoder_seq_len": rng.choice((64, 96, 160))} if family == "t5" else {}
         model = _model(family, 2, hidden, heads, kv_heads, ffn, vocab, seq_len, **more)
         strategy = rng.choice(("single", "ddp2", "tp2", "tp2sp", "fsdp2") + (("pp2-1f1b",) if family != "t5" else ()))
-        jobs.append(job_of(model, RUNTIMES[strategy], max(1, tokens // seq_len), 2))
+        jobs.append(job_of_strategy(model, RUNTIMES[strategy], max(1, tokens // seq_len), 2))
     return jobs

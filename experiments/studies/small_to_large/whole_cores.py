@@ -29,12 +29,13 @@ from stepsight.dataset.files import check_writable, digest, write_json, write_te
 from stepsight.dataset.job import Job
 from stepsight.dataset.run_folder import read_collection
 from stepsight.experiments.collecting import available_ranks, run_plan
-from stepsight.experiments.reports.plots import predicted_against_measured
+from stepsight.experiments.evaluation.error_metrics import regret
+from stepsight.experiments.reports.plots import plot_predicted_against_measured
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.studies.small_to_large.core_jobs import HELDOUT, TRAIN, named_jobs, profile_jobs
 from stepsight.training.fit import train
 from stepsight.training.measured.planning import collectable, make_plan, run_name
-from stepsight.training.predictor.heldout import Evaluation, evaluate
+from stepsight.training.predictor.heldout import HeldoutEvaluation, evaluate_heldout
 from stepsight.training.predictor.predictor import Predictor
 
 # Rounds count, not steps: two ranks on a shared machine differ by 10 % and more from one visit to the next.
@@ -45,7 +46,7 @@ RANKS = 2
 
 
 @dataclass(frozen=True)
-class Case:
+class CoreCase:
     """One run.
 
     Attributes:
@@ -59,17 +60,17 @@ class Case:
     role: str
 
 
-def cases(extra: Sequence[Path] = ()) -> list[Case]:
+def core_cases(extra: Sequence[Path] = ()) -> list[CoreCase]:
     """Training runs, then held-out ones; ``extra`` job files are held out too, named by their files."""
     found = [
-        Case(f"cores/{name}", job, role)
+        CoreCase(f"cores/{name}", job, role)
         for role, rows in (("train", TRAIN), ("heldout", HELDOUT))
         for name, job in named_jobs(rows)
     ]
-    return found + [Case(f"cores/{path.stem}", Job.from_file(path), "heldout") for path in extra]
+    return found + [CoreCase(f"cores/{path.stem}", Job.from_file(path), "heldout") for path in extra]
 
 
-def plan_of(chosen: Sequence[Case]) -> dict[str, Any]:
+def plan_of(chosen: Sequence[CoreCase]) -> dict[str, Any]:
     """What is measured: every run, in turns, and every op and collective of the training side on its own."""
     training = [case for case in chosen if case.role == "train"]
     heldout = [case for case in chosen if case.role != "train"]
@@ -83,7 +84,7 @@ def plan_of(chosen: Sequence[Case]) -> dict[str, Any]:
     return make_plan(turns, profile_jobs=profiled, event_seconds=EVENT_SECONDS)
 
 
-def run(out: Path, only: str = "*", *, progress: bool = True, extra: Sequence[Path] = ()) -> dict[str, Any]:
+def run_whole_cores(out: Path, only: str = "*", *, progress: bool = True, extra: Sequence[Path] = ()) -> dict[str, Any]:
     """Measure, train, and predict the held-out runs whose names match ``only``; goes on where it stopped.
 
     Args:
@@ -95,7 +96,7 @@ def run(out: Path, only: str = "*", *, progress: bool = True, extra: Sequence[Pa
     Raises:
         CollectError: On fewer than two cores, or where no held-out run matches.
     """
-    chosen = [case for case in cases(extra) if case.role == "train" or fnmatch(case.name, only)]
+    chosen = [case for case in core_cases(extra) if case.role == "train" or fnmatch(case.name, only)]
     names = {run_name(case.job): case for case in chosen if case.role == "heldout"}
     if not names:
         raise CollectError(f"a name must match a held-out run such as cores/llama/tp2, got {only!r}")
@@ -120,14 +121,14 @@ def run(out: Path, only: str = "*", *, progress: bool = True, extra: Sequence[Pa
         uri = f"sqlite:///{(out / 'mlflow.db').resolve()}"
         predictor = train([collection], folder, hardware_name="local-cpu", tracking_uri=uri, progress=progress)
     say("cores: predicting the held-out runs")
-    summary = summarise(evaluate(predictor, collection, role="heldout"), names, collection)
+    summary = summarise_cores(evaluate_heldout(predictor, collection, role="heldout"), names, collection)
     write_json(out / "cores.json", summary)
     write_text(out / "cores.txt", summary["text"] + "\n")
-    predicted_against_measured(summary["runs"], out / "cores.png", "whole cores: held-out runs on this machine")
+    plot_predicted_against_measured(summary["runs"], out / "cores.png", "whole cores: held-out runs on this machine")
     return summary
 
 
-def summarise(evaluation: Evaluation, names: Mapping[str, Case], collection: Path) -> dict[str, Any]:
+def summarise_cores(evaluation: HeldoutEvaluation, names: Mapping[str, CoreCase], collection: Path) -> dict[str, Any]:
     """Rows and figures of an evaluation; ``names`` are cases by the name of their run."""
     rounds = {m.name: [float(np.median(steps)) for steps in m.rounds] for m in read_collection(collection).runs}
     rows = sorted(evaluation.rows, key=lambda row: list(names).index(row["run"]))
@@ -152,7 +153,7 @@ def summarise(evaluation: Evaluation, names: Mapping[str, Case], collection: Pat
         "mean_error": 100 * float(errors.mean()),
         "max_error": 100 * float(errors.max()),
         "spearman": evaluation.spearman,
-        "regret": regret([names[row["run"]] for row in rows], runs),
+        "regret": regret_on_all_ranks([names[row["run"]] for row in rows], runs),
         "coverage": evaluation.coverage,
         "mean_error_without_gnn": evaluation.mape_without_gnn,
         "op_error_regressor": evaluation.op_error_regressor,
@@ -171,19 +172,17 @@ def _family(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-def regret(of: Sequence[Case], runs: Sequence[Mapping[str, Any]]) -> float:
-    """How much more time a sequence takes with the strategy predicted best than with the best, percent.
+def regret_on_all_ranks(of: Sequence[CoreCase], runs: Sequence[Mapping[str, Any]]) -> float:
+    """Regret for each sequence of a batch, in percent: mean over models that ran with several strategies on all ranks.
 
-    The mean over models that ran with several strategies on all ranks.
+    Args:
+        of: The case of each run.
+        runs: With ``predicted_s`` and ``measured_s``, in seconds.
     """
-    models: dict[str, list[tuple[float, float]]] = {}
-    for case, row in zip(of, runs, strict=True):
-        if case.job.cluster.num_devices == RANKS:
-            sequences = case.job.batch.global_batch
-            times = (row["predicted_s"] / sequences, row["measured_s"] / sequences)
-            models.setdefault(case.job.model.name, []).append(times)
-    lost = [min(pairs)[1] / min(real for _, real in pairs) - 1 for pairs in models.values() if len(pairs) > 1]
-    return 100 * float(np.mean(lost)) if lost else 0.0
+    pairs = [pair for pair in zip(of, runs, strict=True) if pair[0].job.cluster.num_devices == RANKS]
+    predicted = [row["predicted_s"] / case.job.batch.global_batch for case, row in pairs]
+    measured = [row["measured_s"] / case.job.batch.global_batch for case, row in pairs]
+    return regret([case.job.model.name for case, _ in pairs], predicted, measured) or 0.0
 
 
 def _text(summary: Mapping[str, Any]) -> str:

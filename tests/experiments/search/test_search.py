@@ -10,7 +10,7 @@ from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.job import Job
 from stepsight.experiments.reports.verb_reports import search_report
 from stepsight.experiments.search.search import exhaustive, search
-from stepsight.experiments.search.strategies import Grid, Space, layouts, strategies
+from stepsight.experiments.search.strategies import Grid, Space, legal_degrees, strategies
 from stepsight.training.predictor.prediction import predict
 
 SMALL = Space(schedules=(("1f1b", 1),), zero_stages=(0, 1), recompute=("none", "full"), micro_batches=(1, 2))
@@ -127,7 +127,7 @@ def test_bad_input(job: Job) -> None:
         search(job, sampler="magic")
     with pytest.raises(StepsightError, match="no legal strategy"):
         search(job, space=Space(micro_batches=(64,)))
-    assert layouts(job, Space(max_tp=1)) == [(1, 1, pp, 1, 8 // pp) for pp in (1, 2, 4, 8)]
+    assert legal_degrees(job, Space(max_tp=1)) == [(1, 1, pp, 1, 8 // pp) for pp in (1, 2, 4, 8)]
 
 
 def test_a_study_answers_one_question(job: Job, tmp_path: Path) -> None:

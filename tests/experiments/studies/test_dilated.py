@@ -10,7 +10,7 @@ from stepsight.dataset.errors import CollectError
 from stepsight.experiments.studies import dilated
 from stepsight.simulator.clock.track import Track, find_track
 from stepsight.simulator.schedules import KIND_NAMES
-from stepsight.training.measured.runtime_costs import RuntimeCosts, fit_costs, measured, simulate, sleeps
+from stepsight.training.measured.runtime_costs import RuntimeCosts, fit_costs, measured, simulate_case, sleeps
 
 COSTS = RuntimeCosts(sleep_s=3e-4, action_s=1e-4, host_action_s=2e-4, host_message_s=1e-4, message_s=5e-4)
 
@@ -32,7 +32,7 @@ def case(
 
 def step(made: dict[str, Any], track: Track, costs: RuntimeCosts) -> dict[str, Any]:
     """A recorded step, as the simulator would have it."""
-    run = simulate(made, track, costs)
+    run = simulate_case(made, track, costs)
     ranks = []
     for rank in range(track.num_stages):
         own = np.flatnonzero(track.stage == rank)
@@ -76,10 +76,10 @@ def test_a_perfect_prediction_has_no_error() -> None:
     made = case("zbv-v2-r4", "zbv", 2)
     track = find_track("zbv", 4, 8, 2, "torch")
     record = {"case": made, "ranks": 4, "steps": [step(made, track, COSTS)]}
-    row = dilated.compare(record, COSTS)
+    row = dilated.compare_makespans(record, COSTS)
     assert row["error_percent"] == row["worst_start_percent"] == 0
-    assert dilated.compare(record, replace(COSTS, message_s=0.02))["error_percent"] > 1
-    assert "zbv-v2-r4" in dilated.text(dilated.report([record]))
+    assert dilated.compare_makespans(record, replace(COSTS, message_s=0.02))["error_percent"] > 1
+    assert "zbv-v2-r4" in dilated.dilated_text(dilated.report([record]))
 
 
 def test_actions_in_another_order_are_refused() -> None:

@@ -41,7 +41,7 @@ def test_errors_are_of_shapes_that_were_not_fitted() -> None:
     for figure in (random, unseen):
         assert figure.mape < 8 < figure.roofline_mape
         assert figure.median <= figure.p90
-    assert "own, long" in kernel_accuracy.text([random, unseen])
+    assert "own, long" in kernel_accuracy.kernel_text([random, unseen])
 
 
 def test_software_that_nobody_ran_has_no_error() -> None:

@@ -12,7 +12,7 @@ from stepsight.experiments.studies.memory_accuracy import (
     SOURCES,
     published_job,
     published_rows,
-    summary,
+    summarise_memory,
     tracked_job,
     tracked_row,
 )
@@ -53,7 +53,7 @@ def test_published_runs() -> None:
     """Median error of each source at most 8 %; every row that says how much is compared or left out with a reason."""
     rows, skipped = published_rows(RUNS)
     assert len(rows) > 4 * sum(skipped.values())
-    figures = summary(rows)
+    figures = summarise_memory(rows)
     assert figures["published"]["median"] <= 0.08
     for source in SOURCES:
         assert figures[source.word]["median"] <= 0.09, source.word

@@ -25,7 +25,7 @@ from stepsight.simulator.simulate import simulate
 from stepsight.training.context.examples import make_examples, make_wholes
 from stepsight.training.measured.measured import MeasuredRun, Profile, fill_from_traces
 from stepsight.training.measured.stand_in_runs import StandInLatency, predict_run, stand_in_seconds
-from stepsight.training.predictor.heldout import evaluate
+from stepsight.training.predictor.heldout import evaluate_heldout
 from stepsight.training.predictor.predictor import Predictor
 
 LOOPBACK = find_fabric("loopback")
@@ -156,6 +156,6 @@ def test_iterations_are_judged_by_what_waits_for_nobody(
 ) -> None:
     write_timed("stage", _job(pp=4), 2)
     with pytest.raises(TraceError, match="needs runs with role 'heldout', got 1 that stand in for stages"):
-        evaluate(predictor, tmp_path)
+        evaluate_heldout(predictor, tmp_path)
     write_timed("shard", _job(tp=2), 1)
-    assert [row["run"] for row in evaluate(predictor, tmp_path).rows] == ["shard"]
+    assert [row["run"] for row in evaluate_heldout(predictor, tmp_path).rows] == ["shard"]

@@ -9,7 +9,7 @@ import pytest
 
 from stepsight.training.regression.fitted_physics import Physics
 from stepsight.training.regression.neighbours import Neighbours
-from stepsight.training.regression.regressor import FADE, Regressor, Rows
+from stepsight.training.regression.regressor import FADE, Regressor, SignatureRows
 
 LOW, HIGH = np.log([10.0, 1.0]), np.log([1000.0, 1.0])  # nothing varied along the second axis
 
@@ -32,7 +32,7 @@ def _regressor(*, many: bool) -> Regressor:
 
 def _said(regressor: Regressor, size: float, other: float = 1.0) -> float:
     """What the trees add to physics, which says one second."""
-    rows = Rows(("k",), ("f",), np.ones((1, 1)), np.ones(1), (np.log([size, other]),), np.zeros((1, 1)))
+    rows = SignatureRows(("k",), ("f",), np.ones((1, 1)), np.ones(1), (np.log([size, other]),), np.zeros((1, 1)))
     return float(regressor.log_without_neighbours(rows)[0])
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from stepsight.dataset.hardware import find_hardware
 from stepsight.dataset.job import Job
-from stepsight.experiments.studies.one_gpu.cases import CPU, STAND_IN, Case, cases, stand_ins
+from stepsight.experiments.studies.one_gpu.cases import CPU, STAND_IN, StepCase, stand_ins, step_cases
 from stepsight.simulator.lowering.lower import signatures
 from stepsight.simulator.memory import estimate_memory
 from stepsight.training.measured.planning import collectable, run_name
@@ -14,14 +14,14 @@ from stepsight.training.measured.planning import collectable, run_name
 DEVICES = [("cuda", "h200-sxm-141gb"), ("cpu", CPU)]
 
 
-def _of(found: list[Case], role: str) -> list[Job]:
+def _of(found: list[StepCase], role: str) -> list[Job]:
     return [case.job for case in found if case.role == role]
 
 
 @pytest.mark.parametrize(("device", "hardware"), DEVICES)
 def test_no_heldout_run_is_like_a_training_run(device: str, hardware: str) -> None:
     """Hidden sizes, vocabularies, sequences and micro-batches differ, and so do (n, k) of all products."""
-    found, facts = cases(device, hardware), find_hardware(hardware)
+    found, facts = step_cases(device, hardware), find_hardware(hardware)
     assert facts is not None
     seen, unseen = _of(found, "train"), _of(found, "heldout")
     for of in ("hidden", "vocab", "seq_len"):
@@ -37,7 +37,7 @@ def test_no_heldout_run_is_like_a_training_run(device: str, hardware: str) -> No
 
 @pytest.mark.parametrize(("device", "hardware"), DEVICES)
 def test_launch_bound_models_teach_and_judge(device: str, hardware: str) -> None:
-    found = cases(device, hardware)
+    found = step_cases(device, hardware)
     assert {case.role for case in found if case.launch_bound} == {"train", "heldout"}
     assert 3 * len(_of(found, "heldout")) >= len(found) - 1
     assert {job.parallel.recompute for job in _of(found, "train")} == {"none", "full"}
@@ -47,7 +47,7 @@ def test_launch_bound_models_teach_and_judge(device: str, hardware: str) -> None
 def test_every_run_can_be_collected_and_fits(device: str, hardware: str) -> None:
     facts = find_hardware(hardware)
     assert facts is not None
-    found = [*cases(device, hardware), *stand_ins(device, hardware)]
+    found = [*step_cases(device, hardware), *stand_ins(device, hardware)]
     for case in found:
         collectable(case.job)
         memory = estimate_memory(case.job, facts)
@@ -57,7 +57,7 @@ def test_every_run_can_be_collected_and_fits(device: str, hardware: str) -> None
 
 
 def test_compiled_runs_are_enough_to_learn_from() -> None:
-    compiled = [case for case in cases(*DEVICES[0]) if case.compiled]
+    compiled = [case for case in step_cases(*DEVICES[0]) if case.compiled]
     assert len(_of(compiled, "train")) >= 5
     assert len(_of(compiled, "heldout")) >= 3
-    assert not [case for case in cases("cpu", CPU) if case.compiled]
+    assert not [case for case in step_cases("cpu", CPU) if case.compiled]

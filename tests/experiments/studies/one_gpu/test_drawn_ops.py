@@ -8,7 +8,7 @@ from stepsight.dataset.hardware import Hardware, find_hardware
 from stepsight.dataset.op import Op
 from stepsight.dataset.physics import roofline_seconds
 from stepsight.experiments.studies.one_gpu.cases import CPU as LOCAL
-from stepsight.experiments.studies.one_gpu.drawn_ops import CPU, GPU, Space, draw, likeness, split
+from stepsight.experiments.studies.one_gpu.drawn_ops import CPU, GPU, OpSpace, draw, likeness, split
 
 
 def _facts(name: str) -> Hardware:
@@ -18,7 +18,7 @@ def _facts(name: str) -> Hardware:
 
 
 @pytest.mark.parametrize(("space", "name"), [(GPU, "h200-sxm-141gb"), (CPU, LOCAL)])
-def test_draws_are_distinct_and_within_bounds(space: Space, name: str) -> None:
+def test_draws_are_distinct_and_within_bounds(space: OpSpace, name: str) -> None:
     hardware = _facts(name)
     ops = draw(space, 500, hardware, seed=3)
     assert len(set(ops)) == len(ops) > 450

@@ -12,14 +12,14 @@ import pytest
 from stepsight.dataset.errors import CollectError
 from stepsight.experiments.reports.describe import describe
 from stepsight.experiments.studies.one_gpu import main, study
-from stepsight.experiments.studies.one_gpu.study import Asked, run, write_plans
+from stepsight.experiments.studies.one_gpu.study import StudyOptions, run_study, write_plans
 
 
 @pytest.fixture(scope="module")
 def figures(brought_back: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study, "_has_gpu", lambda: False)
-        return run(Asked(brought_back, tables=brought_back / "collections"))
+        return run_study(StudyOptions(brought_back, tables=brought_back / "collections"))
 
 
 def test_what_was_brought_back_is_judged(figures: dict[str, Any], brought_back: Path) -> None:
@@ -72,15 +72,15 @@ def test_plans_are_written_once_and_tell_how_to_run_them(tmp_path: Path, capsys:
     assert "for h200-sxm-141gb" in said
     assert {path.parent.name for path in tmp_path.glob("collections/*/plan.json")} == {"ops", "eager", "compiled"}
     with pytest.raises(CollectError, match="a folder holds one study"):
-        write_plans(Asked(tmp_path, "cuda"))
+        write_plans(StudyOptions(tmp_path, "cuda"))
 
 
 def test_plans_are_for_the_gpu_that_is_named(tmp_path: Path) -> None:
-    assert "for a100-sxm-80gb" in write_plans(Asked(tmp_path / "a", hardware="a100-sxm-80gb"))
+    assert "for a100-sxm-80gb" in write_plans(StudyOptions(tmp_path / "a", hardware="a100-sxm-80gb"))
     with pytest.raises(CollectError, match=r"--hardware must be one of .*h100-sxm-80gb.*, got 'h100'"):
-        write_plans(Asked(tmp_path / "b", hardware="h100"))
+        write_plans(StudyOptions(tmp_path / "b", hardware="h100"))
     with pytest.raises(CollectError, match="--hardware names a GPU"):
-        write_plans(Asked(tmp_path / "b", "cpu", hardware="h100-sxm-80gb"))
+        write_plans(StudyOptions(tmp_path / "b", "cpu", hardware="h100-sxm-80gb"))
 
 
 def test_another_gpu_than_the_plans_are_for_teaches_nothing(
@@ -92,14 +92,14 @@ def test_another_gpu_than_the_plans_are_for_teaches_nothing(
     for path in tmp_path.glob("collections/*/runs/*/manifest.json"):
         path.write_text(path.read_text().replace("NVIDIA H200", "NVIDIA A100-SXM4-80GB"))
     with pytest.raises(CollectError, match=r"made for h200.*, and ran on NVIDIA A100.*--hardware a100-sxm-80gb"):
-        run(Asked(tmp_path))
+        run_study(StudyOptions(tmp_path))
 
 
 def test_what_holds_no_runs_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(study, "_has_gpu", lambda: False)
-    write_plans(Asked(tmp_path, "cuda"))
+    write_plans(StudyOptions(tmp_path, "cuda"))
     assert main(["--out", str(tmp_path)]) == 2
     assert "there is no GPU here; measure where there is one" in capsys.readouterr().err
     assert main(["--out", str(tmp_path), "--tables", str(tmp_path / "none")]) == 2

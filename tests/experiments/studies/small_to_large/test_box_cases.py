@@ -12,13 +12,13 @@ from stepsight.dataset.errors import CollectError, JobError
 from stepsight.dataset.specs import ParallelSpec
 from stepsight.experiments.studies.small_to_large.box_cases import (
     MODELS,
-    Asked,
-    all_cases,
+    UserCases,
+    box_cases,
     case,
     collectives_of,
     micro_batches,
+    parallel_specs,
     profiled_boxes,
-    strategies,
     strategy_name,
 )
 from stepsight.experiments.studies.small_to_large.box_search import candidates
@@ -27,12 +27,12 @@ from stepsight.training.measured.box_plans import sleeps_of
 
 
 def test_every_strategy_of_every_size_is_there() -> None:
-    names = {found.name for found in all_cases()}
-    assert len(names) == len(all_cases())
-    assert len(list(strategies(MODELS["gpt2"], 16))) == 14
-    assert len(list(strategies(MODELS["bert"], 16))) == 12  # four layers, so no eight or sixteen stages
+    names = {found.name for found in box_cases()}
+    assert len(names) == len(box_cases())
+    assert len(list(parallel_specs(MODELS["gpt2"], 16))) == 14
+    assert len(list(parallel_specs(MODELS["bert"], 16))) == 12  # four layers, so no eight or sixteen stages
     for ranks in (4, 8, 16):
-        for parallel in strategies(MODELS["gpt2"], ranks):
+        for parallel in parallel_specs(MODELS["gpt2"], ranks):
             assert f"box/gpt2/{strategy_name(parallel)}" in names
 
 
@@ -51,13 +51,13 @@ def test_micro_batches_fill_the_pipeline(stages: int, expected: int) -> None:
 
 
 def test_every_case_can_be_slept() -> None:
-    for found in all_cases()[::7]:
+    for found in box_cases()[::7]:
         sleeps = sleeps_of(found.job, sleeping(found.box))
         assert len(sleeps["paces"]) == found.job.cluster.num_devices
 
 
 def test_a_slow_rank_sleeps_longer_and_a_slow_link_is_in_the_job() -> None:
-    by_name = {found.name: found for found in all_cases()}
+    by_name = {found.name: found for found in box_cases()}
     slow = by_name["box/bert/1M1P8D-slow-rank"]
     assert sleeps_of(slow.job, sleeping(slow.box))["paces"] == [1.0, 1.0, 1.0, 1.5, 1.0, 1.0, 1.0, 1.0]
     link = by_name["box/bert/1M4P2D-8x1@100mbit-1slow"]
@@ -65,7 +65,7 @@ def test_a_slow_rank_sleeps_longer_and_a_slow_link_is_in_the_job() -> None:
 
 
 def test_what_judges_lives_apart(tmp_path: Path) -> None:
-    for found in all_cases():
+    for found in box_cases():
         assert (folder_of(found, tmp_path).parent.name == "judge") == (found.job.cluster.num_devices > 4)
         assert "/" not in file_name(found)
     assert max(box.num_ranks for box in profiled_boxes()) == 4
@@ -88,19 +88,19 @@ def test_a_model_of_ones_own_joins(tmp_path: Path) -> None:
         '[batch]\nmicro_batch = 1\nglobal_batch = 4\nprecision = "fp32"\n'
         '[cluster]\nhardware = "box"\ndevices_per_node = 1\n'
     )
-    names = {found.name for found in all_cases(Asked([path]))}
+    names = {found.name for found in box_cases(UserCases([path]))}
     assert "box/mine/2M2P4D" in names and "box/mine/1M8P1D" not in names
     path.rename(tmp_path / "bert.toml")
     with pytest.raises(JobError, match="a name of its own"):
-        all_cases(Asked([tmp_path / "bert.toml"]))
+        box_cases(UserCases([tmp_path / "bert.toml"]))
 
 
 def test_boxes_and_micro_batches_of_ones_own_join() -> None:
     """On the boxes asked for; a pipeline is never asked to run with fewer micro-batches than stages."""
-    names = {found.name for found in all_cases(Asked(boxes=["4x2@300mbit"]))}
+    names = {found.name for found in box_cases(UserCases(boxes=["4x2@300mbit"]))}
     assert {"box/bert/2M2P2D-4x2@300mbit", "box/t5/8M1P1D-4x2@300mbit"} <= names
-    asked = Asked(micro_batches=[6])
-    names = {found.name for found in all_cases(asked)}
+    asked = UserCases(micro_batches=[6])
+    names = {found.name for found in box_cases(asked)}
     assert "box/gpt2/2M4P2D-m6" in names and "box/gpt2/1M8P2D-m6" not in names
     assert all(found.job.num_micro_batches == 6 and found.judges for found in asked.cases())
 
@@ -108,13 +108,13 @@ def test_boxes_and_micro_batches_of_ones_own_join() -> None:
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        (Asked(boxes=["2x2@300mbit"]), "more than 4 ranks, got 2x2@300mbit"),
-        (Asked(micro_batches=[0]), "a replica needs a micro-batch, got 0"),
+        (UserCases(boxes=["2x2@300mbit"]), "more than 4 ranks, got 2x2@300mbit"),
+        (UserCases(micro_batches=[0]), "a replica needs a micro-batch, got 0"),
     ],
 )
-def test_what_cannot_judge_is_refused(asked: Asked, says: str) -> None:
+def test_what_cannot_judge_is_refused(asked: UserCases, says: str) -> None:
     with pytest.raises(JobError, match=says):
-        all_cases(asked)
+        box_cases(asked)
 
 
 def test_the_search_has_one_global_batch() -> None:
