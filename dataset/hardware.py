@@ -164,9 +164,9 @@ class Hardware:
 
 def launch_units(work: Op | Collective) -> float:
     """How many times what its kind takes the host takes to launch it: an optimizer goes through its tensors."""
-    if not isinstance(work, Op) or "tensors" not in OP_KINDS[work.kind].dim_names:
+    if not isinstance(work, Op) or "tensors" not in work.record.dim_names:
         return 1.0
-    return float(max(1, work.dims[OP_KINDS[work.kind].dim_names.index("tensors")]))
+    return float(max(1, work.dims[work.record.dim_names.index("tensors")]))
 
 
 def hardware_from_dict(value: dict[str, Any]) -> Hardware:

@@ -14,9 +14,10 @@ def roofline_seconds(op: Op, hardware: Hardware) -> float:
 
     Transfers take the link to the host instead, ops on the host its memory.
     """
-    if op.family == "host":
+    bound = op.record.bound
+    if bound == "host_memory":
         return op.num_bytes / hardware.host_memory_bandwidth_bytes_per_s + hardware.op_latency_s
-    if op.family == "transfer":
+    if bound == "host_link":
         return op.num_bytes / hardware.host_link_bytes_per_s + hardware.op_latency_s
     compute = op.flops / (hardware.flops_per_s(op.dtype) * hardware.compute_efficiency)
     memory = op.num_bytes / (hardware.memory_bandwidth_bytes_per_s * hardware.memory_efficiency)
@@ -34,15 +35,15 @@ def alpha_beta_seconds(collective: Collective, fabric: Fabric) -> float:
     """
     size, nodes = collective.group_size, collective.num_nodes
     link = fabric.inter_node if nodes > 1 else fabric.intra_node
-    if collective.kind == "send_recv":
+    record = collective.record
+    if record.route == "message":
         return link.latency_s + collective.num_bytes / link.bandwidth_bytes_per_s
     near, bandwidth = collective.ranks_per_node, link.bandwidth_bytes_per_s
     latency = (near - 1) * fabric.intra_node.latency_s + (nodes - 1) * fabric.inter_node.latency_s
-    if collective.kind == "all_to_all":
+    if record.route == "direct":
         within = (near - 1) / size * collective.num_bytes / fabric.intra_node.bandwidth_bytes_per_s
         across = (size - near) / size * collective.num_bytes / bandwidth
         return latency + max(within, across)
     if nodes > 1:
         bandwidth = min(fabric.intra_node.bandwidth_bytes_per_s, near * bandwidth)
-    passes = 2.0 if collective.kind == "all_reduce" else 1.0
-    return passes * (latency + (size - 1) / size * collective.num_bytes / bandwidth)
+    return record.passes * (latency + (size - 1) / size * collective.num_bytes / bandwidth)

@@ -12,11 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.hardware import Fabric
-from stepsight.dataset.op import COLLECTIVE_KINDS, Collective
+from stepsight.dataset.op import Collective
 
 Array = NDArray[np.float64]
 
-COLLECTIVE_IDS = {kind: index for index, kind in enumerate(COLLECTIVE_KINDS)}
 COLLECTIVE_TERMS = ("calls", "steps", "buffer_bytes", "wire_seconds", "messages")
 OVERLAPPING = (3, 4)  # terms that run at the same time: the longer counts
 COLLECTIVE_FEATURES = ("kind", "log_bytes", "log_group_size", "log_ranks_per_node", "log_wire_seconds")
@@ -24,15 +23,14 @@ COLLECTIVE_AXES = 4  # of ``collective_position``
 
 
 def ring_steps(collective: Collective) -> float:
-    """Messages that follow one another in a ring; one for a send."""
-    if collective.kind == "send_recv":
-        return 1.0
-    return (2.0 if collective.kind == "all_reduce" else 1.0) * (collective.group_size - 1)
+    """Messages that follow one another in a ring; 1 for a message."""
+    record = collective.record
+    return 1.0 if record.route == "message" else record.passes * (collective.group_size - 1)
 
 
 def wire_bytes(collective: Collective) -> float:
     """Bytes that each rank sends in a ring (Thakur et al. 2005, doi:10.1177/1094342005051521)."""
-    if collective.kind == "send_recv":
+    if collective.record.route == "message":
         return float(collective.num_bytes)
     return ring_steps(collective) * collective.num_bytes / collective.group_size
 
@@ -45,7 +43,7 @@ def wire_seconds(collective: Collective, fabric: Fabric) -> float:
     if collective.num_nodes == 1:
         return wire_bytes(collective) / fabric.intra_node.bandwidth_bytes_per_s
     link = fabric.inter_node
-    near = 1 if collective.kind in ("send_recv", "all_to_all") else collective.ranks_per_node
+    near = collective.ranks_per_node if collective.record.route == "ring" else 1
     return max(0.0, wire_bytes(collective) / near - link.burst_bytes) / link.bandwidth_bytes_per_s
 
 
@@ -70,7 +68,7 @@ def features_on_links(collectives: Sequence[Collective], seconds: Sequence[float
     return np.array(
         [
             (
-                COLLECTIVE_IDS[c.kind],
+                c.record.code,
                 np.log1p(c.num_bytes),
                 np.log(c.group_size),
                 np.log(c.ranks_per_node),

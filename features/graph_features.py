@@ -5,23 +5,23 @@ One row or index per node of the program, ops and collectives alike; streams are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.graph_data import relation_pairs
 from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS, Op
+from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS, CollectiveKind, Op, OpKind
 from stepsight.dataset.physics import roofline_seconds
 from stepsight.dataset.program import Dependency, Program
+from stepsight.features.named_columns import check_known
 
 Array = NDArray[np.float64]
 Edges = NDArray[np.int64]
 
-KINDS = (*OP_KINDS, *COLLECTIVE_KINDS)
-KIND_IDS = {kind: index for index, kind in enumerate(KINDS)}
 STREAMS = ("compute", "tp", "dp", "pp")  # any other name counts as none of them
 LABELS = ("forward", "backward", "optimizer")
 NUMBERS = (
@@ -39,12 +39,8 @@ NUMBERS = (
     "log_segment_bytes",  # all that the segment moves: whether caches can hold it
     "log_segment_seconds",
 )
-NODE_FEATURES = (
-    *(f"kind={kind}" for kind in KINDS),
-    *(f"stream={stream}" for stream in STREAMS),
-    *(f"label={label}" for label in LABELS),
-    *NUMBERS,
-)
+_KIND = "kind="
+_AFTER_KINDS = (*(f"stream={stream}" for stream in STREAMS), *(f"label={label}" for label in LABELS), *NUMBERS)
 RELATIONS = ("stream_order", "data", "synchronisation", "may_run_concurrently")
 
 
@@ -70,32 +66,69 @@ def _log(value: Array, unit: float, scale: float = 4.0) -> Array:
     return np.asarray(np.log(np.maximum(value, 1e-3 * unit) / unit) / scale)
 
 
-def node_features(program: Program, alone: Array, hardware: Hardware, busy: int) -> Array:
-    """Features of every node, shape ``(len(program), len(NODE_FEATURES))``.
+def node_feature_names() -> tuple[str, ...]:
+    """Names of all features of a node: its kind, its stream, the label of its program, and numbers."""
+    kinds = (*sorted(OP_KINDS.values(), key=_code), *sorted(COLLECTIVE_KINDS.values(), key=_code))
+    return (*(f"{_KIND}{kind.name}" for kind in kinds), *_AFTER_KINDS)
+
+
+def _code(kind: OpKind | CollectiveKind) -> int:
+    return kind.code
+
+
+def check_node_features(names: Sequence[str], model: str) -> None:
+    """Check that this version computes every feature that a model reads.
+
+    A kind that is not registered here occurs in no program, so its feature is 0 whatever it would be elsewhere.
+
+    Raises:
+        PredictorError: If it does not; the message names those that are missing.
+    """
+    check_known([name for name in names if not name.startswith(_KIND)], _AFTER_KINDS, model)
+
+
+@lru_cache(maxsize=16)
+def _columns(names: tuple[str, ...]) -> dict[str, int]:
+    return {name: index for index, name in enumerate(names)}
+
+
+def node_features(
+    program: Program, alone: Array, hardware: Hardware, busy: int, names: tuple[str, ...] | None = None
+) -> Array:
+    """Features of every node, shape ``(len(program), len(names))``.
 
     Args:
         program: The segment.
         alone: Seconds of each node on its own, ``(len(program),)``.
         hardware: For the roofline.
         busy: Devices of the node that compute at the same time.
+        names: Which features, in which order; None: all of ``node_feature_names``.
     """
+    column = _columns(node_feature_names() if names is None else names)
     nodes = program.nodes
-    features = np.zeros((len(nodes), len(NODE_FEATURES)))
+    features = np.zeros((len(nodes), len(column)))
     if not nodes:
         return features
+    for row, node in zip(features, nodes, strict=True):
+        for name in (f"{_KIND}{node.work.kind}", f"stream={node.stream}", f"label={program.label}"):
+            if name in column:
+                row[column[name]] = 1.0
+    for name, values in zip(NUMBERS, _numbers(program, alone, hardware, busy), strict=True):
+        if name in column:
+            features[:, column[name]] = values
+    return features
+
+
+def _numbers(program: Program, alone: Array, hardware: Hardware, busy: int) -> tuple[Array, ...]:
+    """Numbers of every node in the order of ``NUMBERS``, each ``(len(program),)``."""
+    nodes = program.nodes
     rows = np.arange(len(nodes))
-    features[rows, [KIND_IDS[node.work.kind] for node in nodes]] = 1.0
-    for index, node in enumerate(nodes):
-        if node.stream in STREAMS:
-            features[index, len(KINDS) + STREAMS.index(node.stream)] = 1.0
-    if program.label in LABELS:
-        features[:, len(KINDS) + len(STREAMS) + LABELS.index(program.label)] = 1.0
     is_op = np.array([isinstance(node.work, Op) for node in nodes])
     num_bytes = np.array([float(node.work.num_bytes) for node in nodes])
     flops = np.array([node.work.flops if isinstance(node.work, Op) else 0.0 for node in nodes])
     roofline = np.array([roofline_seconds(node.work, hardware) if isinstance(node.work, Op) else 0.0 for node in nodes])
     before = np.maximum(rows - 1, 0)
-    columns = (
+    return (
         ~is_op,
         _log(alone, 1e-4),
         _log(num_bytes, 1e6),
@@ -110,8 +143,6 @@ def node_features(program: Program, alone: Array, hardware: Hardware, busy: int)
         np.full(len(nodes), _log(num_bytes.sum(keepdims=True), 1e7)[0]),
         np.full(len(nodes), _log(alone.sum(keepdims=True), 1e-2)[0]),
     )
-    features[:, -len(NUMBERS) :] = np.stack(columns, axis=1)
-    return features
 
 
 def topology(program: Program) -> Topology:

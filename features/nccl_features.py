@@ -30,9 +30,10 @@ def seconds_between(collective: Collective, fabric: Fabric) -> float:
         return 0.0
     size, near = collective.group_size, collective.ranks_per_node
     bandwidth = fabric.inter_node.bandwidth_bytes_per_s
-    if collective.kind == "send_recv":
+    route = collective.record.route
+    if route == "message":
         return collective.num_bytes / bandwidth
-    if collective.kind == "all_to_all":
+    if route == "direct":
         return collective.num_bytes * (size - near) / size / bandwidth
     return wire_bytes(collective) / (near * bandwidth)
 
@@ -43,7 +44,7 @@ def seconds_within(collective: Collective, fabric: Fabric) -> float:
     if near == 1:
         return 0.0
     bandwidth = fabric.intra_node.bandwidth_bytes_per_s
-    if collective.kind == "all_to_all":
+    if collective.record.route == "direct":
         return collective.num_bytes * (near - 1) / size / bandwidth
     return wire_bytes(collective) / bandwidth
 
@@ -60,7 +61,7 @@ def nccl_terms(collective: Collective, fabric: Fabric) -> tuple[float, ...]:
 
 
 def tree_terms(collective: Collective, fabric: Fabric) -> tuple[float, ...]:
-    """The same of an all-reduce by a tree over nodes: chains within them, and few steps between them."""
+    """The same of an all-reduce by a tree over nodes: chains within nodes, and few steps between them."""
     calls, _, *rest = nccl_terms(collective, fabric)
     steps = 2.0 * (collective.ranks_per_node - 1 + ceil(log2(max(collective.num_nodes, 2))))
     return (calls, steps, *rest)

@@ -16,27 +16,9 @@ TILE_FEATURES = (*(f"log_waste_{rows}x{columns}" for rows, columns in TILES), "l
 
 
 def output_grid(op: Op) -> tuple[int, int, int] | None:
-    """Independent outputs of an op, and rows and columns of each; None for kinds that are not tiled.
-
-    An attention's output is tiled by queries alone.
-    """
-    dims = op.dims
-    if op.family == "gemm":
-        m, n, k = dims
-        return {"linear_dgrad": (1, m, k), "linear_wgrad": (1, n, k)}.get(op.kind, (1, m, n))
-    if op.family == "batched_gemm":
-        return dims[0], dims[1], dims[2]
-    if op.family == "grouped_gemm":
-        groups, m, n, k = dims
-        rows = -(-m // max(groups, 1))
-        return {"grouped_linear_dgrad": (groups, rows, k), "grouped_linear_wgrad": (groups, n, k)}.get(
-            op.kind, (groups, rows, n)
-        )
-    if op.family == "attention":
-        return dims[0] * dims[1], dims[3], 1
-    if op.family == "latent_attention":
-        return dims[0] * dims[1], dims[2], 1
-    return None
+    """Independent outputs of an op, and rows and columns of each; None for kinds that are not tiled."""
+    grid = op.record.grid
+    return None if grid is None else grid(*op.dims)
 
 
 def tile_features(op: Op, num_processors: int) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch_geometric.nn import SimpleConv
 
-from stepsight.features.graph_features import NODE_FEATURES, RELATIONS, Topology
+from stepsight.features.graph_features import RELATIONS, Topology, node_feature_names
 from stepsight.gnn.inference import ContextWeights
 
 BOUND = 2.0  # log units: small ops take several times as long with cold caches and host gaps, none a hundred times
@@ -54,18 +54,23 @@ class ContextModel(nn.Module):
     """Bounded log-correction of every op and collective.  Untrained it is the identity: all corrections are zero.
 
     Shapes:
-        ``features`` ``(nodes, NODE_FEATURES)`` -> ``(nodes,)``, within ``+-bound``.
+        ``features`` ``(nodes, len(self.features))`` -> ``(nodes,)``, within ``+-bound``.
+
+    Attributes:
+        features: Names of the features that it reads: all those there are when it is made.
     """
 
     def __init__(self, channels: int = HIDDEN, num_layers: int = LAYERS, bound: float = BOUND) -> None:
         super().__init__()
         self.bound = bound
-        self.encode = nn.Linear(len(NODE_FEATURES), channels)
+        self.features = node_feature_names()
+        num_features = len(self.features)
+        self.encode = nn.Linear(num_features, channels)
         self.layers = nn.ModuleList(RelationalLayer(channels) for _ in range(num_layers))
         self.decode = nn.Linear(channels, 1)
-        self.direct = nn.Linear(len(NODE_FEATURES), 1)
-        self.register_buffer("low", torch.full((len(NODE_FEATURES),), -torch.inf))
-        self.register_buffer("high", torch.full((len(NODE_FEATURES),), torch.inf))
+        self.direct = nn.Linear(num_features, 1)
+        self.register_buffer("low", torch.full((num_features,), -torch.inf))
+        self.register_buffer("high", torch.full((num_features,), torch.inf))
         for head in (self.decode, self.direct):
             nn.init.zeros_(head.weight)
             nn.init.zeros_(head.bias)
@@ -86,4 +91,4 @@ class ContextModel(nn.Module):
     def weights(self) -> ContextWeights:
         """A copy for inference without PyTorch."""
         tensors = {name: value.detach().double().numpy().copy() for name, value in self.state_dict().items()}
-        return ContextWeights(self.bound, len(self.layers), tensors)
+        return ContextWeights(self.bound, len(self.layers), tensors, self.features)

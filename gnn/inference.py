@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,8 @@ from stepsight.dataset.errors import PredictorError
 from stepsight.dataset.files import read_json, write_json
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.program import Program
-from stepsight.features.graph_features import NODE_FEATURES, RELATIONS, Topology, node_features, topology
+from stepsight.features.graph_features import RELATIONS, Topology, check_node_features, node_features, topology
+from stepsight.features.named_columns import FEATURE_VERSION, check_version
 
 Array = NDArray[np.float64]
 
@@ -35,18 +37,20 @@ class ContextWeights:
         bound: Largest absolute log-correction.
         num_layers: Rounds of message passing.
         tensors: By name, as in the PyTorch model's ``state_dict``.
+        features: Names of the features that it reads, in the order of its weights.
     """
 
     bound: float
     num_layers: int
     tensors: Mapping[str, Array]
+    features: tuple[str, ...]
 
     def log_correction(self, program: Program, alone: Array, hardware: Hardware, busy: int) -> Array:
         """Log of seconds in context over seconds alone for every node, ``(len(program),)``, within ``+-bound``."""
-        return self.forward(node_features(program, alone, hardware, busy), topology(program))
+        return self.forward(node_features(program, alone, hardware, busy, self.features), topology(program))
 
     def forward(self, features: Array, graph: Topology) -> Array:
-        """The same from features, ``(nodes, NODE_FEATURES)``, of one or several joined programs."""
+        """The same from features, ``(nodes, len(self.features))``, of one or several joined programs."""
         features = np.clip(features, self.tensors["low"], self.tensors["high"])
         hidden = _silu(self._linear("encode", features))
         for layer in range(self.num_layers):
@@ -69,7 +73,14 @@ class ContextWeights:
 
         save_file({name: np.asarray(t, np.float32) for name, t in self.tensors.items()}, folder / WEIGHTS)
         (folder / WEIGHTS).chmod(0o644)  # as the other files; safetensors writes for its owner alone
-        config = {"schema": SCHEMA, "bound": self.bound, "num_layers": self.num_layers, "features": list(NODE_FEATURES)}
+        config = {
+            "schema": SCHEMA,
+            "bound": self.bound,
+            "num_layers": self.num_layers,
+            "features_version": FEATURE_VERSION,
+            "features": list(self.features),
+            "relations": list(RELATIONS),
+        }
         write_json(folder / CONFIG, config)
 
     @classmethod
@@ -77,7 +88,7 @@ class ContextWeights:
         """Read what ``save`` wrote.
 
         Raises:
-            PredictorError: If a file is missing or broken, or the features are not today's.
+            PredictorError: If a file is missing or broken, or it reads features that this version does not have.
         """
         from safetensors import SafetensorError
         from safetensors.numpy import load
@@ -85,18 +96,30 @@ class ContextWeights:
         try:
             config = read_json(folder / CONFIG)
             tensors = {name: np.asarray(t, np.float64) for name, t in load(read_file(folder / WEIGHTS)).items()}
-            if config["schema"] != SCHEMA or config["features"] != list(NODE_FEATURES):
-                raise PredictorError(
-                    f"{folder / CONFIG} must have schema {SCHEMA} and this version's {len(NODE_FEATURES)} features, "
-                    f"got schema {config['schema']} and {len(config['features'])} features: train the predictor again"
-                )
-            model = cls(float(config["bound"]), int(config["num_layers"]), tensors)
-            model.forward(np.zeros((1, len(NODE_FEATURES))), _ONE_NODE)
+            features = _check_config(config, str(folder / CONFIG))
+            model = cls(float(config["bound"]), int(config["num_layers"]), tensors, features)
+            model.forward(np.zeros((1, len(features))), _ONE_NODE)
         except PredictorError:
             raise
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise PredictorError(f"{folder / WEIGHTS} must be what Predictor.save wrote, got {error}") from None
         return model
+
+
+def _check_config(config: dict[str, Any], name: str) -> tuple[str, ...]:
+    """Features that a saved model reads; the first models did not write their version and relations."""
+    if config["schema"] != SCHEMA:
+        raise PredictorError(f"{name} must have schema {SCHEMA}, got {config['schema']!r:.40}: train it again")
+    if config.get("relations", list(RELATIONS)) != list(RELATIONS):
+        raise PredictorError(
+            f"{name} must hear relations {', '.join(RELATIONS)}, got {config['relations']!r:.200}: train it again"
+        )
+    check_version(config.get("features_version", 1), name)
+    features = tuple(str(feature) for feature in config["features"])
+    if len(set(features)) != len(features):
+        raise PredictorError(f"{name} must name every feature once, got {len(features) - len(set(features))} twice")
+    check_node_features(features, name)
+    return features
 
 
 _ONE_NODE = Topology(1, {r: np.zeros((2, 0), np.int64) for r in RELATIONS}, np.zeros(1, np.int64), 1)

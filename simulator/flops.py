@@ -17,14 +17,13 @@ from stepsight.simulator.schedules import FORWARD
 if TYPE_CHECKING:
     from stepsight.simulator.lowering.lower import Lowered
 
-FAMILIES = frozenset({"gemm", "grouped_gemm", "batched_gemm", "attention", "latent_attention"})
 BACKWARD_OVER_FORWARD = 2.0  # gradients of the input and of the weights
 
 
 def passage_flops(passage: Passage, first: int, last: int) -> float:
     """FLOP of some nodes of a passage."""
     works = [node.work for node in passage.program.nodes[first:last]]
-    return sum(work.flops for work in works if isinstance(work, Op) and work.family in FAMILIES)
+    return sum(work.flops for work in works if isinstance(work, Op) and work.record.bound == "compute")
 
 
 def segment_flops(segment: Segment) -> float:

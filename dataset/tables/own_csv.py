@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
+from stepsight.dataset.op import COLLECTIVE_KINDS, Collective, Op
 from stepsight.dataset.tables.rows import Line, Rows, read_csv
 
 
@@ -35,7 +35,8 @@ def _op(line: Line, kind: str) -> Op:
         work = Op(kind, tuple(map(int, sizes.split("x"))), line.cells.get("dtype", "").strip() or "bf16")
     except ValueError as error:
         raise line.rows.error(str(error), line.number) from None
-    if any(size < 1 for name, size in zip(OP_KINDS[kind].dim_names, work.dims, strict=True) if name != "causal"):
+    record = work.record
+    if any(size < 1 for name, size in zip(record.dim_names, work.dims, strict=True) if name not in record.flags):
         raise line.rows.error(f"dims must be >= 1, got {sizes}", line.number)
     return work
 

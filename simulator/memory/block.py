@@ -21,8 +21,6 @@ from stepsight.simulator.blocks.family import embedding_block, find_family, head
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Comm, Item, Step
 
-_OWN_INPUT = ("linear_dgrad", "grouped_linear_dgrad")  # these read nothing that was kept
-
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
@@ -156,9 +154,9 @@ def _working_bytes(step: Step) -> float:
     most = 0.0
     for item in _ops((*step.forward, *step.backward, *step.weight_grad)):
         if isinstance(item, Comm):
-            most = max(most, item.work.num_bytes * (2.0 if item.work.kind == "all_to_all" else 1.0))
+            most = max(most, item.work.num_bytes * item.work.record.buffers)
         else:
-            read = kept if item.kind not in _OWN_INPUT else 0.0
+            read = kept if item.record.reads_saved else 0.0
             most = max(most, item.num_bytes - numel * DTYPE_BYTES[item.dtype] - read)
     return most + step.temporary_bytes
 
@@ -168,7 +166,7 @@ def _ops(items: Iterable[Item]) -> Iterable[Op | Comm]:
 
 
 def _products(step: Step) -> list[Op]:
-    return [item for item in step.weight_grad if isinstance(item, Op) and item.kind.endswith("linear_wgrad")]
+    return [item for item in step.weight_grad if isinstance(item, Op) and item.record.weight_gradient]
 
 
 def _waits(step: Step) -> bool:

@@ -44,17 +44,14 @@ RESOURCES: Mapping[str, Resource] = {
     "far_links": Resource(0.30, -0.30, 1.50),
 }
 NAMES = tuple(RESOURCES)
-_PRODUCTS = ("gemm", "batched_gemm", "grouped_gemm", "attention", "latent_attention")
-_HOST = ("host", "transfer")
+_RESOURCE_OF_BOUND = {"compute": "products", "memory": "streaming", "host_memory": "host", "host_link": "host"}
 
 
 def resource_of(work: Op | Collective) -> int:
     """Place among ``NAMES`` of what bounds a work."""
     if isinstance(work, Collective):
         return NAMES.index("far_links" if work.num_nodes > 1 else "near_links")
-    if work.family in _PRODUCTS:
-        return NAMES.index("products")
-    return NAMES.index("host" if work.family in _HOST else "streaming")
+    return NAMES.index(_RESOURCE_OF_BOUND[work.record.bound])
 
 
 def prior_stds() -> Array:

@@ -69,6 +69,7 @@ def collective_rows(
         np.ones(len(collectives)),
         tuple(position_of(c, f) for c, f in pairs),
         (nccl_features if nccl else collective_features)(collectives, fabrics),
+        COLLECTIVE_FEATURES,
     )
 
 
@@ -116,7 +117,7 @@ class CollectiveModel:
     def _tree_seconds(self, collective: Collective, fabric: Fabric) -> float:
         """Of an all-reduce over more ranks than were measured, by NCCL's trees; infinite for all others."""
         physics = self.regressor.physics.get(label_of(collective))
-        if physics is None or collective.kind != "all_reduce" or collective.num_nodes == 1:
+        if physics is None or not collective.record.trees or collective.num_nodes == 1:
             return float("inf")
         if np.log(collective.group_size) <= self.regressor.support[label_of(collective)][1][1] + 1e-9:
             return float("inf")
@@ -147,4 +148,4 @@ def fit_collectives(
     own = NCCL_BOUNDS if nccl else BOUNDS
     bounds = {f"{kind}/{where}": own for kind in COLLECTIVE_KINDS for where in ("intra", "inter")}
     rows = collective_rows(collectives, fabrics, nccl=nccl)
-    return CollectiveModel(fit_regressor(rows, seconds, bounds, COLLECTIVE_FEATURES, seed), nccl=nccl)
+    return CollectiveModel(fit_regressor(rows, seconds, bounds, seed), nccl=nccl)

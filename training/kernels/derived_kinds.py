@@ -1,7 +1,8 @@
 """Kinds that nobody measured on a device: at the efficiency of a kind that was, times a ratio measured elsewhere.
 
 ``seconds(op) = seconds(base) * roofline(op) / roofline(base) * exp(log_ratio)``: physics carries what differs in FLOP
-and bytes.  What streams through memory is an addition of as many bytes.
+and bytes.  The base is in the kind's record (``OpKind.base``); what streams through memory is an addition of as many
+bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.kinds import STREAMED
 from stepsight.dataset.op import DTYPE_BYTES, OP_KINDS, Op
 
 # A kernel at less than half of its base's efficiency is no evidence, nor is one that is faster than its base.
@@ -17,24 +19,6 @@ MIN_LOG_RATIO, MAX_LOG_RATIO = -0.05, 0.7
 CACHED_BYTES = 100e6  # second-level caches hold 40 MB (A100) to 126 MB (B200); operands may come from one and go to it
 BEST_STREAM = 0.93  # part of the stated bandwidth that a long copy reaches (a rule of thumb)
 HEAD_DIM_STEP = 32  # FlashAttention-2 has kernels for such head sizes and pads others to the next (its README, 2023)
-
-# Kinds of products and the kind whose kernels they run most alike; all others stream.
-_BASES = {
-    "linear_dgrad": "linear",
-    "linear_wgrad": "linear",
-    "batched_matmul": "linear",
-    "grouped_linear": "linear",
-    "grouped_linear_dgrad": "grouped_linear",
-    "grouped_linear_wgrad": "grouped_linear",
-    "attention_backward": "attention",
-    "flash1_attention": "flash2_attention",
-    "flash1_attention_backward": "flash2_attention_backward",
-    "flash2_attention": "attention",
-    "flash2_attention_backward": "attention_backward",
-    "mla_attention": "attention",
-    "mla_attention_backward": "mla_attention",
-}
-_STREAMING = "add"
 
 
 @dataclass(frozen=True)
@@ -63,62 +47,39 @@ class Ratio:
 
 def dtype_class(op: Op, hardware: Hardware) -> str:
     """What of a GPU op's precision changes its kernels: empty but for products that are not in 16 bits."""
-    tiled = op.family in ("gemm", "batched_gemm", "grouped_gemm", "attention", "latent_attention")
-    return op.dtype if tiled and hardware.kind == "gpu" and DTYPE_BYTES[op.dtype] != 2 else ""
+    products = op.record.bound == "compute"
+    return op.dtype if products and hardware.kind == "gpu" and DTYPE_BYTES[op.dtype] != 2 else ""
 
 
 def base_of(op: Op, hardware: Hardware) -> Op | None:
     """The op whose efficiency tells most about one of a kind that was not measured; None: nothing but the roofline."""
     if dtype_class(op, hardware):
         return Op(op.kind, op.dims, "bf16")
-    kind = _BASES.get(op.kind)
-    if kind is not None:
-        return Op(kind, _base_dims(op), op.dtype)
-    if op.family in ("host", "transfer") or op.kind == _STREAMING:
+    kind = op.record
+    if not kind.base:
         return None
-    if op.kind.endswith("_backward") and op.kind != "embedding_backward":
-        return Op(op.kind.removesuffix("_backward"), op.dims, op.dtype)
+    if kind.base != STREAMED:
+        return Op(kind.base, kind.base_dims(*op.dims), op.dtype)
     dtype = "bf16"
-    per_element = OP_KINDS[_STREAMING].elements(1) * DTYPE_BYTES[dtype]
-    return Op(_STREAMING, (max(round(op.num_bytes / per_element), 1),), dtype)
-
-
-def _base_dims(op: Op) -> tuple[int, ...]:
-    """Dims of a base whose output and inner size are those of the op, or of one of its products."""
-    dims = op.dims
-    match op.kind:
-        case "linear_dgrad":
-            m, n, k = dims
-            return m, k, n
-        case "linear_wgrad":
-            m, n, k = dims
-            return n, k, m
-        case "batched_matmul":
-            batch, m, n, k = dims
-            return batch * m, n, k
-        case "grouped_linear":  # one product after another
-            groups, m, n, k = dims
-            return max(m // max(groups, 1), 1), n, k
-        case "grouped_linear_dgrad":
-            groups, m, n, k = dims
-            return groups, m, k, n
-        case "mla_attention":
-            batch, heads, q_len, kv_len, qk_dim, v_dim, causal = dims
-            return batch, heads, heads, q_len, kv_len, (qk_dim + v_dim) // 2, causal
-    return dims
+    per_element = OP_KINDS[STREAMED].elements(1) * DTYPE_BYTES[dtype]
+    return Op(STREAMED, (max(round(op.num_bytes / per_element), 1),), dtype)
 
 
 def as_run(op: Op, hardware: Hardware) -> Op:
     """The op that a GPU's library runs for it: an attention with its head size padded."""
-    if op.family != "attention" or hardware.kind != "gpu" or op.dims[5] % HEAD_DIM_STEP == 0:
+    kind = op.record
+    if not kind.padded or hardware.kind != "gpu":
         return op
     dims = list(op.dims)
-    dims[5] += -dims[5] % HEAD_DIM_STEP
+    padded = kind.dim_names.index(kind.padded)
+    if dims[padded] % HEAD_DIM_STEP == 0:
+        return op
+    dims[padded] += -dims[padded] % HEAD_DIM_STEP
     return Op(op.kind, tuple(dims), op.dtype)
 
 
 def least_seconds(op: Op, hardware: Hardware) -> float:
     """What an op takes at least on a GPU whose memory has to move all that its caches cannot hold."""
-    if hardware.kind != "gpu" or op.family in ("host", "transfer"):
+    if hardware.kind != "gpu" or op.record.bound in ("host_memory", "host_link"):
         return 0.0
     return (op.num_bytes - CACHED_BYTES) / (BEST_STREAM * hardware.memory_bandwidth_bytes_per_s)

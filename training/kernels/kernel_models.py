@@ -10,16 +10,15 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.box_spec import HARDWARE as BOX
 from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.op import OP_KINDS, Op
+from stepsight.dataset.op import OP_KINDS, Op, OpKind
 from stepsight.dataset.physics import roofline_seconds
-from stepsight.features.op_features import OP_FEATURES, OP_TERMS, op_features, op_position, op_terms
+from stepsight.features.op_features import OP_TERMS, op_feature_names, op_features, op_position, op_terms
 from stepsight.training.kernels.derived_kinds import Ratio, as_run, base_of, dtype_class, least_seconds
 from stepsight.training.regression.fitted_physics import Bounds
 from stepsight.training.regression.regressor import Regressor, SignatureRows, fit_regressor
 
 Array = NDArray[np.float64]
 
-STREAMING = ("norm", "elementwise")  # families whose time grows with their first dim, elements or rows, once it is long
 OUTSIDE = 0.7  # log units beyond the measured range from which an op counts as unsupported: twice the largest size
 
 
@@ -37,6 +36,7 @@ def op_rows(
         np.broadcast_to(np.asarray(busy, float), (len(ops),)).copy(),
         tuple(op_position(op) for op in ops),
         op_features(ops, hardware, busy, variants),
+        op_feature_names(),
     )
 
 
@@ -54,14 +54,14 @@ def num_axes(label: str) -> int:
 SCORES_OF_GPU = 0.25  # part of the time to stream attention scores that a fused kernel is thought to take for them
 
 
-def op_bounds(hardware: Hardware, family: str) -> Bounds:
+def op_bounds(hardware: Hardware, kind: OpKind) -> Bounds:
     """What physics allows on this hardware, in seconds per unit of ``OP_TERMS``.
 
     Nothing computes faster than twice the stated peak; caches may outrun memory by fifty; an op costs between
     0.1 microseconds and 3 ms of overhead.  A GPU's fused attention keeps its scores in registers: where a single head
     size was measured, the prior says how little of its time is theirs (a rule of thumb).
     """
-    fused = hardware.kind == "gpu" and family in ("attention", "latent_attention")
+    fused = hardware.kind == "gpu" and kind.keeps_second_operand
     flop = 1.0 / max(hardware.peak_flops.values())
     byte = 1.0 / hardware.memory_bandwidth_bytes_per_s
     return Bounds(
@@ -143,7 +143,7 @@ class KernelModel:
         (itself if it is no longer), and how often it goes.
         """
         kind = label(op.kind, op, self.hardware)
-        if not self.derives or op.family not in STREAMING or kind not in self.regressor.support:
+        if not self.derives or not op.record.streams or kind not in self.regressor.support:
             return op, 1.0
         most = max(round(float(np.exp(self.regressor.support[kind][1][0]))), 1)
         if op.dims[0] <= most:
@@ -194,6 +194,5 @@ def fit_kernels(
     ``judged``: whether errors are wanted where nothing depends on them; see ``fit_regressor``.
     """
     rows = op_rows(ops, hardware, busy, variants)
-    families = dict(zip(rows.kinds, (op.family for op in ops), strict=True))
-    bounds = {kind: op_bounds(hardware, family) for kind, family in families.items()}
-    return KernelModel(hardware, fit_regressor(rows, seconds, bounds, OP_FEATURES, seed, judged=judged))
+    bounds = {kind: op_bounds(hardware, op.record) for kind, op in zip(rows.kinds, ops, strict=True)}
+    return KernelModel(hardware, fit_regressor(rows, seconds, bounds, seed, judged=judged))

@@ -25,7 +25,6 @@ from stepsight.simulator.schedules import Schedule, write_schedule
 from stepsight.training.measured.planning import run_name
 
 FP32_BYTES = 4
-REAL = ("add", "copy", "elementwise", "fill", "reduce")  # kinds that cost a box's ranks so little that nobody sleeps
 SHORTEST_BLOCK_S = 0.08  # forward and backward of a layer of one micro-batch; below, the cores disturb each other
 _TABLES = ("zb-h1",)  # schedules that torch has no class for
 
@@ -36,7 +35,7 @@ class SleepingLatency(RooflineLatency):
     def op_seconds(self, ops: Sequence[Op]) -> Seconds:
         seconds = super().op_seconds(ops)
         idle = self.hardware.op_latency_s
-        return seconds - np.array([idle * (op.kind in REAL) for op in ops], dtype=np.float64)
+        return seconds - np.array([idle * (not op.record.slept) for op in ops], dtype=np.float64)
 
 
 def sleeps_of(job: Job, latency: LatencyModel) -> dict[str, Any]:
@@ -128,7 +127,7 @@ def _block(block: Block, seconds: dict[Op, float]) -> list[dict[str, Any]]:
 
 
 def _items(items: Sequence[Item], seconds: dict[Op, float]) -> list[list[Any]]:
-    return [_item(item, seconds) for item in items if not (isinstance(item, Op) and item.kind in REAL)]
+    return [_item(item, seconds) for item in items if not (isinstance(item, Op) and not item.record.slept)]
 
 
 def _item(item: Item, seconds: dict[Op, float]) -> list[Any]:

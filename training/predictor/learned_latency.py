@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 Seconds = NDArray[np.float64]
 MAX_PROGRAMS, MAX_WORKS = 4096, 100_000  # that a latency model remembers
-BY_CLOCK = ("gemm", "batched_gemm", "grouped_gemm", "attention", "latent_attention")  # whose time the clock decides
 FASTER, SLOWER, SLOWEST_S = 10.0, 1e6, 100.0  # than peaks and bandwidths say; a latency
 T = TypeVar("T", Op, Collective)
 
@@ -76,7 +75,9 @@ class LearnedLatency:
 
     def _ask_kernel(self, ops: Sequence[Op]) -> Seconds:
         """Seconds of each op by the kernel model, on the slowest of the devices that move in step."""
-        return self._kernel.seconds(ops, self.busy) * [self._slowest if op.family in BY_CLOCK else 1.0 for op in ops]
+        return self._kernel.seconds(ops, self.busy) * [
+            self._slowest if op.record.bound == "compute" else 1.0 for op in ops
+        ]
 
     def _known(self, memo: Memo[T, float], works: Sequence[T], ask: Callable[[Sequence[T]], Seconds]) -> Seconds:
         """Seconds of each work; what the memo lacks is asked for once and corrected by the constants."""

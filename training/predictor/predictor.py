@@ -28,9 +28,10 @@ from stepsight.dataset.errors import PredictorError
 from stepsight.dataset.files import new_folder, set_aside, write_json
 from stepsight.dataset.hardware import Fabric, Hardware, hardware_from_dict
 from stepsight.dataset.job import Job
-from stepsight.dataset.op import OP_KINDS, Collective, Op
-from stepsight.features.collective_features import COLLECTIVE_AXES, COLLECTIVE_FEATURES
-from stepsight.features.op_features import OP_FEATURES
+from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
+from stepsight.features.collective_features import COLLECTIVE_AXES, COLLECTIVE_FEATURES, COLLECTIVE_TERMS
+from stepsight.features.nccl_features import NCCL_TERMS
+from stepsight.features.op_features import OP_TERMS, op_feature_names
 from stepsight.training.calibration.corrections import Calibration
 from stepsight.training.collectives.collective_models import BOUNDS, NCCL_BOUNDS, CollectiveModel
 from stepsight.training.intervals.conformal import Intervals
@@ -49,6 +50,7 @@ from stepsight.training.predictor.predictor_manifest import (
     texts,
     write_manifest,
 )
+from stepsight.training.predictor.saved_features import check_described, described
 from stepsight.training.regression.regressor import Regressor
 from stepsight.training.regression.trees import Trees
 
@@ -172,7 +174,11 @@ class Predictor:
                     file = f"{name}.{label.replace('/', '-')}.txt.gz"
                     (new / file).write_bytes(gzip.compress(model.text.encode(), mtime=0))
                     trees[label] = {"file": file, "share": model.share}
-                more = _derived_to_dict(self.kernel) if name == "kernel" else _library_to_dict(self.collective)
+                if name == "kernel":
+                    more = _derived_to_dict(self.kernel) | described(regressor.physics, OP_TERMS, OP_KINDS)
+                else:
+                    terms = _collective_terms(self.collective.nccl)
+                    more = _library_to_dict(self.collective) | described(regressor.physics, terms, COLLECTIVE_KINDS)
                 write_json(new / f"{name}.json", {**regressor.to_dict(), **more, "trees": trees})
             write_json(
                 new / "intervals.json",
@@ -234,8 +240,8 @@ class Predictor:
                 f"{folder}: manifest.json and hardware.json must name the same hardware, "
                 f"got {manifest['hardware']!r:.80} and {hardware.name!r:.80}"
             )
-        kernel = read_part(folder / "kernel.json", partial(_kernel, folder, hardware))
-        collective = read_part(folder / "collective.json", partial(_collective, folder))
+        kernel = read_part(folder / "kernel.json", partial(_op_regressor, folder, hardware))
+        collective = read_part(folder / "collective.json", partial(_collective_regressor, folder))
         derives, ratios = read_part(folder / "kernel.json", _derived)
         nccl, carried = read_part(folder / "collective.json", _library)
         tables = read_part(folder / "intervals.json", dict)
@@ -268,24 +274,30 @@ def _text(folder: Path, name: Any) -> str:
         raise PredictorError(f"every file of a predictor must be readable, got {path}: {reason(error)}") from None
 
 
-def _kernel(folder: Path, hardware: Hardware, table: dict[str, Any]) -> Regressor:
-    regressor = _regressor(folder, len(OP_FEATURES), table)
-    regressor.check(num_axes, lambda label: op_bounds(hardware, OP_KINDS[label.split("/")[0]].family))
+def _op_regressor(folder: Path, hardware: Hardware, table: dict[str, Any]) -> Regressor:
+    check_described(table, OP_TERMS, OP_KINDS)
+    regressor = _regressor(folder, table, op_feature_names())
+    regressor.check(num_axes, lambda label: op_bounds(hardware, OP_KINDS[label.split("/")[0]]))
     return regressor
 
 
-def _collective(folder: Path, table: dict[str, Any]) -> Regressor:
-    regressor = _regressor(folder, len(COLLECTIVE_FEATURES), table)
-    bounds = NCCL_BOUNDS if table.get("nccl") else BOUNDS
-    regressor.check(lambda label: COLLECTIVE_AXES, lambda label: bounds)
+def _collective_regressor(folder: Path, table: dict[str, Any]) -> Regressor:
+    nccl = bool(table.get("nccl"))
+    check_described(table, _collective_terms(nccl), COLLECTIVE_KINDS)
+    regressor = _regressor(folder, table, COLLECTIVE_FEATURES)
+    regressor.check(lambda label: COLLECTIVE_AXES, lambda label: NCCL_BOUNDS if nccl else BOUNDS)
     return regressor
 
 
-def _regressor(folder: Path, num_features: int, table: dict[str, Any]) -> Regressor:
+def _collective_terms(nccl: bool) -> tuple[str, ...]:
+    return NCCL_TERMS if nccl else COLLECTIVE_TERMS
+
+
+def _regressor(folder: Path, table: dict[str, Any], features: tuple[str, ...]) -> Regressor:
     trees = {}
     for label, model in table["trees"].items():
         trees[label] = Trees(_text(folder, model["file"]), float(model["share"]))
-        trees[label].check(num_features)
+        trees[label].check(features)
     return Regressor.from_dict(table, trees)
 
 

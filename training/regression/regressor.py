@@ -39,7 +39,8 @@ class SignatureRows:
         terms: Physical quantities, ``(rows, terms)``.
         busy: Devices of a node that compute at once, ``(rows,)``.
         positions: Where each row lies among its kind, one array ``(axes,)`` per row.
-        features: For the trees, ``(rows, features)``.
+        features: For the trees, ``(rows, len(names))``.
+        names: Of the features.
     """
 
     kinds: tuple[str, ...]
@@ -48,6 +49,7 @@ class SignatureRows:
     busy: Array
     positions: tuple[Array, ...]
     features: Array
+    names: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.kinds)
@@ -60,6 +62,7 @@ class SignatureRows:
             self.busy[index],
             tuple(self.positions[i] for i in index),
             self.features[index],
+            self.names,
         )
 
     def key(self, index: int) -> Key:
@@ -130,7 +133,7 @@ class Regressor:
             trees = self.trees.get(rows.families[index[0]])
             if trees is not None:
                 excess = np.array([self._excess_of_trees(kind, rows.positions[i]) for i in index])
-                log_seconds[index] += trees.predict(rows.features[index]) * np.exp(-excess / FADE)
+                log_seconds[index] += trees.predict(rows.features[index], rows.names) * np.exp(-excess / FADE)
         return log_seconds
 
     def with_share(self, share: float) -> Regressor:
@@ -214,13 +217,7 @@ def _check_positions(name: str, positions: Array, num_axes: int) -> None:
 
 
 def fit_regressor(
-    rows: SignatureRows,
-    seconds: Array,
-    bounds: Mapping[str, Bounds],
-    names: tuple[str, ...],
-    seed: int,
-    *,
-    judged: bool = True,
+    rows: SignatureRows, seconds: Array, bounds: Mapping[str, Bounds], seed: int, *, judged: bool = True
 ) -> Regressor:
     """Fit every layer; trees and reach of the neighbours are chosen per family by cross-validation.
 
@@ -228,7 +225,6 @@ def fit_regressor(
         rows: Measured signatures; the same signature may occur with several numbers of busy devices.
         seconds: Measured, ``(rows,)``, all > 0.
         bounds: Physical range of the constants, by kind.
-        names: Names of the features.
         seed: Of folds and trees.
         judged: Whether errors and what was left out are wanted of families with so many rows that nothing is chosen.
     """
@@ -242,12 +238,12 @@ def fit_regressor(
         own, measured = rows.take(index), seconds[index]
         share, length = 1.0, LENGTHS[0]
         if judged or len(own) < MANY_ROWS:
-            share, length, off = _choose(own, measured, bounds, names, seed)
+            share, length, off = _choose(own, measured, bounds, seed)
             errors[family] = float(np.abs(off).mean())
             left_out |= {own.key(i): float(measured[i] * np.exp(off[i])) for i in range(len(own))}
         fitted = _fit_physics(own, measured, bounds)
         if share:
-            fitted = _with_trees(fitted, own, measured, names, seed).with_share(share)
+            fitted = _with_trees(fitted, own, measured, seed).with_share(share)
         physics |= fitted.physics
         trees |= fitted.trees
         support |= fitted.support
@@ -269,15 +265,13 @@ def _fit_physics(rows: SignatureRows, seconds: Array, bounds: Mapping[str, Bound
     return Regressor(physics, {}, {}, support)
 
 
-def _with_trees(fitted: Regressor, rows: SignatureRows, seconds: Array, names: tuple[str, ...], seed: int) -> Regressor:
+def _with_trees(fitted: Regressor, rows: SignatureRows, seconds: Array, seed: int) -> Regressor:
     """Physics of one family and trees on what it leaves."""
     residual = np.log(seconds) - fitted.log_without_neighbours(rows)
-    return replace(fitted, trees={rows.families[0]: fit_trees(rows.features, residual, names, seed)})
+    return replace(fitted, trees={rows.families[0]: fit_trees(rows.features, residual, rows.names, seed)})
 
 
-def _choose(
-    rows: SignatureRows, seconds: Array, bounds: Mapping[str, Bounds], names: tuple[str, ...], seed: int
-) -> tuple[float, float, Array]:
+def _choose(rows: SignatureRows, seconds: Array, bounds: Mapping[str, Bounds], seed: int) -> tuple[float, float, Array]:
     """The trees' share, how far neighbours reach, and ``log(predicted / measured)`` of signatures left out.
 
     A table of many rows is left to its trees: physics alone is far behind, and neighbours take a part of it at most.
@@ -294,7 +288,7 @@ def _choose(
         kept, left_out = rows.take(train), rows.take(test)
         bare = _fit_physics(kept, seconds[train], bounds)
         if any(shares):
-            bare = _with_trees(bare, kept, seconds[train], names, seed)
+            bare = _with_trees(bare, kept, seconds[train], seed)
         for share in shares:
             fitted = bare.with_share(share)
             predicted = fitted.log_without_neighbours(left_out)

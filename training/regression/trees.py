@@ -5,6 +5,7 @@ A handful of small trees is faster to walk in numpy than LightGBM is to import, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import PredictorError
+from stepsight.features.named_columns import check_known, columns_of
 
 Array = NDArray[np.float64]
 
@@ -66,6 +68,7 @@ _HEADER = (
     "feature_infos",
 )
 _KEPT = ("num_leaves", "num_cat", "split_feature", "threshold", "decision_type", "left_child", "right_child")
+_NAMES = "feature_names="
 _DIGITS = 7  # of thresholds and leaves: far below any noise, and a third of the text
 
 
@@ -146,11 +149,32 @@ class Trees:
         )
         return forest, roots, sum(float(np.abs(tree.leaf).max()) for tree in trees)
 
-    def check(self, num_features: int) -> None:
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the features that splits are numbered by."""
+        header = self.text.split("\nTree=", 1)[0].splitlines()
+        found = next((line for line in header if line.startswith(_NAMES)), _NAMES)
+        return tuple(found.removeprefix(_NAMES).split())
+
+    @cached_property
+    def _read(self) -> NDArray[np.int64]:
+        """Numbers of the features that splits read, in order."""
+        read = np.unique(self._packed[0].feature)
+        if len(read) and read[-1] >= len(self.names):
+            raise PredictorError(
+                f"a regressor must name every feature that it reads, got {len(self.names)} names and a split on "
+                f"feature {read[-1]}"
+            )
+        return read
+
+    def check(self, names: Sequence[str]) -> None:
         """Read the text now.
 
+        Args:
+            names: Of the features that there are.
+
         Raises:
-            PredictorError: If it is no LightGBM model that can be evaluated here on so many features.
+            PredictorError: If it is no LightGBM model that can be evaluated here on these features.
         """
         if not 0 < self.share <= 1:
             raise PredictorError(f"0 < share <= 1 must hold for trees, got {self.share}")
@@ -162,12 +186,19 @@ class Trees:
             raise PredictorError(
                 f"thresholds must be finite and leaves add up to at most {MOST_SUM:g}, got {largest:g}"
             )
-        most = int(forest.feature.max(initial=-1))
-        if most >= num_features:
-            raise PredictorError(f"a regressor must be for {num_features} features, got a split on feature {most}")
+        check_known([self.names[index] for index in self._read], names, "a regressor")
 
-    def predict(self, features: Array) -> Array:
-        """Share of the sum of all trees for each row, shape ``(rows,)``."""
+    def predict(self, features: Array, names: tuple[str, ...]) -> Array:
+        """Share of the sum of all trees for each row, shape ``(rows,)``.
+
+        Args:
+            features: ``(rows, len(names))``.
+            names: Of the columns; the trees read theirs by name.
+        """
+        if names != self.names:
+            own = np.zeros((len(features), len(self.names)))
+            own[:, self._read] = features[:, columns_of([self.names[i] for i in self._read], names, "a regressor")]
+            features = own
         most = max(1, _WALKS // max(len(self._packed[1]), 1))
         parts = [self._walk(features[start : start + most]) for start in range(0, len(features), most)]
         return np.concatenate([np.zeros(0), *parts])

@@ -1,0 +1,51 @@
+"""Kinds of ops and of collectives: one record for each, which everything else derives from.
+
+A record stands in the module of its family.  A module of its own is one more line below.
+"""
+
+from __future__ import annotations
+
+from stepsight.dataset.kinds import (
+    attention_kinds,
+    collective_kinds,
+    elementwise_kinds,
+    expert_kinds,
+    gemm_kinds,
+    optimizer_kinds,
+    row_kinds,
+    transfer_kinds,
+)
+from stepsight.dataset.kinds.collective_kind import CollectiveKind
+from stepsight.dataset.kinds.kind_table import KindTable
+from stepsight.dataset.kinds.op_kind import STREAMED, OpKind
+
+__all__ = [
+    "COLLECTIVE_KINDS",
+    "OP_KINDS",
+    "STREAMED",
+    "CollectiveKind",
+    "OpKind",
+    "register_collective_kind",
+    "register_op_kind",
+    "registered_collective_kind",
+    "registered_op_kind",
+]
+
+_FAMILIES = (
+    gemm_kinds,
+    attention_kinds,
+    row_kinds,
+    elementwise_kinds,
+    expert_kinds,
+    optimizer_kinds,
+    transfer_kinds,
+)
+_names: set[str] = set()
+_ops = KindTable[OpKind]("op kind", (kind for family in _FAMILIES for kind in family.KINDS), _names)
+_collectives = KindTable[CollectiveKind]("collective kind", collective_kinds.KINDS, _names)
+
+OP_KINDS = _ops.by_name
+COLLECTIVE_KINDS = _collectives.by_name
+
+register_op_kind, registered_op_kind = _ops.register, _ops.registered
+register_collective_kind, registered_collective_kind = _collectives.register, _collectives.registered

@@ -1,0 +1,82 @@
+"""Element-wise ops, copies and sums: their one dim counts the elements of one operand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from stepsight.dataset.kinds.call_dims import dropout, first, largest
+from stepsight.dataset.kinds.op_kind import Dims, OpKind
+
+
+def _named(names: str, dims: Callable[..., Dims | None] = largest) -> Mapping[str, Callable[..., Dims | None]]:
+    """Calls by their names; those without a namespace are PyTorch's."""
+    return {name if "::" in name else f"aten::{name}": dims for name in names.split()}
+
+
+def _elementwise(name: str, code: int, flops: float, moved: float, **more: Any) -> OpKind:
+    """An element-wise kind; ``flops`` and ``moved``: FLOP and elements read and written for each element."""
+    return OpKind(
+        name=name,
+        family="elementwise",
+        dim_names=("numel",),
+        flops=lambda n: flops * n,
+        elements=lambda n: moved * n,
+        code=code,
+        streams=True,
+        **more,
+    )
+
+
+_OTHERS = (
+    "mul mul_ div div_ exp log log2 neg abs sqrt rsqrt reciprocal pow where sigmoid sigmoid_ "
+    "sigmoid_backward silu silu_ silu_backward tanh tanh_backward relu relu_ threshold_backward softplus masked_fill "
+    "masked_fill_ eq ne lt gt le ge logical_not logical_and logical_or bitwise_and bitwise_or bitwise_not "
+    "clamp clamp_ clamp_min maximum minimum sin cos erf isnan isfinite isinf addcmul addcmul_ addcdiv "
+    "addcdiv_ lerp lerp_ square sign floor ceil round remainder _softmax _softmax_backward_data tril triu "
+    "tril_ triu_ scatter scatter_ scatter_add scatter_add_ index_add index_add_ index_put_ _index_put_impl_ "
+    "arange random_ normal_ uniform_ bernoulli_ exponential_ _foreach_mul_ _foreach_mul _foreach_div_ "
+    "_foreach_addcmul_ _foreach_addcdiv_ _foreach_lerp_ _foreach_sqrt "
+    "_amp_foreach_non_finite_check_and_unscale_"
+)
+_COPIES = (
+    "copy_ clone _to_copy cat stack split_with_sizes_copy index_select gather index repeat "
+    "repeat_interleave flip roll _foreach_copy_ fsdp::split_with_sizes_copy "
+    "slice_backward select_backward constant_pad_nd torch::distributed::reducer::mul_out"
+)
+_SUMS = (
+    "mean max amax min amin any all argmax argmin logsumexp norm linalg_vector_norm prod var std var_mean "
+    "cumsum count_nonzero"
+)
+
+KINDS = (
+    _elementwise("gelu", 16, 10.0, 2.0, calls=_named("gelu", first)),
+    _elementwise("gelu_backward", 17, 15.0, 3.0, base="gelu", calls=_named("gelu_backward", first)),
+    _elementwise("swiglu", 18, 6.0, 3.0),
+    _elementwise("swiglu_backward", 19, 12.0, 5.0, base="swiglu"),
+    _elementwise("rope", 20, 4.0, 2.0),
+    _elementwise("rope_backward", 21, 4.0, 2.0, base="rope"),
+    _elementwise(  # the mask takes a byte, half of an element in 16 bits
+        "dropout", 22, 2.0, 2.5, calls={**_named("native_dropout"), **_named("dropout", dropout)}
+    ),
+    _elementwise("dropout_backward", 23, 1.0, 2.5, base="dropout", calls=_named("native_dropout_backward")),
+    _elementwise(
+        "add", 24, 1.0, 3.0, base="", slept=False, calls=_named("add add_ sub sub_ rsub _foreach_add_ _foreach_add")
+    ),
+    _elementwise(
+        "copy",
+        25,
+        0.0,
+        2.0,
+        slept=False,
+        calls={**_named(_COPIES), **_named("fsdp::all_gather_copy_in fsdp::chunk_cat _chunk_cat", first)},
+    ),
+    _elementwise("fill", 26, 0.0, 1.0, slept=False, calls=_named("fill_ zero_ _foreach_zero_")),
+    _elementwise("reduce", 27, 1.0, 1.0, slept=False, calls=_named(_SUMS)),
+    _elementwise("elementwise", 28, 1.0, 2.0, slept=False, calls=_named(_OTHERS)),
+    _elementwise("relu", 42, 1.0, 2.0),
+    _elementwise("relu_backward", 43, 1.0, 3.0, base="relu"),
+    _elementwise("geglu", 44, 11.0, 3.0),
+    _elementwise("geglu_backward", 45, 17.0, 5.0, base="geglu"),
+    _elementwise("cast", 51, 0.0, 3.0),  # from the 16 bits that the op's dtype says to fp32, or back
+)
