@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.graph_data import relation_pairs
 from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.kinds import kinds_version
 from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS, CollectiveKind, Op, OpKind
 from stepsight.dataset.physics import roofline_seconds
 from stepsight.dataset.program import Dependency, Program
@@ -68,6 +69,11 @@ def _log(value: Array, unit: float, scale: float = 4.0) -> Array:
 
 def node_feature_names() -> tuple[str, ...]:
     """Names of all features of a node: its kind, its stream, the label of its program, and numbers."""
+    return _names(kinds_version())
+
+
+@lru_cache(maxsize=4)
+def _names(version: tuple[int, int]) -> tuple[str, ...]:
     kinds = (*sorted(OP_KINDS.values(), key=_code), *sorted(COLLECTIVE_KINDS.values(), key=_code))
     return (*(f"{_KIND}{kind.name}" for kind in kinds), *_AFTER_KINDS)
 

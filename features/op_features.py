@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.kinds import kinds_version
 from stepsight.dataset.op import DTYPE_BYTES, OP_KINDS, Op
 from stepsight.dataset.physics import roofline_seconds
 from stepsight.features.tiles import TILE_FEATURES, tile_features
@@ -26,11 +27,12 @@ _DIMS = len(_BEFORE_DIMS)
 
 def op_feature_names() -> tuple[str, ...]:
     """Names of the columns of ``op_features``: as many dims as the kind with the most of them has."""
-    return _names(max(len(kind.dim_names) for kind in OP_KINDS.values()))
+    return _names(kinds_version())
 
 
-@lru_cache(maxsize=16)
-def _names(num_dims: int) -> tuple[str, ...]:
+@lru_cache(maxsize=4)
+def _names(version: tuple[int, int]) -> tuple[str, ...]:
+    num_dims = max(len(kind.dim_names) for kind in OP_KINDS.values())
     return (*_BEFORE_DIMS, *(f"log_dim{i}" for i in range(num_dims)), *_AFTER_DIMS)
 
 

@@ -35,6 +35,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from .ops.collective_calls import WRAPPED
+
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -150,7 +152,7 @@ def install() -> None:
     if _recorder.installed:
         return
     _recorder.installed = True
-    for name, (kind, tensor, direction) in _WRAPPED.items():
+    for name, (kind, tensor, direction) in WRAPPED.items():
         original = getattr(c10d, name, None)
         if original is None:  # newer or older PyTorch
             continue
@@ -210,17 +212,3 @@ def _ranks(called: dict[str, Any], group: dist.ProcessGroup, direction: str) -> 
         peer = members[called[local]]
     pair = (dist.get_rank(), peer) if direction == "send" else (peer, dist.get_rank())
     return ",".join(map(str, pair))
-
-
-# c10d function -> (kind of collective, parameter that holds the full buffer, direction of a point-to-point)
-_WRAPPED = {
-    "all_reduce": ("all_reduce", "tensor", ""),
-    "all_gather_into_tensor": ("all_gather", "output_tensor", ""),
-    "all_gather_single": ("all_gather", "output_tensor", ""),
-    "reduce_scatter_tensor": ("reduce_scatter", "input", ""),
-    "reduce_scatter_single": ("reduce_scatter", "input", ""),
-    "all_to_all_single": ("all_to_all", "input", ""),
-    "broadcast": ("broadcast", "tensor", ""),
-    "isend": ("send_recv", "tensor", "send"),
-    "irecv": ("send_recv", "tensor", "recv"),
-}

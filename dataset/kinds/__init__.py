@@ -25,6 +25,7 @@ __all__ = [
     "STREAMED",
     "CollectiveKind",
     "OpKind",
+    "kinds_version",
     "register_collective_kind",
     "register_op_kind",
     "registered_collective_kind",
@@ -46,6 +47,12 @@ _collectives = KindTable[CollectiveKind]("collective kind", collective_kinds.KIN
 
 OP_KINDS = _ops.by_name
 COLLECTIVE_KINDS = _collectives.by_name
+
+
+def kinds_version() -> tuple[int, int]:
+    """Number of changes of op kinds and of collective kinds so far, by which others keep what they derive from them."""
+    return _ops.version, _collectives.version
+
 
 register_op_kind, registered_op_kind = _ops.register, _ops.registered
 register_collective_kind, registered_collective_kind = _collectives.register, _collectives.registered

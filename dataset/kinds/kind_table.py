@@ -35,11 +35,16 @@ class KindTable(Generic[K]):
         noun: What the kinds are, for messages: ``"op kind"``.
         built_in: Kinds of the package, which stay.
         names: Names of all kinds; tables that share it have no name in common.
+
+    Attributes:
+        by_name: The kinds, as they are at any time.
+        version: Number of changes so far, by which others keep what they derive from the kinds.
     """
 
     def __init__(self, noun: str, built_in: Iterable[K], names: set[str]) -> None:
         self._noun = noun
         self._names = names
+        self.version = 0
         self._kinds: dict[str, K] = {}
         self.by_name: Mapping[str, K] = MappingProxyType(self._kinds)
         for kind in sorted(built_in, key=lambda kind: kind.code):
@@ -64,6 +69,7 @@ class KindTable(Generic[K]):
                 )
         self._kinds[kind.name] = kind
         self._names.add(kind.name)
+        self.version += 1
         return kind
 
     def unregister(self, name: str) -> None:
@@ -76,6 +82,7 @@ class KindTable(Generic[K]):
             raise StepsightError(f"{self._noun}: only what was registered can be removed, got {name!r:.80}")
         del self._kinds[name]
         self._names.remove(name)
+        self.version += 1
 
     @contextmanager
     def registered(self, kind: K) -> Iterator[K]:

@@ -6,9 +6,11 @@ import json
 import math
 from typing import Any
 
+from stepsight.dataset.kinds.call_dims import count
+from stepsight.dataset.kinds.collective_names import nccl_names
 from stepsight.dataset.op import Collective
 from stepsight.dataset.program import Dependency
-from stepsight.dataset.readers.classify import ELEMENT_BYTES, count
+from stepsight.dataset.readers.classify import ELEMENT_BYTES
 from stepsight.dataset.readers.kineto_events import Event
 from stepsight.dataset.readers.placement import Placement
 from stepsight.dataset.readers.sweep import Call, Swept, Work, orphan
@@ -17,27 +19,6 @@ from stepsight.dataset.trace import Rendezvous
 StreamNames = dict[tuple[Any, Any], str]  # by device and stream
 _MOST_GAP_US = 3.0  # that a device leaves between kernels on its own account
 _SPIN = "spin_kernel"  # torch's, by which a stand-in lets the time of a collective pass
-
-# NCCL's and PyTorch's names of a collective -> ours, and which side of it is the full buffer.
-_KINDS = {
-    "allreduce": ("all_reduce", "In"),
-    "all_reduce": ("all_reduce", "In"),
-    "allreduce_coalesced": ("all_reduce", "In"),
-    "allgather": ("all_gather", "Out"),
-    "all_gather": ("all_gather", "Out"),
-    "_allgather_base": ("all_gather", "Out"),
-    "_all_gather_base": ("all_gather", "Out"),
-    "allgather_into_tensor_coalesced": ("all_gather", "Out"),
-    "reduce_scatter": ("reduce_scatter", "In"),
-    "_reduce_scatter_base": ("reduce_scatter", "In"),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", "In"),
-    "all_to_all": ("all_to_all", "In"),
-    "all_to_allv": ("all_to_all", "In"),
-    "broadcast": ("broadcast", "In"),
-    "_broadcast_oop": ("broadcast", "In"),
-    "send": ("send_recv", "In"),
-    "recv": ("send_recv", "Out"),
-}
 
 
 def device_work(swept: Swept, names: StreamNames, world_size: int, placement: Placement) -> list[Work]:
@@ -118,7 +99,7 @@ def _collective(
         assert comm is not None
         kind, num_bytes = str(comm.values["kind"]), int(comm.values["num_bytes"])
     else:
-        kind, side = _KINDS.get(str(values.get("Collective name", "")), ("", ""))
+        kind, side = nccl_names().get(str(values.get("Collective name", "")), ("", ""))
         if not kind:
             return None
         if f"{side} msg nelems" not in values:  # records of old: the shape of one side alone

@@ -8,23 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.kinds.collective_names import gloo_spans
 from stepsight.dataset.op import Collective
 from stepsight.dataset.readers.placement import Placement
 from stepsight.dataset.readers.sweep import Call, Swept, Work
 from stepsight.dataset.trace import Rendezvous
 
 Intervals = NDArray[np.float64]
-
-# gloo's worker spans that may carry a collective (it runs reduce-scatter as an all-reduce).
-_CARRIERS = {
-    "all_reduce": ("all_reduce",),
-    "all_gather": ("all_gather", "_all_gather_base"),
-    "reduce_scatter": ("reduce_scatter", "_reduce_scatter_base", "all_reduce"),
-    "all_to_all": ("all_to_all",),
-    "broadcast": ("broadcast",),
-    "send": ("send",),
-    "recv": ("recv",),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +104,7 @@ class _Carriers:
 
     def take(self, kind: str, call: Call) -> tuple[float, float] | None:
         best: list[tuple[float, float]] | None = None
-        for name in _CARRIERS.get(kind, (kind,)):
+        for name in gloo_spans(kind):
             queue = self._queues.get(name, [])
             while queue and queue[-1][0] < call.start:  # older than the call: it belongs to none
                 queue.pop()

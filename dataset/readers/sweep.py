@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from stepsight.dataset.kinds.call_dims import count
+from stepsight.dataset.kinds.collective_names import c10d_calls
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.readers.classify import (
     ELEMENT_BYTES,
-    MERGED,
-    TABLE,
     Scope,
     annotated_op,
+    call_table,
     classify,
     classify_unknown,
-    count,
     intern_op,
 )
 from stepsight.dataset.readers.kineto_events import WEIGHTLESS, Event, Events, aten_names
@@ -29,14 +29,6 @@ _WRAPPERS = aten_names(
     "_pin_memory _nested_tensor_size conj conj_physical"
 )
 _BOOKKEEPING = ("autograd::", "torch::", "c10d::", "profiler::", "gloo:", "nccl:", "torch.distributed", "record_param")
-# c10d calls that a Python wrapper cannot see (DDP's): kind, input that holds the full buffer.
-_C10D = {
-    "c10d::allreduce_": ("all_reduce", 0),
-    "c10d::_allgather_base_": ("all_gather", 0),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
-    "c10d::alltoall_base_": ("all_to_all", 1),
-    "c10d::broadcast_": ("broadcast", 0),
-}
 _RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "runtime", "driver"})
 _HOST = frozenset({"cpu_op", "user_annotation", "python_function"})
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
@@ -151,6 +143,7 @@ def sweep(events: Events) -> Swept:
     out = Swept()
     threads: dict[Any, _Thread] = {}
     ends = events.end_us.tolist()
+    known_calls, communication = call_table(), c10d_calls()
     for row, start, end in zip(events.rows, events.start_us.tolist(), ends, strict=True):
         category = row.get("cat")
         if category == "cpu_op":
@@ -166,7 +159,7 @@ def sweep(events: Events) -> Swept:
                     _record_communication(thread, row, start, end)
                 continue  # within an op, or within a communication call, whose copies are its own
             name = row["name"]
-            if name in TABLE:
+            if name in known_calls:
                 _known_call(out, thread, row, start, end)
             elif name.startswith(_EVALUATE):
                 sequence = row.get("args", {}).get("Sequence number", -1)
@@ -174,7 +167,7 @@ def sweep(events: Events) -> Swept:
                 thread.scope_end = end
             elif name == "record_param_comms":
                 _record_communication(thread, row, start, end)
-            elif name in _C10D:
+            elif name in communication:
                 out.calls.append(_c10d_call(name, row.get("args", {}), start, end, tid))
                 thread.c10d_end = end
             elif start >= thread.maybe_end and _may_be_work(name):
@@ -226,7 +219,7 @@ def _known_call(out: Swept, thread: _Thread, row: Event, start: float, end: floa
         thread.maybe = None
     _commit(out, thread)
     last = thread.last
-    if last is not None and op.kind in MERGED and last.work == op:
+    if last is not None and op.record.in_parts and last.work == op:
         last.end, last.own = end, last.own + end - start
         thread.node, thread.node_end = last, end
         return
@@ -295,7 +288,7 @@ def _record_communication(thread: _Thread, row: Event, start: float, end: float)
 
 
 def _c10d_call(name: str, args: dict[str, Any], start: float, end: float, tid: Any) -> Call:
-    kind, index = _C10D[name]
+    kind, index = c10d_calls()[name]
     dims = args.get("Input Dims") or []
     shape = dims[index] if index < len(dims) else []
     types = args.get("Input type") or []

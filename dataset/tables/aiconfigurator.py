@@ -13,18 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from stepsight.dataset.bounded import read_parquet, reason
+from stepsight.dataset.kinds.collective_names import benchmark_names
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.tables.device_names import device_name
 from stepsight.dataset.tables.rows import Rows
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "fp8": "fp8", "fp8_block": "fp8"}
 _NCCL_BYTES = {"half": 2, "int8": 1}
-_NCCL_KINDS = {
-    "all_reduce": "all_reduce",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-}
 _FABRICS = {
     "a100-sxm-80gb": "dgx-a100",
     "h100-sxm-80gb": "dgx-h100",
@@ -105,11 +100,11 @@ def _moe(dtype: str, *cells: Any) -> Found:
 
 
 def _nccl(kind: str, dtype: str, num_gpus: int, elements: int) -> Found:
-    if kind not in _NCCL_KINDS:
+    if kind not in benchmark_names():
         return f"no collective kind for {kind}"
     if dtype not in _NCCL_BYTES:
         return f"collectives in {dtype}"
-    return Collective(_NCCL_KINDS[kind], elements * _NCCL_BYTES[dtype], num_gpus, num_gpus)
+    return Collective(benchmark_names()[kind], elements * _NCCL_BYTES[dtype], num_gpus, num_gpus)
 
 
 def _sizes(*sizes: int) -> tuple[int, ...]:

@@ -17,23 +17,15 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from stepsight.dataset.bounded import check_unpacked, read_unpacked, reason
+from stepsight.dataset.kinds.collective_names import benchmark_names
 from stepsight.dataset.op import Collective
 from stepsight.dataset.tables.device_names import device_name
 from stepsight.dataset.tables.rows import Line, Rows, read_csv, read_text
 
-_KINDS = {
-    "all_reduce": "all_reduce",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "sendrecv": "send_recv",
-}
 LOGS = r"\.(log|out|txt)(\.gz)?$"
 _OTHERS = ("reduce", "gather", "scatter", "hypercube", "alltoallv")
 _PARSED = ("collective", "n_ranks", "n_nodes", "device", "size_bytes", "time_us_oop", "time_us_ip")
 _RANK = re.compile(r"#\s+Rank\s+(\d+) .*? on\s+(\S+)\s+device\s+\d+ \[[^\]]*\]\s+(.+)")
-_TEST = re.compile(rf"({'|'.join((*_KINDS, *_OTHERS))})_perf")
 _LIBRARY = re.compile(r"nccl-library=(\d+)")
 _TYPES = "int8|uint8|int32|uint32|int64|uint64|half|float|double|bfloat16|fp8_e4m3|fp8_e5m2|f8e4m3|f8e5m2"
 _ROW = re.compile(rf"(?:\d+: )?\s*(\d+)\s+(\d+)\s+({_TYPES})\s+(.*)")
@@ -107,7 +99,8 @@ def _fabric(num_nodes: int, device: str, path: str) -> str:
 
 def _read_log(rows: Rows, path: str, log: str) -> None:
     """A log may hold several runs, each with its own header; a run that failed just ends."""
-    named = _TEST.search(PurePath(path).name)
+    tests = re.compile(rf"({'|'.join((*benchmark_names(), *_OTHERS))})_perf")
+    named = tests.search(PurePath(path).name)
     test, library, num_rows = named[1] if named else "", "", 0
     ranks: dict[int, tuple[str, str]] = {}
     where: _Where | None = None
@@ -121,7 +114,7 @@ def _read_log(rows: Rows, path: str, log: str) -> None:
             _add(rows, _Result(number, test, size, *_times(rows, number, size, row[4])), where)
             num_rows += 1
             continue
-        if found := _TEST.search(text):
+        if found := tests.search(text):
             test = found[1]
         if found := _LIBRARY.search(text):
             library = f" nccl {_version(int(found[1]))}"
@@ -167,7 +160,7 @@ def _times(rows: Rows, number: int, size: int, text: str) -> tuple[tuple[float, 
 
 def _add(rows: Rows, result: _Result, where: _Where) -> None:
     number, test, size, times_us, wrong = result
-    kind = _KINDS.get(test)
+    kind = benchmark_names().get(test)
     in_place = kind == "all_reduce"
     if kind is None:
         rows.skip(f"no collective kind for {test}")

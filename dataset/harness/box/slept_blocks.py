@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import annotate
-from ..models import tensor_parallel
+from ..ops.collective_calls import Group, all_gather, reduce_scatter
 
 SLACK_S = 2e-3  # time that the host may take between two ops without holding up the device
 FP32_BYTES = 4
@@ -50,7 +50,7 @@ class Device:
 class Rank:
     """What the items of steps need to know."""
 
-    def __init__(self, group: tensor_parallel.Group | None) -> None:
+    def __init__(self, group: Group | None) -> None:
         self.device = Device()
         self.group = group
         self.sharded = False  # then hooks gather and scatter between blocks
@@ -92,9 +92,9 @@ class Rank:
         else:
             shard = torch.zeros(numel // self.group.size())
             if kind == "all_gather":
-                tensor_parallel.all_gather(full, shard, self.group)
+                all_gather(full, shard, self.group)
             else:
-                tensor_parallel.reduce_scatter(shard, full, self.group)
+                reduce_scatter(shard, full, self.group)
         self.device.begin()
 
 

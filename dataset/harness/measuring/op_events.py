@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from .. import cores
-from ..models import tensor_parallel
 from ..ops.callables import op_call
+from ..ops.collective_calls import all_gather, buffers, collective_call
 from ..ops.input_pool import DTYPES, NARROW, Call, Pool
 from ..ops.op_narrow import precision
 from ..plan_error import HarnessError
@@ -106,7 +105,7 @@ def gather_numbers(value: int) -> list[int]:
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     mine = torch.tensor([value], device=device, dtype=torch.int64)
     everyone = torch.empty(dist.get_world_size(), device=device, dtype=torch.int64)
-    tensor_parallel.all_gather(everyone, mine, None)
+    all_gather(everyone, mine, None)
     numbers: list[int] = everyone.tolist()
     return numbers
 
@@ -189,11 +188,14 @@ def _time_collective(
     """Samples; ``pause_s`` between them lets links rest, as computation does in training."""
     share = budget.share()
     kind, size = collective["kind"], collective["group_size"]
-    if kind == "send_recv" and size != 2:
-        raise HarnessError(f"a send_recv has group_size 2, got {size}")
-    ranks, group = _group(size, collective["ranks_per_node"], kind == "send_recv")
+    how = collective_call(kind, size)
+    ranks, group = _group(size, collective["ranks_per_node"], how.messages > 0)
     member = dist.get_rank() in ranks
-    call = _collective_call(kind, collective["num_bytes"], size, ranks, group, device)
+    data = buffers(collective["num_bytes"], ranks, group, size, device)
+
+    def call() -> object:
+        return how.run(data)
+
     first = 0.0
     for _ in range(3):
         barrier()
@@ -203,40 +205,8 @@ def _time_collective(
     for _ in range(count):
         time.sleep(pause_s)
         if member:
-            samples.append(clock(call) / (2 if kind == "send_recv" else 1))
+            samples.append(clock(call) / max(how.messages, 1))
     return samples
-
-
-def _collective_call(
-    kind: str, num_bytes: int, size: int, ranks: list[int], group: Any, device: torch.device
-) -> Callable[[], object]:
-    numel = -(-max(1, num_bytes // 4) // size) * size
-    full, other = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
-    shard = torch.zeros(numel // size, device=device)
-    if device.type == "cuda":  # numbers, as zeros take less power; small ones, as they are summed again and again
-        for tensor in (full, shard):
-            tensor.uniform_(-1e-18, 1e-18)
-    calls: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(full, group=group),
-        "all_gather": lambda: tensor_parallel.all_gather(full, shard, group),
-        "reduce_scatter": lambda: tensor_parallel.reduce_scatter(shard, full, group),
-        "all_to_all": lambda: dist.all_to_all_single(other, full, group=group),
-        "broadcast": lambda: dist.broadcast(full, ranks[0], group=group),
-        "send_recv": lambda: _send_recv(full, ranks, group),
-    }
-    if kind not in calls:
-        raise HarnessError(f"collective kind must be one of {', '.join(calls)}, got {kind!r}")
-    return calls[kind]
-
-
-def _send_recv(message: Tensor, ranks: list[int], group: Any) -> None:
-    """There and back: a sender alone is done as soon as its kernel has taken the message."""
-    if dist.get_rank() == ranks[0]:
-        dist.send(message, ranks[1], group=group)
-        dist.recv(message, ranks[1], group=group)
-    else:
-        dist.recv(message, ranks[0], group=group)
-        dist.send(message, ranks[0], group=group)
 
 
 def _merge(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

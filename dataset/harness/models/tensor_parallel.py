@@ -16,20 +16,9 @@ from torch import Tensor
 
 from .. import annotate
 from ..ops import composite
+from ..ops.collective_calls import all_gather, reduce_scatter
 
 Group = dist.ProcessGroup
-
-
-def all_gather(output: Tensor, shard: Tensor, group: Group | None) -> None:
-    """Fill ``output[size * n]`` with every rank's ``shard[n]`` (of the group, or of all)."""
-    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    call(output, shard, group=group)
-
-
-def reduce_scatter(shard: Tensor, full: Tensor, group: Group) -> None:
-    """Sum every rank's ``full[size * n]`` and keep this rank's ``shard[n]``."""
-    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    call(shard, full, group=group)
 
 
 def _gather_rows(x: Tensor, group: Group) -> Tensor:

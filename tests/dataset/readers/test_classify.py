@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from stepsight.dataset.kinds.call_dims import count
 from stepsight.dataset.op import OP_KINDS
-from stepsight.dataset.readers.classify import TABLE, Scope, annotated_op, classify, count
+from stepsight.dataset.readers.classify import Scope, annotated_op, call_table, classify
 
 
 def args(*dims: Any, dtype: str = "float", **more: Any) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def test_a_sum_in_backward_is_the_gradient_of_a_bias() -> None:
     assert str(classify("aten::sum", over_batch, Scope("AddBackward0"))) == "reduce[64]fp32"
 
 
-@pytest.mark.parametrize("name", sorted(TABLE))
+@pytest.mark.parametrize("name", sorted(call_table()))
 def test_a_call_without_shapes_keeps_its_kind(name: str) -> None:
     """Traces recorded without shapes still tell what ran; sizes are then 0."""
     op = classify(name, {}, Scope())

@@ -20,7 +20,7 @@ class Constant:
 
     share: float = 1.0
 
-    def predict(self, features: np.ndarray) -> np.ndarray:
+    def predict(self, features: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
         return np.full(len(features), 0.5)
 
 
@@ -32,7 +32,9 @@ def _regressor(*, many: bool) -> Regressor:
 
 def _said(regressor: Regressor, size: float, other: float = 1.0) -> float:
     """What the trees add to physics, which says one second."""
-    rows = SignatureRows(("k",), ("f",), np.ones((1, 1)), np.ones(1), (np.log([size, other]),), np.zeros((1, 1)))
+    rows = SignatureRows(
+        ("k",), ("f",), np.ones((1, 1)), np.ones(1), (np.log([size, other]),), np.zeros((1, 1)), ("a",)
+    )
     return float(regressor.log_without_neighbours(rows)[0])
 
 

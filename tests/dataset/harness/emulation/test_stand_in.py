@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stepsight.dataset.harness import annotate
 from stepsight.dataset.harness.emulation import stand_in
-from stepsight.dataset.harness.models import tensor_parallel
 from stepsight.dataset.harness.models.parallel import Training
+from stepsight.dataset.harness.ops.collective_calls import all_gather, reduce_scatter
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.harness.ranks import gather
 
@@ -103,12 +103,12 @@ def test_collectives_do_what_concerns_this_rank() -> None:
         assert gather("me") == ["me"]  # who measures is one process
         one = torch.arange(3.0)
         full = torch.empty(12)
-        tensor_parallel.all_gather(full, one, dist.group.WORLD)
+        all_gather(full, one, dist.group.WORLD)
         assert full.tolist() == [0, 1, 2] * 4
         parts = torch.arange(12.0)
-        tensor_parallel.all_gather(parts, parts[6:9], dist.group.WORLD)  # as FSDP2 does it: in place
+        all_gather(parts, parts[6:9], dist.group.WORLD)  # as FSDP2 does it: in place
         assert parts.tolist() == [6, 7, 8] * 4
-        tensor_parallel.reduce_scatter(one, torch.arange(12.0), dist.group.WORLD)
+        reduce_scatter(one, torch.arange(12.0), dist.group.WORLD)
         assert one.tolist() == [6, 7, 8]
         dist.all_reduce(one)
         assert one.tolist() == [6, 7, 8]

@@ -1,0 +1,139 @@
+"""Collectives as ``torch.distributed`` has them: how one is run on its own, and which calls of a script are one.
+
+Buffers are fp32.  PyTorch's own functions are looked up when they are called, as annotations replace them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..plan_error import HarnessError
+
+Group = dist.ProcessGroup
+
+
+def all_gather(output: Tensor, shard: Tensor, group: Group | None) -> None:
+    """Fill ``output[size * n]`` with every rank's ``shard[n]`` (of the group, or of all)."""
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    call(output, shard, group=group)
+
+
+def reduce_scatter(shard: Tensor, full: Tensor, group: Group) -> None:
+    """Sum every rank's ``full[size * n]`` and keep this rank's ``shard[n]``."""
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    call(shard, full, group=group)
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What a collective works on.
+
+    Attributes:
+        full, other: ``(numel,)``, where ``size`` divides ``numel``.
+        shard: ``(numel / size,)``.
+        ranks: Global ranks of the group, in order.
+        group: The group.
+    """
+
+    full: Tensor
+    other: Tensor
+    shard: Tensor
+    ranks: list[int]
+    group: Any
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One kind of collective.
+
+    Attributes:
+        run: Runs it once.
+        wrapped: c10d functions that are one -> the parameter that holds the full buffer, and the direction of a message
+            (empty: it is none).
+        group_size: The only size of a group that it has; 0: any.
+        messages: How many messages follow each other in one run.  0: it is no message.
+    """
+
+    run: Callable[[Buffers], object]
+    wrapped: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    group_size: int = 0
+    messages: int = 0
+
+
+def _there_and_back(b: Buffers) -> None:
+    """A sender alone is done as soon as its kernel has taken the message, so the message comes back."""
+    if dist.get_rank() == b.ranks[0]:
+        dist.send(b.full, b.ranks[1], group=b.group)
+        dist.recv(b.full, b.ranks[1], group=b.group)
+    else:
+        dist.recv(b.full, b.ranks[0], group=b.group)
+        dist.send(b.full, b.ranks[0], group=b.group)
+
+
+CALLS: Mapping[str, CollectiveCall] = MappingProxyType(
+    {
+        "all_reduce": CollectiveCall(
+            lambda b: dist.all_reduce(b.full, group=b.group),
+            {"all_reduce": ("tensor", "")},
+        ),
+        "all_gather": CollectiveCall(
+            lambda b: all_gather(b.full, b.shard, b.group),
+            {"all_gather_into_tensor": ("output_tensor", ""), "all_gather_single": ("output_tensor", "")},
+        ),
+        "reduce_scatter": CollectiveCall(
+            lambda b: reduce_scatter(b.shard, b.full, b.group),
+            {"reduce_scatter_tensor": ("input", ""), "reduce_scatter_single": ("input", "")},
+        ),
+        "all_to_all": CollectiveCall(
+            lambda b: dist.all_to_all_single(b.other, b.full, group=b.group),
+            {"all_to_all_single": ("input", "")},
+        ),
+        "broadcast": CollectiveCall(
+            lambda b: dist.broadcast(b.full, b.ranks[0], group=b.group),
+            {"broadcast": ("tensor", "")},
+        ),
+        "send_recv": CollectiveCall(
+            _there_and_back,
+            {"isend": ("tensor", "send"), "irecv": ("tensor", "recv")},
+            group_size=2,
+            messages=2,
+        ),
+    }
+)
+
+# c10d function -> kind of collective, parameter that holds the full buffer, direction of a message
+WRAPPED: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {name: (kind, *how) for kind, call in CALLS.items() for name, how in call.wrapped.items()}
+)
+
+
+def collective_call(kind: str, group_size: int) -> CollectiveCall:
+    """How a kind is run in a group.
+
+    Raises:
+        HarnessError: If the harness has no such collective, or not in a group of that size.
+    """
+    call = CALLS.get(kind)
+    if call is None:
+        raise HarnessError(f"collective kind must be one of {', '.join(CALLS)}, got {kind!r}")
+    if call.group_size not in (0, group_size):
+        raise HarnessError(f"a {kind} has group_size {call.group_size}, got {group_size}")
+    return call
+
+
+def buffers(num_bytes: int, ranks: list[int], group: Any, size: int, device: torch.device) -> Buffers:
+    """Buffers of a collective of so many bytes among ``size`` ranks."""
+    numel = -(-max(1, num_bytes // 4) // size) * size
+    full, other = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
+    shard = torch.zeros(numel // size, device=device)
+    if device.type == "cuda":  # numbers, as zeros take less power; small ones, as they are summed again and again
+        for tensor in (full, shard):
+            tensor.uniform_(-1e-18, 1e-18)
+    return Buffers(full, other, shard, ranks, group)
