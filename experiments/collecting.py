@@ -14,7 +14,7 @@ from stepsight.dataset.hardware import find_hardware
 from stepsight.dataset.harness.plan import MOST_CPU, check_plan
 from stepsight.dataset.job import Job
 from stepsight.simulator.lowering.lower import signatures
-from stepsight.training.measured.box_plans import REAL, SleepingLatency, box_plan
+from stepsight.training.measured.box_plans import SleepingLatency, box_plan
 from stepsight.training.measured.planning import collectable, make_plan
 
 
@@ -117,7 +117,7 @@ def plan_in_box(
     ops, collectives = set(), set()
     for job in jobs:
         found, messages = signatures(box.holds(job), hardware)
-        ops |= {op for op in found if op.kind in REAL}
+        ops |= {op for op in found if not op.record.slept}
         collectives |= set(messages)
     return box_plan(
         box,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.graph_data import relation_pairs
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.kinds import kinds_version
-from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS, CollectiveKind, Op, OpKind
+from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS, Op
 from stepsight.dataset.physics import roofline_seconds
 from stepsight.dataset.program import Dependency, Program
 from stepsight.features.named_columns import check_known
@@ -74,12 +74,10 @@ def node_feature_names() -> tuple[str, ...]:
 
 @lru_cache(maxsize=4)
 def _names(version: tuple[int, int]) -> tuple[str, ...]:
-    kinds = (*sorted(OP_KINDS.values(), key=_code), *sorted(COLLECTIVE_KINDS.values(), key=_code))
-    return (*(f"{_KIND}{kind.name}" for kind in kinds), *_AFTER_KINDS)
-
-
-def _code(kind: OpKind | CollectiveKind) -> int:
-    return kind.code
+    ops = sorted(OP_KINDS.values(), key=lambda kind: kind.code)
+    collectives = sorted(COLLECTIVE_KINDS.values(), key=lambda kind: kind.code)
+    names = (*(kind.name for kind in ops), *(kind.name for kind in collectives))
+    return (*(f"{_KIND}{name}" for name in names), *_AFTER_KINDS)
 
 
 def check_node_features(names: Sequence[str], model: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from stepsight.dataset.kinds.op_kind import Dims, OpKind
+from stepsight.dataset.kinds.op_kind import OpKind
 
 _PRODUCT = ("m", "n", "k")  # y[m, n] = x[m, k] @ w[n, k].T; for gradients the sizes are those of the forward product
 _GROUPED = ("groups", *_PRODUCT)  # a product for every group of the rows; m counts the rows of all groups
@@ -19,7 +19,7 @@ def _product_elements(m: int, n: int, k: int) -> float:
     return float(m * n + m * k + n * k)
 
 
-def _linear(name: str, code: int, grid: Callable[..., Dims], **more: Any) -> OpKind:
+def _linear(name: str, code: int, grid: Callable[..., tuple[int, int, int]], **more: Any) -> OpKind:
     return OpKind(
         name=name,
         family="gemm",
@@ -39,7 +39,7 @@ def _rows_of_a_group(groups: int, m: int) -> int:
     return -(-m // max(groups, 1))
 
 
-def _grouped(name: str, code: int, grid: Callable[..., Dims], base: str, **more: Any) -> OpKind:
+def _grouped(name: str, code: int, grid: Callable[..., tuple[int, int, int]], base: str, **more: Any) -> OpKind:
     return OpKind(
         name=name,
         family="grouped_gemm",

@@ -49,7 +49,7 @@ def check_described(table: Mapping[str, Any], terms: Sequence[str], kinds: Kinds
             f"a regressor must be fitted to the terms {', '.join(terms)}, got {', '.join(map(str, said['terms']))}: "
             "train the predictor again"
         )
-    missing = sorted({kind_of(label) for label in table["physics"]} - set(kinds))
+    missing = sorted({kind_of(label) for label in table.get("physics", ())} - set(kinds))
     if missing:
         raise PredictorError(
             f"a predictor was trained on kinds that this version does not have: {', '.join(missing)}: register them "
