@@ -1,0 +1,170 @@
+"""What every op kind and every collective kind must do.
+
+Subclass a contract and give it a ``kind`` fixture that returns the record::
+
+    class TestMyKind(OpKindContract):
+        @pytest.fixture
+        def kind(self) -> OpKind:
+            return MY_KIND
+
+Kinds that are not registered are registered for the length of each test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from math import inf
+from typing import Any
+
+from stepsight.dataset.hardware import find_fabric, find_hardware
+from stepsight.dataset.kinds import (
+    COLLECTIVE_KINDS,
+    OP_KINDS,
+    CollectiveKind,
+    OpKind,
+    registered_collective_kind,
+    registered_op_kind,
+)
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.physics import alpha_beta_seconds, roofline_seconds
+from stepsight.features.collective_features import COLLECTIVE_TERMS, collective_terms
+from stepsight.features.nccl_features import NCCL_TERMS, nccl_terms
+from stepsight.features.op_features import OP_TERMS, op_features, op_position, op_terms
+from stepsight.training.kernels.derived_kinds import base_of
+
+_SIZES = ((8, 8), (3, 64), (1, 1), (512, 16))  # of dims at even and at odd places
+_GPU, _CPU = "h100-sxm-80gb", "local-cpu"
+_FABRICS = ("dgx-h100", "loopback")
+
+
+class OpKindContract:
+    """Shared tests of op kinds."""
+
+    def small_dims(self, kind: OpKind) -> tuple[int, ...]:
+        """Dims of an op that the harness can run within a moment; override it where 8 of everything is none."""
+        return self._dims(kind, (8, 8))
+
+    def test_its_dims_have_names(self, kind: OpKind) -> None:
+        """Names are distinct identifiers, and every dim that the record mentions is one of them."""
+        names = kind.dim_names
+        assert names and all(name.isidentifier() for name in names), f"dim names must be identifiers, got {names}"
+        assert len(set(names)) == len(names), f"dim names must differ, got {names}"
+        mentioned = {*kind.flags, *kind.aligned, *([kind.padded] if kind.padded else [])}
+        assert mentioned <= set(names), f"{sorted(mentioned - set(names))} must be of the dims {names}"
+
+    def test_its_costs_are_numbers(self, kind: OpKind) -> None:
+        """FLOP and bytes are finite and not negative, also where a trace tells no sizes; an op does something."""
+        with _known_op(kind):
+            for op in (*self._ops(kind), Op(kind.name, (0,) * len(kind.dim_names))):
+                assert 0 <= op.flops < inf and 0 <= op.num_bytes < inf, f"costs of {op}: {op.flops}, {op.num_bytes}"
+            for op in self._ops(kind):
+                assert op.flops + op.num_bytes > 0, f"{op} must do or move something"
+
+    def test_its_costs_grow_with_every_dim(self, kind: OpKind) -> None:
+        """No dim makes an op cheaper, but flags, which may."""
+        with _known_op(kind):
+            for op in self._ops(kind):
+                for index, name in enumerate(kind.dim_names):
+                    if name not in kind.flags:
+                        larger = Op(op.kind, (*op.dims[:index], op.dims[index] + 1, *op.dims[index + 1 :]), op.dtype)
+                        pairs = zip(self._costs(op), self._costs(larger), strict=True)
+                        assert all(less <= more for less, more in pairs), f"{larger} must cost at least as much as {op}"
+
+    def test_its_terms_and_features_are_finite(self, kind: OpKind) -> None:
+        """Physics and trees get numbers: terms that are not negative, one row of features, a position."""
+        with _known_op(kind):
+            for op in self._ops(kind):
+                terms = op_terms(op)
+                assert len(terms) == len(OP_TERMS) and all(0 <= term < inf for term in terms), f"terms of {op}: {terms}"
+                for name in (_GPU, _CPU):
+                    hardware = find_hardware(name)
+                    assert hardware is not None
+                    dtype = Op(op.kind, op.dims, "fp32")
+                    assert abs(op_features([dtype], hardware, 1)).max() < inf, f"features of {op} must be finite"
+                    assert 0 <= roofline_seconds(dtype, hardware) < inf
+                assert len(op_position(op)) == len(op.dims) + 2
+
+    def test_its_tiles_are_sizes(self, kind: OpKind) -> None:
+        """The grid, where there is one, holds at least one output of at least one element."""
+        with _known_op(kind):
+            for op in self._ops(kind):
+                grid = kind.grid(*op.dims) if kind.grid else (1, 1, 1)
+                assert len(grid) == 3 and min(grid) >= 1, f"the grid of {op} must hold three sizes >= 1, got {grid}"
+
+    def test_its_base_is_another_kind(self, kind: OpKind) -> None:
+        """What stands for it where it was not measured leads to a kind that nothing stands for."""
+        hardware = find_hardware(_GPU)
+        assert hardware is not None
+        with _known_op(kind):
+            for op in self._ops(kind):
+                at: Op | None = op
+                for _ in range(len(OP_KINDS) + 1):
+                    at = base_of(at, hardware) if at is not None else None
+                assert at is None, f"bases of {kind.name} must end, got {at}"
+
+    def test_the_harness_runs_it_where_it_says_so(self, kind: OpKind) -> None:
+        """A callable of its name runs twice on a CPU; a kind that says that there is none has none."""
+        import torch
+
+        from stepsight.dataset.harness.ops.callables import op_call
+        from stepsight.dataset.harness.ops.input_pool import Pool
+        from stepsight.dataset.harness.plan_error import HarnessError
+
+        pool = Pool(torch.device("cpu"), "fp32", numel=64)
+        try:
+            call = op_call(kind.name, list(self.small_dims(kind)), pool)
+        except HarnessError as error:
+            assert not kind.in_harness, f"the harness must run {kind.name}, or in_harness be False: {error}"
+            return
+        assert kind.in_harness, f"the harness has {kind.name}: in_harness must be True"
+        for _ in range(2):
+            call.run(*call.inputs())
+
+    def _ops(self, kind: OpKind) -> Iterator[Op]:
+        return (Op(kind.name, self._dims(kind, sizes)) for sizes in _SIZES)
+
+    def _dims(self, kind: OpKind, sizes: tuple[int, int]) -> tuple[int, ...]:
+        names = enumerate(kind.dim_names)
+        return tuple(1 if name in kind.flags else sizes[index % 2] for index, name in names)
+
+    def _costs(self, op: Op) -> tuple[float, ...]:
+        return op.flops, op.num_bytes, *op_terms(op)
+
+
+class CollectiveKindContract:
+    """Shared tests of collective kinds."""
+
+    def test_it_says_what_its_bytes_count(self, kind: CollectiveKind) -> None:
+        assert kind.counts and kind.counts.isprintable()
+        assert kind.passes > 0 and kind.buffers >= 1, f"got {kind.passes} passes and {kind.buffers} buffers"
+
+    def test_its_time_grows_with_its_bytes(self, kind: CollectiveKind) -> None:
+        """By physics within a node and across nodes, on every fabric."""
+        with _known_collective(kind):
+            for near in (1, 2):
+                few, many = (Collective(kind.name, num_bytes, 2, near) for num_bytes in (1000, 10**8))
+                for name in _FABRICS:
+                    fabric = find_fabric(name)
+                    assert 0 < alpha_beta_seconds(few, fabric) < alpha_beta_seconds(many, fabric) < inf
+
+    def test_its_terms_are_finite(self, kind: CollectiveKind) -> None:
+        """Terms are not negative, on one host's links and as NCCL runs it."""
+        with _known_collective(kind):
+            for size, near in ((2, 2), (2, 1), (8, 8), (64, 8)):
+                work = Collective(kind.name, 2**20, size, near)
+                for name in _FABRICS:
+                    fabric = find_fabric(name)
+                    for terms, names in (
+                        (collective_terms(work, fabric), COLLECTIVE_TERMS),
+                        (nccl_terms(work, fabric), NCCL_TERMS),
+                    ):
+                        assert len(terms) == len(names) and all(0 <= term < inf for term in terms), f"{work}: {terms}"
+
+
+def _known_op(kind: OpKind) -> AbstractContextManager[Any]:
+    return nullcontext() if OP_KINDS.get(kind.name) is kind else registered_op_kind(kind)
+
+
+def _known_collective(kind: CollectiveKind) -> AbstractContextManager[Any]:
+    return nullcontext() if COLLECTIVE_KINDS.get(kind.name) is kind else registered_collective_kind(kind)
