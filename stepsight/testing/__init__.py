@@ -1,3 +1,28 @@
 """Contracts for parts of your own: subclass one, say where your part is, and run pytest.
 
-==========================  ======================================
+- ``TraceReaderContract``: a reader of traces
+- ``TableReaderContract``: a reader of tables of measurements
+- ``LatencyModelContract``: a latency model
+- ``OpKindContract``: a kind of op
+- ``CollectiveKindContract``: a kind of collective
+
+The parts of this package keep the same contracts.  They need pytest (``pip install pytest``).
+"""
+
+import pytest
+
+for _name in ("latency_models", "op_kinds", "table_readers", "trace_readers"):
+    pytest.register_assert_rewrite(f"{__name__}.{_name}")  # a failure then shows the values
+
+from stepsight.testing.latency_models import LatencyModelContract  # noqa: E402
+from stepsight.testing.op_kinds import CollectiveKindContract, OpKindContract  # noqa: E402
+from stepsight.testing.table_readers import TableReaderContract  # noqa: E402
+from stepsight.testing.trace_readers import TraceReaderContract  # noqa: E402
+
+__all__ = [
+    "CollectiveKindContract",
+    "LatencyModelContract",
+    "OpKindContract",
+    "TableReaderContract",
+    "TraceReaderContract",
+]
