@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.clock.track_run import track_clocks
+from stepsight.simulator.iteration import Passing, SimulatedIteration
 from stepsight.simulator.lowering.passages import STREAMS
 from stepsight.simulator.lowering.segment import NUM_CLOCKS
-
-if TYPE_CHECKING:
-    from stepsight.simulator.simulate import Passing, Simulation
 
 CATEGORIES = (
     "compute",
@@ -27,7 +23,7 @@ CATEGORIES = (
 )
 
 
-def break_down(simulation: Simulation) -> dict[str, float]:
+def break_down(simulation: SimulatedIteration) -> dict[str, float]:
     """Seconds by category, mean over stages of the slowest pipeline; see ``Simulation.breakdown``."""
     low, total, passing = simulation.lowered, simulation.iteration_time_s, simulation.slowest
     run, stages = passing.run, low.num_stages
@@ -67,14 +63,14 @@ def _host(passing: Passing) -> float:
     return float(passing.clocks[0, 0] - clocks[0, 0])
 
 
-def _unlaunched(simulation: Simulation) -> Floats:
+def _unlaunched(simulation: SimulatedIteration) -> Floats:
     """Seconds of every stage's optimizer if the host took no time, shape ``(num_stages,)``."""
     optimizers = simulation.optimizer_paths(carried=True)[:, :NUM_CLOCKS, :NUM_CLOCKS]
     paths = simulation.entry[:, None, :NUM_CLOCKS] + optimizers
     return np.asarray(paths.max(axis=(1, 2)) - simulation.begin)
 
 
-def _messages(simulation: Simulation) -> float:
+def _messages(simulation: SimulatedIteration) -> float:
     passing = simulation.slowest
     free = np.zeros(len(passing.message_seconds))
     clocks = track_clocks(passing.lowered.track, passing.rows, passing.transition, free, *passing.host)

@@ -5,17 +5,13 @@ Only matrix products and attention count, a multiply-add as two.  Causal attenti
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from stepsight.dataset.op import Op
+from stepsight.simulator.lowering.lower import Lowered
 from stepsight.simulator.lowering.passages import Passage
 from stepsight.simulator.lowering.segment import RUN, Segment
 from stepsight.simulator.schedules import FORWARD
-
-if TYPE_CHECKING:
-    from stepsight.simulator.lowering.lower import Lowered
 
 BACKWARD_OVER_FORWARD = 2.0  # gradients of the input and of the weights
 

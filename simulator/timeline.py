@@ -8,18 +8,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.simulator.clock.engine import Floats
+from stepsight.simulator.iteration import Passing, SimulatedIteration
 from stepsight.simulator.lowering.lower import Lowered
 from stepsight.simulator.lowering.segment import CLOCK_STREAMS, NUM_CLOCKS
 from stepsight.simulator.schedules import KIND_NAMES
-
-if TYPE_CHECKING:
-    from stepsight.simulator.simulate import Passing, Simulation
 
 LEVELS = ("segment", "op")
 _MICROSECONDS = 1e6
@@ -29,7 +27,7 @@ _MARGIN_NS = 0.01
 _ACTION, _PROCESS = b"\x01", b"\x02"  # what a template leaves open, beside the times
 
 
-def trace_events(simulation: Simulation, level: str = "segment") -> dict[str, Any]:
+def trace_events(simulation: SimulatedIteration, level: str = "segment") -> dict[str, Any]:
     """Trace events of all stages; one rank stands for all that are alike.
 
     Raises:
@@ -39,7 +37,7 @@ def trace_events(simulation: Simulation, level: str = "segment") -> dict[str, An
     return events
 
 
-def timeline_json(simulation: Simulation, level: str = "segment", scale: float = 1.0) -> Iterator[bytes]:
+def timeline_json(simulation: SimulatedIteration, level: str = "segment", scale: float = 1.0) -> Iterator[bytes]:
     """The same as pieces of JSON; ``scale`` multiplies all times.
 
     Raises:
@@ -50,7 +48,7 @@ def timeline_json(simulation: Simulation, level: str = "segment", scale: float =
     return _pieces(simulation, level, scale)
 
 
-def _pieces(simulation: Simulation, level: str, scale: float) -> Iterator[bytes]:
+def _pieces(simulation: SimulatedIteration, level: str, scale: float) -> Iterator[bytes]:
     writer = _Writer(simulation, level, _MICROSECONDS * scale)
     yield b'{"displayTimeUnit":"ms","otherData":'
     yield _json({"job": simulation.job.name, "iteration_time_s": simulation.iteration_time_s * scale})
@@ -76,7 +74,7 @@ def _micros(nanoseconds: int) -> str:
 
 
 class _Writer:
-    def __init__(self, simulation: Simulation, level: str, unit: float) -> None:
+    def __init__(self, simulation: SimulatedIteration, level: str, unit: float) -> None:
         self._simulation = simulation
         self._by_op = level == "op"
         self._unit = unit

@@ -60,6 +60,7 @@ class Lowered:
         message: Index into ``messages`` of each of the track's, shape ``(num_messages,)``.
         parts: Parts of the model in its order.
         meets: Stages with equal numbers start their optimizers together, shape ``(num_stages,)``.
+        semantics: Of what executes the job.
     """
 
     segments: tuple[Segment, ...]
@@ -70,6 +71,7 @@ class Lowered:
     message: Ints
     parts: tuple[PartShape, ...]
     meets: Ints
+    semantics: ExecutionSemantics
 
     @property
     def num_stages(self) -> int:
@@ -190,6 +192,7 @@ def _lower(asked: _Asked) -> Lowered:
         message=message,
         parts=parts,
         meets=meeting_stages(track, tied, all_meet=overlap.reads_norm),
+        semantics=asked.semantics,
     )
 
 

@@ -19,7 +19,7 @@ _JOB: dict[str, dict[str, type]] = {  # the keys that a job must have, and their
     "batch": {"micro_batch": int, "global_batch": int, "precision": str},
     "cluster": {"hardware": str, "nodes": int, "devices_per_node": int},
 }  # fmt: skip
-_TABLES = (*_JOB, "optimizer")
+_TABLES = (*_JOB, "optimizer", "execution")
 
 
 def is_of(value: Any, kind: type) -> bool:

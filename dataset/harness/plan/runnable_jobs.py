@@ -17,6 +17,7 @@ from .parallel_rules import (
 )
 from .plan_sizes import num_micro_batches
 
+ENGINES = ("", "eager-pytorch")  # empty: the default of the precisions that the harness runs
 FAMILIES = ("gpt", "llama", "bert", "t5")
 OPTIMIZER = {"kind": "adamw", "fused": True, "clip_grad_norm": False, "offload": False}
 _PLAIN = {"eager_kernels": False, "norms_again": False, "token_metrics": False}
@@ -93,6 +94,7 @@ def _check_choices(rules: Rules, job: dict[str, Any]) -> None:
         (parallel, "schedule", ("gpipe", "1f1b"), "schedules gpipe and 1f1b"),
         (parallel, "virtual_stages", (1,), "virtual_stages = 1"),
         (parallel, "runtime", ("", "torch"), "PyTorch's own pipeline runtime"),
+        (job.get("execution", {}), "engine", ENGINES, "the engine eager-pytorch"),
     ):
         value = table.get(key, allowed[0])
         rules.require(value in allowed, f"the harness runs {words}, got {value!r:.80}")

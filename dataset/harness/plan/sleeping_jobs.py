@@ -7,7 +7,7 @@ from typing import Any
 from .form import form_problems
 from .parallel_rules import Rules
 from .plan_sizes import world_size
-from .runnable_jobs import OPTIMIZER, check_1f1b, check_fixed, check_job
+from .runnable_jobs import ENGINES, OPTIMIZER, check_1f1b, check_fixed, check_job
 
 SLEEPS = {"parts", "blocks", "root", "boundary_numel", "optimizer", "paces", "table"}  # the keys of ``sleeps``
 _ONLY: dict[str, dict[str, Any]] = {  # optional keys of a job, and their only value in a box
@@ -58,6 +58,8 @@ def _check_asleep(rules: Rules, job: dict[str, Any]) -> None:
     rules.require(zero in (0, 3), f"in a box zero_stage is 0 (DDP) or 3 (FSDP2), got {zero}")
     rules.require(zero == 0 or pp == 1, f"in a box zero_stage 3 runs without a pipeline, got pp = {pp}")
     rules.require(precision == "fp32", f"in a box precision is fp32, got {precision!r:.80}")
+    engine = job.get("execution", {}).get("engine", "")
+    rules.require(engine in ENGINES, f"in a box the engine is eager-pytorch, got {engine!r:.80}")
     rules.require(recompute == "none", f"in a box recompute is none, got {recompute!r:.80}")
     rules.require(
         not (job["model"]["tied_embeddings"] and pp > 1),
