@@ -124,21 +124,7 @@ def lower(job: Job, hardware: Hardware) -> Lowered:
 
     Ranks of one stage are alike, so one stands for all.  Only the hardware's kind and ``comm_compute_share`` matter.
     """
-    beside, share = hardware.kind != "cpu", hardware.comm_compute_share
-    return _lower(
-        _Asked(
-            job.parallel,
-            semantics_of(job, hardware.kind),
-            job.optimizer.kind,
-            job.num_micro_batches,
-            rank_shape(job, share if beside else 0.0),
-            part_shapes(job),
-            groups_of(job),
-            layout_of(job),
-            beside,
-            share,
-        )
-    )
+    return _lower(_asked(job, hardware))
 
 
 class _Asked(NamedTuple):
@@ -154,6 +140,22 @@ class _Asked(NamedTuple):
     layout: Layout
     beside: bool
     share: float
+
+
+def _asked(job: Job, hardware: Hardware) -> _Asked:
+    beside, share = hardware.kind != "cpu", hardware.comm_compute_share
+    return _Asked(
+        job.parallel,
+        semantics_of(job, hardware.kind),
+        job.optimizer.kind,
+        job.num_micro_batches,
+        rank_shape(job, share if beside else 0.0),
+        part_shapes(job),
+        groups_of(job),
+        layout_of(job),
+        beside,
+        share,
+    )
 
 
 @cached(512)

@@ -11,10 +11,10 @@ from stepsight.dataset.caching import cached
 from stepsight.dataset.execution import StateSemantics
 from stepsight.dataset.op import DTYPE_BYTES, Op
 from stepsight.simulator.blocks.shape import Group, RankShape
+from stepsight.simulator.lowering.part_units import part_units
 from stepsight.simulator.lowering.replicas import BUCKET_NAMES, Replicas, reduce_gradients
 from stepsight.simulator.lowering.segment import DATA, SECOND, Segment, SegmentBuilder
 from stepsight.simulator.lowering.sizes import PartShape
-from stepsight.simulator.lowering.stage import part_units
 
 
 class OptimizerHabits(NamedTuple):

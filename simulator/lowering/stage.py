@@ -7,27 +7,17 @@ one ``add`` for each parameter tensor, and DDP scales each into its bucket (``co
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from stepsight.dataset.caching import Memo, cached
+from stepsight.dataset.caching import cached
 from stepsight.dataset.op import DTYPE_BYTES
-from stepsight.simulator.blocks.family import embedding_block, head_block, layer_block
-from stepsight.simulator.blocks.layer_parts import arrivals
 from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.blocks.step import Block, Step
+from stepsight.simulator.blocks.step import Step
 from stepsight.simulator.lowering.buckets import BucketPlan, Repeated, send_buckets
 from stepsight.simulator.lowering.gathers import FullUnit, Gathers
-from stepsight.simulator.lowering.passages import (
-    BACKWARD,
-    INPUT,
-    WEIGHT,
-    BackwardSpec,
-    Passage,
-    backward_passage,
-    forward_passage,
-)
+from stepsight.simulator.lowering.part_units import Unit, full_unit, one_by_one, part_units, passage_of
+from stepsight.simulator.lowering.passages import BACKWARD, INPUT, WEIGHT, BackwardSpec, Passage
 from stepsight.simulator.lowering.replicas import BUCKET_NAMES, SILENT, Replicas, reduce_gradients
 from stepsight.simulator.lowering.segment import DATA, SECOND, Segment, SegmentBuilder
 from stepsight.simulator.lowering.sizes import PartShape
@@ -39,62 +29,6 @@ class Recompute:
 
     kind: str = "none"
     every: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """Blocks of a part that are alike and follow each other.
-
-    Attributes:
-        block: One of them.
-        name: ``layer{}``, ``embedding`` or ``head``.
-        first: Number of the first.
-        times: How many.
-        again: Whether full recomputation repeats them.
-        root: Whether FSDP wraps them with the model itself rather than each on its own.
-    """
-
-    block: Block
-    name: str
-    first: int = 0
-    times: int = 1
-    again: bool = True
-    root: bool = False
-
-
-@cached(4096)
-def part_units(shape: RankShape, part: PartShape, every: int = 1) -> tuple[Unit, ...]:
-    """Blocks of a part in forward order; ``every`` n-th layer is recomputed."""
-    shared = shape.model.tied_embeddings and part.first and part.last
-    here, there = arrivals(shape) if shape.scatter_p2p else ((), ())
-    units = [Unit(embedding_block(shape, shared), "embedding", root=True)] if part.first else []
-    if here and not part.first:
-        units.append(Unit(here, "arrival", again=False))
-    number = 0
-    for kind, count in part.layers:
-        block, end = layer_block(shape, kind), number + count
-        while number < end:
-            alike = end - number if every == 1 else 1 if number % every == 0 else every - number % every
-            times = min(alike, end - number)
-            units.append(Unit(block, "layer{}", number, times, number % every == 0))
-            number += times
-    if part.last:
-        units.append(Unit(head_block(shape, shared), "head", root=True))
-    elif there:
-        units.append(Unit(there, "arrival", again=False))
-    return tuple(units)
-
-
-_PASSAGES: Memo[tuple[int, BackwardSpec | None], tuple[Block, Passage]] = Memo("passages of blocks", 20_000)
-
-
-def _passage_of(block: Block, backward: BackwardSpec | None = None) -> Passage:
-    """Forward of a block, or its backward, by identity: blocks are made once, and hashing one costs more than this."""
-    known = _PASSAGES.get((id(block), backward))
-    if known is None:
-        passage = forward_passage(block) if backward is None else backward_passage(block, backward)
-        _PASSAGES[id(block), backward] = known = (block, passage)  # the block is kept, so that its id stays its own
-    return known[1]
 
 
 def forward_segment(shape: RankShape, part: PartShape, replicas: Replicas, first: bool) -> Segment:
@@ -111,13 +45,13 @@ def _forward(shape: RankShape, part: PartShape, replicas: Replicas) -> Segment:
     builder = SegmentBuilder("forward", replicas.compute_share, joined)
     if replicas.size == 1:
         for unit in units:
-            builder.run(_passage_of(unit.block), unit.name, unit.first, times=unit.times)
+            builder.run(passage_of(unit.block), unit.name, unit.first, times=unit.times)
     elif replicas.fully_sharded:
         gathers = _gathers(builder, units, shape, replicas, backward=False)
         if any(unit.root for unit in units):
             gathers.arrive()
         for unit in units:
-            passage, turn = _passage_of(unit.block), 0
+            passage, turn = passage_of(unit.block), 0
             while turn < unit.times:
                 since, number = builder.num_events, unit.first + turn
                 if not unit.root:
@@ -127,12 +61,12 @@ def _forward(shape: RankShape, part: PartShape, replicas: Replicas) -> Segment:
                 turn += 1 + _repeat(builder, gathers, unit, since, unit.times - turn - 1, 1)
     else:  # the optimizer's shards, each waited for where it is used
         sent = []
-        for unit, number in _one_by_one(units):
-            sent.append(_send_parameters(builder, _full_unit([unit], unit.name), number, shape, replicas))
-        for (unit, number), events in zip(_one_by_one(units), sent, strict=True):
+        for unit, number in one_by_one(units):
+            sent.append(_send_parameters(builder, full_unit([unit], unit.name), number, shape, replicas))
+        for (unit, number), events in zip(one_by_one(units), sent, strict=True):
             for event in events:
                 builder.wait(event)
-            builder.run(_passage_of(unit.block), unit.name, number)
+            builder.run(passage_of(unit.block), unit.name, number)
     return builder.build()
 
 
@@ -142,21 +76,6 @@ def _repeat(builder: SegmentBuilder, gathers: Gathers, unit: Unit, since: int, m
     if times > 0:
         gathers.skip(times, builder.repeat(since, times, step))
     return max(times, 0)
-
-
-def _one_by_one(units: Iterable[Unit]) -> list[tuple[Unit, int]]:
-    return [(unit, unit.first + turn) for unit in units for turn in range(unit.times)]
-
-
-def _full_unit(units: Iterable[Unit], name: str) -> FullUnit:
-    numel, experts = 0, 0
-    for unit in units:
-        for step in unit.block:
-            if step.expert:
-                experts += sum(step.parameters)
-            else:
-                numel += sum(step.parameters)
-    return FullUnit(name, numel, experts)
 
 
 def _send_parameters(
@@ -175,9 +94,9 @@ def _gathers(
     builder: SegmentBuilder, units: tuple[Unit, ...], shape: RankShape, replicas: Replicas, *, backward: bool
 ) -> Gathers:
     """All-gathers in the order of use: the root first, in backward layers alone (the root stays gathered)."""
-    sizes = {id(unit): _full_unit([unit], unit.name) for unit in units}
-    layers = [(sizes[id(unit)], number) for unit, number in _one_by_one(units) if not unit.root]
-    root = _full_unit([unit for unit in units if unit.root], "root")
+    sizes = {id(unit): full_unit([unit], unit.name) for unit in units}
+    layers = [(sizes[id(unit)], number) for unit, number in one_by_one(units) if not unit.root]
+    root = full_unit([unit for unit in units if unit.root], "root")
     order = layers[::-1] if backward else ([(root, 0)] if root.numel else []) + layers
     early = not backward and not replicas.gathering.reshard  # nothing has to be freed before
     return Gathers(builder, replicas, order, shape.dtype, ahead=backward, early=early)
@@ -252,7 +171,7 @@ def _backward(shape: RankShape, part: PartShape, replicas: Replicas, spec: Backw
 
 
 def _backwards(units: tuple[Unit, ...], spec: BackwardSpec) -> list[tuple[Unit, Passage]]:
-    return [(unit, _passage_of(unit.block, _spec_for(unit, spec))) for unit in reversed(units)]
+    return [(unit, passage_of(unit.block, _spec_for(unit, spec))) for unit in reversed(units)]
 
 
 @cached(4096)

@@ -19,8 +19,8 @@ from stepsight.dataset.op import Collective, Op
 from stepsight.simulator.blocks.step import Block, Comm, Item
 from stepsight.simulator.latency_model import LatencyModel, RooflineLatency, Seconds
 from stepsight.simulator.lowering.lower import lower
+from stepsight.simulator.lowering.part_units import part_units
 from stepsight.simulator.lowering.sizes import boundary_bytes, part_shapes, rank_shape
-from stepsight.simulator.lowering.stage import part_units
 from stepsight.simulator.schedules import Schedule, write_schedule
 from stepsight.training.measured.planning import run_name
 

@@ -15,8 +15,8 @@ from stepsight.dataset.op import Collective
 from stepsight.dataset.program import Program
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.lowering.lower import lower
+from stepsight.simulator.lowering.part_units import part_units
 from stepsight.simulator.lowering.sizes import groups_of, part_shapes, rank_shape
-from stepsight.simulator.lowering.stage import part_units
 from stepsight.simulator.simulate import simulate
 from tests.simulator.any_job import EXPERTS
 from tests.simulator.conftest import JobMaker

@@ -1,0 +1,88 @@
+"""Units: the blocks of a part of the model, those that are alike and follow each other as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from stepsight.dataset.caching import Memo, cached
+from stepsight.simulator.blocks.family import embedding_block, head_block, layer_block
+from stepsight.simulator.blocks.layer_parts import arrivals
+from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.blocks.step import Block
+from stepsight.simulator.lowering.gathers import FullUnit
+from stepsight.simulator.lowering.passages import BackwardSpec, Passage, backward_passage, forward_passage
+from stepsight.simulator.lowering.sizes import PartShape
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Blocks of a part that are alike and follow each other.
+
+    Attributes:
+        block: One of them.
+        name: ``layer{}``, ``embedding`` or ``head``.
+        first: Number of the first.
+        times: How many.
+        again: Whether full recomputation repeats them.
+        root: Whether FSDP wraps them with the model itself rather than each on its own.
+    """
+
+    block: Block
+    name: str
+    first: int = 0
+    times: int = 1
+    again: bool = True
+    root: bool = False
+
+
+@cached(4096)
+def part_units(shape: RankShape, part: PartShape, every: int = 1) -> tuple[Unit, ...]:
+    """Blocks of a part in forward order; ``every`` n-th layer is recomputed."""
+    shared = shape.model.tied_embeddings and part.first and part.last
+    here, there = arrivals(shape) if shape.scatter_p2p else ((), ())
+    units = [Unit(embedding_block(shape, shared), "embedding", root=True)] if part.first else []
+    if here and not part.first:
+        units.append(Unit(here, "arrival", again=False))
+    number = 0
+    for kind, count in part.layers:
+        block, end = layer_block(shape, kind), number + count
+        while number < end:
+            alike = end - number if every == 1 else 1 if number % every == 0 else every - number % every
+            times = min(alike, end - number)
+            units.append(Unit(block, "layer{}", number, times, number % every == 0))
+            number += times
+    if part.last:
+        units.append(Unit(head_block(shape, shared), "head", root=True))
+    elif there:
+        units.append(Unit(there, "arrival", again=False))
+    return tuple(units)
+
+
+_PASSAGES: Memo[tuple[int, BackwardSpec | None], tuple[Block, Passage]] = Memo("passages of blocks", 20_000)
+
+
+def passage_of(block: Block, backward: BackwardSpec | None = None) -> Passage:
+    """Forward of a block, or its backward, by identity: blocks are made once, and hashing one costs more than this."""
+    known = _PASSAGES.get((id(block), backward))
+    if known is None:
+        passage = forward_passage(block) if backward is None else backward_passage(block, backward)
+        _PASSAGES[id(block), backward] = known = (block, passage)  # the block is kept, so that its id stays its own
+    return known[1]
+
+
+def one_by_one(units: Iterable[Unit]) -> list[tuple[Unit, int]]:
+    """Each block of some units with its number, in order."""
+    return [(unit, unit.first + turn) for unit in units for turn in range(unit.times)]
+
+
+def full_unit(units: Iterable[Unit], name: str) -> FullUnit:
+    """What FSDP gathers for some units at once."""
+    numel, experts = 0, 0
+    for unit in units:
+        for step in unit.block:
+            if step.expert:
+                experts += sum(step.parameters)
+            else:
+                numel += sum(step.parameters)
+    return FullUnit(name, numel, experts)
