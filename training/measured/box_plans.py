@@ -39,7 +39,7 @@ class SleepingLatency(RooflineLatency):
 
 
 def sleeps_of(job: Job, latency: LatencyModel) -> dict[str, Any]:
-    """What the harness must know to run a job asleep (``dataset.harness.sleeping``).
+    """What the harness must know to run a job asleep (``dataset.harness.box.sleeping``).
 
     Args:
         job: On a box.

@@ -1,4 +1,4 @@
-"""Runs in which one process stands in for a rank of a job (see ``dataset.harness.stand_in``): what their steps take.
+"""Runs in which one process stands in for a rank of a job (``dataset.harness.emulation.stand_in``): what steps take.
 
 Their collectives only take the time that the plan says, which is what latency and bandwidth of the job's fabric imply.
 So they tell of ops in their context, and of whole iterations as far as nobody waits for others.
