@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.graph_data import relation_pairs
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.kinds import kinds_version
@@ -72,7 +72,7 @@ def node_feature_names() -> tuple[str, ...]:
     return _names(kinds_version())
 
 
-@lru_cache(maxsize=4)
+@cached(4)
 def _names(version: tuple[int, int]) -> tuple[str, ...]:
     ops = sorted(OP_KINDS.values(), key=lambda kind: kind.code)
     collectives = sorted(COLLECTIVE_KINDS.values(), key=lambda kind: kind.code)
@@ -91,7 +91,7 @@ def check_node_features(names: Sequence[str], model: str) -> None:
     check_known([name for name in names if not name.startswith(_KIND)], _AFTER_KINDS, model)
 
 
-@lru_cache(maxsize=16)
+@cached(16)
 def _columns(names: tuple[str, ...]) -> dict[str, int]:
     return {name: index for index, name in enumerate(names)}
 

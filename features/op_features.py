@@ -6,11 +6,11 @@ Pure functions of nouns; every array has one row per op.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.kinds import kinds_version
 from stepsight.dataset.op import DTYPE_BYTES, OP_KINDS, Op
@@ -30,7 +30,7 @@ def op_feature_names() -> tuple[str, ...]:
     return _names(kinds_version())
 
 
-@lru_cache(maxsize=4)
+@cached(4)
 def _names(version: tuple[int, int]) -> tuple[str, ...]:
     num_dims = max(len(kind.dim_names) for kind in OP_KINDS.values())
     return (*_BEFORE_DIMS, *(f"log_dim{i}" for i in range(num_dims)), *_AFTER_DIMS)

@@ -30,6 +30,8 @@ __all__ = [
     "register_op_kind",
     "registered_collective_kind",
     "registered_op_kind",
+    "unregister_collective_kind",
+    "unregister_op_kind",
 ]
 
 _FAMILIES = (
@@ -54,5 +56,9 @@ def kinds_version() -> tuple[int, int]:
     return _ops.version, _collectives.version
 
 
-register_op_kind, registered_op_kind = _ops.register, _ops.registered
-register_collective_kind, registered_collective_kind = _collectives.register, _collectives.registered
+register_op_kind = _ops.register
+registered_op_kind = _ops.registered
+unregister_op_kind = _ops.unregister
+register_collective_kind = _collectives.register
+registered_collective_kind = _collectives.registered
+unregister_collective_kind = _collectives.unregister

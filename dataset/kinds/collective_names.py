@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, kinds_version
 from stepsight.dataset.kinds.collective_kind import Side
 
@@ -16,7 +16,7 @@ def nccl_names() -> Mapping[str, tuple[str, Side]]:
     return _nccl_names(kinds_version())
 
 
-@lru_cache(maxsize=4)
+@cached(4)
 def _nccl_names(version: _Version) -> Mapping[str, tuple[str, Side]]:
     return {name: (kind.name, side) for kind in COLLECTIVE_KINDS.values() for name, side in kind.nccl_names.items()}
 
@@ -26,7 +26,7 @@ def c10d_calls() -> Mapping[str, tuple[str, int]]:
     return _c10d_calls(kinds_version())
 
 
-@lru_cache(maxsize=4)
+@cached(4)
 def _c10d_calls(version: _Version) -> Mapping[str, tuple[str, int]]:
     return {name: (kind.name, index) for kind in COLLECTIVE_KINDS.values() for name, index in kind.c10d_calls.items()}
 
@@ -36,7 +36,7 @@ def benchmark_names() -> Mapping[str, str]:
     return _benchmark_names(kinds_version())
 
 
-@lru_cache(maxsize=4)
+@cached(4)
 def _benchmark_names(version: _Version) -> Mapping[str, str]:
     return {name: kind.name for kind in COLLECTIVE_KINDS.values() for name in kind.test_names}
 

@@ -75,9 +75,8 @@ class LearnedLatency:
 
     def _ask_kernel(self, ops: Sequence[Op]) -> Seconds:
         """Seconds of each op by the kernel model, on the slowest of the devices that move in step."""
-        return self._kernel.seconds(ops, self.busy) * [
-            self._slowest if op.record.bound == "compute" else 1.0 for op in ops
-        ]
+        paces = [self._slowest if op.record.bound == "compute" else 1.0 for op in ops]
+        return self._kernel.seconds(ops, self.busy) * paces
 
     def _known(self, memo: Memo[T, float], works: Sequence[T], ask: Callable[[Sequence[T]], Seconds]) -> Seconds:
         """Seconds of each work; what the memo lacks is asked for once and corrected by the constants."""

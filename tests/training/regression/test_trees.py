@@ -37,3 +37,26 @@ def test_a_broken_text_is_refused(old: str, new: str) -> None:
     assert old in trees.text
     with pytest.raises(PredictorError, match="LightGBM text"):
         Trees(trees.text.replace(old, new)).check(NAMES)
+
+
+def test_columns_are_read_by_name() -> None:
+    """Whatever order they have, and whatever others there are."""
+    trees, features = _fitted()
+    moved = np.column_stack([features[:, 2], features[:, 0], np.ones(80), features[:, 1]])
+    assert trees.predict(moved, ("c", "a", "new", "b")).tolist() == trees.predict(features, NAMES).tolist()
+
+
+def test_features_that_no_split_reads_may_be_missing() -> None:
+    features = np.random.default_rng(0).normal(size=(80, 1)) * np.array([1.0, 0.0])
+    trees = fit_trees(features, np.sign(features[:, 0]) * 0.2, ("a", "b"), seed=0)
+    trees.check(("a",))
+    assert trees.predict(features[:, :1], ("a",)).tolist() == trees.predict(features, ("a", "b")).tolist()
+    with pytest.raises(PredictorError, match="does not have: a: register"):
+        trees.check(("b",))
+
+
+def test_a_split_on_a_feature_without_a_name_is_refused() -> None:
+    trees, _ = _fitted()
+    assert "feature_names=a b c\n" in trees.text
+    with pytest.raises(PredictorError, match="got 0 names and a split on feature"):
+        Trees(trees.text.replace("feature_names=a b c\n", "")).check(NAMES)
