@@ -171,10 +171,14 @@ def launch_units(work: Op | Collective) -> float:
 
 def hardware_from_dict(value: dict[str, Any]) -> Hardware:
     """Read what ``Hardware.to_dict`` wrote, or a preset's table."""
+    if not isinstance(value, dict):
+        raise JobError(f"a hardware table holds the fields of Hardware, got {value!r:.80}")
     try:
         return Hardware(**value)
     except TypeError as error:
-        raise JobError(f"a hardware table holds the fields of Hardware, got {sorted(value)} ({error})") from None
+        raise JobError(
+            f"a hardware table holds the fields of Hardware, got {sorted(value)!s:.80} ({error!s:.80})"
+        ) from None
 
 
 @cache

@@ -1,0 +1,316 @@
+"""A fuzzing target for each reader of files that users name: its seeds, how they are mutated, and what is asked.
+
+The seeds lie in ``seeds/<target>``.  An input that once failed is added there, and so is tried by every run of the tests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stepsight.dataset.box_spec import read_box
+from stepsight.dataset.event_file import read_event_file
+from stepsight.dataset.job import Job
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.readers.kineto import read_kineto
+from stepsight.dataset.run_manifest import read_manifest
+from stepsight.dataset.tables import FORMATS, Measurements, read_table, summary, summary_text
+from stepsight.experiments.collecting import read_plan
+from stepsight.experiments.evaluation.evaluate import evaluate
+from stepsight.experiments.evaluation.evaluation_report import evaluation_text
+from stepsight.experiments.evaluation.row_predictors import predictor_by_hardware
+from stepsight.experiments.reports.verb_reports import prediction_report, search_report
+from stepsight.experiments.search.search import search
+from stepsight.simulator.schedules import read_schedule, write_schedule
+from stepsight.training.predictor.prediction import predict
+from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.predictor_manifest import write_manifest
+from tests.fuzz.mutate import Mutate, mutated_bytes, mutated_csv, mutated_json, mutated_text
+from tests.fuzz.toy import SEARCHED, search_journal, toy_job, toy_predictor
+from tests.fuzz.watch import check_numbers
+
+SEEDS = Path(__file__).parent / "seeds"
+IMPOSSIBLE_MFU = 2.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """A reader.
+
+    Attributes:
+        name: Folder of its seeds.
+        ask: Reads an input that lies in a file, and checks what comes of it.
+        mutate: How an input comes from a seed.
+        suffix: Of the input's file.
+    """
+
+    name: str
+    ask: Callable[[Path], None]
+    mutate: Mutate
+    suffix: str
+
+    @property
+    def seeds(self) -> list[Path]:
+        return sorted(path for path in (SEEDS / self.name).iterdir() if path.is_file())
+
+
+def _job(path: Path) -> None:
+    job = Job.from_file(path)
+    _check_prediction(job, None)
+
+
+def _check_prediction(job: Job, predictor: Predictor | None) -> None:
+    prediction = predict(job, predictor)
+    report = prediction_report(job, prediction)
+    json.dumps(report, allow_nan=False)
+    check_numbers(report)
+    seconds = prediction.iteration_time_s
+    assert 0 < prediction.low_s <= seconds <= prediction.high_s, report["text"]
+    assert all(part >= -1e-9 * seconds for part in prediction.breakdown.values()), report["text"]
+    assert np.isclose(sum(prediction.breakdown.values()), seconds), report["text"]
+    assert prediction.memory.peak_bytes > 0, report["text"]
+    assert 0 <= prediction.mfu <= IMPOSSIBLE_MFU, report["text"]
+
+
+def _runs(path: Path) -> None:
+    result = evaluate(path, predictor_by_hardware(None))
+    value = result.to_dict()
+    json.dumps(value, allow_nan=False)
+    check_numbers(value)
+    evaluation_text(result, 5, {})
+
+
+def _kineto(path: Path) -> None:
+    trace = read_kineto(path)
+    for values in (trace.start_s, trace.duration_s, trace.slot_s, trace.wait_s, trace.launch_s, trace.tail_s):
+        assert np.isfinite(values).all()
+    for values in (trace.duration_s, trace.slot_s):
+        assert (values >= 0).all()
+    assert all(seconds >= 0 for seconds in trace.step_s)
+    for node in trace.program.nodes:
+        assert node.work.num_bytes >= 0
+
+
+_NAMES = {"vtrain": "AR_GPU8_1M_1024M_LUT", "vidur": "mlp.csv"}  # of files whose name says what they are
+
+
+def _check_table(table: Measurements) -> None:
+    assert (np.isfinite(table.seconds) & (table.seconds > 0)).all()
+    value = summary(table)
+    json.dumps(value, allow_nan=False)
+    check_numbers(value)
+    summary_text(value)
+
+
+def _table(name: str, path: Path) -> None:
+    if name in _NAMES:
+        path = path.rename(path.with_name(_NAMES[name]))
+    _check_table(read_table(name, path))
+
+
+def _aiconfigurator(path: Path) -> None:
+    """Columns in JSON, written as the Parquet file that they make; the seed's name is the table's."""
+    told = {"framework": "SGLang", "version": "0.5", "device": "NVIDIA H100 80GB HBM3", "kernel_source": "fa3"}
+    columns = json.loads(path.read_bytes().decode("utf-8", "replace"))
+    rows = max((len(values) for values in columns.values()), default=0)
+    name = "moe_perf" if "topk" in columns else "gemm_perf" if "gemm_dtype" in columns else "context_attention_perf"
+    target = path.with_name(f"{name}.parquet")
+    try:
+        pq.write_table(pa.table({**{key: [text] * rows for key, text in told.items()}, **columns}), target)
+    except (pa.ArrowException, ValueError, TypeError, OverflowError, AttributeError):
+        return  # nothing that Parquet can hold
+    _check_table(read_table("aiconfigurator", target))
+
+
+def _aiconfigurator_mutated(rng: Any, data: bytes) -> bytes:
+    """Always JSON of a table."""
+    while True:
+        out = mutated_json(rng, data)
+        try:
+            if isinstance(tree := json.loads(out), dict) and all(isinstance(column, list) for column in tree.values()):
+                return out
+        except ValueError:
+            continue
+
+
+def _measurements(path: Path) -> None:
+    _check_table(Measurements.from_parquet(path))
+
+
+def _predictor(path: Path) -> None:
+    """The input is one JSON file of a predictor's folder, or the text of its trees; the folder is sealed again."""
+    tree = json.loads(path.read_bytes())
+    folder = path.with_suffix("")
+    folder.mkdir()
+    for file in _toy_folder().iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    for name, value in tree.items():
+        if name in ("hardware.json", "kernel.json", "collective.json", "intervals.json"):
+            (folder / name).write_text(json.dumps(value))
+        elif name == "trees" and isinstance(value, str):
+            for file in folder.glob("kernel.*.txt.gz"):
+                file.write_bytes(value.encode("utf-8", "replace"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    write_manifest(folder, {key: value for key, value in manifest.items() if key != "files"}, manifest["hardware"])
+    _check_prediction(toy_job(), Predictor.load(folder))
+
+
+def _schedule(path: Path) -> None:
+    schedule = read_schedule(path)
+    write_schedule(schedule, path.with_name("copy.csv"))
+    chunks = int(schedule.placement[:, 1].max()) + 1
+    if schedule.num_stages * chunks > 64 or schedule.num_micro_batches > 64:
+        return  # it is read; its job would only be larger
+    job = toy_job()
+    stages = schedule.num_stages
+    parallel = replace(job.parallel, pp=stages, virtual_stages=chunks, schedule=str(path), tp=1, dp=1)
+    model = replace(job.model, layers=max(stages * chunks, 2))
+    batch = replace(job.batch, micro_batch=1, global_batch=schedule.num_micro_batches)
+    cluster = replace(job.cluster, devices_per_node=stages)
+    _check_prediction(replace(job, model=model, parallel=parallel, batch=batch, cluster=cluster), _toy())
+
+
+def _box(path: Path) -> None:
+    box = read_box(str(path))
+    check_numbers(box.to_dict())
+    links = box.links
+    assert links.inter_node.bandwidth_bytes_per_s > 0 and links.inter_node.latency_s >= 0
+    assert box.num_ranks >= 1 and box.name
+
+
+def _plan(path: Path) -> None:
+    plan = read_plan(path)
+    assert plan["runs"] or plan["events"] or plan == plan
+    check_numbers(plan)
+
+
+def _manifest(path: Path) -> None:
+    folder = path.with_suffix("")
+    folder.mkdir()
+    path.rename(folder / "manifest.json")
+    manifest = read_manifest(folder)
+    assert 0 < manifest.iteration_time_s < 1e30
+
+
+def _events(path: Path) -> None:
+    events = read_event_file(path)
+    assert all(seconds > 0 for seconds in events.seconds)
+    assert all(isinstance(work, Op | Collective) for work in events.works)
+    check_numbers(dict(events.hardware))
+
+
+def _journal(path: Path) -> None:
+    result = search(toy_job(), _toy(), storage=str(path), study_name=SEARCHED, trials=2, seed=1)
+    report = search_report(toy_job(), result, 3)
+    json.dumps(report, allow_nan=False)
+    check_numbers(report)
+
+
+@cache
+def _toy() -> Predictor:
+    return toy_predictor()
+
+
+@cache
+def _toy_folder() -> Path:
+    import tempfile
+
+    folder = Path(tempfile.mkdtemp(prefix="stepsight-fuzz-")) / "toy"
+    _toy().save(folder)
+    return folder
+
+
+def toy_seed() -> bytes:
+    """The files of a predictor as one JSON table."""
+    import gzip
+
+    folder = _toy_folder()
+    tree = {path.name: json.loads(path.read_text()) for path in folder.glob("*.json") if path.name != "manifest.json"}
+    tree["trees"] = gzip.decompress(next(iter(sorted(folder.glob("kernel.*.txt.gz")))).read_bytes()).decode()
+    return json.dumps(tree).encode()
+
+
+def measurements_seed() -> bytes:
+    """A table of measurements as ``import`` writes it."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "t.parquet"
+        read_table("csv", SEEDS / "table_csv" / "mine.csv").to_parquet(path)
+        return path.read_bytes()
+
+
+def _mutated_predictor(rng: Any, data: bytes) -> bytes:
+    """Mutate one of its files, each as likely, and now and then the text of its trees."""
+    tree = json.loads(data)
+    name = rng.choice(sorted(tree))
+    if name == "trees":
+        return json.dumps({name: mutated_text(rng, tree[name].encode()).decode("utf-8", "replace")}).encode()
+    whole = mutated_json(rng, json.dumps(tree[name]).encode())
+    try:
+        return json.dumps({name: json.loads(whole)}).encode()
+    except ValueError:
+        return json.dumps({name: odd_text(whole)}).encode()
+
+
+def odd_text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+def mutated_journal(rng: Any, data: bytes) -> bytes:
+    """Change one line's table, or lines as text."""
+    lines = data.splitlines()
+    if rng.random() < 0.3 or not lines:
+        return mutated_text(rng, data)
+    at = rng.randrange(len(lines))
+    lines[at] = mutated_json(rng, lines[at]).replace(b"\n", b"")
+    return b"\n".join([*lines, b""])
+
+
+_MUTATE = {
+    "csv": mutated_csv,
+    "aicb": mutated_csv,
+    "neusight": mutated_csv,
+    "vidur": mutated_csv,
+    "simumax": mutated_json,
+}
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("job", _job, mutated_json, ".json"),
+        Target("job_toml", _job, mutated_text, ".toml"),
+        Target("runs", _runs, mutated_csv, ".csv"),
+        Target("kineto", _kineto, mutated_json, ".json"),
+        *(
+            Target(f"table_{name}", partial(_table, name), _MUTATE.get(name, mutated_text), ".csv" if name in ("csv", "aicb", "neusight", "vidur") else ".log")
+            for name in FORMATS
+            if name not in ("aiconfigurator",)
+        ),
+        Target("table_aiconfigurator", _aiconfigurator, _aiconfigurator_mutated, ".json"),
+        Target("measurements", _measurements, mutated_bytes, ".parquet"),
+        Target("predictor", _predictor, _mutated_predictor, ".json"),
+        Target("schedule", _schedule, mutated_csv, ".csv"),
+        Target("box", _box, mutated_text, ".toml"),
+        Target("plan", _plan, mutated_json, ".json"),
+        Target("manifest", _manifest, mutated_json, ".json"),
+        Target("events", _events, mutated_json, ".json"),
+        Target("journal", _journal, mutated_journal, ".log"),
+    )
+}  # fmt: skip
+_MADE = {"predictor": toy_seed, "measurements": measurements_seed, "journal": search_journal}
+
+
+@cache
+def corpus(name: str) -> tuple[bytes, ...]:
+    """Seeds of a target: its files, and what today's code writes where that is what is read."""
+    made = [_MADE[name]()] if name in _MADE else []
+    folder = SEEDS / name
+    return (*made, *(path.read_bytes() for path in (TARGETS[name].seeds if folder.is_dir() else [])))
