@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from stepsight.dataset.caching import Memo
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.specs import hashed_once
-from stepsight.simulator.clock.engine import Floats, add_path, find_ends, longest_paths, run_events
+from stepsight.simulator.clock.engine import Floats, add_path, find_ends, longest_paths
+from stepsight.simulator.clock.event_run import TO_HOST, EventPaths, PassageTable, SentTable, run_events
 from stepsight.simulator.latency_model import LatencyModel
 from stepsight.simulator.lowering.issue_order import Work
 from stepsight.simulator.lowering.passages import STREAMS, Passage
 from stepsight.simulator.lowering.segment import COMPUTE, HOST, NUM_CLOCKS, Segment
 
-_Table = tuple[Floats, Floats, NDArray[np.int64], Floats, NDArray[np.int8], Floats]
 _Key = int | tuple[int, "Slowdown"]  # the identity of a thing, and what slows it
 _TIMER = "_timer"  # attribute of a latency model
 MAX_WORKS, MAX_PASSAGES, MAX_SEGMENTS, MAX_OP_TIMES = 100_000, 20_000, 10_000, 2_000  # that a timer remembers
@@ -124,7 +124,7 @@ class Timer:
         self._works: Memo[Work, float] = Memo("timer: works", MAX_WORKS)
         self._passages: Memo[_Key, tuple[Passage, PassageTime]] = Memo("timer: passages", MAX_PASSAGES)
         self._segments: Memo[_Key, tuple[Segment, SegmentTime]] = Memo("timer: segments", MAX_SEGMENTS)
-        self._tables: Memo[_Key, tuple[tuple[Passage, ...], _Table]] = Memo("timer: tables", MAX_SEGMENTS)
+        self._tables: Memo[_Key, tuple[tuple[Passage, ...], PassageTable]] = Memo("timer: tables", MAX_SEGMENTS)
         self._ops: Memo[tuple[int, Slowdown, bool], tuple[Segment, OpTimes]] = Memo("timer: op times", MAX_OP_TIMES)
 
     @property
@@ -220,29 +220,31 @@ class Timer:
         return known[1]
 
     def _by_events(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
-        paths, nodes, bounds, launches, kinds, streams = self._table(segment.passages, slowdown)
-        sent = self.work_seconds(segment.sent) * _across(segment.sent, slowdown.data)
+        sent = SentTable(
+            self.work_seconds(segment.sent) * _across(segment.sent, slowdown.data),
+            self._launches(segment.sent),
+            segment.compute_share,
+            self._hardware.has_host,
+            segment.joined,
+        )
         transition, carried = np.empty((NUM_CLOCKS, NUM_CLOCKS)), np.empty((HOST + 1, HOST + 1))
-        by_stream, lost = np.zeros(len(STREAMS)), np.zeros(2)
-        run_events(
-            segment.events, paths, nodes, bounds, sent, segment.compute_share, segment.joined, launches,
-            self._launches(segment.sent), self._hardware.has_host, kinds, streams, transition, carried, by_stream, lost,
-        )  # fmt: skip
-        return SegmentTime(transition, carried, by_stream, float(lost[0]))
+        paths = EventPaths(transition, carried, np.zeros(len(STREAMS)), np.zeros(2))
+        run_events(segment.events, self._table(segment.passages, slowdown), sent, paths)
+        return SegmentTime(transition, carried, paths.by_stream, float(paths.lost[TO_HOST]))
 
-    def _table(self, passages: tuple[Passage, ...], slowdown: Slowdown) -> _Table:
+    def _table(self, passages: tuple[Passage, ...], slowdown: Slowdown) -> PassageTable:
         """What ``run_events`` takes of some passages; segments often share them."""
         key = id(passages) if slowdown is AS_IT_IS else (id(passages), slowdown)
         known = self._tables.get(key)
         if known is None:
             times = [self.passage(passage, slowdown) for passage in passages]
-            table = (
-                np.array([time.paths for time in times], dtype=np.float64).reshape(-1, 3),
-                np.concatenate([np.zeros(0), *(time.seconds for time in times)]),
-                np.cumsum([0, *(len(time.seconds) for time in times)]),
-                np.concatenate([np.zeros(0), *(time.launches for time in times)]),
-                np.concatenate([np.zeros(0, dtype=np.int8), *(passage.category for passage in passages)]),
-                np.array([time.by_stream for time in times], dtype=np.float64).reshape(-1, len(STREAMS)),
+            table = PassageTable(
+                paths=np.array([time.paths for time in times], dtype=np.float64).reshape(-1, 3),
+                by_stream=np.array([time.by_stream for time in times], dtype=np.float64).reshape(-1, len(STREAMS)),
+                nodes=np.concatenate([np.zeros(0), *(time.seconds for time in times)]),
+                launches=np.concatenate([np.zeros(0), *(time.launches for time in times)]),
+                streams=np.concatenate([np.zeros(0, dtype=np.int8), *(passage.category for passage in passages)]),
+                bounds=np.cumsum([0, *(len(time.seconds) for time in times)]),
             )
             known = (passages, table)
             self._tables[key] = known

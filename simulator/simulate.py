@@ -18,7 +18,7 @@ from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
 from stepsight.simulator.breakdown import break_down
 from stepsight.simulator.clock.engine import Floats
-from stepsight.simulator.clock.track_run import track_clocks
+from stepsight.simulator.clock.track_run import through, track_clocks
 from stepsight.simulator.iteration import Passing, SimulatedIteration, segment_paths
 from stepsight.simulator.latency_model import LatencyModel
 from stepsight.simulator.lowering.distinct_pipelines import Pipeline, distinct_pipelines
@@ -87,7 +87,7 @@ def simulate_lowered(
     begin = latest[lowered.meets]
     simulation = Simulation(job, hardware, lowered, timer, passings, begin, clocks, np.empty_like(clocks))
     optimizers = simulation.optimizer_paths(carried=simulation.carried)
-    np.max(simulation.entry[:, None, :] + optimizers, axis=2, out=simulation.finish)
+    simulation.finish[:] = through(optimizers, simulation.entry)
     return simulation
 
 

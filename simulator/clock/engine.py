@@ -1,4 +1,4 @@
-"""The clock: longest paths over static graphs given as arrays, in issue order.
+"""Loops over arrays that numba compiles, and longest paths over static graphs in issue order.
 
 Ties are broken towards the dependency that is listed first, so results never depend on chance.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, ClassVar, Generic, ParamSpec
 
 import numpy as np
@@ -24,6 +25,9 @@ class compiled(Generic[P]):  # noqa: N801  (a decorator)
 
     Loading numba costs more than a handful of predictions do, so a single question is answered sooner without.  The
     compiled code is kept on disk where a folder can be written.  Either way the results are the same.
+
+    A loop may call plain functions of its own module, which are compiled with it.  Arguments that belong together are
+    passed as one ``NamedTuple`` of arrays and numbers.
     """
 
     spent_s: ClassVar[float] = 0.0  # interpreting, all kernels together
@@ -45,13 +49,33 @@ class compiled(Generic[P]):  # noqa: N801  (a decorator)
             compiled.spent_s += time.perf_counter() - begin
 
     def compile(self) -> Callable[P, None]:
-        """The function as machine code."""
-        import numba
+        """The function, and the functions of its module that it calls, as machine code."""
+        return _machine_code(self.function, {})  # type: ignore[no-any-return]
 
+
+def _machine_code(function: Any, done: dict[Any, Any]) -> Any:
+    """Compile a function with numba.
+
+    numba calls compiled functions only, so each function of the same module that ``function`` calls is compiled too
+    and takes its place among the global names.  Functions of other modules stay as they are: numba's cache on disk
+    would not notice that their file has changed.
+
+    Args:
+        function: Plain.
+        done: What is compiled already, by function; added to.
+    """
+    import numba
+
+    if function not in done:
+        known = function.__globals__
+        called = {n: known[n] for n in function.__code__.co_names if isinstance(known.get(n), FunctionType)}
+        helpers = {name: _machine_code(f, done) for name, f in called.items() if f.__module__ == function.__module__}
+        linked = FunctionType(function.__code__, {**known, **helpers}, function.__name__) if helpers else function
         try:
-            return numba.njit(cache=True, nogil=True)(self.function)  # type: ignore[no-any-return]
+            done[function] = numba.njit(cache=True, nogil=True)(linked)
         except RuntimeError:  # numba finds no folder for its cache
-            return numba.njit(nogil=True)(self.function)  # type: ignore[no-any-return]
+            done[function] = numba.njit(nogil=True)(linked)
+    return done[function]
 
 
 @compiled
@@ -114,128 +138,6 @@ def find_ends(
             for end in range(num_clocks):
                 if end == to or joined:
                     transition[end, to] = max(transition[end, to], 0.0)
-
-
-@compiled
-def run_events(
-    events: Ints,
-    paths: Floats,
-    nodes: Floats,
-    bounds: NDArray[np.int64],
-    sent: Floats,
-    compute_share: float,
-    joined: bool,
-    launches: Floats,
-    sent_launches: Floats,
-    has_host: bool,
-    kinds: NDArray[np.int8],
-    streams: Floats,
-    transition: Floats,
-    carried: Floats,
-    by_stream: Floats,
-    lost: Floats,
-) -> None:
-    """Longest path through a segment's events from a clock to a clock.
-
-    Beside the clocks there is the host, which takes its time to launch each node, and without which no node starts.
-
-    Args:
-        events: See ``segment.Segment``; kinds are run 0, send 1, block 2, wait 3.
-        paths: Of each passage: from the computation, from the host, and the host's own; shape ``(num_passages, 3)``.
-        nodes: Seconds of the nodes of all passages.
-        bounds: Nodes of passage ``i`` are ``bounds[i]:bounds[i + 1]``.
-        sent: Seconds of each collective.
-        compute_share: Part of a sent one that the computation loses.
-        joined: Whether all clocks end together.
-        launches, sent_launches: What the host takes to launch each of ``nodes`` and ``sent``; 0: it needs no launch.
-        has_host: Whether any of them is more than 0.
-        kinds: Stream of each of ``nodes``.
-        streams: Seconds by stream of each passage, shape ``(num_passages, num_streams)``.
-        transition: Filled, shape ``(num_clocks, num_clocks)``: to clock, from clock; ``-inf`` where none leads.  The
-            host starts with the computation.
-        carried: Filled likewise, shape ``(num_clocks + 1, num_clocks + 1)``: the host is a clock of its own, the last.
-        by_stream: Added to: seconds of what is run by stream, shape ``(num_streams,)``.
-        lost: Added to: seconds that the computation waits for the host, and for sent collectives, when nothing else
-            is under way at the start.
-    """
-    num_clocks = len(transition)
-    clocks = np.empty(num_clocks)
-    finish = np.empty(len(events))
-    carried[:] = -np.inf
-    alone, by_host = num_clocks, num_clocks + 1  # further starts: the computation's and the host's, each by itself
-    for start in range(num_clocks + 2 if has_host else num_clocks):
-        clocks[:] = -np.inf
-        if start < by_host:
-            clocks[start if start < alone else 0] = 0.0
-        host = 0.0 if start in (0, by_host) else -np.inf
-        pending, newest = 0.0, -1  # newest: the last run, before which nothing pends
-        for at in range(len(events)):
-            kind, what = events[at, 0], events[at, 1]
-            finish[at] = -np.inf
-            if kind == 0:
-                clocks[0] += pending
-                if start == 0:
-                    lost[1] += pending
-                pending, newest = 0.0, at
-                first, last, times = events[at, 2], events[at, 3], events[at, 4]
-                if last - first == bounds[what + 1] - bounds[what]:
-                    own = paths[what, 0]
-                    end = clocks[0] + times * own
-                    if has_host:
-                        end = max(end, host + paths[what, 1] + (times - 1) * max(own, paths[what, 2]))
-                        host += times * paths[what, 2]
-                        if start == 0:
-                            lost[0] += end - clocks[0] - times * own
-                    if start == 0:
-                        for stream in range(len(by_stream)):
-                            by_stream[stream] += times * streams[what, stream]
-                    clocks[0] = end
-                else:
-                    for node in range(bounds[what] + first, bounds[what] + last):
-                        if launches[node] > 0.0:
-                            host += launches[node]
-                            if start == 0:
-                                lost[0] += max(host - clocks[0], 0.0)
-                            clocks[0] = max(clocks[0], host)
-                        clocks[0] += nodes[node]
-                        if start == 0:
-                            by_stream[kinds[node]] += nodes[node]
-            elif kind == 3:
-                if finish[what] > clocks[0]:
-                    if start == 0:
-                        lost[1] += finish[what] - clocks[0]
-                    clocks[0] = finish[what]
-                if what > newest and events[what, 0] == 1:
-                    pending -= compute_share * sent[events[what, 1]]
-            else:
-                clock = events[at, 2]
-                begin = clocks[clock]
-                host += sent_launches[what]
-                if kind == 2 or events[at, 4] == 0:
-                    begin = max(begin, clocks[0])
-                    if sent_launches[what] > 0.0:
-                        begin = max(begin, host)
-                if kind == 1 and events[at, 3] >= 0:
-                    begin = max(begin, finish[events[at, 3]])
-                clocks[clock] = begin + sent[what]
-                finish[at] = clocks[clock]
-                if kind == 2:
-                    if start == 0:
-                        lost[1] += clocks[clock] - clocks[0]
-                    clocks[0] = clocks[clock]
-                else:
-                    pending += compute_share * sent[what]
-        latest = clocks.max()
-        for to in range(num_clocks):
-            end = latest if joined else clocks[to]
-            if start < alone:
-                transition[to, start] = end
-            if start > 0 or not has_host:
-                carried[to, start if start < alone else (start - alone) * num_clocks] = end
-        if start == by_host:
-            carried[num_clocks, num_clocks] = host
-    if not has_host:
-        carried[num_clocks, num_clocks] = 0.0
 
 
 @compiled

@@ -7,6 +7,7 @@ posted it.  A wait ends when the message has passed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,21 +21,34 @@ COMPUTE, POST, WAIT = range(3)
 SEND, RECEIVE = range(2)
 
 
-@dataclass(frozen=True, eq=False)
-class Entries:
-    """What ranks do, in one order; arrays of shape ``(num_entries,)``.
+class Entries(NamedTuple):
+    """What ranks do, in one order that can run; arrays of shape ``(num_entries,)``.
 
     Attributes:
         op: ``COMPUTE``, ``POST`` or ``WAIT``.
-        stage: Whose entry it is.
-        index: The action that is computed, or the message that is posted or waited for.
+        stage: The rank whose entry it is.
+        item: The action that is computed, or the message that is posted or waited for.
         side: ``SEND`` or ``RECEIVE`` of a message.
     """
 
     op: Ints
     stage: Ints
-    index: Ints
+    item: Ints
     side: Ints
+
+
+class RankLists(NamedTuple):
+    """What ranks do, rank after rank.
+
+    Attributes:
+        op, item, side: As in ``Entries``.
+        first: Entries of rank ``r`` are ``first[r]`` to ``first[r + 1]``, shape ``(num_ranks + 1,)``.
+    """
+
+    op: Ints
+    item: Ints
+    side: Ints
+    first: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,39 +77,39 @@ def find_messages(order: Order) -> Messages:
 
 
 def interleaved(order: Order, messages: Messages, ranks: list[tuple[Ints, ...]]) -> Entries:
-    """Op, index and side of every rank's entries, in one order that can run."""
-    op, index, side = (np.concatenate([rank[field] for rank in ranks]) for field in range(3))
-    return in_one_order(order, messages, op, index, side, np.cumsum([0, *(len(r[0]) for r in ranks)]).astype(np.int32))
+    """Put every rank's entries, given as op, item and side, in one order that can run."""
+    op, item, side = (np.concatenate([rank[field] for rank in ranks]) for field in range(3))
+    first = np.cumsum([0, *(len(rank[0]) for rank in ranks)]).astype(np.int32)
+    return in_one_order(order, messages, RankLists(op, item, side, first))
 
 
-def in_one_order(order: Order, messages: Messages, op: Ints, index: Ints, side: Ints, first: Ints) -> Entries:
-    """Entries of all ranks in one order that can run; those of rank ``r`` are ``first[r]`` to ``first[r + 1]``.
+def in_one_order(order: Order, messages: Messages, lists: RankLists) -> Entries:
+    """Put the entries of all ranks in one order that can run.
 
     Raises:
         JobError: If ranks wait for each other in a circle.
     """
-    entries = np.full(len(op), -1, dtype=np.int32)
+    op, item, side, first = lists
+    placed = np.full(len(op), -1, dtype=np.int32)
     reached = first[:-1].copy()
-    _interleave(first, op, index, side, np.zeros((len(messages.source), 2), dtype=np.bool_), entries, reached)
-    if len(entries) and entries[-1] < 0:
-        raise JobError(_circle(order, messages, op, index, side, first, reached))
+    _interleave(lists, np.zeros((len(messages.source), 2), dtype=np.bool_), placed, reached)
+    if len(placed) and placed[-1] < 0:
+        raise JobError(_circle(order, messages, lists, reached))
     stage = np.repeat(np.arange(len(first) - 1, dtype=np.int32), np.diff(first))
-    return Entries(op[entries], stage[entries], index[entries], side[entries])
+    return Entries(op[placed], stage[placed], item[placed], side[placed])
 
 
 @compiled
-def _interleave(
-    first: Ints, op: Ints, index: Ints, side: Ints, posted: NDArray[np.bool_], entries: Ints, reached: Ints
-) -> None:
+def _interleave(lists: RankLists, posted: NDArray[np.bool_], entries: Ints, reached: Ints) -> None:
     """Let every rank go on as far as it can, round after round.
 
     Args:
-        first: Entries of rank ``r`` are ``first[r]`` to ``first[r + 1]``.
-        op, index, side: Of each entry.
+        lists: What each rank does.
         posted: Per message and side, all false.
         entries: Filled with the entries in the order of completion; stays -1 behind where it is stuck.
         reached: Where each rank is.
     """
+    op, item, side, first = lists
     placed = 0
     moved = True
     while moved:
@@ -103,10 +117,10 @@ def _interleave(
         for rank in range(len(reached)):
             at = reached[rank]
             while at < first[rank + 1]:
-                if op[at] == WAIT and not (posted[index[at], 0] and posted[index[at], 1]):
+                if op[at] == WAIT and not (posted[item[at], 0] and posted[item[at], 1]):
                     break
                 if op[at] == POST:
-                    posted[index[at], side[at]] = True
+                    posted[item[at], side[at]] = True
                 entries[placed] = at
                 placed += 1
                 at += 1
@@ -115,13 +129,15 @@ def _interleave(
                 reached[rank] = at
 
 
-def _circle(order: Order, messages: Messages, op: Ints, index: Ints, side: Ints, first: Ints, reached: Ints) -> str:
+def _circle(order: Order, messages: Messages, lists: RankLists, reached: Ints) -> str:
+    """Say which rank waits for which."""
     waits = []
     for rank in range(len(reached)):
         at = int(reached[rank])
-        if at < first[rank + 1]:
-            source, target = int(messages.source[index[at]]), int(messages.target[index[at]])
-            if side[at] == SEND:
+        if at < lists.first[rank + 1]:
+            message = lists.item[at]
+            source, target = int(messages.source[message]), int(messages.target[message])
+            if lists.side[at] == SEND:
                 waits.append(f"stage {rank} waits until stage {order.stage[target]} takes {order.name(source)}")
             else:
                 waits.append(f"stage {rank} waits until stage {order.stage[source]} sends {order.name(source)}")

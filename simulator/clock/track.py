@@ -12,6 +12,7 @@ from stepsight.dataset.errors import JobError
 from stepsight.dataset.specs import RUNTIMES
 from stepsight.simulator.clock.engine import compiled
 from stepsight.simulator.clock.entries import COMPUTE, POST, WAIT, Entries, find_messages
+from stepsight.simulator.clock.kernel import Steady
 from stepsight.simulator.runtimes.pipeline_runtimes import asynchronous, deepspeed_entries, torch_entries
 from stepsight.simulator.schedules import KIND_NAMES, Order, Schedule, find_schedule, order_actions
 
@@ -32,11 +33,7 @@ class Track:
             first), ``MIDDLE`` between; same shape.  Passes are forwards, split input gradients, and backwards that
             give weight gradients (``B`` and ``W`` together).
         source, target: Actions that make and need each message between stages, shape ``(num_messages,)``.
-        entry_op: ``COMPUTE``, ``POST`` or ``WAIT`` (see ``entries``), in an order that can run,
-            shape ``(num_entries,)``.
-        entry_stage: Whose entry it is; same shape.
-        entry_index: The action that is computed, or the message that is posted or waited for; same shape.
-        entry_side: 0 for the sender's side of a message, 1 for the receiver's; same shape.
+        entries: What ranks do, in an order that can run.
     """
 
     schedule: Schedule
@@ -48,10 +45,7 @@ class Track:
     turn: Ints
     source: Ints
     target: Ints
-    entry_op: Ints
-    entry_stage: Ints
-    entry_index: Ints
-    entry_side: Ints
+    entries: Entries
 
     @property
     def num_stages(self) -> int:
@@ -98,7 +92,7 @@ def track(schedule: Schedule, runtime: str = "asynchronous") -> Track:
     entries = _in_step(entries, schedule.num_stages, len(messages.source))
     return Track(
         schedule, runtime, order.stage, order.kind, order.micro_batch, order.part, _turns(order),
-        messages.source, messages.target, entries.op, entries.stage, entries.index, entries.side,
+        messages.source, messages.target, entries,
     )  # fmt: skip
 
 
@@ -106,22 +100,25 @@ def _in_step(entries: Entries, num_stages: int, num_messages: int) -> Entries:
     """The entries in the order in which they end if all actions take equally long: then what repeats, repeats for each
     micro-batch."""
     ends = np.empty(len(entries.op), dtype=np.int64)
-    find_ends(entries.op, entries.stage, entries.index, entries.side, num_stages, num_messages, ends)
+    _count_ticks(entries, num_stages, num_messages, ends)
     order = np.argsort(ends * num_stages + entries.stage)
-    return Entries(entries.op[order], entries.stage[order], entries.index[order], entries.side[order])
+    return Entries(*(field[order] for field in entries))
 
 
-ACTION = 2**20
+ACTION = 2**20  # ticks
 
 
 @compiled
-def find_ends(
-    op: Ints, stage: Ints, index: Ints, side: Ints, num_stages: int, num_messages: int, ends: NDArray[np.int64]
-) -> None:
-    """When every entry ends if actions take ``ACTION`` and posts and waits next to nothing: after all it depends on."""
+def _count_ticks(entries: Entries, num_stages: int, num_messages: int, ends: NDArray[np.int64]) -> None:
+    """Give every entry a tick after those of all that it depends on.
+
+    An action ends at the next multiple of ``ACTION``, a post or a wait one tick later, so that the ticks of one round
+    of actions differ from those of the round before by ``ACTION`` alone.  This is an order, not a time.
+    """
+    op, stage, item, side = entries
     clocks, posted = np.zeros(num_stages, dtype=np.int64), np.zeros((num_messages, 2), dtype=np.int64)
     for entry in range(len(op)):
-        at, s = index[entry], stage[entry]
+        at, s = item[entry], stage[entry]
         if op[entry] == WAIT:
             clocks[s] = max(clocks[s], posted[at, 0], posted[at, 1])
         clocks[s] = (clocks[s] // ACTION + 1) * ACTION if op[entry] == COMPUTE else clocks[s] + 1
@@ -143,35 +140,18 @@ def _turns(order: Order) -> Ints:
     return turn
 
 
-@dataclass(frozen=True, slots=True)
-class Steady:
-    """Entries of a track that repeat.
-
-    Attributes:
-        first: Where they begin.
-        length: Entries of one period.
-        periods: How many follow each other, 0: nothing repeats.
-        lag: A message is waited for at most so many periods after it was posted.
-    """
-
-    first: int = 0
-    length: int = 0
-    periods: int = 0
-    lag: int = 0
-
-
 _FEWEST = 8  # periods that are worth a look
 
 
 @cached(512)
 def steady_state(track: Track) -> Steady:
     """The longest stretch of a track in which the same stages do the same to the next micro-batch, or the next few."""
-    compute = track.entry_op == COMPUTE
-    action = np.where(compute, track.entry_index, 0)
+    compute = track.entries.op == COMPUTE
+    action = np.where(compute, track.entries.item, 0)
     if track.num_messages:
-        action = np.where(compute, action, track.source[np.where(compute, 0, track.entry_index)])
+        action = np.where(compute, action, track.source[np.where(compute, 0, track.entries.item)])
     pass_ = (track.part * len(KIND_NAMES) + track.kind) * 3 + np.where(track.turn == MIDDLE, 0, track.turn + 1)
-    what = ((pass_[action] * 3 + track.entry_op) * 2 + track.entry_side) * track.num_stages + track.entry_stage
+    what = ((pass_[action] * 3 + track.entries.op) * 2 + track.entries.side) * track.num_stages + track.entries.stage
     micro_batch = track.micro_batch[action]
     each = int((micro_batch == track.schedule.num_micro_batches // 2).sum())
     for length in dict.fromkeys((each, each * track.num_stages)):
@@ -196,10 +176,10 @@ def _longest(same: NDArray[np.bool_]) -> tuple[int, int]:
 
 def _lag(track: Track, first: int, length: int, periods: int) -> int:
     posts = np.zeros((max(track.num_messages, 1), 2), dtype=np.int64)
-    numbers = np.arange(len(track.entry_op))
-    post = track.entry_op == POST
-    posts[track.entry_index[post], track.entry_side[post]] = numbers[post]
-    wait = (track.entry_op == WAIT) & (numbers >= first) & (numbers < first + length * periods)
+    numbers = np.arange(len(track.entries.op))
+    post = track.entries.op == POST
+    posts[track.entries.item[post], track.entries.side[post]] = numbers[post]
+    wait = (track.entries.op == WAIT) & (numbers >= first) & (numbers < first + length * periods)
     if not wait.any():
         return 1
-    return int((numbers[wait] - posts[track.entry_index[wait]].min(axis=1)).max()) // length + 1
+    return int((numbers[wait] - posts[track.entries.item[wait]].min(axis=1)).max()) // length + 1

@@ -1,9 +1,4 @@
-"""The clock over a track: when every action and message of an iteration runs, and what its length is made of.
-
-A stage has ``K`` clocks: 0 when its computation is free, the others when its data-parallel streams are, and ``HOST``,
-where there is one, when the host is.  An action maps them to new ones by its segment's longest paths from clock to
-clock (a ``K x K`` matrix in max-plus algebra).
-"""
+"""Runs of a track: when every action and message of an iteration runs, and what its length is made of."""
 
 from __future__ import annotations
 
@@ -12,12 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.simulator.clock.engine import Floats, Ints, compiled
-from stepsight.simulator.clock.entries import COMPUTE, POST
+from stepsight.simulator.clock.engine import Floats, Ints
+from stepsight.simulator.clock.entries import COMPUTE, POST, Entries
+from stepsight.simulator.clock.kernel import Durations, Log, State, Steady, Uses, new_log, run_entries, trace_path
 from stepsight.simulator.clock.track import Track, steady_state
-from stepsight.simulator.lowering.segment import HOST
 
-Indices = NDArray[np.uint32]
+_NOTHING_REPEATS = Steady()
+_NO_LOG = new_log(0, 0, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,23 +23,42 @@ class TrackRun:
     Attributes:
         track: What ran.
         segment, transition: Given to ``run_track``.
-        start, finish: Clocks of its stage before and after each action, shape ``(num_actions, K)``.
         clocks: At the end, shape ``(num_stages, K)``.
-        posted: When the sender and the receiver were ready, shape ``(num_messages, 2)``.
-        message_start, message_finish: When each message passed, shape ``(num_messages,)``.
-        held: Whether the sender and the receiver were held up by it, shape ``(num_messages, 2)``.
+        posted: When the sender and the receiver of each message were ready, shape ``(num_messages, 2)``.
+        log: When actions and messages ran, and why then.
     """
 
     track: Track
     segment: Ints
     transition: Floats
-    start: Floats
-    finish: Floats
     clocks: Floats
     posted: Floats
-    message_start: Floats
-    message_finish: Floats
-    held: NDArray[np.bool_]
+    log: Log
+
+    @property
+    def start(self) -> Floats:
+        """Clocks of its stage before each action, shape ``(num_actions, K)``."""
+        return self.log.start
+
+    @property
+    def finish(self) -> Floats:
+        """Clocks of its stage after each action, shape ``(num_actions, K)``."""
+        return self.log.finish
+
+    @property
+    def message_start(self) -> Floats:
+        """When each message began to pass, shape ``(num_messages,)``."""
+        return self.log.message_start
+
+    @property
+    def message_finish(self) -> Floats:
+        """When each message had passed, shape ``(num_messages,)``."""
+        return self.log.message_finish
+
+    @property
+    def held(self) -> NDArray[np.bool_]:
+        """Whether the sender and the receiver of each message were held by it, shape ``(num_messages, 2)``."""
+        return self.log.held
 
 
 def run_track(
@@ -65,16 +80,12 @@ def run_track(
         host_message_s: What it takes to post a side of a message.
     """
     num_actions, num_messages, num_clocks = track.num_actions, track.num_messages, transition.shape[1]
-    start, finish = np.empty((2, num_actions, num_clocks))
-    clocks = np.zeros((track.num_stages, num_clocks))
-    posted = np.empty((num_messages, 2))
-    message_start, message_finish = np.empty((2, num_messages))
-    held = np.zeros((num_messages, 2), dtype=np.bool_)
-    _run(
-        *_entries(track), segment.view(np.uint32), transition, message_seconds,
-        host_action_s, host_message_s, start, finish, clocks, posted, message_start, message_finish, held,
-    )  # fmt: skip
-    return TrackRun(track, segment, transition, start, finish, clocks, posted, message_start, message_finish, held)
+    state = _at_rest(track.num_stages, num_messages, num_clocks)
+    log = new_log(num_actions, num_messages, num_clocks)
+    host = same_host(track.num_stages, host_action_s, host_message_s)
+    durations = Durations(segment.view(np.uint32), transition, message_seconds, host)
+    run_entries(_unsigned(track.entries), durations, state, log, Steady())
+    return TrackRun(track, segment, transition, state.clocks, state.posted, log)
 
 
 def track_clocks(
@@ -85,20 +96,31 @@ def track_clocks(
     host_action_s: float = 0.0,
     host_message_s: float = 0.0,
 ) -> Floats:
-    """The clocks at the end alone, shape ``(num_stages, K)``: ``run_track(...).clocks`` but for rounding.
+    """The clocks at the end alone, shape ``(num_stages, K)``: ``run_track(...).clocks`` except for rounding.
 
-    Most of a long schedule does the same again and again.  Once all clocks, and all posts, move on by the same time
-    from one period to the next, they do so until the pattern ends (the state of a max-plus system decides its future),
-    and the rest of the periods is skipped.  A host that moves on by less is never waited for again.
+    Most of a long schedule does the same again and again, and is skipped.
     """
-    clocks = np.zeros((track.num_stages, transition.shape[1]))
-    posted = np.empty((track.num_messages, 2))
-    steady = steady_state(track)
-    _final(
-        *_entries(track), segment.view(np.uint32), transition, message_seconds, host_action_s, host_message_s,
-        steady.first, steady.length, steady.periods, steady.lag, clocks, posted,
-    )  # fmt: skip
-    return clocks
+    host = same_host(track.num_stages, host_action_s, host_message_s)
+    durations = Durations(segment.view(np.uint32), transition, message_seconds, host)
+    return end_clocks(track.entries, durations, steady_state(track))
+
+
+def end_clocks(entries: Entries, durations: Durations, steady: Steady = _NOTHING_REPEATS) -> Floats:
+    """The clocks of all ranks after all entries, shape ``(num_ranks, K)``."""
+    state = _at_rest(len(durations.host), len(durations.message), durations.transition.shape[1])
+    run_entries(_unsigned(entries), durations, state, _NO_LOG, steady)
+    return state.clocks
+
+
+def through(transition: Floats, clocks: Floats) -> Floats:
+    """The clocks after a segment, by themselves: the rule of an action for many ranks at once.
+
+    Args:
+        transition: To clock, from clock, shape ``(..., K, K)``.
+        clocks: Before it, shape ``(..., K)``.
+    """
+    after: Floats = (transition + clocks[..., None, :]).max(axis=-1)
+    return after
 
 
 def walk(run: TrackRun, stage: int, clock: int = 0) -> tuple[Floats, Floats, float, float]:
@@ -112,194 +134,25 @@ def walk(run: TrackRun, stage: int, clock: int = 0) -> tuple[Floats, Floats, flo
         ``message_uses``: of each message, shape ``(num_messages,)``.
         ``host_actions``, ``host_messages``: actions and posts whose host time counts.
     """
-    track = run.track
-    uses, message_uses, host = np.zeros(run.transition.shape), np.zeros(track.num_messages), np.zeros(2)
-    _walk(
-        *_entries(track), run.segment.view(np.uint32), run.transition, run.start, run.posted, run.held, stage, clock,
-        uses, message_uses, host,
-    )  # fmt: skip
-    return uses, message_uses, float(host[0]), float(host[1])
+    uses = Uses(np.zeros(run.transition.shape), np.zeros(run.track.num_messages), np.zeros(2))
+    trace_path(_unsigned(run.track.entries), run.segment.view(np.uint32), run.log, (stage, clock), uses)
+    return uses.transition, uses.message, float(uses.host[COMPUTE]), float(uses.host[POST])
 
 
-def _entries(track: Track) -> tuple[Indices, Indices, Indices, Indices]:
-    """The entries for the loops: unsigned, since indices that may be negative cost a fifth of the time."""
-    return (
-        track.entry_op.view(np.uint32),
-        track.entry_stage.view(np.uint32),
-        track.entry_index.view(np.uint32),
-        track.entry_side.view(np.uint32),
-    )
+def same_host(num_ranks: int, action_s: float, message_s: float) -> Floats:
+    """``Durations.host`` where every rank's host takes the same."""
+    host = np.empty((num_ranks, 2))
+    host[:, COMPUTE] = action_s
+    host[:, POST] = message_s
+    return host
 
 
-@compiled
-def _run(
-    op: Indices,
-    stage: Indices,
-    index: Indices,
-    side: Indices,
-    segment: Indices,
-    transition: Floats,
-    message_seconds: Floats,
-    host_action_s: float,
-    host_message_s: float,
-    start: Floats,
-    finish: Floats,
-    clocks: Floats,
-    posted: Floats,
-    message_start: Floats,
-    message_finish: Floats,
-    held: NDArray[np.bool_],
-) -> None:
-    """The loop of ``run_track``; the last seven are filled (``clocks`` and ``held`` must be zero)."""
-    num_clocks = transition.shape[1]
-    for entry in range(len(op)):
-        at, s = index[entry], stage[entry]
-        if op[entry] == COMPUTE:
-            clocks[s, 0] += host_action_s
-            for clock in range(num_clocks):
-                start[at, clock] = clocks[s, clock]
-            for to in range(num_clocks):
-                latest = -np.inf
-                for clock in range(num_clocks):
-                    latest = max(latest, start[at, clock] + transition[segment[at], to, clock])
-                finish[at, to] = latest
-                clocks[s, to] = latest
-        elif op[entry] == POST:
-            clocks[s, 0] += host_message_s
-            posted[at, side[entry]] = clocks[s, 0]
-        else:
-            begin = max(posted[at, 0], posted[at, 1])
-            end = begin + message_seconds[at]
-            message_start[at] = begin
-            message_finish[at] = end
-            if end > clocks[s, 0]:
-                clocks[s, 0] = end
-                held[at, side[entry]] = True
+def _at_rest(num_ranks: int, num_messages: int, num_clocks: int) -> State:
+    """The state in which every run begins."""
+    return State(np.zeros((num_ranks, num_clocks)), np.empty((num_messages, 2)), np.empty(0))
 
 
-@compiled
-def _final(
-    op: Indices,
-    stage: Indices,
-    index: Indices,
-    side: Indices,
-    segment: Indices,
-    transition: Floats,
-    message_seconds: Floats,
-    host_action_s: float,
-    host_message_s: float,
-    first: int,
-    length: int,
-    periods: int,
-    lag: int,
-    clocks: Floats,
-    posted: Floats,
-) -> None:
-    """The loop of ``track_clocks``; the last two are filled (``clocks`` must be zero)."""
-    num_clocks = transition.shape[1]
-    start = np.zeros(num_clocks)
-    before, now = np.zeros(length), np.zeros(length)  # clock 0 after each entry of a period
-    others = clocks.copy()  # all clocks at the end of the period before
-    host_shift = np.zeros(len(clocks))  # what the host moved on by in the last period
-    begin, steady, period = 0, 0, -1  # what comes before the first period is -1
-    while begin < len(op):
-        repeats = 0 <= period < periods
-        end = first if period < 0 and periods > 0 else begin + length if repeats else len(op)
-        for entry in range(begin, end):
-            at, s = index[entry], stage[entry]
-            if op[entry] == COMPUTE:
-                clocks[s, 0] += host_action_s
-                for clock in range(num_clocks):
-                    start[clock] = clocks[s, clock]
-                for to in range(num_clocks):
-                    latest = -np.inf
-                    for clock in range(num_clocks):
-                        latest = max(latest, start[clock] + transition[segment[at], to, clock])
-                    clocks[s, to] = latest
-            elif op[entry] == POST:
-                clocks[s, 0] += host_message_s
-                posted[at, side[entry]] = clocks[s, 0]
-            else:
-                passed = max(posted[at, 0], posted[at, 1]) + message_seconds[at]
-                if passed > clocks[s, 0]:
-                    clocks[s, 0] = passed
-            if repeats:
-                now[entry - begin] = clocks[s, 0]
-        begin = end
-        period += 1
-        if not repeats:
-            continue
-        shift = now[0] - before[0]
-        same = period > 1
-        for place in range(length):
-            same &= abs(now[place] - before[place] - shift) <= 1e-12 * now[place]
-        for who in range(len(clocks)):
-            for clock in range(1, num_clocks):
-                if clock == HOST:
-                    host_shift[who] = clocks[who, clock] - others[who, clock]
-                    same &= host_shift[who] <= shift * (1.0 + 1e-12)
-                else:
-                    same &= clocks[who, clock] == others[who, clock]
-                others[who, clock] = clocks[who, clock]
-        steady = steady + 1 if same else 0
-        before, now = now, before
-        skipped = periods - period
-        if steady > lag and skipped > 0:
-            for back in range(begin - lag * length, begin):
-                if op[back] == POST:
-                    ahead = index[back + skipped * length]
-                    posted[ahead, side[back]] = posted[index[back], side[back]] + skipped * shift
-            for who in range(len(clocks)):
-                clocks[who, 0] += skipped * shift
-                if num_clocks > HOST:
-                    clocks[who, HOST] += skipped * host_shift[who]
-            begin += skipped * length
-            period = periods
-
-
-@compiled
-def _walk(
-    op: Indices,
-    stage: Indices,
-    index: Indices,
-    side: Indices,
-    segment: Indices,
-    transition: Floats,
-    start: Floats,
-    posted: Floats,
-    held: NDArray[np.bool_],
-    end_stage: int,
-    end_clock: int,
-    uses: Floats,
-    message_uses: Floats,
-    host: Floats,
-) -> None:
-    """The loop of ``walk``: once backwards over the entries; the last three are added to."""
-    at_stage, at_clock = end_stage, end_clock
-    sought, sought_side = -1, 0  # the post whose message held the path up; until there nothing lies on it
-    for entry in range(len(op) - 1, -1, -1):
-        at, what = index[entry], op[entry]
-        if sought >= 0:
-            if what == POST and at == sought and side[entry] == sought_side:
-                sought, at_stage = -1, stage[entry]
-                host[1] += 1.0
-        elif stage[entry] != at_stage:
-            continue
-        elif what == COMPUTE:
-            cause = 0
-            latest = -np.inf
-            for clock in range(transition.shape[1]):
-                value = start[at, clock] + transition[segment[at], at_clock, clock]
-                if value > latest:
-                    latest = value
-                    cause = clock
-            uses[segment[at], at_clock, cause] += 1.0
-            at_clock = cause
-            if cause == 0:
-                host[0] += 1.0
-        elif at_clock == 0 and what == POST:
-            host[1] += 1.0
-        elif at_clock == 0 and held[at, side[entry]]:
-            message_uses[at] += 1.0
-            sought = at
-            sought_side = 1 if posted[at, 1] > posted[at, 0] else 0
+def _unsigned(entries: Entries) -> Entries:
+    """The entries for the kernels, whose indices are never negative."""
+    op, stage, item, side = entries
+    return Entries(op.view(np.uint32), stage.view(np.uint32), item.view(np.uint32), side.view(np.uint32))

@@ -90,7 +90,7 @@ def torch_entries(schedule: Schedule, order: Order, messages: Messages) -> Entri
             for stage in range(schedule.num_stages)
         ]
         return interleaved(order, messages, ranks)
-    return in_one_order(order, messages, *torch_lowered(schedule, order, messages))
+    return in_one_order(order, messages, torch_lowered(schedule, order, messages))
 
 
 def _is_standard(schedule: Schedule) -> bool:

@@ -2,42 +2,94 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import JobError
 from stepsight.simulator.clock.engine import compiled
-from stepsight.simulator.clock.entries import COMPUTE, POST, RECEIVE, SEND, WAIT, Messages
+from stepsight.simulator.clock.entries import COMPUTE, POST, RECEIVE, SEND, WAIT, Messages, RankLists
 from stepsight.simulator.schedules.base import BACKWARD, BACKWARD_WEIGHT, Ints, Schedule
 from stepsight.simulator.schedules.order import Order
 
 UNSHARDED_PARTS = 3  # that torch's lowering keeps at once, whether or not anything is sharded
 
 
-def torch_lowered(schedule: Schedule, order: Order, messages: Messages) -> tuple[Ints, Ints, Ints, Ints]:
-    """Op, index and side of every rank's entries, and where each rank's begin.
+class _Actions(NamedTuple):
+    """Actions of all ranks, rank after rank; those of rank ``r`` are ``first[r]`` to ``first[r + 1]``.
+
+    Attributes:
+        first: Shape ``(num_ranks + 1,)``.
+        action: Index in ``Order`` of each, shape ``(num_actions,)``.
+        kind, part: Of each, same shape.
+        fused: Whether each and the next one are lowered as one, same shape.
+    """
+
+    first: Ints
+    action: Ints
+    kind: Ints
+    part: Ints
+    fused: NDArray[np.bool_]
+
+
+class _Needs(NamedTuple):
+    """Per action of an ``Order``, shape ``(num_actions,)``.
+
+    Attributes:
+        source: The action on another part whose result each needs, -1 if none.
+        sends, asks: The message that each makes and needs, -1 if none.
+        receiver: The rank that the message goes to, 0 if there is none.
+    """
+
+    source: Ints
+    sends: Ints
+    asks: Ints
+    receiver: Ints
+
+
+class _Turns(NamedTuple):
+    """How far the lowering is.
+
+    Attributes:
+        at, to: Where each rank is in ``_Actions`` and in ``RankLists``, shape ``(num_ranks,)``.
+        waiting: Turns that pass before each of ``_Actions``.
+        done: Whether each action of an ``Order`` is lowered.
+    """
+
+    at: Ints
+    to: Ints
+    waiting: Ints
+    done: NDArray[np.bool_]
+
+
+def torch_lowered(schedule: Schedule, order: Order, messages: Messages) -> RankLists:
+    """Every rank's entries.
 
     Ranks take turns to lower an action, and whoever sends has the other side ask: receives are posted long before they
     are needed.  Sends are waited for at the very end, the last one first.
+
+    Raises:
+        JobError: If pairs of actions that run as one wait for each other in a circle.
     """
     own = order.by_stage
     fused = np.concatenate(schedule.fused) if schedule.fused else np.zeros(len(order), dtype=np.bool_)
+    actions = _Actions(order.first, own, order.kind[own], order.part[own], fused)
     idle = np.zeros(len(order), dtype=np.int32)
-    _count_idle(
-        order.first, order.kind[own], order.part[own], fused, schedule.num_micro_batches, schedule.num_parts, idle
-    )
+    _count_idle(actions, schedule.num_micro_batches, schedule.num_parts, idle)
     sends, asks = messages.of_source >= 0, messages.of_target >= 0
     lengths = np.bincount(order.stage, 1 + 2 * sends + 2 * asks, minlength=schedule.num_stages).astype(np.int64)
     first = np.cumsum([0, *lengths]).astype(np.int32)
-    op, index, side = np.empty((3, first[-1]), dtype=np.int32)
+    op, item, side = np.empty((3, first[-1]), dtype=np.int32)
+    lists = RankLists(op, item, side, first)
+    receiver = np.zeros(len(order), dtype=np.int32)
+    receiver[messages.source] = order.stage[messages.target]
     done = np.zeros(len(order), dtype=np.bool_)
-    _lower(
-        order.first, own, order.stage, order.source, messages.of_source, messages.of_target, messages.target, fused,
-        idle, done, first, op, index, side,
-    )  # fmt: skip
+    turns = _Turns(order.first[:-1].copy(), first[:-1].copy(), idle, done)
+    _lower(actions, _Needs(order.source, messages.of_source, messages.of_target, receiver), turns, lists)
     if not done.all():
         raise JobError("a schedule must not wait in a circle, got: " + _stuck(order, done, fused))
-    return op, index, side, first
+    return lists
 
 
 def _stuck(order: Order, done: NDArray[np.bool_], fused: NDArray[np.bool_]) -> str:
@@ -55,42 +107,24 @@ def _stuck(order: Order, done: NDArray[np.bool_], fused: NDArray[np.bool_]) -> s
 
 
 @compiled
-def _count_idle(
-    first: Ints,
-    kind: Ints,
-    part: Ints,
-    fused: NDArray[np.bool_],
-    num_micro_batches: int,
-    num_parts: int,
-    idle: Ints,
-) -> None:
-    """Turns that torch's lowering spends before each action on gathering, freeing and reducing parameters.
+def _count_idle(actions: _Actions, num_micro_batches: int, num_parts: int, idle: Ints) -> None:
+    """Count the turns that torch's lowering spends before each action on gathering, freeing and reducing parameters.
 
     They do nothing without FSDP, but shift the order in which receives are posted.
 
     Args:
-        first: Actions of stage ``s`` are ``first[s]`` to ``first[s + 1]``.
-        kind, part, fused: Of each.
-        idle: Filled, same shape.
+        actions: Of all ranks.
+        num_micro_batches, num_parts: Of the schedule.
+        idle: Filled, of each action.
     """
+    first, part, fused = actions.first, actions.part, actions.fused
     active = np.zeros(num_parts, dtype=np.bool_)
     left = np.zeros(num_parts, dtype=np.int32)
     soon = np.zeros(num_parts, dtype=np.int32)
     for stage in range(len(first) - 1):
         begin, end = first[stage], first[stage + 1]
         nearest = np.full((end - begin, UNSHARDED_PARTS), -1, dtype=np.int32)  # parts used next from each action on
-        known = 0
-        for at in range(end - 1, begin - 1, -1):
-            move = 0
-            while move < known and soon[move] != part[at]:
-                move += 1
-            if move == known:
-                known += 1
-            for place in range(move, 0, -1):
-                soon[place] = soon[place - 1]
-            soon[0] = part[at]
-            for place in range(min(known, UNSHARDED_PARTS)):
-                nearest[at - begin, place] = soon[place]
+        _find_nearest(part[begin:end], soon, nearest)
         active[:] = False
         left[:] = num_micro_batches
         for at in range(begin, end):
@@ -107,86 +141,83 @@ def _count_idle(
                     idle[at] += 1
             after = at + 2 if fused[at] else at + 1
             for number in range(at, after):
-                if kind[number] == BACKWARD or kind[number] == BACKWARD_WEIGHT:
+                if actions.kind[number] == BACKWARD or actions.kind[number] == BACKWARD_WEIGHT:
                     left[part[number]] -= 1
                     if left[part[number]] == 0 and after < end:
                         idle[after] += 1
 
 
+def _find_nearest(part: Ints, soon: Ints, nearest: Ints) -> None:
+    """Fill in the distinct parts that a rank uses next from each action on, the nearest first."""
+    known = 0
+    for at in range(len(part) - 1, -1, -1):
+        move = 0
+        while move < known and soon[move] != part[at]:
+            move += 1
+        if move == known:
+            known += 1
+        for place in range(move, 0, -1):
+            soon[place] = soon[place - 1]
+        soon[0] = part[at]
+        for place in range(min(known, nearest.shape[1])):
+            nearest[at, place] = soon[place]
+
+
 @compiled
-def _lower(
-    first: Ints,
-    own: Ints,
-    stage: Ints,
-    source: Ints,
-    of_source: Ints,
-    of_target: Ints,
-    target: Ints,
-    fused: NDArray[np.bool_],
-    idle: Ints,
-    done: NDArray[np.bool_],
-    first_entry: Ints,
-    op: Ints,
-    index: Ints,
-    side: Ints,
-) -> None:
-    """Entries of every rank, as ``_add_send_recv`` orders them.
+def _lower(actions: _Actions, needs: _Needs, turns: _Turns, lists: RankLists) -> None:
+    """Write every rank's entries, as ``_add_send_recv`` orders them; it stops where ranks wait in a circle.
 
     Args:
-        first, own: Actions of rank ``r`` are ``own[first[r]:first[r + 1]]``.
-        stage, source, of_source, of_target, target: See ``Order`` and ``Messages``.
-        fused: Whether an action of ``own`` and the next one are lowered as one.
-        idle: Turns that pass before each action of ``own``.
-        done: All false; set for every action that is lowered.
-        first_entry: Entries of rank ``r`` go to ``first_entry[r]`` to ``first_entry[r + 1]``.
-        op, index, side: Filled.
+        actions, needs: What is lowered.
+        turns: Where ranks begin; moved on.
+        lists: Filled.
     """
-    ranks = len(first) - 1
-    at = first[:-1].copy()
-    to = first_entry[:-1].copy()
-    waiting = idle.copy()
-    left = len(own)
+    first, at = actions.first, turns.at
+    left = len(actions.action)
     while left > 0:
         before = left
         slept = False
-        for rank in range(ranks):
+        for rank in range(len(at)):
             if at[rank] == first[rank + 1]:
                 continue
-            if waiting[at[rank]] > 0:
-                waiting[at[rank]] -= 1
+            if turns.waiting[at[rank]] > 0:
+                turns.waiting[at[rank]] -= 1
                 slept = True
                 continue
-            end = at[rank] + 2 if fused[at[rank]] else at[rank] + 1
+            end = at[rank] + 2 if actions.fused[at[rank]] else at[rank] + 1
             ready = True
             for number in range(at[rank], end):
-                need = source[own[number]]
-                ready = ready and (need < 0 or done[need])
-            if not ready:
-                continue
-            for number in range(at[rank], end):
-                action = own[number]
-                if of_target[action] >= 0:
-                    op[to[rank]], index[to[rank]], side[to[rank]] = WAIT, of_target[action], RECEIVE
-                    to[rank] += 1
-                op[to[rank]], index[to[rank]], side[to[rank]] = COMPUTE, action, 0
-                to[rank] += 1
-            for number in range(at[rank], end):
-                action = own[number]
-                done[action] = True
-                message = of_source[action]
-                if message >= 0:
-                    op[to[rank]], index[to[rank]], side[to[rank]] = POST, message, SEND
-                    to[rank] += 1
-                    other = stage[target[message]]
-                    op[to[other]], index[to[other]], side[to[other]] = POST, message, RECEIVE
-                    to[other] += 1
-                left -= 1
-            at[rank] = end
+                need = needs.source[actions.action[number]]
+                ready = ready and (need < 0 or turns.done[need])
+            if ready:
+                _lower_actions(actions.action[at[rank] : end], rank, needs, turns, lists)
+                left -= end - at[rank]
+                at[rank] = end
         if left == before and not slept:
             return
-    for rank in range(ranks):
+    for rank in range(len(at)):
         for number in range(first[rank + 1] - 1, first[rank] - 1, -1):
-            message = of_source[own[number]]
+            message = needs.sends[actions.action[number]]
             if message >= 0:
-                op[to[rank]], index[to[rank]], side[to[rank]] = WAIT, message, SEND
-                to[rank] += 1
+                _add(WAIT, message, SEND, rank, turns, lists)
+
+
+def _lower_actions(own: Ints, rank: int, needs: _Needs, turns: _Turns, lists: RankLists) -> None:
+    """Write the entries of one or two actions that run as one, and the receives that they have others post."""
+    for action in own:
+        if needs.asks[action] >= 0:
+            _add(WAIT, needs.asks[action], RECEIVE, rank, turns, lists)
+        _add(COMPUTE, action, 0, rank, turns, lists)
+    for action in own:
+        turns.done[action] = True
+        message = needs.sends[action]
+        if message >= 0:
+            _add(POST, message, SEND, rank, turns, lists)
+            _add(POST, message, RECEIVE, needs.receiver[action], turns, lists)
+
+
+def _add(op: int, item: int, side: int, rank: int, turns: _Turns, lists: RankLists) -> None:
+    """Write one entry of a rank."""
+    at = turns.to[rank]
+    lists.op[at], lists.item[at], lists.side[at] = op, item, side
+    turns.to[rank] += 1

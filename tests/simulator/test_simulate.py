@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.hardware import Fabric, Hardware, Link
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
-from stepsight.simulator.clock import engine, track_run
+from stepsight.simulator.clock import engine, event_run, kernel
 from stepsight.simulator.clock.entries import COMPUTE, POST
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.lowering.distinct_pipelines import distinct_pipelines
@@ -245,8 +245,7 @@ def test_segments_compose_to_the_whole_graph(
                 clocks[stage, at] = max(clocks[stage, at], finish[-1])
 
     posted = np.zeros((track.num_messages, 2))
-    entries = (track.entry_op, track.entry_stage, track.entry_index, track.entry_side)
-    for op, stage, index, side in zip(*(column.tolist() for column in entries), strict=True):
+    for op, stage, index, side in zip(*(column.tolist() for column in track.entries), strict=True):
         if op == COMPUTE:
             run_ops(stage, int(low.segment[index]))
         elif op == POST:
@@ -297,14 +296,14 @@ def test_compiled_kernels_give_the_same(make_job: JobMaker, gpu: Hardware, monke
         engine.longest_paths,
         engine.find_ends,
         engine.add_path,
-        engine.run_events,
-        track_run._run,
-        track_run._walk,
+        event_run.run_events,
+        kernel.run_entries,
+        kernel.trace_path,
     )
     results = []
     for native in (False, True):
-        for kernel in (*kernels, track_run._run, track_run._final, track_run._walk):
-            monkeypatch.setattr(kernel, "_native", kernel.compile() if native else kernel.function)
+        for loop in kernels:
+            monkeypatch.setattr(loop, "_native", loop.compile() if native else loop.function)
         results.append(run(make_job, gpu, {"pp": 4, "dp": 2, "tp": 2, "bucket_mbytes": 0.02, "micro_batches": 6}))
         assert results[-1].op_counts
     assert results[0].iteration_time_s == results[1].iteration_time_s

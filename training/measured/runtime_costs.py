@@ -160,9 +160,8 @@ def _sort_gaps(track: Track, start: Floats, end: Floats, gaps: Gaps, waits: Gaps
     ready = np.full(track.num_stages, -np.inf)  # when the last message that the rank waits for could pass
     behind = np.zeros(track.num_stages, dtype=np.int64)
     posted, before = np.zeros((2, track.num_messages, 2))
-    fields = (track.entry_op, track.entry_stage, track.entry_index, track.entry_side)
     seen = np.zeros(track.num_stages, dtype=np.bool_)
-    for op, rank, index, side in zip(*(field.tolist() for field in fields), strict=True):
+    for op, rank, index, side in zip(*(field.tolist() for field in track.entries), strict=True):
         if op == POST:
             posts[rank] += 1
             posted[index, side], before[index, side] = free[rank], posts[rank]

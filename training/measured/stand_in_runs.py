@@ -18,7 +18,10 @@ from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.physics import alpha_beta_seconds
 from stepsight.dataset.program import Program
 from stepsight.dataset.run_manifest import RunManifest
-from stepsight.simulator.clock.entries import COMPUTE, POST
+from stepsight.simulator.clock.entries import POST, WAIT, Entries
+from stepsight.simulator.clock.kernel import Durations
+from stepsight.simulator.clock.track import Track
+from stepsight.simulator.clock.track_run import end_clocks, same_host, through
 from stepsight.simulator.latency_model import LatencyModel
 from stepsight.simulator.lowering.lower import lower
 from stepsight.simulator.lowering.segment import HOST, NUM_CLOCKS
@@ -78,30 +81,40 @@ def stand_in_seconds(job: Job, rank: int, latency: LatencyModel) -> float:
     """What a step of a stand-in should take.
 
     Without a pipeline it is the job's iteration with the collectives of ``StandInLatency``.  With one it is what the
-    rank's stage does by itself: its own passes in the order of torch's schedule, and its optimizer.  A message is under
-    way as soon as this stage has posted its side, those of a direction and peer one after the other: the stage waits
-    for its delay where the schedule waits for it, and never for another stage, so there is no bubble.  The host runs
-    ahead, since nothing but the device waits.
+    rank's stage does by itself (``stage_alone``), and its optimizer.
     """
     own = StandInLatency(latency, job.fabric)
     if job.parallel.pp == 1:
         return simulate(job, own).iteration_time_s
     lowered, timer = lower(as_the_harness_runs(job), own.hardware), timer_of(own)
     stage = rank // (job.parallel.tp * job.parallel.dp)
-    track, seconds = lowered.track, timer.work_seconds(lowered.messages)[lowered.message]
-    clocks, over = np.zeros(HOST + 1), np.zeros(track.num_messages)
-    free: dict[tuple[int, int], float] = {}
-    for entry in np.flatnonzero(track.entry_stage == stage).tolist():
-        what, at, side = (int(v[entry]) for v in (track.entry_op, track.entry_index, track.entry_side))
-        if what == COMPUTE:
-            clocks[0] += own.hardware.host_action_s
-            clocks = (timer.segment(lowered.segments[lowered.segment[at]]).carried + clocks).max(axis=1)
-        elif what == POST:
-            clocks[0] += own.hardware.host_message_s
-            peer = int(track.stage[(track.target, track.source)[side][at]])
-            over[at] = free[side, peer] = max(clocks[0], free.get((side, peer), 0.0)) + seconds[at]
-        else:
-            clocks[0] = max(clocks[0], over[at])
+    entries, num_peers = stage_alone(lowered.track, stage)
+    host = same_host(1 + num_peers, own.hardware.host_action_s, own.hardware.host_message_s)
+    host[1:] = 0.0  # peers are there already
+    optimizer = int(lowered.optimizer[stage])
+    transition = np.zeros((len(lowered.segments), HOST + 1, HOST + 1))
+    for at in {optimizer, *lowered.segment[lowered.track.stage == stage].tolist()}:
+        transition[at] = timer.segment(lowered.segments[at]).carried
+    seconds = timer.work_seconds(lowered.messages)[lowered.message]
+    clocks = end_clocks(entries, Durations(lowered.segment.view(np.uint32), transition, seconds, host))[0]
     clocks[0] = clocks[:NUM_CLOCKS].max()
-    optimizer = timer.segment(lowered.segments[int(lowered.optimizer[stage])])
-    return float((optimizer.carried + clocks)[:NUM_CLOCKS].max())
+    return float(through(transition[optimizer], clocks)[:NUM_CLOCKS].max())
+
+
+def stage_alone(track: Track, stage: int) -> tuple[Entries, int]:
+    """What a stage does by itself, and the number of peers that it has.
+
+    The stage does its own passes in the order of the schedule.  It is rank 0; each other rank is a peer in one
+    direction, which takes this stage's messages one after the other and does nothing else.  So a message is under way
+    as soon as this stage has posted its side and the peer's last message has passed, and there is no bubble.
+    """
+    rows: list[tuple[int, int, int, int]] = []
+    peers: dict[tuple[int, int], int] = {}
+    for entry in np.flatnonzero(track.entries.stage == stage).tolist():
+        op, _, at, side = (int(field[entry]) for field in track.entries)
+        rows.append((op, 0, at, side))
+        if op == POST:
+            other = int(track.stage[(track.target, track.source)[side][at]])
+            peer = peers.setdefault((side, other), len(peers) + 1)
+            rows += [(POST, peer, at, 1 - side), (WAIT, peer, at, 1 - side)]
+    return Entries(*np.array(rows, dtype=np.int32).reshape(-1, 4).T.copy()), len(peers)

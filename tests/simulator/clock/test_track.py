@@ -62,8 +62,7 @@ def test_entries_can_run_in_their_order(track: Track) -> None:
     computed: set[int] = set()
     arrived: set[int] = set()
     receiver = {int(action): message for message, action in enumerate(track.target)}
-    fields = (track.entry_op, track.entry_index, track.entry_side, track.entry_stage)
-    for op, index, side, stage in zip(*(field.tolist() for field in fields), strict=True):
+    for op, stage, index, side in zip(*(field.tolist() for field in track.entries), strict=True):
         if op == COMPUTE:
             assert index not in computed and track.stage[index] == stage
             assert index not in receiver or receiver[index] in arrived

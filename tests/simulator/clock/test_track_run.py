@@ -4,8 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepsight.simulator.clock.engine import Floats, Ints
+from stepsight.simulator.clock.kernel import run_entries, trace_path
 from stepsight.simulator.clock.track import Track, find_track
-from stepsight.simulator.clock.track_run import _run, _walk, run_track, walk
+from stepsight.simulator.clock.track_run import run_track, track_clocks, walk
 from stepsight.simulator.schedules import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("looped-bfs", 2), ("zb-h1", 1), ("interleaved-zb", 2), ("zbv", 2)]
@@ -135,23 +136,15 @@ def test_every_wait_is_kept(case: tuple[Track, Ints, Floats, Floats, float, floa
         assert (run.start[own, 0][1:] >= run.finish[own, 0][:-1]).all()
 
 
-def test_compiled_and_interpreted_agree() -> None:
+def test_compiled_and_interpreted_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loops give the same as plain Python and as machine code."""
-    track = find_track("interleaved-zb", 3, 6, 2, "torch")
-    segment, transition = plain(track, {0: 1.0, 2: 1.1, 3: 0.7})
+    track = find_track("interleaved-zb", 3, 36, 2, "torch")
+    given = (track, *plain(track, {0: 1.0, 2: 1.1, 3: 0.7}), np.full(track.num_messages, 0.1), 0.01, 0.001)
     results = []
-    for loop, back in ((_run.function, _walk.function), (_run.compile(), _walk.compile())):
-        start, finish = np.empty((2, track.num_actions, 1))
-        clocks, posted, ends = np.zeros((3, 1)), np.empty((track.num_messages, 2)), np.empty((2, track.num_messages))
-        held, counts = np.zeros((track.num_messages, 2), dtype=np.bool_), np.zeros(track.num_messages)
-        entries = [
-            field.view(np.uint32) for field in (track.entry_op, track.entry_stage, track.entry_index, track.entry_side)
-        ]
-        unsigned, uses, host = segment.view(np.uint32), np.zeros(transition.shape), np.zeros(2)
-        loop(
-            *entries, unsigned, transition, np.full(track.num_messages, 0.1), 0.01, 0.001,
-            start, finish, clocks, posted, *ends, held,
-        )  # fmt: skip
-        back(*entries, unsigned, transition, start, posted, held, 0, 0, uses, counts, host)
-        results.append(np.concatenate([array.ravel() for array in (start, finish, clocks, posted, ends, uses, host)]))
+    for native in (False, True):
+        for loop in (run_entries, trace_path):
+            monkeypatch.setattr(loop, "_native", loop.compile() if native else loop.function)
+        run = run_track(*given)
+        arrays = [run.clocks, run.posted, *run.log, track_clocks(*given), *map(np.array, walk(run, 0))]
+        results.append(np.concatenate([array.ravel() for array in arrays]))
     assert (results[0] == results[1]).all()

@@ -95,8 +95,7 @@ def torch_actions(schedule: Schedule) -> dict[int, list[Any]]:
 def our_rows(track: Track, rank: int) -> list[str]:
     """What a rank does, in the same words."""
     rows = []
-    fields = (track.entry_op, track.entry_stage, track.entry_index, track.entry_side)
-    for op, stage, index, side in zip(*(field.tolist() for field in fields), strict=True):
+    for op, stage, index, side in zip(*(field.tolist() for field in track.entries), strict=True):
         if stage != rank:
             continue
         action = index if op == COMPUTE else int(track.source[index])

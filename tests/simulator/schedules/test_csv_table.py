@@ -29,7 +29,7 @@ def test_what_is_written_is_read(tmp_path: Path, name: str, v: int) -> None:
     write_schedule(schedule, tmp_path / "schedule.csv")
     again = read_schedule(tmp_path / "schedule.csv")
     assert same(schedule, again)
-    assert len(track(again, "torch").entry_op) == len(track(again).entry_op) + again_sends(again)
+    assert len(track(again, "torch").entries.op) == len(track(again).entries.op) + again_sends(again)
 
 
 def again_sends(schedule: Schedule) -> int:
