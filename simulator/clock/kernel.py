@@ -36,12 +36,15 @@ class Durations(NamedTuple):
         transition: Of each segment, to clock, from clock; ``-inf`` where none leads; shape ``(num_segments, K, K)``.
         message: Of each message once both sides are ready, shape ``(num_messages,)``.
         host: What each rank's host takes before a ``COMPUTE`` and before a ``POST``, shape ``(num_ranks, 2)``.
+        clocks: Numbers of a rank's clocks, 0 to K - 1; a tuple, since its length is known when the loops over clocks
+            are compiled, so that they are unrolled (a quarter of the time).
     """
 
     segment: Indices
     transition: Floats
     message: Floats
     host: Floats
+    clocks: tuple[int, ...]
 
 
 class State(NamedTuple):
@@ -118,14 +121,14 @@ class Uses(NamedTuple):
     host: Floats
 
 
-def advance(entries: Entries, durations: Durations, state: State, log: Log, begin: int, end: int) -> None:
+def advance(entries: Entries, durations: Durations, state: State, log: Log | None, begin: int, end: int) -> None:
     """Let the entries from ``begin`` to ``end`` (exclusive) happen: all rules of the clock."""
     ops, ranks, items, sides = entries
-    segment_of, transition, message_seconds, host = durations
+    segment_of, transition, message_seconds, host, numbers = durations
     clocks, posted, after = state
-    num_clocks = clocks.shape[1]
+    num_clocks = len(numbers)
     start = np.zeros(num_clocks)
-    logs, follows = len(log.start) > 0, len(after) > 0
+    follows = len(after) > 0
     for entry in range(begin, end):
         op, rank, at = ops[entry], ranks[entry], items[entry]
         if op != WAIT:
@@ -141,17 +144,17 @@ def advance(entries: Entries, durations: Durations, state: State, log: Log, begi
                     if path > latest:
                         latest, cause = path, clock
                 clocks[rank, to] = latest
-                if logs:
+                if log is not None:
                     log.start[at, to], log.finish[at, to], log.cause[at, to] = start[to], latest, cause
         elif op == WAIT:
-            late = 1 if posted[at, 1] > posted[at, 0] else 0
-            passed = posted[at, late] + message_seconds[at]
+            begins = max(posted[at, 0], posted[at, 1])
+            passed = begins + message_seconds[at]
             holds = passed > clocks[rank, 0]
             if holds:
                 clocks[rank, 0] = passed
-            if logs:
-                log.message_start[at], log.message_finish[at] = posted[at, late], passed
-                log.late[at], log.held[at, sides[entry]] = late, holds
+            if log is not None:
+                log.message_start[at], log.message_finish[at] = begins, passed
+                log.late[at], log.held[at, sides[entry]] = posted[at, 1] > posted[at, 0], holds
         else:
             posted[at, sides[entry]] = clocks[rank, 0]
         if follows:
@@ -159,7 +162,7 @@ def advance(entries: Entries, durations: Durations, state: State, log: Log, begi
 
 
 @compiled
-def run_entries(entries: Entries, durations: Durations, state: State, log: Log, steady: Steady) -> None:
+def run_entries(entries: Entries, durations: Durations, state: State, log: Log | None, steady: Steady) -> None:
     """Let all entries happen, except for periods that only repeat the one before.
 
     Once all clocks and all posts move on by the same time from one period to the next, they do so until the pattern

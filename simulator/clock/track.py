@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,11 @@ class Track:
     source: Ints
     target: Ints
     entries: Entries
+
+    @cached_property
+    def unsigned(self) -> Entries:
+        """``entries.unsigned()``, once."""
+        return self.entries.unsigned()
 
     @property
     def num_stages(self) -> int:

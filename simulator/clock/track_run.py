@@ -12,8 +12,7 @@ from stepsight.simulator.clock.entries import COMPUTE, POST, Entries
 from stepsight.simulator.clock.kernel import Durations, Log, State, Steady, Uses, new_log, run_entries, trace_path
 from stepsight.simulator.clock.track import Track, steady_state
 
-_NOTHING_REPEATS = Steady()
-_NO_LOG = new_log(0, 0, 0)
+_NO_SECONDS = np.empty(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,12 +78,10 @@ def run_track(
         host_action_s: What the host takes before each action.
         host_message_s: What it takes to post a side of a message.
     """
-    num_actions, num_messages, num_clocks = track.num_actions, track.num_messages, transition.shape[1]
-    state = _at_rest(track.num_stages, num_messages, num_clocks)
-    log = new_log(num_actions, num_messages, num_clocks)
-    host = same_host(track.num_stages, host_action_s, host_message_s)
-    durations = Durations(segment.view(np.uint32), transition, message_seconds, host)
-    run_entries(_unsigned(track.entries), durations, state, log, Steady())
+    state = _at_rest(track.num_stages, track.num_messages, transition.shape[1])
+    log = new_log(track.num_actions, track.num_messages, transition.shape[1])
+    durations = _durations(track, segment, transition, message_seconds, (host_action_s, host_message_s))
+    run_entries(track.unsigned, durations, state, log, Steady())
     return TrackRun(track, segment, transition, state.clocks, state.posted, log)
 
 
@@ -100,15 +97,16 @@ def track_clocks(
 
     Most of a long schedule does the same again and again, and is skipped.
     """
-    host = same_host(track.num_stages, host_action_s, host_message_s)
-    durations = Durations(segment.view(np.uint32), transition, message_seconds, host)
-    return end_clocks(track.entries, durations, steady_state(track))
+    durations = _durations(track, segment, transition, message_seconds, (host_action_s, host_message_s))
+    state = _at_rest(track.num_stages, track.num_messages, transition.shape[1])
+    run_entries(track.unsigned, durations, state, None, steady_state(track))
+    return state.clocks
 
 
-def end_clocks(entries: Entries, durations: Durations, steady: Steady = _NOTHING_REPEATS) -> Floats:
-    """The clocks of all ranks after all entries, shape ``(num_ranks, K)``."""
-    state = _at_rest(len(durations.host), len(durations.message), durations.transition.shape[1])
-    run_entries(_unsigned(entries), durations, state, _NO_LOG, steady)
+def end_clocks(entries: Entries, durations: Durations) -> Floats:
+    """The clocks of all ranks after any entries, shape ``(num_ranks, K)``."""
+    state = _at_rest(len(durations.host), len(durations.message), len(durations.clocks))
+    run_entries(entries.unsigned(), durations, state, None, Steady())
     return state.clocks
 
 
@@ -135,24 +133,20 @@ def walk(run: TrackRun, stage: int, clock: int = 0) -> tuple[Floats, Floats, flo
         ``host_actions``, ``host_messages``: actions and posts whose host time counts.
     """
     uses = Uses(np.zeros(run.transition.shape), np.zeros(run.track.num_messages), np.zeros(2))
-    trace_path(_unsigned(run.track.entries), run.segment.view(np.uint32), run.log, (stage, clock), uses)
+    trace_path(run.track.unsigned, run.segment.view(np.uint32), run.log, (stage, clock), uses)
     return uses.transition, uses.message, float(uses.host[COMPUTE]), float(uses.host[POST])
 
 
-def same_host(num_ranks: int, action_s: float, message_s: float) -> Floats:
-    """``Durations.host`` where every rank's host takes the same."""
-    host = np.empty((num_ranks, 2))
-    host[:, COMPUTE] = action_s
-    host[:, POST] = message_s
-    return host
+def _durations(
+    track: Track, segment: Ints, transition: Floats, message_seconds: Floats, host: tuple[float, float]
+) -> Durations:
+    """What the entries of a track take, where every stage's host takes the same before an action, and before a post."""
+    of_stages = np.empty((track.num_stages, 2))
+    of_stages[:] = host
+    numbers = tuple(range(transition.shape[1]))
+    return Durations(segment.view(np.uint32), transition, message_seconds, of_stages, numbers)
 
 
 def _at_rest(num_ranks: int, num_messages: int, num_clocks: int) -> State:
     """The state in which every run begins."""
-    return State(np.zeros((num_ranks, num_clocks)), np.empty((num_messages, 2)), np.empty(0))
-
-
-def _unsigned(entries: Entries) -> Entries:
-    """The entries for the kernels, whose indices are never negative."""
-    op, stage, item, side = entries
-    return Entries(op.view(np.uint32), stage.view(np.uint32), item.view(np.uint32), side.view(np.uint32))
+    return State(np.zeros((num_ranks, num_clocks)), np.empty((num_messages, 2)), _NO_SECONDS)

@@ -21,7 +21,7 @@ from stepsight.dataset.run_manifest import RunManifest
 from stepsight.simulator.clock.entries import POST, WAIT, Entries
 from stepsight.simulator.clock.kernel import Durations
 from stepsight.simulator.clock.track import Track
-from stepsight.simulator.clock.track_run import end_clocks, same_host, through
+from stepsight.simulator.clock.track_run import end_clocks, through
 from stepsight.simulator.latency_model import LatencyModel
 from stepsight.simulator.lowering.lower import lower
 from stepsight.simulator.lowering.segment import HOST, NUM_CLOCKS
@@ -89,14 +89,15 @@ def stand_in_seconds(job: Job, rank: int, latency: LatencyModel) -> float:
     lowered, timer = lower(as_the_harness_runs(job), own.hardware), timer_of(own)
     stage = rank // (job.parallel.tp * job.parallel.dp)
     entries, num_peers = stage_alone(lowered.track, stage)
-    host = same_host(1 + num_peers, own.hardware.host_action_s, own.hardware.host_message_s)
-    host[1:] = 0.0  # peers are there already
+    host = np.zeros((1 + num_peers, 2))  # peers are there already
+    host[0] = own.hardware.host_action_s, own.hardware.host_message_s
     optimizer = int(lowered.optimizer[stage])
     transition = np.zeros((len(lowered.segments), HOST + 1, HOST + 1))
     for at in {optimizer, *lowered.segment[lowered.track.stage == stage].tolist()}:
         transition[at] = timer.segment(lowered.segments[at]).carried
     seconds = timer.work_seconds(lowered.messages)[lowered.message]
-    clocks = end_clocks(entries, Durations(lowered.segment.view(np.uint32), transition, seconds, host))[0]
+    durations = Durations(lowered.segment.view(np.uint32), transition, seconds, host, tuple(range(HOST + 1)))
+    clocks = end_clocks(entries, durations)[0]
     clocks[0] = clocks[:NUM_CLOCKS].max()
     return float(through(transition[optimizer], clocks)[:NUM_CLOCKS].max())
 
