@@ -5,6 +5,7 @@ A process that stands in for one rank of a larger job (see ``emulation.stand_in`
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -27,9 +28,18 @@ def barrier() -> None:
 
 
 def gather(value: Any) -> list[Any]:
-    """Return every rank's value, on every rank."""
+    """Return every rank's value, on every rank; it travels as JSON, so that tuples of other ranks are lists.
+
+    torch's own ``all_gather_object`` unpickles what arrives: whoever reaches a rank's socket could run code.
+    """
     if alone():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    size, device = dist.get_world_size(), torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    text = json.dumps(value).encode()
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(text)], device=device))
+    longest = max(int(length) for length in lengths)
+    padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
+    texts = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(texts, padded)
+    return [json.loads(each.cpu().numpy().tobytes()) for each in texts]

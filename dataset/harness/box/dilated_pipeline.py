@@ -33,6 +33,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from ..atomic_files import write_json
 from ..measuring.measure import LEAD_S
+from ..ranks import gather
 from .sleeping import MULTI, SINGLE, V_SHAPED, WARM_UP_PACE
 
 WIDTH = 4  # of a micro-batch's row: messages cost their latency
@@ -135,7 +136,7 @@ def _schedule(case: dict[str, Any], rank: int, ranks: int) -> tuple[Any, list[Re
 
 
 def _run_case(case: dict[str, Any], rank: int, ranks: int, repeats: int) -> list[dict[str, Any]]:
-    """Every repeat's actions of all ranks (on rank 0), after one that does not count."""
+    """Every repeat's actions of all ranks (on every rank), after one that does not count."""
     schedule, stages = _schedule(case, rank, ranks)
     first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
     batch = torch.zeros(case["micro_batches"], WIDTH)
@@ -153,12 +154,9 @@ def _run_case(case: dict[str, Any], rank: int, ranks: int, repeats: int) -> list
         schedule.step(*([batch] if first else []), target=batch if last else None, return_outputs=False)
         end = time.monotonic()
         gc.enable()
-        gathered: list[Any] | None = [None] * ranks if rank == 0 else None
-        dist.gather_object((rows, end), gathered)
-        if gathered and repeat:
-            steps.append(
-                {"begin": begin.item(), "ranks": [rows for rows, _ in gathered], "ends": [e for _, e in gathered]}
-            )
+        gathered = gather((rows, end))
+        if repeat:
+            steps.append({"begin": begin.item(), "ranks": [r for r, _ in gathered], "ends": [e for _, e in gathered]})
     return steps
 
 
@@ -184,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     (path,) = sys.argv[1:] if arguments is None else arguments
     plan = json.loads(Path(path).read_text("utf-8"))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the ranks too
     fork = multiprocessing.get_context("fork")  # ranks share what is imported
     with tempfile.TemporaryDirectory() as folder:

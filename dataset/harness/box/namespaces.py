@@ -1,8 +1,8 @@
 """A cluster in a box: every node a network namespace of this machine, joined by links of a given rate.
 
 A plan's ``box`` says how many nodes there are and how fast their links are; ``running.box_worker`` collects in it.
-Real processes of ``torch.distributed`` talk over real TCP.  Computation is slept (see ``sleeping``), so sixteen ranks
-fit on two cores.
+Real processes of ``torch.distributed`` talk over real TCP, and every rank listens in its node's network alone.
+Computation is slept (see ``sleeping``), so sixteen ranks fit on two cores.
 
 The namespaces have no names: a bridge in one, and one for each node, joined by pairs of ``veth`` that ``tc tbf`` limits
 both ways.  The kernel removes them with the last process inside, and every process here is killed with its parent, so
@@ -25,7 +25,6 @@ from ..plan_error import HarnessError
 
 SUBNET = "10.77.0"
 INTERFACE = "eth0"
-PORT = "29500"
 BURST_BYTES = 65536  # that pass a link at once: one packet as the kernel hands it over
 QUEUE_BYTES = 16 * 2**20  # that a link may hold back: more than TCP ever has under way, so nothing is dropped
 MTU = 9000
@@ -83,7 +82,7 @@ for words in sys.argv[1:]:
 
 
 def run_box(box: dict[str, Any], work: Callable[[], None]) -> int:
-    """Run ``work`` in every rank of a box, torchrun's environment set; the worst exit code.
+    """Run ``work`` in every rank of a box, its place in the environment; return the first exit code that is not 0.
 
     The calling process becomes the switch that joins the nodes.
     """
@@ -159,8 +158,6 @@ def _environment(node: int, local: int, box: dict[str, Any]) -> dict[str, str]:
         "WORLD_SIZE": str(box["nodes"] * size),
         "LOCAL_RANK": str(local),
         "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": f"{SUBNET}.1",
-        "MASTER_PORT": PORT,
         "GLOO_SOCKET_IFNAME": INTERFACE,
     }
 

@@ -75,7 +75,7 @@ def summary(samples: Iterable[Sample]) -> dict[str, Any]:
 
 def clocks(samples: Iterable[list[Sample]]) -> dict[str, Any]:
     """``{"clocks": summary}`` of all ranks' GPUs together; empty if there is no sample."""
-    found = summary(sample for of in samples for sample in of)
+    found = summary(Sample(*sample) for of in samples for sample in of)  # from other ranks they come as lists
     return {"clocks": found} if found else {}
 
 

@@ -13,7 +13,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from ..ops import compiled
 from ..plan_error import HarnessError
 from ..progress import ROUND_UNITS
 from ..ranks import barrier, gather
+from .rendezvous import join
 from .rounds import read_rounds, rounds_path, write_rounds
 
 
@@ -56,11 +56,7 @@ class Collection:
             cores.hurry_communication()
         nccl = self.device.type == "cuda" and int(os.environ["WORLD_SIZE"]) > 1  # alone, a rank has nobody to talk to
         with cores.any_core():
-            dist.init_process_group(
-                "nccl" if nccl else "gloo",
-                timeout=timedelta(minutes=10),
-                device_id=self.device if nccl else None,
-            )
+            join("nccl" if nccl else "gloo", self.device if nccl else None)
         if "box" in self.plan:
             cores.go_first()
         elif self.device.type == "cpu":  # a GPU's rank is left alone: its autograd thread needs a core beside it

@@ -1,4 +1,4 @@
-"""Collect what a plan asks for: one ``torch.distributed.run`` per world size, resumable, in one folder.
+"""Collect what a plan asks for: one launch of worker processes per world size, resumable, in one folder.
 
 The launcher itself needs the standard library alone.  The folder of this package can be copied anywhere::
 
@@ -13,16 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
-import re
 import shutil
 import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +26,13 @@ from ..atomic_files import locked, read_json, write_json
 from ..box.namespaces import check_possible
 from ..plan_error import HarnessError
 from ..progress import ROUND_UNITS, Progress
+from .rendezvous import meeting_file
 from .rounds import read_rounds
 from .worker import PROGRESS
+from .workers import WORKER_ENVIRONMENT, Workers, places
 
 _QUIET = 0.5  # cores that others may keep busy
 __all__ = ["HarnessError", "collect", "main"]
-
-_LAUNCHER = re.compile(r"[EWI]\d{4} ")  # how torchrun begins its own account of a failure
-_EXIT_CODE = re.compile(r"exitcode\s*: (-?\d+)")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -213,51 +206,49 @@ def _units_done(out: Path, plan: dict[str, Any]) -> int:
 
 
 def _run_world(out: Path, size: int, bar: Progress, boxed: bool) -> None:
-    """One launch of this world size, to its end."""
+    """Run one launch of this world size to its end."""
     package = __package__.rpartition(".")[0] if __package__ else "harness"  # of ``running``
-    arguments = [str(out / "plan.json"), "--out", str(out)]
-    if boxed:
-        command = [sys.executable, "-m", f"{package}.running.box_worker", *arguments]
-    else:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-        command += ["--local-addr", "127.0.0.1"]  # some machines' names lead nowhere
-        command += ["-m", f"{package}.running.worker", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "STEPSIGHT_WATCH_STDIN": "1"}
-    environment["PYTHONUNBUFFERED"] = "1"
+    module = f"{package}.running.box_worker" if boxed else f"{package}.running.worker"
+    command = [sys.executable, "-m", module, str(out / "plan.json"), "--out", str(out)]
+    environment = {**os.environ, **WORKER_ENVIRONMENT}
     if "." not in package:  # copied as one folder: its parent must be importable
         parents = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, parents))
-    log = out / "logs" / f"world{size}.log"
-    log.parent.mkdir(exist_ok=True)
-    doing, failure, last, exit_code = f"start of {size} ranks", "", "", 0
     bar.update(f"starting {size} ranks")
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env=environment, start_new_session=True, text=True, errors="replace",
-    )  # fmt: skip
-    try:
-        with log.open("a", encoding="utf-8") as stream:
-            for line in _lines(process):
-                if not line.startswith(PROGRESS):
-                    stream.write(line)
-                    if line.strip() and not exit_code and not _LAUNCHER.match(line):
-                        last = line.strip()
-                    found = _EXIT_CODE.search(line)
-                    exit_code = exit_code or (int(found[1]) if found else 0)
-                    continue
-                facts = json.loads(line[len(PROGRESS) :])
-                if "refused" in facts:
-                    raise HarnessError(facts["refused"])
-                failure = failure or facts.get("failed", "")
-                if "doing" in facts:
-                    doing = facts["doing"]
-                    bar.update(doing, facts["done"])
-        code = process.wait()
-    finally:
-        _stop(process)
-    if code != 0:
+    with meeting_file(out) as meeting:
+        each = [{}] if boxed else places(size)  # a box is one process, which makes its ranks
+        workers = Workers(command, [{**environment, **meeting, **place} for place in each])
+        try:
+            _follow(workers, out / "logs" / f"world{size}.log", size, bar)
+        finally:
+            workers.stop()
+
+
+def _follow(workers: Workers, log: Path, size: int, bar: Progress) -> None:
+    """Show the workers' progress and log the rest of their output, until they have ended.
+
+    Raises:
+        HarnessError: If a worker refused the plan or failed.
+    """
+    doing, failure, last = f"start of {size} ranks", "", ""
+    log.parent.mkdir(exist_ok=True)
+    with log.open("a", encoding="utf-8") as stream:
+        for line in workers.lines():
+            if not line.startswith(PROGRESS):
+                stream.write(line)
+                last = line.strip() if line.strip() and not workers.code else last
+                continue
+            facts = json.loads(line[len(PROGRESS) :])
+            if "refused" in facts:
+                raise HarnessError(facts["refused"])
+            failure = failure or facts.get("failed", "")
+            if "doing" in facts:
+                doing = facts["doing"]
+                bar.update(doing, facts["done"])
+    if workers.code != 0:
         bar.close(f"failed in {doing}")
-        why = " ".join(failure.split()) or _reason(exit_code or code, last)
+        why = " ".join(failure.split()) if workers.code > 0 else ""  # the others only lost a killed one
+        why = why or _reason(workers.code, last)
         raise HarnessError(f"a worker of {size} ranks failed in {doing}: {why:.300}; see {log}")
 
 
@@ -267,40 +258,3 @@ def _reason(code: int, last: str) -> str:
         return f"ended with code {code}" + (f": {last}" if last else "")
     name = signal.Signals(-code).name
     return f"killed by {name}" + (" (is there enough memory?)" if name == "SIGKILL" else "")
-
-
-def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
-    """Lines until the launcher process ends; what outlives it is not waited for."""
-    assert process.stdout is not None
-    lines: queue.Queue[str | None] = queue.Queue()
-    source = process.stdout
-
-    def read() -> None:
-        with suppress(ValueError):  # closed, since nobody listens any more
-            for line in source:
-                lines.put(line)
-        lines.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
-    while True:
-        try:
-            line = lines.get(timeout=1.0)
-        except queue.Empty:
-            if process.poll() is not None:
-                return
-            continue
-        if line is None:
-            return
-        yield line
-
-
-def _stop(process: subprocess.Popen[str]) -> None:
-    """End the launcher and its workers: closing standard input ends workers, the signal the rest."""
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.close()
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is None:
-            os.killpg(process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=10)
-    process.stdout.close()

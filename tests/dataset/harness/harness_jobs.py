@@ -1,12 +1,13 @@
 """Tiny jobs and plans for the harness's tests, and what one rank of a parallel test runs.
 
-As a script (under ``torch.distributed.run``): train every job of a JSON list for three steps of plain SGD and let
-rank 0 write each job's losses.  SGD, unlike Adam, notices a gradient that is wrong by a factor.
+As a script (see ``run_ranks``): train every job of a JSON list for three steps of plain SGD and let rank 0 write each
+job's losses.  SGD, unlike Adam, notices a gradient that is wrong by a factor.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,21 @@ def plan(runs: list[dict[str, Any]], events: list[dict[str, Any]] | None = None)
     return {"schema": 1, "runs": runs, "events": events or []}
 
 
+def run_ranks(arguments: list[str], ranks: int, folder: Path) -> tuple[int, str]:
+    """Run this file with arguments as so many ranks; exit code and output."""
+    from stepsight.dataset.harness.running.rendezvous import meeting_file
+    from stepsight.dataset.harness.running.workers import WORKER_ENVIRONMENT, Workers, places
+
+    with meeting_file(folder) as meeting:
+        common = {**os.environ, **WORKER_ENVIRONMENT, **meeting}
+        workers = Workers([sys.executable, __file__, *arguments], [{**common, **place} for place in places(ranks)])
+        try:
+            output = "".join(workers.lines())
+        finally:
+            workers.stop()
+    return workers.code, output
+
+
 def losses(job: dict[str, Any]) -> list[float]:
     """Mean loss of each of three SGD steps over the whole batch (on every rank)."""
     import torch
@@ -86,10 +102,15 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
+    from stepsight.dataset.harness.running.rendezvous import join
     from stepsight.dataset.harness.running.worker import leave
 
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a rank unpickled what another one sent")
+
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.distributed_c10d._tensor_to_object = refuse
+    join("gloo")
     found = [losses(each) for each in json.loads(Path(sys.argv[1]).read_text("utf-8"))]
     if dist.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(found), "utf-8")
