@@ -16,12 +16,14 @@ from urllib.parse import urlsplit
 from stepsight.dataset.errors import PredictorError, StepsightError
 from stepsight.dataset.files import check_output_file
 from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.store_lock import store_lock
 
 EXPERIMENT = "stepsight"
 ALIAS = "champion"
 ARTIFACT = "predictor"
 PROCESS = "stepsight.process"  # tag: which process wrote a run
 PATIENCE_S = 5
+_EXISTS = "RESOURCE_ALREADY_EXISTS"
 _PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}
 
 
@@ -41,6 +43,7 @@ class TrackedRun:
 
     run_id: str
     _client: Any
+    _uri: str
 
     def log(self, params: Mapping[str, Any], metrics: Mapping[str, float], tags: Mapping[str, str]) -> None:
         """Log everything in one request."""
@@ -67,14 +70,15 @@ class TrackedRun:
 
         self._client.log_artifacts(self.run_id, str(folder), ARTIFACT)
         name = model_name(hardware)
-        try:
-            self._client.create_registered_model(name, {"hardware": hardware})
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
         source = f"{self._client.get_run(self.run_id).info.artifact_uri}/{ARTIFACT}"
-        version = self._client.create_model_version(name, source, self.run_id, dict(tags))
-        self._client.set_registered_model_alias(name, ALIAS, version.version)
+        with store_lock(self._uri):  # versions are numbered one after the other
+            try:
+                self._client.create_registered_model(name, {"hardware": hardware})
+            except MlflowException as error:
+                if error.error_code != _EXISTS:
+                    raise
+            version = self._client.create_model_version(name, source, self.run_id, dict(tags))
+            self._client.set_registered_model_alias(name, ALIAS, version.version)
         return str(version.version)
 
 
@@ -97,7 +101,7 @@ def tracked(uri: str, run_name: str) -> Iterator[TrackedRun]:
             client.set_terminated(run_id, status)
 
     try:
-        yield TrackedRun(run_id, client)
+        yield TrackedRun(run_id, client, uri)
         client.set_terminated(run_id, "FINISHED")
     except MlflowException as error:
         end("FAILED")
@@ -109,7 +113,7 @@ def tracked(uri: str, run_name: str) -> Iterator[TrackedRun]:
 
 def reopened(uri: str, run_id: str) -> TrackedRun:
     """A run that has ended, to add what became known later."""
-    return TrackedRun(run_id, _client(uri))
+    return TrackedRun(run_id, _client(uri), uri)
 
 
 def check_store(uri: str) -> None:
@@ -129,17 +133,27 @@ def _open(uri: str) -> tuple[Any, str]:
 
     check_store(uri)
     try:
-        with _impatient():
+        with store_lock(uri), _impatient():  # two processes that create a store break each other's migrations
             client = _client(uri)
             client.search_registered_models(max_results=1)  # a store without a registry is of no use at the end
-            experiment = client.get_experiment_by_name(EXPERIMENT)
-            if experiment is None:
-                return client, client.create_experiment(EXPERIMENT, artifact_location=_artifact_location(uri))
-            return client, experiment.experiment_id
+            return client, _experiment_id(client, uri)
     except (MlflowException, ImportError) as error:
         raise PredictorError(
             f"tracking needs a URI of an MLflow store with a registry, got {uri}: {_first_line(error)}"
         ) from None
+
+
+def _experiment_id(client: Any, uri: str) -> str:
+    """Number of the experiment, made if the store does not have it yet."""
+    from mlflow.exceptions import MlflowException
+
+    if client.get_experiment_by_name(EXPERIMENT) is None:
+        try:
+            client.create_experiment(EXPERIMENT, artifact_location=_artifact_location(uri))
+        except MlflowException as error:  # another process was faster
+            if error.error_code != _EXISTS:
+                raise
+    return str(client.get_experiment_by_name(EXPERIMENT).experiment_id)
 
 
 def _unreachable(uri: str) -> str:

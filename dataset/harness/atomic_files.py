@@ -86,12 +86,18 @@ def new_folder(path: Path, temporary: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[bool]:
-    """Whether this process has the lock that a file is, until the block ends; else another one has it."""
+def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Whether this process has the lock that a file is, until the block ends; else another one has it.
+
+    Args:
+        wait: Wait until no other process has it.
+    """
     with path.open("w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError:
+            if wait:
+                raise
             yield False
         else:
             yield True

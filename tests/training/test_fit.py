@@ -1,6 +1,8 @@
 """Training end to end on a collection whose truth is known: event profiles, and runs that were only timed."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mlflow import MlflowClient
 
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.hardware import Hardware
@@ -168,3 +171,24 @@ def test_rank_correlation_takes_ties() -> None:
     assert spearman(np.array([1.0, 2.0, 3.0]), np.array([1.0, 4.0, 9.0])) == pytest.approx(1.0)
     assert spearman(np.array([1.0, 1.0, 3.0]), np.array([1.0, 4.0, 9.0])) == pytest.approx(0.866, abs=1e-3)
     assert spearman(np.ones(3), np.arange(3.0)) == 0.0
+
+
+@pytest.mark.storm
+def test_four_trainings_share_one_new_store(collection: Path, tmp_path: Path) -> None:
+    """All leave a predictor and a version of their own."""
+    store = f"sqlite:///{tmp_path / 'store' / 'mlflow.db'}"
+    options = ["--hardware", "toy", "--tracking-uri", store, "--json"]
+    trainings = [
+        subprocess.Popen(
+            [sys.executable, "-m", "stepsight", "train", str(collection), "--out", str(tmp_path / f"p{number}"), *options],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for number in range(4)
+    ]  # fmt: skip
+    for number, training in enumerate(trainings):
+        _, errors = training.communicate(timeout=600)
+        assert training.returncode == 0, errors[-3000:]
+        Predictor.load(tmp_path / f"p{number}")
+    client = MlflowClient(store, store)
+    assert sorted(v.version for v in client.search_model_versions("name='stepsight-toy'")) == [1, 2, 3, 4]
+    assert len(client.search_experiments()) == 2  # with MLflow's own
