@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from stepsight.dataset.errors import PredictorError, StepsightError
 from stepsight.dataset.files import check_output_file
+from stepsight.dataset.processes import is_gone, process_name
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.store_lock import store_lock
 
@@ -93,7 +94,7 @@ def tracked(uri: str, run_name: str) -> Iterator[TrackedRun]:
 
     client, experiment_id = _open(uri)
     _end_killed(client, experiment_id)
-    tags = {PROCESS: _process(os.getpid())}
+    tags = {PROCESS: process_name()}
     run_id = client.create_run(experiment_id, run_name=run_name, tags=tags).info.run_id
 
     def end(status: str) -> None:
@@ -202,20 +203,9 @@ def _impatient() -> Iterator[None]:
 
 def _end_killed(client: Any, experiment_id: str) -> None:
     """End the runs whose process on this machine is gone without having said so."""
-    host = _process(os.getpid()).split()[0]
     for run in client.search_runs([experiment_id], "attributes.status = 'RUNNING'"):
-        its_host, pid, _ = (*run.data.tags.get(PROCESS, "").split(), "", "", "")[:3]
-        if its_host == host and _process(int(pid)) != run.data.tags[PROCESS]:
+        if is_gone(run.data.tags.get(PROCESS, "")):
             client.set_terminated(run.info.run_id, "KILLED")
-
-
-def _process(pid: int) -> str:
-    """A process on any machine: host, number and when it began (the kernel uses numbers again)."""
-    try:
-        began = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[19]
-    except OSError:
-        began = "gone"
-    return f"{socket.gethostname()} {pid} {began}"
 
 
 def _first_line(error: Exception) -> str:

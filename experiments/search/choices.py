@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.errors import JobError
@@ -14,23 +16,30 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Choice:
     """One strategy that a search evaluated.
 
     Attributes:
         job: The job in this strategy.
         memory: Predicted peak memory of every stage.
-        prediction: None where it does not fit in memory: such a strategy is not timed.
+        seconds: Predicted iteration time, low and high end of its interval; None where it does not fit in memory:
+            such a strategy is not timed.
     """
 
     job: Job
     memory: Memory
-    prediction: Prediction | None
+    seconds: tuple[float, float, float] | None
+    _predict: Callable[[Job], Prediction] = field(compare=False)
+
+    @cached_property
+    def prediction(self) -> Prediction | None:
+        """The whole prediction, made when first asked for if another process evaluated the strategy."""
+        return None if self.seconds is None else self._predict(self.job)
 
     def __repr__(self) -> str:
         memory = f"{self.memory.peak_bytes / 1e9:.1f} GB"
-        time = f"{self.prediction.iteration_time_s:.4g} s" if self.prediction is not None else "not timed"
+        time = f"{self.seconds[0]:.4g} s" if self.seconds is not None else "not timed"
         return f"Choice({self.job.name}, {time}, {memory}{'' if self.fits else ', does not fit'})"
 
     @property
@@ -41,13 +50,14 @@ class Choice:
     @property
     def rank(self) -> tuple[bool, float]:
         """Sort key, best first: by time; those that do not fit come last, by their memory."""
-        if self.prediction is None or not self.fits:
+        if self.seconds is None or not self.fits:
             return True, self.memory.peak_bytes
-        return False, self.prediction.iteration_time_s
+        return False, self.seconds[0]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: the strategy, seconds (None if not timed), bytes of the fullest stage."""
         parallel, batch = self.job.parallel, self.job.batch
+        time_s, low_s, high_s = self.seconds or (None, None, None)
         return {
             "tp": parallel.tp,
             "cp": parallel.cp,
@@ -60,9 +70,9 @@ class Choice:
             "zero_stage": parallel.zero_stage,
             "recompute": parallel.recompute,
             "sequence_parallel": parallel.sequence_parallel,
-            "iteration_time_s": None if self.prediction is None else self.prediction.iteration_time_s,
-            "low_s": None if self.prediction is None else self.prediction.low_s,
-            "high_s": None if self.prediction is None else self.prediction.high_s,
+            "iteration_time_s": time_s,
+            "low_s": low_s,
+            "high_s": high_s,
             "memory_bytes": self.memory.peak_bytes,
             "fits": self.fits,
         }
@@ -73,8 +83,8 @@ class SearchResult:
     """Distinct strategies, best first; those that do not fit in memory come last.
 
     Attributes:
-        choices: What was evaluated, and the job as it was given if it fits.
-        evaluated: Number of strategies evaluated.
+        choices: What was evaluated in the study, and the job as it was given if it fits.
+        evaluated: Number of strategies evaluated in the study, by all its processes.
         legal: Number of strategies in the space.
         own: The job as it was given.
     """

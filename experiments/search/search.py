@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,13 +14,12 @@ from stepsight.dataset.files import digest
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job, JobLike
 from stepsight.experiments.search.choices import Choice, SearchResult
+from stepsight.experiments.search.shared_study import Seconds, SharedStudy
 from stepsight.experiments.search.strategies import VARIED, Grid, Space, strategies
 from stepsight.simulator.memory import estimate_memory
 from stepsight.training.predictor.prediction import Prediction, predict
 
 if TYPE_CHECKING:
-    import optuna
-
     from stepsight.training.predictor.predictor import Predictor
 
 SAMPLERS = ("auto", "tpe", "random")
@@ -30,45 +29,7 @@ MOST_SEED = 2**31  # samplers take 32 bits, and a study that goes on adds its tr
 def _question(job: Job, source: str, space: Space) -> str:
     """What a study is about: its trials answer no other question."""
     batch, parallel = replace(job.batch, micro_batch=1), {**asdict(job.parallel), **dict.fromkeys(VARIED)}
-    return digest(repr((job.model, batch, job.optimizer, job.cluster, job.framework, parallel, space)), source)
-
-
-def _study(storage: str | None, name: str | None, question: str) -> optuna.Study:
-    """A new study, or the stored one of that name if it asks the same."""
-    import optuna
-    from sqlalchemy.exc import SQLAlchemyError
-
-    try:
-        study = optuna.create_study(storage=_storage(storage), study_name=name, load_if_exists=name is not None)
-    except (SQLAlchemyError, OSError, ImportError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise StepsightError(
-            f"storage must be a database URL or a writable journal file, got {storage}: {reason}"
-        ) from None
-    if study.user_attrs.get("question", question) != question:
-        raise StepsightError(
-            f"study {name!r:.80} in {storage} is about another job, space or predictor: choose another name"
-        )
-    study.set_user_attr("question", question)
-    return study
-
-
-def _storage(storage: str | None) -> Any:
-    """Optuna storage: none (memory), a database URL, or the path of a journal file."""
-    if storage is None or "://" in storage:
-        return storage
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
-
-    path = Path(storage).resolve()  # a relative path would leave a killed search's lock pointing nowhere, for ever
-    text = path.read_bytes() if path.is_file() else b""
-    if (path.exists() and not path.is_file()) or text[:11] not in (b"", b'{"op_code":'):
-        raise StepsightError(f"a study's journal is a new file or one that a search wrote, got {storage}")
-    if text and not text.endswith(b"\n"):
-        line = text.count(b"\n") + 1
-        raise StepsightError(f"a study's journal is of whole lines, got half of line {line} in {storage}: remove it")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return JournalStorage(JournalFileBackend(str(path)))
+    return digest("2", repr((job.model, batch, job.optimizer, job.cluster, job.framework, parallel, space)), source)
 
 
 def search(
@@ -92,12 +53,15 @@ def search(
             what the space does not vary stays as the job has it.
         predictor: As in ``predict``.
         space: Choices to try; by default those of ``Space()``.
-        trials: Number of distinct strategies to evaluate, those of a stored study not counted.
+        trials: Total number of strategies evaluated in the study at the end, those that earlier searches or other
+            processes evaluated included.
         sampler: ``tpe``, ``random``, or ``auto``: enumerates a space of at most ``trials`` strategies, else ``tpe``.
         seed: Of the sampler, 0 to ``MOST_SEED``.
-        storage: None (in memory), a database URL, or the path of a journal file.
+        storage: None (in memory), a database URL, or the path of a journal file.  Several processes may search with
+            one study in an SQLite or PostgreSQL database or a journal: each evaluates other strategies.
         study_name: Name of the study in the storage; a stored study of that name goes on.
-        on_trial: Called after each trial with its number and the shortest time so far, in seconds.
+        on_trial: Called after each strategy of this process, with the number of strategies that the study had
+            evaluated before and the shortest time so far, in seconds.
 
     Returns:
         The strategies, best first: ``.best``, ``.choices``, ``.to_frame()``, ``.to_dict()``.
@@ -117,20 +81,29 @@ def search(
     given = predict(job, predictor)  # a job that cannot be answered is refused before a study begins
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     grid = Grid(job, space or Space())
-    study = _study(storage, study_name, _question(job, given.source, grid.space))
-    seed += len(study.trials)  # a study that goes on does not repeat its choices
+    question = _question(job, given.source, grid.space)
     whole = sampler == "auto" and len(grid) <= trials
-    study.sampler = (
-        optuna.samplers.RandomSampler(seed) if whole or sampler == "random" else optuna.samplers.TPESampler(seed=seed)
-    )
-    grid.shuffle(seed)
     asked = _Asked(grid, given, predictor)
-    asked.repeat(study)
-    for number in range(min(trials, int(grid.left.sum()))):
-        _try_one(study, asked, in_order=whole)
-        if on_trial is not None:
-            on_trial(number, asked.shortest_s)
-    return asked.result()
+    with closing(SharedStudy(storage, study_name, question, grid)) as study:
+        choose = _chooser(grid, study, asked.first, seed, "order" if whole else sampler)
+        while (claimed := study.claim(min(trials, len(grid)), choose)) is not None:
+            _try(*claimed, study, asked)
+            if on_trial is not None:
+                own_s = given.iteration_time_s if given.memory.fits else None
+                times = [seconds for seconds in (own_s, study.shortest_s) if seconds is not None]
+                on_trial(len(study.done) - 1, min(times, default=None))
+        return asked.result(study.done)
+
+
+def _try(trial: int, index: int, study: SharedStudy, asked: _Asked) -> None:
+    """Evaluate a strategy that this process claimed; free it if that fails."""
+    try:
+        choice = asked.evaluate(index)
+    except BaseException:
+        study.give_up(trial)
+        raise
+    excess_bytes = choice.memory.peak_bytes - choice.memory.capacity_bytes
+    study.finish(trial, choice.seconds if choice.fits else None, excess_bytes)
 
 
 def _check_options(trials: int, sampler: str, seed: int) -> None:
@@ -143,84 +116,81 @@ def _check_options(trials: int, sampler: str, seed: int) -> None:
 
 
 class _Asked:
-    """The strategies that a search has evaluated."""
+    """The strategies that this process has evaluated."""
 
     def __init__(self, grid: Grid, given: Prediction, predictor: Predictor | str | None) -> None:
-        self.grid = grid
-        self.own = Choice(given.job, given.memory, given)
+        self.own = _predicted(given)
         self.first = grid.find(given.job)  # the job's own strategy; None if it is not in the space
-        self._predictor = predictor
+        self._grid, self._predictor = grid, predictor
         self._hardware = given.simulation.hardware
-        self._choices: list[Choice] = []
+        self._choices: dict[int, Choice] = {} if self.first is None else {self.first: self.own}
 
     def evaluate(self, index: int) -> Choice:
-        """Evaluate a strategy of the grid, which is then no longer left."""
-        job = self.grid.take(index)
-        choice = self.own if index == self.first else _evaluated(job, self._predictor, self._hardware)
-        self._choices.append(choice)
-        return choice
+        """Evaluate a strategy of the grid."""
+        if index not in self._choices:
+            self._choices[index] = _evaluated(self._grid.job(index), self._predictor, self._hardware)
+        return self._choices[index]
 
-    def repeat(self, study: optuna.Study) -> None:
-        """Evaluate what the stored study evaluated."""
-        import optuna
+    def result(self, done: dict[int, Seconds | None]) -> SearchResult:
+        """All strategies of a study; those that other processes evaluated are predicted when they are asked for."""
+        choices = [self._choices.get(index) or self._elsewhere(index, seconds) for index, seconds in done.items()]
+        if self.own.fits and self.first not in done:
+            choices.append(self.own)
+        return SearchResult(sorted(choices, key=lambda choice: choice.rank), len(done), len(self._grid), self.own)
 
-        states = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED
-        for earlier in study.get_trials(deepcopy=False, states=states):
-            index = self.grid.index(earlier.params)
-            if index is not None and self.grid.left[index]:
-                self.evaluate(index)
+    def _elsewhere(self, index: int, seconds: Seconds | None) -> Choice:
+        job = self._grid.job(index)
+        return Choice(job, estimate_memory(job, self._hardware), seconds, lambda job: predict(job, self._predictor))
 
-    @property
-    def shortest_s(self) -> float | None:
-        """Shortest time of those that fit, the job's own included; None if none fits."""
-        return min((choice.rank[1] for choice in (self.own, *self._choices) if choice.fits), default=None)
 
-    def result(self) -> SearchResult:
-        choices, evaluated = self._choices, len(self._choices)
-        if self.own.fits and all(choice.job != self.own.job for choice in choices):
-            choices = [*choices, self.own]
-        return SearchResult(sorted(choices, key=lambda choice: choice.rank), evaluated, len(self.grid), self.own)
+def _predicted(prediction: Prediction) -> Choice:
+    seconds = prediction.iteration_time_s, prediction.low_s, prediction.high_s
+    return Choice(prediction.job, prediction.memory, seconds, lambda _: prediction)
 
 
 def _evaluated(job: Job, predictor: Predictor | str | None, hardware: Hardware) -> Choice:
     """Estimate the memory of a strategy and, if it fits, its time."""
     memory = estimate_memory(job, hardware)
-    return Choice(job, memory, predict(job, predictor) if memory.fits else None)
+    if memory.fits:
+        return _predicted(predict(job, predictor))
+    return Choice(job, memory, None, lambda job: predict(job, predictor))
 
 
-def _try_one(study: optuna.Study, asked: _Asked, *, in_order: bool) -> None:
-    """Run one trial: the job's own strategy first, then the next one in order or the sampler's choice."""
-    import optuna
+def _chooser(grid: Grid, study: SharedStudy, first: int | None, seed: int, sampler: str) -> Callable[[], int]:
+    """Function that returns the next strategy: the job's own one, then as the sampler says (``order``: one by one)."""
+    shuffled = np.random.default_rng(seed).permutation(len(grid))
+    order = np.arange(len(grid)) if sampler == "order" else shuffled
+    grid.shuffle(seed)
+    tpe = _Tpe(grid, study, seed) if sampler in ("auto", "tpe") else None
 
-    grid = asked.grid
-    if asked.first is not None and grid.left[asked.first]:
-        study.enqueue_trial(grid.params(asked.first))
-    elif in_order:
-        study.enqueue_trial(grid.params(int(np.argmax(grid.left))))
-    trial, index = _ask(study, grid)
-    try:
-        choice = asked.evaluate(index)
-    except BaseException:
-        study.tell(trial, state=optuna.trial.TrialState.FAIL)
-        raise
-    trial.set_constraint("memory", choice.memory.peak_bytes - choice.memory.capacity_bytes)
-    if choice.prediction is None:
-        study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-    else:
-        study.tell(trial, choice.prediction.iteration_time_s)
+    def choose() -> int:
+        if first is not None and grid.left[first]:
+            return first
+        return tpe.choose() if tpe is not None else int(order[np.argmax(grid.left[order])])
+
+    return choose
 
 
-def _ask(study: optuna.Study, grid: Grid) -> tuple[optuna.Trial, int]:
-    """Ask for a trial of a strategy that is left; in place of one that was evaluated, take the nearest that is left."""
-    import optuna
+class _Tpe:
+    """Optuna's TPE sampler on what a study has evaluated."""
 
-    while True:
-        trial = study.ask()
-        index = grid.suggest(trial)
-        if grid.left[index]:
-            return trial, index
-        study.tell(trial, state=optuna.trial.TrialState.FAIL)  # samplers learn nothing from these
-        study.enqueue_trial(grid.params(grid.nearest(index)))
+    def __init__(self, grid: Grid, study: SharedStudy, seed: int) -> None:
+        import optuna
+
+        self._grid, self._study, self._known = grid, study, 0
+        seed += len(study.done)  # a study that goes on does not repeat its choices
+        self._own = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+
+    def choose(self) -> int:
+        """The sampler's choice; in place of one that is not left, the nearest that is."""
+        import optuna
+
+        self._own.add_trials(self._study.finished[self._known :])
+        self._known = len(self._study.finished)
+        trial = self._own.ask()
+        index = self._grid.suggest(trial)
+        self._own.tell(trial, state=optuna.trial.TrialState.FAIL)  # samplers learn nothing from these
+        return index if self._grid.left[index] else self._grid.nearest(index)
 
 
 def exhaustive(job: Job, predictor: Predictor | str | None = None, space: Space | None = None) -> SearchResult:

@@ -158,14 +158,14 @@ class Grid:
 
     Attributes:
         space: The choices that it is made of.
-        left: ``(n,)``, what was not taken yet.
+        left: ``(n,)``, False where a strategy is claimed or evaluated.
 
     Raises:
         JobError: If there is none.
     """
 
     def __init__(self, job: Job, space: Space) -> None:
-        self._job = job
+        self._template = job
         self.space = space
         found = {str(layout): layout for layout in legal_degrees(job, space)}
         options = {name: _options(job, space, layout) for name, layout in found.items()}
@@ -193,20 +193,16 @@ class Grid:
         pipeline = f"{batch.micro_batch} {p.schedule} x{p.virtual_stages}"
         point = str(Degrees(p.tp, p.cp, p.pp, p.ep, p.dp)), (pipeline, p.zero_stage, p.recompute, p.sequence_parallel)
         index = self._places.get(point)
-        return index if index is not None and self._job_at(index) == job else None
+        return index if index is not None and self.job(index) == job else None
 
     def shuffle(self, seed: int) -> None:
         """Which of several nearest strategies comes first."""
         self._turn = np.random.default_rng(seed).permutation(len(self))
 
-    def take(self, index: int) -> Job:
-        """The job of a strategy, which is then no longer left."""
-        self.left[index] = False
-        return self._job_at(index)
-
-    def _job_at(self, index: int) -> Job:
+    def job(self, index: int) -> Job:
+        """The job of a strategy."""
         name, values = self._points[index]
-        return _build(self._job, self._layouts[name], dict(zip(self._options[name], values, strict=True)))
+        return _build(self._template, self._layouts[name], dict(zip(self._options[name], values, strict=True)))
 
     def params(self, index: int) -> dict[str, Any]:
         """Of a trial.  A parameter's choices may not change within a study: where they depend on the layout, so does
@@ -214,6 +210,15 @@ class Grid:
         name, values = self._points[index]
         named = zip(self._options[name].items(), values, strict=True)
         return {"layout": name, **{_label(key, of): value for (key, of), value in named}}
+
+    def distributions(self, index: int) -> dict[str, Any]:
+        """Optuna's distributions of ``params``."""
+        from optuna.distributions import CategoricalDistribution
+
+        name, _ = self._points[index]
+        option = self._options[name]
+        named = {_label(key, of): CategoricalDistribution(of) for key, of in option.items()}
+        return {"layout": CategoricalDistribution(list(self._options)), **named}
 
     def suggest(self, trial: optuna.Trial) -> int:
         """The strategy that a trial's sampler chooses."""

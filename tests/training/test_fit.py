@@ -178,17 +178,13 @@ def test_four_trainings_share_one_new_store(collection: Path, tmp_path: Path) ->
     """All leave a predictor and a version of their own."""
     store = f"sqlite:///{tmp_path / 'store' / 'mlflow.db'}"
     options = ["--hardware", "toy", "--tracking-uri", store, "--json"]
-    trainings = [
-        subprocess.Popen(
-            [sys.executable, "-m", "stepsight", "train", str(collection), "--out", str(tmp_path / f"p{number}"), *options],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for number in range(4)
-    ]  # fmt: skip
-    for number, training in enumerate(trainings):
+    command = [sys.executable, "-m", "stepsight", "train", str(collection), *options]
+    outs = [tmp_path / f"p{number}" for number in range(4)]
+    trainings = [subprocess.Popen([*command, "--out", str(out)], stderr=subprocess.PIPE, text=True) for out in outs]
+    for out, training in zip(outs, trainings, strict=True):
         _, errors = training.communicate(timeout=600)
         assert training.returncode == 0, errors[-3000:]
-        Predictor.load(tmp_path / f"p{number}")
+        Predictor.load(out)
     client = MlflowClient(store, store)
     assert sorted(v.version for v in client.search_model_versions("name='stepsight-toy'")) == [1, 2, 3, 4]
     assert len(client.search_experiments()) == 2  # with MLflow's own

@@ -1,5 +1,7 @@
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,3 +102,27 @@ def test_an_impossible_store_is_refused_at_once() -> None:
     """A URI that MLflow does not know is the user's mistake."""
     with pytest.raises(PredictorError, match="foo://x"), tracked("foo://x", "run"):
         raise AssertionError("nothing may be learned for a store that is none")
+
+
+PUBLISH = """
+import sys
+from pathlib import Path
+from stepsight.training.tracking import tracked
+uri, folder, number = sys.argv[1:]
+with tracked(uri, f"run{number}") as run:
+    run.log({"seed": number}, {"mape": 1.0}, {})
+    print(run.publish(Path(folder), "toy", {"hardware": "toy"}))
+"""
+
+
+def test_several_processes_create_one_store(tmp_path: Path) -> None:
+    """Each makes its run and its own version, whoever comes first."""
+    uri, folder = f"sqlite:///{tmp_path / 'new' / 'mlflow.db'}", tmp_path / "p"
+    folder.mkdir()
+    (folder / "predictor.json").write_text("{}")
+    commands = [[sys.executable, "-c", PUBLISH, uri, str(folder), str(number)] for number in range(3)]
+    pipe = subprocess.PIPE
+    processes = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) for command in commands]
+    printed = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 3, [error[-1000:] for _, error in printed]
+    assert sorted(version.strip() for version, _ in printed) == ["1", "2", "3"]

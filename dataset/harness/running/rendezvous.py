@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..plan_error import HarnessError
 
@@ -58,15 +58,15 @@ def join(backend: str, device: torch.device | None = None) -> None:
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     file = os.environ.get(FILE)
-    store: dist.Store
+    store: Any
     if file:
-        store = dist.FileStore(file, size)
+        store = dist.FileStore(file, size)  # type: ignore[attr-defined]
     else:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         _bind_to(_interface_to(host, port))
         torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # it listens itself, on every address
         listener = _listen(host, port).detach() if rank == 0 and not torchrun else None
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             host, port, size, listener is not None, _PATIENCE, wait_for_workers=False, master_listen_fd=listener
         )
     store.set_timeout(_PATIENCE)

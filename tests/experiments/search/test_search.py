@@ -1,15 +1,18 @@
 """The search finds what enumeration finds."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.job import Job
 from stepsight.experiments.reports.verb_reports import search_report
-from stepsight.experiments.search.search import exhaustive, search
+from stepsight.experiments.search.search import _question, exhaustive, search
+from stepsight.experiments.search.shared_study import SharedStudy, _open
 from stepsight.experiments.search.strategies import Grid, Space, legal_degrees, strategies
 from stepsight.training.predictor.prediction import predict
 
@@ -52,8 +55,8 @@ def test_every_trial_is_another_strategy(job: Job, sampler: str) -> None:
 
 def test_a_duplicate_becomes_its_nearest_neighbour(job: Job) -> None:
     grid = Grid(job, SMALL)
-    first = grid.take(0)
-    neighbour = grid.take(grid.nearest(0))
+    grid.left[0] = False
+    first, neighbour = grid.job(0), grid.job(grid.nearest(0))
     differs = [
         key
         for section in ("parallel", "batch")
@@ -106,17 +109,54 @@ def test_memory_is_a_constraint(job: Job) -> None:
         _ = found.best
 
 
-def test_storage_goes_on(job: Job, tmp_path: Path) -> None:
-    """A study in a journal file or database is continued under its name."""
-    for storage in (str(tmp_path / "study.log"), f"sqlite:///{tmp_path / 'study.db'}"):
-        for _ in range(2):
-            search(job, space=SMALL, trials=3, sampler="random", storage=storage, study_name="s")
-        import optuna
+@pytest.mark.parametrize("storage", ["study.log", "sqlite:///{}/study.db"])
+def test_storage_goes_on_to_the_total(job: Job, tmp_path: Path, storage: str) -> None:
+    """``trials`` counts the strategies of the whole study, of which each is there once."""
+    place = storage.format(tmp_path) if "://" in storage else str(tmp_path / storage)
+    for trials, evaluated in ((3, 3), (6, 6), (6, 6), (4, 6)):
+        found = search(job, space=SMALL, trials=trials, sampler="random", storage=place, study_name="s")
+        assert found.evaluated == len({choice.job for choice in found.choices}) == evaluated
+    assert states(place) == ["COMPLETE"] * 6
 
-        from stepsight.experiments.search.search import _storage
 
-        study = optuna.load_study(study_name="s", storage=_storage(storage))
-        assert len(study.get_trials(states=(optuna.trial.TrialState.COMPLETE,))) == 6
+def states(place: str) -> list[str]:
+    study = optuna.load_study(study_name="s", storage=_open(place if "://" in place else Path(place)))
+    return [trial.state.name for trial in study.trials]
+
+
+def test_a_stored_strategy_is_not_predicted_again(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its times come from the study; the whole prediction is made when it is asked for."""
+    storage = str(tmp_path / "study.log")
+    first = search(job, space=SMALL, trials=12, storage=storage, study_name="s")
+    asked: list[Job] = []
+
+    def counted(candidate: Job, *rest: Any) -> Any:
+        asked.append(candidate)
+        return predict(candidate, *rest)
+
+    monkeypatch.setattr("stepsight.experiments.search.search.predict", counted)
+    second = search(job, space=SMALL, trials=12, storage=storage, study_name="s")
+    assert second.to_dict() == first.to_dict() and asked == [job]
+    other = next(choice for choice in second.choices if choice.job != job and choice.fits)
+    assert other.prediction is other.prediction is not None
+    assert other.prediction.iteration_time_s == other.to_dict()["iteration_time_s"] and asked == [job, other.job]
+
+
+def test_what_a_dead_process_claimed_is_free(job: Job, tmp_path: Path) -> None:
+    """A strategy that a killed search left behind is evaluated; one of a running process is waited for."""
+    storage = str(tmp_path / "study.log")
+    grid = Grid(job, SMALL)
+    study = SharedStudy(storage, "s", _question(job, predict(job).source, SMALL), grid)
+    trial, index = study.claim(5, lambda: 3)
+    elsewhere = threading.Timer(1.0, study.finish, (trial, (1e-6, 9e-7, 2e-6), -1.0))
+    elsewhere.start()
+    found = search(job, space=SMALL, trials=5, storage=storage, study_name="s")
+    assert found.evaluated == 5 and found.best.job == grid.job(index)  # it cannot be that fast
+    study.claim(6, lambda: 7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stepsight.experiments.search.shared_study.is_gone", lambda name: True)
+        assert search(job, space=SMALL, trials=6, storage=storage, study_name="s").evaluated == 6
+    assert states(storage) == ["COMPLETE"] * 5 + ["FAIL", "COMPLETE"]
 
 
 def test_bad_input(job: Job) -> None:
@@ -134,12 +174,12 @@ def test_a_study_answers_one_question(job: Job, tmp_path: Path) -> None:
     """A study that goes on knows its earlier strategies and does not repeat them; another job is refused."""
     storage = str(tmp_path / "study.log")
     first = search(job, space=SMALL, trials=4, sampler="random", storage=storage, study_name="s")
-    second = search(job, space=SMALL, trials=4, sampler="random", storage=storage, study_name="s")
+    second = search(job, space=SMALL, trials=8, sampler="random", storage=storage, study_name="s")
     assert {c.job for c in first.choices} <= {c.job for c in second.choices}
     assert second.evaluated > first.evaluated
     other = replace(job, batch=replace(job.batch, global_batch=64))
     own = replace(job, parallel=replace(job.parallel, tp=2, dp=4))  # another strategy asks the same
-    assert search(own, space=SMALL, trials=1, storage=storage, study_name="s").evaluated > second.evaluated
+    assert search(own, space=SMALL, trials=9, storage=storage, study_name="s").evaluated > second.evaluated
     eager = replace(job, parallel=replace(job.parallel, overlap_grad_reduce=False))
     with pytest.raises(StepsightError, match="another job"):
         search(eager, space=SMALL, trials=1, storage=storage, study_name="s")

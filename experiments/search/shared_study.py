@@ -1,0 +1,214 @@
+"""An Optuna study that several processes share: each strategy is evaluated by one of them, all stop at one total."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.processes import is_gone, process_name
+from stepsight.experiments.search.strategies import Grid
+from stepsight.training.store_lock import store_lock
+
+if TYPE_CHECKING:
+    import optuna
+
+Seconds = tuple[float, float, float]  # predicted iteration time, low and high end of its interval
+
+_CLAIMED, _SECONDS = "claimed", "seconds"  # attributes of a trial: who claimed it when; its ``Seconds``
+_POLL_S = 0.1  # between two looks at the strategies that others evaluate
+_LOST_S = 600.0  # a claim so old is void: evaluating a strategy takes milliseconds
+_SQLITE_WAIT_S = 60.0
+
+
+class SharedStudy:
+    """The strategies of a grid, of which some are evaluated or claimed by processes that share a study.
+
+    Args:
+        storage: None (in memory), a database URL, or the path of a journal file.
+        name: Of the study in the storage, which goes on if it exists; None for a new one.
+        question: Digest of what the study is about.
+        grid: Its ``left`` is kept up to date.
+
+    Attributes:
+        done: Strategies evaluated by any process, by number in the grid; None where one does not fit in memory.
+        finished: The trials of ``done``.
+        shortest_s: Shortest time of ``done``; None if none fits.
+
+    Raises:
+        StepsightError: If the storage cannot be used, or the stored study answers another question.
+    """
+
+    def __init__(self, storage: str | None, name: str | None, question: str, grid: Grid) -> None:
+        import optuna
+
+        self.done: dict[int, Seconds | None] = {}
+        self.finished: list[optuna.trial.FrozenTrial] = []
+        self.shortest_s: float | None = None
+        self._grid = grid
+        self._claimed: set[int] = set()
+        self._settled: set[int] = set()  # numbers of trials that ended
+        self._skipped = 0  # trials before this number have ended
+        self._place = None if storage is None else storage if "://" in storage else Path(storage).resolve()
+        with self._lock():
+            try:
+                self._storage = _open(self._place)
+                self._study = optuna.create_study(
+                    storage=self._storage, study_name=name, load_if_exists=name is not None
+                )
+            except (ImportError, ValueError) as error:
+                raise error if isinstance(error, StepsightError) else _unusable(storage, error) from None
+            known = self._study.user_attrs.get("question")
+            if known is None:
+                self._study.set_user_attr("question", question)
+            elif known != question:
+                raise StepsightError(
+                    f"study {name!r:.80} in {storage} is about another job, space or predictor: choose another name"
+                )
+            self._id = self._storage.get_study_id_from_name(self._study.study_name)
+
+    def close(self) -> None:
+        """End the connections to a database."""
+        self._storage.remove_session()
+        if engine := getattr(self._storage, "engine", None):
+            engine.dispose()
+
+    def claim(self, total: int, choose: Callable[[], int]) -> tuple[int, int] | None:
+        """Claim a strategy that no process has evaluated or claimed.
+
+        Waits while only claims of other processes lead to the total: if such a process ends, its strategy is free.
+
+        Args:
+            total: Strategies to evaluate in this study.
+            choose: Returns one that is left in the grid; no other process claims meanwhile.
+
+        Returns:
+            Number of the trial in the storage, and of the strategy in the grid; None if the total is reached.
+        """
+        import optuna
+
+        while True:
+            with self._lock():
+                self._look()
+                if len(self.done) + len(self._claimed) < total:
+                    index = choose()
+                    trial = optuna.trial.create_trial(
+                        state=optuna.trial.TrialState.RUNNING,
+                        params=self._grid.params(index),
+                        distributions=self._grid.distributions(index),
+                        user_attrs={_CLAIMED: [process_name(), time.time()]},
+                    )
+                    return self._storage.create_new_trial(self._id, trial), index
+            if not self._claimed:
+                return None
+            time.sleep(_POLL_S)
+
+    def finish(self, trial: int, seconds: Seconds | None, excess_bytes: float) -> None:
+        """Record what was found of a strategy that this process claimed.
+
+        Args:
+            trial: Number of the trial, from ``claim``.
+            seconds: None if the strategy does not fit in memory.
+            excess_bytes: Memory that it needs beyond what a device has; negative if it fits.
+        """
+        from optuna.exceptions import UpdateFinishedTrialError
+        from optuna.trial import Trial, TrialState
+
+        with self._lock():
+            with suppress(UpdateFinishedTrialError):  # a void claim: another process evaluates this strategy
+                Trial(self._study, trial).set_constraint("memory", excess_bytes)
+                self._storage.set_trial_user_attr(trial, _SECONDS, seconds)
+                state, values = (TrialState.PRUNED, None) if seconds is None else (TrialState.COMPLETE, [seconds[0]])
+                self._storage.set_trial_state_values(trial, state, values)
+            self._look()
+
+    def give_up(self, trial: int) -> None:
+        """Free a strategy that this process claimed and could not evaluate."""
+        with self._lock():
+            self._fail(trial)
+
+    def _look(self) -> None:
+        """Bring ``done``, the claims and what is left in the grid up to date; end trials whose claim is void."""
+        from optuna.trial import TrialState
+
+        claimed: set[int] = set()
+        ended: list[int] = []
+        for trial in self._study.get_trials(deepcopy=False)[self._skipped :]:
+            if trial.number in self._settled:
+                continue
+            index = self._grid.index(trial.params)
+            if trial.state == TrialState.RUNNING and not _is_void(trial):
+                claimed |= set() if index is None else {index}
+                continue
+            if trial.state == TrialState.RUNNING:
+                self._fail(self._storage.get_trial_id_from_study_id_trial_number(self._id, trial.number))
+            elif trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and index is not None:
+                self._note(index, trial)
+                ended.append(index)
+            self._settled.add(trial.number)
+        while self._skipped in self._settled:
+            self._skipped += 1
+        left = self._grid.left
+        left[list(self._claimed)] = True
+        left[[*claimed, *ended]] = False
+        self._claimed = claimed - self.done.keys()
+
+    def _note(self, index: int, trial: optuna.trial.FrozenTrial) -> None:
+        seconds = trial.user_attrs[_SECONDS]
+        self.done[index] = None if seconds is None else (seconds[0], seconds[1], seconds[2])
+        self.finished.append(trial)
+        if seconds is not None:
+            self.shortest_s = min(seconds[0], self.shortest_s or seconds[0])
+
+    def _fail(self, trial: int) -> None:
+        from optuna.exceptions import UpdateFinishedTrialError
+        from optuna.trial import TrialState
+
+        with suppress(UpdateFinishedTrialError):
+            self._storage.set_trial_state_values(trial, TrialState.FAIL)
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Hold the storage's lock; its errors become ours."""
+        from optuna.exceptions import OptunaError
+        from sqlalchemy.exc import SQLAlchemyError
+
+        try:
+            with nullcontext() if self._place is None else store_lock(self._place):
+                yield
+        except (SQLAlchemyError, OptunaError, OSError) as error:
+            raise _unusable(self._place, error) from None
+
+
+def _unusable(storage: str | Path | None, error: Exception) -> StepsightError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return StepsightError(f"storage must be a database URL or a writable journal file, got {storage}: {reason}")
+
+
+def _open(place: str | Path | None) -> Any:
+    """Optuna storage: in memory, of a database URL, or of a journal file."""
+    from optuna.storages import InMemoryStorage, JournalStorage, RDBStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    if place is None:
+        return InMemoryStorage()
+    if isinstance(place, str):
+        wait = {"connect_args": {"timeout": _SQLITE_WAIT_S}} if place.startswith("sqlite") else {}
+        return RDBStorage(place, engine_kwargs=wait)
+    # The path is absolute: a relative one would leave a killed search's lock pointing nowhere, for ever.
+    text = place.read_bytes() if place.is_file() else b""
+    if (place.exists() and not place.is_file()) or text[:11] not in (b"", b'{"op_code":'):
+        raise StepsightError(f"a study's journal is a new file or one that a search wrote, got {place}")
+    if text and not text.endswith(b"\n"):
+        line = text.count(b"\n") + 1
+        raise StepsightError(f"a study's journal is of whole lines, got half of line {line} in {place}: remove it")
+    return JournalStorage(JournalFileBackend(str(place)))
+
+
+def _is_void(trial: optuna.trial.FrozenTrial) -> bool:
+    """Whether nobody evaluates a trial that is marked as running."""
+    process, since = trial.user_attrs.get(_CLAIMED) or ("", 0.0)
+    return is_gone(process) or time.time() - since > _LOST_S

@@ -1,0 +1,142 @@
+"""Processes that search with one study: each strategy is evaluated once, all stop at one total, and none dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from stepsight.experiments.search.shared_study import _open
+
+WORKERS = 8
+TOTAL = 60  # of 92 strategies
+
+# One process imports everything and becomes several, which all begin at once.
+SEARCH = """
+import json, os, sys
+from pathlib import Path
+from stepsight.dataset.job import Job
+from stepsight.experiments.search.search import search
+from stepsight.experiments.search.strategies import Space
+storage, trials, workers, sampler, out = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
+job = Job.from_dict({
+    "model": {"family": "gpt", "layers": 8, "hidden": 1024, "heads": 8, "vocab": 1024, "seq_len": 512},
+    "batch": {"micro_batch": 1, "global_batch": 32},
+    "cluster": {"hardware": "a100-sxm-80gb", "nodes": 2, "devices_per_node": 4},
+})
+space = Space(schedules=(("1f1b", 1),), zero_stages=(0, 1), recompute=("none", "full"), micro_batches=(1, 2))
+search(job, space=space, trials=1)  # whatever is loaded late is loaded once
+children = []
+for number in range(workers):
+    pid = os.fork()
+    if not pid:
+        own = []
+        found = search(job, space=space, trials=trials, sampler=sampler, storage=storage, study_name="s",
+                       on_trial=lambda number, best: own.append(number))
+        result = {"evaluated": found.evaluated, "own": len(own), "best": found.best.to_dict()}
+        (out / f"{number}.json").write_text(json.dumps(result))
+        os._exit(0)
+    children.append(pid)
+sys.exit(sum(os.waitpid(pid, 0)[1] != 0 for pid in children))
+"""
+
+
+def start(storage: str, out: Path, sampler: str = "random", workers: int = WORKERS) -> subprocess.Popen[str]:
+    out.mkdir()
+    command = [sys.executable, "-c", SEARCH, storage, str(TOTAL), str(workers), sampler, str(out)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def check(searches: subprocess.Popen[str], storage: str, out: Path) -> list[dict[str, Any]]:
+    """No process died, all say the same, and every strategy is in the study once."""
+    _, errors = searches.communicate(timeout=300)
+    assert searches.returncode == 0, f"{searches.returncode} died: {errors[-3000:]}"
+    results = [json.loads(path.read_text()) for path in out.iterdir()]
+    assert {result["evaluated"] for result in results} == {TOTAL}
+    assert len({json.dumps(result["best"]) for result in results}) == 1
+    opened = _open(storage if "://" in storage else Path(storage))
+    trials = optuna.load_study(study_name="s", storage=opened).trials
+    if engine := getattr(opened, "engine", None):
+        opened.remove_session()
+        engine.dispose()
+    counts = Counter(json.dumps(trial.params) for trial in trials if trial.state.name in ("COMPLETE", "PRUNED"))
+    assert len(counts) == TOTAL and set(counts.values()) == {1}
+    return results
+
+
+def postgres_programs() -> Path | None:
+    found = [Path(path).resolve().parent for path in [shutil.which("postgres")] if path]
+    found += sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    return next((folder for folder in reversed(found) if (folder / "initdb").exists()), None)
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[str]:
+    """URL of a PostgreSQL server of our own, which listens on a socket in its folder alone."""
+    programs = postgres_programs()
+    if programs is None:
+        pytest.skip("no PostgreSQL server here (apt-get install postgresql)")
+    pytest.importorskip("psycopg", reason="no driver for PostgreSQL here (pip install 'psycopg[binary]')")
+    owner = pwd.getpwnam("nobody") if os.geteuid() == 0 else pwd.getpwuid(os.geteuid())  # it refuses to run as root
+    folder = Path(tempfile.mkdtemp(prefix="pg", dir="/tmp"))  # short: a socket's path has 107 characters
+    os.chown(folder, owner.pw_uid, owner.pw_gid)
+    rights: dict[str, Any] = {"user": owner.pw_uid, "group": owner.pw_gid, "extra_groups": []}
+    identity = rights if os.geteuid() == 0 else {}
+    data = folder / "data"
+    options = ["-A", "trust", "-U", "postgres", "--no-sync", "-D", str(data)]
+    try:
+        subprocess.run([programs / "initdb", *options], check=True, capture_output=True, cwd=folder, **identity)
+        settings = ["-c", "listen_addresses=", "-c", "fsync=off"]
+        with (folder / "log").open("w") as log:
+            server = subprocess.Popen(
+                [programs / "postgres", "-D", data, "-k", folder, *settings], stderr=log, cwd=folder, **identity
+            )
+        try:
+            deadline = time.monotonic() + 60
+            ready = [programs / "pg_isready", "-q", "-h", folder]
+            while subprocess.run(ready, check=False).returncode and time.monotonic() < deadline:
+                time.sleep(0.1)
+            yield f"postgresql+psycopg://postgres@/postgres?host={folder}"
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.wait(timeout=30)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "journal", "postgres"])
+def test_workers_share_a_new_study(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """They create it together; no strategy is evaluated twice."""
+    if kind == "postgres":
+        storage = request.getfixturevalue("postgres")
+    else:
+        storage = {"sqlite": f"sqlite:///{tmp_path}/new/study.db", "journal": str(tmp_path / "new" / "study.log")}[kind]
+    results = check(start(storage, tmp_path / "out"), storage, tmp_path / "out")
+    assert sum(result["own"] for result in results) == TOTAL and len(results) == WORKERS
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("sampler", ["auto", "random", "tpe"])
+@pytest.mark.parametrize("kind", ["sqlite", "journal"])
+def test_killed_workers_lose_nothing(kind: str, sampler: str, tmp_path: Path) -> None:
+    """Workers that are killed with -9 again and again leave a study that others finish."""
+    storage = {"sqlite": f"sqlite:///{tmp_path}/study.db", "journal": str(tmp_path / "study.log")}[kind]
+    for number in range(3):
+        searches = start(storage, tmp_path / f"out{number}", sampler)
+        time.sleep(3 + number)
+        os.killpg(searches.pid, signal.SIGKILL)
+        searches.communicate()
+    check(start(storage, tmp_path / "last", sampler), storage, tmp_path / "last")
