@@ -3,11 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test storm check bench clean
 
 help:
 	@echo "make demo    measure this machine, train, predict held-out runs, search (about 5 minutes)"
 	@echo "make test    all tests"
+	@echo "make storm   tests of many processes at once, some killed (minutes; PostgreSQL's where a server is installed)"
 	@echo "make check   ruff, mypy and who imports whom"
 	@echo "make bench   speed figures, printed and written to bench.json"
 	@echo "make setup   only build .venv"
@@ -32,6 +33,9 @@ demo: .venv/.installed
 
 test: .venv/.developing
 	$(BIN)/python -m pytest
+
+storm: .venv/.developing
+	$(BIN)/python -m pytest -m storm
 
 check: .venv/.developing
 	$(BIN)/ruff check .

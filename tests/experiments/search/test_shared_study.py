@@ -21,8 +21,7 @@ import pytest
 
 from stepsight.experiments.search.shared_study import _open
 
-WORKERS = 8
-TOTAL = 60  # of 92 strategies
+LEGAL = 92  # strategies of the space below
 
 # One process imports everything and becomes several, which all begin at once.
 SEARCH = """
@@ -54,18 +53,18 @@ sys.exit(sum(os.waitpid(pid, 0)[1] != 0 for pid in children))
 """
 
 
-def start(storage: str, out: Path, sampler: str = "random", workers: int = WORKERS) -> subprocess.Popen[str]:
+def start(storage: str, out: Path, total: int, workers: int, sampler: str = "random") -> subprocess.Popen[str]:
     out.mkdir()
-    command = [sys.executable, "-c", SEARCH, storage, str(TOTAL), str(workers), sampler, str(out)]
+    command = [sys.executable, "-c", SEARCH, storage, str(total), str(workers), sampler, str(out)]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def check(searches: subprocess.Popen[str], storage: str, out: Path) -> list[dict[str, Any]]:
+def check(searches: subprocess.Popen[str], storage: str, out: Path, total: int) -> list[dict[str, Any]]:
     """No process died, all say the same, and every strategy is in the study once."""
     _, errors = searches.communicate(timeout=300)
     assert searches.returncode == 0, f"{searches.returncode} died: {errors[-3000:]}"
     results = [json.loads(path.read_text()) for path in out.iterdir()]
-    assert {result["evaluated"] for result in results} == {TOTAL}
+    assert {result["evaluated"] for result in results} == {total}
     assert len({json.dumps(result["best"]) for result in results}) == 1
     opened = _open(storage if "://" in storage else Path(storage))
     trials = optuna.load_study(study_name="s", storage=opened).trials
@@ -73,7 +72,7 @@ def check(searches: subprocess.Popen[str], storage: str, out: Path) -> list[dict
         opened.remove_session()
         engine.dispose()
     counts = Counter(json.dumps(trial.params) for trial in trials if trial.state.name in ("COMPLETE", "PRUNED"))
-    assert len(counts) == TOTAL and set(counts.values()) == {1}
+    assert len(counts) == total and set(counts.values()) == {1}
     return results
 
 
@@ -83,7 +82,7 @@ def postgres_programs() -> Path | None:
     return next((folder for folder in reversed(found) if (folder / "initdb").exists()), None)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def postgres() -> Iterator[str]:
     """URL of a PostgreSQL server of our own, which listens on a socket in its folder alone."""
     programs = postgres_programs()
@@ -117,26 +116,41 @@ def postgres() -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "journal", "postgres"])
-def test_workers_share_a_new_study(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    ("kind", "total", "workers"),
+    [
+        ("sqlite", 15, 3),
+        ("journal", 15, 3),
+        *(pytest.param(kind, 60, 8, marks=pytest.mark.storm) for kind in ("sqlite", "journal", "postgres")),
+        *(pytest.param(kind, LEGAL, 8, marks=pytest.mark.storm) for kind in ("sqlite", "journal", "postgres")),
+    ],
+)
+def test_workers_share_a_new_study(
+    kind: str, total: int, workers: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """They create it together; no strategy is evaluated twice."""
+    storage = _storage(kind, tmp_path, request)
+    results = check(start(storage, tmp_path / "out", total, workers), storage, tmp_path / "out", total)
+    assert sum(result["own"] for result in results) == total and len(results) == workers
+
+
+def _storage(kind: str, folder: Path, request: pytest.FixtureRequest) -> str:
     if kind == "postgres":
-        storage = request.getfixturevalue("postgres")
-    else:
-        storage = {"sqlite": f"sqlite:///{tmp_path}/new/study.db", "journal": str(tmp_path / "new" / "study.log")}[kind]
-    results = check(start(storage, tmp_path / "out"), storage, tmp_path / "out")
-    assert sum(result["own"] for result in results) == TOTAL and len(results) == WORKERS
+        url: str = request.getfixturevalue("postgres")
+        return url
+    return {"sqlite": f"sqlite:///{folder}/new/study.db", "journal": str(folder / "new" / "study.log")}[kind]
 
 
 @pytest.mark.storm
-@pytest.mark.parametrize("sampler", ["auto", "random", "tpe"])
-@pytest.mark.parametrize("kind", ["sqlite", "journal"])
-def test_killed_workers_lose_nothing(kind: str, sampler: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sampler", ["auto", "tpe"])
+@pytest.mark.parametrize("kind", ["sqlite", "journal", "postgres"])
+def test_killed_workers_lose_nothing(kind: str, sampler: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Workers that are killed with -9 again and again leave a study that others finish."""
-    storage = {"sqlite": f"sqlite:///{tmp_path}/study.db", "journal": str(tmp_path / "study.log")}[kind]
+    storage = _storage(kind, tmp_path, request)
     for number in range(3):
-        searches = start(storage, tmp_path / f"out{number}", sampler)
-        time.sleep(3 + number)
+        out = tmp_path / f"out{number}"
+        searches = start(storage, out, LEGAL, 4, sampler)
+        time.sleep(10 + 2 * number)
         os.killpg(searches.pid, signal.SIGKILL)
         searches.communicate()
-    check(start(storage, tmp_path / "last", sampler), storage, tmp_path / "last")
+    check(start(storage, tmp_path / "last", LEGAL, 4, sampler), storage, tmp_path / "last", LEGAL)
