@@ -20,7 +20,8 @@ Seconds = tuple[float, float, float]  # predicted iteration time, low and high e
 
 _CLAIMED, _SECONDS = "claimed", "seconds"  # attributes of a trial: who claimed it when; its ``Seconds``
 _POLL_S = 0.1  # between two looks at the strategies that others evaluate
-_LOST_S = 600.0  # a claim so old is void: evaluating a strategy takes milliseconds
+_LOST_S = 60.0  # a claim so old is void: evaluating a strategy takes milliseconds
+_MOST_S = 1e12  # of a stored time
 _SQLITE_WAIT_S = 60.0
 
 
@@ -54,13 +55,12 @@ class SharedStudy:
         self._skipped = 0  # trials before this number have ended
         self._place = None if storage is None else storage if "://" in storage else Path(storage).resolve()
         with self._lock():
-            try:
+            with self._reading():
                 self._storage = _open(self._place)
                 self._study = optuna.create_study(
                     storage=self._storage, study_name=name, load_if_exists=name is not None
                 )
-            except (ImportError, ValueError) as error:
-                raise error if isinstance(error, StepsightError) else _unusable(storage, error) from None
+                self._id = self._storage.get_study_id_from_name(self._study.study_name)
             known = self._study.user_attrs.get("question")
             if known is None:
                 self._study.set_user_attr("question", question)
@@ -68,7 +68,6 @@ class SharedStudy:
                 raise StepsightError(
                     f"study {name!r:.80} in {storage} is about another job, space or predictor: choose another name"
                 )
-            self._id = self._storage.get_study_id_from_name(self._study.study_name)
 
     def close(self) -> None:
         """End the connections to a database."""
@@ -93,6 +92,8 @@ class SharedStudy:
         while True:
             with self._lock():
                 self._look()
+                if len(self.done) >= total:
+                    return None
                 if len(self.done) + len(self._claimed) < total:
                     index = choose()
                     trial = optuna.trial.create_trial(
@@ -102,8 +103,6 @@ class SharedStudy:
                         user_attrs={_CLAIMED: [process_name(), time.time()]},
                     )
                     return self._storage.create_new_trial(self._id, trial), index
-            if not self._claimed:
-                return None
             time.sleep(_POLL_S)
 
     def finish(self, trial: int, seconds: Seconds | None, excess_bytes: float) -> None:
@@ -132,6 +131,15 @@ class SharedStudy:
 
     def _look(self) -> None:
         """Bring ``done``, the claims and what is left in the grid up to date; end trials whose claim is void."""
+        with self._reading():
+            claimed, ended = self._news()
+        left = self._grid.left
+        left[list(self._claimed)] = True
+        left[[*claimed, *ended]] = False
+        self._claimed = claimed - self.done.keys()
+
+    def _news(self) -> tuple[set[int], list[int]]:
+        """Strategies that are claimed now, and those that ended since the last look."""
         from optuna.trial import TrialState
 
         claimed: set[int] = set()
@@ -151,14 +159,10 @@ class SharedStudy:
             self._settled.add(trial.number)
         while self._skipped in self._settled:
             self._skipped += 1
-        left = self._grid.left
-        left[list(self._claimed)] = True
-        left[[*claimed, *ended]] = False
-        self._claimed = claimed - self.done.keys()
+        return claimed, ended
 
     def _note(self, index: int, trial: optuna.trial.FrozenTrial) -> None:
-        seconds = trial.user_attrs[_SECONDS]
-        self.done[index] = None if seconds is None else (seconds[0], seconds[1], seconds[2])
+        self.done[index] = seconds = _seconds_of(trial)
         self.finished.append(trial)
         if seconds is not None:
             self.shortest_s = min(seconds[0], self.shortest_s or seconds[0])
@@ -182,10 +186,23 @@ class SharedStudy:
         except (SQLAlchemyError, OptunaError, OSError) as error:
             raise _unusable(self._place, error) from None
 
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Turn any error into ours: Optuna believes what a journal or database holds, and fails in many ways."""
+        try:
+            yield
+        except StepsightError:
+            raise
+        except Exception as error:
+            raise _unusable(self._place, error) from None
+
 
 def _unusable(storage: str | Path | None, error: Exception) -> StepsightError:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return StepsightError(f"storage must be a database URL or a writable journal file, got {storage}: {reason}")
+    reason = (str(error).splitlines() or [""])[0]
+    return StepsightError(
+        f"storage must be a database URL or a journal that a search can write and wrote itself, got {storage}: "
+        f"{type(error).__name__}: {reason:.200}"
+    )
 
 
 def _open(place: str | Path | None) -> Any:
@@ -211,4 +228,22 @@ def _open(place: str | Path | None) -> Any:
 def _is_void(trial: optuna.trial.FrozenTrial) -> bool:
     """Whether nobody evaluates a trial that is marked as running."""
     process, since = trial.user_attrs.get(_CLAIMED) or ("", 0.0)
-    return is_gone(process) or time.time() - since > _LOST_S
+    return is_gone(process) or abs(time.time() - since) > _LOST_S
+
+
+def _seconds_of(trial: optuna.trial.FrozenTrial) -> Seconds | None:
+    """Times that a finished trial recorded.
+
+    Raises:
+        StepsightError: If they are none.
+    """
+    seconds = trial.user_attrs.get(_SECONDS)
+    if seconds is None and trial.value is None:
+        return None
+    numbers = isinstance(seconds, list | tuple) and all(isinstance(s, float) and 0 < s < _MOST_S for s in seconds)
+    if not numbers or len(seconds) != 3 or seconds[0] != trial.value or not seconds[1] <= seconds[0] <= seconds[2]:
+        raise StepsightError(
+            f"a finished trial must hold its time and the interval around it, got {seconds!r:.80} and "
+            f"{trial.value!r:.80} in trial {trial.number}: choose another storage"
+        )
+    return seconds[0], seconds[1], seconds[2]
