@@ -9,11 +9,13 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from functools import cache
 from importlib import resources
 from typing import Any
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import JobError
+from stepsight.dataset.facts_file import file_version, is_facts_file, only_one, read_facts
+from stepsight.dataset.registry import Registry, instance_of
 from stepsight.dataset.specs import ENGINES, FP8_SCALING, OVERLAP_TP, RUNTIMES
 
 SELECTIVE = ("attention", "every-2nd-layer")
@@ -172,27 +174,54 @@ def framework_from_dict(name: str, table: dict[str, Any]) -> Framework:
         raise JobError(
             f"framework {name} has unknown keys {', '.join(sorted(unknown))} (known: {', '.join(sorted(known))})"
         )
+    for key, default in ((field.name, field.default) for field in fields(Framework) if field.name in table):
+        value = table[key]
+        if isinstance(default, tuple):
+            right = isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
+        else:
+            right = type(value) is type(default) or (type(default) is float and type(value) is int)
+        if not right:
+            raise JobError(f"framework {name}: {key} must be like {default!r}, got {value!r:.80}")
     return Framework(**{"name": name, **table, "words": tuple(table.get("words", ()))})
 
 
-@cache
 def _presets() -> dict[str, Framework]:
     text = resources.files("stepsight.dataset").joinpath("presets/frameworks.toml").read_text("utf-8")
     return {name: framework_from_dict(name, table) for name, table in tomllib.loads(text).items()}
 
 
+FRAMEWORKS: Registry[Framework] = Registry(
+    "framework", _presets, group="stepsight.frameworks", check=instance_of(Framework), more="a .toml file"
+)
+
+
 def framework_names() -> tuple[str, ...]:
-    """Names of the presets, in the order in which their words are looked for."""
-    return tuple(_presets())
+    """Names of the profiles that are known, in the order in which their words are looked for."""
+    return tuple(FRAMEWORKS)
 
 
 def find_framework(text: str) -> Framework:
-    """The first preset of that name or of which a word stands in the text; ``GENERIC`` if there is none."""
+    """The profile of that name or ``.toml`` file, or the first of which a word is in the text; else ``GENERIC``.
+
+    Raises:
+        JobError: If the file cannot be read, or is not a file of one profile.
+    """
+    if is_facts_file(text):
+        return _read_profile(text, file_version(text))
     lower = text.lower()
-    presets = _presets()
-    if lower in presets:
-        return presets[lower]
-    return next((f for f in presets.values() if any(_stands(word, lower) for word in f.words)), GENERIC)
+    if lower in FRAMEWORKS:
+        return FRAMEWORKS[lower]
+    return next((f for f in FRAMEWORKS.values() if any(_stands(word, lower) for word in f.words)), GENERIC)
+
+
+@cached(64)
+def _read_profile(path: str, version: tuple[int, int]) -> Framework:
+    """The profile in a file; ``version`` is there so that a file that has changed is read again."""
+    try:
+        tables = read_facts(path)
+        return only_one({name: framework_from_dict(name, table) for name, table in tables.items()}, "profile", path)
+    except JobError as error:
+        raise JobError(f"{path}: {error}") from None
 
 
 def _stands(word: str, text: str) -> bool:

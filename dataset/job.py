@@ -192,7 +192,9 @@ class Job:
 
     @classmethod
     def from_file(cls, path: str | Path, framework: str = "") -> Job:
-        """Read a ``.toml`` or ``.json`` job file; the path of a schedule's file is relative to it.
+        """Read a ``.toml`` or ``.json`` job file.
+
+        Paths in it, of a schedule's table or of a file of hardware, fabric or framework, are relative to its folder.
 
         ``framework``, if not empty, is taken in place of the file's own.
         """
@@ -213,15 +215,26 @@ class Job:
             raise JobError(
                 f"{path} must hold tables [model], [parallel], [batch], [cluster], got {type(tables).__name__}"
             )
-        parallel = tables.get("parallel")
-        if isinstance(parallel, dict) and str(parallel.get("schedule", "")).endswith(".csv"):
-            parallel["schedule"] = str(path.parent / str(parallel["schedule"]))
+        _resolve_paths(tables, path.parent)
         if framework:
             tables["framework"] = framework
         try:
             return cls.from_dict(tables)
         except JobError as error:
             raise JobError(f"{path}: {error}") from None
+
+
+def _resolve_paths(tables: dict[str, Any], folder: Path) -> None:
+    """Make paths in the tables of a job file relative to where the reader is, not to the job file."""
+    parallel, cluster = (tables.get(name) for name in ("parallel", "cluster"))
+    places: list[tuple[Any, str, str]] = [(tables, "framework", ".toml"), (parallel, "schedule", ".csv")]
+    places += [(cluster, "hardware", ".toml"), (cluster, "fabric", ".toml")]
+    mixed = cluster.get("mixed") if isinstance(cluster, dict) else None
+    places += [(other, "hardware", ".toml") for other in (mixed if isinstance(mixed, list) else ())]
+    for table, key, suffix in places:
+        value = table.get(key) if isinstance(table, dict) else None
+        if isinstance(value, str) and value.endswith(suffix):
+            table[key] = str(folder / value)
 
 
 def _filled_model(model: ModelSpec) -> ModelSpec:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from threading import RLock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, overload
@@ -30,7 +31,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
     Args:
         noun: What the things are, for messages: ``"hardware"``.
-        built_in: What comes with the package; it cannot be replaced.
+        built_in: What comes with the package, or what returns it when it is first needed; it cannot be replaced.
         group: The entry points' group: ``"stepsight.hardware"``.
         check: Takes a name and what was registered or loaded under it, and returns the thing; it raises ``error`` if
             it is none.
@@ -41,7 +42,7 @@ class Registry(Mapping[str, T], Generic[T]):
     def __init__(
         self,
         noun: str,
-        built_in: Mapping[str, T] = MappingProxyType({}),
+        built_in: Mapping[str, T] | Callable[[], Mapping[str, T]] = MappingProxyType({}),
         *,
         group: str,
         check: Callable[[str, Any], T] | None = None,
@@ -50,13 +51,17 @@ class Registry(Mapping[str, T], Generic[T]):
     ) -> None:
         self.noun = noun
         self.group = group
-        self._built_in = dict(built_in)
+        self._given = built_in
         self._registered: dict[str, T] = {}
         self._loaded: Memo[str, T] = Memo(f"{group}: loaded entry points", 4096)
         self._check = check
         self._error = error
         self._more = more
         self._lock = RLock()
+
+    @cached_property
+    def _built_in(self) -> dict[str, T]:
+        return dict(self._given() if callable(self._given) else self._given)
 
     @overload
     def register(self, name: str) -> Callable[[Own], Own]: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from stepsight.dataset.errors import JobError
-from stepsight.dataset.hardware import Fabric
+from stepsight.dataset.hardware import Fabric, hardware_name
 from stepsight.dataset.harness.plan.parallel_rules import (
     Rules,
     check_batch,
@@ -155,6 +155,8 @@ def _choices(rules: Rules, job: JobTables) -> None:
     )
     rules.require(bool(job.cluster.hardware), "cluster.hardware must name a device, got ''")
     try:
+        for name in (job.cluster.hardware, *(other.hardware for other in job.cluster.mixed)):
+            hardware_name(name)
         _ = job.fabric
     except JobError as error:
         rules.append(str(error))

@@ -10,8 +10,8 @@ from typing import Any
 
 from stepsight.dataset.bounded import read_file
 from stepsight.dataset.errors import TraceError
-from stepsight.dataset.readers.kineto import read_kineto
 from stepsight.dataset.readers.placement import Placement
+from stepsight.dataset.readers.trace_readers import TRACE_READERS
 from stepsight.dataset.run_manifest import RunManifest, read_manifest, read_object, typed
 from stepsight.dataset.trace import Trace
 
@@ -61,11 +61,15 @@ def read_run(folder: Path) -> Trace:
     parallel, devices = manifest.job.parallel, manifest.job.cluster.devices_per_node
     ranks = []
     for rank, files in sorted(manifest.traces.items()):
-        if "kineto" not in files:
-            raise TraceError(f"rank {rank} must have a kineto trace, got {sorted(files)} in {manifest.folder}")
-        _check_digest(manifest, files["kineto"])
+        form = next((name for name in files if name in TRACE_READERS), None)
+        if form is None:
+            raise TraceError(
+                f"rank {rank} must have a trace of a known format ({', '.join(TRACE_READERS)}), got {sorted(files)} "
+                f"in {manifest.folder}"
+            )
+        _check_digest(manifest, files[form])
         place = Placement(rank=rank, devices_per_node=devices, tp=parallel.tp, dp=parallel.dp)
-        ranks.append(read_kineto(manifest.folder / files["kineto"], place))
+        ranks.append(TRACE_READERS[form](manifest.folder / files[form], place))
     return Trace(manifest, tuple(ranks))
 
 

@@ -41,11 +41,15 @@ class LatencyModel(Protocol):
         ...
 
 
-@cached(64)
 def preset_latency(hardware_name: str, fabric: Fabric) -> RooflineLatency | None:
-    """The roofline of a preset, the same each time; None if there is no preset of that name."""
+    """The roofline of a known hardware, or of that in a file, the same each time; None if the name is not known."""
     hardware = find_hardware(hardware_name)
-    return None if hardware is None else RooflineLatency(hardware, fabric)
+    return None if hardware is None else _roofline(hardware, fabric)
+
+
+@cached(64)
+def _roofline(hardware: Hardware, fabric: Fabric) -> RooflineLatency:
+    return RooflineLatency(hardware, fabric)
 
 
 class RooflineLatency:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.errors import JobError, TraceError
 from stepsight.dataset.files import digest, read_json
-from stepsight.dataset.hardware import Hardware, find_fabric, usual_fabric
+from stepsight.dataset.hardware import Fabric, Hardware, find_fabric, usual_fabric
 from stepsight.training.calibration.corrections import fit_scale
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.intervals.conformal import Intervals, fit_intervals
@@ -72,8 +72,8 @@ def train(
     check_output(out)  # before anything is learned
     check_store(uri)
     say("reading event profiles and traces")
-    profile = read_profiles(collections, find_fabric(usual_fabric(hardware_name)))
     runs = read_runs(collections, roles)
+    profile = read_profiles(collections, _fabric(hardware_name, runs))
     if not profile.ops and not any(run.segments for run in runs):
         raise TraceError(
             f"training needs event profiles or traces of runs with role {' or '.join(roles)}, "
@@ -92,6 +92,15 @@ def train(
         _track(run, predictor, out)
     say(f"done: {out}")
     return Predictor.load(out)
+
+
+def _fabric(hardware_name: str, runs: Sequence[MeasuredRun]) -> Fabric | None:
+    """The fabric on which collectives were measured: the hardware's usual one, or that of the runs' jobs."""
+    try:
+        return find_fabric(usual_fabric(hardware_name))
+    except JobError:  # no usual one is known
+        stated = {run.manifest.job.fabric for run in runs}
+        return stated.pop() if len(stated) == 1 else None
 
 
 def with_host(hardware: Hardware, runs: Sequence[MeasuredRun]) -> Hardware:

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from stepsight.dataset.bounded import read_file
 from stepsight.dataset.errors import StepsightError, TableError
 from stepsight.dataset.files import check_output_file, digest_files
+from stepsight.dataset.registry import Registry, instance_of
 from stepsight.dataset.tables import aicb, aiconfigurator, nccl_tests, neusight, own_csv, simumax, vidur, vtrain
 from stepsight.dataset.tables.measurements import Measurements, SourceFile
 from stepsight.dataset.tables.rows import Rows
@@ -19,7 +19,7 @@ from stepsight.dataset.tables.rows import Rows
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format.
+    """A format of tables of measurements; a user adds one with ``FORMATS.register``.
 
     Attributes:
         read: Reads a file into rows.
@@ -32,7 +32,8 @@ class Format:
     licence: str
 
 
-FORMATS = MappingProxyType(
+FORMATS: Registry[Format] = Registry(
+    "table format",
     {
         "aiconfigurator": Format(aiconfigurator.read, r"_perf\.parquet$", "Apache-2.0"),
         "neusight": Format(neusight.read, r"^(?!.*(label|summary)/).*\.csv(\.gz)?$", "MIT"),
@@ -42,7 +43,10 @@ FORMATS = MappingProxyType(
         "vtrain": Format(vtrain.read, r"(^|/)AR_GPU\d+_[^/]*LUT$", "MIT"),
         "aicb": Format(aicb.read, r"\.csv(\.gz)?$", "Apache-2.0"),
         "csv": Format(own_csv.read, r"\.csv(\.gz)?$", "unknown"),
-    }
+    },
+    group="stepsight.table_readers",
+    check=instance_of(Format),
+    error=TableError,
 )
 _LICENCES = {"Apache License": "Apache-2.0", "Permission is hereby granted, free of charge": "MIT"}
 _NO_DATA = re.compile(r"(^|/)(LICENSE|NOTICE|README|SOURCE)[^/]*$|\.(md|yaml)$|(^|/)\.")
@@ -54,8 +58,6 @@ def read_table(name: str, path: Path) -> Measurements:
     Raises:
         TableError: If there is no such format or path, nothing of the format is there, or a file is malformed.
     """
-    if name not in FORMATS:
-        raise TableError(f"the format must be one of {', '.join(FORMATS)}, got {name!r:.80}")
     path, form = Path(path), FORMATS[name]
     if path.is_file():
         return _read_file(name, path, path.name, path.parent)

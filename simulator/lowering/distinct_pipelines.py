@@ -15,7 +15,7 @@ import numpy as np
 
 from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import JobError
-from stepsight.dataset.hardware import hardware_names
+from stepsight.dataset.hardware import HARDWARE
 from stepsight.dataset.job import Job
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.latency_model import LatencyModel, RooflineLatency, preset_latency
@@ -120,8 +120,5 @@ def _in_step(job: Job, layout: Layout, *, beside: bool) -> int:
 def _other_latency(name: str, job: Job) -> RooflineLatency:
     latency = preset_latency(name, job.fabric)
     if latency is None:
-        raise JobError(
-            f"cluster.mixed: hardware must be a preset ({', '.join(hardware_names())}), got {name!r:.80}: "
-            "nothing is known of it"
-        )
+        raise JobError(f"cluster.mixed: {HARDWARE.unknown(name)}: nothing is known of it")
     return latency

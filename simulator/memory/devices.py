@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from stepsight.dataset.errors import JobError
-from stepsight.dataset.hardware import Hardware, find_hardware, hardware_names
+from stepsight.dataset.hardware import HARDWARE, Hardware, find_hardware
 from stepsight.dataset.job import Job
 from stepsight.simulator.lowering.rank_layout import layout_of
 
@@ -38,8 +38,5 @@ def _room(device: Hardware) -> float:
 def _preset(name: str) -> Hardware:
     hardware = find_hardware(name)
     if hardware is None:
-        raise JobError(
-            f"cluster.mixed: hardware must be a preset ({', '.join(hardware_names())}), got {name!r:.80}: "
-            "nothing is known of it"
-        )
+        raise JobError(f"cluster.mixed: {HARDWARE.unknown(name)}: nothing is known of it")
     return hardware

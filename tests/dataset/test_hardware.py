@@ -41,9 +41,11 @@ def test_presets_of_gpus(name: str) -> None:
 
 
 def test_usual_fabrics() -> None:
-    """A card in a PCIe slot has no NVLink, whatever its chip; what is unknown is taken for a DGX A100."""
-    found = {name: usual_fabric(name) for name in ("a100-pcie-80gb", "h100-pcie-80gb", "h200-sxm-141gb", "mine")}
-    assert list(found.values()) == ["pcie-gen4", "pcie-gen5", "dgx-h100", "dgx-a100"]
+    """A card in a PCIe slot has no NVLink, whatever its chip; without a known fabric, a job must state one."""
+    found = {name: usual_fabric(name) for name in ("a100-pcie-80gb", "h100-pcie-80gb", "h200-sxm-141gb", "local-cpu")}
+    assert list(found.values()) == ["pcie-gen4", "pcie-gen5", "dgx-h100", "loopback"]
+    with pytest.raises(JobError, match=r"cluster.fabric must be stated.*'mine': name one of dgx-a100, .*file"):
+        usual_fabric("mine")
 
 
 def test_ring_cost() -> None:

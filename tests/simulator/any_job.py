@@ -71,7 +71,9 @@ def jobs(draw: st.DrawFn, *, uneven_cluster: bool = False) -> Job:
         stage_layers = tuple(end - begin for begin, end in pairwise(cuts))
     offload, num_devices = one_of(False, False, True), tp * cp * pp * dp
     per_node = one_of(*(size for size in (1, 2, 4, 8) if num_devices % size == 0))
-    cluster: dict[str, Any] = {"hardware": "toy", "nodes": num_devices // per_node, "devices_per_node": per_node}
+    cluster: dict[str, Any] = {
+        "hardware": "toy", "nodes": num_devices // per_node, "devices_per_node": per_node, "fabric": "dgx-a100",
+    }  # fmt: skip
     if uneven_cluster:
         nodes = st.integers(0, num_devices // per_node - 1)
         slow = st.sampled_from([1.0, 1.5, 4.0])

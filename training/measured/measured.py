@@ -14,7 +14,7 @@ from stepsight.dataset.box_spec import HARDWARE as SLEEPERS
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.event_file import EventFile, read_event_file
 from stepsight.dataset.files import digest, digest_files
-from stepsight.dataset.hardware import Fabric, Hardware, Link, find_hardware, hardware_from_dict
+from stepsight.dataset.hardware import Fabric, Hardware, Link, find_hardware, hardware_from_dict, hardware_name
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
 from stepsight.dataset.run_folder import read_collection, read_run
@@ -40,7 +40,7 @@ class Profile:
         digest: Of the files.
     """
 
-    fabric: Fabric
+    fabric: Fabric | None
     ops: list[Op] = field(default_factory=list)
     op_busy: list[int] = field(default_factory=list)
     op_seconds: list[float] = field(default_factory=list)
@@ -87,12 +87,12 @@ class MeasuredRun:
         return float(np.std(np.log(values))) if len(values) > 1 else 0.0
 
 
-def read_profiles(collections: Iterable[Path], fabric: Fabric) -> Profile:
+def read_profiles(collections: Iterable[Path], fabric: Fabric | None) -> Profile:
     """Read every event file of some collections but ``HELDOUT``; ``fabric`` is that of files which name none.
 
     Raises:
         TraceError: If a folder is no collection or named twice, a file is not what the harness writes, or is of a box
-            with more than ``MOST_TRAINING_RANKS``.
+            with more than ``MOST_TRAINING_RANKS``; or if collectives were measured and no fabric is known.
     """
     profile = Profile(fabric)
     paths = [path for folder in _distinct(collections) for path in read_collection(folder).events]
@@ -117,6 +117,16 @@ def _take_medians(profile: Profile) -> None:
     profile.collective_seconds = [float(np.median([seconds for seconds, _ in visits])) for visits in found.values()]
 
 
+def _fabric_of(file: EventFile, usual: Fabric | None) -> Fabric:
+    found = file.box.links if file.box else usual
+    if found is None:
+        raise TraceError(
+            f"{file.path}: the fabric on which its collectives were measured must be known, got hardware without a "
+            "usual fabric, and no single fabric in the jobs of the runs: state [cluster] fabric in these jobs"
+        )
+    return found
+
+
 def _add(file: EventFile, profile: Profile) -> None:
     for work, seconds, host_seconds in zip(file.works, file.seconds, file.host_seconds, strict=True):
         if isinstance(work, Op):
@@ -126,7 +136,7 @@ def _add(file: EventFile, profile: Profile) -> None:
             profile.op_host_seconds.append(host_seconds)
         else:
             profile.collectives.append(work)
-            profile.fabrics.append(file.box.links if file.box else profile.fabric)
+            profile.fabrics.append(_fabric_of(file, profile.fabric))
             profile.collective_seconds.append(seconds)
     facts = dict(file.hardware)
     shares = [table["memory_bytes"] for table in (profile.facts, facts) if "memory_bytes" in table]
@@ -186,7 +196,7 @@ def check_hardware(runs: Sequence[MeasuredRun], name: str) -> None:
             f"compiled, as {compiled[0]}"
         )
     for run in runs:
-        if run.manifest.job.cluster.hardware != name:
+        if hardware_name(run.manifest.job.cluster.hardware) != name:
             raise TraceError(
                 f"every run must be on the hardware that is learned: cluster.hardware must be {name!r:.80}, "
                 f"got {run.manifest.job.cluster.hardware!r:.80} in {run.manifest.folder}"

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.errors import JobError, PredictorError
-from stepsight.dataset.hardware import find_hardware, hardware_names
+from stepsight.dataset.hardware import HARDWARE, find_hardware
 from stepsight.dataset.job import Job, JobLike
 from stepsight.simulator.explain import Sensitivity, explain
 from stepsight.simulator.flops import iteration_flops
@@ -327,9 +327,8 @@ def _from_facts(job: Job) -> Prediction:
     latency = preset_latency(job.cluster.hardware, job.fabric)
     if latency is None:
         raise JobError(
-            "without a predictor, cluster.hardware must be a preset "
-            f"({', '.join(hardware_names())}), got {job.cluster.hardware!r:.80}: "
-            "train a predictor for it, or name a preset"
+            f"without a predictor, cluster.{HARDWARE.unknown(job.cluster.hardware)}: train a predictor, or "
+            "state its facts in a .toml file"
         )
     simulation = simulate(job, latency)
     why = f"nothing was measured for {job.cluster.hardware}" if _serving(job.cluster.hardware) is None else "as asked"

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from stepsight.dataset.hardware import usual_fabric
+from stepsight.dataset.hardware import find_hardware, usual_fabric
 from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 
 STAND_IN = "stand-in"  # role of a run of one rank of a large job
 CPU = "local-cpu"
+ASSUMED_FABRIC = "dgx-a100"  # of stand-ins on a GPU that is not known: their collectives are delays that it implies
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,6 @@ def _job(device: str, hardware: str, sizes: Any, parallel: dict[str, Any], nodes
         precision="pure-bf16" if device == "cuda" else "fp32",
     )
     devices = split.tp * split.pp * split.dp // nodes
-    fabric = usual_fabric(hardware)
+    fabric = usual_fabric(hardware) if find_hardware(hardware) is not None else ASSUMED_FABRIC
     cluster = ClusterSpec(hardware=hardware, nodes=nodes, devices_per_node=devices, fabric=fabric)
     return Job(model=model, parallel=split, batch=batch, cluster=cluster)

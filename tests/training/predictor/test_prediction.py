@@ -26,7 +26,7 @@ def test_without_a_predictor_it_says_so_and_is_wide() -> None:
 
 
 def test_hardware_that_is_neither_measured_nor_a_preset_is_refused() -> None:
-    with pytest.raises(JobError, match=r"must be a preset \(.*a100-sxm-80gb.*\), got 'toy'"):
+    with pytest.raises(JobError, match=r"hardware must be one of .*a100-sxm-80gb.*, got 'toy'.*\.toml file"):
         predict(_job())
 
 

@@ -1,0 +1,92 @@
+"""Fabrics: the links within a node and between nodes.  Facts only, in SI units, per device and per direction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from stepsight.dataset.errors import JobError
+
+MOST_NUMBER = 1e100
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One device's way to others.
+
+    Attributes:
+        bandwidth_bytes_per_s: Per device and per direction.
+        latency_s: Time for an empty message between two devices.
+        burst_bytes: Of what follows a pause, so much passes at once (a limited link's bucket).
+    """
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    burst_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.burst_bytes <= 1e12:
+            raise JobError(f"a link's burst_bytes must lie within 0 and 1e12, got {self.burst_bytes}")
+        if not (1e3 <= self.bandwidth_bytes_per_s <= 1e15 and 0 <= self.latency_s <= 1e3):
+            raise JobError(
+                "a link needs bandwidth_bytes_per_s from 1e3 to 1e15 and latency_s from 0 to 1000, got "
+                f"{self.bandwidth_bytes_per_s} and {self.latency_s}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """Links within a node and between nodes."""
+
+    name: str
+    intra_node: Link
+    inter_node: Link
+
+
+def fabric_from_dict(name: str, table: dict[str, Any]) -> Fabric:
+    """A fabric from a table with ``intra_node`` and ``inter_node`` links in Gbyte/s per device and microseconds."""
+    links = {}
+    for key in ("intra_node", "inter_node"):
+        link = table.get(key)
+        if not isinstance(link, dict) or set(link) - {"burst_bytes"} != {"bandwidth_gbytes_per_s", "latency_us"}:
+            raise JobError(
+                f"fabric.{key} must be a table of bandwidth_gbytes_per_s (per device, per direction) and latency_us, "
+                f"got {link!r:.80}"
+            )
+        for field_name, number in link.items():
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                raise JobError(f"fabric.{key}.{field_name} must be a number, got {number!r:.80}")
+            if not -MOST_NUMBER < number < MOST_NUMBER:
+                raise JobError(f"fabric.{key}.{field_name} must be a number of less than {MOST_NUMBER:g}")
+        links[key] = Link(link["bandwidth_gbytes_per_s"] * 1e9, link["latency_us"] * 1e-6, link.get("burst_bytes", 0.0))
+    unknown = set(table) - set(links) - {"source"}
+    if unknown:
+        raise JobError(f"fabric has keys intra_node and inter_node, got also {', '.join(sorted(unknown))}")
+    return Fabric(name, links["intra_node"], links["inter_node"])
+
+
+# Fastest links of one device that exist (NVLink 5: 900 GB/s; XDR InfiniBand, one 800 Gb/s port per device: 100 GB/s).
+FASTEST_INTRA, FASTEST_INTER = 900e9, 100e9
+
+
+def suspicious_links(fabric: Fabric, devices_per_node: int) -> tuple[str, ...]:
+    """Bandwidths that look like those of a whole node, or in bits, where those of one device in bytes are asked for."""
+    found = []
+    for name, link, fastest in (
+        ("intra_node", fabric.intra_node, FASTEST_INTRA),
+        ("inter_node", fabric.inter_node, FASTEST_INTER),
+    ):
+        speed = link.bandwidth_bytes_per_s
+        if speed > 1.05 * fastest:
+            found.append(
+                f"fabric.{name}.bandwidth_gbytes_per_s is per device and per direction, in Gbyte/s; {speed / 1e9:g} is "
+                f"more than any device has ({fastest / 1e9:g}): is it a node's ({devices_per_node} devices: "
+                f"{speed / 1e9 / devices_per_node:g} each), or in Gbit/s ({speed / 8e9:g} Gbyte/s)?"
+            )
+    inter, intra = fabric.inter_node.bandwidth_bytes_per_s, fabric.intra_node.bandwidth_bytes_per_s
+    if devices_per_node > 1 and inter > intra:
+        found.append(
+            f"fabric.inter_node is faster than intra_node ({inter / 1e9:g} > {intra / 1e9:g} Gbyte/s per device): "
+            f"is it a node's ({devices_per_node} devices: {inter / 1e9 / devices_per_node:g} each)?"
+        )
+    return tuple(found)
