@@ -108,7 +108,9 @@ def run_events(events: Ints, passages: PassageTable, sent: SentTable, paths: Eve
         if start == 0 or start == by_host:
             now[num_clocks] = 0.0
         _run_from(events, passages, sent, paths, _Clocks(now, finish, start == 0))
-        latest = now[:num_clocks].max()
+        latest = -np.inf
+        for to in range(num_clocks):
+            latest = max(latest, now[to])
         for to in range(num_clocks):
             end = latest if sent.joined else now[to]
             if start < alone:

@@ -9,8 +9,8 @@ three rules (``advance``):
   (max-plus algebra).
 * Message: it starts once both sides have posted it.  A rank that waits for it is held until it has passed.
 
-The full run, the run that skips what repeats, and the stand-in's run are all ``run_entries``.  The derivative
-(``trace_path``) follows the causes that a full run has logged, so it repeats no rule.
+The full run (``run_entries``), the run that skips what repeats (``run_periods``) and the stand-in's run all call
+``advance``.  The derivative (``trace_path``) follows the causes that a full run has logged, so it repeats no rule.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class State(NamedTuple):
 
 
 class Log(NamedTuple):
-    """What ``advance`` notes of each action and message; all arrays are empty where nobody asks for it.
+    """What ``advance`` notes of each action and message.
 
     Attributes:
         start, finish: Clocks of its rank before and after each action, shape ``(num_actions, K)``.
@@ -83,7 +83,7 @@ class Log(NamedTuple):
 
 
 def new_log(num_actions: int, num_messages: int, num_clocks: int) -> Log:
-    """A log to be filled; one for no actions is the one that nobody asks for."""
+    """A log to be filled."""
     start, finish = np.empty((2, num_actions, num_clocks))
     cause = np.empty((num_actions, num_clocks), dtype=np.int8)
     message_start, message_finish = np.empty((2, num_messages))
@@ -122,7 +122,14 @@ class Uses(NamedTuple):
 
 
 def advance(entries: Entries, durations: Durations, state: State, log: Log | None, begin: int, end: int) -> None:
-    """Let the entries from ``begin`` to ``end`` (exclusive) happen: all rules of the clock."""
+    """Let the entries from ``begin`` to ``end`` (exclusive) happen: all rules of the clock.
+
+    Args:
+        entries, durations: What happens.
+        state: Where the run is; moved on.
+        log: Filled, if there is one.
+        begin, end: Which entries.
+    """
     ops, ranks, items, sides = entries
     segment_of, transition, message_seconds, host, numbers = durations
     clocks, posted, after = state
@@ -161,8 +168,11 @@ def advance(entries: Entries, durations: Durations, state: State, log: Log | Non
             after[entry - begin] = clocks[rank, 0]
 
 
+run_entries = compiled(advance)
+
+
 @compiled
-def run_entries(entries: Entries, durations: Durations, state: State, log: Log | None, steady: Steady) -> None:
+def run_periods(entries: Entries, durations: Durations, state: State, steady: Steady) -> None:
     """Let all entries happen, except for periods that only repeat the one before.
 
     Once all clocks and all posts move on by the same time from one period to the next, they do so until the pattern
@@ -172,27 +182,30 @@ def run_entries(entries: Entries, durations: Durations, state: State, log: Log |
     Args:
         entries, durations: What happens.
         state: Where the run begins and, filled, where it ends; ``after`` is not used.
-        log: Filled.  A log needs every entry, so ``steady`` must then be empty.
         steady: What repeats.
     """
     clocks, posted, _ = state
     after = np.zeros((2, steady.length))  # of this period and of the one before, in turn
     ends = clocks.copy()  # all clocks at the end of the period before
-    apart = State(clocks, posted, after[0, :0])
-    advance(entries, durations, apart, log, 0, steady.first)
-    begin, period, alike = steady.first, 0, 0
-    end = steady.first + steady.periods * steady.length
-    while begin < end:
+    period, alike = -1, 0  # what comes before the first period is -1
+    while period <= steady.periods:
+        repeats = 0 <= period < steady.periods
+        begin, end = steady.first + period * steady.length, len(entries.op)
+        if repeats:
+            end = begin + steady.length
+        elif period < 0:
+            begin, end = 0, steady.first
         now, before = after[period % 2], after[1 - period % 2]
-        advance(entries, durations, State(clocks, posted, now), log, begin, begin + steady.length)
-        begin += steady.length
-        alike = alike + 1 if period > 0 and _moves_on(now, before, clocks, ends) else 0
-        if alike > steady.lag and begin < end:
-            _skip(entries, state, ends, steady, begin, now[0] - before[0])
-            begin = end
-        ends[:] = clocks
+        advance(entries, durations, State(clocks, posted, now if repeats else now[:0]), None, begin, end)
         period += 1
-    advance(entries, durations, apart, log, begin, len(entries.op))
+        if repeats:
+            alike = alike + 1 if period > 1 and _moves_on(now, before, clocks, ends) else 0
+            if alike > steady.lag and period < steady.periods:
+                _skip(entries, state, ends, steady, period, now[0] - before[0])
+                period = steady.periods
+            for rank in range(len(clocks)):
+                for clock in range(clocks.shape[1]):
+                    ends[rank, clock] = clocks[rank, clock]
 
 
 def _moves_on(now: Floats, before: Floats, clocks: Floats, ends: Floats) -> bool:
@@ -211,17 +224,17 @@ def _moves_on(now: Floats, before: Floats, clocks: Floats, ends: Floats) -> bool
     return True
 
 
-def _skip(entries: Entries, state: State, ends: Floats, steady: Steady, begin: int, shift: float) -> None:
-    """Let all periods from ``begin`` on pass as the last one did.
+def _skip(entries: Entries, state: State, ends: Floats, steady: Steady, period: int, shift: float) -> None:
+    """Let all periods from ``period`` on pass as the last one did.
 
     Args:
-        entries, state, steady: As in ``run_entries``.
+        entries, state, steady: As in ``run_periods``.
         ends: All clocks before the last period.
-        begin: The entry at which the skipped periods begin.
+        period: The first that is skipped.
         shift: What clock 0 moved on by in the last period.
     """
     clocks, posted = state.clocks, state.posted
-    left = steady.periods - (begin - steady.first) // steady.length
+    left, begin = steady.periods - period, steady.first + period * steady.length
     for entry in range(begin - steady.lag * steady.length, begin):
         if entries.op[entry] == POST:
             ahead, side = entries.item[entry + left * steady.length], entries.side[entry]

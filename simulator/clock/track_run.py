@@ -9,7 +9,17 @@ from numpy.typing import NDArray
 
 from stepsight.simulator.clock.engine import Floats, Ints
 from stepsight.simulator.clock.entries import COMPUTE, POST, Entries
-from stepsight.simulator.clock.kernel import Durations, Log, State, Steady, Uses, new_log, run_entries, trace_path
+from stepsight.simulator.clock.kernel import (
+    Durations,
+    Log,
+    State,
+    Steady,
+    Uses,
+    new_log,
+    run_entries,
+    run_periods,
+    trace_path,
+)
 from stepsight.simulator.clock.track import Track, steady_state
 
 _NO_SECONDS = np.empty(0)
@@ -81,7 +91,7 @@ def run_track(
     state = _at_rest(track.num_stages, track.num_messages, transition.shape[1])
     log = new_log(track.num_actions, track.num_messages, transition.shape[1])
     durations = _durations(track, segment, transition, message_seconds, (host_action_s, host_message_s))
-    run_entries(track.unsigned, durations, state, log, Steady())
+    run_entries(track.unsigned, durations, state, log, 0, len(track.entries.op))
     return TrackRun(track, segment, transition, state.clocks, state.posted, log)
 
 
@@ -99,14 +109,14 @@ def track_clocks(
     """
     durations = _durations(track, segment, transition, message_seconds, (host_action_s, host_message_s))
     state = _at_rest(track.num_stages, track.num_messages, transition.shape[1])
-    run_entries(track.unsigned, durations, state, None, steady_state(track))
+    run_periods(track.unsigned, durations, state, steady_state(track))
     return state.clocks
 
 
 def end_clocks(entries: Entries, durations: Durations) -> Floats:
     """The clocks of all ranks after any entries, shape ``(num_ranks, K)``."""
     state = _at_rest(len(durations.host), len(durations.message), len(durations.clocks))
-    run_entries(entries.unsigned(), durations, state, None, Steady())
+    run_periods(entries.unsigned(), durations, state, Steady())
     return state.clocks
 
 

@@ -162,15 +162,15 @@ def bucket_rows(
             if stop == nodes:
                 until, stop = until + 1, 0
             if node > 0 and turn < until:
-                rows[at, :] = np.array([RUN, passage, node, nodes, 1, name, newest - turn, -1])
+                _put(rows, at, (RUN, passage, node, nodes, 1, name, newest - turn, -1))
                 at += 1
                 turn, node = turn + 1, 0
             if turn < until:
-                rows[at, :] = np.array([RUN, passage, 0, nodes, until - turn, name, newest - turn, -1])
+                _put(rows, at, (RUN, passage, 0, nodes, until - turn, name, newest - turn, -1))
                 at += 1
                 turn = until
             if stop > node:
-                rows[at, :] = np.array([RUN, passage, node, stop, 1, name, newest - turn, -1])
+                _put(rows, at, (RUN, passage, node, stop, 1, name, newest - turn, -1))
                 at += 1
                 node = stop
             if not here:
@@ -181,9 +181,15 @@ def bucket_rows(
                 if works[cuts[cut, 3], which] >= 0:
                     clock = SECOND if which == 1 or expert == 1 else DATA
                     work, name_at = works[cuts[cut, 3], which], names + expert
-                    rows[at, :] = np.array([SEND, work, clock, sent, 0, name_at, numbers[expert], 0])
+                    _put(rows, at, (SEND, work, clock, sent, 0, name_at, numbers[expert], 0))
                     sent = at
                     at += 1
             numbers[expert] += 1
             cut += 1
     count[0] = at
+
+
+def _put(rows: NDArray[np.int32], at: int, columns: tuple[int, ...]) -> None:
+    """Fill in one row: a loop, since numba takes seconds to compile the assignment of an array to a row."""
+    for column in range(len(columns)):
+        rows[at, column] = columns[column]

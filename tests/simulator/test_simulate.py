@@ -298,6 +298,7 @@ def test_compiled_kernels_give_the_same(make_job: JobMaker, gpu: Hardware, monke
         engine.add_path,
         event_run.run_events,
         kernel.run_entries,
+        kernel.run_periods,
         kernel.trace_path,
     )
     results = []

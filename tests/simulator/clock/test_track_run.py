@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepsight.simulator.clock.engine import Floats, Ints
-from stepsight.simulator.clock.kernel import run_entries, trace_path
+from stepsight.simulator.clock.kernel import run_entries, run_periods, trace_path
 from stepsight.simulator.clock.track import Track, find_track
 from stepsight.simulator.clock.track_run import run_track, track_clocks, walk
 from stepsight.simulator.schedules import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
@@ -142,7 +142,7 @@ def test_compiled_and_interpreted_agree(monkeypatch: pytest.MonkeyPatch) -> None
     given = (track, *plain(track, {0: 1.0, 2: 1.1, 3: 0.7}), np.full(track.num_messages, 0.1), 0.01, 0.001)
     results = []
     for native in (False, True):
-        for loop in (run_entries, trace_path):
+        for loop in (run_entries, run_periods, trace_path):
             monkeypatch.setattr(loop, "_native", loop.compile() if native else loop.function)
         run = run_track(*given)
         arrays = [run.clocks, run.posted, *run.log, track_clocks(*given), *map(np.array, walk(run, 0))]
