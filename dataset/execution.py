@@ -14,7 +14,7 @@ from types import MappingProxyType
 from stepsight.dataset.caching import cached
 from stepsight.dataset.hashed_once import hashed_once
 from stepsight.dataset.job import Job
-from stepsight.dataset.specs import PURE, OptimizerSpec, ParallelSpec
+from stepsight.dataset.specs import PURE, BatchSpec, OptimizerSpec, ParallelSpec
 
 COMPUTE_DTYPE: Mapping[str, str] = MappingProxyType(
     {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16", **PURE}
@@ -161,22 +161,15 @@ def semantics_of(job: Job, device_kind: str = "gpu") -> ExecutionSemantics:
     On CPUs the runtime that is not stated is PyTorch's own, and gradients of a pipeline's replicas without ZeRO are
     reduced when the schedule is over: so does the harness.
     """
-    engine, on_cpu = job.execution.engine or default_engine(job.batch.precision), device_kind == "cpu"
-    return _joined(kernels_of(job), job.parallel, job.optimizer, (engine, job.batch.precision, on_cpu))
-
-
-def kernels_of(job: Job) -> KernelSemantics:
-    """The part of ``semantics_of`` that blocks see."""
-    model, p, batch = job.model, job.parallel, job.batch
-    engine = job.execution.engine or default_engine(batch.precision)
-    dynamic = batch.precision == "fp8" and batch.fp8_scaling == "dynamic"
-    sums = p.gradient_dtype if p.zero_stage < 3 else ""
-    habits = (model.eager_kernels, model.norms_again, model.token_metrics)
-    return _kernels(engine, batch.precision, habits, sums, dynamic)
+    m = job.model
+    habits = (m.eager_kernels, m.norms_again, m.token_metrics)
+    return _semantics((job.execution.engine, device_kind == "cpu"), habits, job.parallel, job.batch, job.optimizer)
 
 
 @cached(1024)
-def _kernels(engine: str, precision: str, habits: tuple[bool, bool, bool], sums: str, dynamic: bool) -> KernelSemantics:
+def _kernels(
+    engine: str, precision: str, habits: tuple[bool, bool, bool], sums: str, fp8_scaling: str
+) -> KernelSemantics:
     kernels = ENGINE_SEMANTICS[engine].kernels
     separate, norms_again, metrics = habits
     modules = kernels.accumulation == "autograd"  # these are measured whole, as their autograd is
@@ -188,25 +181,43 @@ def _kernels(engine: str, precision: str, habits: tuple[bool, bool, bool], sums:
         norms_again=norms_again and not modules,
         token_metrics=metrics,
         accumulation=kernels.accumulation if modules else accumulation,
-        fp8_dynamic=dynamic,
+        fp8_dynamic=precision == "fp8" and fp8_scaling == "dynamic",
+    )
+
+
+@cached(1024)
+def _states(engine: str, precision: str, stated: str, holds_gradients: bool, scatters: bool) -> StateSemantics:
+    """``stated``: the job's ``gradient_dtype``; ``holds_gradients``: whether a rank has whole ones (ZeRO below 3).
+
+    By default gradients are summed in the main type, but Megatron sums those of fp16 in fp16.
+    """
+    states, scales = ENGINE_SEMANTICS[engine].states, precision == "fp16"
+    in_model = stated == "model" or (not stated and states.main_copy and scales and holds_gradients)
+    return replace(
+        states,
+        gradient_dtype=COMPUTE_DTYPE[precision] if in_model else PURE.get(precision, "fp32"),
+        scales_loss=scales,
+        main_gradients=scales and states.main_copy,
+        scatters_sums=scatters,
     )
 
 
 @cached(4096)
-def _joined(
-    kernels: KernelSemantics, p: ParallelSpec, optimizer: OptimizerSpec, how: tuple[str, str, bool]
+def _semantics(
+    where: tuple[str, bool],
+    habits: tuple[bool, bool, bool],
+    p: ParallelSpec,
+    batch: BatchSpec,
+    optimizer: OptimizerSpec,
 ) -> ExecutionSemantics:
-    engine, precision, on_cpu = how
-    states, scales = ENGINE_SEMANTICS[engine].states, precision == "fp16"
+    """``where``: the engine as the job states it, and whether it runs on CPUs; ``habits``: of the model's kernels."""
+    engine, on_cpu = where[0] or default_engine(batch.precision), where[1]
+    whole = p.zero_stage < 3  # a rank has whole gradients
+    kernels = _kernels(engine, batch.precision, habits, p.gradient_dtype if whole else "", batch.fp8_scaling)
+    states = _states(engine, batch.precision, p.gradient_dtype, whole, p.reduce_scatter)
     return ExecutionSemantics(
         kernels=kernels,
-        states=replace(
-            states,
-            gradient_dtype=_gradient_dtype(states, kernels.main_dtype, p, precision),
-            scales_loss=scales,
-            main_gradients=scales and states.main_copy,
-            scatters_sums=p.reduce_scatter,
-        ),
+        states=states,
         overlap=OverlapSemantics(
             tensor_parallel=p.overlap_tp,
             gradients=p.overlap_grad_reduce and not (on_cpu and p.pp > 1 and p.zero_stage == 0),
@@ -219,11 +230,3 @@ def _joined(
         ),
         optimizer="host" if optimizer.offload else "fused" if optimizer.fused else "foreach",
     )
-
-
-def _gradient_dtype(states: StateSemantics, main_dtype: str, p: ParallelSpec, precision: str) -> str:
-    """What the job states; by default Megatron sums gradients in the main type, but those of fp16 in fp16."""
-    in_model = p.gradient_dtype == "model"
-    if not p.gradient_dtype:
-        in_model = states.main_copy and precision == "fp16" and p.zero_stage < 3
-    return COMPUTE_DTYPE[precision] if in_model else main_dtype

@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, get_args, get_origin, get_type_hints
 
+from stepsight.dataset.caching import cached
+
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+
+
+@cached(64)
+def _hints(spec: type) -> dict[str, Any]:
+    """Types of a dataclass' fields: evaluating them costs more than checking them."""
+    return get_type_hints(spec)
 
 
 def spec_from_table(section: str, spec: type, table: Mapping[str, Any]) -> tuple[Any, list[str]]:
@@ -21,7 +29,7 @@ def spec_from_table(section: str, spec: type, table: Mapping[str, Any]) -> tuple
     problems += [f"missing key {section}.{name}" for name in missing]
     if problems:
         return None, problems
-    hints = get_type_hints(spec)
+    hints = _hints(spec)
     values = {}
     for name, value in table.items():
         values[name], wrong = _converted(f"{section}.{name}", hints[name], value)
@@ -52,7 +60,7 @@ def _converted(name: str, hint: Any, value: Any) -> tuple[Any, list[str]]:
 def type_problems(section: str, spec: object) -> list[str]:
     """Fields of a dataclass that do not hold what they must."""
     problems = []
-    for name, hint in get_type_hints(type(spec)).items():
+    for name, hint in _hints(type(spec)).items():
         value = getattr(spec, name)
         if hint is Any:
             if not isinstance(value, str | Mapping):

@@ -29,7 +29,7 @@ from stepsight.simulator.lowering.optimizer_step import OptimizerHabits, optimiz
 from stepsight.simulator.lowering.passages import BACKWARD as WHOLE
 from stepsight.simulator.lowering.passages import INPUT, WEIGHT
 from stepsight.simulator.lowering.rank_layout import Layout, layout_of
-from stepsight.simulator.lowering.replicas import Replicas, replicas_of
+from stepsight.simulator.lowering.replicas import replicas_of
 from stepsight.simulator.lowering.segment import Segment
 from stepsight.simulator.lowering.sizes import Groups, PartShape, groups_of, part_shapes, rank_shape
 from stepsight.simulator.lowering.stage import Recompute, backward_segment, forward_segment
@@ -144,12 +144,13 @@ class _Asked(NamedTuple):
 
 def _asked(job: Job, hardware: Hardware) -> _Asked:
     beside, share = hardware.kind != "cpu", hardware.comm_compute_share
+    semantics = semantics_of(job, hardware.kind)
     return _Asked(
         job.parallel,
-        semantics_of(job, hardware.kind),
+        semantics,
         job.optimizer.kind,
         job.num_micro_batches,
-        rank_shape(job, share if beside else 0.0),
+        rank_shape(job, share if beside else 0.0, semantics),
         part_shapes(job),
         groups_of(job),
         layout_of(job),
@@ -167,9 +168,16 @@ def _lower(asked: _Asked) -> Lowered:
     rows: dict[PartShape, int] = {}
     row = [rows.setdefault(part, len(rows)) for part in parts]
     table = np.zeros((len(rows), len(KIND_NAMES), 3), dtype=np.int32)
+    recompute, alone = Recompute(p.recompute, p.recompute_every), asked.num_micro_batches == 1
     for part, at in rows.items():
         for kind, turn in _passes(track):
-            segment = _segment_of(asked, part, replicas, kind, turn)
+            if kind == FORWARD:
+                segment = forward_segment(shape, part, replicas, turn == FIRST or alone)
+            else:
+                again, last = turn != FIRST and not alone, turn == LAST
+                segment = backward_segment(
+                    shape, part, replicas, recompute, accumulate=again, last=last, label=_LABELS[kind]
+                )
             table[at, kind, turn] = numbers.setdefault(segment, len(numbers))
     tied = tied_group(shape, asked.layout, track)
     states, form = asked.semantics.states, asked.semantics.optimizer
@@ -195,22 +203,6 @@ def _lower(asked: _Asked) -> Lowered:
         parts=parts,
         meets=meeting_stages(track, tied, all_meet=overlap.reads_norm),
         semantics=asked.semantics,
-    )
-
-
-def _segment_of(asked: _Asked, part: PartShape, replicas: Replicas, kind: int, turn: int) -> Segment:
-    """What a part runs in an action of a kind and turn."""
-    alone = asked.num_micro_batches == 1
-    if kind == FORWARD:
-        return forward_segment(asked.shape, part, replicas, turn == FIRST or alone)
-    return backward_segment(
-        asked.shape,
-        part,
-        replicas,
-        Recompute(asked.parallel.recompute, asked.parallel.recompute_every),
-        accumulate=turn != FIRST and not alone,
-        last=turn == LAST,
-        label=_LABELS[kind],
     )
 
 

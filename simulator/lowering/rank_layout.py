@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.caching import cached
 from stepsight.dataset.job import Job
-from stepsight.dataset.specs import hashed_once
+from stepsight.dataset.specs import ParallelSpec, hashed_once
 from stepsight.simulator.blocks.shape import Group
 
 Strides = tuple[tuple[int, int], ...]  # (stride, size) of each axis of a group, fastest first
@@ -115,8 +115,12 @@ class Layout:
 
 def layout_of(job: Job) -> Layout:
     """The layout of a job."""
-    p = job.parallel
-    return Layout(tuple((axis, getattr(p, axis)) for axis in p.order.split("-")), job.cluster.devices_per_node)
+    return _layout(job.parallel, job.cluster.devices_per_node)
+
+
+@cached(4096)
+def _layout(p: ParallelSpec, devices_per_node: int) -> Layout:
+    return Layout(tuple((axis, getattr(p, axis)) for axis in p.order.split("-")), devices_per_node)
 
 
 def _joined(strides: list[tuple[int, int]]) -> Strides:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,17 +142,7 @@ class OpGraph:
 NUM_COLUMNS = 8
 
 
-class _Event(NamedTuple):
-    """One row of ``Segment.events``."""
-
-    kind: int
-    what: int
-    a: int = 0
-    b: int = 0
-    times: int = 0
-    name: int = 0
-    number: int = 0
-    step: int = 0
+_Row = tuple[int, int, int, int, int, int, int, int]  # as ``Segment.events``
 
 
 class SegmentBuilder:
@@ -166,7 +155,7 @@ class SegmentBuilder:
         self._passages: dict[Passage, int] = {}
         self._sent: dict[Collective, int] = {}
         self._names: dict[str, int] = {}
-        self._rows: list[_Event] = []
+        self._rows: list[_Row] = []
         self._done: list[NDArray[np.int32]] = []  # what came before ``_rows``
         self._before = 0
 
@@ -187,7 +176,7 @@ class SegmentBuilder:
         """Run a passage several times, or some nodes of it once."""
         first, last = nodes or (0, passage.num_nodes)
         if last > first and times:
-            self._add(_Event(RUN, self.passage(passage), first, last, times, self.name(name), number, step))
+            self._add((RUN, self.passage(passage), first, last, times, self.name(name), number, step))
 
     def items(self, items: Sequence[Item], name: str, number: int = 0, own: str = "") -> None:
         """Run some ops, and collectives of other groups than replicas, as ``name.own``."""
@@ -198,15 +187,15 @@ class SegmentBuilder:
         self, work: Collective, clock: int, name: str, number: int = 0, *, after: int = -1, early: bool = False
     ) -> int:
         """Start a collective beside the computation; ``early``: before the computation has come to it."""
-        return self._add(_Event(SEND, self.collective(work), clock, after, int(early), self.name(name), number))
+        return self._add((SEND, self.collective(work), clock, after, int(early), self.name(name), number, 0))
 
     def block(self, work: Collective, clock: int, name: str, number: int = 0) -> int:
         """Run a collective that the computation waits for."""
-        return self._add(_Event(BLOCK, self.collective(work), clock, name=self.name(name), number=number))
+        return self._add((BLOCK, self.collective(work), clock, 0, 0, self.name(name), number, 0))
 
     def wait(self, event: int) -> None:
         """Let the computation wait for what was sent."""
-        self._add(_Event(WAIT, event, name=self.name("")))
+        self._add((WAIT, event, 0, 0, 0, self.name(""), 0, 0))
 
     def repeat(self, since: int, times: int, step: int) -> int:
         """Do what came since an event again; numbers go on by ``step``.  Returns by how much events are shifted."""
@@ -253,8 +242,8 @@ class SegmentBuilder:
             self._joined,
         )
 
-    def _add(self, event: _Event) -> int:
-        self._rows.append(event)
+    def _add(self, row: _Row) -> int:
+        self._rows.append(row)
         return self.num_events - 1
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from stepsight.dataset.caching import cached
-from stepsight.dataset.execution import KernelSemantics, kernels_of
+from stepsight.dataset.execution import ExecutionSemantics, KernelSemantics, semantics_of
 from stepsight.dataset.hashed_once import hashed_once
 from stepsight.dataset.job import Job
 from stepsight.dataset.specs import ModelSpec
@@ -69,8 +69,15 @@ class _Split(NamedTuple):
     compute_share: float
 
 
-def rank_shape(job: Job, compute_share: float = 0.0) -> RankShape:
-    """What one rank of a job sees of a micro-batch; ``compute_share`` is that of the hardware."""
+def rank_shape(job: Job, compute_share: float = 0.0, semantics: ExecutionSemantics | None = None) -> RankShape:
+    """What one rank of a job sees of a micro-batch.
+
+    Args:
+        job: The job.
+        compute_share: ``comm_compute_share`` of the hardware.
+        semantics: Those of the job, if they are at hand.
+    """
+    kernels = (semantics or semantics_of(job)).kernels
     p, batch = job.parallel, job.batch
     overlap = p.overlap_tp if p.tp > 1 else ""
     split = _Split(
@@ -84,7 +91,7 @@ def rank_shape(job: Job, compute_share: float = 0.0) -> RankShape:
         overlap,
         compute_share if overlap == "backward" else 0.0,  # what is split is copied by engines of its own
     )
-    return _rank_shape(job.model, batch.micro_batch, batch.dtype, kernels_of(job), layout_of(job), split)
+    return _rank_shape(job.model, batch.micro_batch, batch.dtype, kernels, layout_of(job), split)
 
 
 @cached(4096)

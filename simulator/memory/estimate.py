@@ -168,7 +168,7 @@ def estimate_memory(job: Job, hardware: Hardware) -> Memory:
     """
     p, semantics = job.parallel, semantics_of(job, hardware.kind)
     asked = _Asked(
-        rank_shape(job),
+        rank_shape(job, semantics=semantics),
         part_shapes(job),
         states_of(p, semantics, job.batch.dtype, groups_of(job)),
         (p.schedule, p.pp, job.num_micro_batches, p.virtual_stages, _changed(p.schedule)),

@@ -6,7 +6,7 @@ import pytest
 
 from stepsight.dataset.execution import semantics_of
 from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.job import Job, OptimizerSpec
+from stepsight.dataset.job import ExecutionSpec, Job, OptimizerSpec
 from stepsight.simulator.lowering.sizes import groups_of
 from stepsight.simulator.memory import StageMemory, estimate_memory
 from stepsight.simulator.memory.states import States, states_of
@@ -40,6 +40,26 @@ def test_states(make_job: JobMaker, gpu: Hardware, precision: str, zero_stage: i
     """The table of Megatron's distributed optimizer; ZeRO divides in turn (Rajbhandari et al. 2019)."""
     (stage,) = estimate_memory(make_job(dp=8, zero_stage=zero_stage, precision=precision), gpu).stages
     assert held(stage) == pytest.approx(bytes_per_parameter * NUMEL)
+
+
+@pytest.mark.parametrize(
+    ("engine", "precision", "own", "optimizer"),
+    [
+        ("megatron", "fp32", 4, 8),
+        ("megatron", "pure-bf16", 2, 4),  # no main copy
+        ("megatron", "bf16", 2, 12),  # moments, and a main copy
+        ("eager-pytorch", "bf16", 4, 8),  # the parameters are the main ones
+    ],
+)
+def test_who_owns_main_parameters(
+    make_job: JobMaker, gpu: Hardware, engine: str, precision: str, own: int, optimizer: int
+) -> None:
+    """A main copy is there where the engine has one and the model's type is another; Megatron has gradients always."""
+    job = replace(make_job(precision=precision), execution=ExecutionSpec(engine=engine))
+    (stage,) = estimate_memory(job, gpu).stages
+    assert (stage.parameters, stage.optimizer) == pytest.approx((own * NUMEL, optimizer * NUMEL))
+    if engine == "megatron":
+        assert stage.gradients == pytest.approx(NUMEL * (2 if precision == "pure-bf16" else 4))
 
 
 def test_fsdp_shards_everything(make_job: JobMaker, gpu: Hardware) -> None:
