@@ -13,7 +13,7 @@ Route = Literal["ring", "direct", "message"]
 Side = Literal["In", "Out"]
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class CollectiveKind:
     """What one kind of collective moves, and what libraries call it.
 
@@ -45,3 +45,6 @@ class CollectiveKind:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "code", code_of(self.name, self.code))
+
+    def __repr__(self) -> str:
+        return f"<CollectiveKind {self.name}>"

@@ -26,7 +26,7 @@ def _same(*dims: int) -> Dims:
     return dims
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class OpKind:
     """What the dims of one kind of op mean, what an op of the kind costs, and what libraries do with it.
 
@@ -86,3 +86,6 @@ class OpKind:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "code", code_of(self.name, self.code))
+
+    def __repr__(self) -> str:
+        return f"<OpKind {self.name}>"
