@@ -1,43 +1,104 @@
 """Predict the time of one training iteration of a large hybrid-parallel deep-learning job.
 
->>> from stepsight import Job, predict
->>> predict(Job.from_file("examples/gpt3-175b-1024.toml")).iteration_time_s  # doctest: +SKIP
+>>> import stepsight
+>>> stepsight.predict("examples/gpt3-175b-1024.toml")  # doctest: +SKIP
+Prediction(21.25 s, 19.12 to 23.62 s, 26.4 GB, gpt3-175b on 1024 x a100-sxm-80gb)
+
+Ask with ``predict``, ``predict_many`` and ``search``; learn with ``train`` and ``calibrate``; compare predictions with
+measured runs with ``evaluate``.  ``help`` of each shows its arguments and an example.
+
+A job is a ``Job``, the tables of one as a dict, or the path of a job file; ``Job`` is made of ``ModelSpec``,
+``ParallelSpec``, ``BatchSpec``, ``OptimizerSpec`` and ``ClusterSpec`` (with ``Straggler``, ``SlowLink`` and
+``OtherDevices``).  Every error that a user can put right is a ``StepsightError``.  ``clear_caches`` frees memory.
+
+The public interface is the names in ``__all__``, ``stepsight.testing`` (contracts for parts of your own) and the
+``stepsight`` command.  Every other module is private: it may change in any release.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-
 if TYPE_CHECKING:
+    from stepsight.dataset.caching import clear_caches
+    from stepsight.dataset.errors import (
+        CollectError,
+        JobError,
+        PredictorError,
+        StepsightError,
+        TableError,
+        TraceError,
+    )
+    from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, OptimizerSpec, ParallelSpec
+    from stepsight.dataset.specs import OtherDevices, SlowLink, Straggler
+    from stepsight.experiments.evaluation.calibrate_runs import CalibrationReport, calibrate
+    from stepsight.experiments.evaluation.evaluate import Evaluation, evaluate
+    from stepsight.experiments.search.choices import Choice, SearchResult
+    from stepsight.experiments.search.search import search
+    from stepsight.experiments.search.strategies import Space
+    from stepsight.training.fit import train
     from stepsight.training.predictor.prediction import Prediction, predict, predict_many
     from stepsight.training.predictor.predictor import Predictor
 
 __version__ = "0.1.0"
 __all__ = [
     "BatchSpec",
+    "CalibrationReport",
+    "Choice",
     "ClusterSpec",
+    "CollectError",
+    "Evaluation",
     "Job",
+    "JobError",
     "ModelSpec",
+    "OptimizerSpec",
+    "OtherDevices",
     "ParallelSpec",
     "Prediction",
     "Predictor",
+    "PredictorError",
+    "SearchResult",
+    "SlowLink",
+    "Space",
+    "StepsightError",
+    "Straggler",
+    "TableError",
+    "TraceError",
+    "calibrate",
+    "clear_caches",
+    "evaluate",
     "predict",
     "predict_many",
+    "search",
+    "train",
 ]
 
-_LAZY = {
-    "Prediction": "stepsight.training.predictor.prediction",
-    "Predictor": "stepsight.training.predictor.predictor",
-    "predict": "stepsight.training.predictor.prediction",
-    "predict_many": "stepsight.training.predictor.prediction",
+# Modules are imported when a name of theirs is first used, so that ``import stepsight`` takes milliseconds.
+_MODULES = {
+    "dataset.caching": ("clear_caches",),
+    "dataset.errors": ("CollectError", "JobError", "PredictorError", "StepsightError", "TableError", "TraceError"),
+    "dataset.job": ("BatchSpec", "ClusterSpec", "Job", "ModelSpec", "OptimizerSpec", "ParallelSpec"),
+    "dataset.specs": ("OtherDevices", "SlowLink", "Straggler"),
+    "experiments.evaluation.calibrate_runs": ("CalibrationReport", "calibrate"),
+    "experiments.evaluation.evaluate": ("Evaluation", "evaluate"),
+    "experiments.search.choices": ("Choice", "SearchResult"),
+    "experiments.search.search": ("search",),
+    "experiments.search.strategies": ("Space",),
+    "training.fit": ("train",),
+    "training.predictor.prediction": ("Prediction", "predict", "predict_many"),
+    "training.predictor.predictor": ("Predictor",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        import importlib
+    from importlib import import_module
 
-        return getattr(importlib.import_module(_LAZY[name]), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(f"stepsight.{module}"), name)
+            return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

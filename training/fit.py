@@ -39,8 +39,8 @@ Progress = Any
 
 
 def train(
-    collections: Sequence[Path],
-    out: Path,
+    collections: Sequence[str | Path],
+    out: str | Path,
     *,
     hardware_name: str = "local-cpu",
     seed: int = 0,
@@ -48,20 +48,29 @@ def train(
     progress: bool = True,
     roles: Sequence[str] = ("train",),
 ) -> Predictor:
-    """Learn a predictor from collections, save it, and track it in MLflow.
+    """Learn a predictor from measured runs, save it, and track it in MLflow.
 
     Args:
         collections: Folders that ``stepsight collect`` wrote.
         out: Folder of the predictor to write.
-        hardware_name: What jobs call this hardware.
+        hardware_name: Name that jobs give this hardware in ``[cluster] hardware``.
         seed: Of everything random.
         tracking_uri: Of MLflow; by default an sqlite database beside ``out``.
-        progress: Whether to tell on stderr what is going on.
-        roles: Only runs of these roles may train.
+        progress: Whether to report progress on stderr.
+        roles: Only runs of these roles train.
+
+    Returns:
+        The predictor, as ``Predictor.load(out)`` reads it.
 
     Raises:
-        TraceError: If a collection is none, or there is nothing to learn from.
+        TraceError: If a folder is no collection, or none has anything to learn from.
+        PredictorError: If ``out`` is something else than a predictor.
+
+    Example:
+        >>> predictor = train(["runs/mine"], "runs/predictor", hardware_name="my-gpu")  # doctest: +SKIP
+        >>> stepsight.predict("job.toml", predictor)  # doctest: +SKIP
     """
+    folders, out = [Path(folder) for folder in collections], Path(out)
     started = time.monotonic()
 
     def say(text: str) -> None:
@@ -72,12 +81,12 @@ def train(
     check_output(out)  # before anything is learned
     check_store(uri)
     say("reading event profiles and traces")
-    runs = read_runs(collections, roles)
-    profile = read_profiles(collections, _fabric(hardware_name, runs))
+    runs = read_runs(folders, roles)
+    profile = read_profiles(folders, _fabric(hardware_name, runs))
     if not profile.ops and not any(run.segments for run in runs):
         raise TraceError(
             f"training needs event profiles or traces of runs with role {' or '.join(roles)}, "
-            f"got none in {', '.join(map(str, collections))}"
+            f"got none in {', '.join(map(str, folders))}"
         )
     check_hardware(runs, hardware_name)
     device = next((str(run.manifest.fingerprint.get("device", "cpu")) for run in runs), "cpu")
@@ -85,7 +94,7 @@ def train(
     with tracked(uri, f"train {hardware_name}") as run:
         predictor = _learn(profile, runs, hardware, seed, say)
         tracking = {"mlflow_run_id": run.run_id, "mlflow_uri": uri}
-        manifest = _manifest(predictor, profile, runs, collections, seed=seed, tracking=tracking)
+        manifest = _manifest(predictor, profile, runs, folders, seed=seed, tracking=tracking)
         predictor = replace(predictor, manifest=manifest)
         predictor.save(out)
         say("tracking in MLflow")

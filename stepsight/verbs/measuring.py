@@ -150,8 +150,8 @@ def experiment_command(
         if error.name != "stepsight.experiments.studies":
             raise
         raise StepsightError(
-            "experiments run from a checkout of stepsight, where `pip install -e .` makes them known; "
-            "this installation has none"
+            "experiments run from a checkout of stepsight, and this installation is not one: "
+            "clone the repository, run `pip install -e .` there, and try again"
         ) from None
     sys.exit(study.main(context.args))
 

@@ -91,7 +91,7 @@ TIMELINE, SCHEDULE = (".json", rb'\{"displayTimeUnit":'), (".csv", rb"\(?\d+[A-Z
 
 
 def check_result(option: str, wanted: Path, kind: tuple[str, bytes]) -> None:
-    """Before the work: a file of its kind (suffix, and how it begins) that takes the place of none of another."""
+    """Before the work: refuse a file of another type than ``kind``, which is a suffix and how such files begin."""
     from stepsight.dataset.files import check_output_file
 
     suffix, begins = kind
@@ -101,9 +101,7 @@ def check_result(option: str, wanted: Path, kind: tuple[str, bytes]) -> None:
     if wanted.exists():
         with wanted.open("rb") as file:
             if not re.match(begins, file.read(64)):
-                raise StepsightError(
-                    f"{option} takes the place of nothing but a file of its kind, got {str(wanted)!r:.80}"
-                )
+                raise StepsightError(f"{option} refuses to overwrite a file of another type, got {str(wanted)!r:.80}")
 
 
 def progress(what: str) -> Callable[..., None]:

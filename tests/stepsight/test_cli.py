@@ -48,7 +48,7 @@ def test_predict_writes_over_nothing_but_its_own(tmp_path: Path) -> None:
     other.write_text("{}")
     for option, wanted, rule in (
         ("--timeline", job, "--timeline ends in .json"),
-        ("--timeline", other, "takes the place of nothing but a file of its kind"),
+        ("--timeline", other, "refuses to overwrite a file of another type"),
         ("--schedule", job, "--schedule ends in .csv"),
     ):
         refused = run("predict", job, option, wanted)
@@ -66,6 +66,22 @@ def test_search_and_show(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["best"]["fits"] and plot.stat().st_size > 1000
     shown = run("show", EXAMPLE)
     assert "gpt3-175b" in shown.stdout and shown.returncode == 0
+
+
+def test_without_a_checkout_an_experiment_says_where_it_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The wheel has no studies: one line says what to do.  An experiment of another name is refused in any case."""
+    studies = "stepsight.experiments.studies"
+    for loaded in [name for name in sys.modules if name.startswith(studies)]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setitem(sys.modules, studies, None)
+    for name, says in (("dilated", "experiments run from a checkout of stepsight"), ("x", "experiment must be one of")):
+        monkeypatch.setattr(sys, "argv", ["stepsight", "experiment", name])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capsys.readouterr().err
+        assert ended.value.code == 2 and told.startswith(f"error: {says}") and told.count("\n") == 1
 
 
 @pytest.mark.parametrize(("rejected", "code"), [([], 0), (["a"], 2)])

@@ -165,7 +165,7 @@ def test_what_does_not_help_is_refused(tmp_path: Path) -> None:
     """The evidence is told and nothing is written; no more where another unit was meant, and most of it stays wrong."""
     for factors in ({8: 1.2, 16: 1.0, 64: 1.0}, dict.fromkeys(SIZES_SEEN, 1000.0)):
         runs = write_runs(tmp_path / "runs.csv", *lab(factors))
-        answer = answer_of(runs, Predictor.load("a100-sxm"), tmp_path / "mine")
+        answer = answer_of(str(runs), "a100-sxm", str(tmp_path / "mine"))
         assert not answer["released"] and "REFUSED" in answer["text"] and "out" not in answer
     assert not (tmp_path / "mine").exists()
 

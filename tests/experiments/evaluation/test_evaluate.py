@@ -138,6 +138,20 @@ def test_who_answers() -> None:
     assert predictor_by_hardware()("v100-sxm-32gb") is None
 
 
+def test_a_frame_has_a_row_for_each_run_that_counts(tmp_path: Path) -> None:
+    """With the figures of ``to_dict``; a predictor may be given by its name."""
+    result = evaluate(str(write_runs(tmp_path / "runs.csv", *series(8, 16))), "a100-sxm")
+    frame, told = result.to_frame(), result.to_dict()
+    assert list(frame["predicted_s"]) == [row["predicted_s"] for row in told["predictions"]]
+    assert frame["error_percent"].abs().mean() == pytest.approx(told["overall"]["mape"])
+    assert 100 * frame["in_interval"].mean() == pytest.approx(told["overall"]["coverage"])
+    causes = [name for name in frame.columns if name.removesuffix("_s") in result.scored[0].breakdown]
+    assert list(frame[causes].sum(axis=1)) == pytest.approx(list(frame["predicted_s"]))
+    assert repr(result).startswith("Evaluation(2 of 2 runs, 1 sources, MAPE ")
+    with pytest.raises(PredictorError, match=r"a predictor by name must be one of .*, got 'nobody'"):
+        evaluate(tmp_path / "runs.csv", "nobody")
+
+
 def test_figures_of_a_perfect_prediction() -> None:
     """No error, nothing to regret."""
     first = score(run_row(), FACTS)

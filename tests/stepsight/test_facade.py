@@ -1,0 +1,84 @@
+"""The public names: light to import, lazy, documented, and seen by tools."""
+
+import ast
+import inspect
+import pydoc
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stepsight
+
+FUNCTIONS = [name for name in stepsight.__all__ if inspect.isfunction(getattr(stepsight, name))]
+
+
+def test_import_loads_nothing_else() -> None:
+    """``import stepsight`` and ``dir`` of it load no other module of the package and no library."""
+    code = (
+        "import sys; before = set(sys.modules); import stepsight; dir(stepsight); "
+        "print(*(set(sys.modules) - before - {'stepsight'}) & {'numpy', 'torch', 'pandas'}, "
+        "*(m for m in sys.modules if m.startswith('stepsight.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_type_checkers_see_the_names_that_are_loaded_lazily() -> None:
+    """The imports for type checkers, the table of modules and ``__all__`` agree."""
+    tree = ast.parse(Path(str(stepsight.__file__)).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {
+        (str(node.module), alias.name)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    table = {(f"stepsight.{module}", name) for module, names in stepsight._MODULES.items() for name in names}
+    assert seen == table
+    assert sorted(name for _, name in seen) == stepsight.__all__
+
+
+def test_every_name_is_there_and_documented() -> None:
+    assert set(dir(stepsight)) >= set(stepsight.__all__)
+    for name in stepsight.__all__:
+        assert inspect.getdoc(getattr(stepsight, name)), name
+    with pytest.raises(AttributeError, match="has no attribute 'predikt'"):
+        _ = stepsight.predikt  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", sorted({*FUNCTIONS} - {"clear_caches"}))
+def test_help_shows_arguments_result_errors_and_an_example(name: str) -> None:
+    text = pydoc.render_doc(getattr(stepsight, name))
+    for section in ("Args:", "Returns:", "Raises:", "Example:"):
+        assert section in text
+    for argument in inspect.signature(getattr(stepsight, name)).parameters:
+        assert f"{argument}:" in text.split("Args:")[1].split("Returns:")[0]
+
+
+@pytest.mark.parametrize("name", [n for n in stepsight.__all__ if n.endswith("Error")])
+def test_errors_are_value_errors(name: str) -> None:
+    """One ``except`` catches all of them."""
+    assert issubclass(getattr(stepsight, name), stepsight.StepsightError) and issubclass(
+        stepsight.StepsightError, ValueError
+    )
+
+
+def test_a_job_in_a_dict_goes_all_the_way() -> None:
+    """Predict and search answer for the same tables; the results have tables and values."""
+    tables: dict[str, Any] = {
+        "model": {"family": "gpt", "layers": 4, "hidden": 512, "heads": 8, "vocab": 1024, "seq_len": 256},
+        "batch": {"micro_batch": 1, "global_batch": 16},
+        "cluster": {"hardware": "a100-sxm-80gb", "nodes": 1, "devices_per_node": 4},
+    }
+    prediction = stepsight.predict(tables)
+    (again,) = stepsight.predict_many([tables])
+    assert again.iteration_time_s == prediction.iteration_time_s
+    result = stepsight.search(tables, trials=5)
+    assert result.best.prediction.iteration_time_s <= prediction.iteration_time_s
+    frame = result.to_frame()
+    assert list(frame["fits"]) == [choice.fits for choice in result.choices]
+    assert list(frame.columns) == list(result.to_dict()["best"]) == list(result.best.to_dict())
+    assert len(repr(result)) < 160 and len(repr(result.best)) < 120
