@@ -5,19 +5,20 @@ cluster as ``harness`` and run ``python -m harness plan.json --out DIR`` there. 
 
 Each room imports only rooms below it:
 
-==============  ==================================================================================
-``running/``    ``launch.collect(plan, out)`` checks, starts workers, shows progress and resumes; ``worker`` is one
-                rank, ``box_worker`` all ranks of a box; ``collection`` goes through runs and event files in rounds
-``box/``        a cluster in a box: network namespaces, ranks whose computation is slept
-``emulation/``  one process in the place of a rank of a larger job, its collectives replaced by delays
-``measuring/``  steps, ops and collectives timed; hardware facts; a GPU's clocks beside all that
-``models/``     a job as a sharded model, schedule and optimizer: ``parallel`` is the training step
-``ops/``        one op by its signature made callable, and the composite ops that models run
-``plan/``       what a plan holds, and its rules; standard library only
-``annotate``    names segments, ops, collectives and waits in traces
-``ranks``       waits for all ranks, gathers what they have
-``cores``       pins threads to cores
-==============  ==================================================================================
+====================  ==================================================================================
+``running/``          ``launch.collect(plan, out)`` checks, starts workers, shows progress, resumes; ``worker`` is one
+                      rank, ``box_worker`` all ranks of a box; ``collection`` goes through runs and events in rounds
+``box/``              a cluster in a box: network namespaces, ranks whose computation is slept
+``emulation/``        one process in the place of a rank of a larger job, its collectives replaced by delays
+``measuring/``        steps, ops and collectives timed; hardware facts; a GPU's clocks beside all that
+``models/``           a job as a sharded model, schedule and optimizer: ``parallel`` is the training step
+``ops/``              one op by its signature made callable, and the composite ops that models run
+``plan/``             what a plan holds, and its rules; standard library only
+``annotate``          names segments, ops, collectives and waits in traces
+``collective_calls``  collectives of ``torch.distributed`` by kind
+``ranks``             waits for all ranks, gathers what they have
+``cores``             pins threads to cores
+====================  ==================================================================================
 """
 
 from .plan_error import HarnessError

@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from stepsight.dataset.job import Job
+from stepsight.simulator.memory import Memory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from pandas import DataFrame
 
-    from stepsight.training.predictor.prediction import Prediction
-
 MAX_NAME = 28  # letters shown of a model's or a hardware's name
 LEAST_SHOWN = 1e-3  # causes of less than this part of the iteration are not drawn
+
+
+class Answer(Protocol):
+    """What the views read of a ``Prediction``."""
+
+    @property
+    def job(self) -> Job: ...
+    @property
+    def iteration_time_s(self) -> float: ...
+    @property
+    def low_s(self) -> float: ...
+    @property
+    def high_s(self) -> float: ...
+    @property
+    def breakdown(self) -> Mapping[str, float]: ...
+    @property
+    def memory(self) -> Memory: ...
+    @property
+    def tokens_per_s(self) -> float: ...
+    @property
+    def mfu(self) -> float: ...
+    @property
+    def hfu(self) -> float: ...
+    @property
+    def unsupported_share(self) -> float: ...
+    @property
+    def source(self) -> str: ...
 
 
 def seconds_text(seconds: float) -> str:
@@ -26,7 +55,7 @@ def interval_text(low_s: float, high_s: float) -> str:
     return f"{value if high.endswith(f' {unit}') else low} to {high}"
 
 
-def one_line(prediction: Prediction) -> str:
+def one_line(prediction: Answer) -> str:
     """The prediction in one line of less than 120 letters: time, interval, memory, and what was asked."""
     job, memory = prediction.job, prediction.memory
     facts = [
@@ -42,7 +71,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_NAME else f"{text[: MAX_NAME - 3]}..."
 
 
-def one_row(prediction: Prediction) -> DataFrame:
+def one_row(prediction: Answer) -> DataFrame:
     """The prediction as a table of one row; times in seconds, memory of the fullest stage in bytes."""
     from pandas import DataFrame
 
@@ -67,7 +96,7 @@ def one_row(prediction: Prediction) -> DataFrame:
     return DataFrame([row])
 
 
-def plot_breakdown(prediction: Prediction, axes: Axes | None = None) -> Axes:
+def plot_breakdown(prediction: Answer, axes: Axes | None = None) -> Axes:
     """Draw one bar for each cause of the iteration's time, with its share of the iteration.
 
     Args:

@@ -118,7 +118,7 @@ def fit_physics(terms: Array, busy: Array, seconds: Array, bounds: Bounds, steps
     prior = np.concatenate([np.log(bounds.prior), np.zeros(count)])
     stds = np.concatenate([np.full(count, CONSTANT_PRIOR_STD), np.full(count, BUSY_PRIOR_STD)])
     problem = _Problem(terms, busy, np.log(seconds), prior, stds, bounds.overlapping)
-    theta, damping = prior.copy(), 1.0
+    theta, damping = np.clip(prior, low, high), 1.0  # a measured latency may lie beyond
     loss, gradient, hessian = problem.objective(theta)
     for _ in range(steps):
         step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), -gradient)

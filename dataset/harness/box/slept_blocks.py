@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import annotate
-from ..ops.collective_calls import Group, all_gather, reduce_scatter
+from ..collective_calls import Group, all_gather, reduce_scatter
 
 SLACK_S = 2e-3  # time that the host may take between two ops without holding up the device
 FP32_BYTES = 4

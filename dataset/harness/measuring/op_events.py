@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from .. import cores
+from ..collective_calls import all_gather, buffers, collective_call
 from ..ops.callables import op_call
-from ..ops.collective_calls import all_gather, buffers, collective_call
 from ..ops.input_pool import DTYPES, NARROW, Call, Pool
 from ..ops.op_narrow import precision
 from ..plan_error import HarnessError

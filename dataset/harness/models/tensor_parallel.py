@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import annotate
+from ..collective_calls import all_gather, reduce_scatter
 from ..ops import composite
-from ..ops.collective_calls import all_gather, reduce_scatter
 
 Group = dist.ProcessGroup
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.harness.ops.collective_calls import CALLS
+from stepsight.dataset.harness.collective_calls import CALLS
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS, CollectiveKind, OpKind
 from stepsight.testing.op_kinds import CollectiveKindContract, OpKindContract
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from stepsight.dataset.harness import annotate
+from stepsight.dataset.harness.collective_calls import all_gather, reduce_scatter
 from stepsight.dataset.harness.emulation import stand_in
 from stepsight.dataset.harness.models.parallel import Training
-from stepsight.dataset.harness.ops.collective_calls import all_gather, reduce_scatter
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.harness.ranks import gather
 

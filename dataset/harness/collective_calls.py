@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..plan_error import HarnessError
+from .plan_error import HarnessError
 
 Group = dist.ProcessGroup
 
