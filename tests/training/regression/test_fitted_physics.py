@@ -28,6 +28,14 @@ def test_constants_stay_within_their_bounds() -> None:
     assert np.exp(fitted.log_constants[1]) >= BOUNDS.low[1] * 0.999
 
 
+def test_a_prior_beyond_the_bounds_begins_at_the_bound() -> None:
+    """The latency of an overloaded machine is measured longer than any op may take."""
+    terms = np.ones((2, 2))
+    bounds = Bounds(prior=np.array([1e-2, 1e-9]), low=BOUNDS.low, high=BOUNDS.high)
+    fitted = fit_physics(terms, np.ones(2), np.full(2, 1e-2), bounds)
+    assert fitted.log_constants[0] <= np.log(BOUNDS.high[0])
+
+
 def test_sharing_among_busy_devices_is_learned() -> None:
     terms = np.stack([np.ones(20), np.tile(np.logspace(5, 8, 10), 2)], axis=1)
     busy = np.repeat([1.0, 2.0], 10)
