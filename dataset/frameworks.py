@@ -197,7 +197,7 @@ FRAMEWORKS: Registry[Framework] = Registry(
 
 def framework_names() -> tuple[str, ...]:
     """Names of the profiles that are known, in the order in which their words are looked for."""
-    return tuple(FRAMEWORKS)
+    return FRAMEWORKS.names()
 
 
 def find_framework(text: str) -> Framework:
@@ -211,6 +211,7 @@ def find_framework(text: str) -> Framework:
     lower = text.lower()
     if lower in FRAMEWORKS:
         return FRAMEWORKS[lower]
+    FRAMEWORKS.load()
     return next((f for f in FRAMEWORKS.values() if any(_stands(word, lower) for word in f.words)), GENERIC)
 
 

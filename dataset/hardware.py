@@ -20,23 +20,6 @@ from stepsight.dataset.hardware_facts import launch_units as launch_units
 from stepsight.dataset.registry import Registry, instance_of
 
 
-def _same_name(name: str, thing: Hardware | Fabric) -> None:
-    if thing.name != name:
-        raise JobError(f"it must be registered under its own name, {thing.name!r}")
-
-
-def _check_hardware(name: str, thing: Any) -> Hardware:
-    found = instance_of(Hardware)(name, thing)
-    _same_name(name, found)
-    return found
-
-
-def _check_fabric(name: str, thing: Any) -> Fabric:
-    found = instance_of(Fabric)(name, thing)
-    _same_name(name, found)
-    return found
-
-
 @cached(1)
 def _presets() -> tuple[Mapping[str, Hardware], Mapping[str, Fabric]]:
     """Hardware and fabrics that come with the package."""
@@ -50,20 +33,20 @@ def _from_tables(tables: Mapping[str, Any]) -> tuple[Mapping[str, Hardware], Map
 
 
 HARDWARE: Registry[Hardware] = Registry(
-    "hardware", lambda: _presets()[0], group="stepsight.hardware", check=_check_hardware, more="a .toml file"
+    "hardware", lambda: _presets()[0], group="stepsight.hardware", check=instance_of(Hardware), more="a .toml file"
 )
 FABRICS: Registry[Fabric] = Registry(
     "fabric",
     lambda: _presets()[1],
     group="stepsight.fabrics",
-    check=_check_fabric,
+    check=instance_of(Fabric),
     more="a .toml file, or a table of links",
 )
 
 
 def hardware_names() -> tuple[str, ...]:
     """Names of the hardware that is known: presets, registered ones, and those of installed packages."""
-    return tuple(HARDWARE)
+    return HARDWARE.names()
 
 
 def find_hardware(name: str) -> Hardware | None:
@@ -86,7 +69,7 @@ def hardware_name(name: str) -> str:
 
 def fabric_names() -> tuple[str, ...]:
     """Names of the fabrics that are known."""
-    return tuple(FABRICS)
+    return FABRICS.names()
 
 
 def find_fabric(name: str) -> Fabric:
@@ -153,6 +136,6 @@ def usual_fabric(hardware: str) -> str:
     if found is None:
         raise JobError(
             f"cluster.fabric must be stated, since no usual fabric is known for hardware {hardware!r:.80}: name one of "
-            f"{', '.join(FABRICS)}, a .toml file, or a table of links"
+            f"{', '.join(FABRICS.names())}, a .toml file, or a table of links"
         )
     return found

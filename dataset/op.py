@@ -51,9 +51,7 @@ class Op:
     dtype: str = "bf16"
 
     def __post_init__(self) -> None:
-        kind = OP_KINDS.get(self.kind)
-        if kind is None:
-            raise ValueError(f"op kind must be one of {', '.join(OP_KINDS)}, got {self.kind!r:.80}")
+        kind = OP_KINDS[self.kind]
         if len(self.dims) != len(kind.dim_names) or min(self.dims) < 0:
             raise ValueError(f"{self.kind} takes non-negative dims {kind.dim_names}, got {self.dims}")
         if self.dtype not in DTYPE_BYTES:
@@ -99,8 +97,7 @@ class Collective:
     ranks_per_node: int
 
     def __post_init__(self) -> None:
-        if self.kind not in COLLECTIVE_KINDS:
-            raise ValueError(f"collective kind must be one of {', '.join(COLLECTIVE_KINDS)}, got {self.kind!r:.80}")
+        _ = COLLECTIVE_KINDS[self.kind]  # it is known
         if self.group_size < 2 or not 1 <= self.ranks_per_node <= self.group_size or self.num_bytes < 0:
             raise ValueError(
                 "a collective needs num_bytes >= 0, group_size >= 2 and 1 <= ranks_per_node <= group_size, got "

@@ -1,20 +1,20 @@
 """Registries: named things that come with the package, that users register, or that other packages bring.
 
 A registry knows a thing from one of three places: the package itself, ``register``, or an entry point of an installed
-package in the registry's group (``[project.entry-points."stepsight.schedules"]``).  Entry points are searched only for
-a name that is not known otherwise, or when all names are listed; an entry point's code runs only when it is asked for.
+package in the registry's group (``[project.entry-points."stepsight.schedules"]``).  Installed packages are searched
+only for a name that is not known otherwise, and to list all names; an entry point's code runs when its name is asked
+for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from contextlib import contextmanager
-from functools import cached_property
 from threading import RLock
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, overload
 
-from stepsight.dataset.caching import Memo, cached, clear_caches
+from stepsight.dataset.caching import cached, clear_caches
 from stepsight.dataset.errors import JobError, StepsightError
 
 if TYPE_CHECKING:
@@ -24,19 +24,23 @@ T = TypeVar("T")
 Own = TypeVar("Own")
 
 
-class Registry(Mapping[str, T], Generic[T]):
+class Registry(dict[str, T]):
     """A mapping from names to things of one kind, to which users and other packages add.
 
-    ``registry[name]`` raises ``error`` for an unknown name, with the known ones; ``in`` and ``get`` do not.
+    ``registry[name]`` raises ``error`` for an unknown name, with the known ones; ``in`` and ``get`` do not.  Iterating
+    goes over what is known without searching installed packages; ``names`` searches them.
 
     Args:
         noun: What the things are, for messages: ``"hardware"``.
-        built_in: What comes with the package, or what returns it when it is first needed; it cannot be replaced.
+        built_in: What comes with the package, or what returns it when it is first needed; it cannot be removed.
         group: The entry points' group: ``"stepsight.hardware"``.
-        check: Takes a name and what was registered or loaded under it, and returns the thing; it raises ``error`` if
-            it is none.
+        check: Takes a name and what was registered or loaded under it, and returns the thing; it raises a
+            ``StepsightError`` if it is none.
         error: Raised for unknown, taken and broken names.
         more: What else a user may write where a name is expected, for messages: ``"a .toml file"``.
+
+    Attributes:
+        version: Number of changes so far, by which others keep what they derive from the things.
     """
 
     def __init__(
@@ -49,19 +53,16 @@ class Registry(Mapping[str, T], Generic[T]):
         error: type[StepsightError] = JobError,
         more: str = "",
     ) -> None:
+        super().__init__({} if callable(built_in) else built_in)
         self.noun = noun
         self.group = group
-        self._given = built_in
-        self._registered: dict[str, T] = {}
-        self._loaded: Memo[str, T] = Memo(f"{group}: loaded entry points", 4096)
+        self.version = 0
+        self._later = built_in if callable(built_in) else None
+        self._added: dict[str, str] = {}  # name -> "" of what was registered, else the package that brings it
         self._check = check
         self._error = error
         self._more = more
         self._lock = RLock()
-
-    @cached_property
-    def _built_in(self) -> dict[str, T]:
-        return dict(self._given() if callable(self._given) else self._given)
 
     @overload
     def register(self, name: str) -> Callable[[Own], Own]: ...
@@ -82,24 +83,25 @@ class Registry(Mapping[str, T], Generic[T]):
         if not isinstance(name, str) or not name.strip() or not name.isprintable():
             raise self._error(f"{self.noun}: a name must be a printable string, got {name!r:.80}")
         with self._lock:
-            if name in self._built_in or name in self._registered:
-                origin = "comes with stepsight" if name in self._built_in else "is registered already"
-                raise self._error(f"{self.noun} {name!r:.80} {origin}: choose another name")
-            self._registered[name] = self._checked(name, thing, "")
-        clear_caches()
+            self._fill()
+            if super().__contains__(name):
+                raise self._error(f"{self.noun}: the name {name!r:.80} is taken: choose another one")
+            try:
+                self._add(name, cast(T, thing) if self._check is None else self._check(name, thing), "")
+            except StepsightError as error:
+                raise self._error(f"{self.noun} {name!r}: {error}") from None
         return thing
 
     def unregister(self, name: str) -> None:
-        """Remove a thing that was registered.
+        """Remove a thing that was registered, and empty all caches, since they may hold what it did.
 
         Raises:
             StepsightError: If nothing was registered under that name.
         """
         with self._lock:
-            if name not in self._registered:
-                raise self._error(f"{self.noun} {name!r:.80} was not registered, so it cannot be removed")
-            del self._registered[name]
-        clear_caches()
+            if self._added.get(name) != "":
+                raise self._error(f"{self.noun}: only what was registered can be removed, got {name!r:.80}")
+            self._remove(name)
 
     @contextmanager
     def registered(self, name: str, thing: T) -> Iterator[T]:
@@ -110,12 +112,34 @@ class Registry(Mapping[str, T], Generic[T]):
         finally:
             self.unregister(name)
 
-    def __getitem__(self, name: str) -> T:
-        found = self._here(name)
-        if found is not None:
-            return found[0]
-        if name in _entry_points(self.group):
-            return self._load(name)
+    def names(self) -> tuple[str, ...]:
+        """All names, those of installed packages included."""
+        return tuple(dict.fromkeys((*self, *_entry_points(self.group))))
+
+    def load(self) -> None:
+        """Load the entry points of all installed packages, so that iterating goes over their things too."""
+        for name in self.names():
+            self[name]
+
+    def forget_packages(self) -> None:
+        """Remove what was loaded from installed packages, which may have changed since."""
+        with self._lock:
+            for name in [name for name, package in self._added.items() if package]:
+                self._remove(name)
+        clear_caches()
+
+    def unknown(self, name: object) -> str:
+        """The message for a name that is not known: the rule, the value, and the nearest known name."""
+        names = self.names()
+        rule = f"{self.noun} must be one of {', '.join(names)}{f', or {self._more}' if self._more else ''}"
+        return f"{rule}, got {name!r:.80}{did_you_mean(name, names)}"
+
+    def __missing__(self, name: str) -> T:
+        with self._lock:
+            if self._fill() and super().__contains__(name):
+                return super().__getitem__(name)
+            if isinstance(name, str) and name in _entry_points(self.group):
+                return self._load(name)
         raise self._error(self.unknown(name))
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -125,60 +149,70 @@ class Registry(Mapping[str, T], Generic[T]):
         return self[name]
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and (self._here(name) is not None or name in _entry_points(self.group))
+        if super().__contains__(name) or (self._fill() and super().__contains__(name)):
+            return True
+        return isinstance(name, str) and name in _entry_points(self.group)
 
     def __iter__(self) -> Iterator[str]:
-        own = {**self._built_in, **self._registered}
-        return iter(dict.fromkeys((*own, *_entry_points(self.group))))
+        self._fill()
+        return super().__iter__()
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        self._fill()
+        return super().__len__()
+
+    def keys(self) -> KeysView[str]:  # type: ignore[override]
+        self._fill()
+        return KeysView(self)
+
+    def values(self) -> ValuesView[T]:  # type: ignore[override]
+        self._fill()
+        return ValuesView(self)
+
+    def items(self) -> ItemsView[str, T]:  # type: ignore[override]
+        self._fill()
+        return ItemsView(self)
+
+    def __setitem__(self, name: str, thing: T) -> NoReturn:
+        raise TypeError(f"{self.noun}: things are added with register")
 
     def __repr__(self) -> str:
         return f"<{self.noun} registry: {', '.join(self)}>"
 
-    def unknown(self, name: object) -> str:
-        """The message for a name that is not known: the rule, the value, and the nearest known name."""
-        from difflib import get_close_matches
+    def _fill(self) -> bool:
+        """Take what comes with the package; whether that was still to do."""
+        if self._later is None:
+            return False
+        with self._lock:
+            if self._later is not None:
+                super().update(self._later())
+                self._later = None
+        return True
 
-        names = list(self)
-        rule = f"{self.noun} must be one of {', '.join(names)}{f', or {self._more}' if self._more else ''}"
-        near = get_close_matches(str(name).lower(), names, 1)
-        return f"{rule}, got {name!r:.80}{f' (did you mean {near[0]!r:.80}?)' if near else ''}"
+    def _add(self, name: str, thing: T, package: str) -> None:
+        super().__setitem__(name, thing)
+        self._added[name] = package
+        self.version += 1
 
-    def _here(self, name: str) -> tuple[T] | None:
-        """The thing, if no entry point is needed for it."""
-        for things in (self._built_in, self._registered):
-            if name in things:
-                return (things[name],)
-        return None
+    def _remove(self, name: str) -> None:
+        del self._added[name]
+        super().__delitem__(name)
+        self.version += 1
+        clear_caches()
 
     def _load(self, name: str) -> T:
-        """The thing of an entry point, loaded once."""
-        with self._lock:
-            known = self._loaded.get(name)
-            if known is not None:
-                return known
-            points = _entry_points(self.group)[name]
-            origin = " and ".join(f"{point.value} of package {_package(point)}" for point in points)
-            if len(points) > 1:
-                raise self._error(f"{self.noun} {name!r:.80} is brought by {origin}: uninstall all but one of them")
-            try:
-                thing = points[0].load()
-            except Exception as error:
-                raise self._error(
-                    f"{self.noun} {name!r:.80}: cannot load the entry point {origin} ({type(error).__name__}: {error})"
-                ) from error
-            self._loaded[name] = checked = self._checked(name, thing, f" (entry point {origin})")
-            return checked
-
-    def _checked(self, name: str, thing: Any, origin: str) -> T:
-        if self._check is None:
-            return cast(T, thing)
+        """The thing of an entry point."""
+        points = _entry_points(self.group)[name]
+        origin = " and ".join(f"{point.value} of package {_package(point)}" for point in points)
+        if len(points) > 1:
+            raise self._error(f"{self.noun} {name!r} is brought by {origin}: uninstall all but one of them")
         try:
-            return self._check(name, thing)
-        except StepsightError as error:
-            raise self._error(f"{self.noun} {name!r:.80}{origin}: {error}") from None
+            thing = points[0].load() if self._check is None else self._check(name, points[0].load())
+        except Exception as error:
+            told = str(error) if isinstance(error, StepsightError) else f"{type(error).__name__}: {error}"
+            raise self._error(f"{self.noun} {name!r}: cannot load the entry point {origin}: {told}") from error
+        self._add(name, thing, origin)
+        return thing
 
 
 @cached(64)
@@ -197,12 +231,23 @@ def _package(point: EntryPoint) -> str:
     return repr(point.dist.name) if point.dist is not None else "that is not named"
 
 
+def did_you_mean(name: object, names: tuple[str, ...]) -> str:
+    """`` (did you mean 'x'?)`` with the nearest of some names; empty if none is near."""
+    from difflib import get_close_matches  # slow to import, and seldom needed
+
+    near = get_close_matches(str(name).lower(), [other for other in names if other], 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
 def instance_of(kind: type[T]) -> Callable[[str, Any], T]:
-    """A check for ``Registry``: what is registered must be an instance of a class."""
+    """A check for ``Registry``: what is registered is an instance of a class, under its own name if it has one."""
 
     def check(name: str, thing: Any) -> T:
         if not isinstance(thing, kind):
-            raise StepsightError(f"must be of type {kind.__name__}, got {thing!r:.80}")
+            raise StepsightError(f"it must be of type {kind.__name__}, got {thing!r:.80}")
+        own = getattr(thing, "name", name)
+        if own != name:
+            raise StepsightError(f"it must be registered under its own name, {own!r:.80}")
         return thing
 
     return check

@@ -64,8 +64,8 @@ def read_run(folder: Path) -> Trace:
         form = next((name for name in files if name in TRACE_READERS), None)
         if form is None:
             raise TraceError(
-                f"rank {rank} must have a trace of a known format ({', '.join(TRACE_READERS)}), got {sorted(files)} "
-                f"in {manifest.folder}"
+                f"rank {rank} must have a trace of a known format ({', '.join(TRACE_READERS.names())}), "
+                f"got {sorted(files)} in {manifest.folder}"
             )
         _check_digest(manifest, files[form])
         place = Placement(rank=rank, devices_per_node=devices, tp=parallel.tp, dp=parallel.dp)

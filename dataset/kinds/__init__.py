@@ -5,6 +5,8 @@ A record stands in the module of its family.  A module of its own is one more li
 
 from __future__ import annotations
 
+from typing import Any
+
 from stepsight.dataset.kinds import (
     attention_kinds,
     collective_kinds,
@@ -43,22 +45,23 @@ _FAMILIES = (
     optimizer_kinds,
     transfer_kinds,
 )
-_names: set[str] = set()
-_ops = KindTable[OpKind]("op kind", (kind for family in _FAMILIES for kind in family.KINDS), _names)
-_collectives = KindTable[CollectiveKind]("collective kind", collective_kinds.KINDS, _names)
-
-OP_KINDS = _ops.by_name
-COLLECTIVE_KINDS = _collectives.by_name
+_tables: list[KindTable[Any]] = []
+OP_KINDS: KindTable[OpKind] = KindTable(
+    "op kind", (kind for family in _FAMILIES for kind in family.KINDS), "stepsight.op_kinds", _tables
+)
+COLLECTIVE_KINDS: KindTable[CollectiveKind] = KindTable(
+    "collective kind", collective_kinds.KINDS, "stepsight.collective_kinds", _tables
+)
 
 
 def kinds_version() -> tuple[int, int]:
     """Number of changes of op kinds and of collective kinds so far, by which others keep what they derive from them."""
-    return _ops.version, _collectives.version
+    return OP_KINDS.version, COLLECTIVE_KINDS.version
 
 
-register_op_kind = _ops.register
-registered_op_kind = _ops.registered
-unregister_op_kind = _ops.unregister
-register_collective_kind = _collectives.register
-registered_collective_kind = _collectives.registered
-unregister_collective_kind = _collectives.unregister
+register_op_kind = OP_KINDS.add
+registered_op_kind = OP_KINDS.added
+unregister_op_kind = OP_KINDS.unregister
+register_collective_kind = COLLECTIVE_KINDS.add
+registered_collective_kind = COLLECTIVE_KINDS.added
+unregister_collective_kind = COLLECTIVE_KINDS.unregister

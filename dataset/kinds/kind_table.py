@@ -1,14 +1,14 @@
-"""Tables of kinds by name, to which users add kinds of their own, and the numbers that stand for kinds in features."""
+"""Registries of kinds, and the numbers that stand for kinds in features."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.registry import Registry, instance_of
 
 _FIRST_BY_NAME, _MOST_BY_NAME = 1000, 100_000  # with a half between them, codes keep within seven digits
 
@@ -28,67 +28,48 @@ def code_of(name: str, code: int) -> int:
     return code if code >= 0 else _FIRST_BY_NAME + zlib.crc32(name.encode()) % _MOST_BY_NAME
 
 
-class KindTable(Generic[K]):
-    """Kinds of one noun by name.
+class KindTable(Registry[K]):
+    """A registry of kinds of one noun, which are registered under their own names.
 
     Args:
         noun: What the kinds are, for messages: ``"op kind"``.
         built_in: Kinds of the package, which stay.
-        names: Names of all kinds; tables that share it have no name in common.
-
-    Attributes:
-        by_name: The kinds, as they are at any time.
-        version: Number of changes so far, by which others keep what they derive from the kinds.
+        group: The entry points' group.
+        tables: All tables of kinds: no two kinds in them have the same name.
     """
 
-    def __init__(self, noun: str, built_in: Iterable[K], names: set[str]) -> None:
-        self._noun = noun
-        self._names = names
-        self.version = 0
-        self._kinds: dict[str, K] = {}
-        self.by_name: Mapping[str, K] = MappingProxyType(self._kinds)
-        for kind in sorted(built_in, key=lambda kind: kind.code):
-            self.register(kind)
-        self._built_in = frozenset(self._kinds)
+    def __init__(self, noun: str, built_in: Iterable[K], group: str, tables: list[KindTable[Any]]) -> None:
+        kinds = sorted(built_in, key=lambda kind: kind.code)
+        assert len({kind.code for kind in kinds}) == len({kind.name for kind in kinds}) == len(kinds), noun
+        self._is_kind = instance_of(type(kinds[0]))
+        self._tables = tables
+        tables.append(self)
+        named = {kind.name: kind for kind in kinds}
+        super().__init__(noun, named, group=group, check=self._check_kind, error=StepsightError)
 
-    def register(self, kind: K) -> K:
-        """Add a kind.
+    def add(self, kind: K) -> K:
+        """Register a kind.
 
         Raises:
             StepsightError: If its name or its code is taken, or its name is no identifier.
         """
-        if not kind.name.isidentifier():
-            raise StepsightError(f"{self._noun}: a name must be an identifier, got {kind.name!r:.80}")
-        if kind.name in self._names:
-            raise StepsightError(f"{self._noun}: the name {kind.name!r} is taken: choose another one")
-        for other in self._kinds.values():
-            if other.code == kind.code:
-                raise StepsightError(
-                    f"{self._noun}: codes must differ, got {kind.code} for {other.name!r} and {kind.name!r}: "
-                    "choose another code"
-                )
-        self._kinds[kind.name] = kind
-        self._names.add(kind.name)
-        self.version += 1
-        return kind
-
-    def unregister(self, name: str) -> None:
-        """Remove a kind that a user registered.
-
-        Raises:
-            StepsightError: If there is none of that name, or it belongs to the package.
-        """
-        if name in self._built_in or name not in self._kinds:
-            raise StepsightError(f"{self._noun}: only what was registered can be removed, got {name!r:.80}")
-        del self._kinds[name]
-        self._names.remove(name)
-        self.version += 1
+        return self.register(kind.name, kind)
 
     @contextmanager
-    def registered(self, kind: K) -> Iterator[K]:
+    def added(self, kind: K) -> Iterator[K]:
         """Register a kind for the length of a ``with`` block, as tests do."""
-        self.register(kind)
-        try:
+        with self.registered(kind.name, kind):
             yield kind
-        finally:
-            self.unregister(kind.name)
+
+    def _check_kind(self, name: str, thing: Any) -> K:
+        kind = self._is_kind(name, thing)
+        if not name.isidentifier():
+            raise StepsightError("a name must be an identifier")
+        if any(name in list(table) for table in self._tables):  # of other packages only those that are loaded
+            raise StepsightError("the name is taken: choose another one")
+        for other in self.values():
+            if other.code == kind.code:
+                raise StepsightError(
+                    f"codes must differ, got {kind.code} for {other.name!r} and {kind.name!r}: choose another code"
+                )
+        return kind

@@ -52,18 +52,18 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
 def test_users_register_and_unregister() -> None:
     fruits = _fruits()
     assert fruits.register("fig", 4) == 4 and fruits["fig"] == 4
-    with pytest.raises(StepsightError, match="'fig' is registered already"):
+    with pytest.raises(StepsightError, match="the name 'fig' is taken: choose another"):
         fruits.register("fig", 5)
-    with pytest.raises(StepsightError, match="'apple' comes with stepsight"):
+    with pytest.raises(StepsightError, match="the name 'apple' is taken"):
         fruits.register("apple", 5)
-    with pytest.raises(StepsightError, match="fruit 'plum': must be of type int, got 'purple'"):
+    with pytest.raises(StepsightError, match="fruit 'plum': it must be of type int, got 'purple'"):
         fruits.register("plum", "purple")
     with pytest.raises(StepsightError, match="printable"):
         fruits.register("", 5)
     fruits.unregister("fig")
     assert "fig" not in fruits
     for name in ("fig", "apple"):
-        with pytest.raises(StepsightError, match="was not registered"):
+        with pytest.raises(StepsightError, match="only what was registered can be removed"):
             fruits.unregister(name)
 
 
@@ -88,17 +88,47 @@ def test_a_with_block_registers_for_its_length() -> None:
 def test_entry_points_load_when_they_are_asked_for(packages) -> None:
     packages("orchard", "kiwi = orchard:kiwi")
     fruits = _fruits()
-    assert fruits["apple"] == 1 and list(fruits) == ["apple", "pear", "kiwi"] and "kiwi" in fruits
-    assert "orchard" not in sys.modules
-    assert fruits["kiwi"] == 3
+    assert fruits["apple"] == 1 and fruits.names() == ("apple", "pear", "kiwi") and "kiwi" in fruits
+    assert "orchard" not in sys.modules and list(fruits) == ["apple", "pear"]
+    version = fruits.version
+    assert fruits["kiwi"] == fruits.get("kiwi") == 3 and fruits.version > version
+    assert list(fruits) == ["apple", "pear", "kiwi"]
+    with pytest.raises(StepsightError, match="only what was registered can be removed"):
+        fruits.unregister("kiwi")
+    fruits.forget_packages()
+    assert list(fruits) == ["apple", "pear"]
+
+
+def test_all_packages_can_be_loaded(packages) -> None:
+    packages("orchard", "kiwi = orchard:kiwi")
+    fruits = _fruits()
+    fruits.load()
+    assert dict(fruits) == {"apple": 1, "pear": 2, "kiwi": 3}
+
+
+def test_what_comes_with_the_package_may_be_made_when_it_is_needed() -> None:
+    made: list[str] = []
+
+    def make() -> dict[str, int]:
+        made.append("fruits")
+        return {"apple": 1}
+
+    fruits = Registry("fruit", make, group=GROUP)
+    assert not made
+    assert fruits["apple"] == 1 and "apple" in fruits and dict(fruits.items()) == {"apple": 1} and len(fruits) == 1
+    assert made == ["fruits"]
+    with pytest.raises(StepsightError, match="is taken"):
+        Registry("fruit", make, group=GROUP).register("apple", 2)
+    with pytest.raises(TypeError, match="added with register"):
+        fruits["fig"] = 1
 
 
 @pytest.mark.parametrize(
     ("points", "code", "said"),
     [
-        ("kiwi = orchard:gone", "", "cannot load the entry point orchard:gone of package 'orchard' .AttributeError"),
-        ("kiwi = orchard:kiwi", "import no_such_module", "of package 'orchard' .ModuleNotFoundError"),
-        ("kiwi = orchard:kiwi", "kiwi = 'green'", "orchard:kiwi of package 'orchard'.: must be of type int"),
+        ("kiwi = orchard:gone", "", "cannot load the entry point orchard:gone of package 'orchard': AttributeError"),
+        ("kiwi = orchard:kiwi", "import no_such_module", "of package 'orchard': ModuleNotFoundError"),
+        ("kiwi = orchard:kiwi", "kiwi = 'green'", "orchard:kiwi of package 'orchard': it must be of type int"),
     ],
 )
 def test_a_broken_entry_point_names_its_package(packages, points: str, code: str, said: str) -> None:

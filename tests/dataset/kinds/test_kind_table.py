@@ -66,9 +66,9 @@ def test_a_code_that_is_not_given_follows_from_the_name_alone() -> None:
     ("kind", "message"),
     [
         (_kind("linear"), "op kind: the name 'linear' is taken"),
-        (_kind("all_reduce"), "op kind: the name 'all_reduce' is taken"),
-        (_kind("a b"), "op kind: a name must be an identifier, got 'a b'"),
-        (_kind(code=4), "op kind: codes must differ, got 4 for 'attention' and 'scan'"),
+        (_kind("all_reduce"), "op kind 'all_reduce': the name is taken"),
+        (_kind("a b"), "op kind 'a b': a name must be an identifier"),
+        (_kind(code=4), "op kind 'scan': codes must differ, got 4 for 'attention' and 'scan'"),
     ],
 )
 def test_names_and_codes_are_never_shared(kind: OpKind, message: str) -> None:
