@@ -13,7 +13,21 @@
 ``assert`` is for our own bugs.
 """
 
+from __future__ import annotations
+
+import re
+
 SHOWN = 80  # characters of a value that an error repeats
+
+
+_LONGEST_WORD = 300  # of an error: more than any path that people type
+_LONG = re.compile(rf"\S{{{_LONGEST_WORD},}}")
+
+
+def _shorten_words(argument: object) -> object:
+    if isinstance(argument, str) and len(argument) > _LONGEST_WORD:
+        return _LONG.sub(lambda found: shorten(found[0]), argument)
+    return argument
 
 
 def shorten(value: object, most: int = SHOWN) -> str:
@@ -30,7 +44,10 @@ def shorten(value: object, most: int = SHOWN) -> str:
 
 
 class StepsightError(ValueError):
-    """A mistake that the user can put right."""
+    """A mistake that the user can put right; a word of its text that is too long to read is shortened."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*map(_shorten_words, arguments))
 
 
 class JobError(StepsightError):

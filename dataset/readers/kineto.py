@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import TraceError
-from stepsight.dataset.op import Op
+from stepsight.dataset.op import MOST_SIZE, Op
 from stepsight.dataset.program import Dependency, Node, Program
 from stepsight.dataset.readers.device_kernels import device_work, event_waits, stream_names
 from stepsight.dataset.readers.host import Wait, host_collectives
@@ -67,6 +67,7 @@ def rank_trace(events: Events, placement: Placement) -> RankTrace:
         works.sort(key=lambda work: work.issue)
     if not works:
         raise TraceError("a trace must hold at least one op or collective, got none")
+    _check_sizes(works)
     spans = _spans(swept, events, works)
     index = {id(work): i for i, work in enumerate(works)}
     edges = event_waits(swept, names, works) if swept.device else _edges(works, waits, index)
@@ -74,6 +75,14 @@ def rank_trace(events: Events, placement: Placement) -> RankTrace:
     host_starts = _host_starts(events, None if swept.device else main)
     calls = RankCalls(works, spans, waits, host_starts, swept.steps, hosted=not swept.device)
     return timed(rank, program, calls)
+
+
+def _check_sizes(works: list[Work]) -> None:
+    """Sizes are whole numbers that anybody could have run: JSON also holds NaN, fractions and made-up ones."""
+    for work in {work.work for work in works}:
+        sizes = work.dims if isinstance(work, Op) else (work.num_bytes, work.group_size, work.ranks_per_node)
+        if not all(isinstance(size, int) and 0 <= size <= MOST_SIZE for size in sizes):
+            raise TraceError(f"sizes of a trace must be whole numbers from 0 to {MOST_SIZE}, got {work!s:.120}")
 
 
 def _main_thread(swept: Swept) -> Any:

@@ -167,6 +167,8 @@ def _events_on_the_way(calls: RankCalls) -> float:
     messages = _idle([wait for wait in calls.waits if wait.work.work.kind == "send_recv"])
     counts = [0.0]
     for start, end in calls.steps:
+        if not end > start:
+            continue  # nothing can have happened in it
         own_share = 1.0 - waited(messages, start, end) / (end - start)
         counts.append(float(calls.recorded(start, end)) / max(own_share, 0.1))
     return sum(counts) / max(len(calls.steps), 1)

@@ -137,7 +137,7 @@ def _aiconfigurator_mutated(rng: Any, data: bytes) -> bytes:
         try:
             if isinstance(tree := json.loads(out), dict) and all(isinstance(column, list) for column in tree.values()):
                 return out
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
 
 
@@ -257,7 +257,7 @@ def _mutated_predictor(rng: Any, data: bytes) -> bytes:
     whole = mutated_json(rng, json.dumps(tree[name]).encode())
     try:
         return json.dumps({name: json.loads(whole)}).encode()
-    except ValueError:
+    except (ValueError, RecursionError):
         return json.dumps({name: odd_text(whole)}).encode()
 
 
