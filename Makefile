@@ -1,29 +1,36 @@
-# Everything runs in .venv, made on first use from pinned constraints.
+# Everything runs in .venv, made on first use from pinned and hashed versions.
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+MINUTES ?= 20
+JOBS_TRIED ?= 10000
 
-.PHONY: help setup demo test storm check bench clean
+.PHONY: help setup demo test storm check bench fuzz crash invariants lowest lock clean
 
 help:
-	@echo "make demo    measure this machine, train, predict held-out runs, search (about 5 minutes)"
-	@echo "make test    all tests"
-	@echo "make storm   tests of many processes at once, some killed (minutes; PostgreSQL's where a server is installed)"
-	@echo "make check   ruff, mypy and who imports whom"
-	@echo "make bench   speed figures, printed and written to bench.json"
-	@echo "make setup   only build .venv"
+	@echo "make demo        measure this machine, train, predict held-out runs, search (about 5 minutes)"
+	@echo "make test        all tests"
+	@echo "make storm       tests of many processes at once, some killed (minutes; PostgreSQL where it is installed)"
+	@echo "make check       ruff, mypy and who imports whom"
+	@echo "make bench       speed figures, printed and written to bench.json"
+	@echo "make fuzz        mutated inputs for every reader, for MINUTES=20"
+	@echo "make crash       fail every write of the commands that write, one after the other (about an hour)"
+	@echo "make invariants  what holds for every job, on JOBS_TRIED=10000 random ones (about half an hour)"
+	@echo "make lowest      the quick tests with the lowest versions that pyproject.toml allows"
+	@echo "make lock        write requirements-dev.txt anew: the versions of constraints.txt with their hashes"
+	@echo "make setup       only build .venv"
 
-.venv/.installed: pyproject.toml constraints.txt
+# Hashes are those of PyPI.  torch has none, because its wheel differs from place to place (PyPI's comes with CUDA,
+# machines without a GPU have the CPU build); constraints.txt pins its version.  It comes last, so that what else it
+# needs is there with its hash.  The package itself is built by the setuptools that is locked.
+.venv/.installed: pyproject.toml constraints.txt requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed, got " + sys.version.split()[0])'
 	@echo "setting up .venv (one to two minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(INSTALL) torch
-	@$(INSTALL) -e .
+	@$(PIP) --no-deps --require-hashes -r requirements-dev.txt
+	@$(PIP) -c constraints.txt torch
+	@$(PIP) --no-deps --no-build-isolation -e .
 	@$(BIN)/python -m compileall -q -j 0 .venv/lib > /dev/null || true  # quicker than pip's own, one file at a time
-	@touch $@
-
-.venv/.developing: .venv/.installed
-	@$(INSTALL) -e '.[dev]'
 	@touch $@
 
 setup: .venv/.installed
@@ -31,13 +38,13 @@ setup: .venv/.installed
 demo: .venv/.installed
 	$(BIN)/stepsight demo --out runs/demo
 
-test: .venv/.developing
+test: .venv/.installed
 	$(BIN)/python -m pytest
 
-storm: .venv/.developing
+storm: .venv/.installed
 	$(BIN)/python -m pytest -m storm
 
-check: .venv/.developing
+check: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -46,5 +53,30 @@ check: .venv/.developing
 bench: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m stepsight.experiments.studies.bench --out bench.json
 
+fuzz: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(MINUTES)
+
+crash: .venv/.installed
+	CRASH_POINTS=all $(BIN)/python -m pytest -s tests/crash
+
+invariants: .venv/.installed
+	INVARIANT_JOBS=$(JOBS_TRIED) $(BIN)/python -m pytest tests/simulator/test_invariants.py
+
+# torch is the pinned one here too: its lowest version has no wheel without CUDA on PyPI.
+lowest: .venv/.installed
+	@grep '^torch==' constraints.txt > .venv/torch.txt
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-lowest
+	$(BIN)/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct --override .venv/torch.txt \
+		$(foreach folder,$(PIP_FIND_LINKS),--find-links $(folder)) -e '.[dev]'
+	.venv-lowest/bin/python -m pytest $(LOWEST_TESTS)
+
+LOWEST_TESTS := tests/dataset/tables tests/dataset/readers tests/dataset/test_job.py tests/features tests/gnn tests/simulator \
+	tests/training/kernels tests/training/collectives tests/training/predictor tests/training/test_fit.py \
+	tests/training/test_tracking.py tests/experiments/search tests/experiments/evaluation tests/stepsight/test_cli.py
+
+lock: .venv/.installed
+	grep -v '^torch==' constraints.txt > .venv/pins.txt
+	$(BIN)/uv pip compile --quiet --generate-hashes --no-annotate --no-header --python-version 3.11 .venv/pins.txt -o requirements-dev.txt
+
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-lowest fuzz-failures build dist *.egg-info

@@ -100,31 +100,57 @@ def read_parquet(path: Path) -> pa.Table:
     """A Parquet table; what its metadata state is checked before anything is read.
 
     Raises:
-        OSError: If it is missing, no plain file, or holds more than the limits (``ReadError``).
-        pyarrow.ArrowException: If it is no whole Parquet file.
+        OSError: If it is missing, no plain or no whole Parquet file, or holds more than the limits (``ReadError``).
+    """
+    import pyarrow as pa
+
+    try:
+        with _opened(path) as source:
+            return _parquet_table(source, path)
+    except ReadError:
+        raise
+    except (pa.ArrowException, ValueError, TypeError, KeyError, OverflowError) as error:
+        raise ReadError(path, f"must be a whole Parquet file, got {reason(error):.200}") from None
+
+
+def parquet_rows(path: Path) -> int:
+    """Number of rows that a Parquet file states.
+
+    Raises:
+        OSError: As ``read_parquet``.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with _opened(path) as source:
-        size = os.fstat(source.fileno()).st_size
-        file = pq.ParquetFile(source)
-        groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
-        columns = [group.column(index) for group in groups for index in range(group.num_columns)]
-        values = sum(max(0, column.num_values) for column in columns)
-        stated = sum(max(0, column.total_uncompressed_size) for column in columns)
-        cells = max(file.metadata.num_rows * file.metadata.num_columns, values)
-        check_unpacked(max(8 * cells, stated), size, path)
-        schema = file.schema_arrow
-        texts = [field.name for field in schema if pa.types.is_string(field.type) or pa.types.is_binary(field.type)]
-        # A text that millions of rows share is stored once, and stays so until it is known to be short.
-        table = pq.ParquetFile(source, read_dictionary=texts).read()
-        for index, field in enumerate(table.schema):
-            if pa.types.is_dictionary(field.type):
-                for chunk in table.column(index).chunks:
-                    _check_texts(chunk.dictionary, path)
-                table = table.set_column(index, field.with_type(schema.field(index).type), _plain(table, index, schema))
-        return table.replace_schema_metadata(schema.metadata)
+    try:
+        with _opened(path) as source:
+            return int(pq.read_metadata(source).num_rows)
+    except (pa.ArrowException, ValueError) as error:
+        raise ReadError(path, f"must be a whole Parquet file, got {reason(error):.200}") from None
+
+
+def _parquet_table(source: BinaryIO, path: Path) -> pa.Table:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    size = os.fstat(source.fileno()).st_size
+    file = pq.ParquetFile(source)
+    groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
+    columns = [group.column(index) for group in groups for index in range(group.num_columns)]
+    values = sum(max(0, column.num_values) for column in columns)
+    stated = sum(max(0, column.total_uncompressed_size) for column in columns)
+    cells = max(file.metadata.num_rows * file.metadata.num_columns, values)
+    check_unpacked(max(8 * cells, stated), size, path)
+    schema = file.schema_arrow
+    texts = [field.name for field in schema if pa.types.is_string(field.type) or pa.types.is_binary(field.type)]
+    # A text that millions of rows share is stored once, and stays so until it is known to be short.
+    table = pq.ParquetFile(source, read_dictionary=texts).read()
+    for index, field in enumerate(table.schema):
+        if pa.types.is_dictionary(field.type):
+            for chunk in table.column(index).chunks:
+                _check_texts(chunk.dictionary, path)
+            table = table.set_column(index, field.with_type(schema.field(index).type), _plain(table, index, schema))
+    return table.replace_schema_metadata(schema.metadata)
 
 
 def _check_texts(texts: Any, path: Path) -> None:

@@ -127,6 +127,8 @@ def read_box(text: str) -> Box:
         table = tomllib.loads(read_text(path))
     except OSError as error:
         raise JobError(f"cannot read box {path}: {error.strerror}") from None
+    except RecursionError:
+        raise JobError(f"{path} must be a table of values, got tables nested too deeply") from None
     except ValueError as error:
         raise JobError(f"{path} must be TOML, got {error}") from None
     for key in ("mbits_per_s", "latency_ms"):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from stepsight.dataset.bounded import read_parquet, reason
+from stepsight.dataset.bounded import parquet_rows, read_parquet, reason
 from stepsight.dataset.kinds.collective_names import benchmark_names
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.tables.device_names import device_name
@@ -138,12 +138,9 @@ _TEXTS = ("op_name", "distribution")
 
 
 def _num_rows(rows: Rows) -> int:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
-        return int(pq.read_metadata(rows.path).num_rows)
-    except (OSError, pa.ArrowInvalid) as error:
+        return parquet_rows(rows.path)
+    except OSError as error:
         raise rows.error(f"must be a Parquet file ({reason(error)})") from None
 
 
@@ -154,8 +151,8 @@ def _cells(rows: Rows, columns: tuple[str, ...]) -> Iterator[tuple[str, str, str
 
     try:
         table = read_parquet(rows.path)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise rows.error(f"must be a Parquet file ({str(error).splitlines()[0]})") from None
+    except OSError as error:
+        raise rows.error(f"must be a Parquet file ({reason(error)})") from None
     every = ("framework", "version", "device", "kernel_source", "latency", *columns)
     missing = [name for name in every if name not in table.column_names and name not in _OPTIONAL]
     if missing:

@@ -130,11 +130,10 @@ class Measurements:
         Raises:
             TableError: If it is no table of measurements.
         """
-        import pyarrow as pa
 
         try:
             table = read_parquet(path)
-        except (OSError, pa.ArrowInvalid) as error:
+        except OSError as error:
             raise TableError(f"a table of measurements must be a Parquet file, got {path} ({reason(error)})") from None
         meta = (table.schema.metadata or {}).get(_META)
         if meta is None or table.schema.remove_metadata() != _schema():

@@ -41,7 +41,7 @@ class Disk:
     Args:
         folder: What is watched.
         at: The point that fails, from 1.
-        how: ``count`` fails nowhere; ``kill`` ends the process, a write half done; ``full`` raises ENOSPC from there on.
+        how: ``count`` fails nowhere; ``kill`` ends the process, a write half done; ``full`` raises ENOSPC from then on.
     """
 
     def __init__(self, folder: Path, at: int, how: How) -> None:
@@ -84,7 +84,7 @@ class Disk:
     def _holds(self, file: Any) -> bool:
         if isinstance(file, int):
             try:
-                file = os.readlink(f"/proc/self/fd/{file}")
+                file = Path(f"/proc/self/fd/{file}").readlink()
             except OSError:
                 return False
         try:
@@ -119,9 +119,16 @@ class _Raw(io.FileIO):
 
 
 def _opened(
-    disk: Disk, file: Any, mode: str, buffering: int = -1, encoding: Any = None, errors: Any = None, newline: Any = None,
-    closefd: bool = True, opener: Any = None,
-) -> Any:  # fmt: skip
+    disk: Disk,
+    file: Any,
+    mode: str,
+    buffering: int = -1,
+    encoding: Any = None,
+    errors: Any = None,
+    newline: Any = None,
+    closefd: bool = True,
+    opener: Any = None,
+) -> Any:
     raw = _Raw(disk, file, mode.replace("b", "").replace("t", ""), closefd, opener)
     if buffering == 0:
         return raw

@@ -1,4 +1,4 @@
-"""Every write of a command fails in turn: nothing half-written is read, nothing finished is lost, and it finishes later.
+"""Every write of a command fails in turn: nothing half-written is read, nothing finished is lost, the next one works.
 
 A sample of the points runs here; ``make crash`` tries all of them (``CRASH_POINTS=all``).
 """

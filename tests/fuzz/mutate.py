@@ -99,7 +99,10 @@ def mutated_csv(rng: random.Random, data: bytes) -> bytes:
     for _ in range(rng.choice((1, 1, 2, 4))):
         at = rng.randrange(len(rows))
         row, action = rows[at], rng.randrange(8)
-        if action < 4 and row:
+        if len(row) > 1 and rng.random() < 0.2:
+            one, other = rng.sample(range(len(row)), 2)
+            row[one], row[other] = row[other], row[one]
+        elif action < 4 and row:
             column = rng.randrange(len(row))
             row[column] = str(odd_value(rng)) if rng.random() < 0.7 else rng.choice(rng.choice(rows) or [""])
         elif action == 4:

@@ -275,13 +275,14 @@ def mutated_journal(rng: Any, data: bytes) -> bytes:
     return b"\n".join([*lines, b""])
 
 
-_MUTATE = {
-    "csv": mutated_csv,
-    "aicb": mutated_csv,
-    "neusight": mutated_csv,
-    "vidur": mutated_csv,
-    "simumax": mutated_json,
-}
+_TABLES = ("csv", "aicb", "neusight", "vidur")
+_MUTATE: dict[str, Mutate] = {**dict.fromkeys(_TABLES, mutated_csv), "simumax": mutated_json}
+
+
+def _suffix(name: str) -> str:
+    return ".csv" if name in _TABLES else ".log"
+
+
 TARGETS = {
     target.name: target
     for target in (
@@ -290,7 +291,7 @@ TARGETS = {
         Target("runs", _runs, mutated_csv, ".csv"),
         Target("kineto", _kineto, mutated_json, ".json"),
         *(
-            Target(f"table_{name}", partial(_table, name), _MUTATE.get(name, mutated_text), ".csv" if name in ("csv", "aicb", "neusight", "vidur") else ".log")
+            Target(f"table_{name}", partial(_table, name), _MUTATE.get(name, mutated_text), _suffix(name))
             for name in FORMATS
             if name not in ("aiconfigurator",)
         ),

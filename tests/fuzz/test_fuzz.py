@@ -1,4 +1,4 @@
-"""A few inputs of every fuzzing target, and every seed as it stands; ``make fuzz`` tries as many as there is time for."""
+"""A few inputs of every fuzzing target, and every seed as it stands; ``make fuzz`` tries many more."""
 
 from __future__ import annotations
 

@@ -234,8 +234,12 @@ def _read_tree(block: str) -> _Tree:
     )
     inner = np.arange(len(tree.feature))
     for child in (tree.left, tree.right):  # children come after their parent, so that every walk ends
-        if len(child) != len(inner) or (~child >= len(tree.leaf)).any() or ((child >= 0) & (child <= inner)).any():
+        if len(child) != len(inner) or (~child >= len(tree.leaf)).any():
+            raise ValueError("a child for every node")
+        if not ((child < 0) | ((child > inner) & (child < len(inner)))).all():
             raise ValueError("children that follow their parent")
+    if (tree.feature < 0).any():
+        raise ValueError("features from 0 on")
     if len(tree.threshold) != len(inner) or not np.isfinite(tree.leaf).all() or not len(tree.leaf):
         raise ValueError("finite leaves")
     return tree

@@ -1,3 +1,5 @@
+import re
+
 import lightgbm
 import numpy as np
 import pytest
@@ -60,3 +62,21 @@ def test_a_split_on_a_feature_without_a_name_is_refused() -> None:
     assert "feature_names=a b c\n" in trees.text
     with pytest.raises(PredictorError, match="got 0 names and a split on feature"):
         Trees(trees.text.replace("feature_names=a b c\n", "")).check(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("right_child", 10**18),
+        ("left_child", 1_000_000),
+        ("split_feature", -1),
+        ("split_feature", 3),
+        ("leaf_value", 1e9),
+    ],
+)
+def test_numbers_that_lead_nowhere_are_refused(key: str, value: float) -> None:
+    """Children and features that are not there, and leaves that no correction has."""
+    trees, _ = _fitted()
+    broken = re.sub(rf"\n{key}=\S+", f"\n{key}={value}", trees.text, count=1)
+    with pytest.raises(PredictorError):
+        Trees(broken).check(NAMES)
