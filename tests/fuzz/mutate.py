@@ -16,8 +16,8 @@ NUMBERS: tuple[Any, ...] = (
     1e-300, 1e-9, 1e9, 1e18, 1e30, 1e300, float("inf"), float("-inf"), float("nan"),
 )  # fmt: skip
 TEXTS = (
-    "", " ", "0", "-1", "1e999", "inf", "nan", "1,5", "true", "None", "x" * 5000, "a\nb", "a\tb", "\x00", "\x1b[2J", "é",
-    "\U0001f600", "../../etc/passwd", "/dev/zero", "%s%n", "{0.__class__}", '"', "'", ",,,", "0x10", "1_000", "٣",
+    "", " ", "0", "-1", "1e999", "inf", "nan", "1,5", "true", "None", "x" * 5000, "a\nb", "a\tb", "\x00", "\x1b[2J",
+    "é", "\U0001f600", "../../etc/passwd", "/dev/zero", "%s%n", "{0.__class__}", '"', "'", ",,,", "0x10", "1_000", "٣",
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """A fuzzing target for each reader of files that users name: its seeds, how they are mutated, and what is asked.
 
-The seeds lie in ``seeds/<target>``.  An input that once failed is added there, and so is tried by every run of the tests.
+The seeds lie in ``seeds/<target>``.  An input that once failed is added there, and so is tried by every test run.
 """
 
 from __future__ import annotations
