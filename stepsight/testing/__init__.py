@@ -11,13 +11,13 @@ The parts of this package keep the same contracts.  They need pytest (``pip inst
 
 import pytest
 
-for _name in ("latency_models", "op_kinds", "table_readers", "trace_readers"):
+for _name in ("latency_model_contract", "op_kinds", "table_reader_contract", "trace_reader_contract"):
     pytest.register_assert_rewrite(f"{__name__}.{_name}")  # a failure then shows the values
 
-from stepsight.testing.latency_models import LatencyModelContract  # noqa: E402
+from stepsight.testing.latency_model_contract import LatencyModelContract  # noqa: E402
 from stepsight.testing.op_kinds import CollectiveKindContract, OpKindContract  # noqa: E402
-from stepsight.testing.table_readers import TableReaderContract  # noqa: E402
-from stepsight.testing.trace_readers import TraceReaderContract  # noqa: E402
+from stepsight.testing.table_reader_contract import TableReaderContract  # noqa: E402
+from stepsight.testing.trace_reader_contract import TraceReaderContract  # noqa: E402
 
 __all__ = [
     "CollectiveKindContract",
