@@ -8,7 +8,7 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from contextlib import contextmanager
 from threading import RLock
 from types import MappingProxyType
@@ -231,11 +231,11 @@ def _package(point: EntryPoint) -> str:
     return repr(point.dist.name) if point.dist is not None else "that is not named"
 
 
-def did_you_mean(name: object, names: tuple[str, ...]) -> str:
+def did_you_mean(name: object, names: Iterable[object]) -> str:
     """`` (did you mean 'x'?)`` with the nearest of some names; empty if none is near."""
     from difflib import get_close_matches  # slow to import, and seldom needed
 
-    near = get_close_matches(str(name).lower(), [other for other in names if other], 1)
+    near = get_close_matches(str(name).lower(), [other for other in names if isinstance(other, str) and other], 1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from stepsight.dataset.errors import JobError
@@ -16,6 +17,7 @@ from stepsight.dataset.harness.plan.parallel_rules import (
     check_shards,
     check_stages,
 )
+from stepsight.dataset.registry import Registry, did_you_mean
 from stepsight.dataset.specs import (
     ATTENTION_KERNELS,
     ATTENTIONS,
@@ -143,8 +145,10 @@ def _choices(rules: Rules, job: JobTables) -> None:
         ("optimizer.kind", job.optimizer.kind, OPTIMIZERS),
         ("execution.engine", job.execution.engine, ("", *ENGINES)),
     ):
-        words = ", ".join(repr(a) if a == "" else str(a) for a in allowed)
-        rules.require(value in allowed, f"{key} must be one of {words}, got {value!r:.80}")
+        if value not in allowed:
+            names: Iterable[object] = allowed.names() if isinstance(allowed, Registry) else allowed
+            words = ", ".join(repr(name) if name == "" else str(name) for name in names)
+            rules.append(f"{key} must be one of {words}, got {value!r:.80}{did_you_mean(value, names)}")
     rules.require(
         p.schedule in SCHEDULES or p.schedule.endswith(".csv"),
         f"parallel.schedule must be one of {', '.join(SCHEDULES)} or a .csv file of actions, got {p.schedule!r:.80}",

@@ -13,8 +13,12 @@ from typing import Any
 from stepsight.dataset.hashed_once import hashed_once as hashed_once
 from stepsight.dataset.model_spec import ModelSpec as ModelSpec
 from stepsight.dataset.parallel_spec import ParallelSpec as ParallelSpec
+from stepsight.dataset.registry import Registry
 
-FAMILIES = ["gpt", "llama", "bert", "t5", "vit"]  # ``simulator.blocks.register_family`` adds to them
+# Families of models; None stands for those of the package, whose blocks ``simulator.blocks.family`` has.
+FAMILIES: Registry[Any] = Registry(
+    "model family", dict.fromkeys(("gpt", "llama", "bert", "t5", "vit")), group="stepsight.families"
+)
 # Virtual stages (chunks of the model on each rank) that a schedule allows: fewest, most.
 SCHEDULES: MappingProxyType[str, tuple[int, int]] = MappingProxyType(
     {

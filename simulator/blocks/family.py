@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import JobError
@@ -46,7 +47,7 @@ class Family:
     boundary_bytes: Callable[[RankShape, int], int] = _one_activation
 
 
-_FAMILIES = {
+_BUILT_IN = {
     "gpt": Family(dense.embedding, dense.layer, dense.head, dense.layer_kinds),
     "llama": Family(dense.embedding, dense.layer, dense.head, dense.layer_kinds),
     "bert": Family(bert.embedding, bert.layer, bert.head),
@@ -59,18 +60,24 @@ def register_family(name: str, family: Family) -> None:
     """Make a family of one's own known to jobs: ``[model] family = name``.
 
     Raises:
-        JobError: If the name is taken.
+        JobError: If the name is taken, or ``family`` is no ``Family``.
     """
-    if name in _FAMILIES:
-        raise JobError(f"a family's name must be new, got {name!r:.80} (known: {', '.join(_FAMILIES)})")
-    _FAMILIES[name] = family
-    if name not in FAMILIES:
-        FAMILIES.append(name)
+    FAMILIES.register(name, _checked(name, family))
 
 
 def find_family(name: str) -> Family:
-    """The blocks of a family."""
-    return _FAMILIES[name]
+    """The blocks of a family.
+
+    Raises:
+        JobError: If the name is not known, or what a package brings under it is no ``Family``.
+    """
+    return _BUILT_IN.get(name) or _checked(name, FAMILIES[name])
+
+
+def _checked(name: str, family: Any) -> Family:
+    if not isinstance(family, Family):
+        raise JobError(f"model family {name!r:.80} must be a simulator.blocks.Family, got {family!r:.80}")
+    return family
 
 
 @cached(4096)

@@ -2,6 +2,7 @@ from typing import Any
 
 import pytest
 
+from stepsight.dataset import specs
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.job import Job
 from stepsight.simulator.blocks import dense
@@ -17,7 +18,7 @@ from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block
 from tests.simulator.blocks.shapes import both, default_kernels, flops, items, ops, parameters, small_shape
 
-FAMILIES = ("gpt", "llama", "bert", "t5", "vit")
+FAMILIES = tuple(specs.FAMILIES)
 CAUSAL = ("gpt", "llama")
 
 
@@ -128,10 +129,17 @@ def test_a_family_of_ones_own_is_known_to_jobs() -> None:
     """By the name it was registered with, once."""
     name = "family-of-this-test"
     register_family(name, Family(dense.embedding, lambda shape, kind: dense.layer(shape)[:5], dense.head))
-    shape = small_shape(name)
-    assert len(layer_block(shape, "layer")) == 5
-    assert find_family(name).layer_kinds(shape.model) == (("layer", 2),)
-    assert find_family(name).boundary_bytes(shape, 1) == 64 * 64 * 4
-    with pytest.raises(JobError, match="a family's name must be new, got 'gpt'"):
+    try:
+        shape = small_shape(name)
+        assert len(layer_block(shape, "layer")) == 5
+        assert find_family(name).layer_kinds(shape.model) == (("layer", 2),)
+        assert find_family(name).boundary_bytes(shape, 1) == 64 * 64 * 4
+        assert both(embedding_block(shape))
+    finally:
+        specs.FAMILIES.unregister(name)
+    with pytest.raises(JobError, match="model family: the name 'gpt' is taken"):
         register_family("gpt", find_family("gpt"))
-    assert both(embedding_block(shape))
+    with pytest.raises(JobError, match="must be a simulator.blocks.Family, got None"):
+        register_family(name, None)  # type: ignore[arg-type]
+    with pytest.raises(JobError, match=rf"model family must be one of gpt, .* got '{name}'"):
+        find_family(name)
