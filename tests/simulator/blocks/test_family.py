@@ -139,7 +139,7 @@ def test_a_family_of_ones_own_is_known_to_jobs() -> None:
         specs.FAMILIES.unregister(name)
     with pytest.raises(JobError, match="model family: the name 'gpt' is taken"):
         register_family("gpt", find_family("gpt"))
-    with pytest.raises(JobError, match="must be a simulator.blocks.Family, got None"):
+    with pytest.raises(JobError, match=r"must be a simulator\.blocks\.Family, got None"):
         register_family(name, None)  # type: ignore[arg-type]
     with pytest.raises(JobError, match=rf"model family must be one of gpt, .* got '{name}'"):
         find_family(name)
