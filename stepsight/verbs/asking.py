@@ -98,14 +98,25 @@ def search_command(
     *,
     predictor: PredictorPath = None,
     framework: FrameworkName = "",
-    trials: Annotated[int, typer.Option(min=1, help="Trials; a space that is not larger is tried whole.")] = 200,
+    trials: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Total of strategies evaluated in the study at the end, those of earlier searches and of other "
+            "processes included; a space that is not larger is evaluated whole.",
+        ),
+    ] = 200,
     sampler: Annotated[
-        str, typer.Option(help="tpe, random, or auto: enumeration if the trials allow it, else tpe.")
+        str, typer.Option(help="tpe, random, or auto: the whole space if --trials allows it, else tpe.")
     ] = "auto",
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the sampler.")] = 0,
     storage: Annotated[
-        str | None, typer.Option(help="Study storage: a database URL or the path of a journal file; default: memory.")
+        str | None,
+        typer.Option(
+            help="Study storage: a database URL or the path of a journal file; default: memory. "
+            "Several searches may share a study in SQLite, PostgreSQL or a journal."
+        ),
     ] = None,
     study: Annotated[str | None, typer.Option(help="Name of the study in the storage; goes on if it exists.")] = None,
     plot: Annotated[

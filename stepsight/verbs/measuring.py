@@ -48,7 +48,7 @@ def collect_command(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Run jobs for real under torchrun, time and trace them, and measure their ops one by one.
+    """Run jobs for real as processes of torch.distributed, time and trace them, and measure their ops one by one.
 
     Needs one core (or GPU) per rank; in a box sixteen ranks share two cores, and runs that compute too much for their
     times to mean anything are rejected (exit code 2). Examples:
