@@ -73,11 +73,20 @@ def test_without_a_checkout_an_experiment_says_where_it_runs(
 ) -> None:
     """The wheel has no studies: one line says what to do.  An experiment of another name is refused in any case."""
     studies = "stepsight.experiments.studies"
+
+    class Absent:
+        """Finds no studies, wherever this package is installed."""
+
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == studies:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
     for loaded in [name for name in sys.modules if name.startswith(studies)]:
         monkeypatch.delitem(sys.modules, loaded)
-    monkeypatch.setitem(sys.modules, studies, None)
+    monkeypatch.setattr(sys, "meta_path", [Absent, *sys.meta_path])
     for name, says in (("dilated", "experiments run from a checkout of stepsight"), ("x", "experiment must be one of")):
-        monkeypatch.setattr(sys, "argv", ["stepsight", "experiment", name])
+        monkeypatch.setattr(sys, "argv", ["stepsight", "experiment", name, "--help"])
         with pytest.raises(SystemExit) as ended:
             main()
         told = capsys.readouterr().err
