@@ -36,7 +36,7 @@ class ParallelSpec:
             ``model`` (that of the weights), ``fp32``, or ``fp32-cast`` (as ``fp32``, but kernels of their own cast and
             add what products write); empty: as the execution engine does by default (``execution``).
         reduce_scatter: ZeRO 1: whether a rank is sent the sums of its own share alone, rather than all sums.
-        schedule: A key of ``SCHEDULES``, or a ``.csv`` file of actions.
+        schedule: A key of ``schedules.SCHEDULES``, or a ``.csv`` file of actions.
         virtual_stages: Chunks of the model on each rank.
         stage_layers: Layers of every part of the model in its order; empty: even.
         scatter_p2p: Whether each tensor-parallel rank passes on its part of an activation alone, which is gathered

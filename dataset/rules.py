@@ -32,7 +32,6 @@ from stepsight.dataset.specs import (
     PRECISIONS,
     RECOMPUTE,
     RUNTIMES,
-    SCHEDULES,
     BatchSpec,
     ClusterSpec,
     ExecutionSpec,
@@ -145,6 +144,7 @@ def _choices(rules: Rules, job: JobTables) -> None:
         ("optimizer.kind", job.optimizer.kind, OPTIMIZERS),
         ("execution.engine", job.execution.engine, ("", *ENGINES)),
     ):
+<<<<<<< HEAD
         if value not in allowed:
             names: Iterable[object] = allowed.names() if isinstance(allowed, Registry) else allowed
             words = ", ".join(repr(name) if name == "" else str(name) for name in names)
@@ -153,6 +153,11 @@ def _choices(rules: Rules, job: JobTables) -> None:
         p.schedule in SCHEDULES or p.schedule.endswith(".csv"),
         f"parallel.schedule must be one of {', '.join(SCHEDULES)} or a .csv file of actions, got {p.schedule!r:.80}",
     )
+=======
+        words = ", ".join(repr(a) if a == "" else str(a) for a in allowed)
+        rules.require(value in allowed, f"{key} must be one of {words}, got {value!r:.80}")
+    _schedule(rules, p)
+>>>>>>> 3b2f09b (A schedule is declared once, as a kind in a registry; contract of schedules; an unknown one is never run as another)
     rules.require(
         sorted(p.order.split("-")) == sorted(AXES),
         f"parallel.order must name {', '.join(AXES)} once each, joined by '-', got {p.order!r:.80}",
@@ -164,6 +169,22 @@ def _choices(rules: Rules, job: JobTables) -> None:
         _ = job.fabric
     except JobError as error:
         rules.append(str(error))
+
+
+def _schedule(rules: Rules, parallel: ParallelSpec) -> None:
+    """A schedule by name, with its virtual stages; a file is checked when it is read."""
+    from stepsight.dataset.schedules import SCHEDULES  # numpy: only once there is a job
+
+    if parallel.schedule.endswith(".csv"):
+        return
+    if parallel.schedule not in SCHEDULES:
+        rules.append(f"parallel.{SCHEDULES.unknown(parallel.schedule)}")
+        return
+    kind, v = SCHEDULES[parallel.schedule], parallel.virtual_stages
+    rules.require(
+        kind.allows(v) or (parallel.pp == 1 and v == 1),
+        f"schedule {parallel.schedule} has virtual_stages {kind.allowed}, got {v}",
+    )
 
 
 def _degrees(rules: Rules, job: JobTables) -> None:
@@ -262,12 +283,6 @@ def _experts(rules: Rules, job: JobTables) -> None:
 def _pipeline(rules: Rules, job: JobTables) -> None:
     m, p = job.model, job.parallel
     micro_batches, parts = job.num_micro_batches, p.pp * p.virtual_stages
-    fewest, most = SCHEDULES.get(p.schedule, (1, 1024))
-    allowed = f"= {fewest}" if fewest == most else f"from {fewest} to {most}"
-    rules.require(
-        fewest <= p.virtual_stages <= most or (p.pp == 1 and p.virtual_stages == 1),
-        f"schedule {p.schedule} has virtual_stages {allowed}, got {p.virtual_stages}",
-    )
     rules.require(p.pp > 1 or p.virtual_stages == 1, f"virtual_stages > 1 needs pp > 1, got {p.virtual_stages}")
     actions, chunks = micro_batches * parts, "" if p.virtual_stages == 1 else " * virtual_stages"
     rules.require(

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import JobError
+from stepsight.dataset.schedules.base import Ints
 from stepsight.simulator.clock.engine import compiled
-from stepsight.simulator.schedules.base import Ints
 from stepsight.simulator.schedules.order import Order
 
 COMPUTE, POST, WAIT = range(3)

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import JobError
+from stepsight.dataset.schedules.base import BACKWARD, Ints, Schedule
 from stepsight.simulator.clock.entries import (
     COMPUTE,
     POST,
@@ -18,7 +19,6 @@ from stepsight.simulator.clock.entries import (
     interleaved,
 )
 from stepsight.simulator.runtimes.torch_runtime import torch_lowered
-from stepsight.simulator.schedules.base import BACKWARD, Ints, Schedule
 from stepsight.simulator.schedules.find import find_schedule
 from stepsight.simulator.schedules.order import Order
 

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import JobError
-from stepsight.simulator.clock.engine import compiled
-from stepsight.simulator.schedules.base import (
+from stepsight.dataset.schedules.base import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -19,6 +18,7 @@ from stepsight.simulator.schedules.base import (
     Ints,
     Schedule,
 )
+from stepsight.simulator.clock.engine import compiled
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import numpy as np
 
 from stepsight.dataset.errors import JobError
-from stepsight.simulator.schedules.base import (
+from stepsight.dataset.schedules.base import (
     B,
     F,
     I,
     Schedule,
+    ScheduleKind,
     W,
     letters,
     number_actions,
@@ -25,7 +26,7 @@ FORWARD_WITH = letters(F, 0, fused=True) + B1, letters(F, 1, fused=True) + B0  #
 AS_WEIGHT = bytes.maketrans(I0 + I1, W0 + W1)
 
 
-def zbv(num_stages: int, num_micro_batches: int) -> Schedule:
+def zbv(num_stages: int, num_micro_batches: int, virtual_stages: int = 2) -> Schedule:
     """Zero-bubble V (Qi et al. 2023, arXiv:2401.10241, section 6), in the order of torch's ``ScheduleZBVZeroBubble``.
 
     It is laid out for at least ``2 * num_stages - 1`` micro-batches; those there are not are left out.
@@ -41,7 +42,7 @@ def zbv(num_stages: int, num_micro_batches: int) -> Schedule:
     return _vee(words, num_micro_batches, "zbv")
 
 
-def dualpipev(num_stages: int, num_micro_batches: int) -> Schedule:
+def dualpipev(num_stages: int, num_micro_batches: int, virtual_stages: int = 2) -> Schedule:
     """DualPipeV (DeepSeek 2025, github.com/deepseek-ai/DualPipe), in the order of torch's ``ScheduleDualPipeV``.
 
     Its overlapped pairs are a forward and then a backward here, marked as ``fused``.
@@ -88,3 +89,6 @@ def _vee(words: list[bytes], num_micro_batches: int, name: str) -> Schedule:
     if name == "zbv":
         actions = tuple(rows[rows[:, 1] < num_micro_batches] for rows in actions)
     return Schedule(actions, num_micro_batches, v_placement(len(words)), name, overlapped)
+
+
+V_SCHEDULES = {"zbv": ScheduleKind(zbv, (2, 2)), "dualpipev": ScheduleKind(dualpipev, (2, 2))}

@@ -1,12 +1,14 @@
-"""What a pipeline schedule is, and the way all of them are built: words of kinds, numbered afterwards."""
+"""What a pipeline schedule is, what jobs may name, and the way built-in ones are made: words, numbered afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from stepsight.dataset.errors import JobError
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(4)
 KIND_NAMES = ("F", "B", "I", "W")
@@ -58,6 +60,66 @@ class Schedule:
         part = np.full((self.num_stages, self.virtual_stages), -1, dtype=np.int32)
         part[self.placement[:, 0], self.placement[:, 1]] = np.arange(self.num_parts)
         return part
+
+
+MOST_VIRTUAL_STAGES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleKind:
+    """A kind of schedule that jobs name: everything that the rest of the package knows of it.
+
+    Attributes:
+        make: Takes the number of stages (two or more), of micro-batches and of virtual stages, and returns the
+            schedule.  It raises ``JobError`` for numbers that it does not allow.
+        virtual_stages: The fewest and the most virtual stages that it allows.
+        doc: One line for people; empty: the first line of the docstring of ``make``.
+    """
+
+    make: Callable[[int, int, int], Schedule]
+    virtual_stages: tuple[int, int] = (1, 1)
+    doc: str = ""
+
+    def __post_init__(self) -> None:
+        fewest, most = self.virtual_stages
+        if not callable(self.make):
+            raise JobError(f"a schedule's make must be a function, got {self.make!r:.80}")
+        if not 1 <= fewest <= most <= MOST_VIRTUAL_STAGES:
+            raise JobError(
+                "a schedule's virtual_stages must be (fewest, most) with "
+                f"1 <= fewest <= most <= {MOST_VIRTUAL_STAGES}, got {self.virtual_stages}"
+            )
+        if not self.doc:
+            object.__setattr__(self, "doc", (self.make.__doc__ or "").strip().partition("\n")[0])
+
+    def allows(self, virtual_stages: int) -> bool:
+        """Whether that many virtual stages are allowed."""
+        return self.virtual_stages[0] <= virtual_stages <= self.virtual_stages[1]
+
+    @property
+    def allowed(self) -> str:
+        """The rule for virtual stages, for messages."""
+        fewest, most = self.virtual_stages
+        return f"= {fewest}" if fewest == most else f"from {fewest} to {most}"
+
+    def build(self, name: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> Schedule:
+        """Make a schedule, under the name by which a job asked for it.
+
+        Raises:
+            JobError: If the numbers are not allowed, or something else came out than was asked for.
+        """
+        if not self.allows(virtual_stages):
+            raise JobError(f"schedule {name} has virtual_stages {self.allowed}, got {virtual_stages}")
+        made = self.make(num_stages, num_micro_batches, virtual_stages)
+        if not isinstance(made, Schedule):
+            raise JobError(f"schedule {name} must be made as a Schedule, got {made!r:.80}")
+        got = (made.num_stages, made.num_micro_batches, made.virtual_stages)
+        if got != (num_stages, num_micro_batches, virtual_stages):
+            raise JobError(
+                f"schedule {name} must have the stages, micro-batches and virtual stages that were asked for, "
+                f"{(num_stages, num_micro_batches, virtual_stages)}, got {got}"
+            )
+        return made if made.name == name else replace(made, name=name)
 
 
 def loop_placement(num_stages: int, virtual_stages: int = 1) -> Ints:

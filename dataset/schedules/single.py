@@ -10,13 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import JobError
-from stepsight.simulator.schedules.base import (
+from stepsight.dataset.schedules.base import (
     FORWARD,
+    MOST_VIRTUAL_STAGES,
     B,
     F,
     I,
     Ints,
     Schedule,
+    ScheduleKind,
     W,
     loop_placement,
     number_actions,
@@ -33,7 +35,7 @@ def alternate(num_micro_batches: int, virtual_stages: int, name: str) -> Schedul
     return Schedule(actions, num_micro_batches, loop_placement(1, virtual_stages), name)
 
 
-def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
+def gpipe(num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
     """Every forward, then every backward (Huang et al. 2019, arXiv:1811.06965), in the order of micro-batches."""
     return _looped([F * num_micro_batches + B * num_micro_batches] * num_stages, num_micro_batches, 1, 1, "gpipe")
 
@@ -66,7 +68,7 @@ def looped_bfs(num_stages: int, num_micro_batches: int, virtual_stages: int = 1)
     return schedule
 
 
-def zb_h1(num_stages: int, num_micro_batches: int) -> Schedule:
+def zb_h1(num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
     """Zero-bubble H1 (Qi et al. 2023, arXiv:2401.10241, section 3).
 
     1F1B with the backward split: a stage's weight gradients lag behind its input gradients by as many micro-batches as
@@ -127,3 +129,12 @@ def _fill(chunk: Ints, where: NDArray[np.bool_], turn: Ints) -> None:
     count = int(np.count_nonzero(where))
     if count:
         chunk[where] = np.tile(turn, count // len(turn))
+
+
+LOOPED_SCHEDULES = {
+    "gpipe": ScheduleKind(gpipe),
+    "1f1b": ScheduleKind(one_f_one_b, (1, MOST_VIRTUAL_STAGES)),  # more than one: interleaved
+    "looped-bfs": ScheduleKind(looped_bfs, (1, MOST_VIRTUAL_STAGES)),
+    "zb-h1": ScheduleKind(zb_h1),
+    "interleaved-zb": ScheduleKind(interleaved_zb, (2, MOST_VIRTUAL_STAGES)),
+}

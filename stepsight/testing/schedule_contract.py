@@ -1,0 +1,157 @@
+"""The contract of pipeline schedules: what the simulator, the memory estimate and the runtimes rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from stepsight.dataset.errors import JobError
+from stepsight.dataset.schedules.base import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule, ScheduleKind
+from stepsight.simulator.clock.track import track
+from stepsight.simulator.clock.track_run import run_track
+
+SIZES = ((2, 2), (2, 8), (3, 6), (4, 4), (4, 8), (4, 13), (8, 32))
+
+
+class ScheduleContract:
+    """Tests that every kind of schedule passes.
+
+    Subclass it in a test module and give it a ``kind`` fixture::
+
+        from stepsight.testing import ScheduleContract
+
+        class TestMySchedule(ScheduleContract):
+            @pytest.fixture
+            def kind(self):
+                return ScheduleKind(my_schedule, virtual_stages=(1, 1))
+
+            def most_in_flight(self, num_stages, num_micro_batches, virtual_stages):
+                return num_stages
+
+    Attributes:
+        sizes: Numbers of stages and micro-batches that are tried; those that the schedule refuses are left out.
+    """
+
+    sizes = SIZES
+
+    @pytest.fixture
+    def kind(self) -> ScheduleKind:
+        raise NotImplementedError("a subclass gives its kind of schedule")
+
+    def most_in_flight(self, num_stages: int, num_micro_batches: int, virtual_stages: int) -> int:
+        """Forwards of chunks that a stage may have run without their weight gradients, at most: all of them.
+
+        Override it with the bound that is published for your schedule.
+        """
+        return num_micro_batches * virtual_stages
+
+    def test_makes_what_is_asked_for(self, kind: ScheduleKind) -> None:
+        """Some size works, and the schedule has the numbers that it was asked for."""
+        assert kind.doc, "make needs a docstring, or the kind a doc"
+        for size, schedule in self._made(kind):
+            assert (schedule.num_stages, schedule.num_micro_batches, schedule.virtual_stages) == size
+            assert schedule.name == "contract"
+
+    def test_refuses_in_one_line(self, kind: ScheduleKind) -> None:
+        """Numbers that are not allowed raise a JobError with the values."""
+        fewest, most = kind.virtual_stages
+        for wrong in (fewest - 1, most + 1):
+            with pytest.raises(JobError, match=f"has virtual_stages .*, got {wrong}"):
+                kind.build("contract", 2, 4, wrong)
+        for num_stages, num_micro_batches in self.sizes:
+            try:
+                kind.build("contract", num_stages, num_micro_batches, fewest)
+            except JobError as error:
+                assert "\n" not in str(error) and ", got " in str(error)
+
+    def test_places_every_part_once(self, kind: ScheduleKind) -> None:
+        """Every stage and chunk holds one part of the model."""
+        for (num_stages, _, virtual_stages), schedule in self._made(kind):
+            assert schedule.placement.shape == (num_stages * virtual_stages, 2)
+            places = {(stage, chunk) for stage, chunk in schedule.placement.tolist()}
+            assert places == {(s, c) for s in range(num_stages) for c in range(virtual_stages)}
+
+    def test_runs_every_action_once(self, kind: ScheduleKind) -> None:
+        """Every part runs each micro-batch forward once, and backward once: whole, or in two halves."""
+        for (_, num_micro_batches, virtual_stages), schedule in self._made(kind):
+            for rows in schedule.actions:
+                assert rows.dtype == np.int32 and rows.ndim == 2 and rows.shape[1] == 3
+                counts = np.zeros((4, num_micro_batches, virtual_stages), dtype=np.int64)
+                np.add.at(counts, tuple(rows.T), 1)
+                assert (counts[FORWARD] == 1).all()
+                assert (counts[BACKWARD] + counts[BACKWARD_INPUT] == 1).all()
+                assert (counts[BACKWARD_WEIGHT] == counts[BACKWARD_INPUT]).all()
+
+    def test_runs_after_what_it_needs(self, kind: ScheduleKind) -> None:
+        """On its own stage a backward follows its forward, and a weight gradient its input gradient."""
+        for (_, num_micro_batches, virtual_stages), schedule in self._made(kind):
+            for rows in schedule.actions:
+                place = np.full((4, num_micro_batches, virtual_stages), -1)
+                place[tuple(rows.T)] = np.arange(len(rows))
+                backward = np.maximum(place[BACKWARD], place[BACKWARD_INPUT])
+                assert (backward > place[FORWARD]).all()
+                split = place[BACKWARD_WEIGHT] >= 0
+                assert (place[BACKWARD_WEIGHT][split] > place[BACKWARD_INPUT][split]).all()
+
+    def test_no_stage_waits_in_a_circle(self, kind: ScheduleKind) -> None:
+        """All actions run, each after those of other stages that it needs, and a stage's in its own order."""
+        for size, schedule in self._made(kind):
+            on = track(schedule)
+            assert on.num_actions == sum(map(len, schedule.actions))
+            assert (on.source < on.target).all()
+            assert (abs(on.part[on.source] - on.part[on.target]) == 1).all()
+            assert (on.micro_batch[on.source] == on.micro_batch[on.target]).all()
+            assert on.num_messages == 2 * size[1] * int((np.diff(schedule.placement[:, 0]) != 0).sum())
+            for stage, rows in enumerate(schedule.actions):
+                own = on.stage == stage
+                assert (np.stack([on.kind[own], on.micro_batch[own]], axis=1) == rows[:, :2]).all()
+
+    def test_takes_no_less_than_its_work(self, kind: ScheduleKind) -> None:
+        """An iteration takes at least a stage's work and a micro-batch's way, and at most all work in turn."""
+        for (num_stages, num_micro_batches, v), schedule in self._made(kind):
+            on, seconds = track(schedule), np.array([1.0, 2.0, 1.0, 1.0]).reshape(4, 1, 1)
+            end = run_track(on, on.kind, seconds, np.zeros(on.num_messages)).clocks.max()
+            work = 3 * v * num_micro_batches
+            assert max(work, 2 * num_stages * v) <= end <= work * num_stages
+
+    def test_keeps_a_bounded_number_in_flight(self, kind: ScheduleKind) -> None:
+        """No stage keeps more activations than ``most_in_flight``, and none keeps any at the end."""
+        for size, schedule in self._made(kind):
+            for stage, rows in enumerate(schedule.actions):
+                steps = np.select([rows[:, 0] == FORWARD, rows[:, 0] == BACKWARD_INPUT], [1, 0], -1).cumsum()
+                assert steps[-1] == 0
+                assert 0 < steps.max() <= self.most_in_flight(*size), (
+                    f"stage {stage} of {size}: {steps.max()} in flight"
+                )
+
+    def test_marks_whole_pairs_as_fused(self, kind: ScheduleKind) -> None:
+        """What runs as one is a forward and the whole backward behind it."""
+        for _, schedule in self._made(kind):
+            assert len(schedule.fused) in (0, schedule.num_stages)
+            for rows, fused in zip(schedule.actions, schedule.fused, strict=False):
+                at = np.flatnonzero(fused)
+                assert fused.shape == (len(rows),)
+                assert (rows[at, 0] == FORWARD).all() and (rows[at + 1, 0] == BACKWARD).all()
+
+    def test_equal_numbers_make_equal_schedules(self, kind: ScheduleKind) -> None:
+        """A schedule depends on its numbers alone."""
+        for (one, first), (other, second) in zip(self._made(kind), self._made(kind), strict=True):
+            assert one == other
+            assert all(map(np.array_equal, first.actions, second.actions))
+            assert np.array_equal(first.placement, second.placement)
+
+    def _made(self, kind: ScheduleKind) -> Iterator[tuple[tuple[int, int, int], Schedule]]:
+        """Sizes that the schedule allows, with the schedules; at least one."""
+        fewest, most = kind.virtual_stages
+        count = 0
+        for virtual_stages in sorted({fewest, min(fewest + 1, most), min(fewest + 2, most)}):
+            for num_stages, num_micro_batches in self.sizes:
+                try:
+                    schedule = kind.build("contract", num_stages, num_micro_batches, virtual_stages)
+                except JobError:
+                    continue
+                count += 1
+                yield (num_stages, num_micro_batches, virtual_stages), schedule
+        assert count, f"no size of {self.sizes} is allowed"
