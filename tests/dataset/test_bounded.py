@@ -18,7 +18,7 @@ from stepsight.dataset.errors import JobError, StepsightError, TableError, Trace
 from stepsight.dataset.job import Job
 from stepsight.dataset.readers.kineto import read_kineto
 from stepsight.dataset.tables import read_table
-from stepsight.experiments.evaluation.runs_table import read_runs
+from stepsight.experiments.evaluation.runs_table import read_runs_table
 from stepsight.simulator.schedules import read_schedule
 from stepsight.training.predictor.predictor import Predictor
 
@@ -62,7 +62,7 @@ def test_every_reader_of_packed_files_refuses_it(packed: Path, tmp_path: Path) -
         with pytest.raises(TableError, match="200 times"):
             read_table(name, packed)
     with pytest.raises(TableError, match="200 times"):
-        read_runs(packed)
+        read_runs_table(packed)
     with pytest.raises(TraceError, match="200 times"):
         read_kineto(packed)
     folder = tmp_path / "predictor"
@@ -140,7 +140,7 @@ def test_what_is_no_plain_file_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="must be a plain file, got a FIFO"):
         Job.from_file(tmp_path / "job.toml")
     with pytest.raises(TableError, match="a FIFO"):
-        read_runs(tmp_path / "runs.csv")
+        read_runs_table(tmp_path / "runs.csv")
     with pytest.raises(TraceError, match="a FIFO"):
         read_kineto(tmp_path / "trace.json")
     with pytest.raises(JobError, match="a FIFO"):

@@ -26,7 +26,6 @@ from stepsight.dataset.tables import FORMATS, Measurements, read_table, summary,
 from stepsight.experiments.collecting import read_plan
 from stepsight.experiments.evaluation.evaluate import evaluate
 from stepsight.experiments.evaluation.evaluation_report import evaluation_text
-from stepsight.experiments.evaluation.row_predictors import predictor_by_hardware
 from stepsight.experiments.reports.verb_reports import prediction_report, search_report
 from stepsight.experiments.search.search import search
 from stepsight.simulator.schedules import read_schedule, write_schedule
@@ -81,7 +80,7 @@ def _check_prediction(job: Job, predictor: Predictor | None) -> None:
 
 
 def _runs(path: Path) -> None:
-    result = evaluate(path, predictor_by_hardware(None))
+    result = evaluate(path)
     value = result.to_dict()
     json.dumps(value, allow_nan=False)
     check_numbers(value)

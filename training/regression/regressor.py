@@ -181,7 +181,7 @@ class Regressor:
                 least, most = LENGTHS[0], LENGTHS[-1]
                 if not (least <= near.length <= most and (np.abs(near.weights) <= MOST_WEIGHT).all()):
                     raise ValueError(
-                        f"neighbours of {kind} must reach {least} to {most}, and weights lie within +-{MOST_WEIGHT:g}"
+                        f"neighbours of {kind} must reach from {least} to {most}, weights lie within +-{MOST_WEIGHT:g}"
                     )
 
     def to_dict(self) -> dict[str, Any]:
