@@ -144,20 +144,11 @@ def _choices(rules: Rules, job: JobTables) -> None:
         ("optimizer.kind", job.optimizer.kind, OPTIMIZERS),
         ("execution.engine", job.execution.engine, ("", *ENGINES)),
     ):
-<<<<<<< HEAD
         if value not in allowed:
             names: Iterable[object] = allowed.names() if isinstance(allowed, Registry) else allowed
             words = ", ".join(repr(name) if name == "" else str(name) for name in names)
             rules.append(f"{key} must be one of {words}, got {value!r:.80}{did_you_mean(value, names)}")
-    rules.require(
-        p.schedule in SCHEDULES or p.schedule.endswith(".csv"),
-        f"parallel.schedule must be one of {', '.join(SCHEDULES)} or a .csv file of actions, got {p.schedule!r:.80}",
-    )
-=======
-        words = ", ".join(repr(a) if a == "" else str(a) for a in allowed)
-        rules.require(value in allowed, f"{key} must be one of {words}, got {value!r:.80}")
     _schedule(rules, p)
->>>>>>> 3b2f09b (A schedule is declared once, as a kind in a registry; contract of schedules; an unknown one is never run as another)
     rules.require(
         sorted(p.order.split("-")) == sorted(AXES),
         f"parallel.order must name {', '.join(AXES)} once each, joined by '-', got {p.order!r:.80}",

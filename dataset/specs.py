@@ -15,26 +15,10 @@ from stepsight.dataset.model_spec import ModelSpec as ModelSpec
 from stepsight.dataset.parallel_spec import ParallelSpec as ParallelSpec
 from stepsight.dataset.registry import Registry
 
-<<<<<<< HEAD
 # Families of models; None stands for those of the package, whose blocks ``simulator.blocks.family`` has.
 FAMILIES: Registry[Any] = Registry(
     "model family", dict.fromkeys(("gpt", "llama", "bert", "t5", "vit")), group="stepsight.families"
 )
-# Virtual stages (chunks of the model on each rank) that a schedule allows: fewest, most.
-SCHEDULES: MappingProxyType[str, tuple[int, int]] = MappingProxyType(
-    {
-        "gpipe": (1, 1),
-        "1f1b": (1, 1024),  # more than one: interleaved
-        "looped-bfs": (1, 1024),
-        "zb-h1": (1, 1),
-        "interleaved-zb": (2, 1024),
-        "zbv": (2, 2),
-        "dualpipev": (2, 2),
-    }
-)
-=======
-FAMILIES = ["gpt", "llama", "bert", "t5", "vit"]  # ``simulator.blocks.register_family`` adds to them
->>>>>>> 3b2f09b (A schedule is declared once, as a kind in a registry; contract of schedules; an unknown one is never run as another)
 RECOMPUTE = ("none", "selective", "full")
 MIXED = ("fp32", "bf16", "fp16", "fp8")  # with parameters' masters, moments and the loss in fp32
 PURE: Mapping[str, str] = MappingProxyType({"pure-bf16": "bf16", "pure-fp16": "fp16"})  # with nothing in fp32

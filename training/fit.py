@@ -83,11 +83,7 @@ def train(
     say("reading event profiles and traces")
     runs = read_runs(folders, roles)
     profile = read_profiles(folders, _fabric(hardware_name, runs))
-    if not profile.ops and not any(run.segments for run in runs):
-        raise TraceError(
-            f"training needs event profiles or traces of runs with role {' or '.join(roles)}, "
-            f"got none in {', '.join(map(str, folders))}"
-        )
+    _check_measured(profile, runs, roles, folders)
     check_hardware(runs, hardware_name)
     device = next((str(run.manifest.fingerprint.get("device", "cpu")) for run in runs), "cpu")
     hardware = with_host(profile.hardware(hardware_name, device), runs)
@@ -101,6 +97,16 @@ def train(
         _track(run, predictor, out)
     say(f"done: {out}")
     return Predictor.load(out)
+
+
+def _check_measured(
+    profile: Profile, runs: Sequence[MeasuredRun], roles: Sequence[str], folders: Sequence[Path]
+) -> None:
+    if not profile.ops and not any(run.segments for run in runs):
+        raise TraceError(
+            f"training needs event profiles or traces of runs with role {' or '.join(roles)}, "
+            f"got none in {', '.join(map(str, folders))}"
+        )
 
 
 def _fabric(hardware_name: str, runs: Sequence[MeasuredRun]) -> Fabric | None:

@@ -89,9 +89,8 @@ def search(
         while (claimed := study.claim(min(trials, len(grid)), choose)) is not None:
             _try(*claimed, study, asked)
             if on_trial is not None:
-                own_s = given.iteration_time_s if given.memory.fits else None
-                times = [seconds for seconds in (own_s, study.shortest_s) if seconds is not None]
-                on_trial(len(study.done) - 1, min(times, default=None))
+                times = [given.iteration_time_s] * given.memory.fits + [study.shortest_s]
+                on_trial(len(study.done) - 1, min((seconds for seconds in times if seconds is not None), default=None))
         return asked.result(study.done)
 
 
