@@ -1,6 +1,8 @@
-"""Runs that others published: read, asked about, and compared.
+"""Measured runs that others published: read them, predict them, compare.
 
-``table`` reads the rows, ``places`` and ``jobs`` say them as a ``Job``, ``evaluate`` predicts and scores them with
-``metrics`` and ``references``, ``report`` prints.  ``calibrated`` fits small rows and judges by larger ones, ``split``
-says which, ``calibration`` writes a predictor that gained, ``widths`` keeps errors for intervals.
+``runs_table`` reads the rows; ``row_hardware`` and ``row_jobs`` turn each into a ``Job``.  ``evaluate`` predicts and
+scores them (``scored_row``) with ``error_metrics`` and beside ``naive_references``; ``evaluation_report`` prints the
+result.  ``calibration_gain`` fits the small runs of every source (``calibration_split`` chooses them) and scores the
+larger ones; ``calibrate_runs`` writes a calibrated predictor.  ``interval_widths`` writes the errors that the intervals
+of predictors from public tables use.
 """

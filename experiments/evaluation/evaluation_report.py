@@ -21,7 +21,7 @@ or more in what was never measured"""
 def evaluation_text(result: Evaluation, num_worst: int, calibrated: Mapping[str, Any] | None = None) -> str:
     """Figures per source, per kind and overall; the references; calibrated ones; who was left out; the worst rows.
 
-    ``calibrated`` is what ``Calibrated.to_dict`` says, by what is fitted, in words.
+    ``calibrated`` holds what ``Calibrated.to_dict`` returns, by a description of the rows that were fitted.
     """
     value = result.to_dict()
     used = {name: row for name, row in value["sources"].items() if row["used"]}

@@ -1,7 +1,7 @@
 """Corrections that whole iterations taught, within physics.
 
 Own runs give a bounded scale, shrunk hard towards none.  Tables of runs give factors of resources, which the simulator
-turns into times, and a residual for jobs that are alike (see ``calibrating``).
+turns into times, and a residual for jobs that are alike (see ``fit_calibration``).
 """
 
 from __future__ import annotations
