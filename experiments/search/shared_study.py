@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepsight.dataset.bounded import read_file
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.processes import is_gone, process_name
 from stepsight.experiments.search.strategies import Grid
@@ -23,6 +25,7 @@ _POLL_S = 0.1  # between two looks at the strategies that others evaluate
 _LOST_S = 60.0  # a claim so old is void: evaluating a strategy takes milliseconds
 _MOST_S = 1e12  # of a stored time
 _SQLITE_WAIT_S = 60.0
+_BEGINNING = b'{"op_code":'  # of a journal
 
 
 class SharedStudy:
@@ -182,6 +185,8 @@ class SharedStudy:
 
         try:
             with nullcontext() if self._place is None else store_lock(self._place):
+                if isinstance(self._place, Path):
+                    _drop_half_line(self._place)
                 yield
         except (SQLAlchemyError, OptunaError, OSError) as error:
             raise _unusable(self._place, error) from None
@@ -216,13 +221,26 @@ def _open(place: str | Path | None) -> Any:
         wait = {"connect_args": {"timeout": _SQLITE_WAIT_S}} if place.startswith("sqlite") else {}
         return RDBStorage(place, engine_kwargs=wait)
     # The path is absolute: a relative one would leave a killed search's lock pointing nowhere, for ever.
-    text = place.read_bytes() if place.is_file() else b""
-    if (place.exists() and not place.is_file()) or text[:11] not in (b"", b'{"op_code":'):
+    text = read_file(place) if place.is_file() else b""
+    if (place.exists() and not place.is_file()) or text[: len(_BEGINNING)] not in (b"", _BEGINNING):
         raise StepsightError(f"a study's journal is a new file or one that a search wrote, got {place}")
-    if text and not text.endswith(b"\n"):
-        line = text.count(b"\n") + 1
-        raise StepsightError(f"a study's journal is of whole lines, got half of line {line} in {place}: remove it")
     return JournalStorage(JournalFileBackend(str(place)))
+
+
+def _drop_half_line(journal: Path) -> None:
+    """Drop the line that a killed process left half written; whoever writes holds the lock, so nobody is at it."""
+    if not journal.is_file() or not journal.stat().st_size:
+        return
+    with journal.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) == b"\n":
+            return
+        file.seek(0)
+        start = file.read(len(_BEGINNING))
+        if start != _BEGINNING[: len(start)]:
+            return  # it is no journal, which whoever opens it says
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _is_void(trial: optuna.trial.FrozenTrial) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from dataclasses import replace
 from functools import cache
@@ -72,4 +73,5 @@ def search_journal() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "study.log"
         search(toy_job(), toy_predictor(), storage=str(path), study_name=SEARCHED, trials=4)
-        return path.read_bytes()
+        # Claims of a process that is long gone: those of this one would be waited for.
+        return re.sub(rb'"claimed":\[[^]]*\]', b'"claimed":["elsewhere 1 1",1.0]', path.read_bytes())
