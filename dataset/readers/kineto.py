@@ -154,7 +154,7 @@ def _with_loss(spans: list[Span], works: list[Work]) -> list[Span]:
             between = works[first:last]
             losses = [i for i, work in enumerate(between) if work.work.kind == "cross_entropy"]
             if losses:
-                joined = [work for work in between[losses[0] :] if work.work.kind != "send_recv"]
+                joined = [work for work in between[losses[0] :] if not work.is_message]
                 limit = after.start_s if after else math.inf
                 span = replace(span, end_s=max(span.end_s, min(limit, max(work.end for work in joined))))
         out.append(span)

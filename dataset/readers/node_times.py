@@ -164,7 +164,7 @@ def _idle(waits: list[Wait]) -> Intervals:
 
 def _events_on_the_way(calls: RankCalls) -> float:
     """Recorded calls that a step's time passes through: the rank's own; while it waits for a message, the peer's."""
-    messages = _idle([wait for wait in calls.waits if wait.work.work.kind == "send_recv"])
+    messages = _idle([wait for wait in calls.waits if wait.work.is_message])
     counts = [0.0]
     for start, end in calls.steps:
         if not end > start:

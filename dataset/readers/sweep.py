@@ -64,6 +64,11 @@ class Work:
     blocks: bool = False
     issued: float = 0.0
 
+    @property
+    def is_message(self) -> bool:
+        """Whether it is a collective that sends a message from one rank to one."""
+        return isinstance(self.work, Collective) and self.work.record.route == "message"
+
 
 @dataclass(slots=True)
 class Call:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from stepsight.dataset.bounded import check_unpacked, read_unpacked, reason
 from stepsight.dataset.kinds.collective_names import benchmark_names
-from stepsight.dataset.op import Collective
+from stepsight.dataset.op import COLLECTIVE_KINDS, Collective
 from stepsight.dataset.tables.device_names import device_name
 from stepsight.dataset.tables.rows import Line, Rows, read_csv, read_text
 
@@ -174,7 +174,7 @@ def _add(rows: Rows, result: _Result, where: _Where) -> None:
     if where.num_ranks % where.num_nodes:
         raise rows.error(f"nodes must have as many ranks each, got {where.num_ranks} on {where.num_nodes}", number)
     group, per_node = where.num_ranks, where.num_ranks // where.num_nodes
-    if kind == "send_recv":
+    if COLLECTIVE_KINDS[kind].route == "message":
         if where.num_nodes > 2:
             rows.skip("a ring of messages over more than two nodes")
             return
