@@ -85,7 +85,8 @@ class Registry(dict[str, T]):
         with self._lock:
             self._fill()
             if super().__contains__(name):
-                raise self._error(f"{self.noun}: the name {name!r:.80} is taken: choose another one")
+                origin = "is registered already" if name in self._added else "comes with stepsight"
+                raise self._error(f"{self.noun} {name!r:.80} {origin}: choose another name")
             try:
                 self._add(name, cast(T, thing) if self._check is None else self._check(name, thing), "")
             except StepsightError as error:

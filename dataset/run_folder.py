@@ -11,7 +11,7 @@ from typing import Any
 from stepsight.dataset.bounded import read_file
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.readers.placement import Placement
-from stepsight.dataset.readers.trace_readers import TRACE_READERS
+from stepsight.dataset.readers.trace_formats import TRACE_READERS
 from stepsight.dataset.run_manifest import RunManifest, read_manifest, read_object, typed
 from stepsight.dataset.trace import Trace
 

@@ -13,7 +13,7 @@ from stepsight.dataset.frameworks import FRAMEWORKS, find_framework
 from stepsight.dataset.hardware import FABRICS, HARDWARE, find_hardware
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS
 from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.readers.trace_readers import TRACE_READERS
+from stepsight.dataset.readers.trace_formats import TRACE_READERS
 from stepsight.dataset.registry import Registry
 from stepsight.dataset.specs import FAMILIES
 from stepsight.dataset.tables.formats import FORMATS

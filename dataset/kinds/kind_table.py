@@ -66,7 +66,7 @@ class KindTable(Registry[K]):
         if not name.isidentifier():
             raise StepsightError("a name must be an identifier")
         if any(name in list(table) for table in self._tables):  # of other packages only those that are loaded
-            raise StepsightError("the name is taken: choose another one")
+            raise StepsightError("the name is taken: choose another name")
         for other in self.values():
             if other.code == kind.code:
                 raise StepsightError(

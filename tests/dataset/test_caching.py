@@ -1,7 +1,9 @@
 """Caches are bounded, shared by threads, and emptied in one call."""
 
 import copy
+import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from stepsight.dataset.caching import Memo, cache_entries, cached, clear_caches
 
@@ -71,3 +73,15 @@ def test_threads_share_a_memo() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(4)))
+
+
+def test_every_cache_can_be_emptied() -> None:
+    """Caches of functions are ``cached``; the harness, which may not import it, bounds its own."""
+    root = Path(__file__).parents[2]
+    for room in ("dataset", "features", "gnn", "simulator", "training", "experiments", "stepsight"):
+        for path in (root / room).rglob("*.py"):
+            text = path.read_text("utf-8")
+            if path.name == "caching.py" or "harness" in path.parts:
+                assert not re.search(r"functools import .*\bcache\b|functools\.cache\b|maxsize=None", text), path
+            else:
+                assert not re.search(r"functools import .*(lru_cache|\bcache\b)|functools\.(lru_)?cache\b", text), path

@@ -52,9 +52,9 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
 def test_users_register_and_unregister() -> None:
     fruits = _fruits()
     assert fruits.register("fig", 4) == 4 and fruits["fig"] == 4
-    with pytest.raises(StepsightError, match="the name 'fig' is taken: choose another"):
+    with pytest.raises(StepsightError, match="fruit 'fig' is registered already: choose another"):
         fruits.register("fig", 5)
-    with pytest.raises(StepsightError, match="the name 'apple' is taken"):
+    with pytest.raises(StepsightError, match="fruit 'apple' comes with stepsight"):
         fruits.register("apple", 5)
     with pytest.raises(StepsightError, match="fruit 'plum': it must be of type int, got 'purple'"):
         fruits.register("plum", "purple")
@@ -117,7 +117,7 @@ def test_what_comes_with_the_package_may_be_made_when_it_is_needed() -> None:
     assert not made
     assert fruits["apple"] == 1 and "apple" in fruits and dict(fruits.items()) == {"apple": 1} and len(fruits) == 1
     assert made == ["fruits"]
-    with pytest.raises(StepsightError, match="is taken"):
+    with pytest.raises(StepsightError, match="comes with stepsight"):
         Registry("fruit", make, group=GROUP).register("apple", 2)
     with pytest.raises(TypeError, match="added with register"):
         fruits["fig"] = 1

@@ -65,7 +65,7 @@ def test_a_code_that_is_not_given_follows_from_the_name_alone() -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (_kind("linear"), "op kind: the name 'linear' is taken"),
+        (_kind("linear"), "op kind 'linear' comes with stepsight"),
         (_kind("all_reduce"), "op kind 'all_reduce': the name is taken"),
         (_kind("a b"), "op kind 'a b': a name must be an identifier"),
         (_kind(code=4), "op kind 'scan': codes must differ, got 4 for 'attention' and 'scan'"),

@@ -137,7 +137,7 @@ def test_a_family_of_ones_own_is_known_to_jobs() -> None:
         assert both(embedding_block(shape))
     finally:
         specs.FAMILIES.unregister(name)
-    with pytest.raises(JobError, match="model family: the name 'gpt' is taken"):
+    with pytest.raises(JobError, match="model family 'gpt' comes with stepsight"):
         register_family("gpt", find_family("gpt"))
     with pytest.raises(JobError, match=r"must be a simulator\.blocks\.Family, got None"):
         register_family(name, None)  # type: ignore[arg-type]

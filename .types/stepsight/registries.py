@@ -1,0 +1,1 @@
+../../stepsight/registries.py

@@ -1,0 +1,64 @@
+"""What you add to stepsight: each registry, and the class of the things in it.
+
+Register a thing in Python, for the running process::
+
+    from dataclasses import replace
+    from stepsight.registries import HARDWARE
+    HARDWARE.register("my-gpu", replace(HARDWARE["h100-sxm-80gb"], name="my-gpu", memory_bytes=96e9))
+
+or let a package bring it to every process that has the package installed (``pyproject.toml`` of the package)::
+
+    [project.entry-points."stepsight.hardware"]
+    my-gpu = "my_package:my_gpu"
+
+====================  ==============================  ==============================================
+registry              entry points' group             a thing is a
+====================  ==============================  ==============================================
+``HARDWARE``          ``stepsight.hardware``          ``Hardware``; a job can also name a .toml file
+``FABRICS``           ``stepsight.fabrics``           ``Fabric``; likewise
+``FRAMEWORKS``        ``stepsight.frameworks``        ``Framework``, which is a profile; likewise
+``FAMILIES``          ``stepsight.families``          ``Family`` of models
+``OP_KINDS``          ``stepsight.op_kinds``          ``OpKind``
+``COLLECTIVE_KINDS``  ``stepsight.collective_kinds``  ``CollectiveKind``
+``TRACE_READERS``     ``stepsight.trace_readers``     function of a path and a ``Placement``
+``TABLE_READERS``     ``stepsight.table_readers``     ``Format``
+====================  ==============================  ==============================================
+
+``HARDWARE.names()`` lists all names, ``HARDWARE.unregister`` removes what was registered, and
+``with HARDWARE.registered(name, thing):`` does both for the length of a block.
+``stepsight.testing`` has contracts that check readers, kinds and schedules.
+"""
+
+from __future__ import annotations
+
+from stepsight.dataset.frameworks import FRAMEWORKS, Framework
+from stepsight.dataset.hardware import FABRICS, HARDWARE, Fabric, Hardware, Link
+from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS, CollectiveKind, OpKind
+from stepsight.dataset.readers.placement import Placement
+from stepsight.dataset.readers.trace_formats import TRACE_READERS
+from stepsight.dataset.registry import Registry
+from stepsight.dataset.specs import FAMILIES
+from stepsight.dataset.tables.formats import FORMATS as TABLE_READERS
+from stepsight.dataset.tables.formats import Format
+from stepsight.simulator.blocks.family import Family
+
+__all__ = [
+    "COLLECTIVE_KINDS",
+    "FABRICS",
+    "FAMILIES",
+    "FRAMEWORKS",
+    "HARDWARE",
+    "OP_KINDS",
+    "TABLE_READERS",
+    "TRACE_READERS",
+    "CollectiveKind",
+    "Fabric",
+    "Family",
+    "Format",
+    "Framework",
+    "Hardware",
+    "Link",
+    "OpKind",
+    "Placement",
+    "Registry",
+]
