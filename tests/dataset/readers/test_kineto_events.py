@@ -51,8 +51,8 @@ def test_a_bare_list_of_events_is_a_trace(tmp_path: Path) -> None:
     [
         (b"", "empty file"),
         (b"  \n", "empty file"),
-        (gzip.compress(b""), "empty file"),
-        (gzip.compress(b'{"traceEvents": []}')[:-9], "whole gzip"),
+        (gzip.compress(b"", mtime=0), "empty file"),
+        (gzip.compress(b'{"traceEvents": []}', mtime=0)[:-9], "whole gzip"),
         (b'{"traceEvents": [', "whole JSON"),
         (b'{"traceEvents": []}', "got none"),
         (b'{"events": []}', "list traceEvents, got keys events"),
