@@ -18,6 +18,7 @@ registry              entry points' group             a thing is a
 ``FABRICS``           ``stepsight.fabrics``           ``Fabric``; likewise
 ``FRAMEWORKS``        ``stepsight.frameworks``        ``Framework``, which is a profile; likewise
 ``FAMILIES``          ``stepsight.families``          ``Family`` of models
+``SCHEDULES``         ``stepsight.schedules``         ``ScheduleKind``
 ``OP_KINDS``          ``stepsight.op_kinds``          ``OpKind``
 ``COLLECTIVE_KINDS``  ``stepsight.collective_kinds``  ``CollectiveKind``
 ``TRACE_READERS``     ``stepsight.trace_readers``     function of a path and a ``Placement``
@@ -37,6 +38,8 @@ from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS, CollectiveKind, 
 from stepsight.dataset.readers.placement import Placement
 from stepsight.dataset.readers.trace_formats import TRACE_READERS
 from stepsight.dataset.registry import Registry
+from stepsight.dataset.schedules import SCHEDULES
+from stepsight.dataset.schedules.base import ScheduleKind
 from stepsight.dataset.specs import FAMILIES
 from stepsight.dataset.tables.formats import FORMATS as TABLE_READERS
 from stepsight.dataset.tables.formats import Format
@@ -49,6 +52,7 @@ __all__ = [
     "FRAMEWORKS",
     "HARDWARE",
     "OP_KINDS",
+    "SCHEDULES",
     "TABLE_READERS",
     "TRACE_READERS",
     "CollectiveKind",
@@ -61,4 +65,5 @@ __all__ = [
     "OpKind",
     "Placement",
     "Registry",
+    "ScheduleKind",
 ]

@@ -15,6 +15,7 @@ from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.readers.trace_formats import TRACE_READERS
 from stepsight.dataset.registry import Registry
+from stepsight.dataset.schedules import SCHEDULES
 from stepsight.dataset.specs import FAMILIES
 from stepsight.dataset.tables.formats import FORMATS
 
@@ -23,6 +24,7 @@ REGISTRIES: dict[str, Registry[object]] = {
     "stepsight.fabrics": FABRICS,
     "stepsight.frameworks": FRAMEWORKS,
     "stepsight.families": FAMILIES,
+    "stepsight.schedules": SCHEDULES,
     "stepsight.op_kinds": OP_KINDS,
     "stepsight.collective_kinds": COLLECTIVE_KINDS,
     "stepsight.trace_readers": TRACE_READERS,
@@ -33,6 +35,7 @@ from dataclasses import replace
 from stepsight.dataset.frameworks import find_framework
 from stepsight.dataset.hardware import find_fabric, find_hardware
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS
+from stepsight.dataset.schedules import SCHEDULES
 from stepsight.dataset.tables.formats import FORMATS
 from stepsight.simulator.blocks.family import find_family
 
@@ -40,6 +43,7 @@ hardware = replace(find_hardware("a100-sxm-80gb"), name="lab_thing")
 fabrics = replace(find_fabric("dgx-a100"), name="lab_thing")
 frameworks = replace(find_framework("megatron-lm"), name="lab_thing", words=("labtrain",))
 families = find_family("gpt")
+schedules = replace(SCHEDULES["gpipe"])
 op_kinds = replace(OP_KINDS["gelu"], name="lab_thing", code=-1, calls={}, in_harness=False)
 collective_kinds = replace(COLLECTIVE_KINDS["broadcast"], name="lab_thing2", code=-1)
 table_readers = FORMATS["csv"]
@@ -54,6 +58,9 @@ hidden = 256
 heads = 4
 vocab = 1024
 seq_len = 128
+[parallel]
+pp = 2
+schedule = "{schedule}"
 [batch]
 micro_batch = 1
 global_batch = 8
@@ -74,6 +81,11 @@ LINKS = """
 intra_node = { bandwidth_gbytes_per_s = 100.0, latency_us = 5.0 }
 inter_node = { bandwidth_gbytes_per_s = 10.0, latency_us = 10.0 }
 """
+
+
+def _text(**changes: str) -> str:
+    table = {"framework": "", "family": "gpt", "schedule": "1f1b", "hardware": "a100-sxm-80gb", "fabric": ""}
+    return JOB.format(**{**table, **changes})
 
 
 def _name(group: str) -> str:
@@ -110,7 +122,9 @@ def test_a_package_brings_a_thing_in_every_group(lab: None, group: str) -> None:
 def test_jobs_use_what_packages_bring(lab: None, tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     fabric = 'fabric = "lab_thing"'
-    path.write_text(JOB.format(framework="LabTrain 2", family="lab_thing", hardware="lab_thing", fabric=fabric))
+    path.write_text(
+        _text(framework="LabTrain 2", family="lab_thing", schedule="lab_thing", hardware="lab_thing", fabric=fabric)
+    )
     job = Job.from_file(path)
     assert find_framework("LabTrain 2").name == "lab_thing" and not job.warnings
     assert predict(job).iteration_time_s > 0
@@ -124,13 +138,18 @@ def test_a_job_file_names_files_beside_it(tmp_path: Path) -> None:
     (tmp_path / "links.toml").write_text(LINKS.replace("100.0", "1.0"))
     (tmp_path / "train.toml").write_text("[labtrain]\ndropout = 0.1\n")
     path = tmp_path / "job.toml"
-    path.write_text(JOB.format(framework="train.toml", family="gpt", hardware="gpu.toml", fabric=""))
+    path.write_text(
+        _text(
+            framework="train.toml",
+            hardware="gpu.toml",
+        )
+    )
     job = Job.from_file(path)
     assert job.model.dropout == 0.1 and not job.warnings
     assert job.fabric.name == "lab-links" and job.fabric.intra_node.bandwidth_bytes_per_s == 1e11
     own = predict(job)
     assert own.predictor is None and "nothing was measured" in own.source
-    path.write_text(JOB.format(framework="", family="gpt", hardware="gpu.toml", fabric='fabric = "links.toml"'))
+    path.write_text(_text(hardware="gpu.toml", fabric='fabric = "links.toml"'))
     slow = predict(Job.from_file(path))
     assert slow.job.fabric.intra_node.bandwidth_bytes_per_s == 1e9 and slow.iteration_time_s > own.iteration_time_s
     assert Job.from_dict(slow.job.to_dict()) == slow.job
@@ -165,7 +184,11 @@ def test_a_wrong_file_of_hardware_is_refused(tmp_path: Path, text: str | None, m
     if text is not None:
         (tmp_path / "gpu.toml").write_text(text)
     path = tmp_path / "job.toml"
-    path.write_text(JOB.format(framework="", family="gpt", hardware="gpu.toml", fabric=""))
+    path.write_text(
+        _text(
+            hardware="gpu.toml",
+        )
+    )
     with pytest.raises(JobError, match=message):
         Job.from_file(path)
 
@@ -182,13 +205,19 @@ def test_a_wrong_file_of_hardware_is_refused(tmp_path: Path, text: str | None, m
 def test_a_wrong_profile_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "train.toml").write_text(text)
     path = tmp_path / "job.toml"
-    path.write_text(JOB.format(framework="train.toml", family="gpt", hardware="a100-sxm-80gb", fabric=""))
+    path.write_text(
+        _text(
+            framework="train.toml",
+        )
+    )
     with pytest.raises(JobError, match=message):
         Job.from_file(path)
 
 
 def test_unknown_names_are_answered_with_known_ones() -> None:
-    text = JOB.format(framework="", family="gpt", hardware="a100-smx-80gb", fabric="")
+    text = _text(
+        hardware="a100-smx-80gb",
+    )
     tables = tomllib.loads(text)
     with pytest.raises(JobError, match=r"hardware must be one of .*got 'a100-smx-80gb' \(did you mean 'a100-sxm-80gb'"):
         predict(Job.from_dict(tables))

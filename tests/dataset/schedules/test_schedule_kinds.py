@@ -85,7 +85,7 @@ def test_declaring_a_schedule_is_all() -> None:
 
 
 def test_names_are_taken_once() -> None:
-    with pytest.raises(JobError, match="schedule: the name '1f1b' is taken: choose another one"):
+    with pytest.raises(JobError, match="schedule '1f1b' comes with stepsight: choose another name"):
         register_schedule("1f1b", one_at_a_time)
 
 
