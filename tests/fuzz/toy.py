@@ -23,7 +23,7 @@ from stepsight.training.predictor.predictor import Predictor
 HARDWARE = Hardware(
     name="toy",
     kind="gpu",
-    peak_flops={"fp32": 20e12, "bf16": 300e12, "fp16": 300e12},
+    peak_flops={"fp32": 20e12, "bf16": 300e12, "fp16": 300e12, "fp8": 600e12},
     memory_bandwidth_bytes_per_s=2e12,
     memory_bytes=80e9,
     op_latency_s=3e-6,

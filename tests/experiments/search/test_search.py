@@ -208,7 +208,7 @@ def test_foreign_files_and_unanswerable_jobs_are_left_alone(job: Job, tmp_path: 
     with pytest.raises(StepsightError, match="journal"):
         search(job, space=SMALL, trials=1, storage=str(path))
     assert path.read_text() == "hi"
-    with pytest.raises(StepsightError, match="preset"):
+    with pytest.raises(StepsightError, match=r"preset|fabric"):
         search(replace(job, cluster=replace(job.cluster, hardware="abacus")), space=SMALL, trials=1)
     with pytest.raises(StepsightError, match="seed"):
         search(job, space=SMALL, trials=1, seed=-1)
