@@ -42,7 +42,7 @@ _PORTS = re.compile(r"(?:(\d+) ?x ?)?(\d+) ?g(?:b/s|bps|bit/s|b)\b")
 NVLINK_DOMAIN = {"gb200-nvl72": 72, "gb300-nvl72": 72}
 
 
-def hardware_name(row: Row) -> str:
+def preset_of_device(row: Row) -> str:
     """The preset of a row's devices.
 
     Raises:
@@ -103,7 +103,7 @@ def _link(gbytes_per_s: float, latency_s: float) -> dict[str, float]:
 def cluster_of(row: Row) -> dict[str, Any]:
     """The ``[cluster]`` table of a row's job."""
     gpus = row.gpus
-    hardware = hardware_name(row)
+    hardware = preset_of_device(row)
     per_node = min(gpus, _gpus_per_node(row))
     fabric = fabric_of(row, hardware, per_node)
     domain = NVLINK_DOMAIN.get(fabric) if isinstance(fabric, str) else None

@@ -14,6 +14,8 @@ from stepsight.verbs.options import (
     FrameworkName,
     Json,
     PredictorPath,
+    Storage,
+    Trials,
     answer,
     check_plot,
     check_result,
@@ -98,26 +100,13 @@ def search_command(
     *,
     predictor: PredictorPath = None,
     framework: FrameworkName = "",
-    trials: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Total of strategies evaluated in the study at the end, those of earlier searches and of other "
-            "processes included; a space that is not larger is evaluated whole.",
-        ),
-    ] = 200,
+    trials: Trials = 200,
     sampler: Annotated[
         str, typer.Option(help="tpe, random, or auto: the whole space if --trials allows it, else tpe.")
     ] = "auto",
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the sampler.")] = 0,
-    storage: Annotated[
-        str | None,
-        typer.Option(
-            help="Study storage: a database URL or the path of a journal file; default: memory. "
-            "Several searches may share a study in SQLite, PostgreSQL or a journal."
-        ),
-    ] = None,
+    storage: Storage = None,
     study: Annotated[str | None, typer.Option(help="Name of the study in the storage; goes on if it exists.")] = None,
     plot: Annotated[
         Path | None, typer.Option(parser=path, help="Write time against memory of all strategies here (.png, .svg).")

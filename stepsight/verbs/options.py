@@ -46,6 +46,21 @@ PredictorPath = Annotated[
         "hardware facts only where there is none; the answer says which.",
     ),
 ]
+Trials = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Total of strategies evaluated in the study at the end, those of earlier searches and of other "
+        "processes included; a space that is not larger is evaluated whole.",
+    ),
+]
+Storage = Annotated[
+    str | None,
+    typer.Option(
+        help="Study storage: a database URL or the path of a journal file; default: memory. "
+        "Several searches may share a study in SQLite, PostgreSQL or a journal."
+    ),
+]
 FrameworkName = Annotated[
     str,
     typer.Option(
