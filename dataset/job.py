@@ -14,7 +14,14 @@ from stepsight.dataset.bounded import read_text, reason
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.files import parse_json
 from stepsight.dataset.frameworks import Framework, find_framework, unknown_frameworks
-from stepsight.dataset.hardware import Fabric, fabric_from_dict, find_fabric, suspicious_links, usual_fabric
+from stepsight.dataset.hardware import (
+    Fabric,
+    fabric_from_dict,
+    find_fabric,
+    hardware_name,
+    suspicious_links,
+    usual_fabric,
+)
 from stepsight.dataset.models import MODELS
 from stepsight.dataset.rules import broken_rules
 from stepsight.dataset.spec_tables import spec_from_table, type_problems
@@ -84,6 +91,11 @@ class Job:
     def tokens(self) -> int:
         """Tokens of an iteration, those of an encoder included."""
         return self.batch.global_batch * (self.model.seq_len + self.model.encoder_seq_len)
+
+    @property
+    def hardware_name(self) -> str:
+        """Name of the cluster's hardware, also where ``cluster.hardware`` is the path of a file."""
+        return hardware_name(self.cluster.hardware)
 
     @cached_property
     def fabric(self) -> Fabric:

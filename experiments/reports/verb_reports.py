@@ -25,7 +25,7 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
     """Time, interval, breakdown and memory of one job."""
     whole = prediction.iteration_time_s
     lines = [
-        f"job        {job.name} on {job.cluster.num_devices} x {job.cluster.hardware}, fabric {job.fabric.name}",
+        f"job        {job.name} on {job.cluster.num_devices} x {job.hardware_name}, fabric {job.fabric.name}",
         f"source     {prediction.source}",
         f"iteration  {seconds_text(whole)}   "
         f"interval {seconds_text(prediction.low_s)} to {seconds_text(prediction.high_s)}",

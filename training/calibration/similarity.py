@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.hardware import hardware_name
 from stepsight.dataset.job import Job
 
 Array = NDArray[np.float64]
@@ -67,7 +66,7 @@ class Likeness:
         )  # fmt: skip
         place = np.log2(np.array(values, float)) / np.array(list(SCALES.values()))
         mixture = "mixture" if m.experts else "dense"
-        labels = (software, hardware_name(job.cluster.hardware), batch.precision, p.recompute, m.family, mixture)
+        labels = (software, job.hardware_name, batch.precision, p.recompute, m.family, mixture)
         return cls(tuple(place.tolist()), labels, float(np.log2(job.cluster.num_devices)))
 
     def to_dict(self) -> dict[str, object]:

@@ -14,7 +14,7 @@ from stepsight.dataset.box_spec import HARDWARE as SLEEPERS
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.event_file import EventFile, read_event_file
 from stepsight.dataset.files import digest, digest_files
-from stepsight.dataset.hardware import Fabric, Hardware, Link, find_hardware, hardware_from_dict, hardware_name
+from stepsight.dataset.hardware import Fabric, Hardware, Link, find_hardware, hardware_from_dict
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
 from stepsight.dataset.run_folder import read_collection, read_run
@@ -196,7 +196,7 @@ def check_hardware(runs: Sequence[MeasuredRun], name: str) -> None:
             f"compiled, as {compiled[0]}"
         )
     for run in runs:
-        if hardware_name(run.manifest.job.cluster.hardware) != name:
+        if run.manifest.job.hardware_name != name:
             raise TraceError(
                 f"every run must be on the hardware that is learned: cluster.hardware must be {name!r:.80}, "
                 f"got {run.manifest.job.cluster.hardware!r:.80} in {run.manifest.folder}"

@@ -198,7 +198,7 @@ class Prediction:
         return {
             "job": self.job.name,
             "framework": self.job.framework,
-            "hardware": self.job.cluster.hardware,
+            "hardware": self.job.hardware_name,
             "iteration_time_s": self.iteration_time_s,
             "low_s": self.low_s,
             "high_s": self.high_s,
@@ -331,7 +331,7 @@ def _from_facts(job: Job) -> Prediction:
             "state its facts in a .toml file"
         )
     simulation = simulate(job, latency)
-    why = f"nothing was measured for {job.cluster.hardware}" if _serving(job.cluster.hardware) is None else "as asked"
+    why = f"nothing was measured for {job.hardware_name}" if _serving(job.cluster.hardware) is None else "as asked"
     return Prediction(job, simulation.iteration_time_s, ROOFLINE_SOURCE.format(why), simulation)
 
 

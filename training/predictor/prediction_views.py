@@ -62,7 +62,7 @@ def one_line(prediction: Answer) -> str:
         seconds_text(prediction.iteration_time_s),
         interval_text(prediction.low_s, prediction.high_s),
         f"{memory.peak_bytes / 1e9:.1f} GB" + ("" if memory.fits else " does not fit"),
-        f"{_cut(job.model_name)} on {job.cluster.num_devices} x {_cut(job.cluster.hardware)}",
+        f"{_cut(job.model_name)} on {job.cluster.num_devices} x {_cut(job.hardware_name)}",
     ]
     return f"Prediction({', '.join(facts)})"
 
@@ -78,7 +78,7 @@ def one_row(prediction: Answer) -> DataFrame:
     job, memory = prediction.job, prediction.memory
     row: dict[str, Any] = {
         "job": job.name,
-        "hardware": job.cluster.hardware,
+        "hardware": job.hardware_name,
         "devices": job.cluster.num_devices,
         "iteration_time_s": prediction.iteration_time_s,
         "low_s": prediction.low_s,
