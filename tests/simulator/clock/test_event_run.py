@@ -1,0 +1,157 @@
+"""Longest paths through events, rule by rule, on events written by hand."""
+
+import numpy as np
+import pytest
+
+from stepsight.simulator.clock.event_run import TO_HOST, TO_SENT, EventPaths, PassageTable, SentTable, run_events
+from stepsight.simulator.lowering.segment import BLOCK, DATA, HOST, NUM_CLOCKS, RUN, SECOND, SEND, WAIT
+
+INF = np.inf
+Row = tuple[int, ...]
+
+# Passage 0 has nodes of 1, 2 and 4 s on streams 0, 1, 0; passage 1 one node of 8 s on stream 1.
+SECONDS = ([1.0, 2.0, 4.0], [8.0])
+STREAM = ([0, 1, 0], [1])
+SENT_S = (10.0, 3.0)
+
+
+def run(
+    *rows: Row, launch: float = 0.0, sent_launch: float = 0.0, share: float = 0.0, joined: bool = False
+) -> EventPaths:
+    """Every node takes the host ``launch``, every collective ``sent_launch``."""
+    events = np.array([[*row, *[0] * (8 - len(row))] for row in rows], dtype=np.int32)
+    has_host = launch > 0 or sent_launch > 0
+    paths = []
+    for seconds in SECONDS:
+        launched = launch * np.arange(1, len(seconds) + 1)
+        by_host = max(launched[at] + sum(seconds[at:]) for at in range(len(seconds))) if launch else -INF
+        paths.append((sum(seconds), by_host, launch * len(seconds)))
+    passages = PassageTable(
+        np.array(paths),
+        np.array([np.bincount(s, t, minlength=2) for s, t in zip(STREAM, SECONDS, strict=True)]),
+        np.concatenate(SECONDS),
+        np.full(4, launch),
+        np.concatenate(STREAM).astype(np.int8),
+        np.array([0, 3, 4]),
+    )
+    sent = SentTable(np.array(SENT_S), np.full(2, sent_launch), share, has_host, joined)
+    out = EventPaths(
+        np.full((NUM_CLOCKS, NUM_CLOCKS), np.nan), np.full((HOST + 1, HOST + 1), np.nan), np.zeros(2), np.zeros(2)
+    )
+    run_events(events, passages, sent, out)
+    return out
+
+
+WHOLE, LAST_TWO = (RUN, 0, 0, 3, 1), (RUN, 0, 1, 3, 1)
+
+
+def test_nothing_takes_no_time_from_any_clock_to_itself() -> None:
+    paths = run()
+    assert paths.transition.tolist() == [[0.0, -INF, -INF], [-INF, 0.0, -INF], [-INF, -INF, 0.0]]
+    assert np.diag(paths.carried).tolist() == [0.0, 0.0, 0.0, 0.0]
+    assert np.isneginf(paths.carried[~np.eye(4, dtype=bool)]).all()
+
+
+def test_passages_run_whole_in_part_and_several_times() -> None:
+    assert run(WHOLE).transition[0, 0] == 7.0
+    assert run((RUN, 0, 0, 3, 5)).transition[0, 0] == 35.0
+    assert run(LAST_TWO).transition[0, 0] == 6.0
+    assert run((RUN, 0, 0, 1, 1), (RUN, 1, 0, 1, 1)).transition[0, 0] == 9.0
+    assert run((RUN, 0, 0, 3, 5)).by_stream.tolist() == [25.0, 10.0]
+    assert run(LAST_TWO, (RUN, 1, 0, 1, 1)).by_stream.tolist() == [4.0, 10.0]
+
+
+def test_a_sent_collective_starts_when_the_computation_reaches_it() -> None:
+    paths = run(WHOLE, (SEND, 0, DATA, -1, 0), (RUN, 1, 0, 1, 1))
+    assert paths.transition[:2, 0].tolist() == [15.0, 17.0]
+    assert paths.transition[:2, 1].tolist() == [-INF, 10.0]  # its stream alone
+    assert paths.lost[TO_SENT] == 0.0
+
+
+def test_an_early_collective_waits_for_its_stream_alone() -> None:
+    assert run(WHOLE, (SEND, 0, DATA, -1, 1)).transition[:2, 0].tolist() == [7.0, -INF]
+
+
+def test_a_collective_follows_another() -> None:
+    """On another clock, from the end of the first."""
+    paths = run((SEND, 0, DATA, -1, 0), (SEND, 1, SECOND, 0, 0))
+    assert paths.transition[:, 0].tolist() == [0.0, 10.0, 13.0]
+    assert run((SEND, 0, DATA, -1, 0), (SEND, 1, SECOND, -1, 0)).transition[:, 0].tolist() == [0.0, 10.0, 3.0]
+
+
+def test_what_is_sent_on_one_clock_takes_turns() -> None:
+    assert run((SEND, 0, DATA, -1, 0), (SEND, 1, DATA, -1, 0)).transition[1, 0] == 13.0
+
+
+def test_a_wait_is_for_the_event_that_it_names() -> None:
+    sends = ((SEND, 0, DATA, -1, 0), (SEND, 1, SECOND, -1, 0))
+    long, short = run(*sends, (WAIT, 0), WHOLE), run(*sends, (WAIT, 1), WHOLE)
+    assert (long.transition[0, 0], short.transition[0, 0]) == (17.0, 10.0)
+    assert (long.lost[TO_SENT], short.lost[TO_SENT]) == (10.0, 3.0)
+    assert run(*sends, (RUN, 1, 0, 1, 1), (WAIT, 1)).lost[TO_SENT] == 0.0  # it had passed
+
+
+def test_a_blocking_collective_holds_the_computation() -> None:
+    paths = run((RUN, 0, 0, 1, 1), (BLOCK, 0, DATA), WHOLE)
+    assert paths.transition[:2, 0].tolist() == [18.0, 11.0]
+    assert paths.transition[:2, 1].tolist() == [17.0, 10.0]  # behind what its stream was at
+    assert paths.lost[TO_SENT] == 10.0
+    assert run((BLOCK, 0, DATA), share=0.5).transition[0, 0] == 10.0  # it takes nothing besides
+    assert run((SEND, 0, DATA, -1, 0), (BLOCK, 1, SECOND, 0, 1)).transition[2, 0] == 3.0  # neither early nor behind
+
+
+def test_what_is_sent_takes_its_share_of_the_next_run() -> None:
+    """Of both that were sent before it, once; and not of what was waited for."""
+    sends = ((SEND, 0, DATA, -1, 0), (SEND, 1, SECOND, -1, 0))
+    paths = run(*sends, WHOLE, WHOLE, share=0.5)
+    assert paths.transition[0, 0] == 14.0 + 6.5
+    assert paths.lost[TO_SENT] == 6.5
+    assert run(*sends, (WAIT, 1), WHOLE, share=0.5).transition[0, 0] == 3.0 + 5.0 + 7.0
+    assert run(*sends, WHOLE, (WAIT, 0), WHOLE, share=0.5).transition[0, 0] == 13.5 + 7.0
+    assert run(WHOLE, *sends, share=0.5).transition[0, 0] == 7.0  # nothing runs beside it
+    assert run((BLOCK, 0, DATA), (WAIT, 0), WHOLE, share=0.5).transition[0, 0] == 17.0
+
+
+def test_all_clocks_end_together_where_they_are_joined() -> None:
+    rows = (WHOLE, (SEND, 0, DATA, -1, 0))
+    assert run(*rows).transition[:, 0].tolist() == [7.0, 17.0, -INF]
+    assert run(*rows, joined=True).transition[:, 0].tolist() == [17.0, 17.0, 17.0]
+    assert run(*rows, joined=True).carried[:3, 2].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_the_host_launches_nodes_one_after_the_other() -> None:
+    """Launched at 3, 6 and 9 s, the last node of 4 s ends at 13."""
+    whole, parts = run(WHOLE, launch=3.0), run((RUN, 0, 0, 1, 1), LAST_TWO, launch=3.0)
+    for paths in (whole, parts):
+        assert paths.transition[0, 0] == 13.0
+        assert paths.carried[[0, HOST], HOST].tolist() == [13.0, 9.0]
+        assert paths.carried[[0, HOST], 0].tolist() == [7.0, -INF]
+        assert paths.lost[TO_HOST] == 6.0
+    assert run((RUN, 0, 0, 3, 4), launch=3.0).transition[0, 0] == 3 * 9.0 + 13.0  # the host decides
+    assert run((RUN, 0, 0, 3, 4), launch=1.0).transition[0, 0] == 4 * 7.0 + 1.0  # the computation does
+    assert run((RUN, 0, 0, 3, 4), launch=1.0).lost[TO_HOST] == 1.0
+    assert run((RUN, 0, 0, 3, 4), launch=1.0).carried[HOST, HOST] == 12.0
+
+
+def test_the_host_launches_collectives_too() -> None:
+    paths = run((SEND, 0, DATA, -1, 0), WHOLE, launch=1.0, sent_launch=5.0)
+    assert paths.transition[:2, 0].tolist() == [5.0 + 1.0 + 7.0, 15.0]
+    assert paths.carried[[0, 1, HOST], HOST].tolist() == [13.0, 15.0, 8.0]
+    early = run((SEND, 0, DATA, -1, 1), WHOLE, launch=1.0, sent_launch=5.0)
+    assert early.transition[:2, 1].tolist() == [-INF, 10.0]
+    assert early.carried[:2, HOST].tolist() == [13.0, -INF]
+    block = run((BLOCK, 0, DATA), sent_launch=5.0)
+    assert block.transition[:2, 0].tolist() == [15.0, 15.0]
+    assert block.carried[[0, 1, HOST], HOST].tolist() == [15.0, 15.0, 5.0]
+    assert block.carried[[0, 1, HOST], 0].tolist() == [10.0, 10.0, -INF]
+
+
+def test_other_clocks_are_the_same_with_and_without_a_host() -> None:
+    rows = (WHOLE, (SEND, 0, DATA, -1, 0), (WAIT, 1), WHOLE)
+    for launch in (0.0, 1.0):
+        paths = run(*rows, launch=launch)
+        assert paths.carried[:3, 1:3] == pytest.approx(paths.transition[:, 1:])
+    free = run(*rows)
+    assert free.carried[:3, :3].tolist() == free.transition.tolist()
+    assert free.carried[HOST].tolist() == [-INF, -INF, -INF, 0.0]
+    assert free.carried[:, HOST].tolist() == [-INF, -INF, -INF, 0.0]
