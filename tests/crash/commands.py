@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from stepsight.dataset.event_file import read_event_file
 from stepsight.dataset.files import write_json
 from stepsight.dataset.run_folder import read_collection, read_run
 from stepsight.dataset.tables import Measurements
-from stepsight.experiments.demo.local_jobs import local_job
+from stepsight.experiments.demo.local_jobs import LocalJob
 from stepsight.training.measured.planning import make_plan
 from stepsight.training.predictor.predictor import Predictor
 from tests.experiments.evaluation.run_tables import run_row, write_runs
@@ -97,7 +96,10 @@ def _predictor_check(folder: Path) -> None:
 def _train_prepare(folder: Path) -> None:
     from tests.dataset.run_folders import write_events
 
-    write_events(folder.parent / "collection")
+    op = {"op": {"kind": "linear", "dims": [4, 6, 8], "dtype": "fp32"}, "seconds": 2e-6}
+    facts = {"memory_bandwidth_bytes_per_s": 1e10, "memory_bytes": 8e9, "peak_flops": {"fp32": 1e11}}
+    write_events(folder.parent / "collection", hardware=facts, records=[op])
+    write_json(folder.parent / "collection" / "plan.json", {"schema": 1, "runs": [], "events": []})
     toy_predictor().save(folder / "p")
 
 
@@ -197,7 +199,7 @@ SEARCH = Command(_search_prepare, _search, _search_check, _search_check)
 
 
 def _collect_prepare(folder: Path) -> None:
-    jobs = [local_job("gpt", layers, 32, 2, 2, 64, 64, 16, "single", 1, 1) for layers in (1, 2)]
+    jobs = [LocalJob("gpt", layers, 32, 2, 2, 64, 64, 16, "single", 1, 1).job() for layers in (1, 2)]
     counts = {"rounds": 2, "steps": 1, "warmup": 2, "profile_steps": 1}
     plan = make_plan([("train", job, counts) for job in jobs], profile_jobs=jobs[:1], event_seconds=0.2)
     plan["events"][0]["ops"] = plan["events"][0]["ops"][:3]
@@ -209,14 +211,10 @@ def _collect(folder: Path) -> int:
     from stepsight.dataset.harness.running import launch
     from stepsight.dataset.harness.running.collection import Collection
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-    def run_world(out: Path, *_: Any, **__: Any) -> None:
-        Collection(json.loads((out / "plan.json").read_text()), out, lambda **_: None).run()
+    def run_world(out: Path, size: int, *_: Any, **__: Any) -> None:
+        with launch.meeting_file(out) as meeting:
+            os.environ.update({**meeting, **launch.places(size)[0]})
+            Collection(json.loads((out / "plan.json").read_text()), out, lambda **_: None).run()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_run_world", run_world)
