@@ -199,8 +199,18 @@ def start(mutant: Mutant) -> int:
         mutated = _Mutated(mutant)
         assert mutated.name not in sys.modules
         sys.meta_path.insert(0, mutated)
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=no",
-                   "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis is there already
+        options = [
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "--no-header",
+            "--tb=no",
+            "-W",
+            "ignore::pytest.PytestAssertRewriteWarning",
+        ]  # hypothesis is there already
         code = int(pytest.main([*options, *TESTS[mutant.path]]))
     finally:
         os._exit(code)
