@@ -12,6 +12,7 @@ import errno
 import gzip
 import os
 import stat
+import tomllib
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -25,6 +26,7 @@ VARIABLE = "STEPSIGHT_MAX_DECOMPRESSED_GB"
 DEFAULT_GB = 4.0
 MOST_RATIO = 200
 STRETCH = 64 * 2**20  # unpacked bytes over which a ratio is judged; what is smaller harms nobody
+MOST_KEY_PARTS = 32  # of a TOML key: a.b.c has three
 LONGEST_TEXT = 2**20  # bytes of one cell of a Parquet table
 _CHUNK = 4 * 2**20
 _GZIP = b"\x1f\x8b"
@@ -65,6 +67,21 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
         UnicodeDecodeError: If it is no such text.
     """
     return _with_newlines(read_file(path).decode(encoding))
+
+
+def read_toml(path: Path, encoding: str = "utf-8") -> dict[str, Any]:
+    """Tables of a plain TOML file.
+
+    Raises:
+        OSError: As ``read_file``.
+        ValueError: If it is no TOML, or a key has more than ``MOST_KEY_PARTS`` parts, which the parser takes hours for.
+    """
+    text = read_text(path, encoding)
+    for number, line in enumerate(text.splitlines(), 1):
+        parts = line.partition("=")[0].count(".") + 1
+        if parts > MOST_KEY_PARTS:
+            raise ValueError(f"a key must have at most {MOST_KEY_PARTS} parts, got {parts} in line {number}")
+    return tomllib.loads(text)
 
 
 def read_unpacked(path: Path) -> bytes:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.bounded import read_text
+from stepsight.dataset.bounded import read_toml
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.hardware import Fabric, fabric_from_dict
 from stepsight.dataset.harness.box.namespaces import BURST_BYTES
@@ -124,7 +123,7 @@ def read_box(text: str) -> Box:
             f"a box is nodes x ranks per node @ link rate, as in 4x1@200mbit, or a .toml file, got {text!r:.80}"
         )
     try:
-        table = tomllib.loads(read_text(path))
+        table = read_toml(path)
     except OSError as error:
         raise JobError(f"cannot read box {path}: {error.strerror}") from None
     except RecursionError:

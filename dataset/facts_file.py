@@ -12,12 +12,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stepsight.dataset.bounded import read_text
+from stepsight.dataset.bounded import read_toml
 from stepsight.dataset.errors import JobError
 
 T = TypeVar("T")
@@ -48,7 +47,7 @@ def read_facts(path: str, sections: Sequence[str] = ()) -> dict[str, dict[str, A
         JobError: If it cannot be read, is not TOML, or holds anything but tables of tables of these names.
     """
     try:
-        tables = tomllib.loads(read_text(Path(path)))
+        tables = read_toml(Path(path))
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"cannot read it: {error}") from None
     except RecursionError:

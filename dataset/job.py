@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from stepsight.dataset.bounded import read_text, reason
+from stepsight.dataset.bounded import read_text, read_toml, reason
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.files import parse_json
 from stepsight.dataset.frameworks import Framework, find_framework, unknown_frameworks
@@ -214,11 +213,10 @@ class Job:
         if path.suffix not in (".toml", ".json"):
             raise JobError(f"a job file ends in .toml or .json, got {str(path)!r:.80}")
         try:
-            text = read_text(path, "utf-8-sig")
+            toml = path.suffix == ".toml"
+            tables = read_toml(path, "utf-8-sig") if toml else parse_json(read_text(path, "utf-8-sig"))
         except (OSError, UnicodeDecodeError) as error:
             raise JobError(f"cannot read job file {path}: {reason(error)}") from None
-        try:
-            tables = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
         except RecursionError:
             raise JobError(f"{path} must be tables of values, got tables nested too deeply") from None
         except ValueError as error:

@@ -177,6 +177,14 @@ class Registry(dict[str, T]):
     def __setitem__(self, name: str, thing: T) -> NoReturn:
         raise TypeError(f"{self.noun}: things are added with register")
 
+    def __delitem__(self, name: str) -> NoReturn:
+        raise TypeError(f"{self.noun}: things are removed with unregister")
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(f"{self.noun}: things are added with register and removed with unregister")
+
+    pop = popitem = clear = update = setdefault = __ior__ = _refuse
+
     def __repr__(self) -> str:
         return f"<{self.noun} registry: {', '.join(self)}>"
 

@@ -25,6 +25,7 @@ from stepsight.features.named_columns import FEATURE_VERSION, check_version
 Array = NDArray[np.float64]
 
 SCHEMA = 1
+MOST_BOUND = 10.0  # log units that a correction may be bounded by
 WEIGHTS = "gnn.safetensors"
 CONFIG = "gnn.json"
 
@@ -97,7 +98,13 @@ class ContextWeights:
             config = read_json(folder / CONFIG)
             tensors = {name: np.asarray(t, np.float64) for name, t in load(read_file(folder / WEIGHTS)).items()}
             features = _check_config(config, str(folder / CONFIG))
-            model = cls(float(config["bound"]), int(config["num_layers"]), tensors, features)
+            bound, layers = config["bound"], config["num_layers"]
+            if type(bound) not in (int, float) or not 0 < bound <= MOST_BOUND or type(layers) is not int:
+                raise PredictorError(
+                    f"{folder / CONFIG} must have a bound of 0 to {MOST_BOUND} and a whole num_layers, "
+                    f"got {bound!r:.40} and {layers!r:.40}"
+                )
+            model = cls(float(bound), layers, tensors, features)
             model.forward(np.zeros((1, len(features))), _ONE_NODE)
         except PredictorError:
             raise

@@ -110,7 +110,12 @@ class ScheduleKind:
         """
         if not self.allows(virtual_stages):
             raise JobError(f"schedule {name} has virtual_stages {self.allowed}, got {virtual_stages}")
-        made = self.make(num_stages, num_micro_batches, virtual_stages)
+        try:
+            made = self.make(num_stages, num_micro_batches, virtual_stages)
+        except JobError:
+            raise
+        except Exception as error:  # a user's own function may raise anything
+            raise JobError(f"schedule {name} cannot be made: {type(error).__name__}: {error}") from error
         if not isinstance(made, Schedule):
             raise JobError(f"schedule {name} must be made as a Schedule, got {made!r:.80}")
         got = (made.num_stages, made.num_micro_batches, made.virtual_stages)

@@ -90,6 +90,10 @@ class Predictor:
     manifest: Mapping[str, Any] = field(default_factory=dict)
     _bound: Memo[Any, LearnedLatency] = field(default_factory=_latencies, init=False, compare=False, repr=False)
 
+    def __repr__(self) -> str:
+        context = "with" if self.context is not None else "without"
+        return f"Predictor({self.hardware.name}, {str(self.manifest.get('digest', ''))[:16]}, {context} context)"
+
     def latency(self, job: Job, *, alone: bool = False) -> LearnedLatency:
         """The durations that the simulator asks for, bound to the job's fabric and busy devices per node.
 

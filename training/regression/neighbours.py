@@ -45,6 +45,8 @@ class Neighbours:
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Neighbours:
         weights = np.array(value["weights"], float)
+        if weights.ndim != 1:
+            raise ValueError(f"weights of neighbours must be one list of numbers, got shape {weights.shape}")
         return cls(np.array(value["positions"], float).reshape(len(weights), -1), weights, float(value["length"]))
 
 
