@@ -22,7 +22,7 @@ Seconds = tuple[float, float, float]  # predicted iteration time, low and high e
 
 _CLAIMED, _SECONDS = "claimed", "seconds"  # attributes of a trial: who claimed it when; its ``Seconds``
 _POLL_S = 0.1  # between two looks at the strategies that others evaluate
-_LOST_S = 60.0  # a claim so old is void: evaluating a strategy takes milliseconds
+_LOST_S = 600.0  # a claim so old is void: evaluating takes milliseconds, and the lock seconds where many wait for it
 _MOST_S = 1e12  # of a stored time
 _SQLITE_WAIT_S = 60.0
 _BEGINNING = b'{"op_code":'  # of a journal
@@ -205,7 +205,7 @@ class SharedStudy:
 def _unusable(storage: str | Path | None, error: Exception) -> StepsightError:
     reason = (str(error).splitlines() or [""])[0]
     return StepsightError(
-        f"storage must be a database URL or a journal that a search can write and wrote itself, got {storage}: "
+        f"storage must be a database URL, or the path of a new journal or of one that a search wrote, got {storage}: "
         f"{type(error).__name__}: {reason:.200}"
     )
 
