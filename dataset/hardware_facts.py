@@ -144,10 +144,11 @@ def hardware_from_dict(value: Mapping[str, Any]) -> Hardware:
     if not isinstance(value, Mapping):
         raise JobError(f"a hardware table holds the fields of Hardware, got {value!r:.80}")
     known = {field.name: field for field in fields(Hardware)}
-    unknown = sorted(set(value) - set(known))
+    unknown = sorted(map(str, set(value) - set(known)))
     missing = [name for name, f in known.items() if f.default is f.default_factory is MISSING and name not in value]
-    name = str(value.get("name", ""))
     if unknown or missing:
-        wrong = [f"unknown {', '.join(unknown)}"] * bool(unknown) + [f"missing {', '.join(missing)}"] * bool(missing)
-        raise JobError(f"hardware {name}: a table has the fields {', '.join(known)}, got {' and '.join(wrong)}")
+        named = f"hardware {value['name']!s:.80}" if "name" in value else "a hardware"
+        wrong = [f"unknown {', '.join(unknown)}"] if unknown else []
+        wrong += [f"missing {', '.join(missing)}"] if missing else []
+        raise JobError(f"{named} has the fields of Hardware ({', '.join(known)}), got {' and '.join(wrong)}")
     return Hardware(**value)
