@@ -31,6 +31,8 @@ from stepsight.dataset.readers.placement import Placement
 from stepsight.dataset.readers.sweep import Swept, Work, on_host, sweep
 from stepsight.dataset.trace import RankTrace, Span
 
+MOST_RANKS = 2**20  # of a job that anybody traced
+
 
 def read_kineto(path: Path, placement: Placement | None = None) -> RankTrace:
     """Read one rank's ``.json`` or ``.json.gz``.
@@ -52,16 +54,18 @@ def rank_trace(events: Events, placement: Placement) -> RankTrace:
     swept = sweep(events)
     _set_aside_slowed_steps(swept, events)
     info = events.header.get("distributedInfo") or {}
-    rank = int(info.get("rank", placement.rank or 0))
+    rank, world_size = int(info.get("rank", placement.rank or 0)), int(info.get("world_size", 1))
+    if not (1 <= world_size <= MOST_RANKS and 0 <= rank < MOST_RANKS):
+        raise TraceError(f"rank and world_size of a trace must be below {MOST_RANKS}, got {rank} and {world_size}")
     if placement.rank not in (None, rank):
         raise ValueError(f"the trace of rank {placement.rank} must be its own, got that of rank {rank}")
     main = _main_thread(swept)
     waits: list[Wait] = []
     names = stream_names(swept.device) if swept.device else {}
     if swept.device:
-        works = device_work(swept, names, int(info.get("world_size", 1)), placement)
+        works = device_work(swept, names, world_size, placement)
     else:
-        replicas = placement.data_parallel_group(rank) or _largest_group(info, rank)
+        replicas = placement.data_parallel_group(rank) or _largest_group(info, rank, world_size)
         collectives, waits = host_collectives(swept, main, replicas, placement)
         works = _name_threads(swept, main) + collectives
         works.sort(key=lambda work: work.issue)
@@ -92,8 +96,8 @@ def _main_thread(swept: Swept) -> Any:
     return max(swept.threads, key=lambda tid: len(swept.threads[tid]), default=None)
 
 
-def _largest_group(info: dict[str, Any], rank: int) -> tuple[int, ...]:
-    largest = range(int(info.get("world_size", 1)))
+def _largest_group(info: dict[str, Any], rank: int, world_size: int) -> tuple[int, ...]:
+    largest = range(world_size)
     groups = [g.get("ranks") or [] for g in info.get("pg_config") or [] if isinstance(g, dict)]
     sizes = [(len(ranks), tuple(ranks)) for ranks in [list(largest), *groups] if rank in ranks]
     return max(sizes, default=(0, ()))[1]

@@ -77,10 +77,9 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
     if (out / "plan.json").exists():
         if _read_plan(out / "plan.json") != plan:
             raise HarnessError(f"a folder holds one plan: {out} was begun with another one; choose another folder")
-    elif out.exists() and any(out.iterdir()):
-        raise HarnessError(
-            f"a new collection needs a new or empty folder, got {out} with {len(list(out.iterdir()))} entries"
-        )
+    elif out.exists() and (found := [path for path in out.iterdir() if not path.name.startswith(".plan.json.")]):
+        # but for what a launch left that was killed while it wrote the plan
+        raise HarnessError(f"a new collection needs a new or empty folder, got {out} with {len(found)} entries")
     out.mkdir(parents=True, exist_ok=True)
     with locked(out / ".lock") as ours:
         if not ours:
