@@ -31,6 +31,7 @@ from .rounds import read_rounds
 from .worker import PROGRESS
 from .workers import WORKER_ENVIRONMENT, Workers, places
 
+_UNBEGUN = (".lock", ".plan.json.")  # what a launch leaves that is killed before it has written the plan
 _QUIET = 0.5  # cores that others may keep busy
 __all__ = ["HarnessError", "collect", "main"]
 
@@ -77,8 +78,7 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
     if (out / "plan.json").exists():
         if _read_plan(out / "plan.json") != plan:
             raise HarnessError(f"a folder holds one plan: {out} was begun with another one; choose another folder")
-    elif out.exists() and (found := [path for path in out.iterdir() if not path.name.startswith(".plan.json.")]):
-        # but for what a launch left that was killed while it wrote the plan
+    elif out.exists() and (found := [path for path in out.iterdir() if not path.name.startswith(_UNBEGUN)]):
         raise HarnessError(f"a new collection needs a new or empty folder, got {out} with {len(found)} entries")
     out.mkdir(parents=True, exist_ok=True)
     with locked(out / ".lock") as ours:
