@@ -4,8 +4,9 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 MINUTES ?= 20
 JOBS_TRIED ?= 10000
+SAMPLE ?= 0.2
 
-.PHONY: help setup demo test storm check bench fuzz crash invariants lowest lock clean
+.PHONY: help setup demo test storm check bench fuzz crash invariants mutants lowest lock clean
 
 help:
 	@echo "make demo        measure this machine, train, predict held-out runs, search (about 5 minutes)"
@@ -16,6 +17,7 @@ help:
 	@echo "make fuzz        mutated inputs for every reader, for MINUTES=20"
 	@echo "make crash       fail every write of the commands that write, one after the other (about an hour)"
 	@echo "make invariants  what holds for every job, on JOBS_TRIED=10000 random ones (about half an hour)"
+	@echo "make mutants     change the simulator's core in one place, and see whether a test fails, for SAMPLE=0.2 of the places"
 	@echo "make lowest      the quick tests with the lowest versions that pyproject.toml allows"
 	@echo "make lock        write requirements-dev.txt anew: the versions of constraints.txt with their hashes"
 	@echo "make setup       only build .venv"
@@ -61,6 +63,11 @@ crash: .venv/.installed
 
 invariants: .venv/.installed
 	INVARIANT_JOBS=$(JOBS_TRIED) $(BIN)/python -m pytest tests/simulator/test_invariants.py
+
+# Apart from CI, and so apart from the lock: cosmic-ray brings ten packages that nothing else needs.
+mutants: .venv/.installed
+	@$(PIP) -c constraints.txt cosmic-ray==8.7.0
+	$(BIN)/python tests/mutation/run_mutants.py --sample $(SAMPLE)
 
 # torch is the pinned one here too: its lowest version has no wheel without CUDA on PyPI.
 lowest: .venv/.installed

@@ -125,25 +125,36 @@ class Mutant:
     outcome: str = ""
 
 
-def find_mutants(path: str) -> list[Mutant]:
-    """All mutants of a module that a test could tell from it."""
+def find_mutants(path: str, sample: float) -> tuple[list[Mutant], int]:
+    """Mutants of a module that a test could tell from it: a part of them, drawn by a seed, and how many there are."""
     source = (ROOT / path).read_text("utf-8")
-    operators = [(name.partition("/")[2], get_operator(name)()) for name in OPERATORS]
-    skipped, found, seen = _told_by_nobody(source), [], {source}
-    for name, operator in [*operators, ("RemoveStatement", RemoveStatement())]:
-        positions = [where for node in ast_nodes(get_ast(source)) for where in operator.mutation_positions(node)]
-        for occurrence, (start, _) in enumerate(positions):
-            mutated = mutate_code(source, operator, occurrence)
-            if mutated is None or mutated in seen or any(first <= start <= last for first, last in skipped):
-                continue
+    tree, skipped = get_ast(source), _told_by_nobody(source)
+    operators: list[tuple[str, Operator]] = [(name.partition("/")[2], get_operator(name)()) for name in OPERATORS]
+    places = [
+        (start, name, operator, occurrence)
+        for name, operator in [*operators, ("RemoveStatement", RemoveStatement())]
+        for occurrence, (start, _) in enumerate(
+            where for node in ast_nodes(tree) for where in operator.mutation_positions(node)
+        )
+        if not any(first <= start <= last for first, last in skipped)
+    ]
+    drawn = random.Random(path).sample(places, round(len(places) * sample))
+    found, seen = [], {source}
+    for start, name, operator, occurrence in sorted(drawn, key=lambda place: place[0]):
+        mutated = mutate_code(source, operator, occurrence)
+        if mutated is not None and mutated not in seen and _compiles(mutated):
             seen.add(mutated)
-            try:
-                compile(mutated, path, "exec")
-            except SyntaxError:
-                continue
             lines = list(difflib.unified_diff(source.splitlines(), mutated.splitlines(), lineterm="", n=0))[3:]
             found.append(Mutant(path, name, start[0], "\n".join(lines), mutated))
-    return found
+    return found, len(places)
+
+
+def _compiles(source: str) -> bool:
+    try:
+        compile(source, "mutant", "exec")
+    except SyntaxError:
+        return False
+    return True
 
 
 def _told_by_nobody(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
@@ -278,10 +289,9 @@ def main() -> None:
     chosen: list[Mutant] = []
     for path in TESTS:
         if arguments.only in path:
-            every = find_mutants(path)
-            count = round(len(every) * arguments.sample) if arguments.sample < 1 else len(every)
-            chosen += sorted(random.Random(path).sample(every, count), key=lambda mutant: mutant.line)
-            print(f"{path}: {count} of {len(every)} mutants", file=sys.stderr, flush=True)
+            mutants, count = find_mutants(path, arguments.sample)
+            chosen += mutants
+            print(f"{path}: {len(mutants)} of about {count} mutants", file=sys.stderr, flush=True)
     check_unchanged(sorted({mutant.path for mutant in chosen}), arguments.timeout)
     run(chosen, arguments.workers, arguments.timeout)
     rows = [{key: value for key, value in asdict(mutant).items() if key != "source"} for mutant in chosen]
