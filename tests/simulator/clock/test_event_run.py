@@ -19,7 +19,7 @@ def run(
     *rows: Row, launch: float = 0.0, sent_launch: float = 0.0, share: float = 0.0, joined: bool = False
 ) -> EventPaths:
     """Every node takes the host ``launch``, every collective ``sent_launch``."""
-    events = np.array([[*row, *[0] * (8 - len(row))] for row in rows], dtype=np.int32)
+    events = np.array([[*row, *[0] * (8 - len(row))] for row in rows], dtype=np.int32).reshape(-1, 8)
     has_host = launch > 0 or sent_launch > 0
     paths = []
     for seconds in SECONDS:
