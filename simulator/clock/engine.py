@@ -117,13 +117,11 @@ def find_ends(
         joined: Whether all clocks end together, with the last node of all.
         finish: Longest path from each clock to the end of each node, shape ``(num_starts, n)``; a start beyond the
             clocks of streams is the host.
-        transition: Filled, shape ``(num_clocks, num_starts)``: to clock, from clock; ``-inf`` where none leads, 0 from
-            a stream that nothing is on to itself.
-        last: Filled, same shape: the node where the path ends, -1 if none.
+        transition: All ``-inf``; filled where a path leads, 0 from a stream that nothing is on to itself; shape
+            ``(num_clocks, num_starts)``: to clock, from clock.
+        last: All -1; filled with the node where each path ends; same shape.
     """
     num_clocks = len(transition)
-    transition[:] = -np.inf
-    last[:] = -1
     for to in range(num_clocks):
         nothing = True
         for node in range(len(clock)):
