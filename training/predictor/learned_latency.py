@@ -105,7 +105,7 @@ class LearnedLatency:
         if isinstance(work, Collective):
             slowest = min(self.fabric.inter_node.bandwidth_bytes_per_s, self.fabric.intra_node.bandwidth_bytes_per_s)
             return 0.0, SLOWEST_S + SLOWER * work.num_bytes * work.group_size / slowest
-        computed = work.flops / max(self.hardware.peak_flops.values())
+        computed = work.flops / self.hardware.peak_flops.get(work.dtype, max(self.hardware.peak_flops.values()))
         moved = work.num_bytes / min(
             self.hardware.memory_bandwidth_bytes_per_s,
             self.hardware.host_link_bytes_per_s,

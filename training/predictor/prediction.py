@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from pandas import DataFrame
 
+POSSIBLE_MFU = 1.5  # clocks and other precisions than stated explain no more
 ROOFLINE = "roofline"  # in place of a predictor: hardware facts alone, whatever comes with the package
 ROOFLINE_SOURCE = "roofline from hardware facts alone: {}"
 
@@ -153,13 +154,20 @@ class Prediction:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Legal settings that look like a mistake, and software that no run of the calibration used."""
+        """Legal settings that look like a mistake, software that no run of the calibration used, impossible rates."""
+        found = self.job.warnings
+        if self.mfu > POSSIBLE_MFU:
+            found = (
+                *found,
+                f"devices reach at most {100 * POSSIBLE_MFU:.0f} % of their peak, got {100 * self.mfu:.0f} %: the peak "
+                "FLOP/s or the times of this predictor are wrong",
+            )
         residual = None if self.predictor is None else self.predictor.calibration.residual
         if residual is None or self.software in residual.software:
-            return self.job.warnings
+            return found
         named = f"framework {self.software!r:.80}" if self.software else "a framework that is not named"
         return (
-            *self.job.warnings,
+            *found,
             f"{named} ran none of the runs that this predictor was calibrated on: their correction counts for less "
             f"(theirs: {', '.join(map(repr, residual.software))})",
         )
