@@ -8,6 +8,7 @@ here knows any hardware.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from types import MappingProxyType
 
 from stepsight.dataset.kinds import (
@@ -18,6 +19,7 @@ from stepsight.dataset.kinds import (
     register_collective_kind,
     register_op_kind,
 )
+from stepsight.dataset.kinds.kind_checks import refuse_cost
 
 __all__ = [
     "COLLECTIVE_KINDS",
@@ -69,12 +71,14 @@ class Op:
     @property
     def flops(self) -> float:
         """FLOP of one call."""
-        return OP_KINDS[self.kind].flops(*self.dims)
+        flops = OP_KINDS[self.kind].flops(*self.dims)
+        return flops if 0 <= flops < inf else refuse_cost(self, "flops", flops)
 
     @property
     def num_bytes(self) -> float:
         """Bytes read plus written by one call."""
-        return OP_KINDS[self.kind].elements(*self.dims) * DTYPE_BYTES[self.dtype]
+        elements = OP_KINDS[self.kind].elements(*self.dims)
+        return (elements if 0 <= elements < inf else refuse_cost(self, "elements", elements)) * DTYPE_BYTES[self.dtype]
 
     def __str__(self) -> str:
         return f"{self.kind}[{'x'.join(map(str, self.dims))}]{self.dtype}"

@@ -8,7 +8,7 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
 from threading import RLock
 from types import MappingProxyType
@@ -246,6 +246,34 @@ def did_you_mean(name: object, names: Iterable[object]) -> str:
 
     near = get_close_matches(str(name).lower(), [other for other in names if isinstance(other, str) and other], 1)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def check_takes(
+    what: str, function: Any, arguments: Sequence[str], error: type[StepsightError] = StepsightError
+) -> None:
+    """Check that a function can be called with so many positional arguments.
+
+    Args:
+        what: Says which function, for messages.
+        function: Any value.
+        arguments: What it is called with, for messages.
+        error: Raised.
+
+    Raises:
+        StepsightError: If it is not callable, or does not take them.
+    """
+    from inspect import signature  # slow to import
+
+    if not callable(function):
+        raise error(f"{what} must be a function of {', '.join(arguments)}, got {function!r:.80}")
+    try:
+        takes = signature(function)
+    except (TypeError, ValueError):  # some functions in C have none
+        return
+    try:
+        takes.bind(*arguments)
+    except TypeError:
+        raise error(f"{what} must take {len(arguments)} ({', '.join(arguments)}), got {takes}") from None
 
 
 def instance_of(kind: type[T]) -> Callable[[str, Any], T]:

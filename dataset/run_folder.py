@@ -11,7 +11,7 @@ from typing import Any
 from stepsight.dataset.bounded import read_file
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.readers.placement import Placement
-from stepsight.dataset.readers.trace_formats import TRACE_READERS
+from stepsight.dataset.readers.trace_formats import TRACE_READERS, read_rank_trace
 from stepsight.dataset.run_manifest import RunManifest, read_manifest, read_object, typed
 from stepsight.dataset.trace import Trace
 
@@ -69,7 +69,7 @@ def read_run(folder: Path) -> Trace:
             )
         _check_digest(manifest, files[form])
         place = Placement(rank=rank, devices_per_node=devices, tp=parallel.tp, dp=parallel.dp)
-        ranks.append(TRACE_READERS[form](manifest.folder / files[form], place))
+        ranks.append(read_rank_trace(form, manifest.folder / files[form], place))
     return Trace(manifest, tuple(ranks))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from math import inf
+from typing import Any, Literal, get_args
 
+from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.kinds.kind_checks import check_record
 from stepsight.dataset.kinds.kind_table import code_of
 
 # How the bytes travel: around a ring of all ranks, from every rank straight to every other, or from one rank to one.
@@ -29,6 +32,9 @@ class CollectiveKind:
         c10d_calls: PyTorch's calls from C++, and the input whose size is ``num_bytes``.
         gloo_spans: Spans of gloo's worker threads that may carry it.
         test_names: Names in tables of nccl-tests and of other benchmarks.
+
+    Raises:
+        StepsightError: On construction, if a field has a wrong type or value.
     """
 
     name: str
@@ -44,7 +50,37 @@ class CollectiveKind:
     test_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_record(self, "collective kind", {"route": Route}, ("trees",))
+        for field_name, right, rule in (
+            ("counts", _is_text(self.counts), "a line of text"),
+            ("passes", _is_number(self.passes) and self.passes > 0, "a finite number > 0"),
+            ("buffers", _is_number(self.buffers) and self.buffers >= 1, "a finite number >= 1"),
+            ("nccl_names", _maps(self.nccl_names, lambda side: side in get_args(Side)), "a table of In or Out by name"),
+            ("c10d_calls", _maps(self.c10d_calls, lambda at: type(at) is int and at >= 0), "a table of inputs by call"),
+            ("gloo_spans", _are_texts(self.gloo_spans), "a tuple of names"),
+            ("test_names", _are_texts(self.test_names), "a tuple of names"),
+        ):
+            if not right:
+                raise StepsightError(
+                    f"collective kind {self.name!r}: {field_name} must be {rule}, got {getattr(self, field_name)!r:.80}"
+                )
         object.__setattr__(self, "code", code_of(self.name, self.code))
 
     def __repr__(self) -> str:
         return f"<CollectiveKind {self.name}>"
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value) and value.isprintable()
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, tuple) and all(map(_is_text, value))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < inf
+
+
+def _maps(value: Any, is_right: Callable[[Any], bool]) -> bool:
+    return isinstance(value, Mapping) and all(_is_text(name) and is_right(of) for name, of in value.items())

@@ -51,7 +51,7 @@ class KindTable(Registry[K]):
         """Register a kind.
 
         Raises:
-            StepsightError: If its name or its code is taken, or its name is no identifier.
+            StepsightError: If its name or its code is taken.
         """
         return self.register(kind.name, kind)
 
@@ -63,8 +63,6 @@ class KindTable(Registry[K]):
 
     def _check_kind(self, name: str, thing: Any) -> K:
         kind = self._is_kind(name, thing)
-        if not name.isidentifier():
-            raise StepsightError("a name must be an identifier")
         if any(name in list(table) for table in self._tables):  # of other packages only those that are loaded
             raise StepsightError("the name is taken: choose another name")
         for other in self.values():

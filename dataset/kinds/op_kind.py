@@ -6,9 +6,11 @@ Functions of a kind take its dims as positional arguments, in the order of ``dim
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.kinds.kind_checks import check_functions, check_names, check_record
 from stepsight.dataset.kinds.kind_table import code_of
 
 Args = Mapping[str, Any]  # of a call in a profiler's trace: "Input Dims", "Concrete Inputs", …
@@ -58,6 +60,10 @@ class OpKind:
         calls: Calls of frameworks that are this op, and how the dims follow from a call's arguments (None: the call
             does no work).
         in_parts: Whether consecutive calls of equal dims are parts of one op.
+
+    Raises:
+        StepsightError: On construction, if a field has a wrong type or value, or if a function does not take the dims
+            or does not return what it must for a few of them.
     """
 
     name: str
@@ -85,6 +91,19 @@ class OpKind:
     in_parts: bool = False
 
     def __post_init__(self) -> None:
+        check_record(self, "op kind", {"bound": Bound}, [f.name for f in fields(self) if isinstance(f.default, bool)])
+        what = f"op kind {self.name!r}:"
+        check_names(f"{what} dim_names", self.dim_names, at_least=1)
+        check_names(f"{what} flags", self.flags, among=self.dim_names)
+        check_names(f"{what} aligned", self.aligned, among=self.dim_names)
+        check_names(f"{what} padded", (self.padded,) if self.padded else (), among=self.dim_names)
+        for field_name in ("family", "base"):
+            value = getattr(self, field_name)
+            if not isinstance(value, str) or not (value.isidentifier() or (not value and field_name == "base")):
+                raise StepsightError(f"{what} {field_name} must be a name, got {value!r:.80}")
+        if not isinstance(self.calls, Mapping) or not all(map(callable, self.calls.values())):
+            raise StepsightError(f"{what} calls must map names of calls to functions, got {self.calls!r:.80}")
+        check_functions(self)
         object.__setattr__(self, "code", code_of(self.name, self.code))
 
     def __repr__(self) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import JobError
+from stepsight.dataset.registry import check_takes
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(4)
 KIND_NAMES = ("F", "B", "I", "W")
@@ -63,6 +64,7 @@ class Schedule:
 
 
 MOST_VIRTUAL_STAGES = 1024
+_SIZES = ("num_stages", "num_micro_batches", "virtual_stages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +83,10 @@ class ScheduleKind:
     doc: str = ""
 
     def __post_init__(self) -> None:
-        fewest, most = self.virtual_stages
-        if not callable(self.make):
-            raise JobError(f"a schedule's make must be a function, got {self.make!r:.80}")
-        if not 1 <= fewest <= most <= MOST_VIRTUAL_STAGES:
+        check_takes("a schedule's make", self.make, _SIZES, JobError)
+        pair = self.virtual_stages
+        two = isinstance(pair, tuple) and len(pair) == 2 and all(type(number) is int for number in pair)
+        if not two or not 1 <= pair[0] <= pair[1] <= MOST_VIRTUAL_STAGES:
             raise JobError(
                 "a schedule's virtual_stages must be (fewest, most) with "
                 f"1 <= fewest <= most <= {MOST_VIRTUAL_STAGES}, got {self.virtual_stages}"
@@ -118,6 +120,7 @@ class ScheduleKind:
             raise JobError(f"schedule {name} cannot be made: {type(error).__name__}: {error}") from error
         if not isinstance(made, Schedule):
             raise JobError(f"schedule {name} must be made as a Schedule, got {made!r:.80}")
+        _check_arrays(name, made)
         got = (made.num_stages, made.num_micro_batches, made.virtual_stages)
         if got != (num_stages, num_micro_batches, virtual_stages):
             raise JobError(
@@ -125,6 +128,26 @@ class ScheduleKind:
                 f"{(num_stages, num_micro_batches, virtual_stages)}, got {got}"
             )
         return made if made.name == name else replace(made, name=name)
+
+
+def _check_arrays(name: str, made: Schedule) -> None:
+    """Check the types and shapes of a schedule's arrays, and that each part has a place of its own."""
+    for what, rows, columns in (
+        *((f"actions of stage {stage}", rows, 3) for stage, rows in enumerate(made.actions)),
+        ("placement", made.placement, 2),
+    ):
+        right = isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.shape[1] == columns and len(rows) > 0
+        if not right or not np.issubdtype(rows.dtype, np.integer):
+            told = f"{rows.dtype} of shape {rows.shape}" if isinstance(rows, np.ndarray) else f"{rows!r:.80}"
+            raise JobError(f"schedule {name}: {what} must be whole numbers of shape (n, {columns}), got {told}")
+    places = made.placement
+    if places.min() < 0 or places[:, 0].max() >= made.num_stages or len(np.unique(places, axis=0)) < len(places):
+        raise JobError(
+            f"schedule {name}: placement must give every part a stage < {made.num_stages} and a chunk >= 0 of its own, "
+            f"got {places.tolist()!s:.80}"
+        )
+    if not isinstance(made.fused, tuple) or len(made.fused) not in (0, made.num_stages):
+        raise JobError(f"schedule {name}: fused must be empty or hold an array for each stage, got {made.fused!r:.80}")
 
 
 def loop_placement(num_stages: int, virtual_stages: int = 1) -> Ints:

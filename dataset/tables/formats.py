@@ -11,7 +11,7 @@ from pathlib import Path
 from stepsight.dataset.bounded import read_file
 from stepsight.dataset.errors import StepsightError, TableError
 from stepsight.dataset.files import check_output_file, digest_files
-from stepsight.dataset.registry import Registry, instance_of
+from stepsight.dataset.registry import Registry, check_takes, instance_of
 from stepsight.dataset.tables import aicb, aiconfigurator, nccl_tests, neusight, own_csv, simumax, vidur, vtrain
 from stepsight.dataset.tables.measurements import Measurements, SourceFile
 from stepsight.dataset.tables.rows import Rows
@@ -25,11 +25,25 @@ class Format:
         read: Reads a file into rows.
         names: Pattern of the paths, within a folder, of the files that are read.
         licence: SPDX identifier under which it was published; "unknown" for what users measured.
+
+    Raises:
+        TableError: On construction, if ``read`` does not take the rows, or ``names`` is no regular expression.
     """
 
     read: Callable[[Rows], None]
     names: str
     licence: str
+
+    def __post_init__(self) -> None:
+        check_takes("read of a table format", self.read, ("rows",), TableError)
+        try:
+            re.compile(self.names)
+        except (re.error, TypeError) as error:
+            raise TableError(
+                f"names of a table format must be a regular expression, got {self.names!r:.80}: {error}"
+            ) from None
+        if not isinstance(self.licence, str) or not self.licence:
+            raise TableError(f'licence of a table format must be a text such as "unknown", got {self.licence!r:.80}')
 
 
 FORMATS: Registry[Format] = Registry(

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from stepsight.dataset.caching import cached
-from stepsight.dataset.errors import JobError
+from stepsight.dataset.errors import JobError, StepsightError
+from stepsight.dataset.registry import check_takes
 from stepsight.dataset.specs import FAMILIES, ModelSpec
 from stepsight.simulator.blocks import bert, dense, t5, vit
 from stepsight.simulator.blocks.offload import offloaded
 from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.blocks.step import Block
+from stepsight.simulator.blocks.step import Block, Step
 
 LayerKinds = tuple[tuple[str, int], ...]
 
@@ -38,6 +39,9 @@ class Family:
         head: ``(shape, shared) -> Block``: what comes last, the loss included.
         layer_kinds: Kinds of the layers in model order, run-length encoded.
         boundary_bytes: ``(shape, layers_before)``: bytes that pass from one pipeline part to the next.
+
+    Raises:
+        JobError: On construction, if one is no function of these arguments.
     """
 
     embedding: Callable[[RankShape, bool], Block]
@@ -45,6 +49,16 @@ class Family:
     head: Callable[[RankShape, bool], Block]
     layer_kinds: Callable[[ModelSpec], LayerKinds] = _all_alike
     boundary_bytes: Callable[[RankShape, int], int] = _one_activation
+
+    def __post_init__(self) -> None:
+        for name, arguments in (
+            ("embedding", ("shape", "shared")),
+            ("layer", ("shape", "kind")),
+            ("head", ("shape", "shared")),
+            ("layer_kinds", ("model",)),
+            ("boundary_bytes", ("shape", "layers_before")),
+        ):
+            check_takes(f"{name} of a model family", getattr(self, name), arguments, JobError)
 
 
 _BUILT_IN = {
@@ -80,20 +94,36 @@ def _checked(name: str, family: Any) -> Family:
     return family
 
 
+def _block(name: str, part: str, *arguments: Any) -> Block:
+    """The steps of a part of a family's model; a mistake in a user's family is a ``JobError``."""
+    function = getattr(find_family(name), part)
+    if name in _BUILT_IN:
+        return cast(Block, function(*arguments))
+    try:
+        block = function(*arguments)
+    except StepsightError:
+        raise
+    except Exception as error:  # a user's own function may raise anything
+        raise JobError(f"model family {name!r:.80}: {part} raises {type(error).__name__}: {error}") from error
+    if not isinstance(block, tuple) or not all(isinstance(step, Step) for step in block):
+        raise JobError(f"model family {name!r:.80}: {part} must return a tuple of steps, got {block!r:.80}")
+    return block
+
+
 @cached(4096)
 def embedding_block(shape: RankShape, shared: bool = False) -> Block:
     """What the first part begins with."""
-    return find_family(shape.model.family).embedding(shape, shared)
+    return _block(shape.model.family, "embedding", shape, shared)
 
 
 @cached(4096)
 def layer_block(shape: RankShape, kind: str) -> Block:
     """One layer, with what it keeps offloaded where that is asked for."""
-    block = find_family(shape.model.family).layer(shape, kind)
+    block = _block(shape.model.family, "layer", shape, kind)
     return offloaded(block, shape.dtype) if shape.offload_activations else block
 
 
 @cached(4096)
 def head_block(shape: RankShape, shared: bool = False) -> Block:
     """What the last part ends with."""
-    return find_family(shape.model.family).head(shape, shared)
+    return _block(shape.model.family, "head", shape, shared)

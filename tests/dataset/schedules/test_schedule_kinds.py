@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,7 +93,9 @@ def test_names_are_taken_once() -> None:
 @pytest.mark.parametrize(
     ("make", "virtual_stages", "message"),
     [
-        (None, (1, 1), "make must be a function, got None"),
+        (None, (1, 1), "make must be a function of num_stages, num_micro_batches, virtual_stages, got None"),
+        (lambda num_stages: None, (1, 1), r"make must take 3 \(num_stages, .*\), got \(num_stages\)"),
+        (one_at_a_time, 2, r"virtual_stages must be \(fewest, most\) .* got 2"),
         (one_at_a_time, (0, 1), r"1 <= fewest <= most <= 1024, got \(0, 1\)"),
         (one_at_a_time, (2, 1), r"1 <= fewest <= most <= 1024, got \(2, 1\)"),
         (one_at_a_time, (1, 1025), r"1 <= fewest <= most <= 1024, got \(1, 1025\)"),
@@ -110,3 +113,29 @@ def test_what_is_made_is_what_was_asked_for() -> None:
         ScheduleKind(lambda *_: 7).build("seven", 2, 4, 1)  # type: ignore[arg-type,return-value]
     with pytest.raises(JobError, match=r"were asked for, \(2, 4, 1\), got \(2, 5, 1\)"):
         ScheduleKind(lambda pp, m, v: one_at_a_time(pp, m + 1, v)).build("more", 2, 4, 1)
+
+
+def _changed(**parts: Any) -> ScheduleKind:
+    return ScheduleKind(lambda pp, m, v: replace(one_at_a_time(pp, m, v), **parts))
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (
+            {"actions": ([(0, 0, 0)], [(0, 0, 0)])},
+            r"stage 0 must be whole numbers of shape \(n, 3\), got \[\(",
+        ),
+        ({"actions": (np.zeros((4, 2), int),) * 2}, r"actions of stage 0 must be .* got int64 of shape \(4, 2\)"),
+        ({"actions": (np.zeros((4, 3)),) * 2}, r"got float64 of shape \(4, 3\)"),
+        (
+            {"placement": np.array([[0, 0], [2, 0]])},
+            "every part a stage < 2 and a chunk >= 0 of its own",
+        ),
+        ({"placement": np.array([[1, 0], [1, 0]])}, r"of its own, got \[\[1, 0\], \[1, 0\]\]"),
+        ({"fused": (np.zeros(4, bool),)}, "fused must be empty or hold an array for each stage"),
+    ],
+)
+def test_arrays_of_another_shape_are_refused(parts: dict[str, Any], message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        _changed(**parts).build("mine", 2, 4, 1)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from stepsight.dataset.tables import (
     summary,
     summary_text,
 )
+from stepsight.dataset.tables.formats import Format
 
 _TEXT = "op,dims,dtype,microseconds,device\nlinear,4x8x2,bf16,3,a100-sxm-80gb\nlinear,8x8x2,bf16,5,\nadd,64,,,\n"
 
@@ -23,6 +25,20 @@ _TEXT = "op,dims,dtype,microseconds,device\nlinear,4x8x2,bf16,3,a100-sxm-80gb\nl
 def test_an_unknown_format_is_told_the_known(tmp_path: Path) -> None:
     with pytest.raises(TableError, match=", ".join(FORMATS)):
         read_table("excel", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("read", "names", "licence", "message"),
+    [
+        (None, ".csv$", "MIT", "read of a table format must be a function of rows, got None"),
+        (lambda: None, ".csv$", "MIT", r"read of a table format must take 1 \(rows\), got \(\)"),
+        (print, "*.csv", "MIT", r"names of a table format must be a regular expression, got '\*.csv'"),
+        (print, ".csv$", "", 'licence of a table format must be a text such as "unknown", got'),
+    ],
+)
+def test_a_format_with_a_mistake_is_refused(read: Any, names: str, licence: str, message: str) -> None:
+    with pytest.raises(TableError, match=message):
+        Format(read, names, licence)
 
 
 def test_a_folder_without_tables_is_refused(tmp_path: Path) -> None:

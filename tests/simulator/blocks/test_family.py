@@ -143,3 +143,32 @@ def test_a_family_of_ones_own_is_known_to_jobs() -> None:
         register_family(name, None)  # type: ignore[arg-type]
     with pytest.raises(JobError, match=rf"model family must be one of gpt, .* got '{name}'"):
         find_family(name)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (None, "layer of a model family must be a function of shape, kind, got None"),
+        (lambda shape: (), r"layer of a model family must take 2 \(shape, kind\), got \(shape\)"),
+    ],
+)
+def test_a_family_of_wrong_functions_is_refused(layer: Any, message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        Family(dense.embedding, layer, dense.head)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (lambda shape, kind: 1 / 0, "model family 'broken': layer raises ZeroDivisionError: division by zero"),
+        (lambda shape, kind: [1], r"model family 'broken': layer must return a tuple of steps, got \[1\]"),
+    ],
+)
+def test_a_family_whose_blocks_cannot_be_built_says_why(layer: Any, message: str) -> None:
+    register_family("broken", Family(dense.embedding, layer, dense.head))
+    try:
+        shape = small_shape(family="broken")
+        with pytest.raises(JobError, match=message):
+            layer_block(shape, "layer")
+    finally:
+        specs.FAMILIES.unregister("broken")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.harness.collective_calls import CALLS
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS, CollectiveKind, OpKind
 from stepsight.testing.op_kind_contract import CollectiveKindContract, OpKindContract
@@ -36,13 +37,11 @@ class TestUsersOpKind(OpKindContract):
 @pytest.mark.parametrize(
     ("test", "wrong"),
     [
-        ("test_its_dims_have_names", {"dim_names": ("a b",)}),
-        ("test_its_dims_have_names", {"aligned": ("k",)}),
-        ("test_its_costs_are_numbers", {"flops": lambda n: -1.0}),
+        ("test_its_costs_are_numbers", {"flops": lambda n: 100.0 - n}),
         ("test_its_costs_are_numbers", {"elements": lambda n: 0.0, "flops": lambda n: 0.0}),
         ("test_its_costs_grow_with_every_dim", {"flops": lambda n: 1.0 / max(n, 1)}),
-        ("test_its_terms_and_features_are_finite", {"units": lambda n: float("inf")}),
-        ("test_its_tiles_are_sizes", {"grid": lambda n: (1, 0, 1)}),
+        ("test_its_terms_and_features_are_finite", {"units": lambda n: n if n < 512 else float("inf")}),
+        ("test_its_tiles_are_sizes", {"grid": lambda n: (1, 512 // n - 1 if n > 8 else n, 1)}),
         ("test_its_base_is_another_kind", {"base": "wrong"}),
         ("test_the_harness_runs_it_where_it_says_so", {"in_harness": True}),
     ],
@@ -50,5 +49,5 @@ class TestUsersOpKind(OpKindContract):
 def test_a_wrong_record_breaks_the_contract(test: str, wrong: dict[str, Any]) -> None:
     right: dict[str, Any] = {"name": "wrong", "code": -1, "calls": {}, "in_harness": False}
     kind = replace(OP_KINDS["gelu"], **(right | wrong))
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, StepsightError)):
         getattr(OpKindContract(), test)(kind)
