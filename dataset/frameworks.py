@@ -187,7 +187,8 @@ def framework_from_dict(name: str, table: dict[str, Any]) -> Framework:
 
 def _presets() -> dict[str, Framework]:
     text = resources.files("stepsight.dataset").joinpath("presets/frameworks.toml").read_text("utf-8")
-    return {name: framework_from_dict(name, table) for name, table in tomllib.loads(text).items()}
+    found = {name: framework_from_dict(name, table) for name, table in tomllib.loads(text).items()}
+    return {**found, GENERIC.name: GENERIC}
 
 
 FRAMEWORKS: Registry[Framework] = Registry(
@@ -201,18 +202,35 @@ def framework_names() -> tuple[str, ...]:
 
 
 def find_framework(text: str) -> Framework:
-    """The profile of that name or ``.toml`` file, or the first of which a word is in the text; else ``GENERIC``.
+    """The profile that a job names: by its name, by a ``.toml`` file, or the first of which a word is in the text.
 
     Raises:
-        JobError: If the file cannot be read, or is not a file of one profile.
+        JobError: If no profile is known by that text, or the file cannot be read or is not a file of one profile.
     """
     if is_facts_file(text):
         return _read_profile(text, file_version(text))
-    lower = text.lower()
-    if lower in FRAMEWORKS:
-        return FRAMEWORKS[lower]
+    found = _profile_in(text)
+    if found is None:
+        raise JobError(FRAMEWORKS.unknown(text))
+    return found
+
+
+def framework_in(text: str) -> Framework:
+    """The profile of a run that others measured and named in their own words; ``GENERIC`` if no profile knows them."""
+    return _profile_in(text) or GENERIC
+
+
+def _profile_in(text: str) -> Framework | None:
+    if text.lower() in FRAMEWORKS:
+        return FRAMEWORKS[text.lower()]
     FRAMEWORKS.load()
-    return next((f for f in FRAMEWORKS.values() if any(_stands(word, lower) for word in f.words)), GENERIC)
+    return _profile_by_words(text.lower(), FRAMEWORKS.version)
+
+
+@cached(1024)
+def _profile_by_words(text: str, version: int) -> Framework | None:
+    """The first profile of which a word is in a text; ``version`` is there so that one added since is found."""
+    return next((f for f in FRAMEWORKS.values() if any(_stands(word, text) for word in f.words)), None)
 
 
 @cached(64)
@@ -231,8 +249,8 @@ def _stands(word: str, text: str) -> bool:
 
 
 def unknown_frameworks(names: Iterable[str]) -> str:
-    """A warning about those of some names that no profile knows; empty if there is none."""
-    unknown = [name for name in names if name not in ("", GENERIC.name) and find_framework(name) is GENERIC]
+    """A warning about those of some runs' frameworks that no profile knows; empty if there is none."""
+    unknown = [name for name in names if name not in ("", GENERIC.name) and framework_in(name) is GENERIC]
     if not unknown:
         return ""
     return (

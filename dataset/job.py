@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 
 from stepsight.dataset.bounded import read_text, read_toml, reason
 from stepsight.dataset.errors import JobError
+from stepsight.dataset.facts_file import is_facts_file
 from stepsight.dataset.files import parse_json
-from stepsight.dataset.frameworks import Framework, find_framework, unknown_frameworks
+from stepsight.dataset.frameworks import Framework, find_framework
 from stepsight.dataset.hardware import (
     Fabric,
     fabric_from_dict,
@@ -43,8 +44,9 @@ class Job:
     """One training iteration of one model on one cluster in one parallel strategy.
 
     Attributes:
-        framework: What runs it, in the words of who asks; empty: not said.  ``from_dict`` fills its habits in, and a
-            calibrated predictor looks for runs of the same.
+        framework: What runs it: the name of a profile, a text that holds one of a profile's words, or a ``.toml``
+            file; empty: not said.  ``from_dict`` fills in what the profile says, and a calibrated predictor looks for
+            runs of the same.
 
     Raises:
         JobError: On construction, with every broken rule and its values.
@@ -72,6 +74,8 @@ class Job:
             problems.append(f"framework must be a printable string, got {self.framework!a:.80}")
         if problems:
             raise JobError("; ".join(problems))
+        if self.framework and not is_facts_file(self.framework):
+            find_framework(self.framework)
         object.__setattr__(self, "model", _filled_model(self.model))
         object.__setattr__(self, "parallel", _filled_parallel(self.parallel, self.cluster.num_devices))
         problems = broken_rules(self)
@@ -104,8 +108,7 @@ class Job:
     @cached_property
     def warnings(self) -> tuple[str, ...]:
         """What is allowed but looks like a mistake."""
-        unknown = unknown_frameworks([self.framework])
-        return (*suspicious_links(self.fabric, self.cluster.devices_per_node), *([unknown] if unknown else []))
+        return suspicious_links(self.fabric, self.cluster.devices_per_node)
 
     @property
     def model_name(self) -> str:
@@ -170,10 +173,13 @@ class Job:
         tables = dict(tables)
         framework = tables.pop("framework", "")
         problems = [f"unknown table [{name!s:.80}]".replace("\n", "\\n") for name in tables if name not in SECTIONS]
-        if not isinstance(framework, str):
-            problems.append(f"framework must be a string, got {framework!r:.80}")
+        if not isinstance(framework, str) or not framework.isprintable():
+            problems.append(f"framework must be a printable string, got {framework!a:.80}")
         elif framework and habits is None:
-            habits = find_framework(framework)
+            try:
+                habits = find_framework(framework)
+            except JobError as error:
+                problems.append(str(error))
         stated: dict[str, dict[str, Any]] = {}
         for section in SECTIONS:
             table = tables.get(section, {} if section in OPTIONAL else None)

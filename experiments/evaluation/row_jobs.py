@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stepsight.dataset.files import digest
-from stepsight.dataset.frameworks import Framework, find_framework
+from stepsight.dataset.frameworks import Framework, framework_in
 from stepsight.dataset.job import Job
 from stepsight.dataset.rules import MOST_LAYERS
 from stepsight.dataset.specs import MIXED, RECOMPUTE
@@ -108,7 +108,7 @@ def _run_digest(job: Job, seconds: str) -> str:
 def framework_of(row: Row) -> Framework:
     """The profile of a row's framework; flags and precisions that the row states go before."""
     years = re.findall(r"\b20\d\d\b", row.text("source"))  # of a paper: they tell generations of a framework apart
-    framework, notes = find_framework(" ".join((row.text("framework"), *years))), row.notes
+    framework, notes = framework_in(" ".join((row.text("framework"), *years))), row.notes
     changes: dict[str, Any] = {}
     for flag, field in _FLAGS.items():
         stated = re.search(rf"\b{flag}=(true|false)\b", notes, re.IGNORECASE)

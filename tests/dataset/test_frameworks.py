@@ -4,8 +4,10 @@ import pytest
 
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.frameworks import (
+    GENERIC,
     find_framework,
     framework_from_dict,
+    framework_in,
     framework_names,
     unknown_frameworks,
 )
@@ -16,7 +18,7 @@ def test_presets_are_sound() -> None:
     assert len(framework_names()) > 10
     for name in framework_names():
         framework = find_framework(name)
-        assert framework.name == name and framework.words and len(framework.source) > 40
+        assert framework.name == name and (framework.words or framework is GENERIC) and len(framework.source) > 40
         assert all(word == word.lower() for word in framework.words)
 
 
@@ -45,7 +47,7 @@ def test_presets_are_sound() -> None:
 )
 def test_names_that_runs_use(text: str, name: str) -> None:
     """The first profile of which a word stands in the text; PyTorch's defaults for what nobody knows."""
-    assert find_framework(text).name == name
+    assert framework_in(text).name == name
 
 
 def test_generations_of_attention() -> None:
@@ -90,5 +92,6 @@ def test_filling_twice_changes_nothing() -> None:
 
 def test_unknown_names() -> None:
     """Those that no profile knows are told together; an empty one is not named."""
+    assert framework_in("mine") is GENERIC
     assert unknown_frameworks(["NeMo", "", "generic"]) == ""
     assert "framework 'mine', 'yours': generic" in unknown_frameworks(["mine", "NeMo", "yours"])

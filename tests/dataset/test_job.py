@@ -1,6 +1,7 @@
 """Jobs validate everything at once and read back what they write."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,11 +145,15 @@ def test_a_framework_is_a_name(framework: Any) -> None:
         Job.from_dict({"framework": framework, **tables()})
 
 
-def test_an_unknown_framework_is_told() -> None:
-    """Defaults are taken, and the job says so."""
-    job = Job.from_dict({"framework": "my own trainer", **tables()})
-    assert job.warnings[0].startswith("no profile knows framework 'my own trainer': generic, PyTorch's own defaults")
-    assert not Job.from_dict({"framework": "generic", **tables()}).warnings
+def test_an_unknown_framework_is_refused() -> None:
+    """With the names that are known and the nearest one, beside all other mistakes of the job."""
+    with pytest.raises(JobError, match=r"framework must be one of .*nemo.*generic, or a .toml file, got 'my trainer'"):
+        Job.from_dict({"framework": "my trainer", **tables()})
+    with pytest.raises(JobError, match=r"got 'torchtitam' \(did you mean 'torchtitan'\?\).*vocab"):
+        Job.from_dict({"framework": "torchtitam", **tables(model={"vocab": "x"})})
+    with pytest.raises(JobError, match="framework must be one of"):
+        replace(Job.from_dict(tables()), framework="my trainer")
+    assert Job.from_dict({"framework": "generic", **tables()}).framework == "generic"
 
 
 @pytest.mark.parametrize("changes", [{"parallel": {"tp": "2"}}, {"model": {"vocab": True}}, {"parallel": {"pp": -1}}])

@@ -276,6 +276,7 @@ def test_deepspeed_has_one_schedule(job: Job) -> None:
 
 def test_warnings_are_shown(job: Job) -> None:
     """What looks like a mistake in the job concerns its search too."""
-    named = replace(job, framework="my own trainer")
-    text = search_report(named, search(named, space=SMALL, trials=1), 1)["text"]
-    assert "warning: no profile knows framework 'my own trainer'" in text
+    links = {"bandwidth_gbytes_per_s": 4800.0, "latency_us": 5.0}
+    odd = replace(job, cluster=replace(job.cluster, fabric={"intra_node": links, "inter_node": links}))
+    text = search_report(odd, search(odd, space=SMALL, trials=1), 1)["text"]
+    assert odd.warnings and all(f"warning: {warning}" in text for warning in odd.warnings)
