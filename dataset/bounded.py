@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import gzip
 import os
+import re
 import stat
 import tomllib
 import zlib
@@ -27,6 +28,8 @@ DEFAULT_GB = 4.0
 MOST_RATIO = 200
 STRETCH = 64 * 2**20  # unpacked bytes over which a ratio is judged; what is smaller harms nobody
 MOST_KEY_PARTS = 32  # of a TOML key: a.b.c has three
+_KEY_PART = r"""(?:[\w-]++|"[^"]*+"|'[^']*+')[ \t]*+"""
+_LONG_KEY = re.compile(rf"(?<![\w-])(?:{_KEY_PART}\.[ \t]*+){{{MOST_KEY_PARTS}}}{_KEY_PART}")
 LONGEST_TEXT = 2**20  # bytes of one cell of a Parquet table
 _CHUNK = 4 * 2**20
 _GZIP = b"\x1f\x8b"
@@ -78,9 +81,8 @@ def read_toml(path: Path, encoding: str = "utf-8") -> dict[str, Any]:
     """
     text = read_text(path, encoding)
     for number, line in enumerate(text.splitlines(), 1):
-        parts = line.partition("=")[0].count(".") + 1
-        if parts > MOST_KEY_PARTS:
-            raise ValueError(f"a key must have at most {MOST_KEY_PARTS} parts, got {parts} in line {number}")
+        if line.count(".") >= MOST_KEY_PARTS and _LONG_KEY.search(line):
+            raise ValueError(f"a key must have at most {MOST_KEY_PARTS} parts, got more in line {number}")
     return tomllib.loads(text)
 
 

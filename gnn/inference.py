@@ -99,7 +99,7 @@ class ContextWeights:
             tensors = {name: np.asarray(t, np.float64) for name, t in load(read_file(folder / WEIGHTS)).items()}
             features = _check_config(config, str(folder / CONFIG))
             bound, layers = config["bound"], config["num_layers"]
-            if type(bound) not in (int, float) or not 0 < bound <= MOST_BOUND or type(layers) is not int:
+            if type(bound) not in (int, float) or not 0 < bound <= MOST_BOUND or type(layers) is not int or layers < 0:
                 raise PredictorError(
                     f"{folder / CONFIG} must have a bound of 0 to {MOST_BOUND} and a whole num_layers, "
                     f"got {bound!r:.40} and {layers!r:.40}"

@@ -13,7 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from stepsight.dataset import bounded
-from stepsight.dataset.bounded import ReadError, read_file, read_parquet, read_text, read_unpacked
+from stepsight.dataset.bounded import (
+    MOST_KEY_PARTS,
+    ReadError,
+    read_file,
+    read_parquet,
+    read_text,
+    read_toml,
+    read_unpacked,
+)
 from stepsight.dataset.errors import JobError, StepsightError, TableError, TraceError
 from stepsight.dataset.job import Job
 from stepsight.dataset.readers.kineto import read_kineto
@@ -156,3 +164,22 @@ def test_what_is_no_plain_file_is_refused_at_once(tmp_path: Path) -> None:
 def test_line_ends_are_those_of_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
     assert read_text(tmp_path / "a.txt", "utf-8-sig") == "a\nb\nc\n"
+
+
+@pytest.mark.parametrize("text", ["{} = 1", "[{}]", "x = {{{} = 1}}", " {} = {{a = 1.5}} # 0.5"])
+@pytest.mark.parametrize("part", ["a", '"a b"', "'.'", "a-1 "])
+def test_a_key_of_a_toml_file_has_few_parts(tmp_path: Path, text: str, part: str) -> None:
+    """The parser's time grows with the square of their number, or faster."""
+    path = tmp_path / "a.toml"
+    path.write_text(text.format(".".join([part] * MOST_KEY_PARTS)))
+    assert read_toml(path)
+    path.write_text("a = 1\n" + text.format(".".join([part] * (MOST_KEY_PARTS + 1))))
+    with pytest.raises(ValueError, match="a key must have at most 32 parts, got more in line 2"):
+        read_toml(path)
+
+
+@pytest.mark.parametrize("many", ["# " + 99 * ".", "a = [" + 99 * "0.5, " + "]", "a = [\n" + 99 * "0.5, " + "\n]"])
+def test_points_that_are_in_no_key_are_not_counted(tmp_path: Path, many: str) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text(many)
+    read_toml(path)

@@ -126,3 +126,16 @@ def test_broken_weights_are_refused(tmp_path: Path) -> None:
         breaking()
         with pytest.raises(PredictorError):
             ContextWeights.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"bound": "1"}, {"bound": True}, {"bound": 0}, {"bound": -1}, {"bound": 1e9}, {"bound": float("nan")},
+     {"num_layers": 1.5}, {"num_layers": "1"}, {"num_layers": None}, {"num_layers": 10**6}, {"num_layers": -1}],
+)  # fmt: skip
+def test_numbers_of_the_wrong_type_or_size_are_refused(tmp_path: Path, value: dict[str, object]) -> None:
+    _random_model().weights().save(tmp_path)
+    path = tmp_path / "gnn.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **value}))
+    with pytest.raises(PredictorError, match=r"gnn\.(json|safetensors)"):
+        ContextWeights.load(tmp_path)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from .form import form_problems
+from .form import are_sizes, form_problems, is_of
 from .parallel_rules import Rules
 from .plan_sizes import world_size
 from .runnable_jobs import ENGINES, OPTIMIZER, check_1f1b, check_fixed, check_job
+from .sleep_items import are_indices, is_block, is_sleep
 
 SLEEPS = {"parts", "blocks", "root", "boundary_numel", "optimizer", "paces", "table"}  # the keys of ``sleeps``
 _ONLY: dict[str, dict[str, Any]] = {  # optional keys of a job, and their only value in a box
@@ -49,6 +50,23 @@ def sleeping_run_problems(run: dict[str, Any], ranks: int) -> list[str]:
     for key, count in counts.items():
         good = isinstance(sleeps[key], list) and len(sleeps[key]) == count
         rules.require(good, f"sleeps.{key} must be a list of {count}, got {sleeps[key]!r:.60}")
+    return rules or _value_problems(sleeps, parallel["tp"])
+
+
+def _value_problems(sleeps: dict[str, Any], tp: int) -> list[str]:
+    """Check every value of ``sleeps``, whose lists are as long as they must be."""
+    rules = Rules()
+    blocks = sleeps["blocks"] if isinstance(sleeps["blocks"], list) else [sleeps["blocks"]]
+    rules += [f"sleeps.blocks must be lists of steps, got {block!r:.80}" for block in blocks if not is_block(block, tp)]
+    for key, good, words in (
+        ("parts", all(are_indices(part, len(blocks)) for part in sleeps["parts"]), "lists of numbers of blocks"),
+        ("root", are_indices(sleeps["root"], len(blocks)), "a list of numbers of blocks"),
+        ("boundary_numel", are_sizes(sleeps["boundary_numel"]), "whole numbers >= 0"),
+        ("optimizer", all(map(is_sleep, sleeps["optimizer"])), "ops with their seconds"),
+        ("paces", all(is_of(pace, float) and pace > 0 for pace in sleeps["paces"]), "numbers > 0"),
+        ("table", isinstance(sleeps["table"], str), "text"),
+    ):
+        rules.require(good, f"sleeps.{key} must be {words}, got {sleeps[key]!r:.80}")
     return rules
 
 

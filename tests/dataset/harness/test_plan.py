@@ -120,6 +120,7 @@ def test_a_job_that_is_none_is_refused(changes: dict[str, Any], text: str) -> No
         (jobs.plan([], [{**EVENTS, "seconds": float("inf")}]), "seconds must be > 0, got inf"),
         (jobs.plan([], [{**EVENTS, "ops": 3}]), "ops must be a list, got 3"),
         (jobs.plan([], [{**EVENTS, "ops": [{"kind": "add", "dims": ["8"], "dtype": "fp32"}]}]), "an op has kind, dims"),
+        (jobs.plan([], [{**EVENTS, "ops": [{"kind": "add", "dims": [8], "dtype": 1e300}]}]), "an op has kind, dims"),
         (jobs.plan([], [{**EVENTS, "collectives": [{"kind": "x", "num_bytes": 8}]}]), "a collective has kind"),
         (jobs.plan([jobs.run("../a", jobs.job())]), "name must be letters"),
         (jobs.plan([jobs.run("a", jobs.job()), jobs.run("a", jobs.job())]), "unique, got 'a' twice"),

@@ -139,3 +139,16 @@ def _changed(**parts: Any) -> ScheduleKind:
 def test_arrays_of_another_shape_are_refused(parts: dict[str, Any], message: str) -> None:
     with pytest.raises(JobError, match=message):
         _changed(**parts).build("mine", 2, 4, 1)
+
+
+def test_a_schedule_whose_function_raises_is_an_error_of_the_job() -> None:
+    def wrong(num_stages: int, num_micro_batches: int, virtual_stages: int) -> Schedule:
+        raise KeyError(num_stages)
+
+    job = Job.from_dict({**JOB, "parallel": {**JOB["parallel"], "schedule": "1f1b"}})
+    register_schedule("wrong", wrong)
+    try:
+        with pytest.raises(JobError, match="schedule wrong cannot be made: KeyError: 4"):
+            predict(replace(job, parallel=replace(job.parallel, schedule="wrong")))
+    finally:
+        SCHEDULES.unregister("wrong")

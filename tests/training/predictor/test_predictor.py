@@ -137,6 +137,8 @@ def _edit(folder: Path, file: str, *keys: str, value: Any) -> None:
         ("kernel.json", ("support", "gelu", "high"), [1, 1], "kernel.json"),
         ("kernel.json", ("support", "gelu", "high"), "x", "kernel.json"),
         ("kernel.json", ("neighbours", "gelu", "weights"), [1e300], "kernel.json"),
+        ("kernel.json", ("neighbours", "gelu", "weights"), [[0.1]], "must be one list of numbers, got shape"),
+        ("kernel.json", ("neighbours", "gelu", "weights"), 0.1, "must be one list of numbers, got shape"),
         ("kernel.json", ("neighbours", "gelu", "length"), 0, "neighbours of gelu must reach from 0.02 to 2.0"),
         ("kernel.json", ("busy",), [0, 2], r"1 <= least busy <= most busy <= 1e\+06 must hold, got \(0.0, 2.0\)"),
         ("kernel.json", ("derives",), "no", "derives must be true or false, got 'no'"),
@@ -253,3 +255,9 @@ def test_nothing_but_a_predictor_is_replaced(predictor: Predictor, tmp_path: Pat
         with pytest.raises(PredictorError, match=message):
             predictor.save(tmp_path / name)
     assert (tmp_path / "p" / "a.txt").read_text() == "precious"
+
+
+def test_its_repr_is_one_short_line(predictor: Predictor, tmp_path: Path) -> None:
+    predictor.save(tmp_path / "p")
+    text = repr(Predictor.load(tmp_path / "p"))
+    assert text.startswith(f"Predictor({predictor.hardware.name}, ") and len(text) < 100 and "\n" not in text
