@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stepsight.dataset.bounded import read_toml
+from stepsight.dataset.bounded import read_toml, reason
 from stepsight.dataset.errors import JobError
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ def read_facts(path: str, sections: Sequence[str] = ()) -> dict[str, dict[str, A
     try:
         tables = read_toml(Path(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"cannot read it: {error}") from None
+        raise JobError(f"cannot read it: {reason(error)}") from None
     except RecursionError:
         raise JobError("it must be tables of values, got tables nested too deeply") from None
     except ValueError as error:

@@ -237,10 +237,10 @@ def _profile_by_words(text: str, version: int) -> Framework | None:
 def _read_profile(path: str, version: tuple[int, int]) -> Framework:
     """The profile in a file; ``version`` is there so that a file that has changed is read again."""
     try:
-        tables = read_facts(path)
-        return only_one({name: framework_from_dict(name, table) for name, table in tables.items()}, "profile", path)
+        profiles = {name: framework_from_dict(name, table) for name, table in read_facts(path).items()}
     except JobError as error:
         raise JobError(f"{path}: {error}") from None
+    return only_one(profiles, "profile", path)
 
 
 def _stands(word: str, text: str) -> bool:

@@ -127,15 +127,20 @@ def usual_fabric(hardware: str) -> str:
     """The fabric that a hardware usually has: the one in its ``.toml`` file, or that of its vendor's own systems.
 
     Raises:
-        JobError: If none is known; the message says how to name one.
+        JobError: If the hardware is not known, or has no usual fabric; the message says what to name.
     """
     if is_facts_file(hardware) and _hardware_file(hardware)[1]:
         return hardware
     words = set(hardware_name(hardware).split("-"))
     found = next((fabric for needed, fabric in _USUAL_FABRICS.items() if words.issuperset(needed)), None)
+    if found is None and find_hardware(hardware) is None:
+        raise JobError(
+            f"cluster.{HARDWARE.unknown(hardware)}; for hardware that only a predictor knows, state cluster.fabric too"
+        )
     if found is None:
+        beside = "a [fabric.NAME] in its file, " if is_facts_file(hardware) else ""
         raise JobError(
             f"cluster.fabric must be stated, since no usual fabric is known for hardware {hardware!r:.80}: name one of "
-            f"{', '.join(FABRICS.names())}, a .toml file, or a table of links"
+            f"{', '.join(FABRICS.names())}, a .toml file, {beside}or a table of links"
         )
     return found

@@ -81,10 +81,15 @@ class Hardware:
     source: str = ""
 
     def __post_init__(self) -> None:
+        for name in ("name", "kind", "source"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name).isprintable():
+                raise JobError(f"{name} of a hardware must be a printable text, got {getattr(self, name)!r:.80}")
+        if self.kind not in ("gpu", "cpu"):
+            raise JobError(f"hardware {self.name:.80}: kind must be gpu or cpu, got {self.kind!r:.80}")
         for table in ("peak_flops", "host_kinds_s"):
             if not isinstance(getattr(self, table), dict):
                 raise JobError(
-                    f"hardware {self.name!s:.80}: {table} must be a table of numbers, got {getattr(self, table)!r:.80}"
+                    f"hardware {self.name:.80}: {table} must be a table of numbers, got {getattr(self, table)!r:.80}"
                 )
         numbers = {name: (getattr(self, name), within) for name, within in _RANGES.items()}
         numbers |= {f"peak_flops.{dtype}": (peak, _FLOPS) for dtype, peak in self.peak_flops.items()}
@@ -92,14 +97,9 @@ class Hardware:
         for name, (value, (least, most)) in numbers.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
                 raise JobError(
-                    f"hardware {self.name!s:.80}: {name:.80} must be a number from {least:g} to {most:g}, "
+                    f"hardware {self.name:.80}: {name:.80} must be a number from {least:g} to {most:g}, "
                     f"got {value!r:.80}"
                 )
-        for name in ("name", "kind", "source"):
-            if not isinstance(getattr(self, name), str) or not getattr(self, name).isprintable():
-                raise JobError(f"{name} of a hardware must be a printable text, got {getattr(self, name)!r:.80}")
-        if self.kind not in ("gpu", "cpu"):
-            raise JobError(f"hardware {self.name:.80}: kind must be gpu or cpu, got {self.kind!r:.80}")
         if not self.peak_flops:
             raise JobError(f"hardware {self.name:.80}: peak_flops must state a peak of one dtype at least, got none")
         unknown = sorted(set(self.host_kinds_s) - set(OP_KINDS) - set(COLLECTIVE_KINDS))

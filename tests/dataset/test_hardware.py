@@ -1,9 +1,12 @@
 """Hardware facts and what follows from them."""
 
+from dataclasses import replace
+
 import pytest
 
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.hardware import (
+    HARDWARE,
     fabric_from_dict,
     fabric_names,
     find_fabric,
@@ -44,8 +47,26 @@ def test_usual_fabrics() -> None:
     """A card in a PCIe slot has no NVLink, whatever its chip; without a known fabric, a job must state one."""
     found = {name: usual_fabric(name) for name in ("a100-pcie-80gb", "h100-pcie-80gb", "h200-sxm-141gb", "local-cpu")}
     assert list(found.values()) == ["pcie-gen4", "pcie-gen5", "dgx-h100", "loopback"]
-    with pytest.raises(JobError, match=r"cluster.fabric must be stated.*'mine': name one of dgx-a100, .*file"):
+    mine = replace(HARDWARE["h100-sxm-80gb"], name="mine")
+    with (
+        HARDWARE.registered("mine", mine),
+        pytest.raises(JobError, match=r"cluster.fabric must be stated.*'mine': name one of dgx-a100, .*file"),
+    ):
         usual_fabric("mine")
+
+
+def test_hardware_that_nobody_knows_is_named_before_its_fabric() -> None:
+    with pytest.raises(JobError, match="^cluster.hardware must be one of .*'my-gpu'; .*state cluster.fabric too"):
+        usual_fabric("my-gpu")
+
+
+def test_the_first_mistake_of_hardware_is_told_first() -> None:
+    """Its name before its kind, its kind before its numbers."""
+    facts = HARDWARE["h100-sxm-80gb"].to_dict()
+    with pytest.raises(JobError, match="name of a hardware must be a printable text, got 7"):
+        hardware_from_dict({**facts, "name": 7, "kind": "tpu", "memory_bytes": -1})
+    with pytest.raises(JobError, match="hardware h100-sxm-80gb: kind must be gpu or cpu, got 'tpu'"):
+        hardware_from_dict({**facts, "kind": "tpu", "memory_bytes": -1})
 
 
 def test_ring_cost() -> None:
