@@ -1,4 +1,4 @@
-"""Users' TOML files of hardware, fabrics and framework profiles, in the form of the package's presets.
+"""Users' files (TOML or JSON) of hardware, fabrics and framework profiles, in the form of the package's presets.
 
 ::
 
@@ -16,15 +16,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stepsight.dataset.bounded import read_toml, reason
+from stepsight.dataset.bounded import read_text, read_toml, reason
 from stepsight.dataset.errors import JobError
+from stepsight.dataset.files import parse_json
 
 T = TypeVar("T")
+SUFFIXES = (".toml", ".json")
 
 
 def is_facts_file(name: str) -> bool:
     """Whether a name of hardware, fabric or framework is the path of a file."""
-    return name.endswith(".toml")
+    return name.endswith(SUFFIXES)
 
 
 def file_version(path: str) -> tuple[int, int]:
@@ -40,20 +42,23 @@ def read_facts(path: str, sections: Sequence[str] = ()) -> dict[str, dict[str, A
     """Tables of a file.
 
     Args:
-        path: A TOML file.
+        path: A TOML or JSON file, by its suffix.
         sections: Names that its tables may have; empty: any.
 
     Raises:
-        JobError: If it cannot be read, is not TOML, or holds anything but tables of tables of these names.
+        JobError: If it cannot be read, is not TOML or JSON, or holds anything but tables of tables of these names.
     """
+    toml = path.endswith(".toml")
     try:
-        tables = read_toml(Path(path))
+        tables = read_toml(Path(path)) if toml else parse_json(read_text(Path(path)))
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"cannot read it: {reason(error)}") from None
     except RecursionError:
         raise JobError("it must be tables of values, got tables nested too deeply") from None
     except ValueError as error:
-        raise JobError(f"it must be TOML, got: {error}") from None
+        raise JobError(f"it must be {'TOML' if toml else 'JSON'}, got: {error}") from None
+    if not isinstance(tables, dict):
+        raise JobError(f"it must hold tables, got {tables!r:.80}")
     unknown = [name for name in tables if sections and name not in sections]
     if unknown:
         allowed = ", ".join(f"[{section}.NAME]" for section in sections)

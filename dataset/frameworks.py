@@ -192,7 +192,7 @@ def _presets() -> dict[str, Framework]:
 
 
 FRAMEWORKS: Registry[Framework] = Registry(
-    "framework", _presets, group="stepsight.frameworks", check=instance_of(Framework), more="a .toml file"
+    "framework", _presets, group="stepsight.frameworks", check=instance_of(Framework), more="a .json or .toml file"
 )
 
 
@@ -202,7 +202,7 @@ def framework_names() -> tuple[str, ...]:
 
 
 def find_framework(text: str) -> Framework:
-    """The profile that a job names: by its name, by a ``.toml`` file, or the first of which a word is in the text.
+    """The profile that a job names: by its name, by a file, or the first of which a word is in the text.
 
     Raises:
         JobError: If no profile is known by that text, or the file cannot be read or is not a file of one profile.

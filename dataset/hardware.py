@@ -33,14 +33,18 @@ def _from_tables(tables: Mapping[str, Any]) -> tuple[Mapping[str, Hardware], Map
 
 
 HARDWARE: Registry[Hardware] = Registry(
-    "hardware", lambda: _presets()[0], group="stepsight.hardware", check=instance_of(Hardware), more="a .toml file"
+    "hardware",
+    lambda: _presets()[0],
+    group="stepsight.hardware",
+    check=instance_of(Hardware),
+    more="a .json or .toml file",
 )
 FABRICS: Registry[Fabric] = Registry(
     "fabric",
     lambda: _presets()[1],
     group="stepsight.fabrics",
     check=instance_of(Fabric),
-    more="a .toml file, or a table of links",
+    more="a .json or .toml file, or a table of links",
 )
 
 
@@ -50,7 +54,7 @@ def hardware_names() -> tuple[str, ...]:
 
 
 def find_hardware(name: str) -> Hardware | None:
-    """The hardware of that name, or of a ``.toml`` file; None if the name is not known.
+    """The hardware of that name, or of a ``.json`` or ``.toml`` file; None if the name is not known.
 
     Raises:
         JobError: If the file cannot be read, or is not a file of one hardware.
@@ -59,7 +63,7 @@ def find_hardware(name: str) -> Hardware | None:
 
 
 def hardware_name(name: str) -> str:
-    """The name of the hardware in a ``.toml`` file; of all else, the name itself.
+    """The name of the hardware in a ``.json`` or ``.toml`` file; of all else, the name itself.
 
     Raises:
         JobError: As ``find_hardware``.
@@ -73,27 +77,32 @@ def fabric_names() -> tuple[str, ...]:
 
 
 def find_fabric(name: str) -> Fabric:
-    """The fabric of that name, or of a ``.toml`` file.
+    """The fabric of that name, or of a ``.json`` or ``.toml`` file.
 
     Raises:
         JobError: If there is none; the message lists those there are.
     """
     if not is_facts_file(name):
         return FABRICS[name]
-    _, fabrics = _facts_of(name)
+    _, fabrics = facts_in(name)
     return only_one(fabrics, "fabric", name)
 
 
 def _hardware_file(path: str) -> tuple[Hardware, Mapping[str, Fabric]]:
     """The hardware of a file, and the fabrics beside it."""
-    hardware, fabrics = _facts_of(path)
+    hardware, fabrics = facts_in(path)
     found = only_one(hardware, "hardware", path)
     if found.name in HARDWARE:
         raise JobError(f"{path}: {found.name!r} is already the name of a known hardware: choose another name")
     return found, fabrics
 
 
-def _facts_of(path: str) -> tuple[Mapping[str, Hardware], Mapping[str, Fabric]]:
+def facts_in(path: str) -> tuple[Mapping[str, Hardware], Mapping[str, Fabric]]:
+    """Hardware and fabrics of a file, by name.
+
+    Raises:
+        JobError: If it cannot be read, or holds something else.
+    """
     return _read_facts(path, file_version(path))
 
 
@@ -124,7 +133,7 @@ _USUAL_FABRICS = {
 
 
 def usual_fabric(hardware: str) -> str:
-    """The fabric that a hardware usually has: the one in its ``.toml`` file, or that of its vendor's own systems.
+    """The fabric that a hardware usually has: the one in its file, or that of its vendor's own systems.
 
     Raises:
         JobError: If the hardware is not known, or has no usual fabric; the message says what to name.
@@ -141,6 +150,6 @@ def usual_fabric(hardware: str) -> str:
         beside = "a [fabric.NAME] in its file, " if is_facts_file(hardware) else ""
         raise JobError(
             f"cluster.fabric must be stated, since no usual fabric is known for hardware {hardware!r:.80}: name one of "
-            f"{', '.join(FABRICS.names())}, a .toml file, {beside}or a table of links"
+            f"{', '.join(FABRICS.names())}, a .json or .toml file, {beside}or a table of links"
         )
     return found

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from stepsight.dataset.bounded import read_text, read_toml, reason
 from stepsight.dataset.errors import JobError
-from stepsight.dataset.facts_file import is_facts_file
+from stepsight.dataset.facts_file import SUFFIXES, is_facts_file
 from stepsight.dataset.files import parse_json
 from stepsight.dataset.frameworks import Framework, find_framework
 from stepsight.dataset.hardware import (
@@ -44,9 +44,9 @@ class Job:
     """One training iteration of one model on one cluster in one parallel strategy.
 
     Attributes:
-        framework: What runs it: the name of a profile, a text that holds one of a profile's words, or a ``.toml``
-            file; empty: not said.  ``from_dict`` fills in what the profile says, and a calibrated predictor looks for
-            runs of the same.
+        framework: What runs it: the name of a profile, a text that holds one of a profile's words, or a ``.json`` or
+            ``.toml`` file; empty: not said.  ``from_dict`` fills in what the profile says, and a calibrated predictor
+            looks for runs of the same.
 
     Raises:
         JobError: On construction, with every broken rule and its values.
@@ -243,13 +243,16 @@ class Job:
 def _resolve_paths(tables: dict[str, Any], folder: Path) -> None:
     """Make paths in the tables of a job file relative to where the reader is, not to the job file."""
     parallel, cluster = (tables.get(name) for name in ("parallel", "cluster"))
-    places: list[tuple[Any, str, str]] = [(tables, "framework", ".toml"), (parallel, "schedule", ".csv")]
-    places += [(cluster, "hardware", ".toml"), (cluster, "fabric", ".toml")]
+    places: list[tuple[Any, str, tuple[str, ...]]] = [
+        (tables, "framework", SUFFIXES),
+        (parallel, "schedule", (".csv",)),
+    ]
+    places += [(cluster, "hardware", SUFFIXES), (cluster, "fabric", SUFFIXES)]
     mixed = cluster.get("mixed") if isinstance(cluster, dict) else None
-    places += [(other, "hardware", ".toml") for other in (mixed if isinstance(mixed, list) else ())]
-    for table, key, suffix in places:
+    places += [(other, "hardware", SUFFIXES) for other in (mixed if isinstance(mixed, list) else ())]
+    for table, key, suffixes in places:
         value = table.get(key) if isinstance(table, dict) else None
-        if isinstance(value, str) and value.endswith(suffix):
+        if isinstance(value, str) and value.endswith(suffixes):
             table[key] = str(folder / value)
 
 

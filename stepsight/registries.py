@@ -14,7 +14,7 @@ or let a package bring it to every process that has the package installed (``pyp
 ====================  ==============================  ==============================================
 registry              entry points' group             a thing is a
 ====================  ==============================  ==============================================
-``HARDWARE``          ``stepsight.hardware``          ``Hardware``; a job can also name a .toml file
+``HARDWARE``          ``stepsight.hardware``          ``Hardware``; a job can also name a file
 ``FABRICS``           ``stepsight.fabrics``           ``Fabric``; likewise
 ``FRAMEWORKS``        ``stepsight.frameworks``        ``Framework``, which is a profile; likewise
 ``FAMILIES``          ``stepsight.families``          ``Family`` of models

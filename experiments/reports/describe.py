@@ -10,8 +10,10 @@ from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.event_file import read_event_file
 from stepsight.dataset.files import check_output_file, set_aside
 from stepsight.dataset.job import Job
+from stepsight.dataset.registry import did_you_mean
 from stepsight.dataset.run_folder import read_collection, read_run
 from stepsight.dataset.run_manifest import RunManifest, read_object
+from stepsight.experiments.reports.describe_facts import describe_facts_file, describe_preset, facts_names
 from stepsight.experiments.reports.text_table import Number, table
 
 
@@ -26,8 +28,13 @@ def describe(path: Path) -> dict[str, Any]:
 
         if str(path) in shipped_names() or set_aside(path) is not None:
             return _predictor(path)
+        preset = describe_preset(str(path))
+        if preset is not None:
+            return preset
+        names = (*shipped_names(), *facts_names())
         raise StepsightError(
-            f"show needs an existing file or folder, or one of {', '.join(shipped_names())}, got {path}"
+            "show needs an existing file or folder, or the name of a predictor, hardware, fabric or framework "
+            f"({', '.join(names)}), got {str(path)!r:.80}{did_you_mean(path, names)}"
         )
     if path.is_dir():
         if (path / "summary.json").is_file():
@@ -42,6 +49,9 @@ def describe(path: Path) -> dict[str, Any]:
         return _summary(path, value)
     if "variants" in value and isinstance(value.get("text"), str):
         return value  # of a study on one GPU
+    facts = describe_facts_file(path)
+    if facts is not None:
+        return facts
     job = Job.from_file(path)
     tables = job.to_dict()
     framework = tables.pop("framework", "")

@@ -196,7 +196,9 @@ def show_command(
     path: Annotated[
         Path,
         typer.Argument(
-            parser=path, help="A job file, collection, run folder, predictor (folder or name) or summary.json."
+            parser=path,
+            help="A job file, collection, run folder or summary.json; a predictor (folder or name); hardware, a fabric "
+            "or a framework's profile (file or name).",
         ),
     ],
     table: Annotated[

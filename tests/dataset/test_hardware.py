@@ -56,7 +56,7 @@ def test_usual_fabrics() -> None:
 
 
 def test_hardware_that_nobody_knows_is_named_before_its_fabric() -> None:
-    with pytest.raises(JobError, match="^cluster.hardware must be one of .*'my-gpu'; .*state cluster.fabric too"):
+    with pytest.raises(JobError, match=r"^cluster.hardware must be one of .*'my-gpu'; .*cluster.fabric too"):
         usual_fabric("my-gpu")
 
 

@@ -147,7 +147,7 @@ def test_a_framework_is_a_name(framework: Any) -> None:
 
 def test_an_unknown_framework_is_refused() -> None:
     """With the names that are known and the nearest one, beside all other mistakes of the job."""
-    with pytest.raises(JobError, match=r"framework must be one of .*nemo.*generic, or a .toml file, got 'my trainer'"):
+    with pytest.raises(JobError, match=r"framework must be one of .*nemo.*generic, or a .json or .*, got 'my trainer'"):
         Job.from_dict({"framework": "my trainer", **tables()})
     with pytest.raises(JobError, match=r"got 'torchtitam' \(did you mean 'torchtitan'\?\).*vocab"):
         Job.from_dict({"framework": "torchtitam", **tables(model={"vocab": "x"})})

@@ -62,3 +62,61 @@ def test_a_damaged_summary_is_one_line(tmp_path: Path, value: dict[str, Any]) ->
     (tmp_path / "summary.json").write_text(json.dumps(value))
     with pytest.raises(StepsightError, match=r"^.*summary\.json must be the summary of a demo, .*$"):
         describe(tmp_path)
+
+
+GPU = """
+[hardware.my-gpu]
+kind = "gpu"
+peak_flops = { bf16 = 4e14 }
+memory_bandwidth_bytes_per_s = 3e12
+memory_bytes = 8e10
+"""
+LINKS = """
+[fabric.my-nodes]
+intra_node = { bandwidth_gbytes_per_s = 300.0, latency_us = 5.0 }
+inter_node = { bandwidth_gbytes_per_s = 25.0, latency_us = 10.0 }
+"""
+
+
+def test_presets_by_name() -> None:
+    """Hardware with its usual fabric, a fabric, and a framework's profile."""
+    shown = describe(Path("h200-sxm-141gb"))
+    assert shown["hardware"]["h200-sxm-141gb"]["usual_fabric"] == "dgx-h100"
+    assert "peak_flops.fp8" in shown["text"] and "\nusual fabric  dgx-h100\n" in shown["text"]
+    assert describe(Path("dgx-a100"))["fabric"]["dgx-a100"]["intra_node"]["bandwidth_bytes_per_s"] == 300e9
+    assert describe(Path("torchtitan"))["framework"]["torchtitan"]["fp8_scaling"] == "dynamic"
+    with pytest.raises(StepsightError, match=r"framework \(.*\), got 'torchtitam' \(did you mean 'torchtitan'"):
+        describe(Path("torchtitam"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "nouns", "says"),
+    [
+        ("gpu.toml", GPU + LINKS, ["hardware", "fabric"], "usual fabric  my-nodes\n"),
+        ("gpu.toml", GPU, ["hardware"], "usual fabric  none: a job must state cluster.fabric"),
+        ("links.toml", LINKS, ["fabric"], "intra_node.bandwidth_bytes_per_s  3e+11"),
+        ("train.toml", "[mine]\ndropout = 0.1\n", ["framework"], "dropout                0.1"),
+        ("train.json", '{"mine": {"dropout": 0.1}}', ["framework"], "framework mine in "),
+    ],
+)
+def test_files_of_facts(tmp_path: Path, name: str, text: str, nouns: list[str], says: str) -> None:
+    (tmp_path / name).write_text(text)
+    shown = describe(tmp_path / name)
+    assert says in shown.pop("text") and list(shown) == nouns
+    assert json.loads(json.dumps(shown)) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"job.toml: a job needs a table \[model\]"),
+        ("[cluster]\nnodes = 1\n", r"job.toml: a job needs a table \[model\]"),
+        (GPU.replace('"gpu"', '"tpu"'), "job.toml: hardware my-gpu: kind must be gpu or cpu, got 'tpu'"),
+        ("[mine]\ndropout = 'x'\n", "job.toml: framework mine: dropout must be like 0.0, got 'x'"),
+        ("x =", "job.toml is not valid TOML"),
+    ],
+)
+def test_a_file_with_a_mistake_is_told_as_what_it_looks_like(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "job.toml").write_text(text)
+    with pytest.raises(StepsightError, match=message):
+        describe(tmp_path / "job.toml")
