@@ -27,6 +27,7 @@ VARIABLE = "STEPSIGHT_MAX_DECOMPRESSED_GB"
 DEFAULT_GB = 4.0
 MOST_RATIO = 200
 STRETCH = 64 * 2**20  # unpacked bytes over which a ratio is judged; what is smaller harms nobody
+MOST_TABLES = 2**20  # bytes of a file that people write, such as a job; parsing 10 MB of TOML takes 10 s and 1 GB
 MOST_KEY_PARTS = 32  # of a TOML key: a.b.c has three
 _KEY_PART = r"""(?:[\w-]++|"[^"]*+"|'[^']*+')[ \t]*+"""
 _LONG_KEY = re.compile(rf"(?<![\w-])(?:{_KEY_PART}\.[ \t]*+){{{MOST_KEY_PARTS}}}{_KEY_PART}")
@@ -62,24 +63,31 @@ def read_file(path: Path) -> bytes:
         return file.read()
 
 
-def read_text(path: Path, encoding: str = "utf-8") -> str:
+def read_text(path: Path, encoding: str = "utf-8", most: int | None = None) -> str:
     """Text of a plain file, its line ends made ``\\n``; otherwise as ``read_file``.
+
+    Args:
+        most: Bytes that the file may have, if that is less than the limit of every file.
 
     Raises:
         OSError: As ``read_file``.
         UnicodeDecodeError: If it is no such text.
     """
-    return _with_newlines(read_file(path).decode(encoding))
+    with _opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if most is not None and size > most:
+            raise ReadError(path, f"must hold at most {_size(most)}, got {_size(size)}")
+        return _with_newlines(file.read().decode(encoding))
 
 
 def read_toml(path: Path, encoding: str = "utf-8") -> dict[str, Any]:
     """Tables of a plain TOML file.
 
     Raises:
-        OSError: As ``read_file``.
+        OSError: As ``read_file``, or if it has more than ``MOST_TABLES`` bytes (``ReadError``).
         ValueError: If it is no TOML, or a key has more than ``MOST_KEY_PARTS`` parts, which the parser takes hours for.
     """
-    text = read_text(path, encoding)
+    text = read_text(path, encoding, MOST_TABLES)
     for number, line in enumerate(text.splitlines(), 1):
         if line.count(".") >= MOST_KEY_PARTS and _LONG_KEY.search(line):
             raise ValueError(f"a key must have at most {MOST_KEY_PARTS} parts, got more in line {number}")

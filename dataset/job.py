@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from stepsight.dataset.bounded import read_text, read_toml, reason
+from stepsight.dataset.bounded import MOST_TABLES, read_text, read_toml, reason
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.facts_file import SUFFIXES, is_facts_file
 from stepsight.dataset.files import parse_json
@@ -37,6 +37,8 @@ from stepsight.dataset.specs import (
 )
 
 __all__ = ["BatchSpec", "ClusterSpec", "ExecutionSpec", "Job", "JobLike", "ModelSpec", "OptimizerSpec", "ParallelSpec"]
+
+MOST_PROBLEMS = 20  # that an error tells of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +206,8 @@ class Job:
             specs[section], wrong = spec_from_table(section, SECTIONS[section], table)
             problems += wrong
         if problems:
-            raise JobError("; ".join(problems))
+            more = len(problems) - MOST_PROBLEMS
+            raise JobError("; ".join([*problems[:MOST_PROBLEMS], *([f"and {more} more"] if more > 0 else [])]))
         return cls(**specs, framework=framework)
 
     @classmethod
@@ -220,7 +223,7 @@ class Job:
             raise JobError(f"a job file ends in .toml or .json, got {str(path)!r:.80}")
         try:
             toml = path.suffix == ".toml"
-            tables = read_toml(path, "utf-8-sig") if toml else parse_json(read_text(path, "utf-8-sig"))
+            tables = read_toml(path, "utf-8-sig") if toml else parse_json(read_text(path, "utf-8-sig", MOST_TABLES))
         except (OSError, UnicodeDecodeError) as error:
             raise JobError(f"cannot read job file {path}: {reason(error)}") from None
         except RecursionError:

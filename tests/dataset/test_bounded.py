@@ -183,3 +183,19 @@ def test_points_that_are_in_no_key_are_not_counted(tmp_path: Path, many: str) ->
     path = tmp_path / "a.toml"
     path.write_text(many)
     read_toml(path)
+
+
+@pytest.mark.parametrize("name", ["job.toml", "job.json"])
+def test_a_job_file_is_as_large_as_one_that_is_written(tmp_path: Path, name: str) -> None:
+    """Parsing 10 MB of TOML takes 10 s and 1 GB."""
+    path = tmp_path / name
+    path.write_text("[model]\n" + "#" * MEGABYTE)
+    with pytest.raises(JobError, match=r"job\.(toml|json): must hold at most 1.05 MB, got 1.05 MB"):
+        Job.from_file(path)
+
+
+def test_an_error_tells_of_some_problems_where_there_are_thousands(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("".join(f"[a{number}]\n" for number in range(5000)))
+    with pytest.raises(JobError, match=r"unknown table \[a19\]; and 4983 more$"):
+        Job.from_file(path)

@@ -27,7 +27,7 @@ def is_sleep(item: Any) -> bool:
 
 
 def is_block(block: Any, tp: int) -> bool:
-    """Return whether a block is a list of steps with ops, and collectives where there are several tensor-parallel ranks."""
+    """Return whether a block is a list of steps of ops, and of collectives if ``tp`` > 1."""
     return isinstance(block, list) and all(_is_step(step, tp) for step in block)
 
 
