@@ -141,9 +141,12 @@ def _sum_buckets(
         for tensor in tensors[experts == expert][::-1].tolist():
             held += tensor
             if held * replicas.gradient_bytes >= replicas.bucket_bytes:
-                buckets, held = [*buckets, held], 0
+                buckets.append(held)
+                held = 0
+        if held:
+            buckets.append(held)
         name = BUCKET_NAMES[expert]
-        for index, numel in enumerate([*buckets, held] if held else buckets):
+        for index, numel in enumerate(buckets):
             if replicas.bucket_copies:
                 builder.items([shape.main_op("copy", numel)], name, index, "copy_in")
             reduce_gradients(builder, replicas, numel, index, expert=expert, wait=True)
