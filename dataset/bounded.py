@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.parquet_footer import read_footer
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -146,13 +147,10 @@ def parquet_rows(path: Path) -> int:
     Raises:
         OSError: As ``read_parquet``.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
         with _opened(path) as source:
-            return int(pq.read_metadata(source).num_rows)
-    except (pa.ArrowException, ValueError) as error:
+            return read_footer(source).num_rows
+    except ValueError as error:
         raise ReadError(path, f"must be a whole Parquet file, got {reason(error):.200}") from None
 
 
@@ -160,15 +158,11 @@ def _parquet_table(source: BinaryIO, path: Path) -> pa.Table:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    size = os.fstat(source.fileno()).st_size
+    stated = read_footer(source)
     file = pq.ParquetFile(source)
-    groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
-    columns = [group.column(index) for group in groups for index in range(group.num_columns)]
-    values = sum(max(0, column.num_values) for column in columns)
-    stated = sum(max(0, column.total_uncompressed_size) for column in columns)
-    cells = max(file.metadata.num_rows * file.metadata.num_columns, values)
-    check_unpacked(max(8 * cells, stated), size, path)
     schema = file.schema_arrow
+    cells = max(stated.num_rows * max(1, len(schema)), stated.num_values)
+    check_unpacked(max(8 * cells, stated.num_bytes), os.fstat(source.fileno()).st_size, path)
     texts = [field.name for field in schema if pa.types.is_string(field.type) or pa.types.is_binary(field.type)]
     # A text that millions of rows share is stored once, and stays so until it is known to be short.
     table = pq.ParquetFile(source, read_dictionary=texts).read()

@@ -11,10 +11,11 @@ import multiprocessing
 import os
 import random
 import resource
-import sys
+import shutil
 import tempfile
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.fuzz.targets import TARGETS, corpus
@@ -22,6 +23,8 @@ from tests.fuzz.watch import Hang, answered
 
 FAILURES = Path("fuzz-failures")
 MOST_BYTES = 2 * 2**30
+# Files of a process: the input that is tried (a target may rename its own), and how many failed.
+LAST, FOUND = "last", "failures"
 MOST_FAILURES = 5  # of one target; more are likely the same
 
 
@@ -36,37 +39,60 @@ def main() -> int:
     names = options.targets or list(TARGETS)
     seconds = 60 * options.minutes * options.jobs / len(names)
     print(f"seed {options.seed}", flush=True)
-    work = [(name, options.seed, seconds, options.inputs) for name in names]
-    with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
-        failed = sum(pool.imap_unordered(_run, work))
+    with ThreadPoolExecutor(options.jobs) as pool:  # of threads that wait for a process each
+        failed = sum(pool.map(lambda name: _campaign(name, options.seed, seconds, options.inputs), names))
     return 1 if failed else 0
 
 
-def _run(work: tuple[str, int, float, int]) -> int:
-    """Number of inputs of a target that failed."""
-    name, seed, seconds, most = work
+def _campaign(name: str, seed: int, seconds: float, most: int) -> int:
+    """Number of inputs of a target that failed; one that ends its process is a failure, and a new one goes on."""
+    context = multiprocessing.get_context("spawn")
+    until, first, failures = time.monotonic() + seconds, 0, 0
+    while True:
+        with tempfile.TemporaryDirectory(prefix="stepsight-fuzz-") as folder:
+            arguments = (name, seed, Path(folder), first, until, most, MOST_FAILURES - failures)
+            process = context.Process(target=_run, args=arguments)
+            process.start()
+            process.join()
+            found = Path(folder) / FOUND
+            if found.exists():
+                return failures + int(found.read_text())
+            (tried,) = (int(path.name) for path in Path(folder).iterdir() if path.is_dir())
+            kept = _keep(name, f"{seed}-{tried}", (Path(folder) / LAST).read_bytes())
+            first, failures = tried + 1, failures + 1
+            print(f"FAILED {kept}\nthe process ended with {process.exitcode}", flush=True)
+
+
+def _keep(name: str, number: str, data: bytes) -> Path:
+    """Write an input that failed to where it is looked for."""
+    FAILURES.mkdir(exist_ok=True)
+    kept = FAILURES / f"{name}-{number}{TARGETS[name].suffix}"
+    kept.write_bytes(data)
+    return kept
+
+
+def _run(name: str, seed: int, folder: Path, first: int, until: float, most: int, most_failures: int) -> None:
+    """Try inputs of a target; ``folder`` holds the one that is tried, and at the end how many failed."""
     target, seeds = TARGETS[name], corpus(name)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (size + MOST_BYTES, size + MOST_BYTES))
-    began, tried, read, failures, slowest = time.monotonic(), 0, 0, 0, 0.0
-    with tempfile.TemporaryDirectory(prefix="stepsight-fuzz-") as folder:
-        while failures < MOST_FAILURES and (tried < most if most else time.monotonic() - began < seconds):
-            number, start = f"{seed}-{tried}", time.monotonic()
-            rng = random.Random(number)
-            data = target.mutate(rng, rng.choice(seeds))
-            path = Path(folder) / f"{tried}" / f"input{target.suffix}"
-            path.parent.mkdir()
-            path.write_bytes(data)
-            try:
-                read += answered(lambda path=path: target.ask(path))
-            except (Exception, Hang, RecursionError):
-                failures += 1
-                FAILURES.mkdir(exist_ok=True)
-                kept = FAILURES / f"{name}-{number}{target.suffix}"
-                kept.write_bytes(data)
-                print(f"FAILED {kept}\n{traceback.format_exc()[-1500:]}", flush=True)
-            slowest = max(slowest, time.monotonic() - start)
-            tried += 1
-    print(f"{name:22} {tried:7} inputs, {read} read, {failures} failed, slowest {slowest:.2f} s", flush=True)
-    sys.stdout.flush()
-    return failures
+    tried, read, failures, slowest = first, 0, 0, (0.0, "")
+    while failures < most_failures and (tried < most if most else time.monotonic() < until):
+        number, start = f"{seed}-{tried}", time.process_time()
+        rng = random.Random(number)
+        data = target.mutate(rng, rng.choice(seeds))
+        path = folder / f"{tried}" / f"input{target.suffix}"
+        path.parent.mkdir()
+        for copy in (path, folder / LAST):
+            copy.write_bytes(data)
+        try:
+            read += answered(lambda path=path: target.ask(path))
+        except (Exception, Hang, RecursionError):
+            failures += 1
+            print(f"FAILED {_keep(name, number, data)}\n{traceback.format_exc()[-1500:]}", flush=True)
+        slowest = max(slowest, (time.process_time() - start, number))
+        shutil.rmtree(path.parent)
+        tried += 1
+    print(f"{name:22} {tried:7} inputs, {read} read, {failures} failed, slowest {slowest[0]:.2f} s of a core "
+          f"({slowest[1]})", flush=True)  # fmt: skip
+    (folder / FOUND).write_text(str(failures))
