@@ -10,7 +10,7 @@ import typer
 
 from stepsight import __version__
 from stepsight.dataset.errors import StepsightError, shorten
-from stepsight.verbs import asking, judging, measuring
+from stepsight.verbs import asking, converting, judging, measuring
 from stepsight.verbs.streams import finish_stdout, prepare_streams, storage_problem
 
 _USAGE: Any = typer.BadParameter.__base__  # click's UsageError, which newer versions of typer bring along
@@ -54,6 +54,7 @@ app.command(
     "experiment",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
 )(measuring.experiment_command)
+app.command("job")(converting.job_command)
 app.command("import")(measuring.import_command)
 app.command("show")(measuring.show_command)
 

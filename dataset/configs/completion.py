@@ -1,0 +1,120 @@
+"""What no configuration states of a job: its cluster, replicas and batch, from what follows or by assumption."""
+
+from __future__ import annotations
+
+import math
+
+from stepsight.dataset.configs.drafts import Draft, Given
+from stepsight.dataset.errors import JobError
+from stepsight.dataset.specs import SECTIONS
+
+HARDWARE, DEVICES_PER_NODE = "h100-sxm-80gb", 8
+_NEEDED = ("family", "layers", "hidden", "heads", "vocab", "seq_len")
+
+
+def complete(draft: Draft, given: Given) -> None:
+    """Fill what is open; the user's own values come first.
+
+    Raises:
+        JobError: If a size of the model is not known, or a key that the user gives is not a job's.
+    """
+    for key, value in given.values.items():
+        section, _, name = key.partition(".")
+        if key != "framework" and (section not in SECTIONS or name not in SECTIONS[section].__annotations__):
+            raise JobError(f"a value must be given for a key of a job, as model.seq_len, got {key!r:.80}")
+        draft.map(key, value, "given")
+    if draft.get("model.name") is None:
+        missing = [name for name in _NEEDED if draft.get(f"model.{name}") is None]
+        if missing:
+            raise JobError(
+                f"no configuration states {', '.join('model.' + name for name in missing)}: name the file that does, "
+                "as a model's config.json, or give the values"
+            )
+    _cluster(draft, given)
+    _batch(draft)
+    draft.assume("batch.precision", "bf16", "no configuration states a precision")
+
+
+def _degree(draft: Draft, name: str) -> int:
+    value = draft.get(f"parallel.{name}", 1)
+    return value if isinstance(value, int) and value > 0 else 1
+
+
+def _cluster(draft: Draft, given: Given) -> None:
+    draft.assume("cluster.hardware", HARDWARE, "no configuration states the hardware: give it")
+    draft.assume("cluster.devices_per_node", DEVICES_PER_NODE, "no configuration states the devices of a node")
+    per_node = _degree_of(draft.get("cluster.devices_per_node"))
+    others = _degree(draft, "tp") * _degree(draft, "cp") * _degree(draft, "pp")
+    least, reason = _least_devices(draft, others)
+    if "cluster.nodes" in given.values:
+        return
+    stated = draft.get("cluster.nodes")
+    devices = draft.facts.get("devices") or (stated * per_node if isinstance(stated, int) else 0)
+    if devices and devices % least == 0 and devices >= least:
+        wanted, reason = devices, f"the run has {devices} devices"
+    elif draft.get("parallel.dp") is None:
+        reason = f"{devices} devices cannot hold {reason}" if devices else f"{reason} in whole nodes"
+        wanted = _fitting(draft, least, others, math.lcm(least, per_node))
+    else:
+        wanted = least
+    if stated is not None and stated * per_node == wanted:
+        return
+    if wanted < per_node or wanted % per_node:
+        if "cluster.devices_per_node" in given.values:
+            return
+        per_node = math.gcd(wanted, per_node)
+        draft.tables["cluster"].pop("devices_per_node")
+        draft.sources.pop("cluster.devices_per_node", None)
+        draft.assume("cluster.devices_per_node", per_node, f"{wanted} devices are needed: {reason}")
+    draft.tables["cluster"].pop("nodes", None)
+    draft.sources.pop("cluster.nodes", None)
+    draft.assume("cluster.nodes", wanted // per_node, f"{wanted} devices are needed: {reason}")
+
+
+def _fitting(draft: Draft, least: int, others: int, most: int) -> int:
+    """The largest number of devices, up to a limit, whose replicas share the global batch evenly."""
+    total, micro = draft.get("batch.global_batch"), _degree_of(draft.get("batch.micro_batch", 1))
+    if not isinstance(total, int):
+        return most
+    counts = range(most, 0, -least)
+    return next((count for count in counts if count % least == 0 and total % (count // others * micro) == 0), least)
+
+
+def _degree_of(value: object) -> int:
+    return value if isinstance(value, int) and value > 0 else DEVICES_PER_NODE
+
+
+def _least_devices(draft: Draft, others: int) -> tuple[int, str]:
+    """The smallest number of devices that holds the parallel degrees, and which these are."""
+    words = " * ".join(f"{name} {_degree(draft, name)}" for name in ("tp", "cp", "pp") if _degree(draft, name) > 1)
+    dp = draft.get("parallel.dp")
+    if isinstance(dp, int) and dp > 0:
+        return others * dp, f"{words} * dp {dp}" if words else f"dp {dp}"
+    ep = _degree(draft, "ep")
+    group = _degree(draft, "cp") * (_degree(draft, "tp") if draft.get("parallel.expert_tp") == 1 else 1)
+    shard = draft.get("parallel.dp_shard") or 1
+    replicas = math.lcm(ep // math.gcd(ep, group), shard)
+    more = f"{' * ' if words else ''}dp {replicas} (ep {ep})" if replicas > 1 else ""
+    return others * replicas, (words + more) or "one replica"
+
+
+def _batch(draft: Draft) -> None:
+    cluster = draft.tables["cluster"]
+    devices = _degree_of(cluster.get("nodes")) * _degree_of(cluster.get("devices_per_node"))
+    others = _degree(draft, "tp") * _degree(draft, "cp") * _degree(draft, "pp")
+    dp = draft.get("parallel.dp") or max(1, devices // others)
+    copies = draft.facts.get("replicas_of_shards", 0)
+    if copies > 1 and dp % copies == 0:
+        draft.assume("parallel.dp_shard", dp // copies, f"{copies} copies of the shards in dp {dp}")
+    total, accumulation = draft.get("batch.global_batch"), draft.facts.get("accumulation", 0)
+    if draft.get("batch.micro_batch") is None and isinstance(total, int) and accumulation:
+        size = max(1, total // (dp * accumulation))
+        draft.assume("batch.micro_batch", size, f"global_batch {total} over dp {dp} and {accumulation} micro-batches")
+    draft.assume("batch.micro_batch", 1, "no configuration states a micro-batch")
+    micro = _degree_of(draft.get("batch.micro_batch"))
+    if draft.facts.get("local_batch"):
+        local = draft.facts["local_batch"]
+        draft.assume("batch.global_batch", local * dp, f"{local} sequences of each of dp {dp} replicas")
+    count = accumulation or max(1, _degree(draft, "pp") if _degree(draft, "pp") > 1 else 1)
+    why = f"micro_batch {micro} * dp {dp} * {count} micro-batches"
+    draft.assume("batch.global_batch", micro * dp * count, f"no configuration states a global batch: {why}")

@@ -1,0 +1,114 @@
+"""Jobs from the configuration files of training frameworks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.configs.completion import complete
+from stepsight.dataset.configs.documents import read_source, read_tables, toml_text
+from stepsight.dataset.configs.drafts import Draft, Given
+from stepsight.dataset.configs.formats import reader_of
+from stepsight.dataset.errors import JobError
+from stepsight.dataset.job import Job
+
+__all__ = ["ConfigJob", "is_job_file", "read_configs", "read_source"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigJob:
+    """A job that was read from configuration files, and how.
+
+    Attributes:
+        job: The job.
+        tables: What a job file of it holds: ``mapped`` and ``assumed`` in their sections.
+        mapped: By key of the job (``model.layers``): what a configuration states.
+        assumed: By key of the job: what none states.
+        sources: By key of ``mapped``: the configuration's own words.
+        reasons: By key of ``assumed``: why.
+        ignored: Settings that no key of a job expresses.
+        formats: Of each file.
+    """
+
+    job: Job
+    tables: Mapping[str, Any]
+    mapped: Mapping[str, Any]
+    assumed: Mapping[str, Any]
+    sources: Mapping[str, str] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    ignored: Sequence[str] = ()
+    formats: Sequence[str] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "mapped": dict(self.mapped),
+            "assumed": dict(self.assumed),
+            "ignored": list(self.ignored),
+            "sources": dict(self.sources),
+            "reasons": dict(self.reasons),
+            "formats": list(self.formats),
+        }
+
+    def to_toml(self) -> str:
+        """A job file, with where each value comes from."""
+        comments = {key: f"from {words}" for key, words in self.sources.items()}
+        comments |= {key: f"assumed: {why}" for key, why in self.reasons.items()}
+        return toml_text(self.tables, comments)
+
+
+def is_job_file(path: Path) -> bool:
+    """Whether a file holds a job's own tables rather than another framework's configuration.
+
+    A file that cannot be read counts as a job file: who reads it says what is wrong.
+    """
+    if path.suffix not in (".toml", ".json"):
+        return False
+    try:
+        tables = read_tables(path)
+    except JobError:
+        return True
+    cluster, model = tables.get("cluster"), tables.get("model")
+    return isinstance(cluster, Mapping) or (isinstance(model, Mapping) and "family" in model) or not tables
+
+
+def read_configs(paths: Sequence[Path], given: Given | None = None) -> ConfigJob:
+    """Read a job from configuration files: one that states the model, and others that state how it is trained.
+
+    Nothing is executed: scripts and Python files are parsed.
+
+    Raises:
+        JobError: If a file cannot be read or recognised, or no job follows.
+    """
+    given = given or Given()
+    if not paths:
+        raise JobError("a configuration must be named, got none")
+    draft, formats = Draft(), []
+    for path in paths:
+        name, read = reader_of(path)
+        formats.append(name)
+        try:
+            read(path, draft, given)
+        except JobError as error:
+            raise JobError(f"{path}: {error}") from None
+    names = ", ".join(map(str, paths))
+    try:
+        complete(draft, given)
+        framework = given.values.get("framework", draft.framework)
+        tables = {name: table for name, table in draft.tables.items() if table}
+        job = Job.from_dict({"framework": framework, **tables} if framework else tables)
+    except JobError as error:
+        raise JobError(f"{names}: {error}") from None
+    keys = [f"{section}.{name}" for section, table in tables.items() for name in table]
+    return ConfigJob(
+        job=job,
+        tables={"framework": framework, **tables} if framework else tables,
+        mapped={key: draft.get(key) for key in keys if key not in draft.reasons},
+        assumed={key: draft.get(key) for key in keys if key in draft.reasons},
+        sources=dict(draft.sources),
+        reasons=dict(draft.reasons),
+        ignored=tuple(draft.ignored),
+        formats=tuple(formats),
+    )

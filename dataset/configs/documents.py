@@ -1,0 +1,157 @@
+"""Configuration files as they are: text, tables of JSON, TOML or YAML, within bounds."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.bounded import read_text, read_toml, reason
+from stepsight.dataset.errors import JobError
+from stepsight.dataset.files import parse_json
+
+MOST_CHARACTERS = 4 * 2**20
+MOST_VALUES = 100_000  # of a file's tables, each counted wherever it stands (YAML repeats by reference)
+MOST_DEPTH = 30
+
+
+def read_source(path: Path) -> str:
+    """Text of a configuration file.
+
+    Raises:
+        JobError: If it cannot be read, is no text, or is too long.
+    """
+    try:
+        text = read_text(path, "utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"cannot read configuration {path}: {reason(error)}") from None
+    if len(text) > MOST_CHARACTERS:
+        raise JobError(f"a configuration must have at most {MOST_CHARACTERS} characters, got {len(text)} in {path}")
+    return text
+
+
+def read_tables(path: Path) -> Mapping[str, Any]:
+    """Tables of a JSON, TOML or YAML file.
+
+    Raises:
+        JobError: If it is something else, or holds more than the limits.
+    """
+    text = read_source(path)
+    try:
+        value = _parsed(path, text)
+        _count(value, 0)
+    except RecursionError:
+        raise JobError(f"{path} must be tables of values, got tables nested too deeply") from None
+    except ValueError as error:
+        raise JobError(f"{path} is not valid {path.suffix.lstrip('.').upper()}: {reason(error):.200}") from None
+    if not isinstance(value, Mapping):
+        raise JobError(f"{path} must hold tables of values, got {type(value).__name__}")
+    return value
+
+
+def _parsed(path: Path, text: str) -> Any:
+    if path.suffix == ".json":
+        return parse_json(text)
+    if path.suffix == ".toml":
+        return read_toml(path, "utf-8-sig")
+    import yaml
+
+    try:
+        return yaml.load(text, Loader=_loader(yaml))
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def _loader(yaml: Any) -> Any:
+    """PyYAML's safe loader that reads ``1e-5`` as a number, as YAML 1.2 does, and refuses a key that stands twice.
+
+    Tags of other loaders (``!!python/...``) are refused by it.
+    """
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        pass
+
+    import re
+
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
+    return Loader
+
+
+def _count(value: Any, depth: int, counted: int = 0) -> int:
+    """Count the values of tables.
+
+    Raises:
+        ValueError: If there are more than ``MOST_VALUES``, or they are nested more than ``MOST_DEPTH`` deep.
+    """
+    if depth > MOST_DEPTH:
+        raise ValueError(f"tables must be nested at most {MOST_DEPTH} deep")
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    counted += len(items)
+    if counted > MOST_VALUES:
+        raise ValueError(f"a configuration must hold at most {MOST_VALUES} values")
+    for item in items:
+        if isinstance(item, Mapping | list):
+            counted = _count(item, depth + 1, counted)
+    return counted
+
+
+def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, its keys joined by dots."""
+    found: dict[str, Any] = {}
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def read_python(path: Path) -> ast.Module:
+    """Syntax tree of a Python file, which is never executed.
+
+    Raises:
+        JobError: If it is no Python.
+    """
+    try:
+        return ast.parse(read_source(path))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise JobError(f"{path} is not valid Python: {reason(error):.200}") from None
+
+
+def toml_text(tables: Mapping[str, Mapping[str, Any]], comments: Mapping[str, str] | None = None) -> str:
+    """Tables of plain values as TOML.
+
+    Args:
+        tables: Sections and their values; values outside of tables come first.
+        comments: By key with dots (``model.layers``): what stands behind its value.
+    """
+    comments = comments or {}
+    lines = [f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, Mapping)]
+    for section, table in tables.items():
+        if not isinstance(table, Mapping) or not table:
+            continue
+        lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
+        for key, value in table.items():
+            line = f"{key} = {_toml(value)}"
+            comment = " ".join(comments.get(f"{section}.{key}", "").split())
+            lines.append(f"{line:<32} # {comment}" if comment else line)
+    text = "\n".join(lines) + "\n"
+    tomllib.loads(text)  # what we write can be read
+    return text
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in escaped) + '"'
+    return repr(value)

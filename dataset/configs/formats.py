@@ -1,0 +1,79 @@
+"""Which framework a configuration file is of, and who reads it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.configs.documents import read_source, read_tables
+from stepsight.dataset.configs.drafts import Draft, Given
+from stepsight.dataset.configs.megatron_in import read_megatron
+from stepsight.dataset.configs.megatron_words import settings_of_script, settings_of_tables, settings_of_words
+from stepsight.dataset.configs.shell_scripts import read_script
+from stepsight.dataset.errors import JobError
+
+Reader = Callable[[Path, Draft, Given], None]
+
+
+def reader_of(path: Path) -> tuple[str, Reader]:
+    """The name of a file's format, and the function that reads it.
+
+    Raises:
+        JobError: If it is none of a known framework.
+    """
+    if path.suffix in (".json", ".toml", ".yaml", ".yml"):
+        tables = read_tables(path)
+        for name, (fits, read) in _TABLES.items():
+            if fits(tables):
+                return name, read
+        shown = ", ".join(map(str, list(tables)[:8])) or "nothing"
+        raise JobError(f"{path} must be a configuration of {', '.join(_TABLES)}, got tables {shown:.120}")
+    if path.suffix == ".py":
+        raise JobError(f"{path} must be a registry of torchtitan")
+    return "megatron", _words_file
+
+
+def _words_file(path: Path, draft: Draft, given: Given) -> None:
+    """A shell script, or a file of arguments."""
+    text = read_source(path)
+    if re.match(r"(\s*(#[^\n]*)?\n)*\s*--?[A-Za-z]", text):
+        try:
+            words = shlex.split(text.replace("\\\n", " "), comments=True)
+        except ValueError as error:
+            raise JobError(f"a file of arguments must be words of a shell, got {error}") from None
+        settings = settings_of_words(words)
+    else:
+        settings = settings_of_script(read_script(text, dict(given.variables), path.parent), draft)
+    read_megatron(settings, draft)
+
+
+def _model_arguments(path: Path, draft: Draft, given: Given) -> None:
+    """Arguments by name, as in Megatron-LM's functional tests."""
+    tables = read_tables(path)
+    words: list[str] = []
+    for flag, value in tables["MODEL_ARGS"].items():
+        if value is False:
+            continue
+        words += [str(flag)] + (
+            [] if value is True else [str(v) for v in (value if isinstance(value, list) else [value])]
+        )
+    read_megatron(settings_of_words(words), draft)
+
+
+def _megatron_yaml(path: Path, draft: Draft, given: Given) -> None:
+    """Megatron-Core's YAML file (``--yaml-cfg``)."""
+    settings = settings_of_tables(read_tables(path))
+    read_megatron(settings, draft)
+
+
+def _has(*names: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda tables: all(isinstance(tables.get(name), Mapping) for name in names)
+
+
+_TABLES: dict[str, tuple[Callable[[Mapping[str, Any]], bool], Reader]] = {
+    "megatron-arguments": (_has("MODEL_ARGS"), _model_arguments),
+    "megatron-yaml": (_has("language_model"), _megatron_yaml),
+}

@@ -1,0 +1,25 @@
+"""What was read from configurations of training frameworks, as text."""
+
+from __future__ import annotations
+
+from stepsight.dataset.configs.config_job import ConfigJob
+from stepsight.experiments.reports.text_table import table
+
+
+def config_text(read: ConfigJob) -> str:
+    """The job, and tables of what was mapped and assumed."""
+    mapped = [(key, _shown(value), read.sources.get(key, "")) for key, value in read.mapped.items()]
+    assumed = [(key, _shown(value), read.reasons.get(key, "")) for key, value in read.assumed.items()]
+    parts = [f"job     {read.job.name} on {read.job.cluster.num_devices} x {read.job.cluster.hardware}"]
+    parts[0] += f"\nformat  {', '.join(read.formats)}"
+    if mapped:
+        parts.append(table(("mapped", "value", "from"), mapped))
+    if assumed:
+        parts.append(table(("assumed", "value", "because"), assumed))
+    if read.ignored:
+        parts.append("ignored\n" + "\n".join(f"  {text}" for text in read.ignored))
+    return "\n\n".join(parts)
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

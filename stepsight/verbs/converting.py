@@ -1,0 +1,67 @@
+"""The verb that turns configurations of training frameworks into jobs, and jobs into configurations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepsight.dataset.errors import StepsightError
+from stepsight.verbs.options import Json, answer, path
+
+
+def job_command(
+    configs: Annotated[
+        list[Path],
+        typer.Argument(
+            parser=path,
+            metavar="FROM...",
+            help="Configuration files: one that states the model, and others, as DeepSpeed's JSON; or a job file.",
+        ),
+    ],
+    *,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", parser=path, help="Write the job file (.toml) or configuration here.")
+    ] = None,
+    hardware: Annotated[str, typer.Option(help="Name of the devices, which configurations do not state.")] = "",
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None,
+    devices_per_node: Annotated[int | None, typer.Option(min=1, help="Devices of a node.")] = None,
+    given: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A value of the job, as model.seq_len=4096. May be repeated."),
+    ] = None,
+    define: Annotated[
+        list[str] | None,
+        typer.Option("--define", metavar="NAME=VALUE", help="A variable of a shell script. May be repeated."),
+    ] = None,
+    pick: Annotated[str, typer.Option(help="Which configuration of a file with several, as llama3_8b.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Read a job from the configuration of a training framework, and say what was mapped, assumed and ignored.
+
+    It reads Megatron-LM (shell scripts, arguments, YAML of Megatron-Core and NeMo), torchtitan (TOML, Python registry),
+    Hugging Face (config.json, Accelerate, DeepSpeed), Nanotron and MaxText (YAML). Nothing is executed. Examples:
+
+        stepsight job pretrain_gpt.sh --hardware h100-sxm-80gb --nodes 16 --out job.toml
+        stepsight job config.json ds_config.json --set model.seq_len=4096 --nodes 2
+    """
+    from stepsight.dataset.configs.config_job import read_configs
+    from stepsight.dataset.files import check_output_file, write_text
+    from stepsight.experiments.reports.config_report import config_text
+    from stepsight.verbs.config_options import given_of
+
+    if out is not None:
+        if out.suffix != ".toml":
+            raise StepsightError(f"--out ends in .toml, got {str(out)!r:.80}")
+        check_output_file(out)
+    read = read_configs(
+        configs, given_of(hardware, nodes, devices_per_node, given=given or (), define=define or (), pick=pick)
+    )
+    value = {**read.to_dict(), "job": read.job.to_dict()}
+    text = config_text(read)
+    if out is not None:
+        write_text(out, read.to_toml())
+        value["out"] = str(out)
+        text += f"\n\nwrote {out}"
+    answer(value, text, as_json)
