@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from stepsight.dataset.op import DTYPE_BYTES, Op
 from stepsight.simulator.lowering.replicas import Replicas
 from stepsight.simulator.lowering.segment import DATA, SECOND, SegmentBuilder
-
-
-@dataclass(frozen=True, slots=True)
-class FullUnit:
-    """What FSDP gathers at once.
-
-    Attributes:
-        name: For people.
-        numel, expert_numel: Elements, others' and experts'.
-    """
-
-    name: str
-    numel: int
-    expert_numel: int = 0
+from stepsight.simulator.lowering.slots import Slot, UnitPattern
 
 
 class Gathers:
@@ -31,7 +16,6 @@ class Gathers:
         builder: Where to.
         replicas: Who shares.
         units: What is gathered, in the order of use, each with its number; equal units are one object.
-        dtype: Of the parameters that travel.
         ahead: Whether the next unit is asked for early even where that hides nothing (backward on CPU).
         early: Whether all are on their way before the computation begins (parameters that stay, once an iteration).
     """
@@ -40,8 +24,7 @@ class Gathers:
         self,
         builder: SegmentBuilder,
         replicas: Replicas,
-        units: Sequence[tuple[FullUnit, int]],
-        dtype: str,
+        units: Sequence[tuple[UnitPattern, int]],
         *,
         ahead: bool,
         early: bool = False,
@@ -49,7 +32,6 @@ class Gathers:
         self._builder = builder
         self._replicas = replicas
         self._units = units
-        self._dtype = dtype
         self._early = early and replicas.beside
         self._ahead = replicas.gathering.prefetch if ahead or replicas.beside else 0
         self._asked = self._used = 0
@@ -71,8 +53,7 @@ class Gathers:
             self._builder.wait(event)
         unit, number = self._units[self._used]
         self._used += 1
-        numel = unit.numel + unit.expert_numel
-        self._builder.items([Op("copy", (numel,), self._dtype)], unit.name, number, "copy_out")
+        self._builder.run(Slot("copy_out", unit.index), unit.name, number)
 
     def alike(self) -> int:
         """How many of the next units do just what the last one did: wait for, and ask for, the same sizes."""
@@ -94,13 +75,12 @@ class Gathers:
     def _issue(self) -> None:
         (unit, number), groups = self._units[self._asked], self._replicas.groups
         self._asked += 1
-        shard = -(-unit.numel // groups.shard.size) + -(-unit.expert_numel // groups.experts.size)
-        self._builder.items([Op("copy", (shard,), self._dtype)], unit.name, number, "copy_in")
+        self._builder.run(Slot("copy_in", unit.index), unit.name, number)
         events = []
-        for group, numel, clock in ((groups.shard, unit.numel, DATA), (groups.experts, unit.expert_numel, SECOND)):
-            if not numel or group.size == 1:
+        for group, there, clock in ((groups.shard, unit.numel, DATA), (groups.experts, unit.expert_numel, SECOND)):
+            if not there or group.size == 1:
                 continue
-            gather = group.collective("all_gather", numel * DTYPE_BYTES[self._dtype])
+            gather = Slot("gather", unit.index, clock == SECOND)
             name = f"{unit.name}.parameters"
             if self._replicas.beside:
                 events.append(self._builder.send(gather, clock, name, number, early=self._early))

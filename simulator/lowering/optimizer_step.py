@@ -12,7 +12,7 @@ from stepsight.dataset.execution import StateSemantics
 from stepsight.dataset.op import DTYPE_BYTES, Op
 from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.lowering.part_units import part_units
-from stepsight.simulator.lowering.replicas import BUCKET_NAMES, Replicas, reduce_gradients
+from stepsight.simulator.lowering.replicas import BUCKET_NAMES, Replicas, bucket_works, reduce_gradients
 from stepsight.simulator.lowering.segment import DATA, SECOND, Segment, SegmentBuilder
 from stepsight.simulator.lowering.sizes import PartShape
 
@@ -149,7 +149,7 @@ def _sum_buckets(
         for index, numel in enumerate(buckets):
             if replicas.bucket_copies:
                 builder.items([shape.main_op("copy", numel)], name, index, "copy_in")
-            reduce_gradients(builder, replicas, numel, index, expert=expert, wait=True)
+            reduce_gradients(builder, bucket_works(replicas, numel, expert=expert), index, expert=expert, wait=True)
             if replicas.bucket_copies:
                 builder.items([shape.main_op("elementwise", numel)], name, index, "mean")
                 builder.items([shape.main_op("copy", numel)], name, index, "copy_out")

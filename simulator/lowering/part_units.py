@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stepsight.dataset.caching import Memo, cached
 from stepsight.simulator.blocks.family import embedding_block, head_block, layer_block
 from stepsight.simulator.blocks.layer_parts import arrivals
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block
-from stepsight.simulator.lowering.gathers import FullUnit
 from stepsight.simulator.lowering.passages import BackwardSpec, Passage, backward_passage, forward_passage
 from stepsight.simulator.lowering.sizes import PartShape
 
@@ -26,6 +24,8 @@ class Unit:
         times: How many.
         again: Whether full recomputation repeats them.
         root: Whether FSDP wraps them with the model itself rather than each on its own.
+        tensors, expert_tensors: Elements of the parameter tensors of one of them, in the order in which gradients
+            arrive; others' and experts'.
     """
 
     block: Block
@@ -34,6 +34,31 @@ class Unit:
     times: int = 1
     again: bool = True
     root: bool = False
+    tensors: tuple[int, ...] = field(init=False)
+    expert_tensors: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        others, experts = _tensors(self.block)
+        object.__setattr__(self, "tensors", others)
+        object.__setattr__(self, "expert_tensors", experts)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters of one of them but experts'."""
+        return sum(self.tensors)
+
+    @property
+    def expert_numel(self) -> int:
+        """Elements of the experts' parameters of one of them."""
+        return sum(self.expert_tensors)
+
+
+def _tensors(block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Others' and experts' parameter tensors of a block, in the order in which gradients arrive."""
+    found: tuple[list[int], list[int]] = ([], [])
+    for step in reversed(block):
+        found[step.expert].extend(step.parameters)
+    return tuple(found[0]), tuple(found[1])
 
 
 @cached(4096)
@@ -69,20 +94,3 @@ def passage_of(block: Block, backward: BackwardSpec | None = None) -> Passage:
         passage = forward_passage(block) if backward is None else backward_passage(block, backward)
         _PASSAGES[id(block), backward] = known = (block, passage)  # the block is kept, so that its id stays its own
     return known[1]
-
-
-def one_by_one(units: Iterable[Unit]) -> list[tuple[Unit, int]]:
-    """Each block of some units with its number, in order."""
-    return [(unit, unit.first + turn) for unit in units for turn in range(unit.times)]
-
-
-def full_unit(units: Iterable[Unit], name: str) -> FullUnit:
-    """What FSDP gathers for some units at once."""
-    numel, experts = 0, 0
-    for unit in units:
-        for step in unit.block:
-            if step.expert:
-                experts += sum(step.parameters)
-            else:
-                numel += sum(step.parameters)
-    return FullUnit(name, numel, experts)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.execution import ExecutionSemantics, OverlapSemantics
 from stepsight.dataset.hashed_once import hashed_once
 from stepsight.dataset.op import DTYPE_BYTES, Collective
@@ -11,6 +14,7 @@ from stepsight.dataset.specs import ParallelSpec
 from stepsight.simulator.blocks.shape import Group
 from stepsight.simulator.lowering.segment import DATA, SECOND, SegmentBuilder
 from stepsight.simulator.lowering.sizes import Groups
+from stepsight.simulator.lowering.slots import Slot
 
 BUCKET_NAMES = ("gradients{}", "expert_gradients{}")  # of others, of experts
 _NOBODY = Groups(Group(), Group(), Group(), Group(), Group())
@@ -87,6 +91,12 @@ class Replicas:
         """Whether gradients are reduced, and only then added to those of earlier micro-batches."""
         return self.zero_stage >= 2 and self.size > 1 and not self.gathering.reduce_once
 
+    @cached_property
+    def pattern(self) -> Replicas:
+        """The same with groups of two in the place of larger ones: all that the events of a segment depend on."""
+        groups = {field.name: _pair(getattr(self.groups, field.name)) for field in fields(self.groups)}
+        return replace(self, groups=Groups(**groups))
+
     def reduces(self, last: bool) -> bool:
         """Whether the backward of a micro-batch sends gradients, ``last`` saying whether it is the last."""
         if self.size == 1:
@@ -97,6 +107,10 @@ class Replicas:
 
 
 SILENT = Replicas()
+
+
+def _pair(group: Group) -> Group:
+    return Group(min(group.size, 2))
 
 
 def bucket_works(replicas: Replicas, numel: int, *, expert: bool) -> tuple[Collective | None, Collective | None]:
@@ -113,10 +127,23 @@ def bucket_works(replicas: Replicas, numel: int, *, expert: bool) -> tuple[Colle
 
 
 def reduce_gradients(
-    builder: SegmentBuilder, replicas: Replicas, numel: int, number: int, *, expert: bool = False, wait: bool = False
+    builder: SegmentBuilder,
+    works: Sequence[Collective | Slot | None],
+    number: int,
+    *,
+    expert: bool = False,
+    wait: bool = False,
 ) -> None:
-    """Sum one bucket of gradients over the replicas; with hybrid sharding, within a group and then between groups."""
-    first, second = bucket_works(replicas, numel, expert=expert)
+    """Sum one bucket of gradients over the replicas; with hybrid sharding, within a group and then between groups.
+
+    Args:
+        builder: Where to.
+        works: What ``bucket_works`` says, or slots for it.
+        number: Of the bucket.
+        expert: Whether it holds experts' gradients.
+        wait: Whether the computation waits for it.
+    """
+    first, second = works
     name, sent = BUCKET_NAMES[expert], -1
     for work, clock in ((first, SECOND if expert else DATA), (second, SECOND)):
         if work is None:
@@ -144,17 +171,26 @@ def replicas_of(
         beside: Whether the hardware runs collectives beside the computation.
         share: Part of their time that the computation then loses.
     """
+    return _replicas((p.zero_stage, p.pp > 1), groups, semantics, beside, share)
+
+
+@cached(4096)
+def _replicas(
+    zero: tuple[int, bool], groups: Groups, semantics: ExecutionSemantics, beside: bool, share: float
+) -> Replicas:
+    """``zero``: the stage, and whether there is a pipeline."""
     states, overlap = semantics.states, semantics.overlap
+    zero_stage, pipelined = zero
     return Replicas(
         groups,
-        p.zero_stage,
+        zero_stage,
         int(overlap.bucket_bytes),
         beside,
         overlap.gradients,
         overlap.parameters,
-        gathering_of(p, overlap, beside=beside),
+        Gathering(overlap.prefetch, overlap.reshard, reduce_once=zero_stage == 3 and pipelined and beside),
         gradient_bytes=DTYPE_BYTES[states.gradient_dtype],
-        all_sums=p.zero_stage == 1 and not states.scatters_sums,
+        all_sums=zero_stage == 1 and not states.scatters_sums,
         bucket_copies=states.bucket_copies,
         compute_share=share,
     )
