@@ -215,18 +215,20 @@ def _semantics(
     whole = p.zero_stage < 3  # a rank has whole gradients
     kernels = _kernels(engine, batch.precision, habits, p.gradient_dtype if whole else "", batch.fp8_scaling)
     states = _states(engine, batch.precision, p.gradient_dtype, whole, p.reduce_scatter)
-    return ExecutionSemantics(
-        kernels=kernels,
-        states=states,
-        overlap=OverlapSemantics(
-            tensor_parallel=p.overlap_tp,
-            gradients=p.overlap_grad_reduce and not (on_cpu and p.pp > 1 and p.zero_stage == 0),
-            parameters=p.overlap_param_gather,
-            prefetch=p.prefetch,
-            reshard=p.reshard_after_forward,
-            bucket_bytes=p.bucket_mbytes * 2**20,
-            runtime=p.runtime or ("torch" if on_cpu else "asynchronous"),
-            reads_norm=optimizer.clip_grad_norm,
-        ),
-        optimizer="host" if optimizer.offload else "fused" if optimizer.fused else "foreach",
+    overlap = _overlap(
+        tensor_parallel=p.overlap_tp,
+        gradients=p.overlap_grad_reduce and not (on_cpu and p.pp > 1 and p.zero_stage == 0),
+        parameters=p.overlap_param_gather,
+        prefetch=p.prefetch,
+        reshard=p.reshard_after_forward,
+        bucket_bytes=p.bucket_mbytes * 2**20,
+        runtime=p.runtime or ("torch" if on_cpu else "asynchronous"),
+        reads_norm=optimizer.clip_grad_norm,
     )
+    form = "host" if optimizer.offload else "fused" if optimizer.fused else "foreach"
+    return _execution(kernels=kernels, states=states, overlap=overlap, optimizer=form)
+
+
+# Equal semantics are one object: it is a key many times, hashed once and compared by identity.
+_overlap = cached(1024)(OverlapSemantics)
+_execution = cached(1024)(ExecutionSemantics)

@@ -18,6 +18,7 @@ from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.execution import ExecutionSemantics, semantics_of
 from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.hashed_once import hashed_once
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
@@ -29,9 +30,9 @@ from stepsight.simulator.lowering.optimizer_step import OptimizerHabits, optimiz
 from stepsight.simulator.lowering.passages import BACKWARD as WHOLE
 from stepsight.simulator.lowering.passages import INPUT, WEIGHT
 from stepsight.simulator.lowering.rank_layout import Layout, layout_of
-from stepsight.simulator.lowering.replicas import replicas_of
+from stepsight.simulator.lowering.replicas import Replicas, replicas_of
 from stepsight.simulator.lowering.segment import Segment
-from stepsight.simulator.lowering.sizes import Groups, PartShape, groups_of, part_shapes, rank_shape
+from stepsight.simulator.lowering.sizes import Groups, Parts, PartShape, groups_of, part_shapes, rank_shape
 from stepsight.simulator.lowering.stage import Recompute, backward_segment, forward_segment
 from stepsight.simulator.lowering.stage_links import meeting_stages, stage_messages, tied_group
 from stepsight.simulator.schedules import (
@@ -135,7 +136,7 @@ class _Asked(NamedTuple):
     optimizer: str
     num_micro_batches: int
     shape: RankShape
-    parts: tuple[PartShape, ...]
+    parts: Parts
     groups: Groups
     layout: Layout
     beside: bool
@@ -164,40 +165,28 @@ def _lower(asked: _Asked) -> Lowered:
     p, shape, parts, overlap = asked.parallel, asked.shape, asked.parts, asked.semantics.overlap
     replicas = replicas_of(p, asked.groups, asked.semantics, beside=asked.beside, share=asked.share)
     track = _find_track(p, asked.num_micro_batches, overlap.runtime)
+    held = _held(track, parts)
+    passes, recompute = _passes(track), Recompute(p.recompute, p.recompute_every)
+    alone = asked.num_micro_batches == 1
     numbers: dict[Segment, int] = {}  # by identity: equal segments are one object, their makers are cached
-    rows: dict[PartShape, int] = {}
-    row = [rows.setdefault(part, len(rows)) for part in parts]
-    table = np.zeros((len(rows), len(KIND_NAMES), 3), dtype=np.int32)
-    recompute, alone = Recompute(p.recompute, p.recompute_every), asked.num_micro_batches == 1
-    for part, at in rows.items():
-        for kind, turn in _passes(track):
-            if kind == FORWARD:
-                segment = forward_segment(shape, part, replicas, turn == FIRST or alone)
-            else:
-                again, last = turn != FIRST and not alone, turn == LAST
-                segment = backward_segment(
-                    shape, part, replicas, recompute, accumulate=again, last=last, label=_LABELS[kind]
-                )
-            table[at, kind, turn] = numbers.setdefault(segment, len(numbers))
+    table = np.zeros((len(held.rows), len(KIND_NAMES) * 3), dtype=np.int32)
+    for part, row in zip(held.rows, table, strict=True):
+        own = _part_segments(shape, part, replicas, recompute, passes, alone)
+        row[passes.places] = [numbers.setdefault(segment, len(numbers)) for segment in own]
     tied = tied_group(shape, asked.layout, track)
     states, form = asked.semantics.states, asked.semantics.optimizer
     habits = OptimizerHabits(form, asked.optimizer == "adamw", overlap.reads_norm, states)
-    optimizers: dict[tuple[tuple[int, ...], bool], int] = {}
-    of_stage = []
-    for own in _held(track):
-        ends = tied.size > 1 and any(parts[part].first or parts[part].last for part in own)
-        key = (tuple([row[part] for part in own]), ends)
-        if key not in optimizers:
-            held = tuple([parts[part] for part in own])
-            segment = optimizer_segment(shape, held, replicas, habits, tied if ends else Group())
-            optimizers[key] = numbers.setdefault(segment, len(numbers))
-        of_stage.append(optimizers[key])
+    segments = [
+        optimizer_segment(shape, own, replicas, habits, tied if ends and tied.size > 1 else Group())
+        for own, ends in held.distinct
+    ]
+    optimizers = np.array([numbers.setdefault(segment, len(numbers)) for segment in segments], dtype=np.int32)
     messages, message = stage_messages(shape, parts, asked.layout, track)
     return Lowered(
         segments=tuple(numbers),
         track=track,
-        table=table.reshape(len(rows), -1)[row].ravel(),
-        optimizer=np.array(of_stage, dtype=np.int32),
+        table=table[held.row].ravel(),
+        optimizer=optimizers[held.of_stage],
         messages=messages,
         message=message,
         parts=parts,
@@ -212,19 +201,77 @@ def _place(track: Track) -> Ints:
     return (track.part * len(KIND_NAMES) + track.kind) * 3 + track.turn
 
 
+class _Held(NamedTuple):
+    """Who holds which parts of the model.
+
+    Attributes:
+        rows: Distinct parts.
+        row: Position in ``rows`` of each part.
+        distinct: What stages hold, in model order, each distinct combination once, and whether the model's first or
+            last part is among it.
+        of_stage: Position in ``distinct`` of each stage's.
+    """
+
+    rows: tuple[PartShape, ...]
+    row: Ints
+    distinct: tuple[tuple[Parts, bool], ...]
+    of_stage: Ints
+
+
 @cached(512)
-def _held(track: Track) -> tuple[tuple[int, ...], ...]:
-    """Parts of the model that each stage holds, in model order."""
+def _held(track: Track, parts: Parts) -> _Held:
+    rows: dict[PartShape, int] = {}
+    row = [rows.setdefault(part, len(rows)) for part in parts]
     held: list[list[int]] = [[] for _ in range(track.num_stages)]
     for part, stage in enumerate(track.schedule.placement[:, 0].tolist()):
         held[stage].append(part)
-    return tuple(map(tuple, held))
+    distinct: dict[tuple[tuple[int, ...], bool], tuple[int, Parts]] = {}
+    of_stage = []
+    for own in held:
+        ends = any(parts[part].first or parts[part].last for part in own)
+        key = (tuple([row[part] for part in own]), ends)
+        at, _ = distinct.setdefault(key, (len(distinct), Parts([parts[part] for part in own])))
+        of_stage.append(at)
+    combinations = tuple((own, ends) for (_, ends), (_, own) in distinct.items())
+    return _Held(tuple(rows), np.array(row), combinations, np.array(of_stage))
+
+
+@hashed_once
+@dataclass(frozen=True)
+class _Passes:
+    """Distinct kinds and turns of a track's actions, and their positions in a part's row of ``Lowered.table``."""
+
+    kinds: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def places(self) -> list[int]:
+        return [kind * 3 + turn for kind, turn in self.kinds]
 
 
 @cached(512)
-def _passes(track: Track) -> tuple[tuple[int, int], ...]:
-    """Distinct (kind, turn) of a track's actions."""
-    return tuple(divmod(int(key), 3) for key in np.unique(track.kind * 3 + track.turn))
+def _passes(track: Track) -> _Passes:
+    return _shared_passes(tuple(divmod(int(key), 3) for key in np.unique(track.kind * 3 + track.turn)))
+
+
+_shared_passes = cached(512)(_Passes)
+
+
+@cached(8192)
+def _part_segments(
+    shape: RankShape, part: PartShape, replicas: Replicas, recompute: Recompute, passes: _Passes, alone: bool
+) -> tuple[Segment, ...]:
+    """What a part runs in each of the passes; ``alone``: there is a single micro-batch."""
+    found = []
+    for kind, turn in passes.kinds:
+        if kind == FORWARD:
+            found.append(forward_segment(shape, part, replicas, turn == FIRST or alone))
+        else:
+            again, last = turn != FIRST and not alone, turn == LAST
+            label = _LABELS[kind]
+            found.append(
+                backward_segment(shape, part, replicas, recompute, accumulate=again, last=last, label=label)
+            )
+    return tuple(found)
 
 
 def _find_track(p: ParallelSpec, num_micro_batches: int, runtime: str) -> Track:

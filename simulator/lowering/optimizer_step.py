@@ -14,7 +14,7 @@ from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.lowering.part_units import part_units
 from stepsight.simulator.lowering.replicas import BUCKET_NAMES, Replicas, bucket_works, reduce_gradients
 from stepsight.simulator.lowering.segment import DATA, SECOND, Segment, SegmentBuilder
-from stepsight.simulator.lowering.sizes import PartShape
+from stepsight.simulator.lowering.sizes import Parts, PartShape
 
 
 class OptimizerHabits(NamedTuple):
@@ -35,7 +35,7 @@ class OptimizerHabits(NamedTuple):
 
 @cached(2048)
 def optimizer_segment(
-    shape: RankShape, parts: tuple[PartShape, ...], replicas: Replicas, habits: OptimizerHabits, tied: Group
+    shape: RankShape, parts: Parts, replicas: Replicas, habits: OptimizerHabits, tied: Group
 ) -> Segment:
     """Gradients that are still to be summed, then the optimizer on a rank's share of the parameters; ZeRO stages 1
     and 2 then gather them again.

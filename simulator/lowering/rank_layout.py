@@ -120,7 +120,10 @@ def layout_of(job: Job) -> Layout:
 
 @cached(4096)
 def _layout(p: ParallelSpec, devices_per_node: int) -> Layout:
-    return Layout(tuple((axis, getattr(p, axis)) for axis in p.order.split("-")), devices_per_node)
+    return _layout_along(tuple([(axis, getattr(p, axis)) for axis in p.order.split("-")]), devices_per_node)
+
+
+_layout_along = cached(4096)(Layout)  # equal layouts are one object, as they are keys of other caches
 
 
 def _joined(strides: list[tuple[int, int]]) -> Strides:

@@ -36,6 +36,16 @@ class PartShape:
         return sum(count for _, count in self.layers)
 
 
+class Parts(tuple[PartShape, ...]):
+    """Parts of a model in its order; a tuple that remembers its hash, since there may be hundreds."""
+
+    def __hash__(self) -> int:
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = self.__dict__["_hash"] = super().__hash__()
+        return known
+
+
 @hashed_once
 @dataclass(frozen=True)
 class Groups:
@@ -125,14 +135,14 @@ def _groups(layout: Layout, shards: int, ep: int, whole: bool) -> Groups:
     )
 
 
-def part_shapes(job: Job) -> tuple[PartShape, ...]:
+def part_shapes(job: Job) -> Parts:
     """Parts of the model in model order: even with the remainder on the earlier ones, or as ``stage_layers`` says."""
     p = job.parallel
     return _part_shapes(job.model, p.pp * p.virtual_stages, p.stage_layers)
 
 
 @cached(4096)
-def _part_shapes(model: ModelSpec, num_parts: int, stage_layers: tuple[int, ...]) -> tuple[PartShape, ...]:
+def _part_shapes(model: ModelSpec, num_parts: int, stage_layers: tuple[int, ...]) -> Parts:
     if not stage_layers:
         each, rest = divmod(model.total_layers, num_parts)
         stage_layers = tuple(each + (i < rest) for i in range(num_parts))
@@ -147,12 +157,15 @@ def _part_shapes(model: ModelSpec, num_parts: int, stage_layers: tuple[int, ...]
             count -= take
             if left > take:
                 todo.append((kind, left - take))
-        parts.append(PartShape(tuple(runs), index == 0, index == num_parts - 1))
-    return tuple(parts)
+        parts.append(_part_shape(tuple(runs), index == 0, index == num_parts - 1))
+    return Parts(parts)
+
+
+_part_shape = cached(4096)(PartShape)  # equal parts are one object, as they are keys of other caches
 
 
 @cached(4096)
-def boundary_bytes(shape: RankShape, parts: tuple[PartShape, ...]) -> tuple[int, ...]:
+def boundary_bytes(shape: RankShape, parts: Parts) -> tuple[int, ...]:
     """Bytes of the activation that passes from each part to the next, ``len(parts) - 1``."""
     passes, before, out = find_family(shape.model.family).boundary_bytes, 0, []
     for part in parts[:-1]:

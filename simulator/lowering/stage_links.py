@@ -12,7 +12,7 @@ from stepsight.dataset.op import Collective
 from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.clock.track import Track
 from stepsight.simulator.lowering.rank_layout import Layout
-from stepsight.simulator.lowering.sizes import PartShape, boundary_bytes
+from stepsight.simulator.lowering.sizes import Parts, boundary_bytes
 
 Ints = NDArray[np.int32]
 
@@ -26,6 +26,7 @@ def tied_group(shape: RankShape, layout: Layout, track: Track) -> Group:
     return Group(2, layout.pipeline_neighbours(first, last))
 
 
+@cached(1024)
 def meeting_stages(track: Track, tied: Group, *, all_meet: bool) -> Ints:
     """Number of each stage's group of those that wait for each other before the optimizer, shape ``(num_stages,)``.
 
@@ -40,8 +41,9 @@ def meeting_stages(track: Track, tied: Group, *, all_meet: bool) -> Ints:
     return meets
 
 
+@cached(4096)
 def stage_messages(
-    shape: RankShape, parts: tuple[PartShape, ...], layout: Layout, track: Track
+    shape: RankShape, parts: Parts, layout: Layout, track: Track
 ) -> tuple[tuple[Collective, ...], Ints]:
     """Distinct messages, and which of them each message of the track is."""
     if not track.num_messages:
