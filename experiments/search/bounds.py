@@ -1,0 +1,204 @@
+"""Lower bounds of every strategy of a grid: seconds that it cannot beat, bytes that it cannot do without.
+
+Seconds are the larger of what a stage computes (``simulator.lower_bounds``), with the pipeline's fill before it and its
+drain after it, and of what its fully sharded replicas send; parameters that are gathered after the optimizer's step
+are added.  Bytes are training's states, and what is kept of the micro-batches that a schedule has in flight.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.execution import semantics_of
+from stepsight.dataset.hardware import Hardware
+from stepsight.experiments.search.grid import Grid
+from stepsight.experiments.search.schedule_bounds import in_flight, is_split, placement_of, stage_sums, stage_times
+from stepsight.experiments.search.shape_table import ShapeTable
+from stepsight.experiments.search.strategies import build
+from stepsight.experiments.search.traffic_bounds import Sharing, Traffic, traffic
+from stepsight.simulator.clock.engine import Floats
+from stepsight.simulator.lowering.sizes import groups_of
+from stepsight.simulator.memory.states import states_of
+from stepsight.simulator.segment_timing import Timer
+from stepsight.training.calibration.residual import MAX_LOG
+from stepsight.training.predictor.predictor import Predictor
+
+ROUNDING = 1e-9  # part by which sums in another order may differ
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Lower bounds of the strategies of a grid.
+
+    Attributes:
+        seconds: Of the predicted iteration time, shape ``(n,)``.
+        peak_bytes: Of the estimated peak memory, shape ``(n,)``.
+        capacity_bytes: Of a device.
+    """
+
+    seconds: Floats
+    peak_bytes: Floats
+    capacity_bytes: float = math.inf
+
+    @property
+    def may_fit(self) -> NDArray[np.bool_]:
+        """Strategies whose memory is not known to be too small, shape ``(n,)``."""
+        return np.asarray(self.peak_bytes <= self.capacity_bytes)
+
+
+def grid_bounds(grid: Grid, timer: Timer, hardware: Hardware, predictor: Predictor | None) -> Bounds:
+    """Bound every strategy of a grid.
+
+    Args:
+        grid: The strategies.
+        timer: Of the latency model that predicts.
+        hardware: That of the latency model.
+        predictor: What predicts; None: hardware facts.
+    """
+    if grid.job.cluster.mixed:  # other devices may be faster, or have more memory
+        return Bounds(np.zeros(len(grid)), np.zeros(len(grid)))
+    table = ShapeTable(grid, timer, hardware)
+    blocks = [_Block(grid, number, table, timer, hardware) for number in range(len(grid.layouts))]
+    seconds = np.concatenate([block.seconds().ravel() for block in blocks])
+    peak_bytes = np.concatenate([block.peak_bytes().ravel() for block in blocks])
+    factor = least_factor(predictor) * (1.0 - ROUNDING)
+    return Bounds(seconds * factor, peak_bytes * (1.0 - ROUNDING), hardware.memory_bytes)
+
+
+def least_factor(predictor: Predictor | None) -> float:
+    """The least that a predictor multiplies times of single ops by, in context and calibrated."""
+    if predictor is None:
+        return 1.0
+    calibration = predictor.calibration
+    corrected = 0.0 if calibration.residual is None else MAX_LOG
+    in_context = 0.0 if predictor.context is None else predictor.context.bound
+    return calibration.scale * math.exp(-corrected - in_context)
+
+
+class _Block:
+    """One layout of a grid with all further choices.
+
+    Axes are named in shapes: ``p`` pipelines, ``z`` ways of sharding, ``r`` recomputation, ``s`` sequence parallelism,
+    ``o`` orders of ranks, ``m`` micro-batch sizes, ``d`` stages.
+    """
+
+    def __init__(self, grid: Grid, number: int, table: ShapeTable, timer: Timer, hardware: Hardware) -> None:
+        self._grid, self._table, self._timer, self._hardware = grid, table, timer, hardware
+        self._layout, self._options = grid.layouts[number], grid.options[number]
+        self._ids = table.ids[number]
+        self._orders = self._options.get("order", [""])
+        self._zeros = [self._shared(zero) for zero in self._options["zero_stage"]]
+        self._fully = np.array([int(shared[0].job.parallel.zero_stage == 3) for shared in self._zeros])
+        self._recompute = [how.partition("/")[::2] for how in self._options["recompute"]]
+        sizes = [text.split() for text in self._options["pipeline"]]
+        self._pipelines = [(table.micro_batches.index(int(mb)), name, int(v[1:])) for mb, name, v in sizes]
+        replica = grid.job.batch.global_batch // self._layout.dp
+        self._many = np.array([replica // size for size in table.micro_batches], dtype=np.float64)
+
+    def _shared(self, zero: str) -> list[Sharing]:
+        """Ways of sharding, one for each order of ranks."""
+        found = []
+        for order in self._orders:
+            chosen = {"pipeline": "1 1f1b x1", "zero_stage": zero, "sequence_parallel": False}
+            job = build(self._grid.job, self._layout, chosen | ({"order": order} if order else {}))
+            semantics, groups = semantics_of(job, self._hardware.kind), groups_of(job)
+            states = states_of(job.parallel, semantics, job.batch.dtype, groups)
+            found.append(Sharing(job, semantics, groups, states, self._hardware.kind != "cpu"))
+        return found
+
+    def seconds(self) -> Floats:
+        """Lower bounds of seconds, shape ``(p, z, r, s, o)``."""
+        computed: dict[Any, Floats] = {}
+        sent: dict[Any, Traffic] = {}
+        out = []
+        for size, schedule, chunks in self._pipelines:
+            place = (chunks, placement_of(schedule, self._layout.pp))
+            if (key := (*place, is_split(schedule))) not in computed:
+                stages = [self._computed(schedule, chunks, how, int(every or 1)) for how, every in self._recompute]
+                computed[key] = np.stack(stages, axis=1)  # m r s o fully d
+            if place not in sent:
+                sent[place] = self._sent(*place)
+            own = np.moveaxis(computed[key][size][..., self._fully, :], -2, 0)  # z r s o d
+            each, once, after = (values[:, None, None] for values in sent[place])  # z 1 1 o d
+            out.append(np.maximum(own + after, self._many[size] * each + once).max(axis=-1))
+        return np.array(out)
+
+    def _computed(self, schedule: str, chunks: int, how: str, every: int) -> Floats:
+        """When each stage has computed at the earliest, shape ``(m, s, o, 2, d)``; the 2: whether fully sharded."""
+        stages = self._layout.pp
+        ids, kind = self._ids[..., int(how == "offload")], "none" if how == "offload" else how
+
+        def passing(part: str) -> Floats:
+            return self._table.part_seconds(ids, part, kind, stages * chunks, every)
+
+        forward, backward = passing("forward"), passing("backward")
+        to_input = backward
+        if is_split(schedule):  # one that splits some backwards may run others whole
+            halves = passing("input")
+            to_input, backward = np.minimum(halves, backward), np.minimum(halves + passing("weight"), backward)
+        if stages > 1:  # the host starts each pass with the computation, and the slower one decides
+            forward, to_input, backward = (values.max(axis=0) for values in (forward, to_input, backward))
+        many = self._many[:, None, None, None]
+        times = stage_times(placement_of(schedule, stages), stages, many, (forward, to_input, backward))
+        return times if stages > 1 else np.asarray(times.max(axis=0))
+
+    def _sent(self, chunks: int, placement: str) -> Traffic:
+        """What replicas send, each of shape ``(z, o, d)``."""
+        counts = self._stage_counts(chunks, placement)
+        numel = self._table.numel[int(self._ids.flat[0])]
+        found = [
+            [traffic(one, self._timer, counts[:, :-2], numel[:-2], counts @ numel) for one in shared]
+            for shared in self._zeros
+        ]
+        return Traffic(*np.moveaxis(np.array(found), 2, 0))
+
+    def _stage_counts(self, chunks: int, placement: str) -> Floats:
+        """Blocks of each stage, shape ``(d, blocks)``; none where it is not known which they are."""
+        counts, _ = self._table.counts(self._layout.pp * chunks, 1)
+        if placement == "any":
+            return np.zeros((self._layout.pp, counts.shape[1]))
+        return stage_sums(counts.T, placement, self._layout.pp).T
+
+    def peak_bytes(self) -> Floats:
+        """Lower bounds of peak memory, shape ``(p, z, r, s, o)``."""
+        out, held = [], {}
+        for size, schedule, chunks in self._pipelines:
+            place = placement_of(schedule, self._layout.pp)
+            if (chunks, place) not in held:
+                held[chunks, place] = self._held(chunks, place)
+            states, gradients, late = (values[:, None, None] for values in held[chunks, place])  # z 1 1 o d
+            kept = np.moveaxis(self._kept(size, schedule, chunks)[..., self._fully, :], -2, 0)  # z r s o d
+            out.append((states + np.maximum(gradients, late + kept)).max(axis=-1))
+        return np.asarray(self._hardware.reserved_bytes + (1.0 + self._hardware.fragmentation) * np.array(out))
+
+    def _held(self, chunks: int, placement: str) -> Floats:
+        """Bytes of parameters and optimizer states, of gradients, and of those that are there before the first
+        backward; shape ``(3, z, o, d)``."""
+        numel = self._stage_counts(chunks, placement) @ self._table.numel[int(self._ids.flat[0])]
+        found = []
+        for shared in self._zeros:
+            for one in shared:
+                states = one.states
+                gradients = numel @ np.array(states.gradients)
+                held = numel @ (np.array(states.parameters) + np.array(states.optimizer))
+                found.append((held, gradients, gradients * (states.keeping.gradients.numel == 0)))
+        return np.moveaxis(np.array(found), 1, 0).reshape(3, len(self._zeros), len(self._orders), -1)
+
+    def _kept(self, size: int, schedule: str, chunks: int) -> Floats:
+        """Bytes of activations that each stage keeps at some moment, shape ``(r, s, o, 2, d)``."""
+        stages, ids = self._layout.pp, self._ids[size]
+        flying = in_flight(schedule, stages, int(self._many[size]), chunks)
+        found = []
+        for how, every in self._recompute:
+            kind, place = ("none" if how == "offload" else how), int(how == "offload")
+            kept = self._table.kept_bytes(ids[..., place], kind, stages * chunks, int(every or 1))
+            if placement_of(schedule, stages) == "loop" and self._zeros[0][0].semantics.overlap.runtime != "torch":
+                found.append((kept.reshape(*kept.shape[:-1], chunks, stages) * flying.T).sum(axis=-2))
+            else:
+                found.append(np.zeros((*kept.shape[:-1], stages)))
+        return np.array(found)

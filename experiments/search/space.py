@@ -1,0 +1,180 @@
+"""The choices of a search: which values of each axis it combines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.bounded import read_toml
+from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.registry import did_you_mean
+from stepsight.dataset.schedules import SCHEDULES
+from stepsight.dataset.specs import AXES, RECOMPUTE
+
+MOST = 2**31
+
+
+@dataclass(frozen=True)
+class Space:
+    """The choices of a search.  A choice that is not legal for a model and cluster is left out.
+
+    Attributes:
+        max_tp: Largest tensor-parallel degree; 0: the devices of a node.
+        micro_batches: Micro-batch sizes.
+        schedules: Each a name, or a name with its number of virtual stages, as ``("1f1b", 2)``.
+        cp: Context-parallel degrees, each where it leaves a rank ``MIN_CP_TOKENS`` tokens of a sequence.
+        zero_stages, recompute, sequence_parallel: As in a job.
+        recompute_every: With full recomputation, only every n-th layer; empty: as the job has it.
+        dp_shard: Replicas over which ZeRO shards (hybrid sharding), 0: all; empty: all.
+        offload_activations: As in a job; empty: as the job has it.
+        orders: Orders of the ranks on the nodes, as ``parallel.order``; empty: as the job has it.
+
+    All expert-parallel degrees that divide the experts are tried, and all pipelines whose layers split nearly evenly.
+    Of choices that are the same, one is tried: selective recomputation is left out with fused attention, where it frees
+    nothing; ``gpipe`` of one micro-batch, which is 1F1B; orders that differ only in axes of degree 1.
+
+    Raises:
+        StepsightError: If a value is not allowed.
+    """
+
+    max_tp: int = 0
+    micro_batches: tuple[int, ...] = (1, 2, 4, 8)
+    schedules: tuple[tuple[str, int] | str, ...] = (("1f1b", 1), ("gpipe", 1), ("1f1b", 2), ("1f1b", 4), ("zb-h1", 1))
+    cp: tuple[int, ...] = (1, 2, 4, 8)
+    zero_stages: tuple[int, ...] = (0, 1, 3)
+    recompute: tuple[str, ...] = ("none", "selective", "full")
+    sequence_parallel: tuple[bool, ...] = (False, True)
+    recompute_every: tuple[int, ...] = ()
+    dp_shard: tuple[int, ...] = ()
+    offload_activations: tuple[bool, ...] = ()
+    orders: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.max_tp, 0):
+            raise StepsightError(f"max_tp of a space must be a whole number >= 0, got {self.max_tp!r:.80}")
+        for field in fields(self):
+            if field.name == "max_tp":
+                continue
+            given = getattr(self, field.name)
+            if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+                raise StepsightError(f"{field.name} of a space must be a list of values, got {given!r:.80}")
+            values = [_schedule(value) if field.name == "schedules" else value for value in given]
+            for value in values:
+                _check(field.name, value)
+            if not values and field.default:
+                raise StepsightError(f"{field.name} of a space must name one value at least, got none")
+            object.__setattr__(self, field.name, tuple(dict.fromkeys(values)))
+
+    @property
+    def pipelines(self) -> tuple[tuple[str, int], ...]:
+        """The schedules, each with its virtual stages."""
+        return tuple(schedule for schedule in self.schedules if not isinstance(schedule, str))
+
+    @classmethod
+    def of(cls, value: Space | Mapping[str, Any] | str | Path | None) -> Space:
+        """Take a space as it is, or build one.
+
+        Args:
+            value: A ``Space``, its attributes as a dict, ``usual`` (the default), ``wide`` (all axes), or the path of
+                a ``.toml`` file with the attributes.
+
+        Raises:
+            StepsightError: If no space can be built from it.
+        """
+        if value is None or isinstance(value, Space):
+            return value or cls()
+        if isinstance(value, str) and value in SPACES:
+            return _named(value)
+        if isinstance(value, Mapping):
+            return cls._from_dict(value)
+        if not str(value).endswith(".toml"):
+            raise StepsightError(f"a space must be {', '.join(SPACES)} or the path of a .toml file, got {value!s:.80}")
+        try:
+            return cls._from_dict(read_toml(Path(value)))
+        except OSError as error:
+            raise StepsightError(f"cannot read the space {value!s:.200}: {error.strerror}") from None
+        except ValueError as error:
+            raise StepsightError(f"{value!s:.200}: {error}") from None
+
+    @classmethod
+    def _from_dict(cls, values: Mapping[str, Any]) -> Space:
+        names = [field.name for field in fields(cls)]
+        for key in values:
+            if key not in names:
+                raise StepsightError(
+                    f"a space has {', '.join(names)}, got {key!r:.80}{did_you_mean(str(key), names)}"
+                )
+        return cls(**values)
+
+
+def _schedule(value: Any) -> Any:
+    """A schedule with its virtual stages: of a plain name as few as it allows."""
+    if isinstance(value, str) and value in SCHEDULES:
+        return value, SCHEDULES[value].virtual_stages[0]
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _is_number(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST
+
+
+def _check(name: str, value: Any) -> None:
+    """Check one value of an axis."""
+    if name == "schedules":
+        _check_schedule(value)
+        return
+    choices: dict[str, tuple[Any, ...]] = {"zero_stages": (0, 1, 2, 3), "recompute": RECOMPUTE}
+    choices |= dict.fromkeys(("sequence_parallel", "offload_activations"), (False, True))
+    if name in choices:
+        good, rule = any(value is c or (value == c and type(value) is type(c)) for c in choices[name]), choices[name]
+        words = f"one of {', '.join(map(str, rule))}"
+    elif name == "orders":
+        good = isinstance(value, str) and sorted(value.split("-")) == sorted(AXES)
+        words = f"{', '.join(AXES)} once each, joined by '-'"
+    else:
+        least = 0 if name == "dp_shard" else 1
+        good, words = _is_number(value, least), f"whole numbers >= {least}"
+    if not good:
+        raise StepsightError(f"{name} of a space must be {words}, got {value!r:.80}")
+
+
+def _check_schedule(value: Any) -> None:
+    if isinstance(value, str):
+        raise StepsightError(f"schedules of a space: {SCHEDULES.unknown(value)}")
+    if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[0], str) or not _is_number(value[1], 1):
+        raise StepsightError(
+            "schedules of a space must be names, or names with virtual stages, as ('1f1b', 2), "
+            f"got {value!r:.80}"
+        )
+    name, chunks = value
+    if name not in SCHEDULES:
+        raise StepsightError(f"schedules of a space: {SCHEDULES.unknown(name)}")
+    if not SCHEDULES[name].allows(chunks):
+        raise StepsightError(f"schedule {name} has virtual_stages {SCHEDULES[name].allowed}, got {chunks}")
+
+
+SPACES = ("usual", "wide")
+
+
+def _named(name: str) -> Space:
+    if name == "usual":
+        return Space()
+    return Space(
+        micro_batches=(1, 2, 3, 4, 6, 8, 12, 16),
+        schedules=(
+            *(("1f1b", chunks) for chunks in (1, 2, 3, 4, 5, 6, 8)),
+            *(("looped-bfs", chunks) for chunks in (2, 4)),
+            *(("interleaved-zb", chunks) for chunks in (2, 4)),
+            "gpipe",
+            "zb-h1",
+            "zbv",
+        ),
+        cp=(1, 2, 4, 8, 16),
+        zero_stages=(0, 1, 2, 3),
+        recompute_every=(1, 2, 4),
+        dp_shard=(0, 2, 4, 8, 16, 32, 64),
+        offload_activations=(False, True),
+        orders=("tp-cp-dp-pp", "tp-cp-pp-dp", "tp-dp-cp-pp"),
+    )
