@@ -118,7 +118,7 @@ def _errors(predictor: Predictor) -> str:
     """Mean errors of signatures left out in turn, by family; those of which too few were measured have none."""
     rows = [
         [family, Number(100 * math.expm1(error)) if error < UNKNOWN else "-"]
-        for model in (predictor.kernel, predictor.collective)
-        for family, error in model.regressor.errors.items()
+        for errors in (predictor.kernel.regressor.errors, predictor.collective.errors)
+        for family, error in errors.items()
     ]
     return table(["on their own, signatures left out in turn", "mean error %"], rows)

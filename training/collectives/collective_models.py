@@ -21,6 +21,7 @@ from stepsight.features.collective_features import (
 )
 from stepsight.features.nccl_features import OVERLAPPING as NCCL_OVERLAPPING
 from stepsight.features.nccl_features import nccl_features, nccl_position, nccl_terms, tree_terms
+from stepsight.training.collectives.between_nodes import BetweenNodes, place
 from stepsight.training.regression.fitted_physics import Bounds
 from stepsight.training.regression.regressor import Regressor, SignatureRows, fit_regressor
 
@@ -82,15 +83,38 @@ class CollectiveModel:
         left_out: Answer as if the collectives asked about had not been measured (for honest intervals).
         nccl: Whether this is NCCL on GPUs: its rings and trees (``features.nccl``) instead of one host's messages.
         carried: Labels that were measured on another device's links alone.
+        between: NCCL between nodes by its own choices; None: by ``regressor``, as predictors of earlier versions have it.
     """
 
     regressor: Regressor
     left_out: bool = False
     nccl: bool = False
     carried: tuple[str, ...] = ()
+    between: BetweenNodes | None = None
 
     def seconds(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
         """Seconds of each collective alone; by the fabric's facts where kind and layout were never measured."""
+        if self.between is None:
+            return self._by_regressor(collectives, fabric)
+        across = np.array([c.group_size > c.ranks_per_node for c in collectives], dtype=np.bool_)
+        seconds = np.empty(len(collectives))
+        for where, ask in ((across, self.between.seconds), (~across, self._by_regressor)):
+            seconds[where] = ask([collectives[index] for index in np.flatnonzero(where).tolist()], fabric)
+        return seconds
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Labels that were measured."""
+        inter = () if self.between is None else (f"{kind}/inter" for kind in self.between.support)
+        return tuple(sorted({*self.regressor.physics, *inter}))
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Mean absolute log-error on what was left out in turn, by label."""
+        inter = {} if self.between is None else {f"{kind}/inter": e for kind, e in self.between.errors.items()}
+        return {**self.regressor.errors, **inter}
+
+    def _by_regressor(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
         if not collectives:
             return np.zeros(0)
         asked, longer = zip(*map(self._within_sizes, collectives), strict=True)
@@ -127,6 +151,8 @@ class CollectiveModel:
     def unsupported(self, collective: Collective, fabric: Fabric) -> str:
         """Why a collective lies outside what was measured; empty if it does not."""
         label = label_of(collective)
+        if self.between is not None and collective.num_nodes > 1:
+            return self._outside_between(self.between, collective)
         if label not in self.regressor.physics:
             where = "across nodes" if collective.num_nodes > 1 else "within a node"
             return f"{collective}: no {collective.kind} {where} was measured"
@@ -138,6 +164,22 @@ class CollectiveModel:
         excess = self.regressor.excess(label, position)
         if excess > OUTSIDE:
             return f"{collective}: {np.exp(excess):.1f} x outside the measured sizes"
+        return self._carried(collective)
+
+    def _outside_between(self, between: BetweenNodes, collective: Collective) -> str:
+        """Why a collective between nodes lies outside what was measured; empty if it does not."""
+        if collective.kind not in between.support:
+            return f"{collective}: no {collective.kind} across nodes was measured"
+        low, high = between.support[collective.kind]
+        excess = np.maximum(np.maximum(low - place(collective), place(collective) - high), 0.0)
+        if excess[1] > OUTSIDE:
+            return f"{collective}: measured for groups of {np.exp(low[1]):.0f} to {np.exp(high[1]):.0f} ranks"
+        if excess.sum() > OUTSIDE:
+            return f"{collective}: {np.exp(excess.sum()):.1f} x outside the measured sizes"
+        return self._carried(collective)
+
+    def _carried(self, collective: Collective) -> str:
+        label = label_of(collective)
         return f"{collective}: {label} was measured on other devices' links alone" if label in self.carried else ""
 
 

@@ -33,6 +33,7 @@ from stepsight.features.collective_features import COLLECTIVE_AXES, COLLECTIVE_F
 from stepsight.features.nccl_features import NCCL_TERMS
 from stepsight.features.op_features import OP_TERMS, op_feature_names
 from stepsight.training.calibration.corrections import Calibration
+from stepsight.training.collectives.between_nodes import BetweenNodes
 from stepsight.training.collectives.collective_models import BOUNDS, NCCL_BOUNDS, CollectiveModel
 from stepsight.training.intervals.conformal import Intervals
 from stepsight.training.kernels.derived_kinds import Ratio
@@ -247,7 +248,7 @@ class Predictor:
         kernel = read_part(folder / "kernel.json", partial(_op_regressor, folder, hardware))
         collective = read_part(folder / "collective.json", partial(_collective_regressor, folder))
         derives, ratios = read_part(folder / "kernel.json", _derived)
-        nccl, carried = read_part(folder / "collective.json", _library)
+        nccl, carried, between = read_part(folder / "collective.json", _library)
         tables = read_part(folder / "intervals.json", dict)
         context = None
         if (folder / "gnn.json").exists():
@@ -257,7 +258,7 @@ class Predictor:
         return cls(
             hardware,
             KernelModel(hardware, kernel, derives=derives, ratios=ratios),
-            CollectiveModel(collective, nccl=nccl, carried=carried),
+            CollectiveModel(collective, nccl=nccl, carried=carried, between=between),
             context,
             made(folder / "intervals.json", Calibration.from_dict, tables.get("calibration")),
             made(folder / "intervals.json", Intervals.from_dict, tables.get("intervals")),
@@ -315,12 +316,14 @@ def _derived(table: dict[str, Any]) -> tuple[bool, dict[str, Ratio]]:
 
 
 def _library_to_dict(collective: CollectiveModel) -> dict[str, Any]:
-    return {"nccl": collective.nccl, "carried": list(collective.carried)}
+    table = {"nccl": collective.nccl, "carried": list(collective.carried)}
+    return table if collective.between is None else {**table, "between": collective.between.to_dict()}
 
 
-def _library(table: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
+def _library(table: dict[str, Any]) -> tuple[bool, tuple[str, ...], BetweenNodes | None]:
     """What ``_library_to_dict`` wrote; a predictor without it was trained on one host's messages."""
-    return "nccl" in table and _flag(table, "nccl"), tuple(texts(table.get("carried", []), "carried"))
+    between = BetweenNodes.from_dict(table["between"]) if "between" in table else None
+    return "nccl" in table and _flag(table, "nccl"), tuple(texts(table.get("carried", []), "carried")), between
 
 
 def _flag(table: dict[str, Any], key: str) -> bool:

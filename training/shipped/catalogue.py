@@ -289,7 +289,7 @@ def retrain(name: str, data: Path, out: Path, seed: int = 0) -> Predictor:
     files = {source: {"digest": f.digest, "licence": f.licence} for source, f in all_files.items()}
     metrics = {
         f"alone_error_{family.replace('/', '_')}_percent": round(100 * float(np.expm1(error)), 3)
-        for family, error in {**kernel.regressor.errors, **collective.regressor.errors}.items()
+        for family, error in {**kernel.regressor.errors, **collective.errors}.items()
     }
     manifest: dict[str, Any] = {
         "name": name,
@@ -299,7 +299,7 @@ def retrain(name: str, data: Path, out: Path, seed: int = 0) -> Predictor:
         "num_collectives": len(links),
         "kinds_measured": _kinds(tables["own"], recipe, hardware),
         **({"lent": _loan(tables["lent"], recipe, hardware)} if recipe.lent else {}),
-        "collectives_measured": sorted(collective.regressor.physics),
+        "collectives_measured": list(collective.labels),
         "kinds_by_ratio": {kind: ratio.to_dict() for kind, ratio in kernel.ratios.items()},
         "fitted_rows": [],
         "versions": {package: version(package) for package in ("stepsight", "lightgbm", "numpy")},

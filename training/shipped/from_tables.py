@@ -14,6 +14,7 @@ from stepsight.dataset.hardware import Fabric, Hardware, find_fabric
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.physics import roofline_seconds
 from stepsight.dataset.tables import Measurements
+from stepsight.training.collectives.between_nodes import fit_between_nodes
 from stepsight.training.collectives.collective_models import CollectiveModel, fit_collectives, label_of
 from stepsight.training.kernels.derived_kinds import MAX_LOG_RATIO, MIN_LOG_RATIO, Ratio, base_of
 from stepsight.training.kernels.kernel_models import KernelModel, fit_kernels
@@ -190,6 +191,9 @@ def collective_table(
 
 def fit_links(rows: CollectiveRows, *, seed: int = 0) -> CollectiveModel:
     """Fit NCCL's collectives; what was measured on others' links alone is said to be."""
-    model = fit_collectives(rows.collectives, rows.fabrics, rows.seconds, seed=seed, nccl=True)
+    across = np.array([c.num_nodes > 1 for c in rows.collectives], dtype=np.bool_)
+    within, between = rows.take(np.flatnonzero(~across)), rows.take(np.flatnonzero(across))
+    model = fit_collectives(within.collectives, within.fabrics, within.seconds, seed=seed, nccl=True)
+    model = replace(model, between=fit_between_nodes(between.collectives, between.fabrics, between.seconds))
     own = {label_of(c) for c, measured in zip(rows.collectives, rows.own, strict=True) if measured}
     return replace(model, carried=tuple(sorted({label_of(c) for c in rows.collectives} - own)))

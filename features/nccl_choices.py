@@ -1,0 +1,190 @@
+"""Times of a collective under each algorithm and protocol that NCCL may choose, for all collectives at once.
+
+NCCL compares a latency plus bytes over a bandwidth for every algorithm (ring, tree, NVLS tree, PAT) and protocol (LL,
+LL128, Simple), and runs the cheapest.  The constants below are those of its own comparison (``src/graph/tuning.cc`` of
+https://github.com/NVIDIA/nccl, version 2.27.7; those of 2.18 to 2.26 differ little).  They hold for NVLink and
+InfiniBand as in the vendor's own systems; a fabric's stated latencies and bandwidths scale them.
+
+CollNet is left out, since it needs switches that sum, which a fabric does not state.  A partly filled node counts as a
+full one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.hardware import Fabric
+from stepsight.dataset.op import Collective
+
+Array = NDArray[np.float64]
+
+# Seconds by NCCL's constants, each of which a fitted factor multiplies: a call's own, latencies of its steps in LL, those
+# in other protocols, bytes through the adapters of a node, and bytes through a rank's link within the node.  Where there
+# are no protocols: the latency of the network, and what each rank that a rank sends to costs.
+CHOICE_TERMS = ("call", "quick_steps", "bulk_steps", "adapters", "links_within_node")
+OVERLAPPING = (3, 4)  # they run at the same time: the longer counts
+
+US = 1e-6
+NEAR_LATENCY, FAR_LATENCY = 5e-6, 10e-6  # stated latencies of the fabrics (DGX) that NCCL's constants hold for
+LL, LL128, SIMPLE = range(3)
+GROWTH = 0.1  # of a step between nodes with each doubling of the nodes: more switches, and the slowest of more steps
+CALL = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4)}  # us, by protocol
+NEAR = {"ring": (0.6, 1.9, 3.4), "tree": (0.6, 1.25, 4.0)}  # us per step over NVLink
+FAR = {"ring": (2.7, 4.0, 14.0), "tree": (5.0, 8.5, 14.0)}  # us per step over the network
+HOST = (1.0, 1.0, 3.0)  # us that the host takes to post a step of a ring over nodes: no step is shorter
+PLATEAU = 1.4  # an all-reduce by rings in Simple takes so much longer than its steps
+RING_SHARE = (0.5, 0.92, 1.0)  # of the links' bandwidth, by protocol
+TREE_SHARE = (0.92 / 3.8, 0.92 * 120 / 128, 0.92)
+LL_MOST = 20e9  # bytes/s of a node in LL on A100; faster GPUs move more (35e9 on H100, 70e9 on B200)
+LL_LINK = 300e9  # NVLink of A100
+LL128_LINK = 100e9  # LL128 needs NVLink
+# Part of their bandwidth that trees reach, by protocol and by message: 64 B, 128 B, ... 256 MiB, and all of it above.
+TREE_PART = np.array(
+    [
+        [1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1],
+        [1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1],
+        [0.9] * 7 + [0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9],
+    ]
+)
+NVLS_CALL, NVLS_FAR = 25.0, 14.0  # us
+NVLS_SHARE, NVLS_LINK = 5 / 6, 400e9  # of the adapters' bandwidth on two nodes, half of it on more; Hopper and later
+NVLS_WITHIN = 0.76  # of NVLink: 480 GB/s of bus bandwidth on 8 H100 (DGX H100), before the factor of that term
+NVLS_NEAR = 4  # ranks of a node that must take part
+PAT_CALL, PAT_FAR, PAT_NEAR, PAT_SHARE = 8.0, 14.0 / 3.5, 2.8, 0.75
+# us of a call and of each rank that a rank sends to, by measurements within nodes; and how many connections make each
+# of them twice as slow, since over a thousand ranks an all-to-all takes many times what a constant cost explains.
+DIRECT_CALL, DIRECT_NEAR, DIRECT_FAR = 8.0, 0.3, 0.8
+CONNECTIONS = 100.0
+MESSAGE_CALL = 5.0  # us
+
+
+def link_facts(fabric: Fabric) -> Array:
+    """Bandwidth and latency of the links within a node and between nodes, ``(4,)``."""
+    near, far = fabric.intra_node, fabric.inter_node
+    return np.array([near.bandwidth_bytes_per_s, near.latency_s, far.bandwidth_bytes_per_s, far.latency_s])
+
+
+def choice_terms(collectives: Sequence[Collective], links: Array) -> Array:
+    """Seconds by term of every choice that NCCL has for collectives of one kind.
+
+    Args:
+        collectives: Of one kind.
+        links: ``link_facts`` of each one's fabric, ``(collectives, 4)``, or of the one fabric, ``(4,)``.
+
+    Returns:
+        Seconds, ``(collectives, choices, len(CHOICE_TERMS))``.  Of each choice, they add up to its time, except that
+        of the terms ``OVERLAPPING`` the longer counts.  A choice that NCCL does not have there is infinitely long.
+    """
+    sizes = np.array([(c.num_bytes, c.group_size, c.ranks_per_node) for c in collectives], float).reshape(-1, 3)
+    record = collectives[0].record
+    layout = _Layout(sizes, np.broadcast_to(links, (len(sizes), 4)))
+    if record.route == "message":
+        return _message(layout)
+    if record.route == "direct":
+        return _direct(layout)
+    return _around(layout, record.passes, record.trees)
+
+
+class _Layout:
+    """Sizes of collectives and facts of their links, one array ``(collectives,)`` each."""
+
+    def __init__(self, sizes: Array, links: Array) -> None:
+        self.num_bytes, group, self.near = sizes.T
+        self.nodes = np.ceil(group / self.near)
+        self.across = self.nodes > 1
+        self.ranks = self.nodes * self.near
+        self.near_bandwidth, near_latency, self.far_bandwidth, self.far_latency = links.T
+        self.near_pace = near_latency / NEAR_LATENCY
+        self.far_pace = self.far_latency / FAR_LATENCY * (1 + GROWTH * np.log2(self.nodes))
+
+    def terms(self, call: Array | float, quick: Array | float, bulk: Array | float, *transfers: Array) -> Array:
+        """Terms of one choice: microseconds of latencies, then seconds of transfers, ``(collectives, terms)``."""
+        latencies = (np.broadcast_to(US * np.asarray(part, float), self.nodes.shape) for part in (call, quick, bulk))
+        return np.stack([*latencies, *transfers], axis=-1)
+
+    def steps(self, protocol: int, call: Array | float, steps: Array, transfers: tuple[Array, Array]) -> Array:
+        """Terms of a choice of that protocol, whose steps take so many microseconds."""
+        quick, bulk = (steps, 0.0) if protocol == LL else (0.0, steps)
+        return self.terms(call, quick, bulk, *transfers)
+
+
+def _message(layout: _Layout) -> Array:
+    latency = np.where(layout.across, layout.far_latency / US, layout.near_pace * NEAR["ring"][SIMPLE])
+    between = np.where(layout.across, layout.num_bytes / layout.far_bandwidth, 0.0)
+    within = np.where(layout.across, 0.0, layout.num_bytes / layout.near_bandwidth)
+    return layout.terms(MESSAGE_CALL, latency, 0.0, between, within)[:, None]
+
+
+def _direct(layout: _Layout) -> Array:
+    others = layout.ranks - layout.near
+    latency = layout.across * layout.far_latency / US
+    peers = (layout.near - 1) * DIRECT_NEAR * layout.near_pace + others * DIRECT_FAR * (1 + others / CONNECTIONS)
+    between = layout.num_bytes * (1 - 1 / layout.nodes) / layout.far_bandwidth
+    within = layout.num_bytes * (layout.near - 1) / layout.ranks / layout.near_bandwidth
+    return layout.terms(DIRECT_CALL, latency, peers, between, within)[:, None]
+
+
+def _around(layout: _Layout, passes: float, trees: bool) -> Array:
+    """Choices of what goes around all ranks; those that add up (``trees``) also go up and down trees."""
+    choices = [_ring(layout, passes, trees, protocol) for protocol in (LL, LL128, SIMPLE)]
+    if trees:
+        choices += [_tree(layout, protocol) for protocol in (LL, LL128, SIMPLE)]
+        choices.append(_nvls_tree(layout))
+    elif passes == 1:
+        choices.append(_pat(layout))
+    return np.stack(choices, axis=1)
+
+
+def _ring(layout: _Layout, passes: float, trees: bool, protocol: int) -> Array:
+    far_steps = passes * (layout.nodes - 1)
+    near_steps = passes * (layout.ranks - 1) - far_steps
+    near = layout.near_pace * NEAR["ring"][protocol]
+    near = np.where(layout.across, np.maximum(near, HOST[protocol]), near)
+    far = np.where(layout.near > 1, FAR["ring"][protocol], FAR["tree"][protocol]) * layout.far_pace
+    slower = np.where(layout.across, PLATEAU, 1.0) if trees and protocol == SIMPLE else 1.0
+    share = passes * (layout.ranks - 1) / layout.ranks
+    transfers = _transfers(layout, share, RING_SHARE[protocol], protocol)
+    return layout.steps(protocol, CALL["ring"][protocol], slower * (near_steps * near + far_steps * far), transfers)
+
+
+def _tree(layout: _Layout, protocol: int) -> Array:
+    near = 2 * (layout.near - 1) * NEAR["tree"][protocol] * layout.near_pace
+    far = 2 * np.log2(layout.nodes) * FAR["tree"][protocol] * layout.far_pace
+    sizes = np.log2(np.maximum(layout.num_bytes, 1.0)) - 6
+    part = np.interp(sizes, np.arange(TREE_PART.shape[1]), TREE_PART[protocol])
+    transfers = _transfers(layout, 2.0, TREE_SHARE[protocol] * part, protocol)
+    return layout.steps(protocol, CALL["tree"][protocol], near + far, transfers)
+
+
+def _nvls_tree(layout: _Layout) -> Array:
+    far = 2 * np.log2(layout.nodes) * NVLS_FAR * layout.far_pace
+    share = NVLS_SHARE * np.where(layout.nodes > 2, 0.5, 1.0)
+    between = layout.across * layout.num_bytes / (share * layout.near * layout.far_bandwidth)
+    within = layout.num_bytes / (NVLS_WITHIN * layout.near_bandwidth)
+    has = (layout.near_bandwidth >= NVLS_LINK) & (layout.near >= NVLS_NEAR)
+    return layout.terms(np.where(has, NVLS_CALL * layout.near_pace, np.inf), 0.0, far, between, within)
+
+
+def _pat(layout: _Layout) -> Array:
+    far = np.log2(layout.nodes) * PAT_FAR * layout.far_pace + PAT_NEAR * layout.ranks
+    between = layout.num_bytes * (layout.ranks - 1) / layout.ranks / (PAT_SHARE * layout.far_bandwidth)
+    has = layout.across & (layout.near == 1)
+    return layout.terms(np.where(has, PAT_CALL, np.inf), 0.0, far, between, 0.0 * between)
+
+
+def _transfers(layout: _Layout, share: Array | float, part: Array | float, protocol: int) -> tuple[Array, Array]:
+    """Seconds in which a node's adapters, and a rank's link within the node, move ``share`` of the bytes."""
+    moved = share * layout.num_bytes
+    between = layout.across * moved / (part * layout.near * layout.far_bandwidth)
+    within = (layout.near > 1) * moved / (part * layout.near_bandwidth)
+    if protocol == LL:
+        most = LL_MOST * np.maximum(1.0, layout.near_bandwidth / LL_LINK) * np.where(layout.across, 1.0, 4.0)
+        return np.where(layout.across, np.maximum(between, moved / most), 0.0), np.maximum(
+            within, np.where(layout.across, 0.0, moved / most)
+        )
+    if protocol == LL128:  # none over PCIe
+        within = np.where(layout.near_bandwidth >= LL128_LINK, within, np.inf)
+    return between, within

@@ -1,0 +1,214 @@
+"""Seconds of NCCL's collectives between nodes: the cheapest of its choices, with a few fitted factors.
+
+NCCL's own constants (``features.nccl_choices``) carry algorithms, protocols, ranks and sizes; the fabric's stated
+latencies and bandwidths carry the network.  What is fitted are five factors, within physical bounds and with a prior:
+first for all kinds of one route together, then for each kind around those.  Nothing else is learned, so nothing ends
+where the measurements end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.hardware import Fabric
+from stepsight.dataset.op import COLLECTIVE_KINDS, Collective
+from stepsight.features.nccl_choices import CHOICE_TERMS, OVERLAPPING, choice_terms, link_facts
+from stepsight.training.regression.fitted_physics import HUBER, SHARPNESS, SLACK, Bounds
+
+Array = NDArray[np.float64]
+
+# Factors of ``CHOICE_TERMS``.  No adapter is faster than stated.  NVLink reaches 0.75 to 0.8 of what is stated.
+FACTORS = Bounds(
+    prior=np.array([1.2, 1.4, 1.4, 1.03, 1.25]),
+    low=np.array([0.5, 0.3, 0.3, 1.0, 0.9]),
+    high=np.array([10.0, 10.0, 10.0, 3.0, 4.0]),
+    overlapping=OVERLAPPING,
+)
+PRIOR_STD = np.array([0.5, 0.5, 0.5, 0.1, 0.15])  # log units
+KIND_STD = 0.5  # of those: how much a kind may differ from its route
+NOISE = 0.15  # log units in which NCCL's constants miss a real network
+STEPS = 60
+AXES = 3  # of the measured range: logarithms of bytes, ranks and ranks per node
+
+
+@dataclass(frozen=True)
+class BetweenNodes:
+    """Fitted factors of collectives between nodes.
+
+    Attributes:
+        factors: Of ``CHOICE_TERMS``, ``(terms,)`` each, by kind, and by route for kinds that were not measured.
+        support: Smallest and largest logarithm of bytes, ranks and ranks per node that were measured, by kind.
+        errors: Mean absolute log-error on layouts that were left out in turn, by kind.
+    """
+
+    factors: Mapping[str, Array]
+    support: Mapping[str, tuple[Array, Array]]
+    errors: Mapping[str, float]
+
+    def seconds(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
+        """Seconds of each collective alone, ``(collectives,)``."""
+        kinds: dict[str, list[int]] = {}
+        for index, collective in enumerate(collectives):
+            kinds.setdefault(collective.kind, []).append(index)
+        links, seconds = link_facts(fabric), np.empty(len(collectives))
+        for kind, index in kinds.items():
+            terms = choice_terms([collectives[i] for i in index], links)
+            seconds[index] = _cheapest(terms, self.factors_of(kind))[0]
+        return seconds
+
+    def factors_of(self, kind: str) -> Array:
+        """Factors of a kind, or those of its route; the prior where nothing like it was measured."""
+        known = self.factors.get(kind)
+        return self.factors.get(COLLECTIVE_KINDS[kind].route, FACTORS.prior) if known is None else known
+
+    def check(self) -> None:
+        """Check what was read.
+
+        Raises:
+            ValueError: If factors are not within their bounds, or a range is none.
+        """
+        for name, factors in self.factors.items():
+            low, high = FACTORS.low * (1 - SLACK), FACTORS.high * (1 + SLACK)
+            if factors.shape != (len(CHOICE_TERMS),) or not ((low <= factors) & (factors <= high)).all():
+                raise ValueError(
+                    f"factors of {name} must lie within {FACTORS.low.tolist()} and {FACTORS.high.tolist()}, "
+                    f"got {factors.tolist()!s:.80}"
+                )
+        for kind, (low, high) in self.support.items():
+            if low.shape != (AXES,) or high.shape != (AXES,) or not (low <= high).all():
+                raise ValueError(f"the measured range of {kind} must be two lists of {AXES} numbers, lowest first")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "factors": {name: factors.tolist() for name, factors in self.factors.items()},
+            "support": {k: {"low": low.tolist(), "high": high.tolist()} for k, (low, high) in self.support.items()},
+            "errors": dict(self.errors),
+        }
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> BetweenNodes:
+        read = cls(
+            {str(name): np.array(factors, float) for name, factors in value["factors"].items()},
+            {str(k): (np.array(s["low"], float), np.array(s["high"], float)) for k, s in value["support"].items()},
+            {str(kind): float(error) for kind, error in value["errors"].items()},
+        )
+        read.check()
+        return read
+
+
+def place(collective: Collective) -> Array:
+    """Logarithms of bytes, ranks and ranks per node, ``(AXES,)``."""
+    return np.log([max(collective.num_bytes, 1), collective.group_size, collective.ranks_per_node])
+
+
+def fit_between_nodes(
+    collectives: Sequence[Collective],
+    fabrics: Sequence[Fabric],
+    seconds: Array,
+    *,
+    start: BetweenNodes | None = None,
+    noise: float = NOISE,
+) -> BetweenNodes:
+    """Fit the factors.
+
+    Args:
+        collectives: Measured, all between nodes.
+        fabrics: Of each.
+        seconds: Measured, ``(collectives,)``.
+        start: Whose factors are the prior; by default NCCL's constants as they are, a little slower.
+        noise: Log units by which a measurement may miss the model.
+    """
+    kinds: dict[str, list[int]] = {}
+    for index, collective in enumerate(collectives):
+        kinds.setdefault(collective.kind, []).append(index)
+    links = np.array([link_facts(fabric) for fabric in fabrics]).reshape(-1, 4)
+    terms = {kind: choice_terms([collectives[i] for i in index], links[index]) for kind, index in kinds.items()}
+    log_seconds = np.log(seconds)
+    factors, errors, support = dict(start.factors) if start else {}, {}, dict(start.support) if start else {}
+    for route in dict.fromkeys(COLLECTIVE_KINDS[kind].route for kind in kinds):
+        own = [kind for kind in kinds if COLLECTIVE_KINDS[kind].route == route]
+        prior = np.log(start.factors_of(own[0]) if start else FACTORS.prior)
+        both = _fit([(terms[k], log_seconds[kinds[k]]) for k in own], prior, PRIOR_STD, noise)
+        factors[route] = np.exp(both)
+        for kind in own:
+            around = np.log(start.factors_of(kind)) + both - prior if start else both
+            rows = (terms[kind], log_seconds[kinds[kind]])
+            factors[kind] = np.exp(_fit([rows], around, KIND_STD * PRIOR_STD, noise))
+            places = np.array([place(collectives[i]) for i in kinds[kind]])
+            support[kind] = (places.min(axis=0), places.max(axis=0))
+            errors[kind] = _left_out(rows, places[:, 1:], around, noise)
+    return BetweenNodes(factors, support, errors)
+
+
+def _left_out(rows: tuple[Array, Array], layouts: Array, around: Array, noise: float) -> float:
+    """Mean absolute log-error of each layout by a fit that did not see it."""
+    terms, measured = rows
+    off = []
+    for layout in np.unique(layouts, axis=0):
+        held = (layouts == layout).all(axis=1)
+        fitted = _fit([(terms[~held], measured[~held])], around, KIND_STD * PRIOR_STD, noise)
+        off.append(np.abs(np.log(_cheapest(terms[held], np.exp(fitted))[0]) - measured[held]))
+    return float(np.concatenate(off).mean())
+
+
+def _cheapest(terms: Array, factors: Array) -> tuple[Array, Array]:
+    """Seconds of the cheapest choice, ``(rows,)``, and the part of each term in it, ``(rows, terms)``."""
+    parts = terms * factors
+    near, far = (parts[..., column] for column in OVERLAPPING)
+    longest = np.maximum(near, far) + 1e-30
+    with np.errstate(invalid="ignore"):  # of choices that are not there
+        powers = (near / longest) ** SHARPNESS, (far / longest) ** SHARPNESS
+        both = longest * (powers[0] + powers[1]) ** (1 / SHARPNESS)
+        totals = parts[..., : OVERLAPPING[0]].sum(axis=-1) + both
+    best = np.nanargmin(np.where(np.isnan(totals), np.inf, totals), axis=1)
+    rows = np.arange(len(terms))
+    chosen, seconds = parts[rows, best], totals[rows, best]
+    sums = powers[0][rows, best] + powers[1][rows, best] + 1e-300
+    for column, power in zip(OVERLAPPING, powers, strict=True):
+        chosen[:, column] = both[rows, best] * power[rows, best] / sums
+    return seconds, chosen
+
+
+def _fit(blocks: Sequence[tuple[Array, Array]], prior: Array, stds: Array, noise: float) -> Array:
+    """Logarithms of the factors, robust maximum a posteriori by projected Levenberg-Marquardt."""
+    low, high = np.log(FACTORS.low), np.log(FACTORS.high)
+    theta, damping = np.clip(prior, low, high), 1.0
+    loss, gradient, hessian = _objective(blocks, theta, prior, stds, noise)
+    for _ in range(STEPS):
+        step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), -gradient)
+        candidate = np.clip(theta + np.clip(step, -0.5, 0.5), low, high)
+        result = _objective(blocks, candidate, prior, stds, noise)
+        if result[0] < loss:
+            converged = loss - result[0] < 1e-7 * loss
+            theta, (loss, gradient, hessian) = candidate, result
+            damping = max(damping / 3, 1e-6)
+            if converged:
+                break
+        else:
+            damping *= 4
+            if damping > 1e9:
+                break
+    return theta
+
+
+def _objective(
+    blocks: Sequence[tuple[Array, Array]], theta: Array, prior: Array, stds: Array, noise: float
+) -> tuple[float, Array, Array]:
+    """Loss, its gradient and a Gauss-Newton Hessian."""
+    off = (theta - prior) / stds
+    loss, gradient, hessian = 0.5 * float(off @ off), off / stds, np.diag(1 / stds**2)
+    for terms, measured in blocks:
+        seconds, parts = _cheapest(terms, np.exp(theta))
+        residual = (np.log(seconds) - measured) / noise
+        jacobian = parts / seconds[:, None] / noise
+        size = np.abs(residual)
+        weight = np.minimum(1.0, HUBER / np.maximum(size, 1e-12))
+        loss += float(np.where(size < HUBER, 0.5 * size**2, HUBER * (size - 0.5 * HUBER)).sum())
+        gradient = gradient + jacobian.T @ (weight * residual)
+        hessian = hessian + (jacobian * weight[:, None]).T @ jacobian
+    return loss, gradient, hessian
