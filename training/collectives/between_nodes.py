@@ -21,6 +21,7 @@ from stepsight.features.nccl_choices import CHOICE_TERMS, OVERLAPPING, choice_te
 from stepsight.training.regression.fitted_physics import HUBER, SHARPNESS, SLACK, Bounds
 
 Array = NDArray[np.float64]
+Rows = tuple[Array, Array, float]  # terms of a kind's choices, logarithms of measured seconds, log units of noise
 
 # Factors of ``CHOICE_TERMS``.  No adapter is faster than stated.  NVLink reaches 0.75 to 0.8 of what is stated.
 FACTORS = Bounds(
@@ -32,6 +33,7 @@ FACTORS = Bounds(
 PRIOR_STD = np.array([0.5, 0.5, 0.5, 0.1, 0.15])  # log units
 KIND_STD = 0.5  # of those: how much a kind may differ from its route
 NOISE = 0.15  # log units in which NCCL's constants miss a real network
+INDEPENDENT = 4.0  # rows of a kind that all of a cluster's count for, since they share what is peculiar to it
 STEPS = 60
 AXES = 3  # of the measured range: logarithms of bytes, ranks and ranks per node
 
@@ -113,6 +115,7 @@ def fit_between_nodes(
     *,
     start: BetweenNodes | None = None,
     noise: float = NOISE,
+    independent: float = INDEPENDENT,
 ) -> BetweenNodes:
     """Fit the factors.
 
@@ -122,36 +125,38 @@ def fit_between_nodes(
         seconds: Measured, ``(collectives,)``.
         start: Whose factors are the prior; by default NCCL's constants as they are, a little slower.
         noise: Log units by which a measurement may miss the model.
+        independent: Rows of a kind that all of them count for; infinite where the answers are for the same cluster.
     """
     kinds: dict[str, list[int]] = {}
     for index, collective in enumerate(collectives):
         kinds.setdefault(collective.kind, []).append(index)
     links = np.array([link_facts(fabric) for fabric in fabrics]).reshape(-1, 4)
+    noises = {kind: noise * max(1.0, len(index) / independent) ** 0.5 for kind, index in kinds.items()}
     terms = {kind: choice_terms([collectives[i] for i in index], links[index]) for kind, index in kinds.items()}
     log_seconds = np.log(seconds)
     factors, errors, support = dict(start.factors) if start else {}, {}, dict(start.support) if start else {}
     for route in dict.fromkeys(COLLECTIVE_KINDS[kind].route for kind in kinds):
         own = [kind for kind in kinds if COLLECTIVE_KINDS[kind].route == route]
         prior = np.log(start.factors_of(own[0]) if start else FACTORS.prior)
-        both = _fit([(terms[k], log_seconds[kinds[k]]) for k in own], prior, PRIOR_STD, noise)
+        both = _fit([(terms[k], log_seconds[kinds[k]], noises[k]) for k in own], prior, PRIOR_STD)
         factors[route] = np.exp(both)
         for kind in own:
             around = np.log(start.factors_of(kind)) + both - prior if start else both
-            rows = (terms[kind], log_seconds[kinds[kind]])
-            factors[kind] = np.exp(_fit([rows], around, KIND_STD * PRIOR_STD, noise))
+            rows = (terms[kind], log_seconds[kinds[kind]], noises[kind])
+            factors[kind] = np.exp(_fit([rows], around, KIND_STD * PRIOR_STD))
             places = np.array([place(collectives[i]) for i in kinds[kind]])
             support[kind] = (places.min(axis=0), places.max(axis=0))
-            errors[kind] = _left_out(rows, places[:, 1:], around, noise)
+            errors[kind] = _left_out(rows, places[:, 1:], around)
     return BetweenNodes(factors, support, errors)
 
 
-def _left_out(rows: tuple[Array, Array], layouts: Array, around: Array, noise: float) -> float:
+def _left_out(rows: Rows, layouts: Array, around: Array) -> float:
     """Mean absolute log-error of each layout by a fit that did not see it."""
-    terms, measured = rows
+    terms, measured, noise = rows
     off = []
     for layout in np.unique(layouts, axis=0):
         held = (layouts == layout).all(axis=1)
-        fitted = _fit([(terms[~held], measured[~held])], around, KIND_STD * PRIOR_STD, noise)
+        fitted = _fit([(terms[~held], measured[~held], noise)], around, KIND_STD * PRIOR_STD)
         off.append(np.abs(np.log(_cheapest(terms[held], np.exp(fitted))[0]) - measured[held]))
     return float(np.concatenate(off).mean())
 
@@ -174,15 +179,15 @@ def _cheapest(terms: Array, factors: Array) -> tuple[Array, Array]:
     return seconds, chosen
 
 
-def _fit(blocks: Sequence[tuple[Array, Array]], prior: Array, stds: Array, noise: float) -> Array:
+def _fit(blocks: Sequence[Rows], prior: Array, stds: Array) -> Array:
     """Logarithms of the factors, robust maximum a posteriori by projected Levenberg-Marquardt."""
     low, high = np.log(FACTORS.low), np.log(FACTORS.high)
     theta, damping = np.clip(prior, low, high), 1.0
-    loss, gradient, hessian = _objective(blocks, theta, prior, stds, noise)
+    loss, gradient, hessian = _objective(blocks, theta, prior, stds)
     for _ in range(STEPS):
         step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), -gradient)
         candidate = np.clip(theta + np.clip(step, -0.5, 0.5), low, high)
-        result = _objective(blocks, candidate, prior, stds, noise)
+        result = _objective(blocks, candidate, prior, stds)
         if result[0] < loss:
             converged = loss - result[0] < 1e-7 * loss
             theta, (loss, gradient, hessian) = candidate, result
@@ -196,13 +201,11 @@ def _fit(blocks: Sequence[tuple[Array, Array]], prior: Array, stds: Array, noise
     return theta
 
 
-def _objective(
-    blocks: Sequence[tuple[Array, Array]], theta: Array, prior: Array, stds: Array, noise: float
-) -> tuple[float, Array, Array]:
+def _objective(blocks: Sequence[Rows], theta: Array, prior: Array, stds: Array) -> tuple[float, Array, Array]:
     """Loss, its gradient and a Gauss-Newton Hessian."""
     off = (theta - prior) / stds
     loss, gradient, hessian = 0.5 * float(off @ off), off / stds, np.diag(1 / stds**2)
-    for terms, measured in blocks:
+    for terms, measured, noise in blocks:
         seconds, parts = _cheapest(terms, np.exp(theta))
         residual = (np.log(seconds) - measured) / noise
         jacobian = parts / seconds[:, None] / noise

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.caching import Memo
 from stepsight.dataset.hardware import Fabric
 from stepsight.dataset.op import COLLECTIVE_KINDS, Collective
 from stepsight.dataset.physics import alpha_beta_seconds
@@ -22,12 +24,14 @@ from stepsight.features.collective_features import (
 from stepsight.features.nccl_features import OVERLAPPING as NCCL_OVERLAPPING
 from stepsight.features.nccl_features import nccl_features, nccl_position, nccl_terms, tree_terms
 from stepsight.training.collectives.between_nodes import BetweenNodes, place
+from stepsight.training.collectives.size_curves import KNOTS, never_falling, read_curve
 from stepsight.training.regression.fitted_physics import Bounds
 from stepsight.training.regression.regressor import Regressor, SignatureRows, fit_regressor
 
 Array = NDArray[np.float64]
 
 OUTSIDE = 0.7  # log units, as for ops
+MAX_CURVES = 512  # that a model remembers
 
 # Seconds per call, step, byte of the buffer, second that the link's facts say, and message that a shared host handles;
 # from NVLink to a loopback socket.
@@ -74,6 +78,10 @@ def collective_rows(
     )
 
 
+def _curve_memo() -> Memo[Any, Array]:
+    return Memo("collectives: curves over sizes", MAX_CURVES)
+
+
 @dataclass(frozen=True)
 class CollectiveModel:
     """Collectives on one hardware's links.
@@ -91,16 +99,35 @@ class CollectiveModel:
     nccl: bool = False
     carried: tuple[str, ...] = ()
     between: BetweenNodes | None = None
+    _curves: Memo[Any, Array] = field(default_factory=_curve_memo, init=False, compare=False, repr=False)
 
     def seconds(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
         """Seconds of each collective alone; by the fabric's facts where kind and layout were never measured."""
         if self.between is None:
             return self._by_regressor(collectives, fabric)
+        num_bytes = np.array([c.num_bytes for c in collectives], dtype=np.float64)
         across = np.array([c.group_size > c.ranks_per_node for c in collectives], dtype=np.bool_)
-        seconds = np.empty(len(collectives))
-        for where, ask in ((across, self.between.seconds), (~across, self._by_regressor)):
-            seconds[where] = ask([collectives[index] for index in np.flatnonzero(where).tolist()], fabric)
+        seconds = np.zeros(len(collectives))
+        beyond = np.flatnonzero(across)
+        seconds[beyond] = self.between.seconds([collectives[index] for index in beyond.tolist()], fabric)
+        layouts: dict[tuple[str, int], list[int]] = {}
+        for index, collective in enumerate(collectives):
+            near = collective.ranks_per_node
+            if not across[index] or (near > 1 and collective.record.route == "ring"):
+                layouts.setdefault((collective.kind, near), []).append(index)
+        for (kind, near), index in layouts.items():  # no node of several is done earlier than one alone
+            within = read_curve(self._curve(kind, near, fabric), num_bytes[index])
+            seconds[index] = np.maximum(seconds[index], within)
         return seconds
+
+    def _curve(self, kind: str, near: int, fabric: Fabric) -> Array:
+        """Logarithm of the seconds of a kind within a node, at ``KNOTS``."""
+        key = (kind, near, fabric)
+        known = self._curves.get(key)
+        if known is None:
+            alone = self._by_regressor([Collective(kind, size, near, near) for size in KNOTS.tolist()], fabric)
+            self._curves[key] = known = never_falling(np.log(alone))
+        return known
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -1,0 +1,144 @@
+"""Errors of a predictor on measured ops and collectives: by kind, size and ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.errors import TableError
+from stepsight.dataset.hardware import FABRICS, Fabric, Hardware, find_hardware
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.tables import Measurements
+from stepsight.experiments.evaluation.error_metrics import Errors, errors
+from stepsight.experiments.evaluation.row_predictors import PredictorOf
+from stepsight.experiments.reports.text_table import Number, table
+from stepsight.simulator.latency_model import RooflineLatency
+from stepsight.training.predictor.predictor import Predictor
+
+Array = NDArray[np.float64]
+
+# Upper ends of classes, and their names.
+SIZES = (
+    (2**15, "< 32 KiB"),
+    (2**20, "32 KiB to 1 MiB"),
+    (2**25, "1 to 32 MiB"),
+    (2**30, "32 MiB to 1 GiB"),
+    (np.inf, ">= 1 GiB"),
+)
+RANKS = ((64, "<= 64 ranks"), (256, "65 to 256 ranks"), (np.inf, "> 256 ranks"))
+TIMES = ((50e-6, "< 50 us"), (1e-3, "50 us to 1 ms"), (np.inf, ">= 1 ms"))
+
+
+@dataclass(frozen=True, slots=True)
+class TableErrors:
+    """Errors of a predictor on a table.
+
+    Attributes:
+        groups: Kind, class of sizes (of times, for ops), class of ranks (nothing for ops), and the errors of its rows.
+        overall: Errors of all rows that were judged.
+        skipped: Number of rows that were not judged, by reason.
+    """
+
+    groups: tuple[tuple[str, str, str, Errors], ...]
+    overall: Errors
+    skipped: dict[str, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        groups = [{"kind": k, "size": s, "ranks": r, **e.to_dict()} for k, s, r, e in self.groups]
+        return {"groups": groups, "overall": asdict(self.overall), "skipped": self.skipped}
+
+
+def judge_table(measured: Measurements, predictor_of: PredictorOf, fabric: Fabric | None = None) -> TableErrors:
+    """Compare a table of measurements with the predictions of its rows.
+
+    Args:
+        measured: Ops, and collectives on fabrics.
+        predictor_of: The predictor of a device; None: its facts answer.
+        fabric: Links of all collectives; None: the known fabric that a row names.
+
+    Raises:
+        TableError: If no row can be judged.
+    """
+    predicted, skipped = predict_table(measured, predictor_of, fabric)
+    known = np.flatnonzero(np.isfinite(predicted))
+    if not len(known):
+        reasons = "; ".join(f"{count}: {why}" for why, count in skipped.items()) or "the table is empty"
+        raise TableError(f"a table must have rows that can be predicted, got none ({reasons})")
+    rows: dict[tuple[str, str, str], list[int]] = {}
+    for index in known.tolist():
+        rows.setdefault(group_of(measured.works[index], measured.seconds[index]), []).append(index)
+    groups = [(*key, errors(predicted[i], measured.seconds[i])) for key, i in sorted(rows.items(), key=_order)]
+    return TableErrors(tuple(groups), errors(predicted[known], measured.seconds[known]), skipped)
+
+
+def predict_table(
+    measured: Measurements, predictor_of: PredictorOf, fabric: Fabric | None = None
+) -> tuple[Array, dict[str, int]]:
+    """Predicted seconds of each row, NaN where there are none, and the number of those rows by reason."""
+    batches: dict[tuple[str, str, bool], list[int]] = {}
+    for index, work in enumerate(measured.works):
+        links = "" if isinstance(work, Op) else measured.fabric[index]
+        batches.setdefault((measured.device[index], links, isinstance(work, Op)), []).append(index)
+    predicted, skipped = np.full(len(measured), np.nan), Counter[str]()
+    for (device, links, are_ops), index in batches.items():
+        predictor, hardware = predictor_of(device), find_hardware(device) if device else None
+        used = fabric if fabric is not None else FABRICS.get(links)
+        if predictor is None and hardware is None:
+            skipped[f"no predictor and no facts of the device {device!r:.80}"] += len(index)
+        elif not are_ops and used is None:
+            skipped[f"no facts of the fabric {links!r:.80}: state its links with --fabric"] += len(index)
+        else:
+            predicted[index] = _seconds([measured.works[i] for i in index], predictor, hardware, used)
+    return predicted, dict(skipped)
+
+
+def _seconds(
+    works: Sequence[Op | Collective], predictor: Predictor | None, hardware: Hardware | None, fabric: Fabric | None
+) -> Array:
+    """Seconds of works that are all ops or all collectives."""
+    ops = [work for work in works if isinstance(work, Op)]
+    collectives = [work for work in works if isinstance(work, Collective)]
+    if predictor is not None:
+        if ops:
+            return predictor.kernel.seconds(ops, 1)
+        assert fabric is not None
+        return predictor.collective.seconds(collectives, fabric)
+    assert hardware is not None
+    facts = RooflineLatency(hardware, fabric or next(iter(FABRICS.values())))
+    return facts.op_seconds(ops) if ops else facts.collective_seconds(collectives)
+
+
+def group_of(work: Op | Collective, seconds: float) -> tuple[str, str, str]:
+    """Kind, class of sizes (of times, for ops) and class of ranks (nothing for ops) of a row."""
+    if isinstance(work, Op):
+        return work.kind, _class(TIMES, seconds), ""
+    ranks = "within a node" if work.num_nodes == 1 else _class(RANKS, work.group_size, closed=True)
+    return work.kind, _class(SIZES, work.num_bytes), ranks
+
+
+def _class(classes: Sequence[tuple[float, str]], value: float, *, closed: bool = False) -> str:
+    return next(name for end, name in classes if value < end or (closed and value == end))
+
+
+_PLACE = {name: place for classes in (SIZES, RANKS, TIMES) for place, (_, name) in enumerate(classes)}
+
+
+def _order(group: tuple[tuple[str, str, str], list[int]]) -> tuple[str, int, int]:
+    (kind, size, ranks), _ = group
+    return kind, _PLACE.get(ranks, -1), _PLACE[size]
+
+
+def table_errors_text(result: TableErrors) -> str:
+    """For the terminal."""
+    header = ["kind", "ranks", "size", "rows", "mean error %", "median", "p90", "bias"]
+    lines = [
+        [kind, ranks, size, e.used, *(Number(x or 0.0) for x in (e.mape, e.median, e.p90, e.bias))]
+        for kind, size, ranks, e in (*result.groups, ("all", "", "", result.overall))
+    ]
+    legend = "errors of |predicted / measured - 1|; ops are classed by their measured time, collectives by their bytes"
+    return "\n\n".join([table(header, lines), legend, *(f"left out {n}: {why}" for why, n in result.skipped.items())])
