@@ -15,6 +15,7 @@ import re
 import stat
 import tomllib
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -105,6 +106,22 @@ def read_unpacked(path: Path) -> bytes:
         packed = file.read(2) == _GZIP
         file.seek(0)
         return _inflated(file, path) if packed else file.read()
+
+
+def unpacked_blocks(path: Path, size: int) -> Iterator[bytes]:
+    """Bytes of a plain file in blocks of at most ``size``, unpacked if it is gzip.
+
+    Raises:
+        OSError: As ``read_unpacked``.
+    """
+    with _opened(path) as file:
+        packed = file.read(2) == _GZIP
+        file.seek(0)
+        if packed:
+            yield from _inflated_parts(file, path, size)
+        else:
+            while part := file.read(size):
+                yield part
 
 
 def check_unpacked(num_bytes: int, packed_bytes: int, path: Path) -> None:
@@ -207,13 +224,15 @@ def _opened(path: Path) -> BinaryIO:
 
 def _inflated(file: BinaryIO, path: Path) -> bytes:
     """What a gzip file unpacks to, given up as soon as it passes a limit."""
+    return b"".join(_inflated_parts(file, path, _CHUNK))
+
+
+def _inflated_parts(file: BinaryIO, path: Path, size: int) -> Iterator[bytes]:
     most, ratio = _limits()
-    parts: list[bytes] = []
     total, judged, taken = 0, 0, 0
     try:
         with gzip.GzipFile(fileobj=file) as unpacked:
-            while part := unpacked.read(_CHUNK):
-                parts.append(part)
+            while part := unpacked.read(size):
                 total += len(part)
                 if total > most:
                     raise ReadError(path, f"must unpack to at most {_size(most)}, got more: {_remedy()}")
@@ -222,11 +241,11 @@ def _inflated(file: BinaryIO, path: Path) -> bytes:
                     if stretch > ratio * max(packed, 1):
                         raise ReadError(path, _too_dense(stretch, packed))
                     judged, taken = total, file.tell()
+                yield part
     except ReadError:
         raise
     except (EOFError, OSError, zlib.error) as error:
         raise ReadError(path, f"must be a whole gzip file, got {error}") from None
-    return b"".join(parts)
 
 
 def _limits() -> tuple[float, float]:

@@ -15,6 +15,7 @@ from stepsight.dataset.kinds import (
     gemm_kinds,
     optimizer_kinds,
     row_kinds,
+    traced_kinds,
     transfer_kinds,
 )
 from stepsight.dataset.kinds.collective_kind import CollectiveKind
@@ -43,6 +44,7 @@ _FAMILIES = (
     elementwise_kinds,
     expert_kinds,
     optimizer_kinds,
+    traced_kinds,
     transfer_kinds,
 )
 _tables: list[KindTable[Any]] = []

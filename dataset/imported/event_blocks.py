@@ -1,0 +1,141 @@
+"""Kineto files to lists of event dictionaries, a block of the file at a time.
+
+A trace of a gigabyte becomes ten gigabytes of dictionaries if it is parsed whole.  Its events are one long list, so
+the text can be cut between any two of them: a block that begins at an event and is whole JSON ends at one too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from stepsight.dataset.bounded import unpacked_blocks
+from stepsight.dataset.errors import TraceError
+
+Event = dict[str, Any]
+BLOCK = 2**20  # bytes that are parsed at once
+_MOST_HEADER = 64 * 2**20  # bytes before the first event
+_BETWEEN = re.compile(rb"\}\s*,\s*\{")
+_BEGIN = re.compile(rb'"traceEvents"\s*:\s*\[')
+_WINDOW = 2**16  # bytes at the end of a block in which an event ends
+_MOST_CUTS = 16  # that are tried before more is read
+
+
+class EventBlocks:
+    """The events of one file in blocks; the other keys of the file are in ``header`` once all blocks were read.
+
+    Attributes:
+        header: Top-level keys beside the events.
+        num_bytes: Size of the JSON text read so far.
+        warnings: What was put right.
+    """
+
+    def __init__(self, path: Path, block: int = BLOCK) -> None:
+        self.header: dict[str, Any] = {}
+        self.num_bytes = 0
+        self.warnings: list[str] = []
+        self._path = path
+        self._block = block
+
+    def __iter__(self) -> Iterator[list[Event]]:
+        """Yield lists of events.
+
+        Raises:
+            TraceError: If the file is missing, corrupt, truncated or no Kineto trace.
+        """
+        try:
+            yield from self._lists()
+        except OSError as error:
+            raise TraceError(f"a trace must be a readable file, got {self._path} ({error.strerror})") from None
+
+    def _lists(self) -> Iterator[list[Event]]:
+        parts = unpacked_blocks(self._path, self._block)
+        text, listed = self._first(parts)
+        for part in parts:
+            self.num_bytes += len(part)
+            text += part
+            if len(text) < self._block:
+                continue
+            events, text = self._cut(text)
+            if events:
+                yield events
+        opening = b"[" if listed else b'{"traceEvents":['
+        tree = self._parse(opening + text)
+        last = tree if listed else tree.pop("traceEvents", None)
+        if not isinstance(last, list):
+            raise TraceError(f"a Kineto trace must hold a list traceEvents, got {type(last).__name__} in {self._path}")
+        if not listed:
+            self.header.update(tree)
+        yield last
+
+    def _first(self, parts: Iterator[bytes]) -> tuple[bytes, bool]:
+        """Text from the first event on, and whether the file is a bare list of events."""
+        text = b""
+        for part in parts:
+            self.num_bytes += len(part)
+            text += part
+            start = text.lstrip()[:1]
+            if start == b"[":
+                return text.lstrip()[1:], True
+            found = _BEGIN.search(text) if start == b"{" else None
+            if found is not None:
+                self.header = self._parse(text[: found.end()] + b"]}")
+                self.header.pop("traceEvents", None)
+                return text[found.end() :], False
+            if len(text) > _MOST_HEADER:
+                break
+        if not text.strip():
+            raise TraceError(f"a trace must hold JSON, got an empty file {self._path}")
+        tree = self._parse(text)
+        keys = f"keys {', '.join(sorted(map(str, tree))[:8])}" if isinstance(tree, dict) else type(tree).__name__
+        raise TraceError(f"a Kineto trace must hold a list traceEvents, got {keys} in {self._path}")
+
+    def _cut(self, text: bytes) -> tuple[list[Event], bytes]:
+        """Events up to the last place where one ends, and the text after it."""
+        window = max(len(text) - _WINDOW, 0)
+        ends = [found.start() + 1 for found in _BETWEEN.finditer(text, window)]
+        for end in ends[: -_MOST_CUTS - 1 : -1]:
+            try:
+                events: list[Event] = orjson.loads(b"[" + text[:end] + b"]")
+            except ValueError:
+                continue
+            return events, text[text.index(b",", end) + 1 :]
+        for end in ends[-1:]:
+            try:
+                events = _tolerant(b"[" + text[:end] + b"]")
+            except ValueError:
+                continue
+            self._warn()
+            return events, text[text.index(b",", end) + 1 :]
+        return [], text
+
+    def _parse(self, text: bytes) -> Any:
+        try:
+            return orjson.loads(text)
+        except ValueError:
+            pass
+        try:
+            tree = _tolerant(text)
+        except RecursionError:
+            raise TraceError(f"{self._path} must be events, got tables nested thousands deep") from None
+        except ValueError as error:
+            raise TraceError(
+                f"{self._path} must be whole JSON: it is truncated or corrupt, profile again or copy it anew ({error})"
+            ) from None
+        self._warn()
+        return tree
+
+    def _warn(self) -> None:
+        told = "the file is not strict JSON (NaN, control characters or bytes that are not UTF-8): read all the same"
+        if told not in self.warnings:
+            self.warnings.append(told)
+
+
+def _tolerant(text: bytes) -> Any:
+    """Parse what Python takes for JSON: with NaN, control characters in names and bytes that are not UTF-8."""
+    return json.loads(text.decode("utf-8", "replace"), strict=False)

@@ -1,0 +1,307 @@
+"""Events of one rank as columns: what is needed of a million events in a hundred megabytes."""
+
+from __future__ import annotations
+
+import gc
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from stepsight.dataset.errors import TraceError
+from stepsight.dataset.imported.event_blocks import Event, EventBlocks
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_MOST_US = 2.0**53  # clocks count microseconds since 1970 at most; beyond, a float skips some
+_HOST, _RUNTIME, _DEVICE, _SYNC, _ANNOTATION = range(5)
+_CATEGORIES = {
+    "cpu_op": _HOST,
+    "operator": _HOST,
+    "user_annotation": _ANNOTATION,
+    "cuda_runtime": _RUNTIME,
+    "cuda_driver": _RUNTIME,
+    "hip_runtime": _RUNTIME,
+    "xpu_runtime": _RUNTIME,
+    "runtime": _RUNTIME,
+    "driver": _RUNTIME,
+    "kernel": _DEVICE,
+    "concurrent_kernel": _DEVICE,
+    "gpu_memcpy": _DEVICE,
+    "gpu_memset": _DEVICE,
+    "memcpy": _DEVICE,
+    "memset": _DEVICE,
+    "cuda_sync": _SYNC,
+}
+
+
+class Interned:
+    """Numbers of distinct things, in order of first use."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Any, int] = {}
+
+    def __call__(self, thing: Any) -> int:
+        return self.numbers.setdefault(thing, len(self.numbers))
+
+    @property
+    def things(self) -> list[Any]:
+        """The things by their number."""
+        return list(self.numbers)
+
+
+@dataclass
+class Table:
+    """Events of one category; microseconds.
+
+    Shapes: ``n`` events in the order of the file until ``sort`` puts them in order.
+
+    Attributes:
+        start: ``(n,)``.
+        end: ``(n,)``.
+        columns: Other numbers by name, each ``(n,)``.
+    """
+
+    start: Floats
+    end: Floats
+    columns: dict[str, Ints] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def __getitem__(self, name: str) -> Ints:
+        return self.columns[name]
+
+    def take(self, rows: Any) -> Table:
+        """Some rows of the table, in that order."""
+        return Table(self.start[rows], self.end[rows], {name: column[rows] for name, column in self.columns.items()})
+
+
+class _Lists:
+    """A table while it grows."""
+
+    def __init__(self, *names: str) -> None:
+        self.start, self.length = array("d"), array("d")
+        self.columns = {name: array("q") for name in names}
+
+    def table(self, what: str, path: Path, warnings: list[str]) -> Table:
+        start, length = (np.frombuffer(values, dtype=np.float64).copy() for values in (self.start, self.length))
+        wrong = np.flatnonzero(~((start >= 0) & (start <= _MOST_US) & (np.abs(length) <= _MOST_US)))
+        if len(wrong):
+            ts, dur = start[wrong[0]], length[wrong[0]]
+            raise TraceError(f"ts and dur must lie within 0 and {_MOST_US:.0e} microseconds, got {ts}, {dur} in {path}")
+        if negative := int((length < 0).sum()):
+            warnings.append(f"negative durations: {negative} {what} events last less than nothing; they count as 0")
+        columns = {name: np.frombuffer(values, dtype=np.int64).copy() for name, values in self.columns.items()}
+        return Table(start, start + np.maximum(length, 0.0), columns)
+
+
+@dataclass
+class Annotation:
+    """A named stretch of a host thread, or a recorded communication call; microseconds."""
+
+    name: str
+    start: float
+    end: float
+    thread: int
+    args: dict[str, Any]
+
+
+@dataclass
+class RankEvents:
+    """Events of one rank's file.
+
+    Attributes:
+        path: The file.
+        ops: Calls of host threads: ``name``, ``signature``, ``thread``, ``sequence`` (autograd's, -1: none), ``record``
+            (the recorded function's number) and ``external`` (id).
+        runtime: Calls of the device's runtime: ``name``, ``thread``, ``correlation`` and ``external``.
+        device: Kernels and copies: ``kernel`` (number of the launch), ``stream``, ``correlation``, ``external`` and
+            ``bytes`` of a copy.
+        syncs: ``cuda_sync`` events as in the file.
+        annotations: Annotations of users and libraries in order of start.
+        comms: Recorded communication calls in order of start.
+        collective_args: What a kernel says of the collective that it is, by row of ``device``.
+        names: Names of ops and runtime calls.
+        signatures: Of ops: name number and the JSON text of dims, types, strides and literals.
+        kernels: Of device events: category, name and the JSON text of grid, block, registers and shared memory.
+        threads: Process and thread ids.
+        streams: Device and stream ids.
+        header: Top-level keys of the file beside the events.
+        num_events: Events of any kind in the file.
+        num_bytes: Size of the JSON text.
+        warnings: What was found wrong and put right.
+    """
+
+    path: Path
+    ops: Table
+    runtime: Table
+    device: Table
+    syncs: list[Event]
+    annotations: list[Annotation]
+    comms: list[Annotation]
+    collective_args: dict[int, dict[str, Any]]
+    names: list[str]
+    signatures: list[tuple[int, bytes]]
+    kernels: list[tuple[str, str, bytes]]
+    threads: list[Any]
+    streams: list[Any]
+    header: dict[str, Any]
+    num_events: int
+    num_bytes: int
+    warnings: list[str]
+
+
+def read_columns(path: Path) -> RankEvents:
+    """Read the events of one rank.
+
+    Raises:
+        TraceError: If the file is no whole Kineto trace, or an event lacks what every event has.
+    """
+    reader = _Reader()
+    blocks = EventBlocks(path)
+    count = 0
+    collecting = gc.isenabled()
+    gc.disable()  # millions of young dictionaries, no cycles
+    try:
+        for events in blocks:
+            count += len(events)
+            reader.add(events)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        if isinstance(error, TraceError):
+            raise
+        raise TraceError(
+            f"every event must be a table with ph, and a complete one with name, tid, ts and dur, got "
+            f"{type(error).__name__}: {str(error):.120} in {path}"
+        ) from None
+    finally:
+        if collecting:
+            gc.enable()
+    if not reader.complete:
+        raise TraceError(f"a Kineto trace must hold complete events (ph = X), got none among {count} in {path}")
+    return reader.finish(path, blocks, count)
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.complete = 0
+        self._ops = _Lists("name", "signature", "thread", "sequence", "record", "external")
+        self._runtime = _Lists("name", "thread", "correlation", "external")
+        self._device = _Lists("kernel", "stream", "correlation", "external", "bytes")
+        self._syncs: list[Event] = []
+        self._annotations: list[Annotation] = []
+        self._comms: list[Annotation] = []
+        self._collectives: dict[int, dict[str, Any]] = {}
+        self._names, self._signatures, self._kernels = Interned(), Interned(), Interned()
+        self._threads, self._streams = Interned(), Interned()
+        self._kinds: dict[Any, int] = {}
+
+    def add(self, events: list[Event]) -> None:
+        kinds = self._kinds
+        takers = (self._op, self._call, self._kernel, self._syncs.append, self._annotation)
+        for event in events:
+            if event["ph"] != "X":
+                continue
+            category = event.get("cat")
+            kind = kinds.get(category)
+            if kind is None:
+                kind = kinds[category] = _CATEGORIES.get(str(category).lower(), -1)
+            if "dur" not in event:
+                continue
+            self.complete += 1
+            if kind >= 0:
+                takers[kind](event)
+
+    def _op(self, event: Event) -> None:
+        name = event["name"]
+        args = event.get("args") or {}
+        if name == "record_param_comms":
+            self._comms.append(self._stretch(event, args))
+        elif name.startswith("ProfilerStep#"):
+            self._annotations.append(self._stretch(event, args))
+            return
+        ops = self._ops
+        ops.start.append(event["ts"])
+        ops.length.append(event["dur"])
+        columns = ops.columns
+        number = self._names(name)
+        columns["name"].append(number)
+        dims = args.get("Input Dims")
+        if dims is None:
+            dims = args.get("Input dims")
+        if dims is None:
+            text = b""
+        else:
+            text = orjson.dumps((dims, args.get("Input type"), args.get("Input Strides"), args.get("Concrete Inputs")))
+        columns["signature"].append(self._signatures((number, text)))
+        columns["thread"].append(self._threads((event.get("pid"), event["tid"])))
+        columns["sequence"].append(args.get("Sequence number", -1))
+        columns["record"].append(args.get("Record function id", 0))
+        columns["external"].append(args.get("External id", args.get("external id", -1)))
+
+    def _call(self, event: Event) -> None:
+        args = event.get("args") or {}
+        calls = self._runtime
+        calls.start.append(event["ts"])
+        calls.length.append(event["dur"])
+        columns = calls.columns
+        columns["name"].append(self._names(event["name"]))
+        columns["thread"].append(self._threads((event.get("pid"), event["tid"])))
+        columns["correlation"].append(args.get("correlation", -1))
+        columns["external"].append(args.get("External id", args.get("external id", -1)))
+
+    def _kernel(self, event: Event) -> None:
+        args = event.get("args") or {}
+        device = self._device
+        if "Collective name" in args:
+            self._collectives[len(device.start)] = args
+        device.start.append(event["ts"])
+        device.length.append(event["dur"])
+        columns = device.columns
+        launch = (args.get("grid"), args.get("block"), args.get("registers per thread"), args.get("shared memory"))
+        category = str(event.get("cat")).lower()
+        columns["kernel"].append(self._kernels((category, event["name"], orjson.dumps(launch))))
+        stream = (args.get("device", event.get("pid")), args.get("stream", event.get("tid")))
+        columns["stream"].append(self._streams(stream))
+        columns["correlation"].append(args.get("correlation", -1))
+        columns["external"].append(args.get("External id", args.get("external id", -1)))
+        columns["bytes"].append(int(args.get("bytes", -1)))
+
+    def _annotation(self, event: Event) -> None:
+        self._annotations.append(self._stretch(event, event.get("args") or {}))
+
+    def _stretch(self, event: Event, args: dict[str, Any]) -> Annotation:
+        start = float(event["ts"])
+        thread = self._threads((event.get("pid"), event["tid"]))
+        return Annotation(str(event["name"]), start, start + max(float(event["dur"]), 0.0), thread, args)
+
+    def finish(self, path: Path, blocks: EventBlocks, count: int) -> RankEvents:
+        warnings = list(blocks.warnings)
+        tables = (("host", self._ops), ("runtime", self._runtime), ("device", self._device))
+        ops, runtime, device = (lists.table(what, path, warnings) for what, lists in tables)
+        order = np.lexsort((-device.end, device.start))
+        rows = {int(row): place for place, row in enumerate(order)} if self._collectives else {}
+        return RankEvents(
+            path=path,
+            ops=ops.take(np.lexsort((-ops.end, ops.start))),
+            runtime=runtime.take(np.lexsort((-runtime.end, runtime.start))),
+            device=device.take(order),
+            syncs=self._syncs,
+            annotations=sorted(self._annotations, key=lambda each: (each.start, -each.end)),
+            comms=sorted(self._comms, key=lambda each: (each.start, -each.end)),
+            collective_args={rows[row]: args for row, args in self._collectives.items()},
+            names=self._names.things,
+            signatures=self._signatures.things,
+            kernels=self._kernels.things,
+            threads=self._threads.things,
+            streams=self._streams.things,
+            header=blocks.header,
+            num_events=count,
+            num_bytes=blocks.num_bytes,
+            warnings=warnings,
+        )

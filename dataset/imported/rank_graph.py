@@ -1,0 +1,131 @@
+"""The graph of one traced rank: host calls, ops and collectives as columns, with typed and timed dependencies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.program import Dependency
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+OP, COLLECTIVE, HOST = range(3)
+NODE_KINDS = ("op", "collective", "host")
+PHASES = ("forward", "backward", "optimizer")
+WHY = tuple(Dependency)  # by number
+WHY_NUMBER = {why: number for number, why in enumerate(WHY)}
+NODE_COLUMNS = (
+    "kind", "stream", "step", "phase", "work", "name", "known", "call", "group", "seq", "blocks", "threads",
+    "registers", "shared_bytes",
+)  # fmt: skip
+EDGE_COLUMNS = ("source", "target", "why")
+OPAQUE = "opaque"
+
+
+@dataclass
+class RankGraph:
+    """What one rank did, and what each thing waited for.
+
+    Shapes: ``n`` nodes in order of start; ``e`` edges; ``k`` steps.
+
+    A node starts when, for each of its edges, the source has ended and ``delay_s`` more has passed.  The delay of a
+    *host order* edge is the work of the host between two calls; that of a *launch* edge may be negative, because a
+    kernel can start before the call that launches it returns.
+
+    Attributes:
+        rank: Which rank.
+        world_size: Of its job.
+        device: ``cuda`` for any accelerator, ``cpu``.
+        device_name: As the trace names it.
+        origin_us: Time in the file that is 0 here.
+        start_s: ``(n,)``.
+        duration_s: ``(n,)``.
+        nodes: ``(n,)`` each, by ``NODE_COLUMNS``: ``kind`` (index of ``NODE_KINDS``), ``stream``, ``step`` (-1: none),
+            ``phase`` (index of ``PHASES``, -1: none), ``work`` (index of ``works``, -1: a host call), ``name``,
+            ``known`` (0 for an opaque op), ``call`` (the framework call that it belongs to, -1: unknown), ``group``
+            and ``seq`` of a collective (else -1), and the launch's ``blocks``, ``threads``, ``registers`` and
+            ``shared_bytes``.
+        edges: ``(e,)`` each, by ``EDGE_COLUMNS``; ``why`` is an index of ``WHY``.
+        delay_s: ``(e,)``.
+        streams: Names of streams and host threads.
+        names: Names of kernels and calls.
+        works: Distinct signatures.
+        groups: Name and ranks of groups of collectives.
+        steps_s: ``(k, 2)``: begin and end on the host.
+        whole: Whether the steps are whole: bounded by annotations or by repetition.
+        unrecorded_s: ``(n,)``: time before a node in which its stream was busy with what the trace leaves out.
+        warnings: What was found wrong, and what was done about it.
+        events: Events in the file.
+    """
+
+    rank: int
+    world_size: int
+    device: str
+    device_name: str
+    origin_us: float
+    start_s: Floats
+    duration_s: Floats
+    nodes: dict[str, Ints]
+    edges: dict[str, Ints]
+    delay_s: Floats
+    streams: tuple[str, ...]
+    names: tuple[str, ...]
+    works: tuple[Op | Collective, ...]
+    groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    steps_s: Floats = field(default_factory=lambda: np.zeros((0, 2)))
+    whole: bool = True
+    unrecorded_s: Floats = field(default_factory=lambda: np.zeros(0))
+    warnings: tuple[str, ...] = ()
+    events: int = 0
+
+    def __len__(self) -> int:
+        return len(self.start_s)
+
+    @property
+    def end_s(self) -> Floats:
+        """``(n,)``."""
+        return self.start_s + self.duration_s
+
+    @property
+    def on_device(self) -> NDArray[np.bool_]:
+        """``(n,)``: which nodes are work: ops and collectives, not calls of the host."""
+        return self.nodes["kind"] != HOST
+
+    @property
+    def device_time_s(self) -> float:
+        """Seconds of all ops and collectives."""
+        return float(self.duration_s[self.on_device].sum())
+
+    @property
+    def known_time_s(self) -> float:
+        """Seconds of ops and collectives of a known kind."""
+        return float(self.duration_s[self.on_device & (self.nodes["known"] > 0)].sum())
+
+    def dependency_counts(self) -> Counter[str]:
+        """Number of edges of each kind of dependency."""
+        counts = np.bincount(self.edges["why"], minlength=len(WHY)).tolist()
+        return Counter({why.value: count for why, count in zip(WHY, counts, strict=True)})
+
+    def kind_of(self, node: int) -> str:
+        """Name of the kind of one node."""
+        work = int(self.nodes["work"][node])
+        return self.works[work].kind if work >= 0 else "host"
+
+    def with_edges(self, source: Any, target: Any, why: Dependency, delay_s: Any) -> RankGraph:
+        """The graph with more edges of one kind; those that do not lead forward in time are left out."""
+        source, target = np.asarray(source, dtype=np.int64), np.asarray(target, dtype=np.int64)
+        delay = np.broadcast_to(np.asarray(delay_s, dtype=np.float64), source.shape)
+        keep = source < target
+        more = {
+            "source": source[keep],
+            "target": target[keep],
+            "why": np.full(int(keep.sum()), WHY_NUMBER[why], dtype=np.int64),
+        }
+        edges = {name: np.concatenate([self.edges[name], more[name]]) for name in EDGE_COLUMNS}
+        return replace(self, edges=edges, delay_s=np.concatenate([self.delay_s, delay[keep]]))
