@@ -41,7 +41,7 @@ def device_work(swept: Swept, names: StreamNames, world_size: int, placement: Pl
         if modelled and _SPIN not in name:
             continue  # what a stand-in's collective does in the time that its spinning takes
         if modelled or "nccl" in name[:12].lower() or "Collective name" in args:
-            work = _collective(args, comm, world_size, placement, numbers)
+            work = collective_of(args, comm, world_size, placement, numbers)
             if work is not None:
                 work.name = work.work.kind if modelled else name.split("(")[0]
                 work.issue, work.issued, work.start, work.end, work.own = issue, issue, start, end, length
@@ -89,7 +89,7 @@ def stream_names(device: list[Event]) -> StreamNames:
     return names
 
 
-def _collective(
+def collective_of(
     args: dict[str, Any], comm: Call | None, world_size: int, placement: Placement, numbers: dict[str, int]
 ) -> Work | None:
     """A collective from what NCCL's kernel carries, else from the call that launched it; None if it joins no ranks."""

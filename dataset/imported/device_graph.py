@@ -1,0 +1,214 @@
+"""The graph of a rank that computes on a device: what the host launched, and what each kernel waited for.
+
+Delays of the device's own (from a launch to its kernel, from one kernel to the next, from an event to who waits for
+it) are one number each for the whole trace: the mean of those that were seen where nothing else was waited for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.imported.call_tree import CallTree
+from stepsight.dataset.imported.event_columns import Interned, RankEvents
+from stepsight.dataset.imported.host_chain import HostCalls, chain
+from stepsight.dataset.imported.step_bounds import Steps
+from stepsight.dataset.program import Dependency
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+LAUNCH_US, GAP_US, EVENT_US = 1.7, 1.2, 2.5  # delays of devices where a trace does not tell
+_MOST_OWN_GAP_US = 5.0  # between two kernels on the device's own account
+_MOST_LAUNCH_US = 10.0  # from the end of a launch to its kernel on an idle stream
+_BLOCKED_US = 10.0  # a copy whose call lasts longer, and until the copy ends, is waited for
+_MOST_LEFT_US = 200.0  # from the end of what a call waits for to the call's own
+
+
+@dataclass
+class Parts:
+    """A graph while it grows; times in microseconds.
+
+    Nodes are numbered: the host's calls first, in order, then the device's events, in order.
+
+    Attributes:
+        calls: Of the host.
+        call_of: ``(r,)``: call of each row of the runtime table, -1: none.
+        launch: ``(d,)``: call that launched each device event, -1: unknown.
+        row: ``(d,)``: row of the runtime table that launched it, -1: unknown.
+        edges: Source, target, kind and delay of each dependency.
+        constants: Delays of the device: ``launch``, ``gap`` and ``event``.
+        waits: Calls of the host that wait for the device.
+    """
+
+    calls: HostCalls
+    call_of: Ints
+    launch: Ints
+    row: Ints
+    previous: Ints
+    edges: list[tuple[Ints, Ints, Dependency, Floats]] = field(default_factory=list)
+    constants: dict[str, float] = field(default_factory=dict)
+    waits: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    names: Interned = field(default_factory=Interned)
+
+
+def is_wait(name: str) -> bool:
+    """Whether a call of the runtime waits for the device."""
+    return "Synchronize" in name or name in ("cudaMemcpy", "hipMemcpy", "cudaMemcpyToSymbol", "cudaFree", "hipFree")
+
+
+def launch_rows(events: RankEvents) -> Ints:
+    """Row of the runtime table that launched each device event, by correlation, else by external id; -1: unknown."""
+    device, runtime = events.device, events.runtime
+    rows = _matching(device["correlation"], runtime["correlation"])
+    absent = rows < 0
+    if absent.any() and len(runtime):
+        rows[absent] = _matching(device["external"][absent], runtime["external"])
+    return rows
+
+
+def _matching(wanted: Ints, given: Ints) -> Ints:
+    """Last place of each wanted value among the given ones, -1: none."""
+    if not len(given):
+        return np.full(len(wanted), -1, dtype=np.int64)
+    order = np.argsort(given, kind="stable")
+    place = np.searchsorted(given[order], wanted, "right") - 1
+    found = order[np.maximum(place, 0)]
+    return np.where((place >= 0) & (given[found] == wanted) & (wanted >= 0), found, -1)
+
+
+def tie(events: RankEvents, tree: CallTree, steps: Steps, rows: Ints) -> Parts:
+    """Tie a rank's host calls and device events together by host order, launches and stream order."""
+    waits = [is_wait(name) for name in events.names]
+    waiting = np.array([waits[name] for name in events.runtime["name"]], dtype=np.bool_)
+    launching = np.zeros(len(events.runtime), dtype=np.bool_)
+    launching[rows[rows >= 0]] = True
+    blocked = _blocked_copies(events, rows)
+    names = Interned()
+    for name in events.names:
+        names(name)
+    previous = _previous_on_stream(events)
+    staged = _staged_until(events, rows, previous)
+    calls, call_of, done_of = _host_calls(
+        events,
+        steps,
+        np.flatnonzero(waiting | launching),
+        {row: staged.get(row, np.nan) for row in blocked.tolist()},
+        names,
+    )
+    launch = np.where(rows >= 0, call_of[rows], -1) if len(call_of) else rows
+    parts = Parts(calls, done_of, launch, rows, previous, names=names)
+    parts.waits = np.unique(np.concatenate([done_of[np.flatnonzero(waiting)], done_of[blocked]]))
+    order = chain(calls, events)
+    parts.edges.append((order.source, order.target, Dependency.HOST_ORDER, order.delay))
+    _add_launches(parts, events)
+    known = parts.previous >= 0
+    targets = np.flatnonzero(known)
+    parts.edges.append(
+        (
+            len(calls) + parts.previous[known],
+            len(calls) + targets,
+            Dependency.STREAM_ORDER,
+            np.full(len(targets), parts.constants["gap"]),
+        )
+    )
+    return parts
+
+
+def _host_calls(
+    events: RankEvents, steps: Steps, rows: Ints, blocked: dict[int, float], names: Interned
+) -> tuple[HostCalls, Ints, Ints]:
+    """Host calls, and for each row of the runtime table the call in which it begins and that in which it ends.
+
+    A copy that the host waits for is two calls: the launch, and the wait.  ``blocked`` holds them by row, with the
+    time at which an idle device began the copy: until then the host prepared it.
+    """
+    runtime = events.runtime
+    start, end = runtime.start[rows].copy(), runtime.end[rows].copy()
+    thread, name, row = runtime["thread"][rows], runtime["name"][rows], rows
+    usual = float(np.median(end - start)) if len(rows) else 0.0
+    split = np.isin(rows, list(blocked))
+    begun = np.array([blocked[row] for row in rows[split].tolist()])
+    middle = np.clip(np.where(np.isnan(begun), start[split] + usual, begun), start[split], end[split])
+    begin_s, begin_e = start[split], middle
+    start[split] = middle
+    main = steps.thread if steps.thread >= 0 else int(np.bincount(thread).argmax()) if len(thread) else 0
+    marks = sorted({moment for bounds in steps.bounds for moment in bounds})
+    mark = names("step")
+    all_calls = HostCalls(
+        np.concatenate([start, begin_s, marks]),
+        np.concatenate([end, begin_e, marks]),
+        np.concatenate([thread, thread[split], np.full(len(marks), main)]).astype(np.int64),
+        np.concatenate([row, row[split], np.full(len(marks), -1)]).astype(np.int64),
+        np.concatenate([name, name[split], np.full(len(marks), mark)]).astype(np.int64),
+    ).sorted()
+    first = np.full(len(runtime), -1, dtype=np.int64)
+    last = np.full(len(runtime), -1, dtype=np.int64)
+    places = np.flatnonzero(all_calls.row >= 0)
+    last[all_calls.row[places]] = places
+    first[all_calls.row[places[::-1]]] = places[::-1]
+    return all_calls, first, last
+
+
+def _blocked_copies(events: RankEvents, rows: Ints) -> Ints:
+    """Rows of the runtime table that copy and return only when the copy has ended."""
+    device, runtime = events.device, events.runtime
+    copies = np.array([category.endswith("memcpy") for category, _, _ in events.kernels], dtype=np.bool_)
+    if not len(device) or not copies.any():
+        return np.zeros(0, dtype=np.int64)
+    chosen = np.flatnonzero(copies[device["kernel"]] & (rows >= 0))
+    row = rows[chosen]
+    ends_after = (runtime.end[row] >= device.end[chosen] - 1.0) & (device.end[chosen] > runtime.start[row])
+    return np.unique(row[ends_after & (runtime.end[row] - runtime.start[row] > _BLOCKED_US)])
+
+
+def _staged_until(events: RankEvents, rows: Ints, previous: Ints) -> dict[int, float]:
+    """When the device began what a row of the runtime table launched on an idle stream, less the usual delay."""
+    device, runtime = events.device, events.runtime
+    known = np.flatnonzero(rows >= 0)
+    before = np.where(previous >= 0, device.end[previous], -np.inf)
+    idle = known[before[known] < runtime.start[rows[known]]]
+    return dict(zip(rows[idle].tolist(), (device.start[idle] - LAUNCH_US).tolist(), strict=True))
+
+
+def _previous_on_stream(events: RankEvents) -> Ints:
+    """The event before each on its stream, -1 for the first."""
+    streams = events.device["stream"]
+    order = np.argsort(streams, kind="stable")
+    previous = np.full(len(streams), -1, dtype=np.int64)
+    same = streams[order][1:] == streams[order][:-1]
+    previous[order[1:][same]] = order[:-1][same]
+    return previous
+
+
+def _add_launches(parts: Parts, events: RankEvents) -> None:
+    """Launch edges, and the constants of the device."""
+    device, calls = events.device, parts.calls
+    called = parts.launch >= 0
+    source = np.maximum(parts.launch, 0)
+    call_start = np.where(called, calls.start[source], np.nan) if len(calls) else np.full(len(device), np.nan)
+    call_end = np.where(called, calls.end[source], np.nan) if len(calls) else np.full(len(device), np.nan)
+    before = np.where(parts.previous >= 0, device.end[parts.previous], -np.inf)
+    with np.errstate(invalid="ignore"):
+        idle = called & (call_start > before + 1.0)
+        queued = (parts.previous >= 0) & (~called | (call_end < before - 2.0))
+        late, gap = device.start - call_end, device.start - before
+        launch = late[idle & (np.abs(late) <= _MOST_LAUNCH_US)]
+        own = gap[queued & (gap <= _MOST_OWN_GAP_US)]
+    constants = parts.constants
+    constants["launch"] = float(np.mean(launch)) if len(launch) else LAUNCH_US
+    constants["gap"] = float(np.clip(np.mean(own), 0.0, None)) if len(own) else GAP_US
+    constants["event"] = EVENT_US
+    rows = np.flatnonzero(called)
+    length = calls.end[source[rows]] - calls.start[source[rows]]
+    usual = float(np.median(length)) if len(rows) else 0.0
+    delay = np.full(len(rows), constants["launch"])
+    ahead = call_end[rows] + delay - device.start[rows]  # by how much the kernel starts before the call explains
+    early = ahead > 1.0
+    held = early & (ahead > usual + _MOST_LAUNCH_US)  # the call lasted on for other reasons than the launch
+    delay[held] += np.minimum(usual - length[held], 0.0)
+    delay[early] = np.minimum(delay[early], device.start[rows][early] - call_end[rows][early])
+    delay[early & ~held] = (device.start[rows] - call_end[rows])[early & ~held]
+    parts.edges.append((source[rows], len(calls) + rows, Dependency.LAUNCH, delay))

@@ -1,0 +1,116 @@
+"""Host threads as chains of calls: launches, waits and marks, with the work of the host between them.
+
+A thread that waits for another records nothing.  Where a gap between two calls of a thread encloses calls of another
+thread, and the thread itself records nothing meanwhile, the gap is a wait, and the other thread's last call precedes
+what follows.  So backward passes, which autograd runs on a thread of its own, hang together with the thread that
+starts them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.imported.event_columns import RankEvents
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_LEAST_WAIT_US = 15.0  # gaps that are shorter are the host's own work
+
+
+@dataclass
+class HostCalls:
+    """Calls of host threads that matter to others, in order of start; microseconds.
+
+    Shapes: ``n`` calls.
+
+    Attributes:
+        start: ``(n,)``.
+        end: ``(n,)``.
+        thread: ``(n,)``.
+        row: ``(n,)``: row of the runtime table, -1 for marks.
+        name: ``(n,)``: number of a name.
+    """
+
+    start: Floats
+    end: Floats
+    thread: Ints
+    row: Ints
+    name: Ints
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def sorted(self) -> HostCalls:
+        """The calls in order; a call that begins within the one before on its thread begins when that ends."""
+        order = np.lexsort((self.end, self.start))
+        start, end, thread = self.start[order].copy(), self.end[order].copy(), self.thread[order]
+        for each in np.unique(thread):
+            own = np.flatnonzero(thread == each)
+            latest = np.maximum.accumulate(end[own])
+            start[own[1:]] = np.maximum(start[own[1:]], latest[:-1])
+            end[own] = np.maximum(end[own], start[own])
+        again = np.lexsort((end, start))
+        order = order[again]
+        return HostCalls(start[again], end[again], self.thread[order], self.row[order], self.name[order])
+
+
+@dataclass
+class HostEdges:
+    """Order of host calls: ``(e,)`` each; delays in microseconds."""
+
+    source: Ints
+    target: Ints
+    delay: Floats
+    roots: Ints
+
+
+def chain(calls: HostCalls, events: RankEvents) -> HostEdges:
+    """Order the calls of each thread, and across threads where one waits for another.
+
+    Returns:
+        The edges, and in ``roots`` the calls that wait for no other.
+    """
+    source: list[int] = []
+    target: list[int] = []
+    delay: list[float] = []
+    roots: list[int] = []
+    begins = {int(t): np.sort(events.ops.start[events.ops["thread"] == t]) for t in np.unique(calls.thread)}
+    start, end = calls.start, calls.end
+    for thread, busy in begins.items():
+        own = np.flatnonzero(calls.thread == thread)
+        last = -1
+        for node in own.tolist():
+            since = end[last] if last >= 0 else -np.inf
+            other = _awaited(calls, busy, since, node) if start[node] - since > _LEAST_WAIT_US else -1
+            if other >= 0:
+                source.append(other)
+                target.append(node)
+                delay.append(float(start[node] - end[other]))
+            if last >= 0:
+                source.append(last)
+                target.append(node)
+                delay.append(0.0 if other >= 0 else float(start[node] - since))
+            elif other < 0:
+                roots.append(node)
+            last = node
+    ordered = (np.array(each, dtype=np.int64) for each in (source, target))
+    return HostEdges(*ordered, np.array(delay, dtype=np.float64), np.array(roots, dtype=np.int64))
+
+
+def _awaited(calls: HostCalls, busy: Floats, since: float, node: int) -> int:
+    """The call of another thread that a thread waited for before ``node``, -1: none."""
+    low, high = np.searchsorted(calls.start, since), node
+    while high > low and calls.end[high - 1] > calls.start[node]:
+        high -= 1
+    own = calls.thread[low:high] == calls.thread[node]
+    between = np.flatnonzero(~own) + low
+    if not len(between):
+        return -1
+    last = int(between[np.argmax(calls.end[between])])
+    first = int(between[0])
+    recorded = np.searchsorted(busy, calls.end[last]) - np.searchsorted(busy, calls.start[first], "right")
+    return last if recorded == 0 else -1

@@ -1,0 +1,263 @@
+"""One rank's Kineto file to its graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.errors import TraceError
+from stepsight.dataset.imported.call_tree import CallTree, call_tree
+from stepsight.dataset.imported.collective_nodes import CollectiveNodes, Met, mask_of
+from stepsight.dataset.imported.device_graph import Parts, launch_rows, tie
+from stepsight.dataset.imported.event_columns import Interned, RankEvents, read_columns
+from stepsight.dataset.imported.host_graph import host_graph
+from stepsight.dataset.imported.kernel_kinds import KernelKinds, launches
+from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, NODE_COLUMNS, OP, WHY_NUMBER, RankGraph
+from stepsight.dataset.imported.step_bounds import Steps, find_steps
+from stepsight.dataset.imported.stream_waits import StreamWaits
+from stepsight.dataset.op import Collective
+from stepsight.dataset.program import Dependency
+from stepsight.dataset.readers.placement import Placement
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MICROSECOND = 1e-6
+MOST_RANKS = 2**20
+_JUMP_US = 1000.0  # by which a kernel may start before its launch: clocks of host and device differ by less
+_SAMPLED_GAP_US, _SAMPLED_SHARE = 5.0, 0.3  # gaps behind queued launches that say that kernels are left out
+
+
+def read_rank(path: Path, placement: Placement | None = None) -> RankGraph:
+    """Read one rank's file (``.json`` or ``.json.gz``) as a graph.
+
+    Raises:
+        TraceError: If it is no whole Kineto trace, or holds nothing that could be a node.
+    """
+    return build(read_columns(path), placement or Placement())
+
+
+def build(events: RankEvents, placement: Placement) -> RankGraph:
+    """The graph of one rank's events."""
+    rank, world_size = _identity(events, placement)
+    if not len(events.device):
+        return host_graph(events, rank, world_size, placement)
+    tree = call_tree(events)
+    rows = launch_rows(events)
+    starts = events.runtime.start if len(events.runtime) else np.zeros(1)
+    issued = np.where(rows >= 0, starts[np.maximum(rows, 0)], events.device.start)
+    steps = find_steps(events, tree, issued)
+    warnings = [*events.warnings, *steps.warnings, *_check_clocks(events, rows), *_check_training(events, tree)]
+    if tree.crossed:
+        warnings.append(f"calls that overlap without nesting: {tree.crossed}")
+    if missing := int((rows < 0).sum()):
+        warnings.append(f"kernels without a launch: {missing} of {len(rows)}; they start when their stream is free")
+    parts = tie(events, tree, steps, rows)
+    StreamWaits(events, parts, mask_of(events)).add()
+    graph = _assemble(events, tree, steps, parts, _works(events, tree, parts, world_size, placement))
+    graph = replace(graph, rank=rank, world_size=world_size, warnings=tuple(dict.fromkeys(warnings)))
+    return _with_unrecorded(graph)
+
+
+def _identity(events: RankEvents, placement: Placement) -> tuple[int, int]:
+    info = events.header.get("distributedInfo") or {}
+    try:
+        rank, world_size = int(info.get("rank", placement.rank or 0)), int(info.get("world_size", 1))
+    except (TypeError, ValueError, AttributeError):
+        raise TraceError(f"distributedInfo must hold rank and world_size, got {info!r:.80} in {events.path}") from None
+    if not (1 <= world_size <= MOST_RANKS and 0 <= rank < MOST_RANKS):
+        raise TraceError(
+            f"rank and world_size must be below {MOST_RANKS}, got {rank} and {world_size} in {events.path}"
+        )
+    if placement.rank not in (None, rank) and "rank" in info:
+        raise TraceError(f"the trace of rank {placement.rank} must be its own, got that of rank {rank}: {events.path}")
+    return rank, world_size
+
+
+def _check_clocks(events: RankEvents, rows: Ints) -> list[str]:
+    known = rows >= 0
+    early = events.runtime.start[rows[known]] - events.device.start[known]
+    jumped = int((early > _JUMP_US).sum())
+    if not jumped:
+        return []
+    return [f"clocks that jump: {jumped} kernels begin up to {early.max():.0f} us before their launch"]
+
+
+def _check_training(events: RankEvents, tree: CallTree) -> list[str]:
+    optimizer = any(each.name.startswith("Optimizer.step") for each in events.annotations)
+    if (tree.phase == 1).any() or optimizer or not len(events.ops):
+        return []
+    return ["no backward pass and no optimizer: this looks like inference"]
+
+
+def _works(
+    events: RankEvents, tree: CallTree, parts: Parts, world_size: int, placement: Placement
+) -> tuple[Interned, dict[str, Ints], dict[int, Met]]:
+    """Signatures of all device events, their columns, and the collectives among them."""
+    device, count = events.device, len(events.device)
+    works = Interned()
+    columns = {name: np.full(count, -1, dtype=np.int64) for name in ("work", "known", "call", "phase", "kind")}
+    columns["kind"][:] = OP
+    kinds, configs = KernelKinds(events, tree), launches(events)
+    collective = mask_of(events)
+    nodes, met = CollectiveNodes(events, world_size, placement), {}
+    owners = np.where(parts.row >= 0, tree.owner[parts.row], -1) if len(tree.owner) else parts.row
+    phases = np.where(parts.row >= 0, tree.call_phase[parts.row], -1) if len(tree.owner) else parts.row
+    columns["phase"][:] = phases
+    kernels, moved, owned = device["kernel"].tolist(), device["bytes"].tolist(), owners.tolist()
+    mask = collective.tolist()
+    work, known, call = columns["work"].tolist(), columns["known"].tolist(), columns["call"].tolist()
+    for row in range(count):
+        if not mask[row]:
+            op, call[row], is_known = kinds.find(configs[kernels[row]], owned[row], moved[row])
+            work[row], known[row] = works(op), int(is_known)
+    runtime = events.runtime
+    issued = np.where(parts.row >= 0, runtime.start[parts.row], device.start) if len(runtime) else device.start
+    for row in np.flatnonzero(collective)[np.argsort(issued[collective], kind="stable")].tolist():
+        thread = int(runtime["thread"][parts.row[row]]) if parts.row[row] >= 0 else -1
+        found = nodes.find(row, configs[kernels[row]], float(issued[row]), thread)
+        work[row], known[row], call[row] = works(found.work), 1, owned[row]
+        if isinstance(found.work, Collective):
+            columns["kind"][row] = COLLECTIVE
+            met[row] = found
+    for name, values in (("work", work), ("known", known), ("call", call)):
+        columns[name] = np.array(values, dtype=np.int64)
+    return works, columns, met
+
+
+def _assemble(
+    events: RankEvents,
+    tree: CallTree,
+    steps: Steps,
+    parts: Parts,
+    found: tuple[Interned, dict[str, Ints], dict[int, Met]],
+) -> RankGraph:
+    """Host calls and device events as one list in an order in which every edge leads forward."""
+    works, columns, met = found
+    calls, device, base = parts.calls, events.device, len(parts.calls)
+    count = base + len(device)
+    start = np.concatenate([calls.start, device.start])
+    end = np.concatenate([np.maximum(calls.end, calls.start), device.end])
+    order = np.lexsort((np.arange(count) >= base, _keys(parts, events)))
+    place = np.empty(count, dtype=np.int64)
+    place[order] = np.arange(count)
+    nodes = {name: np.full(count, -1, dtype=np.int64) for name in NODE_COLUMNS}
+    for name in ("blocks", "threads", "registers", "shared_bytes", "known"):
+        nodes[name][:] = 0
+    nodes["kind"][:base], nodes["known"][:base] = HOST, 1
+    for name, values in columns.items():
+        nodes[name][base:] = values
+    in_runtime = calls.row >= 0
+    nodes["phase"][:base][in_runtime] = tree.call_phase[calls.row[in_runtime]]
+    streams = Interned()
+    stream_of = [streams(_stream_name(stream, events.streams)) for stream in events.streams]
+    threads = {
+        int(thread): streams(f"host{index}") for index, thread in enumerate(dict.fromkeys(calls.thread.tolist()))
+    }
+    nodes["stream"][:base] = [threads[int(thread)] for thread in calls.thread.tolist()]
+    nodes["stream"][base:] = np.array(stream_of, dtype=np.int64)[device["stream"]]
+    names = parts.names
+    kernel_names = np.array([names(name) for _, name, _ in events.kernels], dtype=np.int64)
+    nodes["name"][:base], nodes["name"][base:] = calls.name, kernel_names[device["kernel"]]
+    configs = launches(events)
+    for name in ("blocks", "threads", "registers", "shared_bytes"):
+        values = np.array([getattr(config, name) for config in configs], dtype=np.int64)
+        nodes[name][base:] = values[device["kernel"]]
+    groups = Interned()
+    for row, each in met.items():
+        if each.meets is not None:
+            nodes["group"][base + row] = groups((each.meets.group, each.meets.ranks))
+            nodes["seq"][base + row] = each.meets.seq
+    issued = np.concatenate([calls.start, np.where(parts.launch >= 0, _at(calls.start, parts.launch), device.start)])
+    bounds = np.array(steps.bounds, dtype=np.float64).reshape(-1, 2)
+    step = np.searchsorted(bounds[:, 0], issued, "right") - 1
+    nodes["step"][:] = np.where((step >= 0) & (issued <= _at(bounds[:, 1], step)), step, -1)
+    origin = float(start.min()) if count else 0.0
+    source, target, why, delay = (np.concatenate(each) for each in zip(*_edges(parts), strict=True))
+    source, target = place[source], place[target]
+    forward = source < target
+    graph = RankGraph(
+        rank=0,
+        world_size=1,
+        device="cuda",
+        device_name=_device_name(events),
+        origin_us=origin,
+        start_s=(start[order] - origin) * MICROSECOND,
+        duration_s=(end - start)[order] * MICROSECOND,
+        nodes={name: values[order] for name, values in nodes.items()},
+        edges={"source": source[forward], "target": target[forward], "why": why[forward]},
+        delay_s=delay[forward] * MICROSECOND,
+        streams=tuple(streams.things),
+        names=tuple(names.things),
+        works=tuple(works.things),
+        groups=tuple(groups.things),
+        steps_s=(bounds - origin) * MICROSECOND,
+        whole=steps.found_by != "nothing",
+        events=events.num_events,
+    )
+    return graph
+
+
+def _at(values: Floats, index: Ints) -> Floats:
+    return values[np.maximum(index, 0)] if len(values) else np.zeros(len(index))
+
+
+def _keys(parts: Parts, events: RankEvents) -> Floats:
+    """What nodes are sorted by: their start, but no kernel before its launch or before the kernel before it."""
+    calls, device = parts.calls, events.device
+    launched = np.where(parts.launch >= 0, _at(calls.start, parts.launch), -np.inf)
+    key = np.maximum(device.start, launched)
+    for stream in np.unique(device["stream"]).tolist():
+        rows = np.flatnonzero(device["stream"] == stream)
+        key[rows] = np.maximum.accumulate(key[rows])
+    return np.concatenate([calls.start, key])
+
+
+def _edges(parts: Parts) -> list[tuple[Ints, Ints, Ints, Floats]]:
+    return [
+        (source, target, np.full(len(source), WHY_NUMBER[why], dtype=np.int64), delay)
+        for source, target, why, delay in parts.edges
+    ]
+
+
+def _stream_name(stream: tuple[object, object], streams: list[tuple[object, object]]) -> str:
+    several = len({device for device, _ in streams}) > 1
+    return f"device{stream[0]}.stream{stream[1]}" if several else f"stream{stream[1]}"
+
+
+def _device_name(events: RankEvents) -> str:
+    properties = events.header.get("deviceProperties") or []
+    used = {device for device, _ in events.streams}
+    for device in properties if isinstance(properties, list) else []:
+        if isinstance(device, dict) and device.get("id") in used:
+            return str(device.get("name", ""))[:80]
+    first = properties[0] if isinstance(properties, list) and properties else {}
+    return str(first.get("name", ""))[:80] if isinstance(first, dict) else ""
+
+
+def lateness(graph: RankGraph) -> Floats:
+    """``(n,)``: seconds by which each node starts later than its dependencies explain; 0 for nodes without any."""
+    earliest = np.full(len(graph), -np.inf)
+    ready = graph.end_s[graph.edges["source"]] + graph.delay_s
+    np.maximum.at(earliest, graph.edges["target"], ready)
+    return np.where(np.isinf(earliest), 0.0, np.maximum(graph.start_s - earliest, 0.0))
+
+
+def _with_unrecorded(graph: RankGraph) -> RankGraph:
+    """Gaps of a trace that leaves kernels out count as work that was not recorded."""
+    late = lateness(graph)
+    inner = np.zeros(len(graph), dtype=np.bool_)
+    inner[graph.edges["target"][graph.edges["why"] == WHY_NUMBER[Dependency.STREAM_ORDER]]] = True
+    inner &= graph.nodes["kind"] != HOST
+    gaps = late > _SAMPLED_GAP_US * MICROSECOND
+    if not inner.any() or (gaps & inner).sum() < _SAMPLED_SHARE * inner.sum():
+        return replace(graph, unrecorded_s=np.zeros(len(graph)))
+    told = (
+        f"kernels are missing: {int((gaps & inner).sum())} of {int(inner.sum())} kernels start later than anything "
+        "recorded explains; the trace was trimmed, and the gaps count as work that was not recorded"
+    )
+    unrecorded = np.where(gaps & inner, late, 0.0)
+    return replace(graph, unrecorded_s=unrecorded, warnings=(*graph.warnings, told))

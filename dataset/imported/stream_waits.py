@@ -1,0 +1,213 @@
+"""Synchronisation: what streams wait for on other streams, and what the host waits for on the device.
+
+Recorded where the profiler's ``cuda_sync`` events are on.  They are off by default; then a wait is inferred: a
+collective follows what the main stream was given before it; and where a kernel starts later than its stream and its
+launch explain, just when something on another stream ended, it waited for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.imported.device_graph import _MOST_LEFT_US, Parts
+from stepsight.dataset.imported.event_columns import RankEvents
+from stepsight.dataset.program import Dependency
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_SLACK_US = 1.5  # by which clocks and rounding make an effect precede its cause
+_LATE_US = 4.0  # by which a kernel is later than its launch and its stream explain
+_JUST_US = 12.0  # within which a waiting kernel starts after what it waits for
+
+
+class StreamWaits:
+    """Finds the synchronisation of one rank.
+
+    Args:
+        events: Of the rank.
+        parts: Its graph so far; edges are added.
+        collective: ``(d,)``: which device events are collectives.
+    """
+
+    def __init__(self, events: RankEvents, parts: Parts, collective: NDArray[np.bool_]) -> None:
+        self._events, self._parts, self._collective = events, parts, collective
+        device = events.device
+        self._start, self._end, self._stream = device.start, device.end, device["stream"]
+        launched = parts.launch >= 0
+        starts = parts.calls.start if len(parts.calls) else np.zeros(1)
+        self._issued = np.where(launched, starts[np.maximum(parts.launch, 0)], device.start)
+        self._by_stream: dict[int, tuple[Ints, Floats]] = {}
+        for stream in np.unique(self._stream).tolist():
+            rows = np.flatnonzero(self._stream == stream)
+            self._by_stream[stream] = rows, np.maximum.accumulate(self._issued[rows])
+        self._pairs: dict[tuple[int, int], None] = {}
+
+    def add(self) -> None:
+        """Add all edges of synchronisation."""
+        recorded = self._recorded()
+        if not recorded:
+            self._collectives()
+            self._called_waits()
+        self._late_starts()
+        pairs = np.array(list(self._pairs), dtype=np.int64).reshape(-1, 2)
+        base, parts = len(self._parts.calls), self._parts
+        if len(pairs):
+            before, after = pairs.T
+            lag = self._start[after] - self._end[before]
+            seen = lag[(lag >= 0) & (lag <= _JUST_US) & (self._lateness()[after] > _LATE_US)]
+            delay = float(np.mean(seen)) if len(seen) else parts.constants["event"]
+            parts.constants["event"] = delay
+            allowed = np.minimum(np.full(len(pairs), delay), lag)
+            parts.edges.append(
+                (base + before, base + after, Dependency.SYNCHRONISATION, np.where(lag < delay, allowed, delay))
+            )
+        self._host_waits()
+
+    def _last(self, stream: int, moment: float) -> int:
+        """The newest event of a stream that was issued before a moment, -1: none."""
+        rows, issued = self._by_stream.get(stream, (None, None))
+        if rows is None or issued is None:
+            return -1
+        place = int(np.searchsorted(issued, moment, "right")) - 1
+        return int(rows[place]) if place >= 0 else -1
+
+    def _next(self, stream: int, moment: float) -> int:
+        rows, issued = self._by_stream.get(stream, (None, None))
+        if rows is None or issued is None:
+            return -1
+        place = int(np.searchsorted(issued, moment, "left"))
+        return int(rows[place]) if place < len(rows) else -1
+
+    def _pair(self, before: int, after: int) -> bool:
+        """Note a wait if its times allow it."""
+        if before < 0 or after < 0 or self._stream[before] == self._stream[after]:
+            return False
+        if self._end[before] > self._start[after] + _SLACK_US:
+            return False
+        self._pairs[before, after] = None
+        return True
+
+    def _recorded(self) -> bool:
+        """Waits of streams that the profiler recorded."""
+        events = self._events
+        numbers = {stream: number for number, stream in enumerate(events.streams)}
+        devices = [device for device, _ in events.streams]
+        rows = {int(c): row for row, c in enumerate(events.runtime["correlation"].tolist())}
+        found = False
+        for event in events.syncs:
+            args = event.get("args") or {}
+            if "wait_on_stream" not in args or args.get("stream", -1) == -1:
+                continue
+            found = True
+            device = args.get("device", devices[0] if devices else 0)
+            source = numbers.get((device, args["wait_on_stream"]))
+            target = numbers.get((device, args["stream"]))
+            recorded = rows.get(args.get("wait_on_cuda_event_record_corr_id", -1))
+            waiting = rows.get(args.get("correlation", -1))
+            if source is None or target is None or recorded is None or waiting is None:
+                continue
+            before = self._last(source, float(events.runtime.start[recorded]))
+            self._pair(before, self._next(target, float(events.runtime.start[waiting])))
+        return found
+
+    def _collectives(self) -> None:
+        """A collective follows what the busiest stream of computation was given before."""
+        main = self._main_stream()
+        for row in np.flatnonzero(self._collective).tolist():
+            if main >= 0 and self._stream[row] != main:
+                self._pair(self._last(main, float(self._issued[row]) - 1e-3), row)
+
+    def _called_waits(self) -> None:
+        """A stream that the host made wait for an event, and that goes on after a collective, waited for it."""
+        events = self._events
+        chosen = [number for number, name in enumerate(events.names) if "StreamWaitEvent" in name]
+        moments = np.sort(events.runtime.start[np.isin(events.runtime["name"], chosen)])
+        rows = np.flatnonzero(self._collective)
+        if not len(moments) or not len(rows):
+            return
+        main = self._main_stream()
+        streams = np.unique(self._stream[rows]).tolist()
+        for moment in moments.tolist():
+            after = self._next(main, moment)
+            for stream in streams:
+                self._pair(self._last(stream, moment), after)
+
+    def _main_stream(self) -> int:
+        busy = np.bincount(self._stream, (self._end - self._start) * ~self._collective)
+        return int(busy.argmax()) if busy.any() else -1
+
+    def _lateness(self) -> Floats:
+        """By how much each event starts later than its stream and its launch explain."""
+        parts, constants = self._parts, self._parts.constants
+        before = np.where(parts.previous >= 0, self._end[parts.previous] + constants["gap"], -np.inf)
+        calls_end = parts.calls.end if len(parts.calls) else np.zeros(1)
+        launched = np.where(parts.launch >= 0, calls_end[np.maximum(parts.launch, 0)] + constants["launch"], -np.inf)
+        late = self._start - np.maximum(before, launched)
+        return np.where(np.isinf(late), 0.0, late)
+
+    def _late_starts(self) -> None:
+        """Waits that only the times show."""
+        late = self._lateness()
+        order = np.argsort(self._end, kind="stable")
+        ends = self._end[order]
+        waited = {after for _, after in self._pairs if self._start[after] - self._end[_] <= _JUST_US}
+        for row in np.flatnonzero(late > _LATE_US).tolist():
+            if row in waited:
+                continue
+            moment = self._start[row]
+            low, high = np.searchsorted(ends, [moment - min(_JUST_US, late[row]), moment + _SLACK_US])
+            for candidate in order[low:high][::-1].tolist():
+                if self._issued[candidate] <= self._issued[row] and self._pair(candidate, row):
+                    break
+
+    def _host_waits(self) -> None:
+        """Calls of the host that wait for streams, for an event or for their own copy."""
+        events, parts, base = self._events, self._parts, len(self._parts.calls)
+        own: dict[int, int] = {}
+        for row, runtime in enumerate(parts.row.tolist()):
+            if runtime >= 0:
+                own[runtime] = row
+        said = {(event.get("args") or {}).get("correlation"): event.get("args") or {} for event in events.syncs}
+        sources: list[int] = []
+        targets: list[int] = []
+        for call in parts.waits.tolist():
+            if call < 0:
+                continue
+            runtime = int(parts.calls.row[call])
+            begin, end = float(parts.calls.start[call]), float(parts.calls.end[call])
+            found = [own[runtime]] if runtime in own else self._awaited(runtime, begin, end, said)
+            ended = [row for row in found if row >= 0 and self._end[row] <= end + _SLACK_US]
+            for row in ended:
+                sources.append(base + row)
+                targets.append(call)
+            latest = max((float(self._end[row]) for row in ended), default=-np.inf)
+            if begin < latest:  # what remains after the wait is the call's own time
+                parts.calls.start[call] = min(latest, end)
+        parts.edges.append(
+            (np.array(sources, int), np.array(targets, int), Dependency.SYNCHRONISATION, np.zeros(len(sources)))
+        )
+
+    def _awaited(self, runtime: int, begin: float, end: float, said: dict[int, dict[str, int]]) -> list[int]:
+        """What a synchronising call of the host waits for."""
+        events = self._events
+        name = events.names[int(events.runtime["name"][runtime])]
+        args = said.get(int(events.runtime["correlation"][runtime]), {})
+        everything = [self._last(stream, begin) for stream in self._by_stream]
+        if "DeviceSynchronize" in name or "Free" in name or args.get("cuda_sync_kind") == "Context Sync":
+            return everything
+        pick: Callable[[int], bool] = lambda row: row >= 0 and self._end[row] <= end + _SLACK_US
+        stream = args.get("stream", -1) if args.get("stream", -1) != -1 else args.get("wait_on_stream", -1)
+        number = next((n for n, (_, each) in enumerate(events.streams) if each == stream and stream != -1), -1)
+        if number >= 0:
+            return [self._last(number, begin)]
+        if end - begin <= _JUST_US:  # it did not wait
+            return []
+        late = [row for row in everything if pick(row) and end - self._end[row] <= _MOST_LEFT_US]
+        if not late:  # an event within a stream: the newest that ended while the host waited
+            rows = np.flatnonzero((self._issued < begin) & (self._end <= end + _SLACK_US) & (self._end > begin))
+            late = [int(rows[np.argmax(self._end[rows])])] if len(rows) else []
+        return [max(late, key=lambda row: float(self._end[row]))] if late else []
