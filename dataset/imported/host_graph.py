@@ -1,5 +1,215 @@
-from stepsight.dataset.imported.rank_graph import RankGraph
+"""The graph of a rank that computes on its host: calls of its threads in order, and collectives that they wait for."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.errors import TraceError
+from stepsight.dataset.imported.call_tree import CallTree, call_tree
+from stepsight.dataset.imported.event_columns import Interned, RankEvents
+from stepsight.dataset.imported.host_chain import HostCalls, chain
+from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, NODE_COLUMNS, OP, WHY_NUMBER, RankGraph
+from stepsight.dataset.imported.step_bounds import Steps, find_steps
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.program import Dependency
+from stepsight.dataset.readers.host import Wait, merge, overlap
+from stepsight.dataset.readers.kineto import host_works, main_thread
+from stepsight.dataset.readers.kineto_events import read_events
+from stepsight.dataset.readers.placement import Placement
+from stepsight.dataset.readers.sweep import Work, sweep
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_MOST_EARLY_US = 1000.0  # by which a wait may end before what it waits for, as the clocks of threads tell it
 
 
-def host_graph(events, rank, world_size, placement) -> RankGraph:
-    raise NotImplementedError
+@dataclass
+class _Host:
+    """What a host did; microseconds.  ``works`` holds ops, then collectives, each in order of issue."""
+
+    ops: list[Work]
+    collectives: list[Work]
+    waits: list[Wait]
+    main: int
+
+
+def host_graph(events: RankEvents, rank: int, world_size: int, placement: Placement) -> RankGraph:
+    """The graph of a rank without device events.
+
+    Raises:
+        TraceError: If it holds nothing that could be a node.
+    """
+    try:
+        host = _read(events, rank, world_size, placement)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        if isinstance(error, TraceError):
+            raise
+        raise TraceError(f"{events.path} must hold well-formed events: {type(error).__name__}: {error}") from None
+    if not host.ops and not host.collectives:
+        raise TraceError(f"a trace must hold at least one op or collective, got none in {events.path}")
+    tree = call_tree(events)
+    steps = find_steps(events, tree, np.zeros(0))
+    names = Interned()
+    calls, kind, item = _calls(host, steps, names)
+    order = chain(calls, events)
+    idle = merge([(wait.start, wait.end) for wait in host.waits])
+    waited = overlap(idle, calls.end[order.source], calls.start[order.target])
+    delay = np.maximum(order.delay - waited, 0.0)
+    edges = [(order.source, order.target, Dependency.HOST_ORDER, delay), *_around(host, calls, kind, item)]
+    graph = _assemble(events, tree, steps, host, (calls, kind, item, names), edges)
+    graph.rank, graph.world_size = rank, world_size
+    graph.warnings = tuple(dict.fromkeys([*events.warnings, *steps.warnings]))
+    return graph
+
+
+def _read(events: RankEvents, rank: int, world_size: int, placement: Placement) -> _Host:
+    read = read_events(events.path)
+    swept = sweep(read)
+    info = read.header.get("distributedInfo") or {}
+    main = main_thread(swept)
+    works, waits = host_works(swept, info, rank, world_size, placement)
+    threads = {tid: number for number, (_, tid) in enumerate(events.threads)}
+    ops = [work for work in works if isinstance(work.work, Op)]
+    collectives = [work for work in works if isinstance(work.work, Collective)]
+    return _Host(ops, collectives, waits, threads.get(main, 0))
+
+
+def _calls(host: _Host, steps: Steps, names: Interned) -> tuple[HostCalls, Ints, Ints]:
+    """Ops, issues of collectives and bounds of steps as calls; what each is, and its place among its like."""
+    streams = {"compute": host.main}
+    for work in host.ops:
+        streams.setdefault(work.stream, -len(streams))
+    marks = sorted({moment for bounds in steps.bounds for moment in bounds})
+    issued = [work.issue for work in host.collectives]
+    start = np.array([*(work.start for work in host.ops), *issued, *marks], dtype=np.float64)
+    end = np.array([*(work.end for work in host.ops), *issued, *marks], dtype=np.float64)
+    thread = [*(streams[work.stream] for work in host.ops), *([host.main] * (len(issued) + len(marks)))]
+    name = [names(work.name) for work in host.ops]
+    name += [names(f"issue {work.name}") for work in host.collectives] + [names("step")] * len(marks)
+    kind = np.repeat([OP, COLLECTIVE, HOST], [len(host.ops), len(issued), len(marks)])
+    item = np.concatenate([np.arange(len(each)) for each in (host.ops, issued, marks)]).astype(np.int64)
+    calls = HostCalls(start, end, np.array(thread, np.int64), np.arange(len(start)), np.array(name, np.int64)).sorted()
+    return calls, kind[calls.row], item[calls.row]
+
+
+def _around(host: _Host, calls: HostCalls, kind: Ints, item: Ints) -> list[tuple[Ints, Ints, Dependency, Floats]]:
+    """Launches of collectives, their order on their streams, and waits for them; collectives follow the calls."""
+    base = len(calls)
+    issue = np.full(len(host.collectives), -1, dtype=np.int64)
+    issues = np.flatnonzero(kind == COLLECTIVE)
+    issue[item[issues]] = issues
+    launches: list[float] = []
+    ordered: list[tuple[int, int, float]] = []
+    last: dict[Any, int] = {}
+    for number, work in enumerate(host.collectives):
+        before = last.get(work.stream, -1)
+        queued = before >= 0 and work.issue < host.collectives[before].end <= work.start
+        if before >= 0 and host.collectives[before].end <= work.start:
+            gap = work.start - host.collectives[before].end if queued else 0.0
+            ordered.append((base + before, base + number, gap))
+        at = calls.end[issue[number]]
+        launches.append(0.0 if queued else work.start - at)
+        last[work.stream] = number
+    waits = []
+    numbers = {id(work): number for number, work in enumerate(host.collectives)}
+    mains = np.flatnonzero(calls.thread == host.main)
+    starts = calls.start[mains].tolist()
+    for wait in host.waits:
+        place = bisect_left(starts, wait.end - 1e-3)
+        number = numbers.get(id(wait.work), -1)
+        if place < len(mains) and number >= 0:
+            target = int(mains[place])
+            delay = float(calls.start[target]) - wait.work.end
+            if delay > -_MOST_EARLY_US and host.collectives[number].start <= calls.start[target]:
+                waits.append((base + number, target, delay))
+    everyone = np.arange(len(host.collectives), dtype=np.int64)
+    return [
+        (issue, base + everyone, Dependency.LAUNCH, np.array(launches, dtype=np.float64)),
+        _columns(ordered, Dependency.STREAM_ORDER),
+        _columns(waits, Dependency.SYNCHRONISATION),
+    ]
+
+
+def _columns(edges: list[tuple[int, int, float]], why: Dependency) -> tuple[Ints, Ints, Dependency, Floats]:
+    source, target, delay = (np.array([edge[column] for edge in edges]) for column in range(3))
+    return source.astype(np.int64), target.astype(np.int64), why, delay.astype(np.float64)
+
+
+def _assemble(
+    events: RankEvents,
+    tree: CallTree,
+    steps: Steps,
+    host: _Host,
+    called: tuple[HostCalls, Ints, Ints, Interned],
+    edges: list[tuple[Ints, Ints, Dependency, Floats]],
+) -> RankGraph:
+    calls, kind, item, names = called
+    base, count = len(calls), len(calls) + len(host.collectives)
+    start = np.concatenate([calls.start, [work.start for work in host.collectives]])
+    end = np.concatenate([calls.end, [max(work.end, work.start) for work in host.collectives]])
+    works, streams, groups = Interned(), Interned(), Interned()
+    nodes = {name: np.full(count, -1, dtype=np.int64) for name in NODE_COLUMNS}
+    for name in ("blocks", "threads", "registers", "shared_bytes"):
+        nodes[name][:] = 0
+    nodes["known"][:] = 1
+    nodes["kind"][:base] = np.where(kind == OP, OP, HOST)
+    nodes["kind"][base:] = COLLECTIVE
+    nodes["name"][:base] = calls.name
+    rows = np.searchsorted(events.ops.start, calls.start - 1e-6)
+    streams("compute")
+    for node in range(base):
+        stream = "compute"
+        if kind[node] == OP:
+            work = host.ops[item[node]]
+            stream = str(work.stream)
+            nodes["work"][node], nodes["known"][node] = works(work.work), int(work.known)
+            if rows[node] < len(events.ops) and abs(events.ops.start[rows[node]] - calls.start[node]) < 1e-3:
+                nodes["call"][node] = rows[node]
+        nodes["stream"][node] = streams(stream)
+    for number, work in enumerate(host.collectives):
+        node = base + number
+        nodes["work"][node], nodes["stream"][node] = works(work.work), streams(str(work.stream))
+        nodes["name"][node] = names(work.name)
+        if work.meets is not None:
+            nodes["group"][node] = groups((work.meets.group, work.meets.ranks))
+            nodes["seq"][node] = work.meets.seq
+    called_rows = nodes["call"] >= 0
+    nodes["phase"][called_rows] = tree.phase[nodes["call"][called_rows]]
+    issued = np.concatenate([calls.start, [work.issue for work in host.collectives]])
+    bounds = np.array(steps.bounds, dtype=np.float64).reshape(-1, 2)
+    step = np.searchsorted(bounds[:, 0], issued, "right") - 1
+    nodes["step"] = np.where((step >= 0) & (issued <= bounds[np.maximum(step, 0), 1]), step, -1)
+    place = np.empty(count, dtype=np.int64)
+    order = np.lexsort((np.arange(count) >= base, start))
+    place[order] = np.arange(count)
+    origin = float(start.min())
+    source, target = (place[np.concatenate([edge[column] for edge in edges])] for column in range(2))
+    why = np.concatenate([np.full(len(edge[0]), WHY_NUMBER[edge[2]], dtype=np.int64) for edge in edges])
+    delay = np.concatenate([edge[3] for edge in edges])
+    forward = source < target
+    return RankGraph(
+        rank=0,
+        world_size=1,
+        device="cpu",
+        device_name="cpu",
+        origin_us=origin,
+        start_s=(start[order] - origin) * 1e-6,
+        duration_s=(end - start)[order] * 1e-6,
+        nodes={name: values[order] for name, values in nodes.items()},
+        edges={"source": source[forward], "target": target[forward], "why": why[forward]},
+        delay_s=delay[forward] * 1e-6,
+        streams=tuple(streams.things),
+        names=tuple(names.things),
+        works=tuple(works.things),
+        groups=tuple(groups.things),
+        steps_s=(bounds - origin) * 1e-6,
+        whole=steps.found_by != "nothing",
+        unrecorded_s=np.zeros(count),
+        events=events.num_events,
+    )

@@ -59,16 +59,13 @@ def rank_trace(events: Events, placement: Placement) -> RankTrace:
         raise TraceError(f"rank and world_size of a trace must be below {MOST_RANKS}, got {rank} and {world_size}")
     if placement.rank not in (None, rank):
         raise ValueError(f"the trace of rank {placement.rank} must be its own, got that of rank {rank}")
-    main = _main_thread(swept)
+    main = main_thread(swept)
     waits: list[Wait] = []
     names = stream_names(swept.device) if swept.device else {}
     if swept.device:
         works = device_work(swept, names, world_size, placement)
     else:
-        replicas = placement.data_parallel_group(rank) or _largest_group(info, rank, world_size)
-        collectives, waits = host_collectives(swept, main, replicas, placement)
-        works = _name_threads(swept, main) + collectives
-        works.sort(key=lambda work: work.issue)
+        works, waits = host_works(swept, info, rank, world_size, placement)
     if not works:
         raise TraceError("a trace must hold at least one op or collective, got none")
     _check_sizes(works)
@@ -81,6 +78,18 @@ def rank_trace(events: Events, placement: Placement) -> RankTrace:
     return timed(rank, program, calls)
 
 
+def host_works(
+    swept: Swept, info: dict[str, Any], rank: int, world_size: int, placement: Placement
+) -> tuple[list[Work], list[Wait]]:
+    """Ops and collectives of a host that computes, in order of issue, and when its main thread waited."""
+    main = main_thread(swept)
+    replicas = placement.data_parallel_group(rank) or _largest_group(info, rank, world_size)
+    collectives, waits = host_collectives(swept, main, replicas, placement)
+    works = _name_threads(swept, main) + collectives
+    works.sort(key=lambda work: work.issue)
+    return works, waits
+
+
 def _check_sizes(works: list[Work]) -> None:
     """Sizes are whole numbers that anybody could have run: JSON also holds NaN, fractions and made-up ones."""
     for work in {work.work for work in works}:
@@ -89,7 +98,7 @@ def _check_sizes(works: list[Work]) -> None:
             raise TraceError(f"sizes of a trace must be whole numbers from 0 to {MOST_SIZE}, got {work!s:.120}")
 
 
-def _main_thread(swept: Swept) -> Any:
+def main_thread(swept: Swept) -> Any:
     """The thread of the segments, or that with the most calls."""
     if swept.segment_thread is not None:
         return swept.segment_thread

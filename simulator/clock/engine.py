@@ -101,6 +101,41 @@ def longest_paths(seconds: Floats, pointer: Ints, before: Ints, ready: Floats, f
 
 
 @compiled
+def delayed_paths(
+    seconds: Floats,
+    order: Ints,
+    pointer: Ints,
+    edges: Ints,
+    source: Ints,
+    delay: Floats,
+    ready: Floats,
+    ends: Floats,
+    cause: Ints,
+) -> None:
+    """End of every node of a graph whose dependencies take time of their own, and the edge that decided its start.
+
+    Args:
+        seconds: Duration of each node, shape ``(n,)``.
+        order: The nodes such that each comes after those that it depends on, same shape.
+        pointer, edges: Edges into node ``i`` are ``edges[pointer[i]:pointer[i + 1]]``.
+        source, delay: Of each edge: the node it comes from, and the time from that node's end.
+        ready: Earliest start of each node by itself, ``-inf`` where its dependencies alone decide.
+        ends: Filled, shape ``(n,)``.
+        cause: Filled, same shape: the edge that decided the start, -1 if ``ready`` did.
+    """
+    for at in range(len(order)):
+        node = order[at]
+        start = ready[node]
+        cause[node] = -1
+        for place in range(pointer[node], pointer[node + 1]):
+            edge = edges[place]
+            if ends[source[edge]] + delay[edge] > start:
+                start = ends[source[edge]] + delay[edge]
+                cause[node] = edge
+        ends[node] = start + seconds[node]
+
+
+@compiled
 def find_ends(
     clock: NDArray[np.int8],
     blocks: NDArray[np.bool_],

@@ -1,0 +1,1 @@
+"""Traces replayed: measured steps from durations and dependencies alone."""
