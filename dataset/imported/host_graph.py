@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import TraceError
-from stepsight.dataset.imported.call_tree import CallTree, call_tree
+from stepsight.dataset.imported.call_tree import CallTree
 from stepsight.dataset.imported.event_columns import Interned, RankEvents
 from stepsight.dataset.imported.host_chain import HostCalls, chain
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, NODE_COLUMNS, OP, WHY_NUMBER, RankGraph
@@ -39,7 +39,7 @@ class _Host:
     main: int
 
 
-def host_graph(events: RankEvents, rank: int, world_size: int, placement: Placement) -> RankGraph:
+def host_graph(events: RankEvents, tree: CallTree, world_size: int, placement: Placement, rank: int) -> RankGraph:
     """The graph of a rank without device events.
 
     Raises:
@@ -53,7 +53,6 @@ def host_graph(events: RankEvents, rank: int, world_size: int, placement: Placem
         raise TraceError(f"{events.path} must hold well-formed events: {type(error).__name__}: {error}") from None
     if not host.ops and not host.collectives:
         raise TraceError(f"a trace must hold at least one op or collective, got none in {events.path}")
-    tree = call_tree(events)
     steps = find_steps(events, tree, np.zeros(0))
     names = Interned()
     calls, kind, item = _calls(host, steps, names)
@@ -63,7 +62,6 @@ def host_graph(events: RankEvents, rank: int, world_size: int, placement: Placem
     delay = np.maximum(order.delay - waited, 0.0)
     edges = [(order.source, order.target, Dependency.HOST_ORDER, delay), *_around(host, calls, kind, item)]
     graph = _assemble(events, tree, steps, host, (calls, kind, item, names), edges)
-    graph.rank, graph.world_size = rank, world_size
     graph.warnings = tuple(dict.fromkeys([*events.warnings, *steps.warnings]))
     return graph
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.imported.call_tree import CallTree, call_tree
 from stepsight.dataset.imported.collective_nodes import CollectiveNodes, Met, mask_of
+from stepsight.dataset.imported.data_edges import read_execution_trace, with_sequence_edges, with_tensor_edges
 from stepsight.dataset.imported.device_graph import Parts, launch_rows, tie
 from stepsight.dataset.imported.event_columns import Interned, RankEvents, read_columns
 from stepsight.dataset.imported.host_graph import host_graph
@@ -31,26 +32,39 @@ _JUMP_US = 1000.0  # by which a kernel may start before its launch: clocks of ho
 _SAMPLED_GAP_US, _SAMPLED_SHARE = 5.0, 0.3  # gaps behind queued launches that say that kernels are left out
 
 
-def read_rank(path: Path, placement: Placement | None = None) -> RankGraph:
+def read_rank(path: Path, placement: Placement | None = None, execution: Path | None = None) -> RankGraph:
     """Read one rank's file (``.json`` or ``.json.gz``) as a graph.
 
+    Args:
+        path: Kineto trace.
+        placement: The rank's place in its job, where that is known.
+        execution: PyTorch's execution trace of the same steps, for data dependencies.
+
     Raises:
-        TraceError: If it is no whole Kineto trace, or holds nothing that could be a node.
+        TraceError: If it is no whole Kineto trace, or holds nothing that could be a node; or if the execution trace is
+            of another run.
     """
-    return build(read_columns(path), placement or Placement())
-
-
-def build(events: RankEvents, placement: Placement) -> RankGraph:
-    """The graph of one rank's events."""
+    events = read_columns(path)
+    placement = placement or Placement()
     rank, world_size = _identity(events, placement)
-    if not len(events.device):
-        return host_graph(events, rank, world_size, placement)
     tree = call_tree(events)
+    if len(events.device):
+        graph = _device_graph(events, tree, world_size, placement)
+    else:
+        graph = host_graph(events, tree, world_size, placement, rank)
+    if execution is not None:
+        graph = with_tensor_edges(graph, events, read_execution_trace(execution), execution)
+    graph = with_sequence_edges(graph, tree.sequence)
+    warnings = [*graph.warnings, *_check_training(events, tree)]
+    return replace(graph, rank=rank, world_size=world_size, warnings=tuple(dict.fromkeys(warnings)))
+
+
+def _device_graph(events: RankEvents, tree: CallTree, world_size: int, placement: Placement) -> RankGraph:
     rows = launch_rows(events)
     starts = events.runtime.start if len(events.runtime) else np.zeros(1)
     issued = np.where(rows >= 0, starts[np.maximum(rows, 0)], events.device.start)
     steps = find_steps(events, tree, issued)
-    warnings = [*events.warnings, *steps.warnings, *_check_clocks(events, rows), *_check_training(events, tree)]
+    warnings = [*events.warnings, *steps.warnings, *_check_clocks(events, rows)]
     if tree.crossed:
         warnings.append(f"calls that overlap without nesting: {tree.crossed}")
     if missing := int((rows < 0).sum()):
@@ -58,8 +72,7 @@ def build(events: RankEvents, placement: Placement) -> RankGraph:
     parts = tie(events, tree, steps, rows)
     StreamWaits(events, parts, mask_of(events)).add()
     graph = _assemble(events, tree, steps, parts, _works(events, tree, parts, world_size, placement))
-    graph = replace(graph, rank=rank, world_size=world_size, warnings=tuple(dict.fromkeys(warnings)))
-    return _with_unrecorded(graph)
+    return _with_unrecorded(replace(graph, warnings=tuple(warnings)))
 
 
 def _identity(events: RankEvents, placement: Placement) -> tuple[int, int]:
