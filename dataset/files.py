@@ -77,8 +77,9 @@ def new_file(path: Path) -> Iterator[Path]:
         yield temporary
         temporary.chmod(0o644)  # temporary files are made for their owner alone
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        _name_file(error, path)
         raise
 
 
@@ -114,9 +115,16 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         _put(temporary, path)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        _name_file(error, path)
         raise
+
+
+def _name_file(error: BaseException, path: Path) -> None:
+    """Let an error of a write that failed, as on a full disk, say which file was to be written."""
+    if isinstance(error, OSError) and error.filename is None:
+        error.filename = str(path)
 
 
 def _put(new: Path, path: Path) -> None:

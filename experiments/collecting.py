@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.bounded import reason
 from stepsight.dataset.box_spec import HARDWARE, Box
 from stepsight.dataset.errors import CollectError
 from stepsight.dataset.files import check_writable, read_json, write_json
@@ -30,7 +31,7 @@ def available_ranks() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _is_plan(path: Path) -> bool:
+def is_plan(path: Path) -> bool:
     """Whether a file is meant as a plan, rather than as a job."""
     try:
         return path.name.endswith("plan.json") or (path.suffix == ".json" and "runs" in read_json(path))
@@ -49,7 +50,7 @@ def read_plan(path: Path) -> dict[str, Any]:
         for run in plan["runs"]:
             Job.from_dict(run["job"])
     except (OSError, ValueError) as error:
-        raise CollectError(f"cannot read plan {path}: {error}") from None
+        raise CollectError(f"cannot read plan {path}: {reason(error)}") from None
     return plan
 
 
@@ -80,7 +81,7 @@ def collect_jobs(
     that kept the cores too busy, elsewhere those that no memory holds.
     """
     check_writable(out)
-    if len(paths) == 1 and _is_plan(paths[0]):
+    if len(paths) == 1 and is_plan(paths[0]):
         if box is not None:
             raise CollectError(f"a box is for job files: a plan says its own, got {paths[0]}")
         plan = read_plan(paths[0])

@@ -76,7 +76,7 @@ def main() -> None:
         prepare_streams()
         code = app(standalone_mode=False)
     except (StepsightError, OSError) as error:  # OSError: a file or folder that cannot be read or written
-        _fail(str(error))
+        _fail(storage_problem(error) or str(error))
     except _USAGE as error:
         text: str = error.format_message()
         if type(error).__name__ == "NoArgsIsHelpError":

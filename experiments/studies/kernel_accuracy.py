@@ -1,10 +1,11 @@
-"""How well are shapes predicted that were not measured?  Public tables of kernels, a fifth of the shapes held out:
+"""Compare predicted with measured times of kernels, on shapes that were held out of public tables.
 
     stepsight experiment kernels --data DATA [--only a100-sxm] [--json]
 
-Once shapes at random; once all shapes of some weights (``n`` and ``k`` of a product) or heads (of an attention).  What
-is held out is held out for every software that ran it.  The roofline is the preset's, nothing fitted.  What another
-device lent to a predictor is left out: it says nothing of this one.
+A fifth of the shapes is held out in turn, in two ways: shapes at random, and all shapes of some weights (n and k of a
+product) or heads (of an attention). A shape is held out for every software that ran it. The table also shows the errors
+of a roofline from the preset's facts, of which nothing is fitted. Measurements that a predictor took over from another
+device are left out.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Is the memory that we say the memory that is used?  Two truths:
+"""Compare predicted peak memory with measured peak memory.
 
-    python -m stepsight.experiments.studies.memory_accuracy [--json] [PUBLISHED_RUNS.csv.gz]
+    stepsight experiment memory [RUNS.csv.gz] [--json]
 
-First, real training steps of the harness in a fake world, where PyTorch counts every tensor.  Second, if a table of
-published runs is given, its ``memory_gb`` cells.  Sources count differently: what the allocator gave to tensors, what
-it holds, or what the device shows.  One constant is fitted, ``fragmentation``, on runs of at most 8 GPUs whose device
-was looked at; these do not judge.
+The first reference is PyTorch's own count of every tensor, in training steps of the harness on fake tensors. The second
+one is the column memory_gb of a table of published runs, if one is given. Its sources count differently: bytes that the
+allocator gave to tensors, bytes that it reserved, or what the device shows. The constant "fragmentation" was fitted on
+runs of at most 8 GPUs; the table marks them as fitted, and the errors leave them out.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="stepsight experiment memory", description=__doc__, formatter_class=formatter)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("runs", type=Path, nargs="?", help="table of published runs (.csv.gz)")
     options = parser.parse_args(arguments)
     rows = list(tracked_rows())

@@ -22,10 +22,12 @@ from stepsight.verbs.options import (
     load,
     path,
     progress,
+    refuse_given,
 )
 
 
 def predict_command(
+    context: typer.Context,
     jobs: Annotated[list[Path], typer.Argument(parser=path, help="Job files (.toml or .json).")],
     *,
     predictor: PredictorPath = None,
@@ -55,6 +57,8 @@ def predict_command(
 
     if level not in ("segment", "op"):
         raise StepsightError(f"--level must be segment or op, got {level!r:.80}")
+    if timeline is None:
+        refuse_given(context, ("level",), "is the detail of a timeline: say where to write it with --timeline FILE")
     for name, wanted, kind in (("--timeline", timeline, TIMELINE), ("--schedule", schedule, SCHEDULE)):
         if wanted is not None and len(jobs) != 1:
             raise StepsightError(f"{name} takes one job, got {len(jobs)}")

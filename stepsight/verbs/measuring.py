@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from stepsight.dataset.errors import StepsightError
-from stepsight.verbs.options import Json, answer, path
+from stepsight.verbs.options import Json, answer, path, refuse_given
 
 
 def collect_command(
+    context: typer.Context,
     jobs: Annotated[
         list[Path],
         typer.Argument(parser=path, help="Job files (.toml or .json) to run for real, or one plan (plan.json)."),
@@ -56,8 +57,11 @@ def collect_command(
         stepsight collect examples/local-gpt-tp2.toml --out runs/mine
         stepsight collect examples/box-gpt-pp4.toml --box 4x1@200mbit --out runs/box
     """
-    from stepsight.experiments.collecting import collect_jobs
+    from stepsight.experiments.collecting import collect_jobs, is_plan
 
+    if len(jobs) == 1 and is_plan(jobs[0]):
+        stated = ("role", "rounds", "steps", "warmup", "profile_steps", "event_seconds")
+        refuse_given(context, stated, f"is for job files: the plan {jobs[0]} states its own")
     if box is not None:
         from stepsight.dataset.box_spec import read_box
 
@@ -108,7 +112,8 @@ def demo_command(
     ),
     as_json: Json = False,
 ) -> None:
-    """The whole product on this machine: measure, train, predict held-out runs, search (about four minutes)."""
+    """Measure this machine, train a predictor, predict held-out runs and search a strategy: about five minutes on two
+    cores."""
     from stepsight.experiments.demo.demo import run_demo
 
     summary, text = run_demo(out)

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,6 +74,23 @@ FrameworkName = Annotated[
 def answer(value: dict[str, Any], text: str, as_json: bool) -> None:
     """Print a verb's answer, for programs or for people."""
     typer.echo(json.dumps(value, allow_nan=False) if as_json else text)
+
+
+def refuse_given(context: typer.Context, names: Sequence[str], why: str) -> None:
+    """Refuse options that would change nothing here.
+
+    Args:
+        context: Of the verb.
+        names: Of the verb's parameters.
+        why: Why they change nothing, and what to do: completes "--name ...".
+
+    Raises:
+        StepsightError: If one of them stands on the command line.
+    """
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise StepsightError(f"--{name.replace('_', '-')} {why}")
 
 
 def load(path: Path | None) -> Predictor | str | None:

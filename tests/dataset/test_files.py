@@ -1,5 +1,6 @@
 """Files and folders are complete or absent."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.files import check_output_file, digest_files, new_folder, set_aside, write_json, write_text
+from stepsight.dataset.files import (
+    check_output_file,
+    digest_files,
+    new_file,
+    new_folder,
+    set_aside,
+    write_json,
+    write_text,
+)
+from stepsight.verbs.streams import storage_problem
 
 
 def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
@@ -20,6 +30,16 @@ def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
         (folder / "half").write_text("x")
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    """The system's error says which file was to be written, as it does for one that cannot be opened."""
+    full = errno.ENOSPC, os.strerror(errno.ENOSPC)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/a.json'"), new_file(tmp_path / "a.json"):
+        raise OSError(*full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/b'") as caught, new_folder(tmp_path / "b"):
+        raise OSError(*full)
+    assert storage_problem(caught.value) == f"cannot write: No space left on device: {tmp_path / 'b'}"
 
 
 def test_new_folder_replaces(tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ def test_a_rejected_run_is_an_exit_code(
         (("predict", "empty.json"), "is not valid JSON"),
         (("predict", EXAMPLE, "--predictor", "."), "predictor"),
         (("predict", EXAMPLE, "--level", "atom"), "--level must be segment or op"),
+        (("predict", EXAMPLE, "--level", "op"), "--level is the detail of a timeline"),
         (("search", "bad.toml"), "must equal"),
         (("search", EXAMPLE, "--sampler", "magic"), "sampler"),
         (("search", EXAMPLE, "--plot", "notes.txt/a.png"), "needs a folder that can be written to"),
@@ -140,6 +141,7 @@ def test_a_rejected_run_is_an_exit_code(
         (("train", "nowhere", "--out", "p"), "nowhere"),
         (("collect", "bad.toml", "--out", "c"), "must equal"),
         (("collect", EXAMPLE, "--out", "c"), "got"),
+        (("collect", "plan.json", "--rounds", 5, "--out", "c"), "--rounds is for job files"),
         (("collect", BOXED, "--box", "4x1", "--out", "c"), "as in 4x1@200mbit"),
         (("collect", BOXED, "--box", "8x1@200mbit", "--out", "c"), "must equal the number of devices"),
         (("collect", BOXED, "--box", "absent.toml", "--out", "c"), "cannot read box"),
@@ -150,6 +152,7 @@ def test_mistakes(arguments: tuple[object, ...], text: str, tmp_path: Path) -> N
     """A mistake is one line on stderr, exit code 2, no traceback, nothing written."""
     (tmp_path / "bad.toml").write_text(EXAMPLE.read_text().replace("tp = 8", "tp = 7"))
     (tmp_path / "empty.json").write_text("")
+    (tmp_path / "plan.json").write_text("{}")
     (tmp_path / "newline.json").write_text('{"a\\nb": {}}')
     (tmp_path / "notes.txt").write_text("precious")
     (tmp_path / "folder.png").mkdir()

@@ -42,7 +42,7 @@ def test_type_checkers_see_the_names_that_are_loaded_lazily() -> None:
 
 
 def test_every_name_is_there_and_documented() -> None:
-    assert set(dir(stepsight)) >= set(stepsight.__all__)
+    assert dir(stepsight) == sorted(dir(stepsight)) == sorted([*stepsight.__all__, "__version__"])
     for name in stepsight.__all__:
         assert inspect.getdoc(getattr(stepsight, name)), name
     with pytest.raises(AttributeError, match="has no attribute 'predikt'"):

@@ -1,10 +1,10 @@
-"""One rank of a collection: lives through every run and every event file of its world size.
+"""Run one rank of a collection: ``python -m harness.running.worker plan.json --out DIR``.
 
-``launch`` starts it on one machine, and ``workers`` on one of several nodes.  Another launcher (``srun``, ``mpirun``,
-torchrun) can start it too: it must set ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``
-and ``MASTER_PORT``.  Rank 0 then listens on ``MASTER_ADDR`` alone, and collectives on the interface by which a node
-reaches it.  torchrun itself listens on every address of the machine and unpickles what arrives: use it only in a
-network that others cannot reach.
+The rank takes part in every run and every event file of its world size.  ``launch`` starts it on one machine, and
+``workers`` on one of several nodes.  Another launcher (``srun``, ``mpirun``, torchrun) can start it too: it must set
+``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.  Rank 0 then
+listens on ``MASTER_ADDR`` alone, and collectives on the interface by which a node reaches it.  torchrun itself listens
+on every address of the machine and unpickles what arrives: use it only in a network that others cannot reach.
 
 It does what the plan holds for exactly as many ranks as there are; rank 0 of each node computes on the node's first
 allowed core or GPU, and so on.  Rounds are interleaved over runs, so that a drift of the machine shows in every run.
@@ -28,7 +28,7 @@ PROGRESS = "@stepsight "  # what begins a line of progress on standard output
 
 def main() -> None:
     """Entry of one rank; its place comes from the environment."""
-    parser = argparse.ArgumentParser(prog="harness.worker", description="One rank of a collection.")
+    parser = argparse.ArgumentParser(prog="harness.running.worker", description="One rank of a collection.")
     parser.add_argument("plan", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()

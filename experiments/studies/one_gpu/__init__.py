@@ -1,4 +1,4 @@
-"""One GPU, or one core of a CPU: what a few minutes of measuring teach, judged on what was held out."""
+"""``stepsight experiment one-gpu``: learn from a few minutes on one GPU or one CPU core, judge on held-out runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+DESCRIPTION = """Learn a predictor from ten minutes of measurements on one GPU, and judge it on held-out measurements.
+
+Ops and training steps are measured in bf16, or small ones in fp32 on a CPU's core. Held out are shapes of ops, training
+steps, peak memory, single ranks of large jobs and a public table; a plot shows the error against the minutes of
+measuring. A study that was killed resumes."""
 EPILOG = """examples:
     stepsight experiment one-gpu --out runs/one-gpu                     # all of it, here
     stepsight experiment one-gpu --plan-only --device cuda --out DIR    # plans, for a GPU elsewhere
@@ -19,10 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="stepsight experiment one-gpu",
-        description="Measure ops and training steps on one GPU in bf16, in ten minutes (or small ones on one core, in "
-        "fp32), learn a predictor, and judge it on ops, steps and memory that taught nothing: held-out shapes, peak "
-        "memory, single ranks of large jobs, a public table, and the error against the minutes spent. A killed study "
-        "goes on where it stopped.",
+        description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
