@@ -7,7 +7,7 @@ speak once instead of twice.  Run it with ``python examples/own_block.py``.
 from dataclasses import replace
 
 from stepsight import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec, predict
-from stepsight.simulator import blocks
+from stepsight.registries import FAMILIES, Family, blocks
 
 
 def layer(shape: blocks.RankShape, kind: str) -> blocks.Block:
@@ -35,7 +35,7 @@ def head(shape: blocks.RankShape, shared: bool) -> blocks.Block:
 
 
 def main() -> None:
-    blocks.register_family("side-by-side", blocks.Family(embedding, layer, head))
+    FAMILIES.register("side-by-side", Family(embedding, layer, head))
     ours = Job(
         model=ModelSpec(family="side-by-side", layers=32, hidden=4096, heads=32, vocab=51200, seq_len=2048),
         parallel=ParallelSpec(tp=8),

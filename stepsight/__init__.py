@@ -11,8 +11,8 @@ A job is a ``Job``, the tables of one as a dict, or the path of a job file; ``Jo
 ``ParallelSpec``, ``BatchSpec``, ``OptimizerSpec`` and ``ClusterSpec`` (with ``Straggler``, ``SlowLink`` and
 ``OtherDevices``).  Every error that a user can put right is a ``StepsightError``.  ``clear_caches`` frees memory.
 
-The public interface is the names in ``__all__``, ``stepsight.testing`` (contracts for parts of your own),
-``stepsight.registries`` (where you add them) and the ``stepsight`` command.  Every other module is private: it
+The public interface is the names in ``__all__``, ``stepsight.registries`` (where you add parts of your own),
+``stepsight.testing`` (contracts that check them) and the ``stepsight`` command.  Every other module is private: it
 may change in any release.
 """
 

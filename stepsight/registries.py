@@ -1,6 +1,6 @@
-"""What you add to stepsight: each registry, and the class of the things in it.
+"""Where you add parts of your own: each registry, and the classes that a part is made of.
 
-Register a thing in Python, for the running process::
+Register a part in Python, for the running process::
 
     from dataclasses import replace
     from stepsight.registries import HARDWARE
@@ -12,22 +12,23 @@ or let a package bring it to every process that has the package installed (``pyp
     my-gpu = "my_package:my_gpu"
 
 ====================  ==============================  ==============================================
-registry              entry points' group             a thing is a
+registry              entry points' group             a part is a
 ====================  ==============================  ==============================================
 ``HARDWARE``          ``stepsight.hardware``          ``Hardware``; a job can also name a file
-``FABRICS``           ``stepsight.fabrics``           ``Fabric``; likewise
+``FABRICS``           ``stepsight.fabrics``           ``Fabric`` of two ``Link``; likewise
 ``FRAMEWORKS``        ``stepsight.frameworks``        ``Framework``, which is a profile; likewise
-``FAMILIES``          ``stepsight.families``          ``Family`` of models
-``SCHEDULES``         ``stepsight.schedules``         ``ScheduleKind``
+``FAMILIES``          ``stepsight.families``          ``Family`` of models, made of ``blocks``
+``SCHEDULES``         ``stepsight.schedules``         ``ScheduleKind``, which makes a ``Schedule``
 ``OP_KINDS``          ``stepsight.op_kinds``          ``OpKind``
 ``COLLECTIVE_KINDS``  ``stepsight.collective_kinds``  ``CollectiveKind``
-``TRACE_READERS``     ``stepsight.trace_readers``     function of a path and a ``Placement``
-``TABLE_READERS``     ``stepsight.table_readers``     ``Format``
+``TRACE_READERS``     ``stepsight.trace_readers``     function: path, ``Placement`` -> ``RankTrace``
+``TABLE_READERS``     ``stepsight.table_readers``     ``Format``, which reads a file into ``Rows``
 ====================  ==============================  ==============================================
 
 ``HARDWARE.names()`` lists all names, ``HARDWARE.unregister`` removes what was registered, and
-``with HARDWARE.registered(name, thing):`` does both for the length of a block.
-``stepsight.testing`` has contracts that check readers, kinds and schedules.
+``with HARDWARE.registered(name, part):`` does both for the length of a block.  A part with a mistake is refused with a
+``StepsightError`` when it is made, registered or used.  ``stepsight.testing`` has contracts that check kinds, schedules
+and readers.
 """
 
 from __future__ import annotations
@@ -35,14 +36,18 @@ from __future__ import annotations
 from stepsight.dataset.frameworks import FRAMEWORKS, Framework
 from stepsight.dataset.hardware import FABRICS, HARDWARE, Fabric, Hardware, Link
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS, CollectiveKind, OpKind
+from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.readers.placement import Placement
 from stepsight.dataset.readers.trace_formats import TRACE_READERS
 from stepsight.dataset.registry import Registry
 from stepsight.dataset.schedules import SCHEDULES
-from stepsight.dataset.schedules.base import ScheduleKind
+from stepsight.dataset.schedules.base import Schedule, ScheduleKind, loop_placement, v_placement
 from stepsight.dataset.specs import FAMILIES
 from stepsight.dataset.tables.formats import FORMATS as TABLE_READERS
 from stepsight.dataset.tables.formats import Format
+from stepsight.dataset.tables.rows import Rows
+from stepsight.dataset.trace import RankTrace
+from stepsight.simulator import blocks
 from stepsight.simulator.blocks.family import Family
 
 __all__ = [
@@ -55,6 +60,7 @@ __all__ = [
     "SCHEDULES",
     "TABLE_READERS",
     "TRACE_READERS",
+    "Collective",
     "CollectiveKind",
     "Fabric",
     "Family",
@@ -62,8 +68,15 @@ __all__ = [
     "Framework",
     "Hardware",
     "Link",
+    "Op",
     "OpKind",
     "Placement",
+    "RankTrace",
     "Registry",
+    "Rows",
+    "Schedule",
     "ScheduleKind",
+    "blocks",
+    "loop_placement",
+    "v_placement",
 ]

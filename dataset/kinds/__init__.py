@@ -20,7 +20,7 @@ from stepsight.dataset.kinds import (
 )
 from stepsight.dataset.kinds.collective_kind import CollectiveKind
 from stepsight.dataset.kinds.kind_table import KindTable
-from stepsight.dataset.kinds.op_kind import STREAMED, OpKind
+from stepsight.dataset.kinds.op_kind import STREAMED, OpKind, check_base
 
 __all__ = [
     "COLLECTIVE_KINDS",
@@ -49,7 +49,7 @@ _FAMILIES = (
 )
 _tables: list[KindTable[Any]] = []
 OP_KINDS: KindTable[OpKind] = KindTable(
-    "op kind", (kind for family in _FAMILIES for kind in family.KINDS), "stepsight.op_kinds", _tables
+    "op kind", (kind for family in _FAMILIES for kind in family.KINDS), "stepsight.op_kinds", _tables, check_base
 )
 COLLECTIVE_KINDS: KindTable[CollectiveKind] = KindTable(
     "collective kind", collective_kinds.KINDS, "stepsight.collective_kinds", _tables

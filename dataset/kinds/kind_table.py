@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -36,12 +36,21 @@ class KindTable(Registry[K]):
         built_in: Kinds of the package, which stay.
         group: The entry points' group.
         tables: All tables of kinds: no two kinds in them have the same name.
+        check: Takes a kind that is to be added and this table; it raises ``StepsightError`` if they do not fit.
     """
 
-    def __init__(self, noun: str, built_in: Iterable[K], group: str, tables: list[KindTable[Any]]) -> None:
+    def __init__(
+        self,
+        noun: str,
+        built_in: Iterable[K],
+        group: str,
+        tables: list[KindTable[Any]],
+        check: Callable[[K, Mapping[str, K]], None] | None = None,
+    ) -> None:
         kinds = sorted(built_in, key=lambda kind: kind.code)
         assert len({kind.code for kind in kinds}) == len({kind.name for kind in kinds}) == len(kinds), noun
         self._is_kind = instance_of(type(kinds[0]))
+        self._check_beside = check
         self._tables = tables
         tables.append(self)
         named = {kind.name: kind for kind in kinds}
@@ -70,4 +79,6 @@ class KindTable(Registry[K]):
                 raise StepsightError(
                     f"codes must differ, got {kind.code} for {other.name!r} and {kind.name!r}: choose another code"
                 )
+        if self._check_beside is not None:
+            self._check_beside(kind, self)
         return kind

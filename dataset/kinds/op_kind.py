@@ -108,3 +108,18 @@ class OpKind:
 
     def __repr__(self) -> str:
         return f"<OpKind {self.name}>"
+
+
+def check_base(kind: OpKind, known: Mapping[str, OpKind]) -> None:
+    """Check that the base of a kind is another kind that is known, and that ``base_dims`` returns dims of it.
+
+    Raises:
+        StepsightError: If not.
+    """
+    if kind.base in ("", STREAMED):
+        return
+    if kind.base == kind.name or kind.base not in known:
+        raise StepsightError(f"base must be another kind that is registered already, got {kind.base!r:.80}")
+    takes, got = known[kind.base].dim_names, kind.base_dims(*(1 for _ in kind.dim_names))
+    if len(got) != len(takes):
+        raise StepsightError(f"base_dims must return the dims {takes} of {kind.base}, got {got}")

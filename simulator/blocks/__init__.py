@@ -4,7 +4,7 @@ A model's family is a few functions from a rank's shape to lists of steps; ``exa
 """
 
 from stepsight.simulator.blocks.attention import attention, core, self_heads
-from stepsight.simulator.blocks.family import Family, register_family
+from stepsight.simulator.blocks.family import Family, find_family, register_family
 from stepsight.simulator.blocks.layer_parts import column_linear, enter, fork, leave, linear, norm, residual, row_linear
 from stepsight.simulator.blocks.mlp import activation, mlp
 from stepsight.simulator.blocks.moe import experts
@@ -28,6 +28,7 @@ __all__ = [
     "core",
     "enter",
     "experts",
+    "find_family",
     "fork",
     "leave",
     "linear",

@@ -67,6 +67,9 @@ def test_a_code_that_is_not_given_follows_from_the_name_alone() -> None:
     [
         (_kind("linear"), "op kind 'linear' comes with stepsight"),
         (_kind("all_reduce"), "op kind 'all_reduce': the name is taken"),
+        (replace(_kind(), base="scan"), "op kind 'scan': base must be another kind that is registered already"),
+        (replace(_kind(), base="other"), "base must be another kind that is registered already, got 'other'"),
+        (replace(_kind(), base="linear"), r"base_dims must return the dims \('m', 'n', 'k'\) of linear, got \(1, 1\)"),
         (_kind(code=4), "op kind 'scan': codes must differ, got 4 for 'attention' and 'scan'"),
     ],
 )

@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,12 +23,3 @@ def test_experts_of_the_mixtral_example_stay_within_a_node() -> None:
     job = Job.from_file(EXAMPLES / "mixtral-8x22b-ep-256.toml")
     dispatch = collectives(layer_block(rank_shape(job), "moe"), "ep")
     assert {(c.group_size, c.ranks_per_node) for c in dispatch} == {(8, 8)}
-
-
-def test_a_block_of_ones_own_runs() -> None:
-    """The example prints the time of a model of parallel blocks, which is less than of the usual ones."""
-    found = subprocess.run(
-        [sys.executable, EXAMPLES / "own_block.py"], check=True, capture_output=True, text=True, timeout=120
-    )
-    ours, usual = (float(line.rsplit(":", 1)[1].removesuffix("ms")) for line in found.stdout.splitlines())
-    assert 0 < ours < usual

@@ -1,0 +1,56 @@
+"""Examples of parts of one's own run, and the parts keep their contracts."""
+
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stepsight.registries import OP_KINDS, OpKind, ScheduleKind
+from stepsight.testing import OpKindContract, ScheduleContract
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCHEDULE = runpy.run_path(str(EXAMPLES / "own_schedule.py"))
+OP_KIND = runpy.run_path(str(EXAMPLES / "own_op_kind.py"))
+
+
+class TestOwnSchedule(ScheduleContract):
+    @pytest.fixture
+    def kind(self) -> ScheduleKind:
+        return ScheduleKind(SCHEDULE["eager_1f1b"])
+
+    def most_in_flight(self, num_stages: int, num_micro_batches: int, virtual_stages: int) -> int:
+        return min(2 * num_stages - 1, num_micro_batches)
+
+
+class TestOwnOpKinds(OpKindContract):
+    @pytest.fixture(params=["SHORT_CONV", "SHORT_CONV_BACKWARD"])
+    def kind(self, request: pytest.FixtureRequest) -> Iterator[OpKind]:
+        with OP_KINDS.registered("short_conv", OP_KIND["SHORT_CONV"]):  # the base of the other one
+            yield OP_KIND[request.param]
+
+
+def printed_ms(example: str) -> list[float]:
+    """The times that an example prints, one a line."""
+    found = subprocess.run(
+        [sys.executable, EXAMPLES / example], check=True, capture_output=True, text=True, timeout=120
+    )
+    return [float(line.split()[-2]) for line in found.stdout.splitlines()]
+
+
+def test_the_schedule_hides_messages() -> None:
+    ours, usual = printed_ms("own_schedule.py")
+    assert 0 < ours < usual
+
+
+def test_the_op_takes_time() -> None:
+    ours, usual = printed_ms("own_op_kind.py")
+    assert 0 < usual < ours < 1.2 * usual
+
+
+def test_the_block_saves_collectives() -> None:
+    """Attention and MLP side by side need one all-reduce where they need two one after the other."""
+    ours, usual = printed_ms("own_block.py")
+    assert 0 < ours < usual
