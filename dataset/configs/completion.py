@@ -12,24 +12,29 @@ HARDWARE, DEVICES_PER_NODE = "h100-sxm-80gb", 8
 _NEEDED = ("family", "layers", "hidden", "heads", "vocab", "seq_len")
 
 
-def complete(draft: Draft, given: Given) -> None:
-    """Fill what is open; the user's own values come first.
+def apply_given(draft: Draft, given: Given) -> None:
+    """Set what the user states, which wins over the configurations.
 
     Raises:
-        JobError: If a size of the model is not known, or a key that the user gives is not a job's.
+        JobError: If a key is not a job's.
     """
     for key, value in given.values.items():
         section, _, name = key.partition(".")
         if key != "framework" and (section not in SECTIONS or name not in SECTIONS[section].__annotations__):
             raise JobError(f"a value must be given for a key of a job, as model.seq_len, got {key!r:.80}")
-        draft.map(key, value, "given")
-    if draft.get("model.name") is None:
-        missing = [name for name in _NEEDED if draft.get(f"model.{name}") is None]
-        if missing:
-            raise JobError(
-                f"no configuration states {', '.join('model.' + name for name in missing)}: name the file that does, "
-                "as a model's config.json, or give the values"
-            )
+        if key != "framework":
+            draft.map(key, value, "given")
+
+
+def missing_sizes(draft: Draft) -> list[str]:
+    """Sizes of the model that nothing states, as keys of a job."""
+    if draft.get("model.name") is not None:
+        return []
+    return [f"model.{name}" for name in _NEEDED if draft.get(f"model.{name}") is None]
+
+
+def complete(draft: Draft, given: Given) -> None:
+    """Fill what is open of the cluster and the batch."""
     _cluster(draft, given)
     _batch(draft)
     draft.assume("batch.precision", "bf16", "no configuration states a precision")
@@ -49,7 +54,8 @@ def _cluster(draft: Draft, given: Given) -> None:
     if "cluster.nodes" in given.values:
         return
     stated = draft.get("cluster.nodes")
-    devices = draft.facts.get("devices") or (stated * per_node if isinstance(stated, int) else 0)
+    replicas = draft.facts.get("replicas", 0)  # as a batch implies them
+    devices = draft.facts.get("devices") or replicas * others or (stated * per_node if isinstance(stated, int) else 0)
     if devices and devices % least == 0 and devices >= least:
         wanted, reason = devices, f"the run has {devices} devices"
     elif draft.get("parallel.dp") is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.configs.completion import complete
+from stepsight.dataset.configs.completion import apply_given, complete, missing_sizes
 from stepsight.dataset.configs.documents import read_source, read_tables, toml_text
 from stepsight.dataset.configs.drafts import Draft, Given
 from stepsight.dataset.configs.formats import reader_of
@@ -22,7 +22,8 @@ class ConfigJob:
     """A job that was read from configuration files, and how.
 
     Attributes:
-        job: The job.
+        read: The job; None if the configurations do not state all sizes of the model.
+        missing: Sizes of the model that no configuration states.
         tables: What a job file of it holds: ``mapped`` and ``assumed`` in their sections.
         mapped: By key of the job (``model.layers``): what a configuration states.
         assumed: By key of the job: what none states.
@@ -32,7 +33,7 @@ class ConfigJob:
         formats: Of each file.
     """
 
-    job: Job
+    read: Job | None
     tables: Mapping[str, Any]
     mapped: Mapping[str, Any]
     assumed: Mapping[str, Any]
@@ -40,6 +41,21 @@ class ConfigJob:
     reasons: Mapping[str, str] = field(default_factory=dict)
     ignored: Sequence[str] = ()
     formats: Sequence[str] = ()
+    missing: Sequence[str] = ()
+
+    @property
+    def job(self) -> Job:
+        """The job.
+
+        Raises:
+            JobError: If the configurations do not state all sizes of the model.
+        """
+        if self.read is None:
+            raise JobError(
+                f"no configuration states {', '.join(self.missing)}: name the file that does, as a model's "
+                "config.json, or give the values"
+            )
+        return self.read
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -50,6 +66,7 @@ class ConfigJob:
             "sources": dict(self.sources),
             "reasons": dict(self.reasons),
             "formats": list(self.formats),
+            "missing": list(self.missing),
         }
 
     def to_toml(self) -> str:
@@ -93,17 +110,17 @@ def read_configs(paths: Sequence[Path], given: Given | None = None) -> ConfigJob
             read(path, draft, given)
         except JobError as error:
             raise JobError(f"{path}: {error}") from None
-    names = ", ".join(map(str, paths))
     try:
-        complete(draft, given)
-        framework = given.values.get("framework", draft.framework)
-        tables = {name: table for name, table in draft.tables.items() if table}
-        job = Job.from_dict({"framework": framework, **tables} if framework else tables)
+        apply_given(draft, given)
+        missing = missing_sizes(draft)
+        job = None if missing else _job(draft, given)
     except JobError as error:
-        raise JobError(f"{names}: {error}") from None
+        raise JobError(f"{', '.join(map(str, paths))}: {error}") from None
+    framework = given.values.get("framework", draft.framework)
+    tables = {name: table for name, table in draft.tables.items() if table}
     keys = [f"{section}.{name}" for section, table in tables.items() for name in table]
     return ConfigJob(
-        job=job,
+        read=job,
         tables={"framework": framework, **tables} if framework else tables,
         mapped={key: draft.get(key) for key in keys if key not in draft.reasons},
         assumed={key: draft.get(key) for key in keys if key in draft.reasons},
@@ -111,4 +128,12 @@ def read_configs(paths: Sequence[Path], given: Given | None = None) -> ConfigJob
         reasons=dict(draft.reasons),
         ignored=tuple(draft.ignored),
         formats=tuple(formats),
+        missing=tuple(missing),
     )
+
+
+def _job(draft: Draft, given: Given) -> Job:
+    complete(draft, given)
+    framework = given.values.get("framework", draft.framework)
+    tables = {name: table for name, table in draft.tables.items() if table}
+    return Job.from_dict({"framework": framework, **tables} if framework else tables)

@@ -8,11 +8,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.configs.accelerate_in import (
+    is_accelerate,
+    is_training_arguments,
+    read_accelerate,
+    read_training_arguments,
+)
+from stepsight.dataset.configs.deepspeed_in import is_deepspeed, read_deepspeed
 from stepsight.dataset.configs.documents import read_source, read_tables
 from stepsight.dataset.configs.drafts import Draft, Given
+from stepsight.dataset.configs.huggingface_in import is_huggingface, read_huggingface
+from stepsight.dataset.configs.maxtext_in import is_maxtext, read_maxtext
 from stepsight.dataset.configs.megatron_in import read_megatron
 from stepsight.dataset.configs.megatron_words import settings_of_script, settings_of_tables, settings_of_words
+from stepsight.dataset.configs.nanotron_in import is_nanotron, read_nanotron
+from stepsight.dataset.configs.nemo_in import is_nemo, read_nemo
 from stepsight.dataset.configs.shell_scripts import read_script
+from stepsight.dataset.configs.torchtitan_in import is_torchtitan, read_torchtitan
+from stepsight.dataset.configs.torchtitan_registry import read_registry
 from stepsight.dataset.errors import JobError
 
 Reader = Callable[[Path, Draft, Given], None]
@@ -32,7 +45,7 @@ def reader_of(path: Path) -> tuple[str, Reader]:
         shown = ", ".join(map(str, list(tables)[:8])) or "nothing"
         raise JobError(f"{path} must be a configuration of {', '.join(_TABLES)}, got tables {shown:.120}")
     if path.suffix == ".py":
-        raise JobError(f"{path} must be a registry of torchtitan")
+        return "torchtitan-registry", read_registry
     return "megatron", _words_file
 
 
@@ -73,7 +86,47 @@ def _has(*names: str) -> Callable[[Mapping[str, Any]], bool]:
     return lambda tables: all(isinstance(tables.get(name), Mapping) for name in names)
 
 
+def _torchtitan(path: Path, draft: Draft, given: Given) -> None:
+    read_torchtitan(read_tables(path), draft, read_source(path))
+
+
+def _huggingface(path: Path, draft: Draft, given: Given) -> None:
+    read_huggingface(read_tables(path), draft)
+
+
+def _deepspeed(path: Path, draft: Draft, given: Given) -> None:
+    read_deepspeed(read_tables(path), draft)
+
+
+def _accelerate(path: Path, draft: Draft, given: Given) -> None:
+    read_accelerate(read_tables(path), draft, path.parent)
+
+
+def _nanotron(path: Path, draft: Draft, given: Given) -> None:
+    read_nanotron(read_tables(path), draft)
+
+
+def _maxtext(path: Path, draft: Draft, given: Given) -> None:
+    read_maxtext(path, draft)
+
+
+def _nemo(path: Path, draft: Draft, given: Given) -> None:
+    read_nemo(read_tables(path), draft)
+
+
+def _training_arguments(path: Path, draft: Draft, given: Given) -> None:
+    read_training_arguments(read_tables(path), draft, path.parent)
+
+
 _TABLES: dict[str, tuple[Callable[[Mapping[str, Any]], bool], Reader]] = {
+    "torchtitan": (is_torchtitan, _torchtitan),
     "megatron-arguments": (_has("MODEL_ARGS"), _model_arguments),
     "megatron-yaml": (_has("language_model"), _megatron_yaml),
+    "nemo": (is_nemo, _nemo),
+    "nanotron": (is_nanotron, _nanotron),
+    "maxtext": (is_maxtext, _maxtext),
+    "huggingface": (is_huggingface, _huggingface),
+    "accelerate": (is_accelerate, _accelerate),
+    "training-arguments": (is_training_arguments, _training_arguments),
+    "deepspeed": (is_deepspeed, _deepspeed),
 }

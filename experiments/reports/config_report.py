@@ -10,7 +10,10 @@ def config_text(read: ConfigJob) -> str:
     """The job, and tables of what was mapped and assumed."""
     mapped = [(key, _shown(value), read.sources.get(key, "")) for key, value in read.mapped.items()]
     assumed = [(key, _shown(value), read.reasons.get(key, "")) for key, value in read.assumed.items()]
-    parts = [f"job     {read.job.name} on {read.job.cluster.num_devices} x {read.job.cluster.hardware}"]
+    if read.read is None:
+        parts = [f"job     not whole: no configuration states {', '.join(read.missing)}"]
+    else:
+        parts = [f"job     {read.job.name} on {read.job.cluster.num_devices} x {read.job.cluster.hardware}"]
     parts[0] += f"\nformat  {', '.join(read.formats)}"
     if mapped:
         parts.append(table(("mapped", "value", "from"), mapped))

@@ -58,9 +58,10 @@ def job_command(
     read = read_configs(
         configs, given_of(hardware, nodes, devices_per_node, given=given or (), define=define or (), pick=pick)
     )
-    value = {**read.to_dict(), "job": read.job.to_dict()}
+    value = {**read.to_dict(), "job": None if read.read is None else read.job.to_dict()}
     text = config_text(read)
     if out is not None:
+        _ = read.job  # a job file holds a whole job
         write_text(out, read.to_toml())
         value["out"] = str(out)
         text += f"\n\nwrote {out}"

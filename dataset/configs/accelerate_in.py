@@ -1,0 +1,170 @@
+"""Hugging Face Accelerate's YAML and training arguments to how a job is trained.
+
+Source: accelerate ``commands/config/config_args.py``, ``utils/dataclasses.py`` (0.30 to 1.10), transformers
+``training_args.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.configs.deepspeed_in import read_deepspeed
+from stepsight.dataset.configs.documents import flat, read_tables
+from stepsight.dataset.configs.drafts import Draft, Settings
+
+PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}
+# Names and numbers of torch's ShardingStrategy: ZeRO stage, and whether shards are copied from node to node.
+STRATEGIES = {
+    "FULL_SHARD": (3, False),
+    "SHARD_GRAD_OP": (2, False),
+    "NO_SHARD": (0, False),
+    "HYBRID_SHARD": (3, True),
+    "HYBRID_SHARD_ZERO2": (2, True),
+}
+_NUMBERS = dict(zip("12345", STRATEGIES, strict=True))
+_MEGATRON = {
+    "megatron_lm_config.megatron_lm_tp_degree": "parallel.tp",
+    "megatron_lm_config.megatron_lm_pp_degree": "parallel.pp",
+    "megatron_lm_config.megatron_lm_sequence_parallelism": "parallel.sequence_parallel",
+}
+_DEGREES = {
+    "parallelism_config.parallelism_config_tp_size": "parallel.tp",
+    "parallelism_config.parallelism_config_cp_size": "parallel.cp",
+}
+_TRAINING = ("per_device_train_batch_size", "gradient_checkpointing", "output_dir", "num_train_epochs")
+
+
+def is_accelerate(tables: Mapping[str, Any]) -> bool:
+    """Whether tables are those of Accelerate's YAML."""
+    return "distributed_type" in tables or ("num_processes" in tables and "mixed_precision" in tables)
+
+
+def is_training_arguments(tables: Mapping[str, Any]) -> bool:
+    """Whether tables are training arguments of transformers, or of a trainer that has the same."""
+    return sum(name in tables for name in _TRAINING) >= 2
+
+
+def read_accelerate(tables: Mapping[str, Any], draft: Draft, folder: Path) -> None:
+    """Fill a draft; a DeepSpeed JSON of the same folder that the file names is read too."""
+    settings = Settings(flat(tables))
+    processes, machines = settings.number("num_processes"), settings.number("num_machines") or 1
+    if processes:
+        draft.map("cluster.nodes", machines, "num_machines")
+        if processes % machines == 0:
+            draft.map("cluster.devices_per_node", processes // machines, f"num_processes {processes}")
+        draft.facts["devices"] = processes
+    precision = PRECISIONS.get(settings.word("mixed_precision") or "no", "bf16")
+    draft.map("batch.precision", precision, "mixed_precision")
+    kind = settings.word("distributed_type")
+    settings.copy(draft, _DEGREES)
+    if kind == "FSDP":
+        _fsdp(settings, draft)
+    elif kind == "DEEPSPEED":
+        _deepspeed(settings, draft, folder)
+    elif kind == "MEGATRON_LM":
+        _megatron(settings, draft)
+    else:
+        draft.assume("parallel.zero_stage", 0, f"distributed_type {kind} replicates parameters")
+    _replicas(settings, draft)
+    steps = settings.number("gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps")
+    if steps:
+        draft.facts["accumulation"] = steps
+    for text in settings.left():
+        draft.ignore(text)
+
+
+def _fsdp(settings: Settings, draft: Draft) -> None:
+    strategy = settings.word("fsdp_config.fsdp_sharding_strategy")
+    reshard = settings.word("fsdp_config.fsdp_reshard_after_forward").upper()
+    name = _NUMBERS.get(strategy, strategy) or _NUMBERS.get(reshard, reshard)
+    if name in STRATEGIES:
+        stage, hybrid = STRATEGIES[name]
+        draft.map("parallel.zero_stage", stage, f"fsdp_sharding_strategy {name}")
+        if hybrid and isinstance(draft.get("cluster.devices_per_node"), int) and draft.get("cluster.nodes", 1) > 1:
+            draft.map("parallel.dp_shard", draft.get("cluster.devices_per_node"), f"fsdp_sharding_strategy {name}")
+    else:
+        draft.map("parallel.zero_stage", 3, "distributed_type FSDP")
+        if reshard in ("TRUE", "FALSE"):
+            draft.map("parallel.reshard_after_forward", reshard == "TRUE", "fsdp_reshard_after_forward")
+    if settings.flag("fsdp_config.fsdp_activation_checkpointing"):
+        draft.map("parallel.recompute", "full", "fsdp_activation_checkpointing")
+    if settings.flag("fsdp_config.fsdp_offload_params"):
+        draft.map("optimizer.offload", True, "fsdp_offload_params")
+    if settings.word("fsdp_config.fsdp_backward_prefetch") in ("NO_PREFETCH", "3"):
+        draft.map("parallel.prefetch", 0, "fsdp_backward_prefetch")
+
+
+def _deepspeed(settings: Settings, draft: Draft, folder: Path) -> None:
+    named = settings.word("deepspeed_config.deepspeed_config_file")
+    if named:
+        path = folder / Path(named).name
+        if path.is_file():
+            read_deepspeed(read_tables(path), draft)
+        else:
+            draft.ignore(f"deepspeed_config_file {named}: not beside the file; name it too")
+    stage = settings.number("deepspeed_config.zero_stage")
+    if stage is not None:
+        draft.map("parallel.zero_stage", stage, "deepspeed_config.zero_stage")
+    elif not named:
+        draft.assume("parallel.zero_stage", 2, "Accelerate's default with DeepSpeed")
+    if settings.word("deepspeed_config.offload_optimizer_device") in ("cpu", "nvme"):
+        draft.map("optimizer.offload", True, "deepspeed_config.offload_optimizer_device")
+    clip = settings.number("deepspeed_config.gradient_clipping", whole=False)
+    if clip is not None:
+        draft.map("optimizer.clip_grad_norm", clip > 0, "deepspeed_config.gradient_clipping")
+
+
+def _megatron(settings: Settings, draft: Draft) -> None:
+    draft.framework = "megatron-core"
+    settings.copy(draft, _MEGATRON)
+    if settings.flag("megatron_lm_config.megatron_lm_use_distributed_optimizer"):
+        draft.map("parallel.zero_stage", 1, "megatron_lm_use_distributed_optimizer")
+    if settings.flag("megatron_lm_config.megatron_lm_recompute_activations"):
+        draft.map("parallel.recompute", "selective", "megatron_lm_recompute_activations")
+    count = settings.number("megatron_lm_config.megatron_lm_num_micro_batches")
+    if count:
+        draft.facts["accumulation"] = count
+
+
+def _replicas(settings: Settings, draft: Draft) -> None:
+    replicate = settings.number("parallelism_config.parallelism_config_dp_replicate_size") or 1
+    shard = settings.number("parallelism_config.parallelism_config_dp_shard_size") or 1
+    if replicate * shard > 1:
+        draft.map("parallel.dp", replicate * shard, "dp_replicate_size * dp_shard_size")
+        draft.map("parallel.zero_stage", 3 if shard > 1 else 0, "dp_shard_size")
+        if replicate > 1 and shard > 1:
+            draft.map("parallel.dp_shard", shard, "dp_shard_size")
+
+
+def read_training_arguments(tables: Mapping[str, Any], draft: Draft, folder: Path) -> None:
+    """Fill a draft from training arguments; a DeepSpeed JSON of the same folder that they name is read too."""
+    settings = Settings(flat(tables))
+    settings.copy(draft, {"per_device_train_batch_size": "batch.micro_batch"})
+    steps = settings.number("gradient_accumulation_steps") or 1
+    draft.facts["accumulation"] = steps
+    for name in ("bf16", "fp16"):
+        if settings.flag(name):
+            draft.map("batch.precision", name, name)
+    if settings.flag("gradient_checkpointing") is not None:
+        value = "full" if settings.flag("gradient_checkpointing") else "none"
+        draft.map("parallel.recompute", value, "gradient_checkpointing")
+    length = settings.number("max_seq_length", "max_length", "model_max_length", "cutoff_len", "sequence_len")
+    if length:
+        draft.map("model.seq_len", length, "max_seq_length")
+    clip = settings.number("max_grad_norm", whole=False)
+    draft.map("optimizer.clip_grad_norm", clip is None or clip > 0, "max_grad_norm")
+    if "adamw_torch_fused" in settings.word("optim"):
+        draft.map("optimizer.fused", True, "optim")
+    named = settings.word("deepspeed")
+    if named and (folder / Path(named).name).is_file():
+        read_deepspeed(read_tables(folder / Path(named).name), draft)
+    elif named:
+        draft.ignore(f"deepspeed {named}: not beside the file; name it too")
+    if "full_shard" in settings.word("fsdp"):
+        draft.map("parallel.zero_stage", 3, "fsdp")
+    elif "shard_grad_op" in settings.word("fsdp"):
+        draft.map("parallel.zero_stage", 2, "fsdp")
+    for text in settings.left():
+        draft.ignore(text)

@@ -1,0 +1,230 @@
+"""MaxText's YAML to a job: a run's file, with the model's file that it names where that lies near it.
+
+Source: MaxText ``configs/base.yml`` (names and defaults), ``configs/models/*.yml``, 2024 to 2026.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.configs.documents import flat, read_tables
+from stepsight.dataset.configs.drafts import Draft, Settings
+from stepsight.dataset.errors import JobError
+
+MODEL = {
+    "base_emb_dim": "hidden",
+    "base_num_query_heads": "heads",
+    "base_num_kv_heads": "kv_heads",
+    "base_mlp_dim": "ffn",
+    "base_num_decoder_layers": "layers",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab",
+    "logits_via_embedding": "tied_embeddings",
+}
+LATENT = {
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "head_dim",
+    "qk_rope_head_dim": "rope_head_dim",
+    "v_head_dim": "v_head_dim",
+}
+EXPERTS = {
+    "num_experts_per_tok": "experts_per_token",
+    "base_moe_mlp_dim": "expert_ffn",
+    "shared_experts": "shared_experts",
+    "first_num_dense_layers": "dense_layers",
+    "interleave_moe_layer_step": "moe_every",
+}
+# Axes of the mesh within and between slices, and the degree of a job.
+AXES = {
+    "tensor": "tp",
+    "tensor_sequence": "tp",
+    "context": "cp",
+    "sequence": "cp",
+    "pipeline": "pp",
+    "expert": "ep",
+}
+POLICIES = {"full": "full", "none": "none", "": "none", "minimal_with_context": "none", "minimal": "selective"}
+_MARKS = ("base_emb_dim", "base_num_decoder_layers", "per_device_batch_size", "ici_fsdp_parallelism", "base_config")
+_STATE_SPACES = ("qwen3_next", "qwen3_5")
+_BASE = {  # what base.yml states, where it is not near
+    "base_emb_dim": 2048,
+    "base_num_query_heads": 16,
+    "base_num_kv_heads": 16,
+    "base_mlp_dim": 7168,
+    "base_num_decoder_layers": 16,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "logits_via_embedding": False,
+    "max_target_length": 2048,
+    "per_device_batch_size": 12.0,
+    "remat_policy": "full",
+    "ici_fsdp_parallelism": -1,
+    "dcn_data_parallelism": -1,
+    "mlp_activations": ["silu", "linear"],
+    "decoder_block": "llama2",
+    "gradient_clipping_threshold": 1.0,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_FOLDERS = ("", "models", "../models", "../../models", "..", "../..", "../../configs/models")
+
+
+def is_maxtext(tables: Mapping[str, Any]) -> bool:
+    """Whether tables are those of MaxText's YAML."""
+    return any(mark in tables for mark in _MARKS) or ("per_device_batch_size" in tables and "model_name" in tables)
+
+
+def read_maxtext(path: Path, draft: Draft) -> None:
+    """Fill a draft from a run's or a model's file.
+
+    Raises:
+        JobError: If the file names a model whose own file is not near it.
+    """
+    stated = flat(read_tables(path))
+    defaults = dict(_BASE)
+    base = _near(path.parent, str(stated.get("base_config") or ""))
+    if base is not None and base != path:
+        defaults |= {key: value for key, value in flat(read_tables(base)).items() if value is not None}
+    name = str(stated.get("model_name") or "")
+    model: dict[str, Any] = {}
+    if name and name != "default" and "base_emb_dim" not in stated:
+        file = _near(path.parent, f"{name}.yml")
+        if file is None:
+            raise JobError(f"model_name {name}: its file {name}.yml must lie beside the configuration, or in models/")
+        model = flat(read_tables(file))
+    settings = Settings({**model, **stated})
+    draft.framework = draft.framework or "maxtext"
+    _model(settings, draft, defaults)
+    _parallel(settings, draft, defaults)
+    _training(settings, draft, defaults)
+    for text in settings.left():
+        draft.ignore(text)
+
+
+def _near(folder: Path, name: str) -> Path | None:
+    if not name:
+        return None
+    places = (folder / place / Path(name).name for place in _FOLDERS)
+    return next((place for place in places if place.is_file()), None)
+
+
+def _number(settings: Settings, defaults: Mapping[str, Any], key: str) -> Any:
+    value = settings.number(key, whole=False)
+    return defaults.get(key) if value is None else value
+
+
+def _copy(settings: Settings, draft: Draft, pairs: Mapping[str, str], defaults: Mapping[str, Any]) -> None:
+    settings.copy(draft, {key: f"model.{name}" for key, name in pairs.items()})
+    for key, name in pairs.items():
+        if defaults.get(key) is not None:
+            draft.assume(f"model.{name}", defaults[key], "MaxText's base.yml")
+
+
+def _model(settings: Settings, draft: Draft, defaults: Mapping[str, Any]) -> None:
+    block = settings.word("decoder_block") or str(defaults["decoder_block"])
+    if block in _STATE_SPACES:
+        raise JobError(f"a job has no layers with linear attention or state spaces, got decoder_block {block}")
+    draft.map("model.family", "gpt" if block == "gpt3" else "llama", f"decoder_block {block}")
+    latent = settings.word("attention_type") == "mla"
+    pairs = {key: name for key, name in MODEL.items() if not (latent and name in ("head_dim", "kv_heads"))}
+    _copy(settings, draft, pairs, defaults)
+    settings.find("head_dim", "base_num_kv_heads")
+    if block == "gemma2" and draft.get("model.layers"):
+        draft.map("model.layers", 2 * draft.get("model.layers"), "base_num_decoder_layers, of two layers each")
+    if latent:
+        draft.map("model.attention", "mla", "attention_type")
+        _copy(settings, draft, LATENT, defaults)
+    settings.find(*LATENT)
+    activations = settings.take("mlp_activations", default=defaults["mlp_activations"])
+    draft.map("model.gated_mlp", "linear" in activations, f"mlp_activations {' '.join(map(str, activations))}")
+    experts = settings.number("num_experts") or 1
+    if experts > 1:
+        draft.map("model.experts", experts, "num_experts")
+        settings.copy(draft, {key: f"model.{name}" for key, name in EXPERTS.items()})
+        factor = settings.number("capacity_factor", whole=False)
+        if factor and factor > 0:
+            draft.map("model.capacity_factor", float(factor), "capacity_factor")
+        if (draft.get("model.expert_ffn") or -1) < 1:
+            draft.tables["model"].pop("expert_ffn", None)
+    attends = settings.word("attention")
+    if attends:
+        draft.map("model.fused_attention", attends != "dot_product", f"attention {attends}")
+    rate = settings.number("dropout_rate", whole=False)
+    if rate is not None:
+        draft.map("model.dropout", float(rate) if settings.flag("enable_dropout") is not False else 0.0, "dropout_rate")
+    settings.find("enable_dropout", "model_name", "base_config")
+
+
+def _parallel(settings: Settings, draft: Draft, defaults: Mapping[str, Any]) -> None:
+    degrees = {"tp": 1, "cp": 1, "pp": 1, "ep": 1}
+    for axis, name in AXES.items():
+        for mesh in ("ici", "dcn"):
+            degrees[name] *= max(1, int(_number(settings, defaults, f"{mesh}_{axis}_parallelism") or 1))
+    for name, value in degrees.items():
+        if value > 1:
+            draft.map(f"parallel.{name}", value, f"axes {', '.join(a for a, n in AXES.items() if n == name)}")
+    if (settings.number("ici_tensor_sequence_parallelism") or 1) > 1:
+        draft.map("parallel.sequence_parallel", True, "ici_tensor_sequence_parallelism")
+    shard = _axis(settings, defaults, "fsdp") * _axis(settings, defaults, "fsdp_transpose")
+    data = _axis(settings, defaults, "data")
+    if shard not in (0, 1) or _number(settings, defaults, "ici_fsdp_parallelism") == -1:
+        draft.map("parallel.zero_stage", 3, "ici_fsdp_parallelism")
+    else:
+        draft.map("parallel.zero_stage", 0, "ici_fsdp_parallelism 1")
+    if shard and data and shard * data > 1:
+        draft.map("parallel.dp", shard * data * max(1, degrees["ep"]), "axes data, fsdp, expert")
+        if data > 1 and shard > 1:
+            draft.map("parallel.dp_shard", shard * max(1, degrees["ep"]), "axis fsdp")
+    policy = settings.word("remat_policy") or str(defaults["remat_policy"])
+    if policy in POLICIES:
+        draft.map("parallel.recompute", POLICIES[policy], f"remat_policy {policy}")
+    else:
+        draft.assume("parallel.recompute", "selective", f"a job has no remat_policy {policy}")
+    if settings.flag("optimizer_memory_host_offload"):
+        draft.map("optimizer.offload", True, "optimizer_memory_host_offload")
+    repeats = settings.number("num_pipeline_repeats") or 1
+    if degrees["pp"] > 1 and repeats > 1:
+        draft.map("parallel.virtual_stages", repeats, "num_pipeline_repeats")
+
+
+def _axis(settings: Settings, defaults: Mapping[str, Any], axis: str) -> int:
+    """Size of an axis over both meshes; 0: what remains."""
+    sizes = [_number(settings, defaults, f"{mesh}_{axis}_parallelism") for mesh in ("ici", "dcn")]
+    return 0 if -1 in sizes else int((sizes[0] or 1) * (sizes[1] or 1))
+
+
+def _training(settings: Settings, draft: Draft, defaults: Mapping[str, Any]) -> None:
+    length = settings.number("max_target_length")
+    if length:
+        draft.map("model.seq_len", length, "max_target_length")
+    draft.assume("model.seq_len", defaults["max_target_length"], "MaxText's base.yml")
+    size = _number(settings, defaults, "per_device_batch_size")
+    steps = settings.number("gradient_accumulation_steps") or 1
+    others = 1
+    for name in ("tp", "cp", "pp"):
+        others *= draft.get(f"parallel.{name}", 1)
+    sequences = size * others  # of one replica, which has as many devices
+    if sequences >= 1:
+        pieces = settings.number("num_pipeline_microbatches") or draft.get("parallel.pp", 1)
+        pieces = pieces if pieces > 0 else draft.get("parallel.pp", 1)
+        draft.map("batch.micro_batch", max(1, int(sequences) // pieces), f"per_device_batch_size {size:g}")
+        draft.facts["local_batch"] = int(sequences) * steps
+    else:
+        draft.assume("batch.micro_batch", 1, f"per_device_batch_size {size:g} is less than a sequence")
+    dtype = settings.word("dtype") or "bfloat16"
+    quantized = settings.word("quantization")
+    if "fp8" in quantized:
+        draft.map("batch.precision", "fp8", f"quantization {quantized}")
+    else:
+        draft.map("batch.precision", {"float32": "fp32", "float16": "fp16"}.get(dtype, "bf16"), f"dtype {dtype}")
+    clip = _number(settings, defaults, "gradient_clipping_threshold")
+    draft.map("optimizer.clip_grad_norm", bool(clip and clip > 0), "gradient_clipping_threshold")
+    kind = settings.word("opt_type") or "adamw"
+    if kind not in ("adamw", "adam_pax"):
+        draft.assume("optimizer.kind", "adamw", f"a job has no optimizer {kind}")
+    settings.find("weight_dtype", "grad_dtype", "mu_dtype")

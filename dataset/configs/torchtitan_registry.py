@@ -1,0 +1,229 @@
+"""torchtitan's Python config registry (2026): read as a syntax tree, never executed.
+
+A registry holds functions that return ``Trainer.Config(...)`` or change what another one returns.  The sizes of a
+flavor stand in the ``__init__.py`` beside it, as keyword arguments of calls.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import operator
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.configs.documents import flat, read_python
+from stepsight.dataset.configs.drafts import Draft, Given, Settings
+from stepsight.dataset.configs.torchtitan_flavors import flavor_sizes
+from stepsight.dataset.configs.torchtitan_in import read_settings
+from stepsight.dataset.errors import JobError
+
+MOST_DEPTH = 20  # of functions that build on each other
+_CALLED = "_called"  # key of a call's name in the table of its keyword arguments
+_ACTIONS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+# Keyword arguments of a flavor's calls, and the keys of a job's model.
+_SIZES = {
+    "n_layers": "layers",
+    "dim": "hidden",
+    "n_heads": "heads",
+    "n_kv_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "hidden_dim": "ffn",
+    "dense_hidden_dim": "ffn",
+    "vocab_size": "vocab",
+    "moe_hidden_dim": "expert_ffn",
+    "num_experts": "experts",
+    "num_shared_experts": "shared_experts",
+    "router_top_k": "experts_per_token",
+    "top_k": "experts_per_token",
+    "n_dense_layers": "dense_layers",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "head_dim",
+    "qk_rope_head_dim": "rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "enable_weight_tying": "tied_embeddings",
+}
+
+
+def read_registry(path: Path, draft: Draft, given: Given) -> None:
+    """Fill a draft from one function of a registry.
+
+    Raises:
+        JobError: If there is more than one and none is picked, or it states no known model.
+    """
+    functions = _functions(read_python(path))
+    names = [
+        name
+        for name, node in functions.items()
+        if name[0] != "_" and node.returns and "Trainer.Config" in ast.unparse(node.returns)
+    ]
+    if given.pick not in names and (given.pick or len(names) != 1):
+        got = f", got {given.pick!r:.80}" if given.pick else ""
+        raise JobError(f"a registry holds several configurations: pick one of {', '.join(names)}{got}")
+    name = given.pick or names[0]
+    config = _Evaluation(functions).call(name, 0)
+    if not isinstance(config, dict):
+        raise JobError(f"function {name} must return a configuration")
+    draft.framework = "torchtitan"
+    spec = config.pop("model_spec", None) or {}
+    _model(path, spec, draft)
+    read_settings(Settings(_settings(config, spec)), draft)
+
+
+def _functions(module: ast.Module) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+
+
+class _Evaluation:
+    """Values of simple statements: assignments, calls with keyword arguments, attributes, arithmetic."""
+
+    def __init__(self, functions: Mapping[str, ast.FunctionDef]) -> None:
+        self._functions = functions
+
+    def call(self, name: str, depth: int) -> Any:
+        """What a function returns."""
+        if depth > MOST_DEPTH:
+            raise JobError(f"functions of a registry must build on each other at most {MOST_DEPTH} times")
+        values: dict[str, Any] = {}
+        for statement in self._functions[name].body:
+            if isinstance(statement, ast.Return) and statement.value is not None:
+                return self._value(statement.value, values, depth)
+            if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+                self._assign(statement.targets[0], self._value(statement.value, values, depth), values)
+        return None
+
+    def _assign(self, target: ast.AST, value: Any, values: dict[str, Any]) -> None:
+        if isinstance(target, ast.Name):
+            values[target.id] = value
+            return
+        keys: list[str] = []
+        while isinstance(target, ast.Attribute):
+            keys.append(target.attr)
+            target = target.value
+        if isinstance(target, ast.Name) and keys:
+            table = values.setdefault(target.id, {})
+            for key in reversed(keys[1:]):
+                if not isinstance(table, dict):
+                    return
+                table = table.setdefault(key, {})
+            if isinstance(table, dict):
+                table[keys[0]] = value
+
+    def _value(self, node: ast.AST, values: dict[str, Any], depth: int) -> Any:
+        match node:
+            case ast.Constant():
+                return node.value
+            case ast.Name():
+                return values.get(node.id)
+            case ast.List() | ast.Tuple():
+                return [self._value(item, values, depth) for item in node.elts]
+            case ast.Attribute():
+                table = self._value(node.value, values, depth)
+                return table.get(node.attr) if isinstance(table, dict) else None
+            case ast.BinOp() if type(node.op) in _ACTIONS:
+                left, right = self._value(node.left, values, depth), self._value(node.right, values, depth)
+                if all(isinstance(number, int | float) and abs(number) < 2**40 for number in (left, right)):
+                    return _ACTIONS[type(node.op)](left, right) if right else None
+                return None
+            case ast.Call():
+                return self._called(node, values, depth)
+        return None
+
+    def _called(self, node: ast.Call, values: dict[str, Any], depth: int) -> Any:
+        name = ast.unparse(node.func)
+        if name in self._functions and not node.args and not node.keywords:
+            return copy.deepcopy(self.call(name, depth + 1))
+        found = {word.arg: self._value(word.value, values, depth) for word in node.keywords if word.arg}
+        if name.rpartition(".")[2] == "compute_ffn_hidden_dim":
+            dim = self._value(node.args[0], values, depth) if node.args else found.get("dim")
+            return _ffn(dim, found.get("multiple_of") or 1, found.get("ffn_dim_multiplier"))
+        positional = [self._value(argument, values, depth) for argument in node.args]
+        return {_CALLED: name, **found, **({"_arguments": positional} if positional else {})}
+
+
+def _ffn(dim: Any, multiple: int, multiplier: float | None) -> int | None:
+    if not isinstance(dim, int):
+        return None
+    size = int(2 * 4 * dim / 3)
+    size = size if multiplier is None else int(multiplier * size)
+    return multiple * ((size + multiple - 1) // multiple)
+
+
+def _model(path: Path, spec: Mapping[str, Any], draft: Draft) -> None:
+    """Sizes of the flavor that a configuration names: from the code beside the registry, else the known ones."""
+    flavor = str(spec.get("flavor") or (spec.get("_arguments") or [""])[0])
+    beside = path.parent / "__init__.py"
+    sizes = _flavor_in_code(beside, flavor) if beside.is_file() else None
+    source = f"{beside.name} {flavor}"
+    if sizes is None:
+        folder = path.resolve().parent.name
+        sizes, source = flavor_sizes(folder, flavor), f"{folder} {flavor}"
+    if sizes is None:
+        raise JobError(f"the sizes of flavor {flavor!r:.80} are not known: put the model's __init__.py beside {path}")
+    for key, value in sizes.items():
+        draft.map(f"model.{key}", value, source)
+
+
+def _flavor_in_code(path: Path, flavor: str) -> dict[str, Any] | None:
+    """Sizes of a flavor from keyword arguments of the calls in its function."""
+    module = read_python(path)
+    functions = _functions(module)
+    name = next(
+        (
+            value.id
+            for node in ast.walk(module)
+            if isinstance(node, ast.Dict)
+            for key, value in zip(node.keys, node.values, strict=True)
+            if isinstance(key, ast.Constant) and key.value == flavor and isinstance(value, ast.Name)
+        ),
+        "",
+    )
+    if name not in functions:
+        return None
+    found: dict[str, Any] = {}
+    _collect(_Evaluation(functions).call(name, 0), found)
+    if not {"layers", "hidden", "heads"} <= set(found):
+        return None
+    if "kv_lora_rank" in found:
+        found |= {"attention": "mla", "kv_heads": found["heads"]}
+    if found.get("experts") and "expert_ffn" not in found and "ffn" in found:
+        found["expert_ffn"] = found["ffn"]
+    return {"family": "llama", **found}
+
+
+def _collect(value: Any, found: dict[str, Any]) -> None:
+    if isinstance(value, list):
+        for item in value:
+            _collect(item, found)
+    if not isinstance(value, dict):
+        return
+    called = str(value.get(_CALLED, ""))
+    for key, item in value.items():
+        name = _SIZES.get(key)
+        if name and isinstance(item, bool | int) and not called.endswith(("RoPE.Config", "Embedding.Config")):
+            found.setdefault(name, item)
+        elif isinstance(item, dict | list):
+            _collect(item, found)
+
+
+def _settings(config: Mapping[str, Any], spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration's values by the names of torchtitan's TOML."""
+    tables = {key: value for key, value in config.items() if isinstance(value, dict)}
+    values = {key: value for key, value in flat(tables).items() if not key.rpartition(".")[2].startswith("_")}
+    recompute = str((config.get("activation_checkpoint") or {}).get(_CALLED, ""))
+    modes = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
+    values["activation_checkpoint.mode"] = next((mode for word, mode in modes.items() if word in recompute), "none")
+    values["activation_checkpoint.selective_ac_option"] = "op"
+    converters = [str(item.get(_CALLED, "")) for item in spec.get("converters") or [] if isinstance(item, dict)]
+    names = {"Float8": "float8", "MXFP8": "mx", "NVFP4": "nvfp4"}
+    values["model.converters"] = [name for text in converters for word, name in names.items() if word in text]
+    if values.get("optimizer.lr") is not None:
+        values.pop("optimizer.lr")
+    return values
