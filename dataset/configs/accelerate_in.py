@@ -55,8 +55,9 @@ def read_accelerate(tables: Mapping[str, Any], draft: Draft, folder: Path) -> No
         if processes % machines == 0:
             draft.map("cluster.devices_per_node", processes // machines, f"num_processes {processes}")
         draft.facts["devices"] = processes
-    precision = PRECISIONS.get(settings.word("mixed_precision") or "no", "bf16")
-    draft.map("batch.precision", precision, "mixed_precision")
+    mixed = settings.word("mixed_precision")
+    if mixed in PRECISIONS:
+        draft.map("batch.precision", PRECISIONS[mixed], f"mixed_precision {mixed}")
     kind = settings.word("distributed_type")
     settings.copy(draft, _DEGREES)
     if kind == "FSDP":

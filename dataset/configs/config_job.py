@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.configs.completion import apply_given, complete, missing_sizes
-from stepsight.dataset.configs.documents import read_source, read_tables, toml_text
+from stepsight.dataset.configs.documents import toml_text
 from stepsight.dataset.configs.drafts import Draft, Given
 from stepsight.dataset.configs.formats import reader_of
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.job import Job
-
-__all__ = ["ConfigJob", "is_job_file", "read_configs", "read_source"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,21 +72,6 @@ class ConfigJob:
         comments = {key: f"from {words}" for key, words in self.sources.items()}
         comments |= {key: f"assumed: {why}" for key, why in self.reasons.items()}
         return toml_text(self.tables, comments)
-
-
-def is_job_file(path: Path) -> bool:
-    """Whether a file holds a job's own tables rather than another framework's configuration.
-
-    A file that cannot be read counts as a job file: who reads it says what is wrong.
-    """
-    if path.suffix not in (".toml", ".json"):
-        return False
-    try:
-        tables = read_tables(path)
-    except JobError:
-        return True
-    cluster, model = tables.get("cluster"), tables.get("model")
-    return isinstance(cluster, Mapping) or (isinstance(model, Mapping) and "family" in model) or not tables
 
 
 def read_configs(paths: Sequence[Path], given: Given | None = None) -> ConfigJob:

@@ -27,6 +27,7 @@ from stepsight.dataset.configs.shell_scripts import read_script
 from stepsight.dataset.configs.torchtitan_in import is_torchtitan, read_torchtitan
 from stepsight.dataset.configs.torchtitan_registry import read_registry
 from stepsight.dataset.errors import JobError
+from stepsight.dataset.job import Job
 
 Reader = Callable[[Path, Draft, Given], None]
 
@@ -47,6 +48,21 @@ def reader_of(path: Path) -> tuple[str, Reader]:
     if path.suffix == ".py":
         return "torchtitan-registry", read_registry
     return "megatron", _words_file
+
+
+def is_job(tables: Mapping[str, Any]) -> bool:
+    """Whether tables are those of a job file."""
+    model = tables.get("model")
+    return isinstance(tables.get("cluster"), Mapping) and isinstance(model, Mapping) and "flavor" not in model
+
+
+def _job_file(path: Path, draft: Draft, given: Given) -> None:
+    """A job file: all that it states is mapped."""
+    job = Job.from_file(path)
+    draft.framework = job.framework
+    for section, table in job.to_dict().items():
+        for key, value in table.items() if isinstance(table, Mapping) else ():
+            draft.map(f"{section}.{key}", value, "job file")
 
 
 def _words_file(path: Path, draft: Draft, given: Given) -> None:
@@ -119,6 +135,7 @@ def _training_arguments(path: Path, draft: Draft, given: Given) -> None:
 
 
 _TABLES: dict[str, tuple[Callable[[Mapping[str, Any]], bool], Reader]] = {
+    "job": (is_job, _job_file),
     "torchtitan": (is_torchtitan, _torchtitan),
     "megatron-arguments": (_has("MODEL_ARGS"), _model_arguments),
     "megatron-yaml": (_has("language_model"), _megatron_yaml),

@@ -188,7 +188,9 @@ def _parallel(settings: Settings, draft: Draft, defaults: Mapping[str, Any]) -> 
     if settings.flag("optimizer_memory_host_offload"):
         draft.map("optimizer.offload", True, "optimizer_memory_host_offload")
     repeats = settings.number("num_pipeline_repeats") or 1
-    if degrees["pp"] > 1 and repeats > 1:
+    if degrees["pp"] > 1:
+        name = "looped-bfs" if repeats > 1 else "gpipe"
+        draft.map("parallel.schedule", name, "the pipeline is differentiated as a whole")
         draft.map("parallel.virtual_stages", repeats, "num_pipeline_repeats")
 
 

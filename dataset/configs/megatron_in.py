@@ -100,8 +100,8 @@ def _zero(settings: Settings, draft: Draft) -> None:
             draft.assume("parallel.zero_stage", 0, _DEFAULT)
     if settings.flag("torch_fsdp2_reshard_after_forward") is False:
         draft.map("parallel.reshard_after_forward", False, settings.source("torch_fsdp2_reshard_after_forward"))
-    draft.assume("parallel.overlap_grad_reduce", bool(fsdp), _DEFAULT)
-    draft.assume("parallel.overlap_param_gather", bool(fsdp), _DEFAULT)
+    draft.assume("parallel.overlap_grad_reduce", False, _DEFAULT)
+    draft.assume("parallel.overlap_param_gather", False, _DEFAULT)
     instances = settings.number("num_distributed_optimizer_instances") or 1
     if instances > 1:
         draft.facts["replicas_of_shards"] = instances

@@ -14,6 +14,7 @@ LONGEST_VALUE = 2**20  # characters; a variable that holds itself twice doubles 
 MOST_NUMBER = 2**63
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _IN_BRACES = re.compile(r"(#?)([A-Za-z_]\w*|[0-9@*]+)(\[[^\]]*\])?(.*)", re.DOTALL)
+_QUOTED_ITEMS = re.compile(r'"(?:\$\{(\w+)\[@\]\}|\$@)"')  # no words where there are no items
 _ACTIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -67,6 +68,8 @@ class Variables:
 
     def expanded(self, raw: str) -> list[str]:
         """The words that a word as written stands for."""
+        if (found := _QUOTED_ITEMS.fullmatch(raw)) is not None and not self.values.get(found[1] or "@"):
+            return []
         return _Expansion(self, raw).words()
 
     def joined(self, raw: str) -> str:

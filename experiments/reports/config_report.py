@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stepsight.dataset.configs.config_job import ConfigJob
+from stepsight.dataset.configs.job_view import ConfigText
 from stepsight.experiments.reports.text_table import table
 
 
@@ -22,6 +23,13 @@ def config_text(read: ConfigJob) -> str:
     if read.ignored:
         parts.append("ignored\n" + "\n".join(f"  {text}" for text in read.ignored))
     return "\n\n".join(parts)
+
+
+def written_text(written: ConfigText, name: str) -> str:
+    """What a written configuration does not express, and what is to do beside."""
+    lines = [f"# {note}" for note in written.notes]
+    lines += [f"# not expressed by {name}: {text}" for text in written.ignored]
+    return "\n".join(lines) or f"# {name} expresses all of the job"
 
 
 def _shown(value: object) -> str:

@@ -35,34 +35,50 @@ def job_command(
         list[str] | None,
         typer.Option("--define", metavar="NAME=VALUE", help="A variable of a shell script. May be repeated."),
     ] = None,
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="FORMAT",
+            help="Write a configuration instead: megatron, megatron-script, torchtitan, deepspeed, accelerate, "
+            "huggingface, nanotron or maxtext.",
+        ),
+    ] = "",
     pick: Annotated[str, typer.Option(help="Which configuration of a file with several, as llama3_8b.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Read a job from the configuration of a training framework, and say what was mapped, assumed and ignored.
+    """Turn the configuration of a training framework into a job, or a job into a configuration.
 
-    It reads Megatron-LM (shell scripts, arguments, YAML of Megatron-Core and NeMo), torchtitan (TOML, Python registry),
-    Hugging Face (config.json, Accelerate, DeepSpeed), Nanotron and MaxText (YAML). Nothing is executed. Examples:
+    Says what was mapped, what was assumed and what no key expresses. Reads Megatron-LM (shell scripts, arguments, YAML
+    of Megatron-Core and NeMo), torchtitan (TOML, Python registry), Hugging Face (config.json, Accelerate, DeepSpeed),
+    Nanotron and MaxText (YAML). Nothing is executed. Examples:
 
         stepsight job pretrain_gpt.sh --hardware h100-sxm-80gb --nodes 16 --out job.toml
         stepsight job config.json ds_config.json --set model.seq_len=4096 --nodes 2
+        stepsight job job.toml --to megatron-script --out train.sh
     """
     from stepsight.dataset.configs.config_job import read_configs
+    from stepsight.dataset.configs.writers import write_config
     from stepsight.dataset.files import check_output_file, write_text
-    from stepsight.experiments.reports.config_report import config_text
+    from stepsight.experiments.reports.config_report import config_text, written_text
     from stepsight.verbs.config_options import given_of
 
     if out is not None:
-        if out.suffix != ".toml":
+        if not to and out.suffix != ".toml":
             raise StepsightError(f"--out ends in .toml, got {str(out)!r:.80}")
         check_output_file(out)
-    read = read_configs(
-        configs, given_of(hardware, nodes, devices_per_node, given=given or (), define=define or (), pick=pick)
-    )
-    value = {**read.to_dict(), "job": None if read.read is None else read.job.to_dict()}
-    text = config_text(read)
+    stated = given_of(hardware, nodes, devices_per_node, given=given or (), define=define or (), pick=pick)
+    read = read_configs(configs, stated)
+    value, text = read.to_dict(), config_text(read)
+    value["job"] = None if read.read is None else read.job.to_dict()
+    content = read.to_toml() if out is not None and not to and read.job else ""
+    if to:
+        written = write_config(read.job, to)
+        content, text = written.text, written_text(written, to)
+        value |= {"config": content, "ignored": list(written.ignored), "notes": list(written.notes)}
     if out is not None:
-        _ = read.job  # a job file holds a whole job
-        write_text(out, read.to_toml())
+        write_text(out, content)
         value["out"] = str(out)
         text += f"\n\nwrote {out}"
+    elif to:
+        text = content + text
     answer(value, text, as_json)

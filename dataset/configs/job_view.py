@@ -1,0 +1,69 @@
+"""A job as a writer of a configuration sees it: what it reads is expressed, and the rest is listed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from stepsight.dataset.errors import shorten
+from stepsight.dataset.job import Job
+from stepsight.dataset.specs import SECTIONS
+
+# Facts about machines and models' names, which no configuration of a framework states.
+_NOT_ASKED = ("cluster.hardware", "cluster.fabric", "model.name", "execution.engine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigText:
+    """A configuration that was written from a job.
+
+    Attributes:
+        text: Of the file.
+        suffix: That the file's name should have.
+        ignored: What the framework does not express, as ``key = value``.
+        notes: What the user has to do beside.
+    """
+
+    text: str
+    suffix: str
+    ignored: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class JobView:
+    """Values of a job by key (``model.layers``), and which of them were read."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._read: set[str] = set()
+        self._refused: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        section, _, name = key.partition(".")
+        self._read.add(key)
+        return getattr(getattr(self.job, section), name)
+
+    def expressed(self, *keys: str) -> None:
+        """Count keys as expressed that follow from others."""
+        self._read.update(keys)
+
+    def unexpressed(self, *keys: str) -> None:
+        """List keys that cannot be expressed, though they were read or hold their default."""
+        self._refused.update(keys)
+
+    def copy(self, pairs: Mapping[str, str]) -> dict[str, Any]:
+        """Values by the names of a configuration, by a table of configuration name to job key."""
+        return {name: self[key] for name, key in pairs.items()}
+
+    def left(self) -> tuple[str, ...]:
+        """Keys that are not expressed, with their values; a key that was not read counts if it is not its default."""
+        found = []
+        for section, spec in SECTIONS.items():
+            for item in fields(spec):
+                key, value = f"{section}.{item.name}", getattr(getattr(self.job, section), item.name)
+                default = None if item.default is MISSING else item.default
+                dropped = key not in self._read and key not in _NOT_ASKED and value != default
+                if dropped or key in self._refused:
+                    found.append(f"{key} = {shorten(value, 80)}")
+        return tuple(found)

@@ -1,0 +1,159 @@
+"""A job to the YAML of Nanotron and of MaxText."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stepsight.dataset.configs.job_view import ConfigText, JobView
+from stepsight.dataset.configs.maxtext_in import LATENT
+from stepsight.dataset.configs.maxtext_in import MODEL as MAXTEXT_MODEL
+from stepsight.dataset.configs.nanotron_in import DTYPES
+from stepsight.dataset.configs.nanotron_in import MODEL as NANOTRON_MODEL
+from stepsight.dataset.errors import JobError
+from stepsight.dataset.job import Job
+
+_TORCH = {precision: dtype for dtype, precision in DTYPES.items()}
+_JAX = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "bfloat16"}
+
+
+def _text(table: dict[str, Any]) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(table, sort_keys=False))
+
+
+def _refuse(job: Job, framework: str) -> None:
+    if job.model.family not in ("llama", "gpt"):
+        raise JobError(f"{framework} has no model of the family {job.model.family!r:.80}")
+
+
+def write_nanotron(job: Job) -> ConfigText:
+    """Write a job as Nanotron's YAML."""
+    _refuse(job, "Nanotron")
+    view, parallel = JobView(job), job.parallel
+    llama = view["model.family"] == "llama"
+    names = {name: key for name, key in NANOTRON_MODEL.items() if name != ("num_kv_heads" if llama else "")}
+    if llama:
+        sizes: dict[str, Any] = {"is_qwen2_config": True} if job.model.experts else {"is_llama_config": True}
+    else:
+        del names["num_key_value_heads"]
+        sizes = {"is_starcoder2_config": True, "grouped_query": True}
+    sizes |= view.copy({name: f"model.{key}" for name, key in names.items()})
+    sizes |= {"max_position_embeddings": view["model.seq_len"]}
+    if job.model.experts:
+        inner = view["model.expert_ffn"]
+        experts = {"num_experts": view["model.experts"], "top_k": view["model.experts_per_token"]}
+        experts |= {"moe_intermediate_size": inner, "enable_shared_expert": bool(view["model.shared_experts"])}
+        if job.model.shared_experts:
+            experts["shared_expert_intermediate_size"] = job.model.shared_experts * inner
+        sizes["moe_config"] = experts
+    pipeline = {"1f1b": "1f1b", "gpipe": "afab"}.get(view["parallel.schedule"])
+    if pipeline is None or parallel.virtual_stages > 1:
+        view.unexpressed("parallel.schedule")
+    degrees = {"dp": "dp", "pp": "pp", "tp": "tp", "expert_parallel_size": "ep", "context_parallel_size": "cp"}
+    ways: dict[str, Any] = view.copy({name: f"parallel.{key}" for name, key in degrees.items()})
+    ways |= {"pp_engine": pipeline or "1f1b", "tp_mode": "REDUCE_SCATTER"}
+    ways["tp_mode"] = "REDUCE_SCATTER" if view["parallel.sequence_parallel"] else "ALL_REDUCE"
+    ways["tp_linear_async_communication"] = view["parallel.overlap_tp"] == "backward"
+    ways["recompute_layer"] = view["parallel.recompute"] == "full"
+    if parallel.recompute == "selective":
+        view.unexpressed("parallel.recompute")
+    if parallel.overlap_tp == "split":
+        view.unexpressed("parallel.overlap_tp")
+    zero = view["parallel.zero_stage"]
+    if zero > 1:
+        view.unexpressed("parallel.zero_stage")
+    optimizer: dict[str, Any] = {
+        "zero_stage": min(zero, 1),
+        "clip_grad": 1.0 if view["optimizer.clip_grad_norm"] else None,
+        "optimizer_factory": {"name": "adamW", "torch_adam_is_fused": view["optimizer.fused"]},
+    }
+    if view["parallel.gradient_dtype"]:
+        optimizer["accumulate_grad_in_fp32"] = parallel.gradient_dtype == "fp32"
+    precision = view["batch.precision"]
+    if precision not in _TORCH:
+        view.unexpressed("batch.precision")
+    bucket, dtype = view["parallel.bucket_mbytes"], _TORCH.get(precision, "bfloat16")
+    tokens = {"sequence_length": view["model.seq_len"], "micro_batch_size": view["batch.micro_batch"]}
+    table = {
+        "model": {
+            "ddp_bucket_cap_mb": bucket,
+            "dtype": dtype,
+            "make_vocab_size_divisible_by": 1,
+            "model_config": sizes,
+        },
+        "optimizer": optimizer,
+        "parallelism": ways,
+        "tokens": {**tokens, "batch_accumulation_per_replica": job.num_micro_batches},
+    }
+    gated = "model.gated_mlp" if job.model.gated_mlp == llama else "model.family"
+    view.expressed(gated, "batch.global_batch", "cluster.nodes", "cluster.devices_per_node", "model.expert_ffn")
+    view.expressed("model.fused_attention", "model.attention_kernels", "optimizer.kind")
+    return ConfigText(text=_text(table), suffix=".yaml", ignored=view.left())
+
+
+def write_maxtext(job: Job) -> ConfigText:
+    """Write a job as MaxText's YAML, the model's sizes in the same file."""
+    _refuse(job, "MaxText")
+    view, parallel = JobView(job), job.parallel
+    block = "gpt3" if view["model.family"] == "gpt" else "deepseek" if job.model.attention == "mla" else "llama2"
+    table: dict[str, Any] = {"base_config": "base.yml", "model_name": "default"}
+    table |= {"decoder_block": "mixtral" if job.model.experts and block == "llama2" else block}
+    latent = view["model.attention"] == "mla"
+    pairs = {key: name for key, name in MAXTEXT_MODEL.items() if not (latent and name == "head_dim")}
+    table |= view.copy({key: f"model.{name}" for key, name in pairs.items()})
+    if latent:
+        table |= {"attention_type": "mla", **view.copy({key: f"model.{name}" for key, name in LATENT.items()})}
+        table["qk_nope_head_dim"] = job.model.head_size
+    else:
+        table["head_dim"] = job.model.head_size
+        view.expressed("model.head_dim")
+    table["mlp_activations"] = ["silu", "linear"] if view["model.gated_mlp"] else ["gelu"]
+    if job.model.experts:
+        names = {"num_experts": "experts", "num_experts_per_tok": "experts_per_token", "base_moe_mlp_dim": "expert_ffn"}
+        names |= {"shared_experts": "shared_experts", "first_num_dense_layers": "dense_layers"}
+        table |= view.copy({name: f"model.{key}" for name, key in names.items()})
+        table["interleave_moe_layer_step"] = view["model.moe_every"]
+        table["capacity_factor"] = view["model.capacity_factor"] or -1.0
+    view.expressed("model.expert_ffn")
+    table |= {"max_target_length": view["model.seq_len"], "dropout_rate": view["model.dropout"]}
+    table["attention"] = "cudnn_flash_te" if view["model.fused_attention"] else "dot_product"
+    table |= _mesh(view)
+    others = parallel.tp * parallel.cp * parallel.pp
+    pieces = 1 if parallel.pp == 1 else job.num_micro_batches
+    table["per_device_batch_size"] = view["batch.micro_batch"] * pieces / others
+    table["gradient_accumulation_steps"] = job.num_micro_batches // pieces
+    if parallel.pp > 1:
+        table["num_pipeline_microbatches"] = pieces
+        table["num_pipeline_repeats"] = view["parallel.virtual_stages"]
+        if view["parallel.schedule"] not in ("gpipe", "looped-bfs"):
+            view.unexpressed("parallel.schedule")
+    policies = {"none": "minimal_with_context", "full": "full", "selective": "minimal"}
+    table["remat_policy"] = policies[view["parallel.recompute"]]
+    precision = view["batch.precision"]
+    table["dtype"] = _JAX.get(precision, "bfloat16")
+    if precision == "fp8":
+        table["quantization"] = "fp8"
+    elif precision not in _JAX:
+        view.unexpressed("batch.precision")
+    table["gradient_clipping_threshold"] = 1.0 if view["optimizer.clip_grad_norm"] else 0.0
+    table["optimizer_memory_host_offload"] = view["optimizer.offload"]
+    view.expressed("batch.global_batch", "batch.fp8_scaling", "cluster.nodes", "cluster.devices_per_node")
+    view.expressed("model.attention_kernels", "optimizer.fused", "optimizer.kind")
+    return ConfigText(text=_text(table), suffix=".yml", ignored=view.left())
+
+
+def _mesh(view: JobView) -> dict[str, Any]:
+    """Sizes of the axes; experts share the replicas."""
+    parallel = view.job.parallel
+    ep, shard = view["parallel.ep"], view["parallel.dp_shard"] or view["parallel.dp"]
+    if view["parallel.zero_stage"] in (1, 2):
+        view.unexpressed("parallel.zero_stage")
+    fsdp = shard if parallel.zero_stage == 3 else 1
+    table = {"ici_fsdp_parallelism": max(1, fsdp // ep), "ici_data_parallelism": 1}
+    table |= {"dcn_data_parallelism": max(1, parallel.dp // max(fsdp, ep)), "dcn_fsdp_parallelism": 1}
+    spread = "tensor_sequence" if view["parallel.sequence_parallel"] else "tensor"
+    axes = {spread: "tp", "context": "cp", "pipeline": "pp", "expert": "ep"}
+    table |= {f"ici_{axis}_parallelism": view[f"parallel.{name}"] for axis, name in axes.items()}
+    view.expressed("parallel.overlap_param_gather", "parallel.prefetch", "parallel.reshard_after_forward")
+    return table
