@@ -63,6 +63,9 @@ def _precision(settings: Settings, draft: Draft) -> None:
         if settings.flag(f"{name}.enabled"):
             draft.map("batch.precision", precision, f"{name}.enabled")
             break
+    else:
+        if settings.find("bf16.enabled", "bfloat16.enabled", "fp16.enabled"):
+            draft.map("batch.precision", "fp32", "bf16 and fp16 are not enabled")
     wide = settings.word("data_types.grad_accum_dtype")
     if wide:
         draft.map("parallel.gradient_dtype", "fp32" if wide == "fp32" else "model", "data_types.grad_accum_dtype")
@@ -82,7 +85,7 @@ def _zero(settings: Settings, draft: Draft) -> None:
     bucket = settings.number("zero_optimization.reduce_bucket_size")
     if bucket:
         size = bucket * (4 if draft.get("batch.precision") == "fp32" else 2) / 2**20
-        draft.map("parallel.bucket_mbytes", round(size, 3), f"zero_optimization.reduce_bucket_size {bucket}")
+        draft.map("parallel.bucket_mbytes", float(f"{size:.6g}"), f"zero_optimization.reduce_bucket_size {bucket}")
     device = settings.word("zero_optimization.offload_optimizer.device")
     if device and device != "none":
         draft.map("optimizer.offload", True, f"zero_optimization.offload_optimizer.device {device}")

@@ -76,17 +76,18 @@ def write_huggingface(job: Job) -> ConfigText:
         kind, name, pairs = _CLASSES[job.model.family]
         table = {"model_type": kind, "architectures": [name], **view.copy(pairs)}
         if kind == "vit":
-            side = round((job.model.patch_dim / 3) ** 0.5)
-            image = side * round((view["model.seq_len"] - 1) ** 0.5)
+            side, image = view.image()
             table |= {"patch_size": side, "image_size": image, "num_channels": 3}
             table["id2label"] = {str(label): f"LABEL_{label}" for label in range(view["model.vocab"])}
-            view.expressed("model.patch_dim")
         if kind == "t5":
             table["feed_forward_proj"] = "gated-gelu" if view["model.gated_mlp"] else "relu"
-            view.expressed("model.seq_len")
+            if view["model.seq_len"] != 128:
+                view.unexpressed("model.seq_len")
     else:
         raise JobError(f"transformers has no model of the family {job.model.family!r:.80}")
-    view.expressed("model.family", "model.gated_mlp", "model.fused_attention", "model.attention_kernels")
+    view.expressed("model.family", "model.gated_mlp", "model.attention_kernels")
+    if not view["model.fused_attention"]:
+        table["_attn_implementation"] = "eager"
     if job.model.family != "llama" and job.model.kv_heads == job.model.heads:
         view.expressed("model.kv_heads")
     if not job.model.experts:
@@ -162,7 +163,11 @@ def write_deepspeed(job: Job) -> ConfigText:
         table["tensor_parallel"] = {"autotp_size": job.parallel.tp}
     if view["parallel.gradient_dtype"] == "fp32":
         table["data_types"] = {"grad_accum_dtype": "fp32"}
-    view.expressed("parallel.dp", "cluster.nodes", "cluster.devices_per_node", "optimizer.fused")
+    elif job.parallel.gradient_dtype == "model":
+        table["data_types"] = {"grad_accum_dtype": job.batch.dtype if precision != "fp8" else "bf16"}
+    elif job.parallel.gradient_dtype:
+        view.unexpressed("parallel.gradient_dtype")
+    view.expressed("parallel.dp", "cluster.nodes", "cluster.devices_per_node")
     ignored = tuple(text for text in view.left() if not text.startswith("model."))
     notes = ("the model's sizes stand in its config.json: write huggingface too",)
     return ConfigText(text=json.dumps(table, indent=2) + "\n", suffix=".json", ignored=ignored, notes=notes)
@@ -192,6 +197,8 @@ def write_accelerate(job: Job) -> ConfigText:
         config |= {"fsdp_activation_checkpointing": again, "fsdp_offload_params": view["optimizer.offload"]}
         config["fsdp_auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
         config["fsdp_backward_prefetch"] = "BACKWARD_PRE" if view["parallel.prefetch"] else "NO_PREFETCH"
+        if parallel.prefetch > 1:
+            view.unexpressed("parallel.prefetch")
         if parallel.dp_shard and not hybrid:
             view.unexpressed("parallel.dp_shard")
         table |= {"distributed_type": "FSDP", "fsdp_config": config}

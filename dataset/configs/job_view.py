@@ -56,6 +56,23 @@ class JobView:
         """Values by the names of a configuration, by a table of configuration name to job key."""
         return {name: self[key] for name, key in pairs.items()}
 
+    def stage_layers(self) -> list[int]:
+        """Layers of every part of the model: as stated, or even with the remainder on the earlier ones."""
+        parallel, layers = self.job.parallel, self.job.model.total_layers
+        self._read.add("parallel.stage_layers")
+        parts = parallel.pp * parallel.virtual_stages
+        each, rest = divmod(layers, parts)
+        return list(parallel.stage_layers) or [each + (part < rest) for part in range(parts)]
+
+    def image(self) -> tuple[int, int]:
+        """Sides of a patch and of a square image of three channels; what gives no square is not expressed."""
+        patch, image = round((self["model.patch_dim"] / 3) ** 0.5), round(max(0, self["model.seq_len"] - 1) ** 0.5)
+        if 3 * patch**2 != self.job.model.patch_dim:
+            self.unexpressed("model.patch_dim")
+        if image**2 + 1 != self.job.model.seq_len:
+            self.unexpressed("model.seq_len")
+        return patch, patch * image
+
     def left(self) -> tuple[str, ...]:
         """Keys that are not expressed, with their values; a key that was not read counts if it is not its default."""
         found = []

@@ -172,7 +172,7 @@ def _parallel(settings: Settings, draft: Draft, defaults: Mapping[str, Any]) -> 
         draft.map("parallel.sequence_parallel", True, "ici_tensor_sequence_parallelism")
     shard = _axis(settings, defaults, "fsdp") * _axis(settings, defaults, "fsdp_transpose")
     data = _axis(settings, defaults, "data")
-    if shard not in (0, 1) or _number(settings, defaults, "ici_fsdp_parallelism") == -1:
+    if shard not in (0, 1) or degrees["ep"] > 1 or _number(settings, defaults, "ici_fsdp_parallelism") == -1:
         draft.map("parallel.zero_stage", 3, "ici_fsdp_parallelism")
     else:
         draft.map("parallel.zero_stage", 0, "ici_fsdp_parallelism 1")
@@ -180,6 +180,9 @@ def _parallel(settings: Settings, draft: Draft, defaults: Mapping[str, Any]) -> 
         draft.map("parallel.dp", shard * data * max(1, degrees["ep"]), "axes data, fsdp, expert")
         if data > 1 and shard > 1:
             draft.map("parallel.dp_shard", shard * max(1, degrees["ep"]), "axis fsdp")
+    if degrees["cp"] > 1:
+        way = settings.word("context_parallel_strategy") or "all_gather"
+        draft.map("parallel.context_parallel", "ring" if way == "ring" else "all_gather", f"strategy {way}")
     policy = settings.word("remat_policy") or str(defaults["remat_policy"])
     if policy in POLICIES:
         draft.map("parallel.recompute", POLICIES[policy], f"remat_policy {policy}")
@@ -222,6 +225,7 @@ def _training(settings: Settings, draft: Draft, defaults: Mapping[str, Any]) -> 
     quantized = settings.word("quantization")
     if "fp8" in quantized:
         draft.map("batch.precision", "fp8", f"quantization {quantized}")
+        draft.assume("batch.fp8_scaling", "delayed", "scales are those of earlier steps")
     else:
         draft.map("batch.precision", {"float32": "fp32", "float16": "fp16"}.get(dtype, "bf16"), f"dtype {dtype}")
     clip = _number(settings, defaults, "gradient_clipping_threshold")

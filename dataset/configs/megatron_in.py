@@ -76,6 +76,8 @@ def _parallel(settings: Settings, draft: Draft) -> None:
             draft.assume("parallel.context_parallel", "ring", f"a job has no cp_comm_type {' '.join(kinds)}")
     if settings.flag("tp_comm_overlap"):
         draft.map("parallel.overlap_tp", "split", settings.source("tp_comm_overlap"))
+    elif draft.get("parallel.tp", 1) > 1 and settings.flag("async_tensor_model_parallel_allreduce") is not False:
+        draft.assume("parallel.overlap_tp", "backward", _DEFAULT)
     if settings.flag("scatter_gather_tensors_in_pipeline") is False:
         draft.map("parallel.scatter_p2p", False, settings.source("scatter_gather_tensors_in_pipeline"))
     if settings.flag("cpu_offloading"):
@@ -110,10 +112,12 @@ def _zero(settings: Settings, draft: Draft) -> None:
         draft.map("parallel.gradient_dtype", "model", settings.source("grad_reduce_in_bf16"))
     elif fp32:
         draft.map("parallel.gradient_dtype", "fp32", settings.source("accumulate_allreduce_grads_in_fp32"))
+    elif settings.flag("fp16"):
+        draft.assume("parallel.gradient_dtype", "model", _DEFAULT)
     elements = settings.number("ddp_bucket_size")
     if elements:
         size = elements * (2 if bf16 else 4) / 2**20
-        draft.map("parallel.bucket_mbytes", round(size, 3), settings.source("ddp_bucket_size"))
+        draft.map("parallel.bucket_mbytes", float(f"{size:.6g}"), settings.source("ddp_bucket_size"))
 
 
 def _batch(settings: Settings, draft: Draft) -> None:

@@ -54,9 +54,10 @@ def _model(view: JobView) -> Flags:
     yield "num-attention-heads", view["model.heads"]
     if family == "vit":
         yield "num-classes", view["model.vocab"]
-        view.expressed("model.seq_len")
-        side = round((view["model.patch_dim"] / 3) ** 0.5)
-        yield "patch-dim", side
+        patch, image = view.image()
+        yield "patch-dim", patch
+        yield "img-h", image
+        yield "img-w", image
     else:
         yield "vocab-size", view["model.vocab"]
         yield "max-position-embeddings", max(view["model.seq_len"], view["model.encoder_seq_len"])
@@ -137,14 +138,20 @@ def _parallel(view: JobView) -> Flags:
         view.unexpressed("parallel.order")
     if view["parallel.overlap_tp"] == "split":
         yield ("tp-comm-overlap",)
-    view.expressed("parallel.scatter_p2p", "parallel.vocab_parallel")
+    view.expressed("parallel.scatter_p2p")
+    if not view["parallel.vocab_parallel"]:
+        view.unexpressed("parallel.vocab_parallel")
 
 
 def _stages(view: JobView) -> Flags:
-    chunks, layers = view["parallel.virtual_stages"], view["parallel.stage_layers"]
+    chunks, layers = view["parallel.virtual_stages"], view.stage_layers()
     if view["parallel.schedule"] != "1f1b":
         view.unexpressed("parallel.schedule")
-    if layers:
+    if len(set(layers)) > 1 and view.job.model.family == "t5":
+        view.unexpressed("parallel.stage_layers")
+        if chunks > 1:
+            yield "num-virtual-stages-per-pipeline-rank", chunks
+    elif len(set(layers)) > 1:
         stages = ["t" * count for count in layers]
         stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
         yield "pipeline-model-parallel-layout", "|".join(stages)
@@ -160,13 +167,13 @@ def _replicas(view: JobView) -> Flags:
         yield ("use-distributed-optimizer",)
         yield ("use-megatron-fsdp",)
         yield "data-parallel-sharding-strategy", _STRATEGIES[stage]
-        view.expressed("parallel.prefetch", "parallel.reshard_after_forward")
     if view["parallel.dp_shard"] and parallel.dp_shard < parallel.dp:
         yield "num-distributed-optimizer-instances", parallel.dp // parallel.dp_shard
     overlaps = view["parallel.overlap_grad_reduce"]
     if overlaps:
         yield ("overlap-grad-reduce",)
-        size = 2 if parallel.gradient_dtype == "model" else 4
+        small = parallel.gradient_dtype == "model" and view.job.batch.precision in ("bf16", "fp8")
+        size = 2 if small else 4
         yield "ddp-bucket-size", round(view["parallel.bucket_mbytes"] * 2**20 / size)
     view.expressed("parallel.bucket_mbytes")  # without overlap there is one bucket
     if view["parallel.overlap_param_gather"] and stage:
@@ -176,7 +183,9 @@ def _replicas(view: JobView) -> Flags:
             yield ("accumulate-allreduce-grads-in-fp32",)
         case "model" if view.job.batch.precision in ("bf16", "fp8"):
             yield ("grad-reduce-in-bf16",)
-        case "fp32-cast":
+        case "model" if view.job.batch.precision == "fp16":
+            pass  # as it is without a flag
+        case "fp32-cast" | "model" if view.job.batch.precision != "fp32":
             view.unexpressed("parallel.gradient_dtype")
 
 
@@ -218,4 +227,3 @@ def _rest(view: JobView) -> Flags:
     if view["optimizer.offload"]:
         yield ("optimizer-cpu-offload",)
         yield ("use-precision-aware-optimizer",)
-    view.expressed("optimizer.fused")

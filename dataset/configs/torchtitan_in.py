@@ -207,6 +207,7 @@ def _precision(settings: Settings, draft: Draft) -> None:
         draft.map("batch.precision", "fp32", "training.mixed_precision_param float32")
     else:
         draft.assume("batch.precision", "bf16", f"{_DEFAULT}: mixed_precision_param bfloat16")
+    draft.assume("parallel.gradient_dtype", "fp32", f"{_DEFAULT}: mixed_precision_reduce float32")
     settings.find("training.mixed_precision_param", "training.mixed_precision_reduce", "training.dtype")
 
 

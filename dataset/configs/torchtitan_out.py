@@ -118,7 +118,11 @@ def _parallelism(view: JobView) -> dict[str, Any]:
         table["context_parallel_rotate_method"] = "allgather" if gathered else "alltoall"
     if parallel.pp > 1:
         table |= _stages(view)
-    view.expressed("parallel.gradient_dtype", "parallel.overlap_grad_reduce", "parallel.expert_tp", "parallel.runtime")
+    view.expressed("parallel.expert_tp", "parallel.runtime")
+    if view["parallel.gradient_dtype"] not in ("", "fp32"):
+        view.unexpressed("parallel.gradient_dtype")
+    if not view["parallel.overlap_grad_reduce"]:
+        view.unexpressed("parallel.overlap_grad_reduce")
     return table
 
 
@@ -131,11 +135,9 @@ def _stages(view: JobView) -> dict[str, Any]:
     else:
         table["pipeline_parallel_schedule"] = name
     stages = parallel.pp * parallel.virtual_stages
-    counts = list(view["parallel.stage_layers"])
-    if not counts and layers % stages == 0:
-        counts = [layers // stages] * stages
+    counts = view.stage_layers()
     first, last = (0, 0) if len(set(counts)) == 1 else (1, 1)
-    if counts and counts == even_stages(stages, layers, first, last):
+    if counts == even_stages(stages, layers, first, last):
         table["pipeline_parallel_first_stage_less_layers"] = first
         table["pipeline_parallel_last_stage_less_layers"] = last
         if parallel.virtual_stages > 2:

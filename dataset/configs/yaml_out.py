@@ -52,6 +52,9 @@ def write_nanotron(job: Job) -> ConfigText:
         view.unexpressed("parallel.schedule")
     degrees = {"dp": "dp", "pp": "pp", "tp": "tp", "expert_parallel_size": "ep", "context_parallel_size": "cp"}
     ways: dict[str, Any] = view.copy({name: f"parallel.{key}" for name, key in degrees.items()})
+    if parallel.dp * parallel.cp % parallel.ep:
+        view.unexpressed("parallel.ep")
+        ways["expert_parallel_size"] = 1
     ways |= {"pp_engine": pipeline or "1f1b", "tp_mode": "REDUCE_SCATTER"}
     ways["tp_mode"] = "REDUCE_SCATTER" if view["parallel.sequence_parallel"] else "ALL_REDUCE"
     ways["tp_linear_async_communication"] = view["parallel.overlap_tp"] == "backward"
@@ -88,7 +91,9 @@ def write_nanotron(job: Job) -> ConfigText:
     }
     gated = "model.gated_mlp" if job.model.gated_mlp == llama else "model.family"
     view.expressed(gated, "batch.global_batch", "cluster.nodes", "cluster.devices_per_node", "model.expert_ffn")
-    view.expressed("model.fused_attention", "model.attention_kernels", "optimizer.kind")
+    view.expressed("model.attention_kernels")
+    if view["optimizer.kind"] != "adamw":
+        view.unexpressed("optimizer.kind")
     return ConfigText(text=_text(table), suffix=".yaml", ignored=view.left())
 
 
@@ -138,8 +143,9 @@ def write_maxtext(job: Job) -> ConfigText:
         view.unexpressed("batch.precision")
     table["gradient_clipping_threshold"] = 1.0 if view["optimizer.clip_grad_norm"] else 0.0
     table["optimizer_memory_host_offload"] = view["optimizer.offload"]
-    view.expressed("batch.global_batch", "batch.fp8_scaling", "cluster.nodes", "cluster.devices_per_node")
-    view.expressed("model.attention_kernels", "optimizer.fused", "optimizer.kind")
+    view.expressed("batch.global_batch", "cluster.nodes", "cluster.devices_per_node", "model.attention_kernels")
+    if view["optimizer.kind"] != "adamw":
+        view.unexpressed("optimizer.kind")
     return ConfigText(text=_text(table), suffix=".yml", ignored=view.left())
 
 
@@ -147,13 +153,18 @@ def _mesh(view: JobView) -> dict[str, Any]:
     """Sizes of the axes; experts share the replicas."""
     parallel = view.job.parallel
     ep, shard = view["parallel.ep"], view["parallel.dp_shard"] or view["parallel.dp"]
-    if view["parallel.zero_stage"] in (1, 2):
-        view.unexpressed("parallel.zero_stage")
+    if shard % ep:  # experts that share out tensor-parallel ranks too
+        view.unexpressed("parallel.ep")
+        ep = 1
+    if view["parallel.zero_stage"] in (1, 2) or (ep > 1 and parallel.zero_stage == 0):
+        view.unexpressed("parallel.zero_stage")  # the experts' axis shards all other weights too
     fsdp = shard if parallel.zero_stage == 3 else 1
-    table = {"ici_fsdp_parallelism": max(1, fsdp // ep), "ici_data_parallelism": 1}
+    table: dict[str, Any] = {"ici_fsdp_parallelism": max(1, fsdp // ep), "ici_data_parallelism": 1}
     table |= {"dcn_data_parallelism": max(1, parallel.dp // max(fsdp, ep)), "dcn_fsdp_parallelism": 1}
     spread = "tensor_sequence" if view["parallel.sequence_parallel"] else "tensor"
     axes = {spread: "tp", "context": "cp", "pipeline": "pp", "expert": "ep"}
     table |= {f"ici_{axis}_parallelism": view[f"parallel.{name}"] for axis, name in axes.items()}
-    view.expressed("parallel.overlap_param_gather", "parallel.prefetch", "parallel.reshard_after_forward")
+    table["ici_expert_parallelism"] = ep
+    if parallel.cp > 1:
+        table["context_parallel_strategy"] = view["parallel.context_parallel"]
     return table

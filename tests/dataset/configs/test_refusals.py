@@ -1,0 +1,64 @@
+"""Files that are no configuration, or that would cost too much to read, are refused in one clear line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stepsight.dataset.configs.config_job import read_configs
+from stepsight.dataset.configs.drafts import Given
+from stepsight.dataset.errors import JobError
+
+BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9)
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.yaml", BOMB, "at most 100000 values"),
+        ("a.yaml", "!!python/object/apply:os.system ['true']", "not valid YAML"),
+        ("a.yaml", "- 1\n- 2\n", "must hold tables"),
+        ("a.yaml", "a: " + "[" * 5000, "a.yaml"),
+        ("a.yaml", "distributed_type: &x\n  y: *x\n", "deep"),
+        ("a.json", '{"model_type": "rwkv"}', "model_type must be one of"),
+        ("a.json", '{"nothing": 1}', "must be a configuration of"),
+        ("a.toml", '[model]\nname = "llama3"\nflavor = "9B"\n', r"model\.flavor must be one of"),
+        ("a.toml", '[model]\nname = "llama9"\nflavor = "8B"\n', r"model\.name must be one of"),
+        ("a.txt", "--num-layers twelve --hidden-size 64", "--num-layers must be a whole number"),
+        ("a.txt", "--num-layers '12", "words of a shell"),
+        ("a.sh", "echo hello", "options of Megatron-LM"),
+        ("a.sh", "train --hybrid-layer-pattern MM*-", "state spaces"),
+        ("a.py", "def f() -> Trainer.Config: pass\ndef g() -> Trainer.Config: pass", "pick one of f, g"),
+        ("a.py", "def f(", "not valid Python"),
+        ("a.yml", "model_name: llama9-1b\nper_device_batch_size: 1\n", "llama9-1b.yml must lie beside"),
+    ],
+)
+def test_bad_files(tmp_path: Path, name: str, content: str, words: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(JobError, match=words) as caught:
+        _ = read_configs([tmp_path / name]).job
+    assert len(str(caught.value)) < 2500 and "\n" not in str(caught.value)
+
+
+def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
+    for path in (tmp_path / "no.yaml", tmp_path / "no.sh", tmp_path):
+        with pytest.raises(JobError, match="cannot read configuration"):
+            read_configs([path])
+
+
+def test_a_file_that_is_too_long(tmp_path: Path) -> None:
+    path = tmp_path / "long.sh"
+    path.write_text("#" * (4 * 2**20 + 1))
+    with pytest.raises(JobError, match="at most 4194304 characters"):
+        read_configs([path])
+
+
+def test_given_values_are_keys_of_a_job(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 8")
+    assert read_configs([path], Given(values={"model.vocab": 100})).job.model.vocab == 128
+    with pytest.raises(JobError, match=r"as model\.seq_len"):
+        read_configs([path], Given(values={"model.vocabulary": 100}))

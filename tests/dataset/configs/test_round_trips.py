@@ -1,0 +1,151 @@
+"""A job written as a configuration and read back is the same job, but for what the writer lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from stepsight.dataset.configs.config_job import ConfigJob, read_configs
+from stepsight.dataset.configs.drafts import Given
+from stepsight.dataset.configs.writers import WRITERS, write_config
+from stepsight.dataset.errors import JobError
+from stepsight.dataset.job import Job, ModelSpec
+from stepsight.dataset.models import MODELS
+from tests.simulator.any_job import jobs
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ("gpt3-175b-1024-interleaved", "llama3-70b-fsdp-512", "deepseek-v3-2048", "mixtral-8x22b-ep-256")
+# What follows from keys that are listed: degrees that are dropped leave more replicas, and a size may be written out.
+LOSSY = {
+    *("parallel.pp", "parallel.tp", "parallel.cp", "parallel.ep", "parallel.stage_layers", "parallel.expert_tp"),
+    *("model.seq_len", "model.patch_dim", "model.family"),
+}
+FOLLOWS = {
+    "parallel.dp": ("parallel.pp", "parallel.tp", "parallel.cp", "parallel.ep"),
+    "parallel.dp_shard": ("parallel.dp", "parallel.pp", "parallel.tp", "parallel.cp", "parallel.zero_stage"),
+    "model.kv_heads": ("model.attention",),
+    "model.expert_ffn": ("model.experts",),
+}
+
+
+def written(job: Job, name: str, folder: Path) -> tuple[list[Path], set[str]]:
+    """Files of a format (with the model's, where they state none), and the keys that it does not express."""
+    names = {"deepspeed": ("huggingface", name), "accelerate": ("huggingface", name)}.get(name, (name,))
+    paths, ignored = [], set[str]()
+    for one in names:
+        text = write_config(job, one)
+        paths.append(folder / f"{one}{text.suffix}")
+        paths[-1].write_text(text.text)
+        ignored |= {line.partition(" = ")[0] for line in text.ignored}
+    return paths, ignored
+
+
+def read_back(job: Job, paths: list[Path]) -> ConfigJob:
+    cluster = {
+        f"cluster.{key}": getattr(job.cluster, key) for key in ("hardware", "nodes", "devices_per_node", "fabric")
+    }
+    return read_configs(paths, Given(values={**cluster, "framework": job.framework}))
+
+
+def differences(job: Job, back: Job) -> Iterator[str]:
+    was, now = job.to_dict(), back.to_dict()
+    for section in ("model", "parallel", "batch", "optimizer"):
+        for key, value in was[section].items():
+            if now[section][key] != value and not meaningless(job, f"{section}.{key}", now[section][key]):
+                yield f"{section}.{key}"
+
+
+def meaningless(job: Job, key: str, now: Any) -> bool:
+    """Whether a key has no effect in a job, or says the same in other words."""
+    p, m, batch = job.parallel, job.model, job.batch
+    parts = p.pp * p.virtual_stages
+    even = [m.total_layers // parts + (part < m.total_layers % parts) for part in range(parts)]
+    return {
+        "parallel.stage_layers": now in ((), tuple(even)) and (p.stage_layers or tuple(even)) == tuple(even),
+        "model.name": True,
+        "model.head_dim": now == m.head_size,
+        "model.expert_ffn": not m.experts,
+        "model.experts_per_token": not m.experts,
+        "model.dense_layers": not m.experts,
+        "model.moe_every": not m.experts,
+        "model.capacity_factor": not m.experts,
+        "model.shared_experts": not m.experts,
+        "model.attention_kernels": True,  # of the device, where a framework's name for it says less
+        "parallel.expert_tp": not m.experts or p.tp == 1 or now in (0, p.experts_tp),
+        "parallel.sequence_parallel": p.tp == 1,
+        "parallel.overlap_tp": p.tp == 1 or p.overlap_tp == "",
+        "parallel.context_parallel": p.cp == 1,
+        "parallel.schedule": p.pp == 1,
+        "parallel.scatter_p2p": True,
+        "parallel.vocab_parallel": p.tp == 1,
+        "parallel.runtime": True,
+        "parallel.recompute_every": p.recompute != "full",
+        "parallel.bucket_mbytes": not p.overlap_grad_reduce or str(now)[:4] == str(p.bucket_mbytes)[:4],
+        "parallel.overlap_param_gather": p.zero_stage not in (1, 2),
+        "parallel.prefetch": p.zero_stage < 3,
+        "parallel.reshard_after_forward": p.zero_stage < 3 or p.shards == 1,
+        "parallel.reduce_scatter": p.zero_stage != 1,
+        "parallel.zero_stage": p.shards == 1,
+        "parallel.dp_shard": p.shards == (now or p.dp) or p.zero_stage == 0,
+        "parallel.gradient_dtype": batch.precision == "fp32" or p.gradient_dtype == "",
+        "batch.fp8_scaling": batch.precision != "fp8",
+        "optimizer.fused": job.optimizer.offload,
+    }.get(key, False)
+
+
+def check(job: Job, name: str, folder: Path) -> None:
+    try:
+        paths, ignored = written(job, name, folder)
+    except JobError as error:
+        assert "no model of the family" in str(error)
+        return
+    try:
+        back = read_back(job, paths).job
+    except JobError:
+        assert ignored & LOSSY, (name, ignored)  # without them no job of the same batch exists
+        return
+    for key in differences(job, back):
+        assert ignored & {key, *FOLLOWS.get(key, ())}, (name, key, sorted(ignored))
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS if name != "huggingface"])
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples(example: str, name: str, tmp_path: Path) -> None:
+    check(Job.from_file(ROOT / "examples" / f"{example}.toml"), name, tmp_path)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(job=jobs())
+def test_any_strategy_of_torchtitan(job: Job, tmp_path: Path) -> None:
+    """Its TOML names a model by its flavor, so the model is one of these."""
+    model = ModelSpec(**{**MODELS["llama3-8b"], "seq_len": 1024, "eager_kernels": job.model.eager_kernels})
+    parallel = replace(job.parallel, stage_layers=(), ep=1, expert_tp=0)
+    check(replace(job, model=model, parallel=parallel), "torchtitan", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["megatron-script", "nanotron", "maxtext", "deepspeed", "accelerate"])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(job=jobs())
+def test_any_job(job: Job, name: str, tmp_path: Path) -> None:
+    check(job, name, tmp_path)
+
+
+def test_megatron_expresses_all_of_its_own_strategies() -> None:
+    job = Job.from_file(ROOT / "examples" / "gpt3-175b-1024-interleaved.toml")
+    assert write_config(job, "megatron").ignored == ()
+
+
+def test_what_is_not_expressed_is_listed() -> None:
+    job = Job.from_file(ROOT / "examples" / "gpt3-175b-1024-zero-bubble.toml")
+    assert "parallel.schedule = zb-h1" in write_config(job, "megatron").ignored
+    assert {"parallel.tp = 8", "parallel.pp = 16"} & set(write_config(job, "accelerate").ignored)
+
+
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(JobError, match="must be of megatron"):
+        write_config(Job.from_file(ROOT / "examples" / "gpt3-175b-1024.toml"), "fairseq")
