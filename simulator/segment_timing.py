@@ -173,13 +173,13 @@ class Timer:
         key = (id(segment), slowdown, carried)
         known = self._ops.get(key)
         if known is None:
-            launches = self._launches(segment.works)[segment.graph.work]
+            launches = self.launch_seconds(segment.works)[segment.graph.work]
             times = time_ops(segment, self.node_seconds(segment, slowdown), launches, carried=carried)
             known = (segment, times)
             self._ops[key] = known
         return known[1]
 
-    def _launches(self, works: Sequence[Work]) -> Floats:
+    def launch_seconds(self, works: Sequence[Work]) -> Floats:
         """What the host takes to launch one of each, shape ``(len(works),)``."""
         if not self._hardware.has_host:
             return np.zeros(len(works))
@@ -214,7 +214,7 @@ class Timer:
         known = self._passages.get(key)
         if known is None:
             works = self._slowed(self.work_seconds(passage.works), passage.works, slowdown)
-            launches = self._launches(passage.works)[passage.work] * passage.launched
+            launches = self.launch_seconds(passage.works)[passage.work] * passage.launched
             known = (passage, _time_passage(passage, works[passage.work] * passage.share, launches))
             self._passages[key] = known
         return known[1]
@@ -222,7 +222,7 @@ class Timer:
     def _by_events(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
         sent = SentTable(
             self.work_seconds(segment.sent) * _across(segment.sent, slowdown.data),
-            self._launches(segment.sent),
+            self.launch_seconds(segment.sent),
             segment.compute_share,
             self._hardware.has_host,
             segment.joined,

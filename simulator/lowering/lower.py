@@ -169,10 +169,10 @@ def _lower(asked: _Asked) -> Lowered:
     passes, recompute = _passes(track), Recompute(p.recompute, p.recompute_every)
     alone = asked.num_micro_batches == 1
     numbers: dict[Segment, int] = {}  # by identity: equal segments are one object, their makers are cached
-    table = np.zeros((len(held.rows), len(KIND_NAMES) * 3), dtype=np.int32)
-    for part, row in zip(held.rows, table, strict=True):
+    of_parts = []
+    for part in held.rows:
         own = _part_segments(shape, part, replicas, recompute, passes, alone)
-        row[passes.places] = [numbers.setdefault(segment, len(numbers)) for segment in own]
+        of_parts.append(tuple([numbers.setdefault(segment, len(numbers)) for segment in own]))
     tied = tied_group(shape, asked.layout, track)
     states, form = asked.semantics.states, asked.semantics.optimizer
     habits = OptimizerHabits(form, asked.optimizer == "adamw", overlap.reads_norm, states)
@@ -180,13 +180,14 @@ def _lower(asked: _Asked) -> Lowered:
         optimizer_segment(shape, own, replicas, habits, tied if ends and tied.size > 1 else Group())
         for own, ends in held.distinct
     ]
-    optimizers = np.array([numbers.setdefault(segment, len(numbers)) for segment in segments], dtype=np.int32)
+    optimizers = tuple([numbers.setdefault(segment, len(numbers)) for segment in segments])
+    table, optimizer = _tables(held, passes, tuple(of_parts), optimizers)
     messages, message = stage_messages(shape, parts, asked.layout, track)
     return Lowered(
         segments=tuple(numbers),
         track=track,
-        table=table[held.row].ravel(),
-        optimizer=optimizers[held.of_stage],
+        table=table,
+        optimizer=optimizer,
         messages=messages,
         message=message,
         parts=parts,
@@ -201,7 +202,8 @@ def _place(track: Track) -> Ints:
     return (track.part * len(KIND_NAMES) + track.kind) * 3 + track.turn
 
 
-class _Held(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Held:
     """Who holds which parts of the model.
 
     Attributes:
@@ -234,6 +236,19 @@ def _held(track: Track, parts: Parts) -> _Held:
         of_stage.append(at)
     combinations = tuple((own, ends) for (_, ends), (_, own) in distinct.items())
     return _Held(tuple(rows), np.array(row), combinations, np.array(of_stage))
+
+
+@cached(2048)
+def _tables(
+    held: _Held, passes: _Passes, of_parts: tuple[tuple[int, ...], ...], optimizers: tuple[int, ...]
+) -> tuple[Ints, Ints]:
+    """``Lowered.table`` and ``optimizer`` from the segments of each distinct part and optimizer.
+
+    Jobs that are alike in these share both arrays.
+    """
+    table = np.zeros((len(held.rows), len(KIND_NAMES) * 3), dtype=np.int32)
+    table[:, passes.places] = of_parts
+    return table[held.row].ravel(), np.array(optimizers, dtype=np.int32)[held.of_stage]
 
 
 @hashed_once

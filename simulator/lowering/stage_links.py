@@ -50,16 +50,16 @@ def stage_messages(
         return (), np.zeros(0, dtype=np.int32)
     kinds = list(zip(boundary_bytes(shape, parts), _nearness(track, layout), strict=True))
     distinct = {kind: index for index, kind in enumerate(dict.fromkeys(kind for kind in kinds if kind[1]))}
-    crossing = np.array([distinct.get(kind, -1) for kind in kinds], dtype=np.int32)  # after each part
     messages = tuple(Collective("send_recv", size, 2, near) for size, near in distinct)
-    if len(messages) == 1:
-        return messages, _all_the_first(track)
-    return messages, crossing[_boundaries(track)]
+    return messages, _message_kinds(track, tuple([distinct.get(kind, -1) for kind in kinds]))
 
 
-@cached(512)
-def _all_the_first(track: Track) -> Ints:
-    return np.zeros(track.num_messages, dtype=np.int32)
+@cached(1024)
+def _message_kinds(track: Track, after_part: tuple[int, ...]) -> Ints:
+    """Kind of each message of a track, from the kind of those after each part; -1: there is none."""
+    if max(after_part) == 0:
+        return np.zeros(track.num_messages, dtype=np.int32)
+    return np.array(after_part, dtype=np.int32)[_boundaries(track)]
 
 
 @cached(512)
