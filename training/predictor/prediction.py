@@ -15,7 +15,7 @@ from stepsight.dataset.hardware import HARDWARE, find_hardware
 from stepsight.dataset.job import Job, JobLike
 from stepsight.simulator.explain import Sensitivity, explain
 from stepsight.simulator.flops import iteration_flops
-from stepsight.simulator.latency_model import preset_latency
+from stepsight.simulator.latency_model import RooflineLatency, preset_latency
 from stepsight.simulator.memory import Memory
 from stepsight.simulator.simulate import Simulation, simulate
 from stepsight.simulator.timeline import timeline_json
@@ -86,15 +86,9 @@ class Prediction:
         Returns:
             Low and high end, in seconds.
         """
-        share, asked = self.unsupported_share, self.predictor
-        if asked is None:
-            half = Intervals().half_width_log
-        elif asked.kernel.derives and not asked.intervals.num_runs:
-            half = published_widths().half_width(self.job, share, without)
-        else:
-            half = asked.intervals.half_width(share)
-        if asked is not None:
-            half = asked.calibration.half_width_log(self.job, self.software, half, judged=judged)
+        half = half_width(
+            self.predictor, self.job, self.software, self.unsupported_share, without=without, judged=judged
+        )
         return self.iteration_time_s * math.exp(-half), self.iteration_time_s * math.exp(half)
 
     @property
@@ -241,6 +235,25 @@ class Prediction:
         return plot_breakdown(self, axes)
 
 
+def half_width(
+    predictor: Predictor | None,
+    job: Job,
+    software: str,
+    unsupported_share: float,
+    *,
+    without: str = "",
+    judged: bool = False,
+) -> float:
+    """Half of the width of a prediction interval, in log-seconds; see ``Prediction.interval``."""
+    if predictor is None:
+        return Intervals().half_width_log
+    if predictor.kernel.derives and not predictor.intervals.num_runs:
+        half = published_widths().half_width(job, unsupported_share, without)
+    else:
+        half = predictor.intervals.half_width(unsupported_share)
+    return predictor.calibration.half_width_log(job, software, half, judged=judged)
+
+
 def predict(job: JobLike, predictor: Predictor | str | None = None, *, software: str = "") -> Prediction:
     """Predict one training iteration of a job.
 
@@ -265,19 +278,34 @@ def predict(job: JobLike, predictor: Predictor | str | None = None, *, software:
     """
     if not isinstance(job, Job):
         job = Job.of(job)
-    if predictor is None:
-        predictor = _serving(job.cluster.hardware) or ROOFLINE
-    if predictor == ROOFLINE:
+    asked = asked_predictor(job.cluster.hardware, predictor)
+    if asked is None:
         return _from_facts(job)
+    software = software or job.framework
+    latency = asked.latency(job)
+    simulation = simulate(job, latency)
+    seconds = simulation.iteration_time_s * asked.calibration.factor(job, software)
+    return Prediction(job, seconds, asked.source, simulation, asked, software)
+
+
+def asked_predictor(hardware: str, predictor: Predictor | str | None) -> Predictor | None:
+    """The predictor that answers for a hardware; None: its facts do.
+
+    Args:
+        hardware: As in ``cluster.hardware``.
+        predictor: As in ``predict``.
+
+    Raises:
+        JobError: If ``predictor`` is something else.
+        PredictorError: If no predictor has that name.
+    """
+    if predictor is None:
+        return _serving(hardware)
     if isinstance(predictor, str):
-        predictor = named_predictor(predictor)
+        return None if predictor == ROOFLINE else named_predictor(predictor)
     if not isinstance(predictor, Predictor):
         raise JobError(f"predict takes a Predictor, the name of one or None, got {type(predictor).__name__}")
-    software = software or job.framework
-    latency = predictor.latency(job)
-    simulation = simulate(job, latency)
-    seconds = simulation.iteration_time_s * predictor.calibration.factor(job, software)
-    return Prediction(job, seconds, predictor.source, simulation, predictor, software)
+    return predictor
 
 
 def predict_many(jobs: Iterable[JobLike], predictor: Predictor | str | None = None) -> list[Prediction]:
@@ -332,15 +360,24 @@ def named_predictor(name: str) -> Predictor:
 
 
 def _from_facts(job: Job) -> Prediction:
+    simulation = simulate(job, latency_of_facts(job))
+    why = f"nothing was measured for {job.hardware_name}" if _serving(job.cluster.hardware) is None else "as asked"
+    return Prediction(job, simulation.iteration_time_s, ROOFLINE_SOURCE.format(why), simulation)
+
+
+def latency_of_facts(job: Job) -> RooflineLatency:
+    """Durations from the facts of a job's hardware alone.
+
+    Raises:
+        JobError: If nothing is known of it.
+    """
     latency = preset_latency(job.cluster.hardware, job.fabric)
     if latency is None:
         raise JobError(
             f"without a predictor, cluster.{HARDWARE.unknown(job.cluster.hardware)}: train a predictor, or "
             "state its facts in a .toml file"
         )
-    simulation = simulate(job, latency)
-    why = f"nothing was measured for {job.hardware_name}" if _serving(job.cluster.hardware) is None else "as asked"
-    return Prediction(job, simulation.iteration_time_s, ROOFLINE_SOURCE.format(why), simulation)
+    return latency
 
 
 def _outside(simulation: Simulation, latency: LearnedLatency) -> tuple[tuple[str, ...], float]:
