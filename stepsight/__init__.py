@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from stepsight.experiments.evaluation.evaluate import Evaluation, evaluate
     from stepsight.experiments.search.choices import Choice, SearchResult
     from stepsight.experiments.search.search import search
-    from stepsight.experiments.search.strategies import Space
+    from stepsight.experiments.search.space import Space
     from stepsight.training.fit import train
     from stepsight.training.predictor.prediction import Prediction, predict, predict_many
     from stepsight.training.predictor.predictor import Predictor
@@ -84,7 +84,7 @@ _MODULES = {
     "experiments.evaluation.evaluate": ("Evaluation", "evaluate"),
     "experiments.search.choices": ("Choice", "SearchResult"),
     "experiments.search.search": ("search",),
-    "experiments.search.strategies": ("Space",),
+    "experiments.search.space": ("Space",),
     "training.fit": ("train",),
     "training.predictor.prediction": ("Prediction", "predict", "predict_many"),
     "training.predictor.predictor": ("Predictor",),

@@ -11,7 +11,6 @@ from stepsight.experiments.reports.text_table import Number, table
 from stepsight.training.predictor.prediction_views import seconds_text
 
 if TYPE_CHECKING:
-    from stepsight.experiments.search.choices import SearchResult
     from stepsight.training.predictor.prediction import Prediction
     from stepsight.training.predictor.predictor import Predictor
 
@@ -87,68 +86,6 @@ def explanation_report(job: Job, prediction: Prediction, top: int) -> dict[str, 
     values = [row.to_dict() for row in rows]
     told = {"job": job.name, "iteration_time_s": whole, "launches_share": launches}
     return {**told, "sensitivities": values, "text": text}
-
-
-def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
-    """The best strategies."""
-    rows = [choice.to_dict() for choice in result.choices[:top]]
-    optional = [axis for axis in ("cp", "ep") if any(row[axis] > 1 for row in rows)]
-    cells = [
-        [
-            i + 1,
-            *(row[key] for key in ("tp", *optional, "pp", "dp", "micro_batch")),
-            (row["schedule"] + (f" x{row['virtual_stages']}" if row["virtual_stages"] > 1 else ""))
-            if row["pp"] > 1
-            else "-",
-            row["zero_stage"],
-            row["recompute"],
-            "yes" if row["sequence_parallel"] else "no",
-            *_times(row),
-            Number(row["memory_bytes"] / 1e9, 2),
-            "yes" if row["fits"] else "NO",
-        ]
-        for i, row in enumerate(rows)
-    ]
-    header = [
-        "#",
-        "tp",
-        *optional,
-        "pp",
-        "dp",
-        "mb",
-        "schedule",
-        "zero",
-        "recompute",
-        "sp",
-        "iteration",
-        "interval",
-        "GB",
-        "fits",
-    ]
-    too_large = sum(not choice.fits for choice in result.choices)
-    text = f"{job.name}: {result.evaluated} of {result.legal} legal strategies evaluated"
-    text += f", {too_large} of them too large for the devices' memory\n{table(header, cells)}"
-    own = None if result.own is None else result.own.to_dict()
-    if own is not None:
-        fits = "fits" if own["fits"] else "does not fit"
-        text += f"\nthe job itself: {seconds_text(own['iteration_time_s'])}, {own['memory_bytes'] / 1e9:.2f} GB, {fits}"
-    best = rows[0] if result.choices and result.choices[0].fits else None
-    if best is None:
-        text += "\nno strategy fits in memory"
-    warnings = () if result.own is None or result.own.prediction is None else result.own.prediction.warnings
-    text += "".join(f"\nwarning: {warning}" for warning in warnings)
-    counts = {"evaluated": result.evaluated, "legal": result.legal, "too_large": too_large}
-    return {"best": best, **counts, "own": own, "top": rows, "text": text}
-
-
-def _times(row: dict[str, Any]) -> list[str]:
-    """Iteration and interval; what does not fit was not timed."""
-    if row["iteration_time_s"] is None:
-        return ["-", "-"]
-    return [
-        seconds_text(row["iteration_time_s"]),
-        f"{seconds_text(row['low_s'])} to {seconds_text(row['high_s'])}",
-    ]
 
 
 def training_report(predictor: Predictor, out: Path) -> dict[str, Any]:

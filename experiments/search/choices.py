@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.job import Job
+from stepsight.experiments.search.objectives import Goal
+from stepsight.experiments.search.record import Seconds
 from stepsight.simulator.memory import Memory
 from stepsight.training.predictor.prediction import Prediction
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+    from stepsight.experiments.search.risk import Rival
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,37 +26,43 @@ class Choice:
 
     Attributes:
         job: The job in this strategy.
-        memory: Predicted peak memory of every stage.
-        seconds: Predicted iteration time, low and high end of its interval; None where it does not fit in memory:
-            such a strategy is not timed.
+        peak_bytes: Predicted memory of the fullest stage.
+        capacity_bytes: Memory of that stage's device.
+        seconds: Predicted iteration time, low and high end of its interval; None where the strategy does not fit in
+            memory: it is not timed.
     """
 
     job: Job
-    memory: Memory
-    seconds: tuple[float, float, float] | None
+    peak_bytes: float
+    capacity_bytes: float
+    seconds: Seconds | None
     _predict: Callable[[Job], Prediction] = field(compare=False)
 
     @cached_property
     def prediction(self) -> Prediction | None:
-        """The whole prediction, made when first asked for if another process evaluated the strategy."""
+        """The whole prediction, made when it is first asked for; None where the strategy does not fit in memory."""
         return None if self.seconds is None else self._predict(self.job)
 
+    @cached_property
+    def memory(self) -> Memory:
+        """Predicted peak memory of every stage, made when it is first asked for."""
+        return self._predict(self.job).memory
+
     def __repr__(self) -> str:
-        memory = f"{self.memory.peak_bytes / 1e9:.1f} GB"
+        memory = f"{self.peak_bytes / 1e9:.1f} GB"
         time = f"{self.seconds[0]:.4g} s" if self.seconds is not None else "not timed"
         return f"Choice({self.job.name}, {time}, {memory}{'' if self.fits else ', does not fit'})"
 
     @property
     def fits(self) -> bool:
         """Whether the fullest stage fits in a device's memory."""
-        return self.memory.fits
+        return self.peak_bytes <= self.capacity_bytes
 
-    @property
-    def rank(self) -> tuple[bool, float]:
-        """Sort key, best first: by time; those that do not fit come last, by their memory."""
+    def rank(self, goal: Goal) -> tuple[bool, float]:
+        """Sort key, best first: by the goal; those that do not fit come last, by their memory."""
         if self.seconds is None or not self.fits:
-            return True, self.memory.peak_bytes
-        return False, self.seconds[0]
+            return True, self.peak_bytes
+        return False, goal.score(self.job, self.seconds)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: the strategy, seconds (None if not timed), bytes of the fullest stage."""
@@ -68,12 +78,16 @@ class Choice:
             "schedule": parallel.schedule,
             "virtual_stages": parallel.virtual_stages,
             "zero_stage": parallel.zero_stage,
+            "dp_shard": parallel.dp_shard,
             "recompute": parallel.recompute,
+            "recompute_every": parallel.recompute_every,
+            "offload_activations": parallel.offload_activations,
             "sequence_parallel": parallel.sequence_parallel,
+            "order": parallel.order,
             "iteration_time_s": time_s,
             "low_s": low_s,
             "high_s": high_s,
-            "memory_bytes": self.memory.peak_bytes,
+            "memory_bytes": self.peak_bytes,
             "fits": self.fits,
         }
 
@@ -83,24 +97,40 @@ class SearchResult:
     """Distinct strategies, best first; those that do not fit in memory come last.
 
     Attributes:
-        choices: What was evaluated in the study, and the job as it was given if it fits.
-        evaluated: Number of strategies evaluated in the study, by all its processes.
+        choices: What was evaluated, and the job as it was given if it fits.
+        evaluated: Number of strategies evaluated, by all processes of the study.
         legal: Number of strategies in the space.
         own: The job as it was given.
+        gap_percent: How much longer ``best`` takes, at most, than the best strategy of the space, in percent; 0: it is
+            optimal.  None: not known, or no strategy that was evaluated fits.
+        rivals: With ``robust``, strategies that the predictor cannot tell from the best.
+        goal: What is sought.
     """
 
     choices: list[Choice] = field(default_factory=list)
     evaluated: int = 0
     legal: int = 0
     own: Choice | None = None
+    gap_percent: float | None = None
+    rivals: Sequence[Rival] = ()
+    goal: Goal = field(default_factory=Goal)
 
     def __repr__(self) -> str:
         best = repr(self.choices[0]) if self.choices and self.choices[0].fits else "none fits"
-        return f"SearchResult({self.evaluated} of {self.legal} strategies, best: {best})"
+        return f"SearchResult({self.evaluated} of {self.legal} strategies evaluated, best: {best}, {self.proof})"
+
+    @property
+    def proof(self) -> str:
+        """How good the best strategy is, in words: ``optimal`` or ``within 3 %``."""
+        if not self.choices or not self.choices[0].fits:
+            return "no strategy fits in memory"
+        if self.gap_percent is None:
+            return "not proved"
+        return "optimal" if self.gap_percent == 0 else f"within {self.gap_percent:.2g} % of the optimum"
 
     @property
     def best(self) -> Choice:
-        """The strategy with the shortest predicted iteration that fits in memory.
+        """The best strategy that fits in memory; by default the one with the shortest predicted iteration.
 
         Raises:
             JobError: If none fits.
@@ -109,19 +139,35 @@ class SearchResult:
             raise JobError(f"no strategy fits in memory: {self.evaluated} tried of {self.legal} legal ones")
         return self.choices[0]
 
+    @cached_property
+    def front(self) -> list[dict[str, Any]]:
+        """Strategies that no other one beats in all of the goal's objectives; rows as those of ``to_frame``."""
+        from stepsight.experiments.search.front import pareto_front
+
+        return pareto_front([self._row(choice) for choice in self.choices if choice.fits])
+
+    def _row(self, choice: Choice) -> dict[str, Any]:
+        return {**choice.to_dict(), **self.goal.objectives(choice.job, choice.seconds)}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; ``best`` is None if no strategy fits in memory."""
-        rows = [choice.to_dict() for choice in self.choices]
+        rows = [self._row(choice) for choice in self.choices]
         return {
             "best": rows[0] if rows and rows[0]["fits"] else None,
             "evaluated": self.evaluated,
             "legal": self.legal,
-            "own": None if self.own is None else self.own.to_dict(),
+            "gap_percent": self.gap_percent,
+            "own": None if self.own is None else self._row(self.own),
+            "front": self.front,
+            "rivals": [rival.to_dict() for rival in self.rivals],
             "choices": rows,
         }
 
     def to_frame(self) -> DataFrame:
-        """A pandas table with a row for each strategy, best first; its columns are the keys of ``Choice.to_dict``."""
+        """A pandas table with a row for each strategy, best first.
+
+        Its columns are the keys of ``Choice.to_dict``, and the objectives of the goal.
+        """
         from pandas import DataFrame
 
-        return DataFrame([choice.to_dict() for choice in self.choices])
+        return DataFrame([self._row(choice) for choice in self.choices])

@@ -41,9 +41,7 @@ def stage_sums(parts: Floats, placement: str, stages: int) -> Floats:
     return np.repeat(mean, stages, axis=-1)
 
 
-def stage_times(
-    placement: str, stages: int, micro_batches: Floats, passes: tuple[Floats, Floats, Floats]
-) -> Floats:
+def stage_times(placement: str, stages: int, micro_batches: Floats, passes: tuple[Floats, Floats, Floats]) -> Floats:
     """Bound when each stage has run its last backward.
 
     Nothing runs on a stage before one micro-batch came through all stages before it.  After its last gradient of an

@@ -1,61 +1,75 @@
-"""Strategy search: an Optuna study that asks ``predict`` about the legal strategies of a model on a cluster."""
+"""Strategy search: the best legal strategy of a model on a cluster, with a proof."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.files import digest
-from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job, JobLike
+from stepsight.experiments.search.bounds import Bounds, grid_bounds
 from stepsight.experiments.search.choices import Choice, SearchResult
-from stepsight.experiments.search.shared_study import Seconds, SharedStudy
-from stepsight.experiments.search.strategies import VARIED, Grid, Space, strategies
+from stepsight.experiments.search.choosers import BestFirst, InOrder, Tpe
+from stepsight.experiments.search.grid import Grid
+from stepsight.experiments.search.objectives import Goal
+from stepsight.experiments.search.record import Choose, Claim, Found, Memory, Record, Seconds
+from stepsight.experiments.search.space import Space
+from stepsight.experiments.search.strategies import VARIED
 from stepsight.simulator.memory import estimate_memory
+from stepsight.training.predictor.ask_many import ask_many
 from stepsight.training.predictor.prediction import Prediction, predict
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor
 
-SAMPLERS = ("auto", "tpe", "random")
+SAMPLERS = ("auto", "enumerate", "tpe", "random")
+TRIALS = 200  # of samplers that would go on for ever
 MOST_SEED = 2**31  # samplers take 32 bits, and a study that goes on adds its trials
-
-
-def _question(job: Job, source: str, space: Space) -> str:
-    """What a study is about: its trials answer no other question."""
-    batch, parallel = replace(job.batch, micro_batch=1), {**asdict(job.parallel), **dict.fromkeys(VARIED)}
-    return digest("2", repr((job.model, batch, job.optimizer, job.cluster, job.framework, parallel, space)), source)
+FEWEST, MOST = 32, 1024  # strategies that are asked about together: with more, some are asked about in vain
+OnTrial = Callable[[int, float | None], None]
 
 
 def search(
     job: JobLike,
     predictor: Predictor | str | None = None,
     *,
-    space: Space | None = None,
-    trials: int = 200,
+    space: Space | dict[str, Any] | str | Path | None = None,
+    trials: int | None = None,
+    timeout_s: float | None = None,
+    gap: float = 0.0,
+    goal: Goal | None = None,
     sampler: str = "auto",
     seed: int = 0,
     storage: str | None = None,
     study_name: str | None = None,
-    on_trial: Callable[[int, float | None], None] | None = None,
+    on_trial: OnTrial | None = None,
 ) -> SearchResult:
     """Find the strategy with the shortest predicted iteration that fits in memory.
 
-    The job's own strategy is tried first where it is in the space, so that ``best`` is never slower than the job.
+    Every legal strategy has a lower bound: what it computes and sends at least.  The strategy with the least bound is
+    asked about first, until no bound is below the best time found; so the best one is found without asking about most
+    of the others.  The job's own strategy counts too, so that ``best`` is never slower than the job.
 
     Args:
         job: A ``Job``, the tables of one, or the path of a job file.  It gives the model, global batch and cluster;
             what the space does not vary stays as the job has it.
         predictor: As in ``predict``.
-        space: Choices to try; by default those of ``Space()``.
+        space: Choices to try: a ``Space``, or what ``Space.of`` takes; by default those of ``Space()``.
         trials: Total number of strategies evaluated in the study at the end, those that earlier searches or other
-            processes evaluated included.
-        sampler: ``tpe``, ``random``, or ``auto``: enumerates a space of at most ``trials`` strategies, else ``tpe``.
+            processes evaluated included; None: as many as it takes (``tpe`` and ``random``: ``TRIALS``).
+        timeout_s: No strategy is asked about after so many seconds; None: no limit.
+        gap: How much longer than the optimum the best strategy may take, in percent; with more, fewer are asked about.
+        goal: What is sought; by default the shortest iteration.
+        sampler: ``auto`` asks by bounds, ``enumerate`` about every legal strategy, ``tpe`` and ``random`` as their
+            names say.
         seed: Of the sampler, 0 to ``MOST_SEED``.
         storage: None (in memory), a database URL, or the path of a journal file.  Several processes may search with
             one study in an SQLite or PostgreSQL database or a journal: each evaluates other strategies.
@@ -64,136 +78,180 @@ def search(
             evaluated before and the shortest time so far, in seconds.
 
     Returns:
-        The strategies, best first: ``.best``, ``.choices``, ``.to_frame()``, ``.to_dict()``.
+        The strategies, best first: ``.best``, ``.gap_percent``, ``.choices``, ``.to_frame()``, ``.to_dict()``.
 
     Raises:
         JobError: If the job cannot be predicted, or no legal strategy exists.
         StepsightError: If an option has no legal value, or the stored study answers another question.
 
     Example:
-        >>> result = search("examples/gpt3-175b-1024.toml", trials=300)  # doctest: +SKIP
-        >>> result.best.job.parallel, result.best.prediction.iteration_time_s  # doctest: +SKIP
+        >>> result = search("examples/gpt3-175b-1024.toml")  # doctest: +SKIP
+        >>> result.best.job.parallel, result.best.seconds[0], result.proof  # doctest: +SKIP
     """
+    job, goal = Job.of(job), goal or Goal()
+    _check_options(trials, timeout_s, gap, sampler, seed)
+    if study_name is not None and storage is None:
+        raise StepsightError(f"a study is kept in a storage: state storage with study_name {study_name!r:.80}")
+    given = predict(job, predictor)  # a job that cannot be answered is refused before a study begins
+    goal.scale(job)
+    grid = Grid(job, Space.of(space))
+    engine = _Engine(grid, given, predictor, goal, gap)
+    question = _question(job, given.source, grid.space)
+    with closing(_record(storage, study_name, question, grid, sampler)) as record:
+        choose = engine.chooser(record, sampler, seed)
+        total = min(len(grid), trials or (TRIALS if sampler in ("tpe", "random") else len(grid)))
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        most = 1 if sampler == "tpe" else FEWEST
+        while time.monotonic() < until and (claims := record.claim(total, choose, most)):
+            engine.evaluate(claims, record, on_trial)
+            most = min(2 * most, MOST) if most > 1 else 1
+        return engine.result(record.done)
+
+
+def _record(storage: str | None, name: str | None, question: str, grid: Grid, sampler: str) -> Record:
+    """Where the search writes down what it evaluated: Optuna is asked only if there is something for it to do."""
+    if storage is None and sampler != "tpe":
+        return Memory(grid)
     import optuna
 
-    job = Job.of(job)
-    _check_options(trials, sampler, seed)
-    given = predict(job, predictor)  # a job that cannot be answered is refused before a study begins
+    from stepsight.experiments.search.shared_study import SharedStudy
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    grid = Grid(job, space or Space())
-    question = _question(job, given.source, grid.space)
-    whole = sampler == "auto" and len(grid) <= trials
-    asked = _Asked(grid, given, predictor)
-    with closing(SharedStudy(storage, study_name, question, grid)) as study:
-        choose = _chooser(grid, study, asked.first, seed, "order" if whole else sampler)
-        while (claimed := study.claim(min(trials, len(grid)), choose)) is not None:
-            _try(*claimed, study, asked)
-            if on_trial is not None:
-                times = [given.iteration_time_s] * given.memory.fits + [study.shortest_s]
-                on_trial(len(study.done) - 1, min((seconds for seconds in times if seconds is not None), default=None))
-        return asked.result(study.done)
+    return SharedStudy(storage, name, question, grid)
 
 
-def _try(trial: int, index: int, study: SharedStudy, asked: _Asked) -> None:
-    """Evaluate a strategy that this process claimed; free it if that fails."""
-    try:
-        choice = asked.evaluate(index)
-    except BaseException:
-        study.give_up(trial)
-        raise
-    excess_bytes = choice.memory.peak_bytes - choice.memory.capacity_bytes
-    study.finish(trial, choice.seconds if choice.fits else None, excess_bytes)
+def _question(job: Job, source: str, space: Space) -> str:
+    """What a study is about: its trials answer no other question."""
+    batch, parallel = replace(job.batch, micro_batch=1), {**asdict(job.parallel), **dict.fromkeys(VARIED)}
+    return digest("3", repr((job.model, batch, job.optimizer, job.cluster, job.framework, parallel, space)), source)
 
 
-def _check_options(trials: int, sampler: str, seed: int) -> None:
+def _check_options(trials: int | None, timeout_s: float | None, gap: float, sampler: str, seed: int) -> None:
     if not 0 <= seed <= MOST_SEED:
         raise StepsightError(f"seed must be {'>= 0' if seed < 0 else f'<= {MOST_SEED}'}, got {seed}")
-    if trials < 1:
+    if trials is not None and trials < 1:
         raise StepsightError(f"trials must be >= 1, got {trials}")
+    if timeout_s is not None and not timeout_s > 0:
+        raise StepsightError(f"timeout_s must be > 0, got {timeout_s}")
+    if not 0 <= gap < math.inf:
+        raise StepsightError(f"gap must be >= 0, got {gap}")
     if sampler not in SAMPLERS:
         raise StepsightError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r:.80}")
 
 
-class _Asked:
-    """The strategies that this process has evaluated."""
+class _Engine:
+    """Asks about the strategies of a grid, and knows what this process has asked."""
 
-    def __init__(self, grid: Grid, given: Prediction, predictor: Predictor | str | None) -> None:
-        self.own = _predicted(given)
+    def __init__(
+        self, grid: Grid, given: Prediction, predictor: Predictor | str | None, goal: Goal, gap: float
+    ) -> None:
+        seconds = (given.iteration_time_s, given.low_s, given.high_s)
+        memory = given.memory
+        self._ask_one = lambda job: predict(job, predictor)
+        fits = memory.fits
+        self.own = Choice(given.job, memory.peak_bytes, memory.capacity_bytes, seconds, self._ask_one)
+        self.own.__dict__["prediction"] = given
         self.first = grid.find(given.job)  # the job's own strategy; None if it is not in the space
-        self._grid, self._predictor = grid, predictor
-        self._hardware = given.simulation.hardware
-        self._choices: dict[int, Choice] = {} if self.first is None else {self.first: self.own}
+        self._grid, self._predictor, self._goal, self._gap = grid, predictor, goal, gap
+        self._given = given
+        self._shortest = goal.judged(seconds) if fits else math.inf
+        self._known: dict[int, Choice] = {} if self.first is None else {self.first: self.own}
+        self._bounds: Bounds | None = None
+        self._seen = 0  # strategies of the record that ``_shortest`` knows
 
-    def evaluate(self, index: int) -> Choice:
-        """Evaluate a strategy of the grid."""
-        if index not in self._choices:
-            self._choices[index] = _evaluated(self._grid.job(index), self._predictor, self._hardware)
-        return self._choices[index]
+    def chooser(self, record: Record, sampler: str, seed: int) -> Choose:
+        """What to ask about next."""
+        if sampler == "auto":
+            return BestFirst(self._grid, self.bounds, self.first, lambda: self._to_beat(record.done))
+        if sampler == "tpe":
+            from stepsight.experiments.search.shared_study import SharedStudy
+
+            assert isinstance(record, SharedStudy)
+            self._grid.shuffle(seed)
+            return Tpe(self._grid, record, seed, self.first)
+        order = np.arange(len(self._grid))
+        shuffled = np.random.default_rng(seed).permutation(len(self._grid)) if sampler == "random" else order
+        return InOrder(self._grid, shuffled, self.first)
+
+    def _to_beat(self, done: dict[int, Seconds | None]) -> float:
+        """What a bound must be below to be worth asking about."""
+        return self.shortest(done) / (1.0 + self._gap / 100.0)
+
+    @property
+    def bounds(self) -> Bounds:
+        """Lower bounds of all strategies."""
+        if self._bounds is None:
+            given = self._given
+            timer, hardware = given.simulation.timer, given.simulation.hardware
+            self._bounds = grid_bounds(self._grid, timer, hardware, given.predictor)
+        return self._bounds
+
+    def shortest(self, done: dict[int, Seconds | None]) -> float:
+        """Least seconds that count of all that fit."""
+        for seconds in list(done.values())[self._seen :]:
+            if seconds is not None:
+                self._shortest = min(self._shortest, self._goal.judged(seconds))
+        self._seen = len(done)
+        return self._shortest
+
+    def evaluate(self, claims: list[Claim], record: Record, on_trial: OnTrial | None) -> None:
+        """Evaluate strategies that this process claimed; free them if that fails."""
+        before = len(record.done)
+        try:
+            choices = self._asked([index for _, index in claims])
+        except BaseException:
+            record.give_up(claims)
+            raise
+        found: list[tuple[Claim, Found]] = [
+            (claim, (choice.seconds if choice.fits else None, choice.peak_bytes - choice.capacity_bytes))
+            for claim, choice in zip(claims, choices, strict=True)
+        ]
+        record.finish(found)
+        shortest = self.shortest(record.done)
+        for number in range(len(claims) if on_trial is not None else 0):
+            assert on_trial is not None
+            on_trial(before + number, None if math.isinf(shortest) else shortest)
+
+    def _asked(self, indices: list[int]) -> list[Choice]:
+        """Choices of strategies."""
+        new = [index for index in indices if index not in self._known]
+        jobs = [self._grid.strategy(index) for index in new]
+        if jobs:
+            answers = ask_many(jobs, self._predictor, only_fitting=True)
+            for index, job, (time_s, low_s, high_s, peak, capacity) in zip(
+                new, jobs, np.array(answers).T.tolist(), strict=True
+            ):
+                seconds = (time_s, low_s, high_s) if peak <= capacity else None
+                self._known[index] = Choice(job, peak, capacity, seconds, self._ask_one)
+        return [self._known[index] for index in indices]
 
     def result(self, done: dict[int, Seconds | None]) -> SearchResult:
         """All strategies of a study; those that other processes evaluated are predicted when they are asked for."""
-        choices = [self._choices.get(index) or self._elsewhere(index, seconds) for index, seconds in done.items()]
+        elsewhere = [index for index in done if index not in self._known]
+        choices = [self._known[index] for index in done if index in self._known]
+        choices += [self._elsewhere(index, done[index]) for index in elsewhere]
         if self.own.fits and self.first not in done:
             choices.append(self.own)
-        return SearchResult(sorted(choices, key=lambda choice: choice.rank), len(done), len(self._grid), self.own)
+        ranked = sorted(choices, key=lambda choice: choice.rank(self._goal))
+        return SearchResult(ranked, len(done), len(self._grid), self.own, self._gap_percent(done), (), self._goal)
 
     def _elsewhere(self, index: int, seconds: Seconds | None) -> Choice:
-        job = self._grid.job(index)
-        return Choice(job, estimate_memory(job, self._hardware), seconds, lambda job: predict(job, self._predictor))
+        memory = estimate_memory(self._grid.strategy(index), self._given.simulation.hardware)
+        return Choice(self._grid.strategy(index), memory.peak_bytes, memory.capacity_bytes, seconds, self._ask_one)
 
-
-def _predicted(prediction: Prediction) -> Choice:
-    seconds = prediction.iteration_time_s, prediction.low_s, prediction.high_s
-    return Choice(prediction.job, prediction.memory, seconds, lambda _: prediction)
-
-
-def _evaluated(job: Job, predictor: Predictor | str | None, hardware: Hardware) -> Choice:
-    """Estimate the memory of a strategy and, if it fits, its time."""
-    memory = estimate_memory(job, hardware)
-    if memory.fits:
-        return _predicted(predict(job, predictor))
-    return Choice(job, memory, None, lambda job: predict(job, predictor))
-
-
-def _chooser(grid: Grid, study: SharedStudy, first: int | None, seed: int, sampler: str) -> Callable[[], int]:
-    """Function that returns the next strategy: the job's own one, then as the sampler says (``order``: one by one)."""
-    shuffled = np.random.default_rng(seed).permutation(len(grid))
-    order = np.arange(len(grid)) if sampler == "order" else shuffled
-    grid.shuffle(seed)
-    tpe = _Tpe(grid, study, seed) if sampler in ("auto", "tpe") else None
-
-    def choose() -> int:
-        if first is not None and grid.left[first]:
-            return first
-        return tpe.choose() if tpe is not None else int(order[np.argmax(grid.left[order])])
-
-    return choose
-
-
-class _Tpe:
-    """Optuna's TPE sampler on what a study has evaluated."""
-
-    def __init__(self, grid: Grid, study: SharedStudy, seed: int) -> None:
-        import optuna
-
-        self._grid, self._study, self._known = grid, study, 0
-        seed += len(study.done)  # a study that goes on does not repeat its choices
-        self._own = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
-
-    def choose(self) -> int:
-        """The sampler's choice; in place of one that is not left, the nearest that is."""
-        import optuna
-
-        self._own.add_trials(self._study.finished[self._known :])
-        self._known = len(self._study.finished)
-        trial = self._own.ask()
-        index = self._grid.suggest(trial)
-        self._own.tell(trial, state=optuna.trial.TrialState.FAIL)  # samplers learn nothing from these
-        return index if self._grid.left[index] else self._grid.nearest(index)
+    def _gap_percent(self, done: dict[int, Seconds | None]) -> float | None:
+        """How much longer than the optimum the best takes at most, in percent."""
+        best = self.shortest(done)
+        if math.isinf(best):
+            return None
+        left = np.ones(len(self._grid), dtype=np.bool_)
+        left[list(done)] = False
+        if not left.any():
+            return 0.0
+        least = float(self.bounds.seconds[left & self.bounds.may_fit].min(initial=math.inf))
+        return max(0.0, 100.0 * (best / least - 1.0)) if least > 0 else None
 
 
 def exhaustive(job: Job, predictor: Predictor | str | None = None, space: Space | None = None) -> SearchResult:
     """Evaluate every legal strategy: the reference for ``search``."""
-    hardware = predict(job, predictor).simulation.hardware
-    choices = [_evaluated(candidate, predictor, hardware) for candidate in strategies(job, space)]
-    return SearchResult(sorted(choices, key=lambda choice: choice.rank), len(choices), len(choices))
+    return search(job, predictor, space=space, sampler="enumerate")

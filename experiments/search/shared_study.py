@@ -1,10 +1,13 @@
-"""An Optuna study that several processes share: each strategy is evaluated by one of them, all stop at one total."""
+"""An Optuna study that several processes share: each strategy is evaluated by one of them, all stop at one total.
+
+Strategies are claimed and recorded in batches.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from stepsight.dataset.bounded import read_file
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.processes import is_gone, process_name
-from stepsight.experiments.search.strategies import Grid
+from stepsight.experiments.search.grid import Grid
+from stepsight.experiments.search.journal import BatchedJournal
+from stepsight.experiments.search.record import Choose, Claim, Found, Seconds
 from stepsight.training.store_lock import store_lock
 
 if TYPE_CHECKING:
     import optuna
-
-Seconds = tuple[float, float, float]  # predicted iteration time, low and high end of its interval
 
 _CLAIMED, _SECONDS = "claimed", "seconds"  # attributes of a trial: who claimed it when; its ``Seconds``
 _POLL_S = 0.1  # between two looks at the strategies that others evaluate
@@ -40,7 +43,6 @@ class SharedStudy:
     Attributes:
         done: Strategies evaluated by any process, by number in the grid; None where one does not fit in memory.
         finished: The trials of ``done``.
-        shortest_s: Shortest time of ``done``; None if none fits.
 
     Raises:
         StepsightError: If the storage cannot be used, or the stored study answers another question.
@@ -51,7 +53,6 @@ class SharedStudy:
 
         self.done: dict[int, Seconds | None] = {}
         self.finished: list[optuna.trial.FrozenTrial] = []
-        self.shortest_s: float | None = None
         self._grid = grid
         self._claimed: set[int] = set()
         self._settled: set[int] = set()  # numbers of trials that ended
@@ -78,59 +79,74 @@ class SharedStudy:
         if engine := getattr(self._storage, "engine", None):
             engine.dispose()
 
-    def claim(self, total: int, choose: Callable[[], int]) -> tuple[int, int] | None:
-        """Claim a strategy that no process has evaluated or claimed.
+    def claim(self, total: int, choose: Choose, most: int) -> list[Claim]:
+        """Claim strategies that no process has evaluated or claimed.
 
-        Waits while only claims of other processes lead to the total: if such a process ends, its strategy is free.
+        Waits while only claims of other processes lead to the total: if such a process ends, its strategies are free.
 
         Args:
             total: Strategies to evaluate in this study.
-            choose: Returns one that is left in the grid; no other process claims meanwhile.
+            choose: Chooses strategies; no other process claims meanwhile.
+            most: Strategies to claim.
 
         Returns:
-            Number of the trial in the storage, and of the strategy in the grid; None if the total is reached.
+            Number of each trial in the storage, and of its strategy in the grid; none if the total is reached, or
+            nothing was chosen and no other process is at work.
         """
-        import optuna
-
         while True:
             with self._lock():
                 self._look()
-                if len(self.done) >= total:
-                    return None
-                if len(self.done) + len(self._claimed) < total:
-                    index = choose()
-                    trial = optuna.trial.create_trial(
-                        state=optuna.trial.TrialState.RUNNING,
-                        params=self._grid.params(index),
-                        distributions=self._grid.distributions(index),
-                        user_attrs={_CLAIMED: [process_name(), time.time()]},
-                    )
-                    return self._storage.create_new_trial(self._id, trial), index
+                room = total - len(self.done) - len(self._claimed)
+                chosen = choose(min(most, room)) if room > 0 else ()
+                if chosen:
+                    with self._batch():
+                        return [(self._begin(index), index) for index in chosen]
+                if len(self.done) >= total or not self._claimed:
+                    return []
             time.sleep(_POLL_S)
 
-    def finish(self, trial: int, seconds: Seconds | None, excess_bytes: float) -> None:
-        """Record what was found of a strategy that this process claimed.
+    def _begin(self, index: int) -> int:
+        """A new trial that this process claims."""
+        import optuna
 
-        Args:
-            trial: Number of the trial, from ``claim``.
-            seconds: None if the strategy does not fit in memory.
-            excess_bytes: Memory that it needs beyond what a device has; negative if it fits.
-        """
+        trial = optuna.trial.create_trial(
+            state=optuna.trial.TrialState.RUNNING,
+            params=self._grid.params(index),
+            distributions=self._grid.distributions(index),
+            user_attrs={_CLAIMED: [process_name(), time.time()]},
+        )
+        return int(self._storage.create_new_trial(self._id, trial))
+
+    def finish(self, found: Sequence[tuple[Claim, Found]]) -> None:
+        """Record what was found of strategies that this process claimed."""
+        with self._lock():
+            with self._batch():
+                for (trial, _), (seconds, excess_bytes) in found:
+                    self._end(trial, seconds, excess_bytes)
+            self._look()
+
+    def _end(self, trial: int, seconds: Seconds | None, excess_bytes: float) -> None:
         from optuna.exceptions import UpdateFinishedTrialError
         from optuna.trial import Trial, TrialState
 
-        with self._lock():
-            with suppress(UpdateFinishedTrialError):  # a void claim: another process evaluates this strategy
-                Trial(self._study, trial).set_constraint("memory", excess_bytes)
-                self._storage.set_trial_user_attr(trial, _SECONDS, seconds)
-                state, values = (TrialState.PRUNED, None) if seconds is None else (TrialState.COMPLETE, [seconds[0]])
-                self._storage.set_trial_state_values(trial, state, values)
-            self._look()
+        with suppress(UpdateFinishedTrialError):  # a void claim: another process evaluates this strategy
+            Trial(self._study, trial).set_constraint("memory", excess_bytes)
+            self._storage.set_trial_user_attr(trial, _SECONDS, seconds)
+            state, values = (TrialState.PRUNED, None) if seconds is None else (TrialState.COMPLETE, [seconds[0]])
+            self._storage.set_trial_state_values(trial, state, values)
 
-    def give_up(self, trial: int) -> None:
-        """Free a strategy that this process claimed and could not evaluate."""
+    def give_up(self, claims: Sequence[Claim]) -> None:
+        """Free strategies that this process claimed and could not evaluate."""
         with self._lock():
-            self._fail(trial)
+            for trial, _ in claims:
+                self._fail(trial)
+
+    @contextmanager
+    def _batch(self) -> Iterator[None]:
+        """Write to a journal once, at the end; a database writes at once."""
+        backend = getattr(self._storage, "_backend", None)
+        with backend.batch() if isinstance(backend, BatchedJournal) else nullcontext():
+            yield
 
     def _look(self) -> None:
         """Bring ``done``, the claims and what is left in the grid up to date; end trials whose claim is void."""
@@ -165,10 +181,8 @@ class SharedStudy:
         return claimed, ended
 
     def _note(self, index: int, trial: optuna.trial.FrozenTrial) -> None:
-        self.done[index] = seconds = _seconds_of(trial)
+        self.done[index] = _seconds_of(trial)
         self.finished.append(trial)
-        if seconds is not None:
-            self.shortest_s = min(seconds[0], self.shortest_s or seconds[0])
 
     def _fail(self, trial: int) -> None:
         from optuna.exceptions import UpdateFinishedTrialError
@@ -224,7 +238,7 @@ def _open(place: str | Path | None) -> Any:
     text = read_file(place) if place.is_file() else b""
     if (place.exists() and not place.is_file()) or text[: len(_BEGINNING)] not in (b"", _BEGINNING):
         raise StepsightError(f"a study's journal is a new file or one that a search wrote, got {place}")
-    return JournalStorage(JournalFileBackend(str(place)))
+    return JournalStorage(BatchedJournal(JournalFileBackend(str(place))))
 
 
 def _drop_half_line(journal: Path) -> None:

@@ -103,9 +103,7 @@ class Space:
         names = [field.name for field in fields(cls)]
         for key in values:
             if key not in names:
-                raise StepsightError(
-                    f"a space has {', '.join(names)}, got {key!r:.80}{did_you_mean(str(key), names)}"
-                )
+                raise StepsightError(f"a space has {', '.join(names)}, got {key!r:.80}{did_you_mean(str(key), names)}")
         return cls(**values)
 
 
@@ -145,8 +143,7 @@ def _check_schedule(value: Any) -> None:
         raise StepsightError(f"schedules of a space: {SCHEDULES.unknown(value)}")
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[0], str) or not _is_number(value[1], 1):
         raise StepsightError(
-            "schedules of a space must be names, or names with virtual stages, as ('1f1b', 2), "
-            f"got {value!r:.80}"
+            f"schedules of a space must be names, or names with virtual stages, as ('1f1b', 2), got {value!r:.80}"
         )
     name, chunks = value
     if name not in SCHEDULES:

@@ -18,7 +18,8 @@ from typing import Any
 from stepsight.dataset.files import write_json
 from stepsight.dataset.job import Job
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.experiments.search.strategies import Space, strategies
+from stepsight.experiments.search.space import Space
+from stepsight.experiments.search.strategies import strategies
 from stepsight.training.predictor.prediction import Prediction, predict, predict_many
 from stepsight.training.predictor.predictor import Predictor
 

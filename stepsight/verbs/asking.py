@@ -104,9 +104,25 @@ def search_command(
     *,
     predictor: PredictorPath = None,
     framework: FrameworkName = "",
-    trials: Trials = 200,
+    space: Annotated[
+        str,
+        typer.Option(
+            help="Choices to try: usual, wide (all axes), or a .toml file with the attributes of stepsight.Space."
+        ),
+    ] = "usual",
+    gap: Annotated[
+        float, typer.Option(min=0.0, help="Stop once the best is within so many percent of the optimum.")
+    ] = 0.0,
+    trials: Trials = None,
+    timeout_s: Annotated[
+        float | None, typer.Option(help="Ask about no further strategy after so many seconds.")
+    ] = None,
     sampler: Annotated[
-        str, typer.Option(help="tpe, random, or auto: the whole space if --trials allows it, else tpe.")
+        str,
+        typer.Option(
+            help="auto: by bounds, until the best is proved. enumerate: every legal strategy. tpe, random: Optuna's "
+            "sampler, or by chance; they stop after 200 strategies unless --trials says otherwise."
+        ),
     ] = "auto",
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the sampler.")] = 0,
@@ -117,34 +133,41 @@ def search_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Search the parallel strategy with the shortest predicted iteration that fits in memory.
+    """Find the parallel strategy with the shortest predicted iteration that fits in memory.
 
     It varies the degrees of all axes, micro-batch, schedule and virtual stages, ZeRO stage, recomputation and sequence
-    parallelism; everything else stays as the job has it. The job's own strategy is tried first, and nothing slower is
-    ever best; what does not fit in memory is not timed. In the table mb is the micro-batch, zero the ZeRO stage, sp
-    sequence parallelism, and GB the memory of the fullest pipeline stage.
+    parallelism (with --space wide also hybrid sharding, recomputation of every n-th layer, offloading and the order of
+    ranks); everything else stays as the job has it. Every strategy has lower bounds of its time and memory. Strategies
+    are asked about in the order of these bounds until none can be faster than the best, which is then optimal. What
+    does not fit in memory is not timed. In the table mb is the micro-batch, zero the ZeRO stage (3/8: over 8 replicas),
+    sp sequence parallelism, and GB the memory of the fullest pipeline stage.
 
     Example:
 
-        stepsight search examples/gpt3-175b-1024.toml --trials 300 --plot search.png
+        stepsight search examples/gpt3-175b-1024.toml --plot search.png
     """
     from stepsight.dataset.job import Job
     from stepsight.experiments.reports.plots import plot_search
-    from stepsight.experiments.reports.verb_reports import search_report
+    from stepsight.experiments.reports.search_report import search_report
     from stepsight.experiments.search.search import search
 
     check_plot(plot)
+    if study is not None and storage is None:
+        raise StepsightError(f"a study is kept in a storage: --study {study!r:.80} needs --storage")
     read = Job.from_file(job, framework)
     loaded = load(predictor)
-    tell = progress("strategies")
+    tell, evaluated = progress("strategies"), 0
 
     def on_trial(number: int, best: float | None) -> None:
-        tell(number + 1, trials, "none fits yet" if best is None else f"best {best:.4g} s")
+        nonlocal evaluated
+        evaluated = number + 1
+        tell(evaluated, trials or "", "none fits yet" if best is None else f"best {best:.4g} s")
 
     result = search(
-        read, loaded, trials=trials, sampler=sampler, seed=seed, storage=storage, study_name=study, on_trial=on_trial
-    )
-    tell(trials, trials)
+        read, loaded, space=space, trials=trials, timeout_s=timeout_s, gap=gap, sampler=sampler, seed=seed,
+        storage=storage, study_name=study, on_trial=on_trial,
+    )  # fmt: skip
+    tell(evaluated, evaluated)
     report = search_report(read, result, top)
     if plot is not None:
         shown = {id(choice): choice for choice in (*result.choices, result.own) if choice is not None}

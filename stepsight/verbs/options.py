@@ -47,11 +47,11 @@ PredictorPath = Annotated[
     ),
 ]
 Trials = Annotated[
-    int,
+    int | None,
     typer.Option(
         min=1,
         help="Total of strategies evaluated in the study at the end, those of earlier searches and of other "
-        "processes included; a space that is not larger is evaluated whole.",
+        "processes included; default: as many as it takes.",
     ),
 ]
 Storage = Annotated[
@@ -137,17 +137,17 @@ def check_result(option: str, wanted: Path, kind: tuple[str, bytes]) -> None:
 
 
 def progress(what: str) -> Callable[..., None]:
-    """Says on stderr how much is done, of how many, and what more there is to say: a line that changes on a terminal,
+    """Says on stderr how much is done, of how many if that is known, and what more there is to say: a line that changes on a terminal,
     elsewhere one every ten seconds; nothing about what is quick."""
     last, pause = time.monotonic(), 0.2 if sys.stderr.isatty() else 10.0
 
-    def show(done: int, of: int, more: str = "") -> None:
+    def show(done: int, of: int | str, more: str = "") -> None:
         nonlocal last
         if sys.stderr.isatty() and done == of:
             typer.echo("\r\x1b[K", nl=False, err=True)
         elif time.monotonic() - last >= pause:
             last = time.monotonic()
             over, end = ("\r\x1b[K", False) if sys.stderr.isatty() else ("", True)
-            typer.echo(f"{over}{what} {done}/{of}  {more}".rstrip(), nl=end, err=True)
+            typer.echo(f"{over}{what} {done}{f'/{of}' if of else ''}  {more}".rstrip(), nl=end, err=True)
 
     return show

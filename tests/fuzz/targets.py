@@ -26,7 +26,8 @@ from stepsight.dataset.tables import FORMATS, Measurements, read_table, summary,
 from stepsight.experiments.collecting import read_plan
 from stepsight.experiments.evaluation.evaluate import evaluate
 from stepsight.experiments.evaluation.evaluation_report import evaluation_text
-from stepsight.experiments.reports.verb_reports import prediction_report, search_report
+from stepsight.experiments.reports.search_report import search_report
+from stepsight.experiments.reports.verb_reports import prediction_report
 from stepsight.experiments.search.search import search
 from stepsight.simulator.schedules import read_schedule, write_schedule
 from stepsight.training.predictor.prediction import POSSIBLE_MFU, predict

@@ -11,10 +11,12 @@ import pytest
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.job import Job
-from stepsight.experiments.reports.verb_reports import search_report
+from stepsight.experiments.reports.search_report import search_report
+from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.search import _question, exhaustive, search
 from stepsight.experiments.search.shared_study import SharedStudy, _open
-from stepsight.experiments.search.strategies import Grid, Space, legal_degrees, strategies
+from stepsight.experiments.search.space import Space
+from stepsight.experiments.search.strategies import legal_degrees, strategies
 from stepsight.training.predictor.prediction import predict
 
 SMALL = Space(schedules=(("1f1b", 1),), zero_stages=(0, 1), recompute=("none", "full"), micro_batches=(1, 2))
@@ -32,10 +34,24 @@ def job() -> Job:
 
 
 def test_same_best_as_enumeration(job: Job) -> None:
-    """On a small space the study is exhaustive and finds the same best."""
-    found, reference = search(job, space=SMALL, trials=500), exhaustive(job, space=SMALL)
-    assert found.evaluated == reference.evaluated == found.legal
-    assert found.best.prediction.iteration_time_s == reference.best.prediction.iteration_time_s
+    """The search by bounds finds the best of all strategies, asks about some of them, and says that it is optimal."""
+    found, reference = search(job, space=SMALL), exhaustive(job, space=SMALL)
+    assert found.evaluated < reference.evaluated == found.legal == reference.legal
+    assert found.best.seconds == reference.best.seconds
+    assert found.gap_percent == reference.gap_percent == 0 and found.proof == "optimal"
+    assert found.best.prediction is not None
+    assert found.best.prediction.iteration_time_s == found.best.seconds[0]
+    assert found.best.prediction.memory.peak_bytes == found.best.peak_bytes == found.best.memory.peak_bytes
+
+
+def test_a_gap_is_kept_and_limits_are_told(job: Job) -> None:
+    """With a gap fewer are asked about, and the best is within it; a search that was cut short says what it knows."""
+    exact, near = search(job, space=SMALL), search(job, space=SMALL, gap=50)
+    assert near.evaluated <= exact.evaluated
+    assert near.best.seconds[0] <= 1.5 * exact.best.seconds[0] and 0 <= near.gap_percent <= 50
+    for cut in (search(job, space=SMALL, trials=2), search(job, space=SMALL, timeout_s=1e-9)):
+        assert cut.evaluated in (0, 2) and cut.best.seconds[0] >= exact.best.seconds[0]
+        assert cut.best.seconds[0] / exact.best.seconds[0] <= 1 + cut.gap_percent / 100
 
 
 def test_tpe_comes_close(job: Job) -> None:
@@ -57,7 +73,7 @@ def test_every_trial_is_another_strategy(job: Job, sampler: str) -> None:
 def test_a_duplicate_becomes_its_nearest_neighbour(job: Job) -> None:
     grid = Grid(job, SMALL)
     grid.left[0] = False
-    first, neighbour = grid.job(0), grid.job(grid.nearest(0))
+    first, neighbour = grid.strategy(0), grid.strategy(grid.nearest(0))
     differs = [
         key
         for section in ("parallel", "batch")
@@ -77,17 +93,18 @@ def test_an_interrupted_search_goes_on(job: Job, tmp_path: Path) -> None:
 
     storage = str(tmp_path / "study.log")
     with pytest.raises(KeyboardInterrupt):
-        search(job, space=SMALL, trials=500, storage=storage, study_name="s", on_trial=stop)
+        search(job, space=SMALL, sampler="random", storage=storage, study_name="s", on_trial=stop)
     numbers: list[int] = []
     found = search(
         job,
         space=SMALL,
-        trials=500,
+        sampler="random",
         storage=storage,
         study_name="s",
+        trials=500,
         on_trial=lambda number, best: numbers.append(number),
     )
-    assert found.evaluated == found.legal == len(numbers) + 3
+    assert found.evaluated == found.legal > len(numbers) == found.legal - numbers[0] and numbers[0] >= 3
 
 
 def test_strategies_are_legal_and_distinct(job: Job) -> None:
@@ -103,8 +120,9 @@ def test_strategies_are_legal_and_distinct(job: Job) -> None:
 def test_memory_is_a_constraint(job: Job) -> None:
     """A model too large for one device is only placed where it fits; too large for all is an error."""
     large = replace(job, model=replace(job.model, layers=64, hidden=8192, heads=64, ffn=32768, kv_heads=64))
-    found = search(large, space=SMALL, trials=500)
-    assert not any(choice.fits for choice in found.choices)
+    found = search(large, space=SMALL, sampler="enumerate")
+    assert not any(choice.fits for choice in found.choices) and found.gap_percent is None
+    assert search(large, space=SMALL).proof == "no strategy fits in memory"
     assert [choice for choice in found.choices if choice.prediction] == [found.own]  # what was asked about is answered
     with pytest.raises(StepsightError, match="no strategy fits"):
         _ = found.best
@@ -128,7 +146,7 @@ def states(place: str) -> list[str]:
 def test_a_stored_strategy_is_not_predicted_again(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its times come from the study; the whole prediction is made when it is asked for."""
     storage = str(tmp_path / "study.log")
-    first = search(job, space=SMALL, trials=12, storage=storage, study_name="s")
+    first = search(job, space=SMALL, trials=12, sampler="random", storage=storage, study_name="s")
     asked: list[Job] = []
 
     def counted(candidate: Job, *rest: Any) -> Any:
@@ -136,7 +154,8 @@ def test_a_stored_strategy_is_not_predicted_again(job: Job, tmp_path: Path, monk
         return predict(candidate, *rest)
 
     monkeypatch.setattr("stepsight.experiments.search.search.predict", counted)
-    second = search(job, space=SMALL, trials=12, storage=storage, study_name="s")
+    monkeypatch.setattr("stepsight.experiments.search.search.ask_many", None)
+    second = search(job, space=SMALL, trials=12, sampler="random", storage=storage, study_name="s")
     assert second.to_dict() == first.to_dict() and asked == [job]
     other = next(choice for choice in second.choices if choice.job != job and choice.fits)
     assert other.prediction is other.prediction is not None
@@ -148,15 +167,16 @@ def test_what_a_dead_process_claimed_is_free(job: Job, tmp_path: Path) -> None:
     storage = str(tmp_path / "study.log")
     grid = Grid(job, SMALL)
     study = SharedStudy(storage, "s", _question(job, predict(job).source, SMALL), grid)
-    trial, index = study.claim(5, lambda: 3)
-    elsewhere = threading.Timer(1.0, study.finish, (trial, (1e-6, 9e-7, 2e-6), -1.0))
+    (claim,) = study.claim(5, lambda count: [3], 1)
+    elsewhere = threading.Timer(1.0, study.finish, ([(claim, ((1e-6, 9e-7, 2e-6), -1.0))],))
     elsewhere.start()
-    found = search(job, space=SMALL, trials=5, storage=storage, study_name="s")
-    assert found.evaluated == 5 and found.best.job == grid.job(index)  # it cannot be that fast
-    study.claim(6, lambda: 7)
+    found = search(job, space=SMALL, trials=5, sampler="random", storage=storage, study_name="s")
+    assert found.evaluated == 5 and found.best.job == grid.strategy(3)  # it cannot be that fast
+    study.claim(6, lambda count: [7], 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stepsight.experiments.search.shared_study.is_gone", lambda name: True)
-        assert search(job, space=SMALL, trials=6, storage=storage, study_name="s").evaluated == 6
+        found = search(job, space=SMALL, trials=6, sampler="random", storage=storage, study_name="s")
+        assert found.evaluated == 6
     assert states(storage) == ["COMPLETE"] * 5 + ["FAIL", "COMPLETE"]
 
 
@@ -178,9 +198,12 @@ def test_a_study_answers_one_question(job: Job, tmp_path: Path) -> None:
     second = search(job, space=SMALL, trials=8, sampler="random", storage=storage, study_name="s")
     assert {c.job for c in first.choices} <= {c.job for c in second.choices}
     assert second.evaluated > first.evaluated
+    with pytest.raises(StepsightError, match="state storage"):
+        search(job, space=SMALL, study_name="s")
     other = replace(job, batch=replace(job.batch, global_batch=64))
     own = replace(job, parallel=replace(job.parallel, tp=2, dp=4))  # another strategy asks the same
-    assert search(own, space=SMALL, trials=9, storage=storage, study_name="s").evaluated > second.evaluated
+    found = search(own, space=SMALL, trials=9, sampler="random", storage=storage, study_name="s")
+    assert found.evaluated > second.evaluated
     eager = replace(job, parallel=replace(job.parallel, overlap_grad_reduce=False))
     with pytest.raises(StepsightError, match="another job"):
         search(eager, space=SMALL, trials=1, storage=storage, study_name="s")
@@ -221,7 +244,7 @@ def test_the_own_strategy_is_tried_first(job: Job, sampler: str) -> None:
     (choice,) = search(own, space=SMALL, trials=1, sampler=sampler).choices
     assert choice.job == own
     found = search(own, space=SMALL, trials=5, sampler=sampler)
-    assert found.own is not None and found.best.rank <= found.own.rank and found.evaluated == 5
+    assert found.own is not None and found.best.seconds <= found.own.seconds and found.evaluated == 5
 
 
 def test_what_goes_with_the_job_bounds_the_space(job: Job) -> None:
@@ -236,24 +259,17 @@ def test_a_strategy_outside_of_the_space_is_kept(job: Job) -> None:
     """What the space does not hold can still be best: it is no worse for that."""
     own = replace(job, parallel=replace(job.parallel, pp=4, dp=2, zero_stage=2, stage_layers=(1, 3, 3, 1)))
     worse = Space(max_tp=1, micro_batches=(1,), schedules=(("gpipe", 1),), zero_stages=(3,), recompute=("full",))
-    found = search(own, space=worse, trials=500)
+    found = search(own, space=worse, sampler="enumerate")
     assert found.evaluated == found.legal == len(found.choices) - 1 and found.own in found.choices
     assert Grid(own, worse).find(own) is None
 
 
-def test_what_does_not_fit_is_not_timed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_not_timed(job: Job) -> None:
     """Only strategies that fit are predicted, beside the job itself."""
     large = replace(job, model=replace(job.model, layers=32, hidden=4096, heads=32, ffn=16384, kv_heads=32))
-    asked: list[Job] = []
-
-    def counted(candidate: Job, *rest: Any) -> Any:
-        asked.append(candidate)
-        return predict(candidate, *rest)
-
-    monkeypatch.setattr("stepsight.experiments.search.search.predict", counted)
-    found = search(large, space=SMALL, trials=500)
+    found = search(large, space=SMALL, sampler="enumerate")
     fit = [choice.job for choice in found.choices if choice.fits]
-    assert 0 < len(fit) < found.evaluated and set(asked) == {large, *fit}
+    assert 0 < len(fit) < found.evaluated and {c.job for c in found.choices if c.seconds} == {large, *fit}
     report = search_report(large, found, found.evaluated)
     assert report["too_large"] == found.evaluated - len(fit) and "too large for the devices' memory" in report["text"]
 

@@ -29,7 +29,7 @@ import json, os, sys
 from pathlib import Path
 from stepsight.dataset.job import Job
 from stepsight.experiments.search.search import search
-from stepsight.experiments.search.strategies import Space
+from stepsight.experiments.search.space import Space
 storage, trials, workers, sampler, out = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
 job = Job.from_dict({
     "model": {"family": "gpt", "layers": 8, "hidden": 1024, "heads": 8, "vocab": 1024, "seq_len": 512},

@@ -1,0 +1,98 @@
+"""What ``search`` prints: a dict for ``--json`` with a ``text`` for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from stepsight.dataset.job import Job
+from stepsight.experiments.reports.text_table import Number, table
+from stepsight.training.predictor.prediction_views import seconds_text
+
+if TYPE_CHECKING:
+    from stepsight.experiments.search.choices import SearchResult
+
+
+def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
+    """The best strategies, and how good the best one is."""
+    told = result.to_dict()
+    rows = told.pop("choices")[:top]
+    too_large = sum(not choice.fits for choice in result.choices)
+    lines = [f"{job.name}: {_counts(result, too_large)}", table(*_table(rows))]
+    own = told["own"]
+    if own is not None:
+        fits = "fits" if own["fits"] else "does not fit"
+        time = seconds_text(own["iteration_time_s"])
+        lines.append(f"the job itself: {time}, {own['memory_bytes'] / 1e9:.2f} GB, {fits}")
+    lines.append(_verdict(result))
+    warnings = () if result.own is None or result.own.prediction is None else result.own.prediction.warnings
+    lines += [f"warning: {warning}" for warning in warnings]
+    return {**told, "too_large": too_large, "top": rows, "text": "\n".join(lines)}
+
+
+def _counts(result: SearchResult, too_large: int) -> str:
+    """How many strategies there are, and what became of them."""
+    excluded = result.legal - result.evaluated
+    text = f"{result.legal} legal strategies, {result.evaluated} evaluated"
+    if too_large:
+        text += f" ({too_large} of them too large for the devices' memory)"
+    if excluded:
+        proved = result.gap_percent == 0
+        text += f", {excluded} {'excluded by bounds: too slow or too large' if proved else 'not evaluated'}"
+    return text
+
+
+def _verdict(result: SearchResult) -> str:
+    if not result.choices or not result.choices[0].fits:
+        return result.proof
+    if result.gap_percent is None:
+        return "how far the best is from the optimum is not known"
+    if result.gap_percent == 0:
+        return "optimal: by this predictor, no other legal strategy that fits is faster"
+    return f"{result.proof}: by this predictor, no legal strategy that fits is faster by more than this"
+
+
+def _table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Header and cells; columns that say nothing are left out."""
+    optional = [axis for axis in ("cp", "ep") if any(row[axis] > 1 for row in rows)]
+    ordered = len({row["order"] for row in rows}) > 1
+    header = ["#", "tp", *optional, "pp", "dp", "mb", "schedule", "zero", "recompute", "sp"]
+    cells = [
+        [
+            number,
+            *(row[key] for key in ("tp", *optional, "pp", "dp", "micro_batch")),
+            _schedule(row),
+            f"{row['zero_stage']}/{row['dp_shard']}" if row["dp_shard"] else str(row["zero_stage"]),
+            _recompute(row),
+            "yes" if row["sequence_parallel"] else "no",
+            *([row["order"]] if ordered else []),
+            *_times(row),
+            Number(row["memory_bytes"] / 1e9, 2),
+            "yes" if row["fits"] else "NO",
+        ]
+        for number, row in enumerate(rows, start=1)
+    ]
+    return [*header, *(["order"] if ordered else []), "iteration", "interval", "GB", "fits"], cells
+
+
+def _schedule(row: dict[str, Any]) -> str:
+    if row["pp"] == 1:
+        return "-"
+    chunks = row["virtual_stages"]
+    return f"{row['schedule']} x{chunks}" if chunks > 1 else str(row["schedule"])
+
+
+def _recompute(row: dict[str, Any]) -> str:
+    if row["offload_activations"]:
+        return "offload"
+    every = row["recompute_every"]
+    return f"full/{every}" if row["recompute"] == "full" and every > 1 else str(row["recompute"])
+
+
+def _times(row: dict[str, Any]) -> list[str]:
+    """Iteration and interval; what does not fit was not timed."""
+    if row["iteration_time_s"] is None:
+        return ["-", "-"]
+    return [
+        seconds_text(row["iteration_time_s"]),
+        f"{seconds_text(row['low_s'])} to {seconds_text(row['high_s'])}",
+    ]

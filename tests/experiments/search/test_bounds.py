@@ -1,0 +1,115 @@
+"""Bounds hold for every strategy, and pruning by them never loses the best one."""
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+
+from stepsight.dataset.errors import JobError
+from stepsight.dataset.job import Job
+from stepsight.experiments.search.bounds import grid_bounds, least_factor
+from stepsight.experiments.search.grid import Grid
+from stepsight.experiments.search.schedule_bounds import in_flight
+from stepsight.experiments.search.search import search
+from stepsight.experiments.search.space import Space
+from stepsight.simulator.schedules import find_schedule
+from stepsight.training.predictor.prediction import predict
+from tests.experiments.search.random_jobs import random_job
+
+MANY_AXES = Space(
+    micro_batches=(1, 3),
+    schedules=("1f1b", ("1f1b", 2), "gpipe", "zb-h1", "zbv", ("looped-bfs", 2)),
+    zero_stages=(0, 1, 2, 3),
+    recompute_every=(1, 2),
+    dp_shard=(0, 2),
+    offload_activations=(False, True),
+    orders=("tp-cp-dp-pp", "tp-cp-pp-dp"),
+    max_tp=4,
+)
+
+
+def answerable(random: Random) -> Job:
+    """A random job whose hardware has a peak for its precision, and a legal strategy."""
+    while True:
+        job = random_job(random, most_nodes=2)
+        try:
+            predict(job)
+            Grid(job, Space())
+        except JobError:
+            continue
+        return job
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bounds_hold(seed: int) -> None:
+    """No strategy of any axis is predicted to take less time or memory than its bounds."""
+    random = Random(seed)
+    job = answerable(random)
+    given, grid = predict(job), Grid(job, MANY_AXES)
+    bounds = grid_bounds(grid, given.simulation.timer, given.simulation.hardware, given.predictor)
+    assert len(bounds.seconds) == len(bounds.peak_bytes) == len(grid)
+    for index in random.sample(range(len(grid)), 8):
+        prediction = predict(grid.strategy(index))
+        assert 0 < bounds.seconds[index] <= prediction.iteration_time_s
+        assert 0 < bounds.peak_bytes[index] <= prediction.memory.peak_bytes
+
+
+@pytest.mark.parametrize("seed", range(100, 103))
+def test_pruning_loses_nothing(seed: int) -> None:
+    """The search by bounds finds the time of the full enumeration, with fewer strategies asked about."""
+    random = Random(seed)
+    job = answerable(random)
+    space = Space(
+        micro_batches=(1, 4),
+        schedules=random.choice([("1f1b", "zb-h1"), ("gpipe", ("1f1b", 2))]),
+        zero_stages=random.choice([(0, 1), (1, 3)]),
+        recompute=("none", "full"),
+        sequence_parallel=(True,),
+        max_tp=2,
+    )
+    found, all_of_them = search(job, space=space), search(job, space=space, sampler="enumerate")
+    assert all_of_them.evaluated == found.legal
+    assert [c.seconds for c in found.choices if c.fits][:1] == [c.seconds for c in all_of_them.choices if c.fits][:1]
+    assert found.gap_percent in (0, None)
+
+
+def test_other_devices_have_no_bound() -> None:
+    """Devices of other kinds may be faster: then every strategy is asked about."""
+    tables = answerable(Random(1)).to_dict()
+    tables["cluster"] |= {
+        "hardware": "a100-sxm-80gb",
+        "nodes": 2,
+        "stragglers": [],
+        "slow_links": [],
+        "fabric": "dgx-a100",
+    }
+    tables["cluster"]["mixed"] = [{"hardware": "h100-sxm-80gb", "nodes": [1]}]
+    tables["parallel"] = {}
+    tables["batch"] |= {"precision": "bf16"}
+    job = Job.from_dict(tables)
+    given, grid = predict(job), Grid(job, Space())
+    bounds = grid_bounds(grid, given.simulation.timer, given.simulation.hardware, given.predictor)
+    assert not bounds.seconds.any() and bounds.may_fit.all()
+
+
+def test_a_correction_widens_bounds() -> None:
+    """What a predictor may multiply times by, at least, is part of the bound."""
+    predictor = predict("examples/gpt3-175b-1024.toml").predictor
+    assert predictor is not None and least_factor(None) == least_factor(predictor) == 1.0
+    scaled = replace(predictor, calibration=replace(predictor.calibration, scale=0.9))
+    assert least_factor(scaled) == 0.9
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("looped-bfs", 2), ("zb-h1", 1),
+                             ("interleaved-zb", 2), ("zbv", 2)]
+)  # fmt: skip
+def test_so_many_are_in_flight(schedule: str, chunks: int) -> None:
+    """The schedule itself keeps these micro-batches before a stage's first backward."""
+    least = in_flight(schedule, 4, 8, chunks)
+    for stage, rows in enumerate(find_schedule(schedule, 4, 8, chunks).actions):
+        first = int(np.argmax(rows[:, 0] > 0))
+        forwards = np.bincount(rows[:first, 2], minlength=chunks)
+        assert (least[stage] <= forwards).all(), stage
+        assert schedule == "zbv" or (least[stage] == forwards).all()
