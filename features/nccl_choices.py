@@ -21,9 +21,9 @@ from stepsight.dataset.op import Collective
 
 Array = NDArray[np.float64]
 
-# Seconds by NCCL's constants, each of which a fitted factor multiplies: a call's own, latencies of its steps in LL, those
-# in other protocols, bytes through the adapters of a node, and bytes through a rank's link within the node.  Where there
-# are no protocols: the latency of the network, and what each rank that a rank sends to costs.
+# Seconds by NCCL's constants, each of which a fitted factor multiplies: a call's own, latencies of its steps in LL,
+# those in other protocols, bytes through the adapters of a node, and bytes through a rank's link within the node.
+# Where there are no protocols: the latency of the network, and what each rank that a rank sends to costs.
 CHOICE_TERMS = ("call", "quick_steps", "bulk_steps", "adapters", "links_within_node")
 OVERLAPPING = (3, 4)  # they run at the same time: the longer counts
 

@@ -72,8 +72,12 @@ def judge_table(measured: Measurements, predictor_of: PredictorOf, fabric: Fabri
     rows: dict[tuple[str, str, str], list[int]] = {}
     for index in known.tolist():
         rows.setdefault(group_of(measured.works[index], measured.seconds[index]), []).append(index)
-    groups = [(*key, errors(predicted[i], measured.seconds[i])) for key, i in sorted(rows.items(), key=_order)]
-    return TableErrors(tuple(groups), errors(predicted[known], measured.seconds[known]), skipped)
+    groups = [(*key, _errors(predicted[i], measured.seconds[i])) for key, i in sorted(rows.items(), key=_order)]
+    return TableErrors(tuple(groups), _errors(predicted[known], measured.seconds[known]), skipped)
+
+
+def _errors(predicted: Array, measured: Array) -> Errors:
+    return errors(predicted.tolist(), measured.tolist())
 
 
 def predict_table(
@@ -85,15 +89,15 @@ def predict_table(
         links = "" if isinstance(work, Op) else measured.fabric[index]
         batches.setdefault((measured.device[index], links, isinstance(work, Op)), []).append(index)
     predicted, skipped = np.full(len(measured), np.nan), Counter[str]()
-    for (device, links, are_ops), index in batches.items():
+    for (device, links, are_ops), members in batches.items():
         predictor, hardware = predictor_of(device), find_hardware(device) if device else None
         used = fabric if fabric is not None else FABRICS.get(links)
         if predictor is None and hardware is None:
-            skipped[f"no predictor and no facts of the device {device!r:.80}"] += len(index)
+            skipped[f"no predictor and no facts of the device {device!r:.80}"] += len(members)
         elif not are_ops and used is None:
-            skipped[f"no facts of the fabric {links!r:.80}: state its links with --fabric"] += len(index)
+            skipped[f"no facts of the fabric {links!r:.80}: state its links with --fabric"] += len(members)
         else:
-            predicted[index] = _seconds([measured.works[i] for i in index], predictor, hardware, used)
+            predicted[members] = _seconds([measured.works[i] for i in members], predictor, hardware, used)
     return predicted, dict(skipped)
 
 

@@ -176,10 +176,10 @@ def collective_text(figures: Sequence[Figure]) -> str:
     """For the terminal."""
     header = ["site", "kind", "ranks", "size", "rows", "shipped %", "left out", "unfitted", "not fitted", "calibrated"]
     lines = [
-        [f.site, f.kind, f.ranks, f.size, f.rows, _cell(f.shipped), _cell(f.left_out), _cell(f.unfitted)]
-        + [f.calibrated_rows, _cell(f.calibrated)]
+        [f.site, f.kind, f.ranks, f.size, f.rows, *map(_cell, (f.shipped, f.left_out, f.unfitted)), f.calibrated_rows]
         for f in figures
     ]
+    lines = [[*line, _cell(f.calibrated)] for line, f in zip(lines, figures, strict=True)]
     return table(header, lines)
 
 

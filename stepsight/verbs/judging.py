@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from stepsight.dataset.errors import StepsightError
 from stepsight.verbs.options import Json, PredictorPath, Runs, Source, answer, check_plot, load, path, progress
 
 
@@ -27,9 +28,18 @@ def evaluate_command(
         Path | None, typer.Option(parser=path, help="Write predicted against measured times here (.png, .svg).")
     ] = None,
     worst: Annotated[int, typer.Option(min=0, help="Worst rows to show with their breakdown.")] = 5,
+    fabric: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a table of collectives: the links that they ran on, the name of a fabric or a .toml file. Default: "
+            "the fabric that each row names."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Set predictions beside the measured times of many runs: errors, ranks, regret and coverage per source.
+    """Compare predictions with measured runs: errors, ranks, regret and coverage per source.
+
+    A table of ops and collectives, as `stepsight import` writes it (.parquet), is compared by kind, size and ranks.
 
     Without a predictor each row is answered by the one for its hardware, or from hardware facts where there is none.
     Two naive references stand beside: one utilisation fitted to each source, and the smallest run of a series carried
@@ -38,7 +48,13 @@ def evaluate_command(
 
         stepsight evaluate published_runs.csv.gz --source "*megatron*" --plot runs.png
         stepsight evaluate published_runs.csv.gz --calibrate 8gpus
+        stepsight evaluate collectives.parquet --fabric cluster.toml
     """
+    if runs.suffix == ".parquet":
+        _refuse(runs, {"--calibrate": calibrate, "--plot": plot, "--source": source.strip("*")})
+        _evaluate_table(runs, predictor, fabric, as_json)
+        return
+    _refuse(runs, {"--fabric": fabric})
     from stepsight.experiments.evaluation.calibration_split import read_most_gpus
     from stepsight.experiments.evaluation.evaluate import evaluate
     from stepsight.experiments.evaluation.evaluation_report import evaluation_text
@@ -60,6 +76,26 @@ def evaluate_command(
             value[name] = calibrate_small(result, predictor_by_hardware(loaded), most_gpus, split, on_set).to_dict()
             shown[FITTED_ON[name].format(most_gpus)] = value[name]
     answer(value, evaluation_text(result, worst, shown), as_json)
+
+
+def _refuse(table: Path, options: dict[str, object]) -> None:
+    """Refuse options that mean nothing for the table that was given."""
+    given = ", ".join(name for name, value in options.items() if value)
+    if given:
+        kind = "ops and collectives (.parquet)" if table.suffix == ".parquet" else "runs"
+        raise StepsightError(f"{given} must be left out for a table of {kind}, got {table}")
+
+
+def _evaluate_table(path: Path, predictor: Path | None, fabric: str | None, as_json: bool) -> None:
+    """Compare predictions with measured ops and collectives."""
+    from stepsight.dataset.hardware import find_fabric
+    from stepsight.dataset.tables import Measurements
+    from stepsight.experiments.evaluation.row_predictors import predictor_by_hardware
+    from stepsight.experiments.evaluation.table_errors import judge_table, table_errors_text
+
+    links = None if fabric is None else find_fabric(fabric)
+    result = judge_table(Measurements.from_parquet(path), predictor_by_hardware(load(predictor)), links)
+    answer(result.to_dict(), table_errors_text(result), as_json)
 
 
 def calibrate_command(

@@ -58,9 +58,9 @@ class BetweenNodes:
         for index, collective in enumerate(collectives):
             kinds.setdefault(collective.kind, []).append(index)
         links, seconds = link_facts(fabric), np.empty(len(collectives))
-        for kind, index in kinds.items():
-            terms = choice_terms([collectives[i] for i in index], links)
-            seconds[index] = _cheapest(terms, self.factors_of(kind))[0]
+        for kind, members in kinds.items():
+            terms = choice_terms([collectives[index] for index in members], links)
+            seconds[members] = _cheapest(terms, self.factors_of(kind))[0]
         return seconds
 
     def factors_of(self, kind: str) -> Array:

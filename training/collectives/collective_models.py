@@ -91,7 +91,7 @@ class CollectiveModel:
         left_out: Answer as if the collectives asked about had not been measured (for honest intervals).
         nccl: Whether this is NCCL on GPUs: its rings and trees (``features.nccl``) instead of one host's messages.
         carried: Labels that were measured on another device's links alone.
-        between: NCCL between nodes by its own choices; None: by ``regressor``, as predictors of earlier versions have it.
+        between: NCCL between nodes by its own choices; None: by ``regressor``, as in predictors of earlier versions.
     """
 
     regressor: Regressor
@@ -115,9 +115,9 @@ class CollectiveModel:
             near = collective.ranks_per_node
             if not across[index] or (near > 1 and collective.record.route == "ring"):
                 layouts.setdefault((collective.kind, near), []).append(index)
-        for (kind, near), index in layouts.items():  # no node of several is done earlier than one alone
-            within = read_curve(self._curve(kind, near, fabric), num_bytes[index])
-            seconds[index] = np.maximum(seconds[index], within)
+        for (kind, near), members in layouts.items():  # no node of several is done earlier than one alone
+            within = read_curve(self._curve(kind, near, fabric), num_bytes[members])
+            seconds[members] = np.maximum(seconds[members], within)
         return seconds
 
     def _curve(self, kind: str, near: int, fabric: Fabric) -> Array:

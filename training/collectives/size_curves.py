@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-# Bytes at which a curve is worked out: quarters of octaves, up to 16 GiB.
-KNOTS = np.unique(np.round(2.0 ** np.arange(0, 34.01, 0.25)).astype(np.int64))
+# Bytes at which a curve is worked out: halves of octaves, up to 16 GiB.
+KNOTS = np.unique(np.round(2.0 ** np.arange(0, 34.01, 0.5)).astype(np.int64))
 LOG_KNOTS = np.log(KNOTS.astype(np.float64))
 
 

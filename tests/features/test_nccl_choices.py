@@ -1,0 +1,77 @@
+"""Closed forms of NCCL's choices; the constants are those of its ``src/graph/tuning.cc``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from stepsight.dataset.hardware import Fabric, Link, find_fabric
+from stepsight.dataset.op import COLLECTIVE_KINDS, Collective
+from stepsight.features.nccl_choices import CHOICE_TERMS, GROWTH, choice_terms, link_facts
+
+FABRIC = find_fabric("dgx-h100")  # 450 and 50 GB/s, 5 and 10 us
+CALL, QUICK, BULK, ADAPTERS, LINKS = range(len(CHOICE_TERMS))
+RING_LL, RING_LL128, RING, TREE_LL, _, TREE, NVLS = range(7)
+
+
+def _terms(work: Collective, fabric: Fabric = FABRIC) -> NDArray[np.float64]:
+    return choice_terms([work], link_facts(fabric))[0]
+
+
+def test_a_ring_passes_every_rank_and_leaves_each_node_once() -> None:
+    """LL: 15 steps for 16 ranks, one of them between the two nodes."""
+    terms = _terms(Collective("all_gather", 1 << 20, 16, 8))
+    assert terms[RING_LL, CALL] == pytest.approx(6.6e-6)
+    assert terms[RING_LL, QUICK] == pytest.approx((14 * 1.0 + 2.7 * (1 + GROWTH)) * 1e-6)
+    assert terms[RING, BULK] == pytest.approx((14 * 3.4 + 14.0 * (1 + GROWTH)) * 1e-6)
+
+
+def test_all_adapters_of_a_node_work_for_a_ring() -> None:
+    terms = _terms(Collective("all_reduce", 10**9, 80, 8))
+    assert terms[RING, ADAPTERS] == pytest.approx(2 * 79 / 80 / 400)
+    assert terms[RING, LINKS] == pytest.approx(2 * 79 / 80 / 450)
+    assert terms[RING_LL128, ADAPTERS] == pytest.approx(2 * 79 / 80 / 400 / 0.92)
+
+
+def test_trees_are_as_deep_as_the_logarithm_of_the_nodes() -> None:
+    terms = _terms(Collective("all_reduce", 8, 2048, 8))
+    assert terms[TREE_LL, QUICK] == pytest.approx(2 * (7 * 0.6 + 8 * 5.0 * (1 + 8 * GROWTH)) * 1e-6)
+    assert terms[RING_LL, QUICK] > 10 * terms[TREE_LL, QUICK]
+
+
+def test_of_an_all_to_all_only_what_is_for_others_leaves_the_node() -> None:
+    terms = _terms(Collective("all_to_all", 10**9, 16, 8))
+    assert terms[0, ADAPTERS] == pytest.approx(0.5 / 50)
+    assert terms[0, LINKS] == pytest.approx(7 / 16 / 450)
+
+
+def test_a_message_takes_its_own_link_and_its_latency() -> None:
+    terms = _terms(Collective("send_recv", 10**9, 2, 1))
+    assert (terms[0, QUICK], terms[0, ADAPTERS], terms[0, LINKS]) == (pytest.approx(1e-5), pytest.approx(1 / 50), 0)
+
+
+def test_switches_that_sum_are_those_of_hopper_and_later() -> None:
+    work = Collective("all_reduce", 1 << 24, 16, 8)
+    assert np.isfinite(_terms(work)[NVLS]).all()
+    assert not np.isfinite(_terms(work, find_fabric("dgx-a100"))[NVLS]).all()
+    assert not np.isfinite(_terms(replace(work, group_size=4, ranks_per_node=2))[NVLS]).all()
+
+
+def test_a_partly_filled_node_counts_as_a_full_one() -> None:
+    assert (_terms(Collective("all_gather", 1 << 20, 57, 8)) == _terms(Collective("all_gather", 1 << 20, 64, 8))).all()
+
+
+@pytest.mark.parametrize("kind", sorted(COLLECTIVE_KINDS))
+def test_stated_latencies_and_bandwidths_count(kind: str) -> None:
+    """The slower network is slower in every choice that there is."""
+    work = Collective(kind, 1 << 22, 2 if kind == "send_recv" else 64, 1 if kind == "send_recv" else 8)
+    far = FABRIC.inter_node
+    late = replace(FABRIC, inter_node=Link(far.bandwidth_bytes_per_s, 100 * far.latency_s))
+    slow = replace(FABRIC, inter_node=Link(far.bandwidth_bytes_per_s / 10, far.latency_s))
+    here = _terms(work)
+    there = np.isfinite(here).all(axis=1)
+    for other in (late, slow):
+        assert (_terms(work, other)[there].sum(axis=1) > here[there].sum(axis=1)).all()

@@ -1,0 +1,102 @@
+"""NCCL between nodes: fits, ranges, and what must hold for all sizes, ranks and networks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from stepsight.dataset.hardware import Fabric, Link, find_fabric, usual_fabric
+from stepsight.dataset.op import COLLECTIVE_KINDS, Collective
+from stepsight.training.collectives.between_nodes import FACTORS, BetweenNodes, fit_between_nodes
+from stepsight.training.predictor.predictor import Predictor, shipped_names
+from stepsight.training.shipped.catalogue import shipped_predictor
+
+FABRIC = find_fabric("dgx-h100")
+UNFITTED = BetweenNodes({}, {}, {})
+GROUPS = tuple(kind for kind in COLLECTIVE_KINDS if kind != "send_recv")
+SIZES = [int(2 ** (power / 2)) for power in range(69)]  # 1 B to 16 GiB
+RANKS = (*range(2, 34), *(n + d for n in (64, 88, 128, 256, 1024, 2048) for d in (-1, 0, 1)), 4095, 4096)
+
+
+def _seconds(predictor: Predictor, kind: str, fabric: Fabric, near: int = 8) -> NDArray[np.float64]:
+    """Seconds, ``(ranks, sizes)``."""
+    works = [Collective(kind, size, n, min(n, near)) for n in RANKS for size in SIZES]
+    return predictor.collective.seconds(works, fabric).reshape(len(RANKS), len(SIZES))
+
+
+@pytest.fixture(params=shipped_names(), scope="module")
+def shipped(request: pytest.FixtureRequest) -> Predictor:
+    predictor = shipped_predictor(request.param)
+    assert predictor is not None
+    return predictor
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_nothing_jumps(shipped: Predictor, kind: str) -> None:
+    """Time never falls with size, or with ranks beyond a node, and no rank of a started node costs more than 5 %."""
+    seconds = _seconds(shipped, kind, find_fabric(usual_fabric(shipped.hardware.name)))
+    assert (np.diff(seconds, axis=1) >= -1e-12 * seconds[:, 1:]).all()
+    ranks = np.array(RANKS)
+    beyond = ranks[:-1] >= 8
+    growth = seconds[1:] / seconds[:-1]
+    assert (growth[beyond] > 1 - 1e-9).all()
+    same = beyond & (np.diff(ranks) == 1) & (-(-ranks[1:] // 8) == -(-ranks[:-1] // 8)) & (ranks[:-1] > 8)
+    assert same.any() and (np.abs(growth[same] - 1) < 0.05).all()
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_a_better_network_is_never_slower_and_its_latency_counts(kind: str) -> None:
+    predictor = shipped_predictor("h100-sxm")
+    assert predictor is not None
+    far = FABRIC.inter_node
+    before = _seconds(predictor, kind, FABRIC)
+    across = np.array(RANKS) > 8
+    for link in (Link(far.bandwidth_bytes_per_s * 0.7, far.latency_s), Link(far.bandwidth_bytes_per_s, 15e-6)):
+        assert (_seconds(predictor, kind, replace(FABRIC, inter_node=link)) >= before * (1 - 1e-9)).all()
+    late = _seconds(predictor, kind, replace(FABRIC, inter_node=Link(far.bandwidth_bytes_per_s, 1e-3)))
+    assert (late[across, 0] - before[across, 0] > 0.3e-3).all()
+
+
+def test_a_large_sum_reaches_most_of_the_adapters_at_any_scale() -> None:
+    """Two nodes exceed a ring's share, since their switches sum before anything leaves a node."""
+    predictor = shipped_predictor("h100-sxm")
+    assert predictor is not None
+    for ranks in (16, 80, 512, 2048):
+        work = Collective("all_reduce", 1 << 33, ranks, 8)
+        seconds = predictor.collective.seconds([work], FABRIC)[0]
+        share = 2 * work.num_bytes / seconds / (8 * FABRIC.inter_node.bandwidth_bytes_per_s)
+        assert 0.7 < share < (1.3 if ranks == 16 else 1.01)
+
+
+def test_factors_are_found_again() -> None:
+    """A network whose bulk steps take twice as long and whose adapters reach 0.8 of what is stated."""
+    truth = BetweenNodes({"all_gather": np.array([1.2, 1.4, 2.8, 1.25, 1.25])}, {}, {})
+    works = [Collective("all_gather", 1 << power, 8 * nodes, 8) for power in range(10, 34, 2) for nodes in (2, 4, 8)]
+    fitted = fit_between_nodes(
+        works, [FABRIC] * len(works), truth.seconds(works, FABRIC), noise=0.02, independent=np.inf
+    )
+    assert fitted.factors_of("all_gather") == pytest.approx(truth.factors["all_gather"], rel=0.05)
+    large = [Collective("all_gather", 1 << 26, 2048, 8)]
+    assert fitted.seconds(large, FABRIC) == pytest.approx(truth.seconds(large, FABRIC), rel=0.05)
+    assert fitted.errors["all_gather"] < 0.02
+
+
+def test_a_few_rows_move_little_and_kinds_of_a_route_share() -> None:
+    works = [Collective("all_gather", 1 << 28, 16, 8)]
+    fitted = fit_between_nodes(works, [FABRIC], 1.5 * UNFITTED.seconds(works, FABRIC))
+    assert 1.0 < fitted.seconds(works, FABRIC)[0] / UNFITTED.seconds(works, FABRIC)[0] < 1.5
+    assert (fitted.factors_of("broadcast") == fitted.factors["ring"]).all()
+    assert (fitted.factors_of("all_to_all") == FACTORS.prior).all()
+
+
+def test_what_is_saved_is_read_and_checked() -> None:
+    works = [Collective("all_reduce", 1 << power, 16, 8) for power in range(20, 30)]
+    fitted = fit_between_nodes(works, [FABRIC] * len(works), 2 * UNFITTED.seconds(works, FABRIC))
+    again = BetweenNodes.from_dict(fitted.to_dict())
+    assert (again.seconds(works, FABRIC) == fitted.seconds(works, FABRIC)).all()
+    wrong = fitted.to_dict() | {"factors": {"all_reduce": [0.01] * 5}}
+    with pytest.raises(ValueError, match="factors of all_reduce must lie within"):
+        BetweenNodes.from_dict(wrong)
