@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from stepsight.simulator.clock.codes import NUM_CLOCKS
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.clock.track_run import track_clocks
 from stepsight.simulator.iteration import Passing, SimulatedIteration
 from stepsight.simulator.lowering.passages import STREAMS
-from stepsight.simulator.lowering.segment import NUM_CLOCKS
 
 CATEGORIES = (
     "compute",

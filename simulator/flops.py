@@ -8,9 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from stepsight.dataset.op import Op
+from stepsight.simulator.clock.codes import RUN
 from stepsight.simulator.lowering.lower import Lowered
 from stepsight.simulator.lowering.passages import Passage
-from stepsight.simulator.lowering.segment import RUN, Segment
+from stepsight.simulator.lowering.segment import Segment
 from stepsight.simulator.schedules import FORWARD
 
 BACKWARD_OVER_FORWARD = 2.0  # gradients of the input and of the weights

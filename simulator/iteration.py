@@ -10,11 +10,11 @@ import numpy as np
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
+from stepsight.simulator.clock.codes import HOST, NUM_CLOCKS
 from stepsight.simulator.clock.engine import Floats, Ints, add_path
 from stepsight.simulator.clock.track_run import TrackRun, run_track, walk
 from stepsight.simulator.lowering.distinct_pipelines import Pipeline
 from stepsight.simulator.lowering.lower import Lowered
-from stepsight.simulator.lowering.segment import HOST, NUM_CLOCKS
 from stepsight.simulator.segment_timing import OpTimes, SegmentTime, Slowdown, Timer
 
 

@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from stepsight.dataset.caching import Memo
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.specs import hashed_once
+from stepsight.simulator.clock.codes import COMPUTE, HOST, NUM_CLOCKS
 from stepsight.simulator.clock.engine import Floats, add_path, find_ends, longest_paths
 from stepsight.simulator.clock.event_run import TO_HOST, EventPaths, PassageTable, SentTable, run_events
 from stepsight.simulator.latency_model import LatencyModel
 from stepsight.simulator.lowering.issue_order import Work
 from stepsight.simulator.lowering.passages import STREAMS, Passage
-from stepsight.simulator.lowering.segment import COMPUTE, HOST, NUM_CLOCKS, Segment
+from stepsight.simulator.lowering.segment import Segment
 
 _Key = int | tuple[int, "Slowdown"]  # the identity of a thing, and what slows it
 _TIMER = "_timer"  # attribute of a latency model

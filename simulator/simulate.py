@@ -17,13 +17,13 @@ import numpy as np
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
 from stepsight.simulator.breakdown import break_down
+from stepsight.simulator.clock.codes import NUM_CLOCKS
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.clock.track_run import through, track_clocks
 from stepsight.simulator.iteration import Passing, SimulatedIteration, segment_paths
 from stepsight.simulator.latency_model import LatencyModel
 from stepsight.simulator.lowering.distinct_pipelines import Pipeline, distinct_pipelines
 from stepsight.simulator.lowering.lower import Lowered, lower
-from stepsight.simulator.lowering.segment import NUM_CLOCKS
 from stepsight.simulator.memory import Memory as Memory
 from stepsight.simulator.memory import estimate_memory
 from stepsight.simulator.segment_timing import Timer, timer_of

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from stepsight.dataset.errors import StepsightError
+from stepsight.simulator.clock.codes import NUM_CLOCKS
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.iteration import Passing, SimulatedIteration
 from stepsight.simulator.lowering.lower import Lowered
-from stepsight.simulator.lowering.segment import CLOCK_STREAMS, NUM_CLOCKS
+from stepsight.simulator.lowering.segment import CLOCK_STREAMS
 from stepsight.simulator.schedules import KIND_NAMES
 
 LEVELS = ("segment", "op")

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.simulator.clock.engine import Floats, Ints, compiled
-from stepsight.simulator.lowering.segment import RUN, SEND, WAIT
+from stepsight.simulator.clock.codes import RUN, SEND, WAIT
+from stepsight.simulator.clock.engine import Floats, Ints
+from stepsight.simulator.compiling import compiled
 
 # Columns of events, see ``Segment.events``.
 KIND, WHAT = 0, 1

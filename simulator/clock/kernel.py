@@ -20,9 +20,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.simulator.clock.engine import Floats, compiled
-from stepsight.simulator.clock.entries import COMPUTE, POST, WAIT, Entries
-from stepsight.simulator.lowering.segment import HOST
+from stepsight.simulator.clock.codes import HOST
+from stepsight.simulator.clock.engine import Floats
+from stepsight.simulator.compiling import compiled
+from stepsight.simulator.runtimes.entries import COMPUTE, POST, WAIT, Entries
 
 Indices = NDArray[np.uint32]  # unsigned: indices that may be negative cost a fifth of the time
 TOLERANCE = 1e-12  # relative: two periods that differ by less move on by the same time

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.specs import RUNTIMES
-from stepsight.simulator.clock.engine import compiled
-from stepsight.simulator.clock.entries import COMPUTE, POST, WAIT, Entries, find_messages
 from stepsight.simulator.clock.kernel import Steady
+from stepsight.simulator.compiling import compiled
+from stepsight.simulator.runtimes.entries import COMPUTE, POST, WAIT, Entries, find_messages
 from stepsight.simulator.runtimes.pipeline_runtimes import asynchronous, deepspeed_entries, torch_entries
 from stepsight.simulator.schedules import KIND_NAMES, Order, Schedule, find_schedule, order_actions
 

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.simulator.clock.engine import Floats, Ints
-from stepsight.simulator.clock.entries import COMPUTE, POST, Entries
 from stepsight.simulator.clock.kernel import (
     Durations,
     Log,
@@ -21,6 +20,7 @@ from stepsight.simulator.clock.kernel import (
     trace_path,
 )
 from stepsight.simulator.clock.track import Track, steady_state
+from stepsight.simulator.runtimes.entries import COMPUTE, POST, Entries
 
 _NO_SECONDS = np.empty(0)
 

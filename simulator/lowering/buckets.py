@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.op import Collective
-from stepsight.simulator.clock.engine import compiled
+from stepsight.simulator.clock.codes import DATA, RUN, SECOND, SEND
+from stepsight.simulator.compiling import compiled
 from stepsight.simulator.lowering.passages import Passage
 from stepsight.simulator.lowering.replicas import BUCKET_NAMES, Replicas, bucket_works
-from stepsight.simulator.lowering.segment import DATA, NUM_COLUMNS, RUN, SECOND, SEND, Segment
+from stepsight.simulator.lowering.segment import NUM_COLUMNS, Segment
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stepsight.simulator.clock.codes import DATA, SECOND
 from stepsight.simulator.lowering.replicas import Replicas
-from stepsight.simulator.lowering.segment import DATA, SECOND, SegmentBuilder
+from stepsight.simulator.lowering.segment import SegmentBuilder
 from stepsight.simulator.lowering.slots import Slot, UnitPattern
 
 

@@ -283,9 +283,7 @@ def _part_segments(
         else:
             again, last = turn != FIRST and not alone, turn == LAST
             label = _LABELS[kind]
-            found.append(
-                backward_segment(shape, part, replicas, recompute, accumulate=again, last=last, label=label)
-            )
+            found.append(backward_segment(shape, part, replicas, recompute, accumulate=again, last=last, label=label))
     return tuple(found)
 
 

@@ -11,9 +11,10 @@ from stepsight.dataset.caching import cached
 from stepsight.dataset.execution import StateSemantics
 from stepsight.dataset.op import DTYPE_BYTES, Op
 from stepsight.simulator.blocks.shape import Group, RankShape
+from stepsight.simulator.clock.codes import DATA, SECOND
 from stepsight.simulator.lowering.part_units import part_units
 from stepsight.simulator.lowering.replicas import BUCKET_NAMES, Replicas, bucket_works, reduce_gradients
-from stepsight.simulator.lowering.segment import DATA, SECOND, Segment, SegmentBuilder
+from stepsight.simulator.lowering.segment import Segment, SegmentBuilder
 from stepsight.simulator.lowering.sizes import Parts, PartShape
 
 

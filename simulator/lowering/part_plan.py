@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from stepsight.dataset.caching import cached
+from stepsight.simulator.clock.codes import DATA, SECOND
 from stepsight.simulator.lowering.gathers import Gathers
 from stepsight.simulator.lowering.passages import WEIGHT
 from stepsight.simulator.lowering.replicas import BUCKET_NAMES, Replicas, bucket_works, reduce_gradients
-from stepsight.simulator.lowering.segment import DATA, SECOND, SegmentBuilder
+from stepsight.simulator.lowering.segment import SegmentBuilder
 from stepsight.simulator.lowering.slots import ROOT, Plan, Slot, UnitPattern
 
 Patterns = tuple[UnitPattern, ...]

@@ -12,7 +12,8 @@ from stepsight.dataset.hashed_once import hashed_once
 from stepsight.dataset.op import DTYPE_BYTES, Collective
 from stepsight.dataset.specs import ParallelSpec
 from stepsight.simulator.blocks.shape import Group
-from stepsight.simulator.lowering.segment import DATA, SECOND, SegmentBuilder
+from stepsight.simulator.clock.codes import DATA, SECOND
+from stepsight.simulator.lowering.segment import SegmentBuilder
 from stepsight.simulator.lowering.sizes import Groups
 from stepsight.simulator.lowering.slots import Slot
 

@@ -16,14 +16,10 @@ from numpy.typing import NDArray
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
 from stepsight.simulator.blocks.step import Item
+from stepsight.simulator.clock.codes import BLOCK, COMPUTE, NUM_CLOCKS, RUN, SEND, WAIT
 from stepsight.simulator.lowering.issue_order import Issue, Work
 from stepsight.simulator.lowering.passages import STREAMS, Passage, dependencies, items_passage
 
-RUN, SEND, BLOCK, WAIT = range(4)
-# Clocks of a stage: its computation; replicas' traffic; that of a second group (hybrid shards, experts).
-COMPUTE, DATA, SECOND = range(3)
-NUM_CLOCKS = 3
-HOST = NUM_CLOCKS  # where the host, which launches, has a clock of its own
 CLOCK_STREAMS = ("compute", "dp", "dp2")
 
 

@@ -109,9 +109,7 @@ def _pattern(index: int, unit: Unit, passage: Passage) -> UnitPattern:
     loss = _loss_nodes(passage) if unit.name == "head" else 0
     tensors = len(unit.tensors), len(unit.expert_tensors)
     there = unit.numel > 0, unit.expert_numel > 0
-    return UnitPattern(
-        index, unit.name, unit.first, unit.times, unit.root, passage.num_nodes, loss, tensors, *there
-    )
+    return UnitPattern(index, unit.name, unit.first, unit.times, unit.root, passage.num_nodes, loss, tensors, *there)
 
 
 def _loss_nodes(passage: Passage) -> int:

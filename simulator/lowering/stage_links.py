@@ -42,9 +42,7 @@ def meeting_stages(track: Track, tied: Group, *, all_meet: bool) -> Ints:
 
 
 @cached(4096)
-def stage_messages(
-    shape: RankShape, parts: Parts, layout: Layout, track: Track
-) -> tuple[tuple[Collective, ...], Ints]:
+def stage_messages(shape: RankShape, parts: Parts, layout: Layout, track: Track) -> tuple[tuple[Collective, ...], Ints]:
     """Distinct messages, and which of them each message of the track is."""
     if not track.num_messages:
         return (), np.zeros(0, dtype=np.int32)

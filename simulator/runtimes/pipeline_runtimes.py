@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.schedules.base import BACKWARD, Ints, Schedule
-from stepsight.simulator.clock.entries import (
+from stepsight.simulator.runtimes.entries import (
     COMPUTE,
     POST,
     RECEIVE,

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.schedules.base import BACKWARD, BACKWARD_WEIGHT, Ints, Schedule
-from stepsight.simulator.clock.engine import compiled
-from stepsight.simulator.clock.entries import COMPUTE, POST, RECEIVE, SEND, WAIT, Messages, RankLists
+from stepsight.simulator.compiling import compiled
+from stepsight.simulator.runtimes.entries import COMPUTE, POST, RECEIVE, SEND, WAIT, Messages, RankLists
 from stepsight.simulator.schedules.order import Order
 
 UNSHARDED_PARTS = 3  # that torch's lowering keeps at once, whether or not anything is sharded

@@ -18,7 +18,7 @@ from stepsight.dataset.schedules.base import (
     Ints,
     Schedule,
 )
-from stepsight.simulator.clock.engine import compiled
+from stepsight.simulator.compiling import compiled
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,11 +47,12 @@ SCHEDULES = ("tests/dataset/schedules", "tests/simulator/schedules/test_find.py"
 # The tests of each module, those that fail soonest first.
 TESTS: dict[str, tuple[str, ...]] = {
     "simulator/clock/engine.py": ("tests/simulator/clock/test_engine.py", *SEGMENTS, SIMULATE),
-    "simulator/clock/entries.py": (TRACK, RUNTIMES, RUNS),
+    "simulator/runtimes/entries.py": (TRACK, RUNTIMES, RUNS),
     "simulator/clock/event_run.py": ("tests/simulator/clock/test_event_run.py", *SEGMENTS, SIMULATE),
     "simulator/clock/kernel.py": (KERNEL, RUNS, SIMULATE),
     "simulator/clock/track.py": (TRACK, RUNS, SIMULATE),
     "simulator/clock/track_run.py": (KERNEL, RUNS, SIMULATE, "tests/training/measured/test_stand_in_runs.py"),
+    "simulator/compiling.py": ("tests/simulator/test_compiling.py",),
     "simulator/segment_timing.py": (*SEGMENTS, SIMULATE),
     "simulator/schedules/find.py": SCHEDULES,
     "simulator/schedules/order.py": ("tests/simulator/schedules/test_order.py", *SCHEDULES),

@@ -14,9 +14,10 @@ from stepsight.dataset.hardware import Fabric, Hardware, Link
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
 from stepsight.simulator.blocks.step import Beside, Comm, Item, Join
+from stepsight.simulator.clock.codes import DATA
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.lowering.passages import Passage, items_passage
-from stepsight.simulator.lowering.segment import DATA, Segment, SegmentBuilder
+from stepsight.simulator.lowering.segment import Segment, SegmentBuilder
 from stepsight.simulator.segment_timing import AS_IT_IS, Slowdown, Timer
 
 Seconds = NDArray[np.float64]

@@ -12,10 +12,11 @@ from stepsight.dataset.hardware import Fabric, Hardware, Link
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
 from stepsight.simulator.clock import engine, event_run, kernel
-from stepsight.simulator.clock.entries import COMPUTE, POST
+from stepsight.simulator.clock.codes import HOST, NUM_CLOCKS
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.lowering.distinct_pipelines import distinct_pipelines
-from stepsight.simulator.lowering.segment import CLOCK_STREAMS, HOST, NUM_CLOCKS
+from stepsight.simulator.lowering.segment import CLOCK_STREAMS
+from stepsight.simulator.runtimes.entries import COMPUTE, POST
 from stepsight.simulator.segment_timing import Timer
 from stepsight.simulator.simulate import Simulation, simulate, simulate_lowered
 from tests.simulator.conftest import JobMaker

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.job import Job
 from stepsight.simulator.clock.engine import Floats, Ints
-from stepsight.simulator.clock.entries import COMPUTE, POST
 from stepsight.simulator.clock.track import Track, find_track
 from stepsight.simulator.clock.track_run import TrackRun, run_track
+from stepsight.simulator.runtimes.entries import COMPUTE, POST
 from stepsight.simulator.schedules import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KIND_NAMES
 
 Gaps = list[tuple[int, float]]

@@ -18,13 +18,13 @@ from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.physics import alpha_beta_seconds
 from stepsight.dataset.program import Program
 from stepsight.dataset.run_manifest import RunManifest
-from stepsight.simulator.clock.entries import POST, WAIT, Entries
+from stepsight.simulator.clock.codes import HOST, NUM_CLOCKS
 from stepsight.simulator.clock.kernel import Durations
 from stepsight.simulator.clock.track import Track
 from stepsight.simulator.clock.track_run import end_clocks, through
 from stepsight.simulator.latency_model import LatencyModel
 from stepsight.simulator.lowering.lower import lower
-from stepsight.simulator.lowering.segment import HOST, NUM_CLOCKS
+from stepsight.simulator.runtimes.entries import POST, WAIT, Entries
 from stepsight.simulator.segment_timing import timer_of
 from stepsight.simulator.simulate import simulate
 from stepsight.training.measured.planning import as_the_harness_runs

@@ -1,11 +1,8 @@
-import numba
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepsight.simulator.clock import engine
-from stepsight.simulator.clock.engine import add_path, compiled, longest_paths
+from stepsight.simulator.clock.engine import add_path, longest_paths
 
 NATIVE = longest_paths.compile()
 
@@ -78,42 +75,3 @@ def test_compiled_and_interpreted_agree(graph: tuple[list[float], list[list[int]
         kernel(np.array(seconds), pointer, before, np.zeros(len(seconds)), finish, critical)
         results.append((finish.tolist(), critical.tolist()))
     assert results[0] == results[1]
-
-
-def test_a_loop_is_interpreted_until_all_together_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call takes 40 ms here: the fourth call of any loop is the first that is compiled."""
-    now, calls = [0.0], []
-    monkeypatch.setattr(engine.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(compiled, "spent_s", 0.0)
-
-    def slow(which: int) -> None:
-        calls.append(which)
-        now[0] += 0.04
-
-    loops = [compiled(slow), compiled(slow)]
-    for at, loop in enumerate(loops):
-        monkeypatch.setattr(loop, "compile", lambda at=at: lambda which: calls.append(10 * at + which))
-    for which in (1, 2, 3, 4, 5):
-        loops[0](which)
-    loops[1](6)
-    assert calls == [1, 2, 3, 4, 5, 16]
-    assert compiled.spent_s == pytest.approx(0.12)
-
-
-def test_compiles_without_a_place_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a read-only installation of a user without a home."""
-    njit = numba.njit
-
-    def nowhere(*args: object, **options: object) -> object:
-        if options.pop("cache", False):
-            raise RuntimeError("cannot cache function: no locator available")
-        return njit(*args, **options)
-
-    monkeypatch.setattr(numba, "njit", nowhere)
-
-    def double(x: np.ndarray) -> None:
-        x *= 2
-
-    x = np.ones(2)
-    compiled(double).compile()(x)
-    assert x.tolist() == [2.0, 2.0]

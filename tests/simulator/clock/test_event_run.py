@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from stepsight.simulator.clock.codes import BLOCK, DATA, HOST, NUM_CLOCKS, RUN, SECOND, SEND, WAIT
 from stepsight.simulator.clock.event_run import TO_HOST, TO_SENT, EventPaths, PassageTable, SentTable, run_events
-from stepsight.simulator.lowering.segment import BLOCK, DATA, HOST, NUM_CLOCKS, RUN, SECOND, SEND, WAIT
 
 INF = np.inf
 Row = tuple[int, ...]

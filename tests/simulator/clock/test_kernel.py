@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepsight.simulator.clock.codes import HOST
 from stepsight.simulator.clock.engine import Floats
-from stepsight.simulator.clock.entries import COMPUTE, POST, RECEIVE, SEND, WAIT, Entries
 from stepsight.simulator.clock.kernel import (
     Durations,
     Log,
@@ -19,7 +19,7 @@ from stepsight.simulator.clock.kernel import (
     trace_path,
 )
 from stepsight.simulator.clock.track_run import end_clocks, through
-from stepsight.simulator.lowering.segment import HOST
+from stepsight.simulator.runtimes.entries import COMPUTE, POST, RECEIVE, SEND, WAIT, Entries
 
 INF = np.inf
 Row = tuple[int, int, int, int]

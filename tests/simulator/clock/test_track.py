@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepsight.dataset.errors import JobError
-from stepsight.simulator.clock.entries import COMPUTE, POST
 from stepsight.simulator.clock.track import FIRST, LAST, MIDDLE, Track, find_track
+from stepsight.simulator.runtimes.entries import COMPUTE, POST
 from stepsight.simulator.schedules import BACKWARD, BACKWARD_WEIGHT, FORWARD
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("looped-bfs", 2), ("zb-h1", 1), ("interleaved-zb", 2), ("zbv", 2)]

@@ -9,11 +9,12 @@ from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
 from stepsight.simulator.blocks.step import Item
+from stepsight.simulator.clock.codes import DATA, SECOND
 from stepsight.simulator.lowering import lower as lowering
 from stepsight.simulator.lowering import stage
 from stepsight.simulator.lowering.gathers import Gathers
 from stepsight.simulator.lowering.lower import Lowered, lower
-from stepsight.simulator.lowering.segment import DATA, SECOND, Segment, SegmentBuilder
+from stepsight.simulator.lowering.segment import Segment, SegmentBuilder
 from tests.simulator.any_job import devices, jobs
 from tests.simulator.conftest import JobMaker
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.errors import JobError
-from stepsight.simulator.clock.entries import COMPUTE, POST, WAIT
 from stepsight.simulator.clock.track import Track, find_track, track
+from stepsight.simulator.runtimes.entries import COMPUTE, POST, WAIT
 from stepsight.simulator.schedules import BACKWARD, FORWARD, KIND_NAMES, Schedule, find_schedule, v_placement
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")

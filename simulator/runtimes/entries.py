@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.schedules.base import Ints
-from stepsight.simulator.clock.engine import compiled
+from stepsight.simulator.compiling import compiled
 from stepsight.simulator.schedules.order import Order
 
 COMPUTE, POST, WAIT = range(3)

@@ -1,0 +1,70 @@
+"""Loops over arrays that are interpreted at first, and compiled by numba where that pays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, ClassVar, Generic, ParamSpec
+
+P = ParamSpec("P")
+
+PATIENCE_S = 0.1
+
+
+class compiled(Generic[P]):  # noqa: N801  (a decorator)
+    """A loop over arrays that is interpreted at first, and compiled by numba once all such took ``PATIENCE_S``.
+
+    Loading numba costs more than a handful of predictions do, so a single question is answered sooner without.  The
+    compiled code is kept on disk where a folder can be written.  Either way the results are the same.
+
+    A loop may call plain functions of its own module, which are compiled with it.  Arguments that belong together are
+    passed as one ``NamedTuple`` of arrays and numbers.
+    """
+
+    spent_s: ClassVar[float] = 0.0  # interpreting, all kernels together
+
+    def __init__(self, function: Callable[P, None]) -> None:
+        self.function = function
+        self.__doc__ = function.__doc__
+        self._native: Any = None
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self._native is not None:
+            self._native(*args, **kwargs)
+        elif compiled.spent_s > PATIENCE_S:
+            self._native = self.compile()
+            self._native(*args, **kwargs)
+        else:
+            begin = time.perf_counter()
+            self.function(*args, **kwargs)
+            compiled.spent_s += time.perf_counter() - begin
+
+    def compile(self) -> Callable[P, None]:
+        """The function, and the functions of its module that it calls, as machine code."""
+        return _machine_code(self.function, {})  # type: ignore[no-any-return]
+
+
+def _machine_code(function: Any, done: dict[Any, Any]) -> Any:
+    """Compile a function with numba.
+
+    numba calls compiled functions only, so each function of the same module that ``function`` calls is compiled too
+    and takes its place among the global names.  Functions of other modules stay as they are: numba's cache on disk
+    would not notice that their file has changed.
+
+    Args:
+        function: Plain.
+        done: What is compiled already, by function; added to.
+    """
+    import numba
+
+    if function not in done:
+        known = function.__globals__
+        called = {n: known[n] for n in function.__code__.co_names if isinstance(known.get(n), FunctionType)}
+        helpers = {name: _machine_code(f, done) for name, f in called.items() if f.__module__ == function.__module__}
+        linked = FunctionType(function.__code__, {**known, **helpers}, function.__name__) if helpers else function
+        try:
+            done[function] = numba.njit(cache=True, nogil=True)(linked)
+        except RuntimeError:  # numba finds no folder for its cache
+            done[function] = numba.njit(nogil=True)(linked)
+    return done[function]
