@@ -34,18 +34,26 @@ class compiled(Generic[P]):  # noqa: N801  (a decorator)
             self._native(*args, **kwargs)
         elif compiled.spent_s > PATIENCE_S:
             self._native = self.compile()
-            self._native(*args, **kwargs)
+            try:
+                self._native(*args, **kwargs)
+            except (ImportError, AttributeError):  # on disk is what an earlier version of the package compiled
+                self._native = self.compile(keep=False)
+                self._native(*args, **kwargs)
         else:
             begin = time.perf_counter()
             self.function(*args, **kwargs)
             compiled.spent_s += time.perf_counter() - begin
 
-    def compile(self) -> Callable[P, None]:
-        """The function, and the functions of its module that it calls, as machine code."""
-        return _machine_code(self.function, {})  # type: ignore[no-any-return]
+    def compile(self, *, keep: bool = True) -> Callable[P, None]:
+        """The function, and the functions of its module that it calls, as machine code.
+
+        Args:
+            keep: Whether to take it from disk, and to keep it there.
+        """
+        return _machine_code(self.function, keep, {})  # type: ignore[no-any-return]
 
 
-def _machine_code(function: Any, done: dict[Any, Any]) -> Any:
+def _machine_code(function: Any, keep: bool, done: dict[Any, Any]) -> Any:
     """Compile a function with numba.
 
     numba calls compiled functions only, so each function of the same module that ``function`` calls is compiled too
@@ -54,6 +62,7 @@ def _machine_code(function: Any, done: dict[Any, Any]) -> Any:
 
     Args:
         function: Plain.
+        keep: As in ``compiled.compile``.
         done: What is compiled already, by function; added to.
     """
     import numba
@@ -61,10 +70,11 @@ def _machine_code(function: Any, done: dict[Any, Any]) -> Any:
     if function not in done:
         known = function.__globals__
         called = {n: known[n] for n in function.__code__.co_names if isinstance(known.get(n), FunctionType)}
-        helpers = {name: _machine_code(f, done) for name, f in called.items() if f.__module__ == function.__module__}
+        own = {name: f for name, f in called.items() if f.__module__ == function.__module__}
+        helpers = {name: _machine_code(f, keep, done) for name, f in own.items()}
         linked = FunctionType(function.__code__, {**known, **helpers}, function.__name__) if helpers else function
         try:
-            done[function] = numba.njit(cache=True, nogil=True)(linked)
+            done[function] = numba.njit(cache=keep, nogil=True)(linked)
         except RuntimeError:  # numba finds no folder for its cache
             done[function] = numba.njit(nogil=True)(linked)
     return done[function]

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.job import Job
+from stepsight.simulator.clock.codes import HOST, NUM_CLOCKS
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.clock.lanes import LANES, LaneDurations, LaneState, at_rest, run_lanes, unsigned
 from stepsight.simulator.clock.track_run import steady_state
 from stepsight.simulator.latency_model import LatencyModel
 from stepsight.simulator.lowering.lower import Lowered, lower
-from stepsight.simulator.lowering.segment import HOST, NUM_CLOCKS
 from stepsight.simulator.segment_store import SegmentStore, Unmeasured
 from stepsight.simulator.segment_timing import timer_of
 
@@ -151,7 +151,9 @@ def _after_optimizers(low: Lowered, paths: Floats, far: Floats | None, state: La
         entry[:, HOST] = np.where(waits, begin, entry[:, HOST])
         of_entry[:, HOST] = np.where(waits, of_begin, of_entry[:, HOST])
     finish, of_finish = _latest(
-        paths[:, :NUM_CLOCKS] + entry[:, None], (0.0 if far is None else far[:, :NUM_CLOCKS]) + of_entry[:, None], axis=2
+        paths[:, :NUM_CLOCKS] + entry[:, None],
+        (0.0 if far is None else far[:, :NUM_CLOCKS]) + of_entry[:, None],
+        axis=2,
     )
     flat = finish.shape[0] * finish.shape[1], finish.shape[2]
     return _latest(finish.reshape(flat), of_finish.reshape(flat), axis=0)

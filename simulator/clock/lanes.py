@@ -14,10 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.simulator.clock.engine import Floats, compiled
-from stepsight.simulator.clock.entries import COMPUTE, POST, WAIT, Entries
+from stepsight.simulator.clock.codes import HOST
+from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.clock.kernel import TOLERANCE, Indices, Steady
-from stepsight.simulator.lowering.segment import HOST
+from stepsight.simulator.compiling import compiled
+from stepsight.simulator.runtimes.entries import COMPUTE, POST, WAIT, Entries
 
 LANES = 8  # jobs that run together: a vector register or two, and their clocks stay in the nearest cache
 
@@ -229,9 +230,7 @@ def _all_move_on(now: _Period, before: _Period, clocks: Floats, ends: Floats) ->
     return True
 
 
-def _skip_lanes(
-    entries: Entries, state: LaneState, ends: Floats, steady: Steady, period: int, shift: _Period
-) -> None:
+def _skip_lanes(entries: Entries, state: LaneState, ends: Floats, steady: Steady, period: int, shift: _Period) -> None:
     """Let all periods from ``period`` on pass as the last one did; see ``kernel._skip``.
 
     Args:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.simulator.clock.engine import Floats, Ints, compiled
+from stepsight.simulator.clock.codes import RUN, SEND, WAIT
+from stepsight.simulator.clock.engine import Floats, Ints
 from stepsight.simulator.clock.event_run import (
     CLOCK,
     COMPUTATION,
@@ -24,7 +25,7 @@ from stepsight.simulator.clock.event_run import (
     TIMES,
     WHAT,
 )
-from stepsight.simulator.lowering.segment import RUN, SEND, WAIT
+from stepsight.simulator.compiling import compiled
 
 Longs = NDArray[np.int64]
 
@@ -90,9 +91,7 @@ class _Walk(NamedTuple):
 
 
 @compiled
-def run_many_events(
-    segments: SegmentList, store: PassageStore, has_host: bool, paths: Floats, outside: Floats
-) -> None:
+def run_many_events(segments: SegmentList, store: PassageStore, has_host: bool, paths: Floats, outside: Floats) -> None:
     """Find the longest paths through segments from each clock to each.
 
     Args:
@@ -169,7 +168,9 @@ def _walk_events(segments: SegmentList, at: int, store: PassageStore, has_host: 
                 pending_outside -= share * segments.sent_outside[work]
         else:
             work = first_sent + what
-            _send_one(events, row, event, (segments.sent[work], segments.launches[work], segments.sent_outside[work]), walk)
+            _send_one(
+                events, row, event, (segments.sent[work], segments.launches[work], segments.sent_outside[work]), walk
+            )
             if kind == SEND:
                 pending += share * segments.sent[work]
                 pending_outside += share * segments.sent_outside[work]

@@ -20,7 +20,7 @@ def test_a_loop_is_interpreted_until_all_together_took_long(monkeypatch: pytest.
 
     loops = [compiled(slow), compiled(slow)]
     for at, loop in enumerate(loops):
-        monkeypatch.setattr(loop, "compile", lambda at=at: lambda which: calls.append(10 * at + which))
+        monkeypatch.setattr(loop, "compile", lambda at=at, **_: lambda which: calls.append(10 * at + which))
     for which in (1, 2, 3, 4, 5):
         loops[0](which)
     loops[1](6)
@@ -45,3 +45,33 @@ def test_compiles_without_a_place_for_the_cache(monkeypatch: pytest.MonkeyPatch)
     x = np.ones(2)
     compiled(double).compile()(x)
     assert x.tolist() == [2.0, 2.0]
+
+
+def test_code_of_an_earlier_version_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept on disk may name modules that the package no longer has."""
+    njit = numba.njit
+
+    def stale(*args: object, **options: object) -> object:
+        if not options.pop("cache"):
+            return njit(*args, **options)
+
+        def load(*_: object) -> object:
+            def fail(*_: object) -> None:
+                raise ModuleNotFoundError("No module named 'stepsight.simulator.earlier'")
+
+            return fail
+
+        return load
+
+    monkeypatch.setattr(numba, "njit", stale)
+    monkeypatch.setattr(compiled, "spent_s", 1.0)
+
+    @compiled
+    def double(x: np.ndarray) -> None:
+        x *= 2
+
+    x = np.ones(2)
+    double(x)
+    assert x.tolist() == [2.0, 2.0]
+    double(x)
+    assert x.tolist() == [4.0, 4.0]
