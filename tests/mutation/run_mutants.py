@@ -43,11 +43,14 @@ KERNEL = "tests/simulator/clock/test_kernel.py"
 TRACK, RUNS = "tests/simulator/clock/test_track.py", "tests/simulator/clock/test_track_run.py"
 SIMULATE, RUNTIMES = "tests/simulator/test_simulate.py", "tests/simulator/runtimes/test_pipeline_runtimes.py"
 SEGMENTS = ("tests/simulator/test_segment_timing.py", "tests/simulator/lowering/test_segment.py")
-SCHEDULES = ("tests/dataset/schedules", "tests/simulator/schedules/test_find.py")
+SCHEDULES = (
+    "tests/simulator/schedules/test_find.py", "tests/simulator/schedules/test_torch.py",
+    "tests/simulator/schedules/test_csv_table.py", "tests/dataset/schedules",
+)  # fmt: skip
 # The tests of each module, those that fail soonest first.
 TESTS: dict[str, tuple[str, ...]] = {
     "simulator/clock/engine.py": ("tests/simulator/clock/test_engine.py", *SEGMENTS, SIMULATE),
-    "simulator/runtimes/entries.py": (TRACK, RUNTIMES, RUNS),
+    "simulator/runtimes/entries.py": ("tests/simulator/runtimes/test_entries.py", TRACK, RUNTIMES, RUNS),
     "simulator/clock/event_run.py": ("tests/simulator/clock/test_event_run.py", *SEGMENTS, SIMULATE),
     "simulator/clock/kernel.py": (KERNEL, RUNS, SIMULATE),
     "simulator/clock/track.py": (TRACK, RUNS, SIMULATE),
@@ -169,6 +172,8 @@ def _told_by_nobody(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation:
             nodes.append(node.annotation)
         if isinstance(node, ast.Raise | ast.JoinedStr):
+            nodes.append(node)
+        if isinstance(node, ast.keyword) and node.arg == "strict":  # of zip: lengths are equal
             nodes.append(node)
     ends = [(n.lineno, n.col_offset, n.end_lineno, n.end_col_offset) for n in nodes]  # type: ignore[attr-defined]
     return [((line, column), (end_line, end_column)) for line, column, end_line, end_column in ends]

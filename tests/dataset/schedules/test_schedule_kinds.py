@@ -10,7 +10,7 @@ import pytest
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.job import Job
 from stepsight.dataset.schedules import SCHEDULES, register_schedule
-from stepsight.dataset.schedules.base import BACKWARD, FORWARD, Schedule, ScheduleKind, loop_placement
+from stepsight.dataset.schedules.base import BACKWARD, FORWARD, Schedule, ScheduleKind, _count, loop_placement
 from stepsight.simulator.schedules import find_schedule
 from stepsight.testing import ScheduleContract
 from stepsight.training.predictor.prediction import predict
@@ -152,3 +152,18 @@ def test_a_schedule_whose_function_raises_is_an_error_of_the_job() -> None:
             predict(replace(job, parallel=replace(job.parallel, schedule="wrong")))
     finally:
         SCHEDULES.unregister("wrong")
+
+
+def test_actions_of_many_groups_are_counted_apart() -> None:
+    """Numbers of more than 16 bits that differ by 65536 are not the same group."""
+    groups = np.array([70000, 4464, 70000, 65535, 4464, 70000])
+    assert _count(groups).tolist() == [0, 0, 1, 0, 1, 2]
+    assert _count(groups % 65536).tolist() == [0, 1, 2, 0, 3, 4]
+
+
+def test_virtual_stages_that_built_in_schedules_allow() -> None:
+    found = {name: kind.virtual_stages for name, kind in SCHEDULES.items()}
+    assert found == {
+        "gpipe": (1, 1), "1f1b": (1, 1024), "looped-bfs": (1, 1024), "zb-h1": (1, 1), "interleaved-zb": (2, 1024),
+        "zbv": (2, 2), "dualpipev": (2, 2),
+    }  # fmt: skip

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepsight.dataset.errors import JobError
-from stepsight.simulator.clock.track import FIRST, LAST, MIDDLE, Track, find_track
+from stepsight.simulator.clock.track import FIRST, LAST, MIDDLE, Track, find_track, steady_state
 from stepsight.simulator.runtimes.entries import COMPUTE, POST
 from stepsight.simulator.schedules import BACKWARD, BACKWARD_WEIGHT, FORWARD
 
@@ -83,3 +83,42 @@ def test_entries_can_run_in_their_order(track: Track) -> None:
 def test_unknown_runtimes_are_refused() -> None:
     with pytest.raises(JobError, match="runtime must be one of asynchronous, torch, deepspeed, got 'magic'"):
         find_track("1f1b", 2, 2, 1, "magic")
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "micro_batches", "v", "runtime", "steady"),
+    [
+        # Of each micro-batch: 2 actions a stage, 6 messages between stages, each posted twice and waited for once.
+        ("1f1b", 4, 64, 1, "asynchronous", (59, 8 + 6 * 3, 59, 1)),
+        ("gpipe", 4, 64, 1, "asynchronous", (857, 8 + 6 * 3, 30, 1)),
+        ("zb-h1", 4, 64, 1, "asynchronous", (103, 12 + 6 * 3, 58, 1)),
+        ("zbv", 4, 64, 2, "asynchronous", (221, 24 + 12 * 3, 55, 1)),  # the way up and down turns within a stage
+        ("1f1b", 4, 64, 2, "asynchronous", (285, 4 * (16 + 14 * 3), 13, 1)),  # 4 micro-batches in turn
+        ("1f1b", 4, 64, 1, "torch", (73, 8 + 6 * 4, 59, 1)),  # which waits for its sends too
+        ("1f1b", 2, 11, 1, "asynchronous", (14, 4 + 2 * 3, 8, 1)),
+        ("1f1b", 2, 10, 1, "asynchronous", (0, 0, 0, 0)),  # less than 8 periods are not looked for
+        ("1f1b", 1, 8, 1, "asynchronous", (0, 0, 0, 0)),
+    ],
+)
+def test_what_repeats(
+    name: str, stages: int, micro_batches: int, v: int, runtime: str, steady: tuple[int, int, int, int]
+) -> None:
+    """First entry, entries of a period, periods, and after how many periods the latest message is waited for."""
+    assert tuple(steady_state(find_track(name, stages, micro_batches, v, runtime))) == steady
+
+
+@pytest.mark.parametrize(("name", "v"), SCHEDULES)
+@pytest.mark.parametrize("micro_batches", [8, 64])
+def test_periods_are_alike(name: str, v: int, micro_batches: int) -> None:
+    """An entry of a period does what the one a period later does, to a later micro-batch or message."""
+    track = find_track(name, 4, micro_batches, v)
+    first, length, periods, _ = steady_state(track)
+    op, stage, item, side = (
+        field[first : first + length * periods].reshape(periods, length) for field in track.entries
+    )
+    for field in (op, stage, side):
+        assert (field == field[:1]).all()
+    actions = np.where(op == COMPUTE, item, track.source[np.where(op == COMPUTE, 0, item)])
+    assert (track.part[actions] == track.part[actions][:1]).all()
+    assert (track.kind[actions] == track.kind[actions][:1]).all()
+    assert (np.diff(track.micro_batch[actions], axis=0) > 0).all()

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.errors import JobError
-from stepsight.dataset.hardware import Hardware, find_hardware
+from stepsight.dataset.hardware import HARDWARE, Hardware, find_hardware
 from stepsight.dataset.job import Job
 from stepsight.dataset.specs import OtherDevices
 from stepsight.simulator.memory import estimate_memory
+from stepsight.simulator.memory.devices import smallest_devices
 from tests.simulator.conftest import JobMaker
 
 SMALL = "a100-sxm-40gb"
@@ -66,3 +67,19 @@ def test_without_a_pipeline(make_job: JobMaker, gpu: Hardware) -> None:
 def test_unknown_devices(job: Job, gpu: Hardware) -> None:
     with pytest.raises(JobError, match="got 'abacus': nothing is known of it"):
         estimate_memory(mixed(job, 1, hardware="abacus"), gpu)
+
+
+@pytest.mark.parametrize(
+    ("reserved", "fragmentation", "smaller"), [(37.4e9, 0.0, False), (37.6e9, 0.0, True), (0.0, 0.9, True)]
+)
+def test_the_smallest_has_the_least_room_for_tensors(
+    job: Job, gpu: Hardware, reserved: float, fragmentation: float, smaller: bool
+) -> None:
+    """``(memory - reserved) / (1 + fragmentation)``: a device with more memory can have less room."""
+    small = find_hardware(SMALL)
+    assert small is not None
+    bare = replace(small, name="bare", reserved_bytes=0.0, fragmentation=0.0)  # 42.5 GB
+    device = replace(gpu, memory_bytes=80e9, reserved_bytes=reserved, fragmentation=fragmentation)
+    with HARDWARE.registered("bare", bare):
+        first, second = smallest_devices(mixed(job, 0, hardware="bare"), device)
+    assert second is device and first is (device if smaller else bare)

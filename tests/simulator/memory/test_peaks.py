@@ -73,3 +73,62 @@ def test_gathered_parameters_stay_from_the_first_forward_on() -> None:
     assert find_peaks(schedule, sizes)[:, MOMENT].tolist() == [110, 110]
     sizes[:, 0, 7] = 0
     assert find_peaks(schedule, sizes)[:, MOMENT].tolist() == [100, 100]
+
+
+# Sizes of one chunk, all different, so that any other sum is another number.
+SIZES = {
+    "kept": 1000, "left": 100, "deferred": 600, "grown": 50, "forward": 2000, "backward": 3000, "backward_first": 3500,
+    "gathered": 7, "weight": 900,
+}  # fmt: skip
+
+
+def one_stage(*actions: tuple[int, int], **sizes: float) -> list[float]:
+    """The peak of a stage of one chunk that runs ``(kind, micro-batch)`` in turn."""
+    rows = np.array([(kind, micro, 0) for kind, micro in actions], dtype=np.int32)
+    schedule = Schedule((rows,), 1 + int(rows[:, 1].max()), np.zeros((1, 2), dtype=np.int32))
+    values = {**SIZES, **sizes}
+    assert list(values) == list(SIZES)
+    return find_peaks(schedule, np.array([[list(values.values())]], dtype=np.float64))[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("actions", "sizes", "moment", "there", "grown", "flying", "kind"),
+    [
+        # The second forward: the first one's activations and what it left stay.
+        ([(0, 0), (0, 1)], {}, 1100 + 2000, 2200, 0, 2, 0),
+        # The first backward needs more than later ones; what forward left stays after it.
+        ([(0, 0), (1, 0)], {}, 100 + 3500, 1100, 0, 1, 1),
+        # The second backward: the first one's gradients have grown.
+        ([(0, 0), (1, 0), (0, 1), (1, 1)], {"backward": 9000}, 200 + 9000 + 50, 1200, 50, 1, 1),
+        # Gradients of parameters: what was deferred goes, the first time they grow.
+        ([(0, 0), (2, 0), (3, 0)], {"weight": 9000}, 100 + 9000 + 50, 700, 0, 1, 3),
+        ([(0, 0), (2, 0), (3, 0), (0, 1), (2, 1), (3, 1)], {"weight": 9000}, 200 + 9000 + 50, 800, 50, 1, 3),
+        # A split backward never pays for what grows: that comes with the parameters' gradients.
+        ([(0, 0), (2, 0)], {"backward_first": 99999}, 100 + 3000, 1100, 0, 1, 2),
+        # What a split backward defers may be more than its own peak.
+        ([(0, 0), (2, 0)], {"deferred": 5000}, 100 + 5000, 5100, 0, 1, 2),
+    ],
+)
+def test_moments_by_hand(
+    actions: list[tuple[int, int]],
+    sizes: dict[str, float],
+    moment: float,
+    there: float,
+    grown: float,
+    flying: int,
+    kind: int,
+) -> None:
+    """Gathered parameters are part of a chunk's own peaks, but of those of what is deferred and of weights."""
+    more = 7 if kind == 3 or sizes.get("deferred") else 0
+    assert one_stage(*actions, **{**sizes, "gathered": 0}) == [moment, there, grown, flying, kind]
+    assert one_stage(*actions, **sizes)[0] == moment + more
+
+
+def test_another_chunks_gathered_parameters_stay() -> None:
+    """Each chunk's come with its first forward and are there while the other runs."""
+    rows = np.array([(0, 0, 0), (0, 0, 1), (1, 0, 1), (1, 0, 0)], dtype=np.int32)
+    schedule = Schedule((rows,), 1, np.array([[0, 0], [0, 1]], dtype=np.int32))
+    sizes = np.zeros((1, 2, 9))
+    sizes[0, :, 4] = 10.0, 100.0
+    sizes[0, :, 7] = 3.0, 20.0
+    assert find_peaks(schedule, sizes)[0, MOMENT] == 100.0 + 3.0

@@ -32,6 +32,13 @@ def test_what_is_written_is_read(tmp_path: Path, name: str, v: int) -> None:
     assert len(track(again, "torch").entries.op) == len(track(again).entries.op) + again_sends(again)
 
 
+def test_without_pairs_nothing_is_fused(tmp_path: Path) -> None:
+    """As built-in schedules have it: one array for each rank where there are pairs, else none."""
+    for name, ranks in (("dualpipev", 4), ("zbv", 0)):
+        write_schedule(find_schedule(name, 4, 8, 2), tmp_path / "schedule.csv")
+        assert len(read_schedule(tmp_path / "schedule.csv").fused) == ranks
+
+
 def again_sends(schedule: Schedule) -> int:
     """Torch waits for its sends as well."""
     return len(track(schedule).source)

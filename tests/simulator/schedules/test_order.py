@@ -59,6 +59,49 @@ def test_actions_out_of_range_are_refused() -> None:
         order_actions(schedule)
 
 
+@pytest.mark.parametrize("row", [(-1, 0, 0), (4, 0, 0), (0, -1, 0), (0, 1, 0), (0, 0, -1), (0, 0, 1)])
+def test_the_action_that_is_out_of_range_is_named(row: tuple[int, int, int]) -> None:
+    """Behind one that is right; and a chunk that only another stage holds is as wrong as one that none holds."""
+    right = [(FORWARD, 0, 0), (BACKWARD, 0, 0)]
+    actions = tuple(np.array(rows, dtype=np.int32) for rows in (right, [*right[:1], row, *right[1:]]))
+    for placement in ([[0, 0], [1, 0]], [[0, 0], [1, 0], [0, 1]]):
+        schedule = Schedule(actions, 1, np.array(placement, dtype=np.int32))
+        with pytest.raises(JobError, match=rf"got \({row[0]}, {row[1]}, {row[2]}\) on stage 1$"):
+            order_actions(schedule)
+
+
+def test_what_is_repeated_is_named_where_it_is() -> None:
+    twice = [(FORWARD, 0), (BACKWARD, 0), (FORWARD, 1), (BACKWARD, 1), (BACKWARD, 1)]
+    with pytest.raises(JobError, match="got 1 F, 2 B, 0 I, 0 W for part 0, micro-batch 1$"):
+        order_actions(table(twice))
+
+
+def test_a_weight_gradient_waits_for_its_input_gradient() -> None:
+    with pytest.raises(JobError, match="stage 0 at W0 of part 0 waits for I0 of part 0$"):
+        order_actions(table([(FORWARD, 0), (BACKWARD_WEIGHT, 0), (BACKWARD_INPUT, 0)]))
+
+
+def test_what_actions_need_is_where_it_is() -> None:
+    """Indices of what each needs, -1 for what needs nothing."""
+    order = order_actions(
+        table([(FORWARD, 0), (BACKWARD_INPUT, 0), (BACKWARD_WEIGHT, 0)], [(FORWARD, 0), (BACKWARD, 0)])
+    )
+    names = [order.name(at) for at in range(len(order))]
+    found = {name: (order.source[at], order.own[at]) for at, name in enumerate(names)}
+    at = {name: index for index, name in enumerate(names)}
+    assert found == {
+        "F0 of part 0": (-1, -1),
+        "F0 of part 1": (at["F0 of part 0"], -1),
+        "B0 of part 1": (-1, at["F0 of part 1"]),
+        "I0 of part 0": (at["B0 of part 1"], at["F0 of part 0"]),
+        "W0 of part 0": (-1, at["I0 of part 0"]),
+    }
+    assert [order.by_stage[order.first[stage] : order.first[stage + 1]].tolist() for stage in range(2)] == [
+        [at["F0 of part 0"], at["I0 of part 0"], at["W0 of part 0"]],
+        [at["F0 of part 1"], at["B0 of part 1"]],
+    ]
+
+
 def test_split_backwards_are_understood() -> None:
     """Zero-bubble tables: the weight gradient comes any time after the input's."""
     split = [(FORWARD, 0), (BACKWARD_INPUT, 0), (BACKWARD_WEIGHT, 0)]
