@@ -62,7 +62,8 @@ crash: .venv/.installed
 	CRASH_POINTS=all $(BIN)/python -m pytest -s tests/crash
 
 invariants: .venv/.installed
-	INVARIANT_JOBS=$(JOBS_TRIED) $(BIN)/python -m pytest tests/simulator/test_invariants.py
+	INVARIANT_JOBS=$(JOBS_TRIED) $(BIN)/python -m pytest tests/simulator/test_invariants.py \
+		tests/training/shipped/test_small_steps.py
 
 # Apart from CI, and so apart from the lock: cosmic-ray brings ten packages that nothing else needs.
 mutants: .venv/.installed

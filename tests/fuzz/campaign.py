@@ -57,7 +57,9 @@ def _campaign(name: str, seed: int, seconds: float, most: int) -> int:
             found = Path(folder) / FOUND
             if found.exists():
                 return failures + int(found.read_text())
-            (tried,) = (int(path.name) for path in Path(folder).iterdir() if path.is_dir())
+            tried = max((int(path.name) for path in Path(folder).iterdir() if path.is_dir()), default=-1)
+            if tried < 0:
+                raise RuntimeError(f"the process of {name} ended with {process.exitcode} before its first input")
             kept = _keep(name, f"{seed}-{tried}", (Path(folder) / LAST).read_bytes())
             first, failures = tried + 1, failures + 1
             print(f"FAILED {kept}\nthe process ended with {process.exitcode}", flush=True)

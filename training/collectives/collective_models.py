@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.caching import Memo
-from stepsight.dataset.hardware import Fabric
+from stepsight.dataset.hardware import Fabric, Link
 from stepsight.dataset.op import COLLECTIVE_KINDS, Collective
 from stepsight.dataset.physics import alpha_beta_seconds
 from stepsight.features.collective_features import (
@@ -22,7 +24,7 @@ from stepsight.features.collective_features import (
     collective_terms,
 )
 from stepsight.features.nccl_features import OVERLAPPING as NCCL_OVERLAPPING
-from stepsight.features.nccl_features import nccl_features, nccl_position, nccl_terms, tree_terms
+from stepsight.features.nccl_features import nccl_features, nccl_position, nccl_terms, seconds_within, tree_terms
 from stepsight.training.collectives.between_nodes import BetweenNodes, place
 from stepsight.training.collectives.size_curves import KNOTS, never_falling, read_curve
 from stepsight.training.regression.fitted_physics import Bounds
@@ -54,6 +56,9 @@ TREE_SHARE = (
     0.92  # part of a ring's bandwidth that NCCL's own tuning credits its trees with (its graph/tuning.cc, 2.18)
 )
 
+SHORTEST_S = 1e-8  # on links; positions of what is shorter may be rounded up
+_UNIT = Fabric("1 GB/s", Link(1e9, 0.0), Link(1e9, 0.0))
+
 
 def label_of(collective: Collective) -> str:
     """Kind and whether nodes are crossed: the two differ in every constant."""
@@ -61,21 +66,40 @@ def label_of(collective: Collective) -> str:
 
 
 def collective_rows(
-    collectives: Sequence[Collective], fabrics: Sequence[Fabric], *, nccl: bool = False
+    collectives: Sequence[Collective],
+    fabrics: Sequence[Fabric],
+    *,
+    nccl: bool = False,
+    measured: Mapping[str, float] = MappingProxyType({}),
 ) -> SignatureRows:
-    """Collectives, each on its fabric, as the regressor's rows; see ``CollectiveModel.nccl``."""
+    """Collectives, each on its fabric, as the regressor's rows.
+
+    Args:
+        collectives, fabrics: One row each.
+        nccl: See ``CollectiveModel.nccl``.
+        measured: Bandwidth of the links within a node by label, where what was learned knows a single one.  Physics
+            alone then says what another bandwidth changes: trees would make a step of it, up or down.
+    """
     pairs = list(zip(collectives, fabrics, strict=True))
     labels = tuple(label_of(c) for c in collectives)
+    learned = [_on_links_of(fabric, measured.get(label)) for label, fabric in zip(labels, fabrics, strict=True)]
     terms_of, position_of = (nccl_terms, nccl_position) if nccl else (collective_terms, collective_position)
     return SignatureRows(
         labels,
         labels,
         np.array([terms_of(c, f) for c, f in pairs], float).reshape(len(pairs), len(COLLECTIVE_TERMS)),
         np.ones(len(collectives)),
-        tuple(position_of(c, f) for c, f in pairs),
-        (nccl_features if nccl else collective_features)(collectives, fabrics),
+        tuple(position_of(c, f) for c, f in zip(collectives, learned, strict=True)),
+        (nccl_features if nccl else collective_features)(collectives, learned),
         COLLECTIVE_FEATURES,
     )
+
+
+def _on_links_of(fabric: Fabric, bandwidth_bytes_per_s: float | None) -> Fabric:
+    """The fabric with links of this bandwidth within a node; itself if that is ``None`` or its own."""
+    if bandwidth_bytes_per_s in (None, fabric.intra_node.bandwidth_bytes_per_s):
+        return fabric
+    return replace(fabric, intra_node=replace(fabric.intra_node, bandwidth_bytes_per_s=bandwidth_bytes_per_s))
 
 
 def _curve_memo() -> Memo[Any, Array]:
@@ -145,7 +169,7 @@ class CollectiveModel:
         if not collectives:
             return np.zeros(0)
         asked, longer = zip(*map(self._within_sizes, collectives), strict=True)
-        rows = collective_rows(asked, [fabric] * len(collectives), nccl=self.nccl)
+        rows = collective_rows(asked, [fabric] * len(collectives), nccl=self.nccl, measured=self._bandwidths)
         seconds = self.regressor.seconds_left_out(rows) if self.left_out else self.regressor.seconds(rows)
         for index in np.flatnonzero(np.isnan(seconds)).tolist():
             seconds[index] = alpha_beta_seconds(asked[index], fabric)
@@ -154,6 +178,27 @@ class CollectiveModel:
             for index, collective in enumerate(collectives):
                 seconds[index] = min(seconds[index], self._tree_seconds(collective, fabric))
         return seconds
+
+    @cached_property
+    def _bandwidths(self) -> dict[str, float]:
+        """Bandwidth of the links within a node that NCCL was measured on, by label; labels with several have none.
+
+        A neighbour's position holds how long a collective is on its links, which tells their bandwidth.
+        """
+        found = {}
+        for label, near in self.regressor.neighbours.items():
+            kind, _, where = label.partition("/")
+            if not self.nccl or where != "intra":
+                continue
+            sizes = np.exp(near.positions)
+            known = sizes[sizes[:, 3] > SHORTEST_S]
+            sent = [
+                1e9 * seconds_within(Collective(kind, round(n), round(g), round(g)), _UNIT) / seconds
+                for n, g, _, seconds, _ in known.tolist()
+            ]
+            if sent and max(sent) < 1.01 * min(sent):
+                found[label] = float(f"{np.median(sent):.5g}")
+        return found
 
     def _within_sizes(self, collective: Collective) -> tuple[Collective, float]:
         """NCCL's bandwidth stays what it is at the largest size that was measured: that size, and how often it goes."""

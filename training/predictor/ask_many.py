@@ -115,7 +115,9 @@ class _Group(NamedTuple):
             times = simulate_many(jobs, latency)
             return times.seconds, np.zeros(len(jobs))
         crowded = bool(latency.outside(())[0])
-        times = simulate_many(jobs, latency, None if crowded else lambda works: list(map(bool, latency.outside(works)[1])))
+        times = simulate_many(
+            jobs, latency, None if crowded else lambda works: list(map(bool, latency.outside(works)[1]))
+        )
         share = np.ones(len(jobs)) if crowded else np.minimum(1.0, times.outside / np.maximum(times.seconds, 1e-12))
         return times.seconds, share
 
