@@ -14,10 +14,10 @@ from typing import Any, BinaryIO
 
 MAGIC = b"PAR1"
 MOST_FOOTER = 4 * 2**20  # bytes; of tables with thousands of columns and row groups
-DEEPEST = 32  # structures within each other; Parquet's own have about six
+DEEPEST = 32  # structures and lists within each other; Parquet's own have about ten
 _ROWS, _GROUPS = 3, 4  # fields of FileMetaData
 _CHUNKS, _META, _VALUES, _SIZE = 1, 3, 5, 6  # of RowGroup, of ColumnChunk, and two of ColumnMetaData
-_TRUE, _FALSE, _BYTE, _INTEGERS, _DOUBLE, _BINARY, _LISTS, _MAP, _STRUCT = 1, 2, 3, (4, 5, 6), 7, 8, (9, 10), 11, 12
+_TRUE, _FALSE, _BYTE, _INTEGERS, _DOUBLE, _BINARY, _LISTS, _STRUCT = 1, 2, 3, (4, 5, 6), 7, 8, (9, 10), 12
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,7 @@ class _Compact:
 
     def structure(self) -> dict[int, Any]:
         """Return fields by their number."""
-        self._depth += 1
-        if self._depth > DEEPEST:
-            raise ValueError(f"structures of a Parquet footer must be nested at most {DEEPEST} deep")
+        self._enter()
         fields: dict[int, Any] = {}
         number = 0
         while header := self._byte():
@@ -89,14 +87,18 @@ class _Compact:
         if kind in _LISTS:
             header = self._byte()
             count = self._unsigned() if header >> 4 == 15 else header >> 4
-            return [self._value(header & 15) for _ in range(count)]
-        if kind == _MAP:
-            count = self._unsigned()
-            kinds = self._byte() if count else 0
-            return [(self._value(kinds >> 4), self._value(kinds & 15)) for _ in range(count)]
+            self._enter()
+            values = [self._value(header & 15) for _ in range(count)]
+            self._depth -= 1
+            return values
         if kind == _STRUCT:
             return self.structure()
         raise ValueError(f"a Parquet footer has no values of type {kind}")
+
+    def _enter(self) -> None:
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise ValueError(f"structures of a Parquet footer must be nested at most {DEEPEST} deep")
 
     def _byte(self) -> int:
         value = self._data[self._at]

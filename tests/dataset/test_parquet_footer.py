@@ -52,6 +52,8 @@ def test_it_states_what_pyarrow_finds(options: dict[str, object]) -> None:
         _footer(b"\x19\xfc" + b"\xff" * 9 + b"\x01"),
         _footer(b"\x15" + b"\xff" * 11),
         _footer(b"\x18\xff\xff\xff\x0f"),
+        _footer(b"\x19" * 5000),
+        _footer(b"\x1b\xff"),
         _footer(b"\x1f"),
         b"\xff\xff\xff\x7f" + MAGIC,
     ],
