@@ -19,6 +19,7 @@ from stepsight.dataset.harness.emulation import stand_in
 from stepsight.dataset.harness.models.parallel import Training
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.harness.ranks import gather
+from tests.busy_machines import retried
 
 CPU = torch.device("cpu")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
@@ -120,6 +121,7 @@ def test_collectives_do_what_concerns_this_rank() -> None:
         assert received.equal(first)
 
 
+@retried
 def test_collectives_follow_one_another_without_holding_up_who_issues() -> None:
     """Two sums on one link take twice as long as one; a message takes its own link beside them."""
     tensor = torch.zeros(250_000)  # a million bytes
@@ -136,8 +138,8 @@ def test_collectives_follow_one_another_without_holding_up_who_issues() -> None:
         again = time.perf_counter()
         assert [future.wait()[0].shape for future in futures] == [tensor.shape] * 2
         took = time.perf_counter() - again
-    assert issued < 0.04
-    assert ends == pytest.approx([0.05, 0.05, 0.05, 0.1], abs=0.03)
+    assert issued < 0.04  # less than one of them takes
+    assert all(0.04 < end < 0.09 for end in ends[:3]) and 0.09 < ends[3] < 0.15
     assert 0.08 < took < 0.15
 
 
@@ -175,6 +177,7 @@ class _Layer(torch.nn.Module):
         return _Slow.apply(x) + self.weight.mean()
 
 
+@retried
 def test_ddp_hides_communication_behind_backward_until_there_is_too_much_of_it() -> None:
     """The step is flat while gradients are reduced beside the computation, and then grows with slope 1."""
 
@@ -189,5 +192,7 @@ def test_ddp_hides_communication_behind_backward_until_there_is_too_much_of_it()
                 found.append(time.perf_counter() - begin)
             return min(found[2:])
 
-    seconds = [step_s(each) for each in (1e-6, 0.04, 0.16, 0.24)]
-    assert seconds == pytest.approx([0.08, 0.08, 0.16, 0.24], abs=0.025)
+    none, some, much, more = (step_s(each) for each in (1e-6, 0.04, 0.16, 0.24))
+    assert none > 0.07 and some - none < 0.03  # 0.04 more if it were not hidden
+    assert 0.15 < much < 0.21  # 0.24 if it were not hidden
+    assert 0.05 < more - much < 0.11
