@@ -289,7 +289,8 @@ def _pipeline(rules: Rules, job: JobTables) -> None:
     total = sum(p.stage_layers)
     rules.require(
         total == layers and min(p.stage_layers) >= 0,
-        f"stage_layers must be >= 0 and add up to {layers}, got {min(p.stage_layers)} at least and {total} in sum",
+        f"stage_layers must be >= 0 and add up to {layers}, got {min(p.stage_layers)!s:.80} at least and "
+        f"{total!s:.80} in sum",
     )
 
 

@@ -78,7 +78,8 @@ def mutated_tree(rng: random.Random, tree: Any, times: int = 0) -> Any:
             holder[rng.choice(("", "name", "source", f"{key} ", str(key).upper(), "zz"))] = odd_value(rng)
         elif isinstance(holder[key], int | float) and not isinstance(holder[key], bool):
             factor = rng.choice((-1, 0, 2, 3, 10, 1e3, 1e6, 1e-3, 1e-9, 1e12))
-            holder[key] = holder[key] * (int(factor) if isinstance(holder[key], int) and factor >= 1 else factor)
+            whole = isinstance(holder[key], int) and (factor >= 1 or abs(holder[key]) > 1e300)
+            holder[key] = holder[key] * (int(factor) if whole else factor)
         else:
             holder[key] = [holder[key]] if rng.random() < 0.5 else str(holder[key])
     return tree
