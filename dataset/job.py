@@ -220,7 +220,7 @@ class Job:
         """
         path = Path(path)
         if path.suffix not in (".toml", ".json"):
-            raise JobError(f"a job file ends in .toml or .json, got {str(path)!r:.80}")
+            raise JobError(f"a job file ends in .toml or .json, got {str(path)!r:.80}: read_configs reads other files")
         try:
             toml = path.suffix == ".toml"
             tables = read_toml(path, "utf-8-sig") if toml else parse_json(read_text(path, "utf-8-sig", MOST_TABLES))

@@ -5,7 +5,8 @@
 Prediction(21.25 s, 19.12 to 23.62 s, 26.4 GB, gpt3-175b on 1024 x a100-sxm-80gb)
 
 Ask with ``predict``, ``predict_many`` and ``search``; learn with ``train`` and ``calibrate``; compare predictions with
-measured runs with ``evaluate``.  ``help`` of each shows its arguments and an example.
+measured runs with ``evaluate``; take jobs from configurations of training frameworks with ``read_configs``, and write
+them with ``write_config``.  ``help`` of each shows its arguments and an example.
 
 A job is a ``Job``, the tables of one as a dict, or the path of a job file; ``Job`` is made of ``ModelSpec``,
 ``ParallelSpec``, ``BatchSpec``, ``OptimizerSpec`` and ``ClusterSpec`` (with ``Straggler``, ``SlowLink`` and
@@ -22,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stepsight.dataset.caching import clear_caches
+    from stepsight.dataset.configs.config_job import ConfigJob, read_configs
+    from stepsight.dataset.configs.writers import write_config
     from stepsight.dataset.errors import (
         CollectError,
         JobError,
@@ -48,6 +51,7 @@ __all__ = [
     "Choice",
     "ClusterSpec",
     "CollectError",
+    "ConfigJob",
     "Evaluation",
     "Job",
     "JobError",
@@ -70,13 +74,17 @@ __all__ = [
     "evaluate",
     "predict",
     "predict_many",
+    "read_configs",
     "search",
     "train",
+    "write_config",
 ]
 
 # Modules are imported when a name of theirs is first used, so that ``import stepsight`` takes milliseconds.
 _MODULES = {
     "dataset.caching": ("clear_caches",),
+    "dataset.configs.config_job": ("ConfigJob", "read_configs"),
+    "dataset.configs.writers": ("write_config",),
     "dataset.errors": ("CollectError", "JobError", "PredictorError", "StepsightError", "TableError", "TraceError"),
     "dataset.job": ("BatchSpec", "ClusterSpec", "Job", "ModelSpec", "OptimizerSpec", "ParallelSpec"),
     "dataset.specs": ("OtherDevices", "SlowLink", "Straggler"),

@@ -65,6 +65,17 @@ def _job_file(path: Path, draft: Draft, given: Given) -> None:
             draft.map(f"{section}.{key}", value, "job file")
 
 
+def is_job_file(path: Path) -> bool:
+    """Whether a file is to be read as a job file: all TOML and JSON that is no other framework's configuration."""
+    if path.suffix not in (".toml", ".json"):
+        return False
+    try:
+        tables = read_tables(path)
+    except JobError:
+        return True  # who reads it says what is wrong
+    return not any(fits(tables) for name, (fits, _) in _TABLES.items() if name != "job") or is_job(tables)
+
+
 def _words_file(path: Path, draft: Draft, given: Given) -> None:
     """A shell script, or a file of arguments."""
     text = read_source(path)

@@ -8,11 +8,14 @@ from typing import Annotated
 import typer
 
 from stepsight.dataset.errors import StepsightError
+from stepsight.verbs.config_options import read_job
 from stepsight.verbs.options import (
     SCHEDULE,
     TIMELINE,
     FrameworkName,
+    HardwareName,
     Json,
+    Nodes,
     PredictorPath,
     Storage,
     Trials,
@@ -28,7 +31,10 @@ from stepsight.verbs.options import (
 
 def predict_command(
     context: typer.Context,
-    jobs: Annotated[list[Path], typer.Argument(parser=path, help="Job files (.toml or .json).")],
+    jobs: Annotated[
+        list[Path],
+        typer.Argument(parser=path, help="Job files, or configurations of training frameworks (see `stepsight job`)."),
+    ],
     *,
     predictor: PredictorPath = None,
     timeline: Annotated[
@@ -41,6 +47,8 @@ def predict_command(
         typer.Option(parser=path, help="Write the pipeline schedule here, as torch's table of actions. One job only."),
     ] = None,
     framework: FrameworkName = "",
+    hardware: HardwareName = "",
+    nodes: Nodes = None,
     as_json: Json = False,
 ) -> None:
     """Predict iteration time, interval, breakdown and memory of jobs.
@@ -50,7 +58,6 @@ def predict_command(
         stepsight predict examples/gpt3-175b-1024.toml --timeline timeline.json
     """
     from stepsight.dataset.files import new_file
-    from stepsight.dataset.job import Job
     from stepsight.experiments.reports.verb_reports import prediction_report
     from stepsight.simulator.schedules import write_schedule
     from stepsight.training.predictor.prediction import predict
@@ -65,7 +72,7 @@ def predict_command(
         if wanted is not None:
             check_result(name, wanted, kind)
     loaded = load(predictor)
-    read = [Job.from_file(path, framework) for path in jobs]
+    read = [read_job(path, framework, hardware, nodes) for path in jobs]
     predictions = [predict(job, loaded) for job in read]
     reports = [prediction_report(job, prediction) for job, prediction in zip(read, predictions, strict=True)]
     if timeline is not None:
@@ -78,9 +85,11 @@ def predict_command(
 
 
 def explain_command(
-    job: Annotated[Path, typer.Argument(parser=path, help="Job file (.toml or .json).")],
+    job: Annotated[Path, typer.Argument(parser=path, help="Job file, or a training framework's configuration.")],
     predictor: PredictorPath = None,
     framework: FrameworkName = "",
+    hardware: HardwareName = "",
+    nodes: Nodes = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 10,
     as_json: Json = False,
 ) -> None:
@@ -90,20 +99,24 @@ def explain_command(
 
         stepsight explain examples/gpt3-175b-1024.toml
     """
-    from stepsight.dataset.job import Job
     from stepsight.experiments.reports.verb_reports import explanation_report
     from stepsight.training.predictor.prediction import predict
 
-    read = Job.from_file(job, framework)
+    read = read_job(job, framework, hardware, nodes)
     report = explanation_report(read, predict(read, load(predictor)), top)
     answer(report, report.pop("text"), as_json)
 
 
 def search_command(
-    job: Annotated[Path, typer.Argument(parser=path, help="Job file: its model, global batch and cluster are kept.")],
+    job: Annotated[
+        Path,
+        typer.Argument(parser=path, help="Job file or configuration: its model, global batch and cluster are kept."),
+    ],
     *,
     predictor: PredictorPath = None,
     framework: FrameworkName = "",
+    hardware: HardwareName = "",
+    nodes: Nodes = None,
     space: Annotated[
         str,
         typer.Option(
@@ -146,7 +159,6 @@ def search_command(
 
         stepsight search examples/gpt3-175b-1024.toml --plot search.png
     """
-    from stepsight.dataset.job import Job
     from stepsight.experiments.reports.plots import plot_search
     from stepsight.experiments.reports.search_report import search_report
     from stepsight.experiments.search.search import search
@@ -154,7 +166,7 @@ def search_command(
     check_plot(plot)
     if study is not None and storage is None:
         raise StepsightError(f"a study is kept in a storage: --study {study!r:.80} needs --storage")
-    read = Job.from_file(job, framework)
+    read = read_job(job, framework, hardware, nodes)
     loaded = load(predictor)
     tell, evaluated = progress("strategies"), 0
 

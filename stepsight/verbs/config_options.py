@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from stepsight.dataset.errors import StepsightError
 
 if TYPE_CHECKING:
     from stepsight.dataset.configs.drafts import Given
+    from stepsight.dataset.job import Job
+
+_TOLD = ("cluster.hardware", "cluster.nodes", "batch.global_batch", "model.seq_len", "model.vocab")
 
 
 def given_of(
@@ -35,6 +42,38 @@ def given_of(
     values |= {key: value for key, value in stated.items() if value is not None}
     values |= {key: _value(text) for key, text in (_pair("--set", pair) for pair in given)}
     return Given(values=values, variables=dict(_pair("--define", pair) for pair in define), pick=pick)
+
+
+def read_job(path: Path, framework: str = "", hardware: str = "", nodes: int | None = None) -> Job:
+    """Read a job from a job file, or from the configuration of a training framework.
+
+    What a configuration leaves open is assumed, and said on stderr.
+
+    Raises:
+        StepsightError: If the file is neither, or holds no whole job.
+    """
+    from stepsight.dataset.configs.config_job import read_configs
+    from stepsight.dataset.configs.formats import is_job_file
+    from stepsight.dataset.job import Job
+
+    if is_job_file(path):
+        job = Job.from_file(path, framework)
+        return job if not hardware and nodes is None else _moved(job, hardware, nodes)
+    read = read_configs([path], given_of(hardware, nodes, framework=framework))
+    job = read.job
+    assumed = ", ".join(f"{key} = {read.assumed[key]}" for key in _TOLD if key in read.assumed)
+    told = f"{path}: read as {read.formats[0]}; assumed {assumed or 'nothing of weight'}: `stepsight job` lists all"
+    typer.echo(told, err=True)
+    return job
+
+
+def _moved(job: Job, hardware: str, nodes: int | None) -> Job:
+    """The job on other devices; what other devices need of the fabric and of replicas is worked out anew."""
+    cluster = replace(job.cluster, hardware=hardware or job.cluster.hardware, nodes=nodes or job.cluster.nodes)
+    if hardware and hardware != job.cluster.hardware:
+        cluster = replace(cluster, fabric="")
+    same = cluster.num_devices == job.cluster.num_devices
+    return replace(job, cluster=cluster, parallel=job.parallel if same else replace(job.parallel, dp=0, dp_shard=0))
 
 
 def _pair(option: str, text: str) -> tuple[str, str]:

@@ -69,6 +69,10 @@ FrameworkName = Annotated[
         "place of the file's own `framework`.",
     ),
 ]
+HardwareName = Annotated[
+    str, typer.Option(help="Name of the devices, in place of the file's: configurations of frameworks state none.")
+]
+Nodes = Annotated[int | None, typer.Option(min=1, help="Number of nodes, in place of the file's.")]
 
 
 def answer(value: dict[str, Any], text: str, as_json: bool) -> None:

@@ -1,0 +1,84 @@
+"""``stepsight job``, and verbs that take configurations of training frameworks."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import stepsight
+from stepsight.cli import app
+from stepsight.dataset.job import Job
+
+SCRIPT = """NODES=2
+torchrun --nnodes $NODES --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4 \\
+    --seq-length 128 --vocab-size 1000 --micro-batch-size 2 --global-batch-size 64 --bf16 --lr 1e-4 \\
+    --tensor-model-parallel-size 2
+"""
+run = CliRunner()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.sh"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_configuration_becomes_a_job_file(script: Path) -> None:
+    out = script.with_name("job.toml")
+    done = run.invoke(app, ["job", str(script), "--hardware", "a100-sxm-80gb", "--out", str(out), "--json"])
+    value = json.loads(done.stdout)
+    assert value["mapped"]["model.layers"] == 4 and value["assumed"]["parallel.recompute"] == "none"
+    assert "--lr 1e-4" in value["ignored"]
+    job = Job.from_file(out)
+    assert job.to_dict() == value["job"] and job.parallel.dp == 8
+    assert tomllib.loads(out.read_text())["framework"] == "megatron-core"
+
+
+def test_a_job_becomes_a_configuration_and_comes_back(script: Path) -> None:
+    first, second = script.with_name("job.toml"), script.with_name("again.sh")
+    assert run.invoke(app, ["job", str(script), "--out", str(first)]).exit_code == 0
+    done = run.invoke(app, ["job", str(first), "--to", "megatron-script", "--out", str(second), "--json"])
+    assert json.loads(done.stdout)["ignored"] == []
+    assert stepsight.read_configs([second]).job.to_dict() == Job.from_file(first).to_dict()
+
+
+def test_what_is_given_on_the_command_line_wins(script: Path) -> None:
+    options = ["--set", "model.seq_len=256", "--set", "batch.precision=fp8", "--define", "NODES=4", "--json"]
+    value = json.loads(run.invoke(app, ["job", str(script), *options]).stdout)
+    assert value["mapped"]["model.seq_len"] == 256 and value["job"]["parallel"]["dp"] == 16
+    assert value["job"]["batch"]["precision"] == "fp8"
+
+
+def test_predict_takes_a_configuration(script: Path) -> None:
+    done = run.invoke(app, ["predict", str(script), "--hardware", "a100-sxm-80gb", "--json"])
+    assert json.loads(done.stdout)["iteration_time_s"] > 0
+    assert "read as megatron" in done.stderr
+
+
+def test_predict_moves_a_job_to_other_devices(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(
+        '[model]\nname = "gpt3-1.3b"\n[batch]\nmicro_batch = 1\nglobal_batch = 64\n'
+        '[cluster]\nhardware = "a100-sxm-80gb"\ndevices_per_node = 8\n'
+    )
+    done = run.invoke(app, ["predict", str(path), "--hardware", "h100-sxm-80gb", "--nodes", "2"])
+    assert "on 16 x h100-sxm-80gb" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--out", "job.yaml"], "--out ends in .toml"),
+        (["--to", "fairseq"], "must be of megatron"),
+        (["--set", "model.seq_len"], "must be KEY=VALUE"),
+        (["--set", "model.sequence=3"], "a key of a job"),
+    ],
+)
+def test_mistakes(script: Path, options: list[str], words: str) -> None:
+    done = run.invoke(app, ["job", str(script), *options])
+    assert done.exit_code == 1 and words in str(done.exception)
