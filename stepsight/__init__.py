@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stepsight.dataset.caching import clear_caches
     from stepsight.dataset.configs.config_job import ConfigJob, read_configs
+    from stepsight.dataset.configs.drafts import Given
     from stepsight.dataset.configs.writers import write_config
     from stepsight.dataset.errors import (
         CollectError,
@@ -53,6 +54,7 @@ __all__ = [
     "CollectError",
     "ConfigJob",
     "Evaluation",
+    "Given",
     "Job",
     "JobError",
     "ModelSpec",
@@ -84,6 +86,7 @@ __all__ = [
 _MODULES = {
     "dataset.caching": ("clear_caches",),
     "dataset.configs.config_job": ("ConfigJob", "read_configs"),
+    "dataset.configs.drafts": ("Given",),
     "dataset.configs.writers": ("write_config",),
     "dataset.errors": ("CollectError", "JobError", "PredictorError", "StepsightError", "TableError", "TraceError"),
     "dataset.job": ("BatchSpec", "ClusterSpec", "Job", "ModelSpec", "OptimizerSpec", "ParallelSpec"),

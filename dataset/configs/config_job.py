@@ -79,8 +79,19 @@ def read_configs(paths: Sequence[Path], given: Given | None = None) -> ConfigJob
 
     Nothing is executed: scripts and Python files are parsed.
 
+    Args:
+        paths: Configuration files of Megatron-LM, torchtitan, Hugging Face, DeepSpeed, Accelerate, Nanotron, MaxText or
+            NeMo, or a job file; later ones win.
+        given: What no file states, or what wins over the files: ``Given(values={"cluster.nodes": 16})``.
+
+    Returns:
+        The job (``.job``), and what was ``mapped``, ``assumed`` and ``ignored``.
+
     Raises:
         JobError: If a file cannot be read or recognised, or no job follows.
+
+    Example:
+        >>> read_configs([Path("pretrain_gpt.sh")]).job  # doctest: +SKIP
     """
     given = given or Given()
     if not paths:

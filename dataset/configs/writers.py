@@ -32,6 +32,7 @@ def write_config(job: Job, name: str) -> ConfigText:
     """Write a job as a configuration.
 
     Args:
+        job: The job.
         name: A key of ``WRITERS``.
 
     Returns:
@@ -39,6 +40,9 @@ def write_config(job: Job, name: str) -> ConfigText:
 
     Raises:
         JobError: If there is no such format, or the framework has no such model.
+
+    Example:
+        >>> print(write_config(Job.from_file("job.toml"), "megatron").text)  # doctest: +SKIP
     """
     if name not in WRITERS:
         raise JobError(f"a configuration must be of {', '.join(WRITERS)}, got {name!r:.80}")
