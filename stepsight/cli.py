@@ -10,7 +10,7 @@ import typer
 
 from stepsight import __version__
 from stepsight.dataset.errors import StepsightError, shorten
-from stepsight.verbs import asking, converting, judging, measuring
+from stepsight.verbs import asking, converting, judging, measuring, verifying
 from stepsight.verbs.streams import finish_stdout, prepare_streams, storage_problem
 
 _USAGE: Any = typer.BadParameter.__base__  # click's UsageError, which newer versions of typer bring along
@@ -47,6 +47,7 @@ app.command("train")(measuring.train_command)
 app.command("predict")(asking.predict_command)
 app.command("explain")(asking.explain_command)
 app.command("search")(asking.search_command)
+app.command("verify")(verifying.verify_command)
 app.command("evaluate")(judging.evaluate_command)
 app.command("calibrate")(judging.calibrate_command)
 app.command("demo")(measuring.demo_command)
@@ -60,6 +61,7 @@ app.command("show")(measuring.show_command)
 
 # What an interrupted verb leaves behind.
 _LEAVES = {
+    "verify": ": what is complete is kept; the same command goes on where it stopped",
     "collect": ": what is complete is kept; the same command goes on where it stopped",
     "demo": ": what is measured is kept; the same command goes on where it stopped",
     "train": ": no predictor was written",

@@ -1,0 +1,199 @@
+"""``stepsight verify``: run strategies with the harness, and set what was predicted beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepsight.dataset.box_spec import Box
+from stepsight.dataset.errors import CollectError, JobError
+from stepsight.dataset.job import BatchSpec, Job, ParallelSpec
+from stepsight.dataset.run_folder import read_collection
+from stepsight.experiments.collecting import available_ranks, plan_in_box, run_plan
+from stepsight.experiments.reports.text_table import table
+from stepsight.training.measured.planning import as_the_harness_runs, collectable, make_plan, run_name
+from stepsight.training.predictor.prediction import predict
+
+if TYPE_CHECKING:
+    from stepsight.training.predictor.predictor import Predictor
+
+ROLE = "verify"  # of the runs: such runs never train a predictor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """A strategy that was run.
+
+    Attributes:
+        name: Of the job.
+        predicted_s, low_s, high_s: Predicted iteration time and its interval, in seconds.
+        measured_s: Median of the timed steps.
+        spread_percent: How far the medians of the rounds lie apart.
+    """
+
+    name: str
+    predicted_s: float
+    low_s: float
+    high_s: float
+    measured_s: float
+    spread_percent: float
+
+    @property
+    def error_percent(self) -> float:
+        """How much longer the prediction is than the measurement."""
+        return 100 * (self.predicted_s / self.measured_s - 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        inside = self.low_s <= self.measured_s <= self.high_s
+        return {**asdict(self), "error_percent": self.error_percent, "inside_interval": inside}
+
+
+def strategies_of(job: Job, found: Mapping[str, Any]) -> list[Job]:
+    """The strategies of a search that fit in memory, best first.
+
+    Args:
+        job: That the search was about.
+        found: What ``stepsight search --json`` printed.
+
+    Raises:
+        CollectError: If it is something else, or a strategy is none of the job's.
+    """
+    rows = found.get("choices") or found.get("top")
+    if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
+        raise CollectError(
+            "a search's result must hold `choices` or `top`: write it with `stepsight search JOB --json`"
+        )
+    tables = {"parallel": ParallelSpec, "batch": BatchSpec}
+    known = {section: {item.name for item in fields(spec)} for section, spec in tables.items()}
+    jobs = []
+    for row in rows:
+        if not row.get("fits", True):
+            continue
+        chosen = {section: {key: row[key] for key in row if key in known[section]} for section in tables}
+        try:
+            parallel = replace(job.parallel, **{"stage_layers": (), **chosen["parallel"]})
+            jobs.append(replace(job, parallel=parallel, batch=replace(job.batch, **chosen["batch"])))
+        except JobError as error:
+            raise CollectError(f"a strategy of the search does not fit the job {job.name}: {error}") from None
+    return jobs
+
+
+def verify(
+    jobs: Sequence[Job],
+    out: Path,
+    predictor: Predictor | str | None = None,
+    *,
+    most: int | None = None,
+    counts: Mapping[str, int],
+    box: Box | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Run the first jobs that the harness can run, and compare their times with the predicted ones.
+
+    Args:
+        jobs: Best first.
+        out: Collection folder of the runs; what is complete there is not run again.
+        predictor: As in ``predict``.
+        most: Number of jobs to run; None: all.
+        counts: ``rounds``, ``steps``, ``warmup`` and ``profile_steps`` of each run.
+        box: Runs in this cluster in a box; None: on this machine.
+        progress: Whether to tell on stderr what runs.
+
+    Returns:
+        ``runs`` (see ``Verified``) in the order of the jobs, ``not_run`` by name with the reason, ``best_is_best``
+        (whether the one predicted to be fastest is the fastest), ``regret_percent`` and ``text``.
+
+    Raises:
+        CollectError: If no job can be run.
+    """
+    held, not_run = _runnable(jobs, most, box)
+    if not held:
+        reasons = "; ".join(f"{name}: {why}" for name, why in not_run.items())
+        raise CollectError(f"the harness can run none of the strategies here: {reasons}")
+    chosen = list(held.values())
+    if box is not None:
+        plan = plan_in_box(box, chosen, ROLE, dict(counts), 0.0)
+    else:
+        plan = make_plan([(ROLE, job, dict(counts)) for job in chosen], event_seconds=0.0)
+    run_plan(plan, out, progress=progress)
+    manifests = {manifest.name: manifest for manifest in read_collection(out)}
+    runs = []
+    for name in held:
+        if name not in manifests:
+            not_run[name] = "the run was rejected, or needs more memory"
+            continue
+        manifest = manifests[name]
+        prediction = predict(manifest.job, predictor)
+        runs.append(
+            Verified(
+                name=manifest.job.name,
+                predicted_s=prediction.iteration_time_s,
+                low_s=prediction.low_s,
+                high_s=prediction.high_s,
+                measured_s=manifest.iteration_time_s,
+                spread_percent=_spread(manifest.rounds),
+            )
+        )
+    return _report(runs, not_run)
+
+
+def _runnable(jobs: Sequence[Job], most: int | None, box: Box | None) -> tuple[dict[str, Job], dict[str, str]]:
+    """The first jobs that the harness can run, by the name of their run, and why it cannot run the others."""
+    ranks = None if box is not None else available_ranks()
+    held: dict[str, Job] = {}
+    not_run: dict[str, str] = {}
+    for job in jobs:
+        if most is not None and len(held) == most:
+            break
+        try:
+            if box is not None:
+                plan_in_box(box, [job], ROLE, {"rounds": 1, "steps": 1, "warmup": 1, "profile_steps": 0}, 0.0)
+                name = run_name(box.holds(job))
+            else:
+                job = as_the_harness_runs(job)
+                collectable(job, ranks)
+                name = run_name(job)
+        except (CollectError, JobError) as error:
+            not_run[job.name] = str(error)
+            continue
+        if name in held:
+            not_run[f"{job.name} (again)"] = "differs from another strategy in nothing that a run's name tells"
+            continue
+        held[name] = job
+    return held, not_run
+
+
+def _spread(rounds: Sequence[Sequence[float]]) -> float:
+    medians = [sorted(steps)[len(steps) // 2] for steps in rounds]
+    return 100 * (max(medians) / min(medians) - 1)
+
+
+def _report(runs: Sequence[Verified], not_run: Mapping[str, str]) -> dict[str, Any]:
+    value: dict[str, Any] = {"runs": [run.to_dict() for run in runs], "not_run": dict(not_run)}
+    header = ["strategy", "predicted ms", "interval ms", "measured ms", "error %", "spread %"]
+    rows = [
+        [
+            run.name,
+            f"{1e3 * run.predicted_s:.1f}",
+            f"{1e3 * run.low_s:.1f} to {1e3 * run.high_s:.1f}",
+            f"{1e3 * run.measured_s:.1f}",
+            f"{run.error_percent:+.1f}",
+            f"{run.spread_percent:.1f}",
+        ]
+        for run in runs
+    ]
+    lines = [table(header, rows)] if rows else ["no run was measured"]
+    if len(runs) > 1:
+        chosen = min(runs, key=lambda run: run.predicted_s)
+        fastest = min(runs, key=lambda run: run.measured_s)
+        value["best_is_best"] = chosen is fastest
+        value["regret_percent"] = 100 * (chosen.measured_s / fastest.measured_s - 1)
+        same = (
+            "is the fastest" if chosen is fastest else f"takes {value['regret_percent']:.1f} % longer than the fastest"
+        )
+        lines.append(f"the strategy predicted to be fastest {same} of {len(runs)} measured")
+    lines += [f"not run: {name}: {why}" for name, why in not_run.items()]
+    return {**value, "text": "\n".join(lines)}
