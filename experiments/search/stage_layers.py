@@ -1,0 +1,266 @@
+"""Layers of each pipeline stage by dynamic programming: embedding, head, memory and slower nodes are counted.
+
+The time and the memory of every part of the model are taken as linear in its layers.  Two predictions, which differ by
+one layer between neighbouring parts, give the lines.  The dynamic program then minimizes the longest part; the result
+is predicted, and becomes the next point of departure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.errors import JobError
+from stepsight.dataset.job import Job
+from stepsight.experiments.search.choices import Choice, SearchResult
+from stepsight.simulator.clock.track_run import through
+from stepsight.simulator.lowering.segment import NUM_CLOCKS
+from stepsight.training.predictor.prediction import Prediction, predict
+
+if TYPE_CHECKING:
+    from stepsight.training.predictor.predictor import Predictor
+
+Floats: TypeAlias = NDArray[np.float64]
+Counts: TypeAlias = tuple[int, ...]
+MOST_ROUNDS = 4  # of lines and dynamic program
+MOST_MOVES, MOST_PREDICTIONS = 12, 100  # of single layers, after that; and of both together
+_LESS = 1e-6  # relative; what counts as shorter
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """The best layers per stage that were found.
+
+    Attributes:
+        job: The job with them; the job as it was if nothing is faster.
+        seconds, even_seconds: Predicted iteration time, and that of the job as it was.
+        fits, even_fits: Whether each fits in memory.
+        predictions: How many were made.
+    """
+
+    job: Job
+    seconds: float
+    even_seconds: float
+    fits: bool
+    even_fits: bool
+    predictions: int
+
+    @property
+    def gain_percent(self) -> float:
+        """How much shorter the iteration is than that of the job as it was."""
+        return 100 * (1 - self.seconds / self.even_seconds)
+
+
+def best_stage_layers(job: Job, predictor: Predictor | str | None = None) -> StageLayers:
+    """Find the layers per stage with the shortest predicted iteration that fits in memory.
+
+    Args:
+        job: With a pipeline; its ``stage_layers``, or even ones, are the point of departure.
+        predictor: As in ``predict``.
+
+    Raises:
+        JobError: If the job has no pipeline, or its stages come from a ``.csv`` schedule.
+    """
+    if job.parallel.pp == 1:
+        raise JobError(f"layers per stage need a pipeline, got pp 1 in {job.name}")
+    if job.parallel.schedule.endswith(".csv"):
+        raise JobError(f"layers per stage are those of the schedule {job.parallel.schedule}")
+    search = _Search(job, predictor)
+    counts = start = _counts(job)
+    for _ in range(MOST_ROUNDS):
+        search.ask(counts)
+        wanted = search.next_counts(counts)
+        if wanted in search.tried:
+            break
+        search.ask(wanted)
+        counts = search.best
+    search.move_layers()
+    best, even = search.tried[search.best], search.tried[start]
+    found = job if search.best == start else best.job
+    return StageLayers(
+        job=found,
+        seconds=best.iteration_time_s,
+        even_seconds=even.iteration_time_s,
+        fits=best.memory.fits,
+        even_fits=even.memory.fits,
+        predictions=len(search.tried),
+    )
+
+
+def with_uneven_stages(result: SearchResult, predictor: Predictor | str | None = None, top: int = 3) -> SearchResult:
+    """Refine the best strategies of a search by uneven stages; those that gain come as choices of their own.
+
+    Args:
+        result: Of ``search``.
+        predictor: As in ``predict``.
+        top: How many of the strategies with a pipeline are refined.
+    """
+    piped = [choice for choice in result.choices if choice.fits and choice.job.parallel.pp > 1][:top]
+    more = []
+    for choice in piped:
+        found = best_stage_layers(choice.job, predictor)
+        if found.fits and found.gain_percent > 100 * _LESS:
+            prediction = predict(found.job, predictor)
+            seconds = prediction.iteration_time_s, prediction.low_s, prediction.high_s
+            memory = prediction.memory
+            ask = partial(predict, predictor=predictor)
+            more.append(Choice(found.job, memory.peak_bytes, memory.capacity_bytes, seconds, ask))
+    choices = sorted([*result.choices, *more], key=lambda choice: choice.rank(result.goal))
+    return replace(result, choices=choices)
+
+
+def least_bottleneck(
+    intercept: Floats, slope: Floats, layers: int, least: Sequence[int], most: Sequence[int]
+) -> Counts:
+    """Layers of each part that add up to ``layers`` and make the longest part as short as possible.
+
+    Of several such shares it takes the one whose parts' squares add up to least.
+
+    Args:
+        intercept, slope: Seconds of each part without layers, and of each of its layers, shape ``(num_parts,)``.
+        least, most: Layers of each part, at least and at most.
+
+    Returns:
+        One count for each part; empty if the limits cannot be kept.
+    """
+    infinite = float("inf")
+    longest = np.full((len(slope) + 1, layers + 1), infinite)
+    squares = longest.copy()
+    longest[0, 0], squares[0, 0] = 0.0, 0.0
+    chosen = np.zeros((len(slope) + 1, layers + 1), dtype=np.int64)
+    for part in range(len(slope)):
+        for count in range(least[part], min(most[part], layers) + 1):
+            cost = float(intercept[part] + slope[part] * count)
+            before = slice(0, layers + 1 - count)
+            after = slice(count, layers + 1)
+            time = np.maximum(longest[part, before], cost)
+            square = squares[part, before] + cost**2
+            now, now_square = longest[part + 1, after], squares[part + 1, after]
+            better = (time < now) | ((time == now) & (square < now_square))
+            now[better], now_square[better] = time[better], square[better]
+            chosen[part + 1, after][better] = count
+    if longest[-1, layers] == infinite:
+        return ()
+    counts, left = [], layers
+    for part in range(len(slope), 0, -1):
+        counts.append(int(chosen[part, left]))
+        left -= counts[-1]
+    return tuple(counts[::-1])
+
+
+def _counts(job: Job) -> Counts:
+    parts = job.parallel.pp * job.parallel.virtual_stages
+    each, rest = divmod(job.model.total_layers, parts)
+    return job.parallel.stage_layers or tuple(each + (part < rest) for part in range(parts))
+
+
+class _Search:
+    """Shares of layers that were predicted."""
+
+    def __init__(self, job: Job, predictor: Predictor | str | None) -> None:
+        self._job, self._predictor = job, predictor
+        self.tried: dict[Counts, Prediction] = {}
+
+    def ask(self, counts: Counts) -> Prediction:
+        """The prediction of a share."""
+        if counts not in self.tried:
+            job = replace(self._job, parallel=replace(self._job.parallel, stage_layers=counts))
+            self.tried[counts] = predict(job, self._predictor)
+        return self.tried[counts]
+
+    @property
+    def best(self) -> Counts:
+        """The share with the shortest iteration that fits in memory; if none fits, the one that needs least."""
+
+        def key(counts: Counts) -> tuple[bool, float]:
+            prediction = self.tried[counts]
+            fits = prediction.memory.fits
+            return not fits, prediction.iteration_time_s if fits else prediction.memory.peak_bytes
+
+        return min(self.tried, key=key)
+
+    def next_counts(self, counts: Counts) -> Counts:
+        """The share that the dynamic program chooses by lines through a share and its shifted neighbour."""
+        shifted = _shifted(counts)
+        if shifted == counts:  # a layer for each part: there is nothing to share out
+            return counts
+        here, there = self.ask(counts), self.ask(shifted)
+        step = np.array(shifted) - np.array(counts)
+        step[step == 0] = 1
+        seconds = part_seconds(here)
+        slope = np.maximum((part_seconds(there) - seconds) / step, 0.0)
+        moved = np.array(shifted) != np.array(counts)
+        slope[~moved] = slope[moved].mean()
+        intercept = np.maximum(seconds - slope * np.array(counts), 0.0)
+        layers, least = sum(counts), [1] * len(counts)
+        least[0] = least[-1] = 0 if len(counts) > 2 else 1
+        most = _most(here, there, counts, shifted)
+        return least_bottleneck(intercept, slope, layers, least, most) or counts
+
+    def move_layers(self) -> None:
+        """Move single layers between parts as long as the iteration gets shorter."""
+        for _ in range(MOST_MOVES):
+            best = self.best
+            for counts in _moves(best, part_seconds(self.tried[best])):
+                if len(self.tried) >= MOST_PREDICTIONS:
+                    return
+                self.ask(counts)
+            if self.tried[self.best].iteration_time_s > self.tried[best].iteration_time_s * (1 - _LESS):
+                return
+
+
+def _moves(counts: Counts, seconds: Floats) -> Iterator[Counts]:
+    """Shares in which a part has given a layer to another one, the longest parts to the shortest first."""
+    order = np.argsort(seconds).tolist()
+    for source, target in product(order[::-1], order):
+        if source != target and counts[source] > (1 if 0 < source < len(counts) - 1 else 0):
+            moved = list(counts)
+            moved[source] -= 1
+            moved[target] += 1
+            yield tuple(moved)
+
+
+def _shifted(counts: Counts) -> Counts:
+    """A share in which of every two neighbouring parts one has given a layer to the other."""
+    shifted = list(counts)
+    for part in range(0, len(counts) - 1, 2):
+        source, target = (part, part + 1) if shifted[part] > 1 else (part + 1, part)
+        if shifted[source] > 1:
+            shifted[source] -= 1
+            shifted[target] += 1
+    if len(counts) % 2 and len(counts) > 2 and shifted[-2] > 1:
+        shifted[-2] -= 1
+        shifted[-1] += 1
+    return tuple(shifted)
+
+
+def part_seconds(prediction: Prediction) -> Floats:
+    """Seconds that one micro-batch takes in each part of the model, in the slowest pipeline; shape ``(num_parts,)``."""
+    passing, track = prediction.simulation.slowest, prediction.simulation.lowered.track
+    transition = passing.transition[passing.rows]
+    actions = through(transition, np.zeros((len(transition), transition.shape[-1])))[:, :NUM_CLOCKS].max(axis=1)
+    total = np.zeros(int(track.part.max()) + 1)
+    np.add.at(total, track.part, actions)
+    return total / prediction.simulation.lowered.num_micro_batches
+
+
+def _most(here: Prediction, there: Prediction, counts: Counts, shifted: Counts) -> list[int]:
+    """Layers of each part that fit in its device's memory, by a line as well; with virtual stages no limit is drawn."""
+    layers = sum(counts)
+    if len(counts) != here.job.parallel.pp:
+        return [layers] * len(counts)
+    now, then = (prediction.memory.bytes_of.sum(axis=1) for prediction in (here, there))
+    step = np.array(shifted) - np.array(counts)
+    most = []
+    for part, count in enumerate(counts):
+        capacity = here.memory.device(part).memory_bytes
+        each = (then[part] - now[part]) / step[part] if step[part] else 0.0
+        room = (capacity - now[part]) / each if each > 0 else layers
+        most.append(int(np.clip(count + np.floor(room), 1, layers)))
+    return most
