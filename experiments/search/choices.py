@@ -84,6 +84,7 @@ class Choice:
             "offload_activations": parallel.offload_activations,
             "sequence_parallel": parallel.sequence_parallel,
             "order": parallel.order,
+            "stage_layers": list(parallel.stage_layers),
             "iteration_time_s": time_s,
             "low_s": low_s,
             "high_s": high_s,

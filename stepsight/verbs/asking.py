@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from stepsight.dataset.errors import StepsightError
+from stepsight.verbs.chosen import check_chosen, write_chosen
 from stepsight.verbs.config_options import read_job
 from stepsight.verbs.options import (
     SCHEDULE,
@@ -115,8 +116,16 @@ def search_command(
     *,
     predictor: PredictorPath = None,
     framework: FrameworkName = "",
-    hardware: HardwareName = "",
-    nodes: Nodes = None,
+    uneven: Annotated[
+        bool, typer.Option("--uneven", help="Give the best strategies with a pipeline the best layers per stage.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", parser=path, help="Write the best strategy here, as a job file (.toml)."),
+    ] = None,
+    to: Annotated[
+        str, typer.Option(metavar="FORMAT", help="Write --out as a configuration: a FORMAT of `stepsight job --to`.")
+    ] = "",
     space: Annotated[
         str,
         typer.Option(
@@ -162,11 +171,13 @@ def search_command(
     from stepsight.experiments.reports.plots import plot_search
     from stepsight.experiments.reports.search_report import search_report
     from stepsight.experiments.search.search import search
+    from stepsight.experiments.search.stage_layers import with_uneven_stages
 
     check_plot(plot)
+    check_chosen(out, to)
     if study is not None and storage is None:
         raise StepsightError(f"a study is kept in a storage: --study {study!r:.80} needs --storage")
-    read = read_job(job, framework, hardware, nodes)
+    read = read_job(job, framework)
     loaded = load(predictor)
     tell, evaluated = progress("strategies"), 0
 
@@ -180,7 +191,11 @@ def search_command(
         storage=storage, study_name=study, on_trial=on_trial,
     )  # fmt: skip
     tell(evaluated, evaluated)
+    if uneven:
+        result = with_uneven_stages(result, loaded)
     report = search_report(read, result, top)
+    if out is not None:
+        report["text"] += f"\n{write_chosen(result.best.job, out, to)}"
     if plot is not None:
         shown = {id(choice): choice for choice in (*result.choices, result.own) if choice is not None}
         plot_search([choice.to_dict() for choice in shown.values()], plot, read.name)

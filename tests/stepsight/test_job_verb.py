@@ -82,3 +82,17 @@ def test_predict_moves_a_job_to_other_devices(tmp_path: Path) -> None:
 def test_mistakes(script: Path, options: list[str], words: str) -> None:
     done = run.invoke(app, ["job", str(script), *options])
     assert done.exit_code == 1 and words in str(done.exception)
+
+
+def test_a_search_writes_what_it_found(script: Path) -> None:
+    out, again = script.with_name("best.toml"), script.with_name("best.sh")
+    options = ["search", str(script), "--predictor", "roofline", "--trials", "3", "--uneven"]
+    done = run.invoke(app, [*options, "--out", str(out), "--json"])
+    best = json.loads(done.stdout)["best"]
+    job = Job.from_file(out)
+    assert (job.parallel.tp, job.parallel.pp, job.batch.micro_batch) == (best["tp"], best["pp"], best["micro_batch"])
+    assert list(job.parallel.stage_layers) == best["stage_layers"]
+    done = run.invoke(app, [*options, "--out", str(again), "--to", "megatron-script"])
+    assert "torchrun" in again.read_text() and "wrote the best strategy" in done.stdout
+    refused = run.invoke(app, [*options, "--to", "megatron"])
+    assert "needs --out" in str(refused.exception)
