@@ -35,7 +35,7 @@ class BestFirst:
     def __call__(self, count: int) -> Sequence[int]:
         if self._first is not None and self._grid.left[self._first]:
             return [self._first]
-        return self.waiting()[:count].tolist()
+        return list(map(int, self.waiting()[:count]))
 
     def waiting(self) -> Ints:
         """Strategies that are left and worth asking about, the least bound first."""
@@ -59,7 +59,7 @@ class InOrder:
 
     def __call__(self, count: int) -> Sequence[int]:
         found = self._order[self._grid.left[self._order]]
-        return found[:count].tolist()
+        return list(map(int, found[:count]))
 
 
 class Tpe:

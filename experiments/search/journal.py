@@ -11,7 +11,7 @@ from optuna.storages.journal import BaseJournalBackend
 Log = dict[str, Any]
 
 
-class BatchedJournal(BaseJournalBackend):
+class BatchedJournal(BaseJournalBackend):  # type: ignore[misc]  # optuna has no types here
     """Optuna's journal backend around another one.
 
     Within ``batch``, logs are kept and written together at its end; who reads meanwhile gets them too.  Nobody else may

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from stepsight.experiments.search.grid import Grid
 
 Seconds = tuple[float, float, float]  # predicted iteration time, low and high end of its interval
-Claim = tuple[int, int]  # number of a trial in the record, and of its strategy in the grid
-Found = tuple[Seconds | None, float]  # None: does not fit in memory; bytes needed beyond what a device has
 Choose = Callable[[int], Sequence[int]]  # chooses so many strategies that are left in the grid, at most
+
+
+class Found(NamedTuple):
+    """What was found of a strategy.
+
+    Attributes:
+        index: Its number in the grid.
+        seconds: None if it does not fit in memory.
+        excess_bytes: Memory that it needs beyond what a device has; negative if it fits.
+    """
+
+    index: int
+    seconds: Seconds | None
+    excess_bytes: float
 
 
 class Record(Protocol):
@@ -22,13 +34,13 @@ class Record(Protocol):
 
     done: dict[int, Seconds | None]
 
-    def claim(self, total: int, choose: Choose, most: int) -> list[Claim]:
+    def claim(self, total: int, choose: Choose, most: int) -> list[int]:
         """Claim strategies that nobody has evaluated or claimed; empty: there is nothing left to do."""
 
-    def finish(self, found: Sequence[tuple[Claim, Found]]) -> None:
+    def finish(self, found: Sequence[Found]) -> None:
         """Record what was found of strategies that were claimed."""
 
-    def give_up(self, claims: Sequence[Claim]) -> None:
+    def give_up(self) -> None:
         """Free strategies that were claimed and could not be evaluated."""
 
     def close(self) -> None:
@@ -42,19 +54,19 @@ class Memory:
         self.done: dict[int, Seconds | None] = {}
         self._grid = grid
 
-    def claim(self, total: int, choose: Choose, most: int) -> list[Claim]:
+    def claim(self, total: int, choose: Choose, most: int) -> list[int]:
         """As ``Record.claim``."""
         room = min(most, total - len(self.done))
-        return [(index, index) for index in (choose(room) if room > 0 else ())]
+        return list(choose(room)) if room > 0 else []
 
-    def finish(self, found: Sequence[tuple[Claim, Found]]) -> None:
+    def finish(self, found: Sequence[Found]) -> None:
         """As ``Record.finish``."""
-        for (_, index), (seconds, _) in found:
-            self.done[index] = seconds
-            self._grid.left[index] = False
+        for one in found:
+            self.done[one.index] = one.seconds
+            self._grid.left[one.index] = False
 
-    def give_up(self, claims: Sequence[Claim]) -> None:
-        """Nobody waits for them."""
+    def give_up(self) -> None:
+        """As ``Record.give_up``: nobody waits for them."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """As ``Record.close``: nothing is open."""

@@ -1,4 +1,4 @@
-"""What every schedule of a kind has in common: where parts of the model lie, fill and drain, micro-batches in flight."""
+"""What all schedules of a kind have in common: where parts lie, fill and drain, micro-batches in flight."""
 
 from __future__ import annotations
 

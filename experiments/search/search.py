@@ -20,7 +20,7 @@ from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.experiments.search.choosers import BestFirst, InOrder, Tpe
 from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.objectives import Goal
-from stepsight.experiments.search.record import Choose, Claim, Found, Memory, Record, Seconds
+from stepsight.experiments.search.record import Choose, Found, Memory, Record, Seconds
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import VARIED
 from stepsight.simulator.memory import estimate_memory
@@ -102,8 +102,8 @@ def search(
         total = min(len(grid), trials or (TRIALS if sampler in ("tpe", "random") else len(grid)))
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         most = 1 if sampler == "tpe" else FEWEST
-        while time.monotonic() < until and (claims := record.claim(total, choose, most)):
-            engine.evaluate(claims, record, on_trial)
+        while time.monotonic() < until and (claimed := record.claim(total, choose, most)):
+            engine.evaluate(claimed, record, on_trial)
             most = min(2 * most, MOST) if most > 1 else 1
         return engine.result(record.done)
 
@@ -194,21 +194,22 @@ class _Engine:
         self._seen = len(done)
         return self._shortest
 
-    def evaluate(self, claims: list[Claim], record: Record, on_trial: OnTrial | None) -> None:
+    def evaluate(self, claimed: list[int], record: Record, on_trial: OnTrial | None) -> None:
         """Evaluate strategies that this process claimed; free them if that fails."""
         before = len(record.done)
         try:
-            choices = self._asked([index for _, index in claims])
+            choices = self._asked(claimed)
         except BaseException:
-            record.give_up(claims)
+            record.give_up()
             raise
-        found: list[tuple[Claim, Found]] = [
-            (claim, (choice.seconds if choice.fits else None, choice.peak_bytes - choice.capacity_bytes))
-            for claim, choice in zip(claims, choices, strict=True)
-        ]
-        record.finish(found)
+        record.finish(
+            [
+                Found(index, choice.seconds if choice.fits else None, choice.peak_bytes - choice.capacity_bytes)
+                for index, choice in zip(claimed, choices, strict=True)
+            ]
+        )
         shortest = self.shortest(record.done)
-        for number in range(len(claims) if on_trial is not None else 0):
+        for number in range(len(claimed) if on_trial is not None else 0):
             assert on_trial is not None
             on_trial(before + number, None if math.isinf(shortest) else shortest)
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,22 +18,27 @@ from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.processes import is_gone, process_name
 from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.journal import BatchedJournal
-from stepsight.experiments.search.record import Choose, Claim, Found, Seconds
+from stepsight.experiments.search.record import Choose, Found, Seconds
 from stepsight.training.store_lock import store_lock
 
 if TYPE_CHECKING:
     import optuna
 
-_CLAIMED, _SECONDS = "claimed", "seconds"  # attributes of a trial: who claimed it when; its ``Seconds``
+_CLAIMED = "claimed"  # attribute of a study: who claimed which strategies when
+_SECONDS = "seconds"  # attribute of a trial: its ``Seconds``
 _POLL_S = 0.1  # between two looks at the strategies that others evaluate
-_LOST_S = 600.0  # a claim so old is void: evaluating takes milliseconds, and the lock seconds where many wait for it
+_LOST_S = 600.0  # a claim so old is void: evaluating takes seconds, and the lock seconds where many wait for it
 _MOST_S = 1e12  # of a stored time
 _SQLITE_WAIT_S = 60.0
 _BEGINNING = b'{"op_code":'  # of a journal
+_DATABASES = (".db", ".sqlite", ".sqlite3")
 
 
 class SharedStudy:
     """The strategies of a grid, of which some are evaluated or claimed by processes that share a study.
+
+    A strategy becomes a trial once it is evaluated.  Until then it stands among the claims of a process, which are an
+    attribute of the study.
 
     Args:
         storage: None (in memory), a database URL, or the path of a journal file.
@@ -54,10 +60,10 @@ class SharedStudy:
         self.done: dict[int, Seconds | None] = {}
         self.finished: list[optuna.trial.FrozenTrial] = []
         self._grid = grid
-        self._claimed: set[int] = set()
-        self._settled: set[int] = set()  # numbers of trials that ended
-        self._skipped = 0  # trials before this number have ended
-        self._place = None if storage is None else storage if "://" in storage else Path(storage).resolve()
+        self._claimed: set[int] = set()  # by other processes
+        self._seen = 0  # trials that ``done`` holds
+        self._key = f"{_CLAIMED} {uuid.uuid4().hex[:8]}"
+        self._place = _place_of(storage)
         with self._lock():
             with self._reading():
                 self._storage = _open(self._place)
@@ -79,7 +85,7 @@ class SharedStudy:
         if engine := getattr(self._storage, "engine", None):
             engine.dispose()
 
-    def claim(self, total: int, choose: Choose, most: int) -> list[Claim]:
+    def claim(self, total: int, choose: Choose, most: int) -> list[int]:
         """Claim strategies that no process has evaluated or claimed.
 
         Waits while only claims of other processes lead to the total: if such a process ends, its strategies are free.
@@ -90,56 +96,79 @@ class SharedStudy:
             most: Strategies to claim.
 
         Returns:
-            Number of each trial in the storage, and of its strategy in the grid; none if the total is reached, or
-            nothing was chosen and no other process is at work.
+            Numbers in the grid; none if the total is reached, or nothing was chosen and no other process is at work.
         """
         while True:
             with self._lock():
                 self._look()
                 room = total - len(self.done) - len(self._claimed)
-                chosen = choose(min(most, room)) if room > 0 else ()
+                chosen = list(choose(min(most, room))) if room > 0 else []
                 if chosen:
-                    with self._batch():
-                        return [(self._begin(index), index) for index in chosen]
+                    self._hold(chosen)
+                    return chosen
                 if len(self.done) >= total or not self._claimed:
                     return []
             time.sleep(_POLL_S)
 
-    def _begin(self, index: int) -> int:
-        """A new trial that this process claims."""
-        import optuna
-
-        trial = optuna.trial.create_trial(
-            state=optuna.trial.TrialState.RUNNING,
-            params=self._grid.params(index),
-            distributions=self._grid.distributions(index),
-            user_attrs={_CLAIMED: [process_name(), time.time()]},
-        )
-        return int(self._storage.create_new_trial(self._id, trial))
-
-    def finish(self, found: Sequence[tuple[Claim, Found]]) -> None:
+    def finish(self, found: Sequence[Found]) -> None:
         """Record what was found of strategies that this process claimed."""
         with self._lock():
+            self._look()
             with self._batch():
-                for (trial, _), (seconds, excess_bytes) in found:
-                    self._end(trial, seconds, excess_bytes)
+                for one in found:
+                    if one.index not in self.done:  # the claim was void, and another process evaluated it
+                        self._storage.create_new_trial(self._id, self._trial(one))
+                self._hold([])
             self._look()
 
-    def _end(self, trial: int, seconds: Seconds | None, excess_bytes: float) -> None:
-        from optuna.exceptions import UpdateFinishedTrialError
-        from optuna.trial import Trial, TrialState
+    def _trial(self, found: Found) -> optuna.trial.FrozenTrial:
+        import optuna
+        from optuna.trial import TrialState
 
-        with suppress(UpdateFinishedTrialError):  # a void claim: another process evaluates this strategy
-            Trial(self._study, trial).set_constraint("memory", excess_bytes)
-            self._storage.set_trial_user_attr(trial, _SECONDS, seconds)
-            state, values = (TrialState.PRUNED, None) if seconds is None else (TrialState.COMPLETE, [seconds[0]])
-            self._storage.set_trial_state_values(trial, state, values)
+        fits = found.seconds is not None
+        return optuna.trial.create_trial(
+            state=TrialState.COMPLETE if fits else TrialState.PRUNED,
+            value=found.seconds[0] if found.seconds is not None else None,
+            params=self._grid.params(found.index),
+            distributions=self._grid.distributions(found.index),
+            user_attrs={_SECONDS: found.seconds},
+            constraints={"memory": found.excess_bytes},
+        )
 
-    def give_up(self, claims: Sequence[Claim]) -> None:
-        """Free strategies that this process claimed and could not evaluate."""
+    def give_up(self) -> None:
+        """Free the strategies that this process claimed and could not evaluate."""
         with self._lock():
-            for trial, _ in claims:
-                self._fail(trial)
+            self._hold([])
+
+    def _hold(self, indices: list[int]) -> None:
+        """Claim some strategies, and no others."""
+        self._storage.set_study_system_attr(self._id, self._key, [process_name(), time.time(), indices])
+
+    def _look(self) -> None:
+        """Bring ``done``, the claims and what is left in the grid up to date."""
+        with self._reading():
+            ended = self._news()
+            claims = self._storage.get_study_system_attrs(self._id)
+            held = [indices for key, value in claims.items() if key != self._key for indices in _claims(key, value)]
+        left = self._grid.left
+        left[list(self._claimed)] = True
+        self._claimed = {index for index in held if index < len(left)} - self.done.keys()
+        left[[*self._claimed, *ended, *self.done]] = False
+
+    def _news(self) -> list[int]:
+        """Strategies that ended since the last look."""
+        from optuna.trial import TrialState
+
+        ended: list[int] = []
+        trials = self._study.get_trials(deepcopy=False)
+        for trial in trials[self._seen :]:
+            index = self._grid.index(trial.params)
+            if trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and index is not None:
+                self.done[index] = _seconds_of(trial)
+                self.finished.append(trial)
+                ended.append(index)
+        self._seen = len(trials)
+        return ended
 
     @contextmanager
     def _batch(self) -> Iterator[None]:
@@ -147,49 +176,6 @@ class SharedStudy:
         backend = getattr(self._storage, "_backend", None)
         with backend.batch() if isinstance(backend, BatchedJournal) else nullcontext():
             yield
-
-    def _look(self) -> None:
-        """Bring ``done``, the claims and what is left in the grid up to date; end trials whose claim is void."""
-        with self._reading():
-            claimed, ended = self._news()
-        left = self._grid.left
-        left[list(self._claimed)] = True
-        left[[*claimed, *ended]] = False
-        self._claimed = claimed - self.done.keys()
-
-    def _news(self) -> tuple[set[int], list[int]]:
-        """Strategies that are claimed now, and those that ended since the last look."""
-        from optuna.trial import TrialState
-
-        claimed: set[int] = set()
-        ended: list[int] = []
-        for trial in self._study.get_trials(deepcopy=False)[self._skipped :]:
-            if trial.number in self._settled:
-                continue
-            index = self._grid.index(trial.params)
-            if trial.state == TrialState.RUNNING and not _is_void(trial):
-                claimed |= set() if index is None else {index}
-                continue
-            if trial.state == TrialState.RUNNING:
-                self._fail(self._storage.get_trial_id_from_study_id_trial_number(self._id, trial.number))
-            elif trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and index is not None:
-                self._note(index, trial)
-                ended.append(index)
-            self._settled.add(trial.number)
-        while self._skipped in self._settled:
-            self._skipped += 1
-        return claimed, ended
-
-    def _note(self, index: int, trial: optuna.trial.FrozenTrial) -> None:
-        self.done[index] = _seconds_of(trial)
-        self.finished.append(trial)
-
-    def _fail(self, trial: int) -> None:
-        from optuna.exceptions import UpdateFinishedTrialError
-        from optuna.trial import TrialState
-
-        with suppress(UpdateFinishedTrialError):
-            self._storage.set_trial_state_values(trial, TrialState.FAIL)
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
@@ -218,10 +204,25 @@ class SharedStudy:
 
 def _unusable(storage: str | Path | None, error: Exception) -> StepsightError:
     reason = (str(error).splitlines() or [""])[0]
+    if isinstance(error, OSError) and error.strerror:
+        return StepsightError(f"cannot read or write the storage {storage}: {error.strerror}")
     return StepsightError(
         f"storage must be a database URL, or the path of a new journal or of one that a search wrote, got {storage}: "
         f"{type(error).__name__}: {reason:.200}"
     )
+
+
+def _place_of(storage: str | None) -> str | Path | None:
+    """Where a study is kept: a database URL, the path of a journal, or nowhere."""
+    if storage is None or "://" in storage:
+        return storage
+    path = Path(storage)
+    if path.suffix in _DATABASES:
+        raise StepsightError(
+            f"a journal must not be named as a database, got {storage!r:.200}: write sqlite:///{storage:.200} for a "
+            "database, or choose another ending for a journal"
+        )
+    return path.resolve()
 
 
 def _open(place: str | Path | None) -> Any:
@@ -257,10 +258,16 @@ def _drop_half_line(journal: Path) -> None:
         file.truncate(file.read().rfind(b"\n") + 1)
 
 
-def _is_void(trial: optuna.trial.FrozenTrial) -> bool:
-    """Whether nobody evaluates a trial that is marked as running."""
-    process, since = trial.user_attrs.get(_CLAIMED) or ("", 0.0)
-    return is_gone(process) or abs(time.time() - since) > _LOST_S
+def _claims(key: str, value: Any) -> list[int]:
+    """Strategies that another process evaluates, by an attribute of the study: none if it ended, or began long ago."""
+    if not key.startswith(_CLAIMED) or not isinstance(value, list | tuple) or len(value) != 3:
+        return []
+    process, since, indices = value
+    if not isinstance(process, str) or not isinstance(since, int | float) or not isinstance(indices, list | tuple):
+        return []
+    if is_gone(process) or not abs(time.time() - since) <= _LOST_S:
+        return []
+    return [index for index in indices if isinstance(index, int) and index >= 0]
 
 
 def _seconds_of(trial: optuna.trial.FrozenTrial) -> Seconds | None:

@@ -141,8 +141,10 @@ def check_result(option: str, wanted: Path, kind: tuple[str, bytes]) -> None:
 
 
 def progress(what: str) -> Callable[..., None]:
-    """Says on stderr how much is done, of how many if that is known, and what more there is to say: a line that changes on a terminal,
-    elsewhere one every ten seconds; nothing about what is quick."""
+    """Say on stderr how much is done, of how many if that is known, and what more there is to say.
+
+    On a terminal it is one line that changes, elsewhere a line every ten seconds; nothing is said of what is quick.
+    """
     last, pause = time.monotonic(), 0.2 if sys.stderr.isatty() else 10.0
 
     def show(done: int, of: int | str, more: str = "") -> None:

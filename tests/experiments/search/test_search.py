@@ -13,6 +13,7 @@ from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.job import Job
 from stepsight.experiments.reports.search_report import search_report
 from stepsight.experiments.search.grid import Grid
+from stepsight.experiments.search.record import Found
 from stepsight.experiments.search.search import _question, exhaustive, search
 from stepsight.experiments.search.shared_study import SharedStudy, _open
 from stepsight.experiments.search.space import Space
@@ -167,8 +168,8 @@ def test_what_a_dead_process_claimed_is_free(job: Job, tmp_path: Path) -> None:
     storage = str(tmp_path / "study.log")
     grid = Grid(job, SMALL)
     study = SharedStudy(storage, "s", _question(job, predict(job).source, SMALL), grid)
-    (claim,) = study.claim(5, lambda count: [3], 1)
-    elsewhere = threading.Timer(1.0, study.finish, ([(claim, ((1e-6, 9e-7, 2e-6), -1.0))],))
+    assert study.claim(5, lambda count: [3], 1) == [3]
+    elsewhere = threading.Timer(1.0, study.finish, ([Found(3, (1e-6, 9e-7, 2e-6), -1.0)],))
     elsewhere.start()
     found = search(job, space=SMALL, trials=5, sampler="random", storage=storage, study_name="s")
     assert found.evaluated == 5 and found.best.job == grid.strategy(3)  # it cannot be that fast
@@ -177,7 +178,7 @@ def test_what_a_dead_process_claimed_is_free(job: Job, tmp_path: Path) -> None:
         patch.setattr("stepsight.experiments.search.shared_study.is_gone", lambda name: True)
         found = search(job, space=SMALL, trials=6, sampler="random", storage=storage, study_name="s")
         assert found.evaluated == 6
-    assert states(storage) == ["COMPLETE"] * 5 + ["FAIL", "COMPLETE"]
+    assert states(storage) == ["COMPLETE"] * 6
 
 
 def test_bad_input(job: Job) -> None:
@@ -211,6 +212,8 @@ def test_a_study_answers_one_question(job: Job, tmp_path: Path) -> None:
         search(other, space=SMALL, trials=1, storage=storage, study_name="s")
     with pytest.raises(StepsightError, match="storage must be"):
         search(job, space=SMALL, trials=1, storage="foo://bar")
+    with pytest.raises(StepsightError, match=r"write sqlite:///s9\.db"):
+        search(job, space=SMALL, trials=1, storage="s9.db")
 
 
 def test_half_a_line_of_a_killed_search_is_dropped(job: Job, tmp_path: Path) -> None:
