@@ -24,6 +24,7 @@ def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
         time = seconds_text(own["iteration_time_s"])
         lines.append(f"the job itself: {time}, {own['memory_bytes'] / 1e9:.2f} GB, {fits}")
     lines.append(_verdict(result))
+    lines += _rivals(result)
     warnings = () if result.own is None or result.own.prediction is None else result.own.prediction.warnings
     lines += [f"warning: {warning}" for warning in warnings]
     return {**told, "too_large": too_large, "top": rows, "text": "\n".join(lines)}
@@ -46,9 +47,30 @@ def _verdict(result: SearchResult) -> str:
         return result.proof
     if result.gap_percent is None:
         return "how far the best is from the optimum is not known"
+    better = "has a lower upper end of its interval" if result.goal.robust else "is faster"
     if result.gap_percent == 0:
-        return "optimal: by this predictor, no other legal strategy that fits is faster"
-    return f"{result.proof}: by this predictor, no legal strategy that fits is faster by more than this"
+        return f"optimal: by this predictor, no other legal strategy that fits {better}"
+    return f"{result.proof}: by this predictor, no legal strategy that fits {better} by more than this"
+
+
+def _rivals(result: SearchResult) -> list[str]:
+    """Strategies that cannot be told from the best, and what to measure."""
+    if not result.goal.robust or not result.choices or not result.choices[0].fits:
+        return []
+    if not result.rivals:
+        return ["no other strategy that was evaluated can be faster: the errors of their differences are too small"]
+    cells = [
+        [
+            rival.choice.job.name.removeprefix(f"{rival.choice.job.model_name} "),
+            Number(rival.slower_percent),
+            Number(rival.error_percent),
+            rival.measure,
+        ]
+        for rival in result.rivals
+    ]
+    many = "strategies" if len(cells) > 1 else "strategy"
+    head = f"{len(cells)} {many} cannot be told from the best; the kind of op or collective to measure is beside each:"
+    return [head, table(["strategy", "slower by %", "error of this, %", "measure"], cells)]
 
 
 def _table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:

@@ -55,6 +55,8 @@ class Grid:
             )
         self._block_of = {str(layout): block for block, layout in enumerate(self.layouts)}
         self.left = np.ones(len(self), dtype=np.bool_)
+        self._distributions: dict[int, dict[str, Any]] = {}
+        self._labels = [[_label(key, values) for key, values in options.items()] for options in self.options]
         self._seed = 0
 
     def __len__(self) -> int:
@@ -115,16 +117,22 @@ class Grid:
         A parameter's choices may not change within a study: where they depend on the layout, so does its name.
         """
         block, values = self._point(index)
-        named = zip(self.options[block].items(), values, strict=True)
-        return {"layout": str(self.layouts[block]), **{_label(key, of): value for (key, of), value in named}}
+        return {"layout": str(self.layouts[block]), **dict(zip(self._labels[block], values, strict=True))}
 
     def distributions(self, index: int) -> dict[str, Any]:
         """Optuna's distributions of ``params``."""
         from optuna.distributions import CategoricalDistribution
 
-        block, _ = self._point(index)
-        named = {_label(key, of): CategoricalDistribution(of) for key, of in self.options[block].items()}
-        return {"layout": CategoricalDistribution(list(self._block_of)), **named}
+        block = int(np.searchsorted(self.bounds, index, side="right")) - 1
+        if block not in self._distributions:
+            values = (
+                {"layout": list(self._block_of)},
+                dict(zip(self._labels[block], self.options[block].values(), strict=True)),
+            )
+            self._distributions[block] = {
+                name: CategoricalDistribution(of) for named in values for name, of in named.items()
+            }
+        return self._distributions[block]
 
     def suggest(self, trial: optuna.Trial) -> int:
         """The strategy that a trial's sampler chooses."""
@@ -141,7 +149,8 @@ class Grid:
         block = self._block_of.get(name)
         if block is None:
             return None
-        chosen = {key: params.get(_label(key, values)) for key, values in self.options[block].items()}
+        named = zip(self.options[block], self._labels[block], strict=True)
+        chosen = {key: params.get(label) for key, label in named}
         return self._index(name, chosen)
 
     def shuffle(self, seed: int) -> None:

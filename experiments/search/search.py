@@ -21,6 +21,7 @@ from stepsight.experiments.search.choosers import BestFirst, InOrder, Tpe
 from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.objectives import Goal
 from stepsight.experiments.search.record import Choose, Found, Memory, Record, Seconds
+from stepsight.experiments.search.risk import find_rivals
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import VARIED
 from stepsight.simulator.memory import estimate_memory
@@ -234,7 +235,8 @@ class _Engine:
         if self.own.fits and self.first not in done:
             choices.append(self.own)
         ranked = sorted(choices, key=lambda choice: choice.rank(self._goal))
-        return SearchResult(ranked, len(done), len(self._grid), self.own, self._gap_percent(done), (), self._goal)
+        rivals = find_rivals(ranked) if self._goal.robust else ()
+        return SearchResult(ranked, len(done), len(self._grid), self.own, self._gap_percent(done), rivals, self._goal)
 
     def _elsewhere(self, index: int, seconds: Seconds | None) -> Choice:
         memory = estimate_memory(self._grid.strategy(index), self._given.simulation.hardware)

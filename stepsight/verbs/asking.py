@@ -146,6 +146,13 @@ def search_command(
             "sampler, or by chance; they stop after 200 strategies unless --trials says otherwise."
         ),
     ] = "auto",
+    robust: Annotated[
+        bool,
+        typer.Option(
+            "--robust",
+            help="Rank by the upper end of the interval, and list the strategies that cannot be told from the best.",
+        ),
+    ] = False,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the sampler.")] = 0,
     storage: Storage = None,
@@ -170,6 +177,7 @@ def search_command(
     """
     from stepsight.experiments.reports.plots import plot_search
     from stepsight.experiments.reports.search_report import search_report
+    from stepsight.experiments.search.objectives import Goal
     from stepsight.experiments.search.search import search
     from stepsight.experiments.search.stage_layers import with_uneven_stages
 
@@ -187,7 +195,7 @@ def search_command(
         tell(evaluated, trials or "", "none fits yet" if best is None else f"best {best:.4g} s")
 
     result = search(
-        read, loaded, space=space, trials=trials, timeout_s=timeout_s, gap=gap, sampler=sampler, seed=seed,
+        read, loaded, space=space, goal=Goal(robust=robust), trials=trials, timeout_s=timeout_s, gap=gap, sampler=sampler, seed=seed,
         storage=storage, study_name=study, on_trial=on_trial,
     )  # fmt: skip
     tell(evaluated, evaluated)

@@ -1,0 +1,102 @@
+"""Strategies that a predictor cannot tell from the best, and what to measure to tell them apart.
+
+Two strategies of a job share most of their ops, and errors that they share cancel when they are compared.  Here the
+error of each kind of op and collective is taken as independent of the others, and of the same relative size for all
+kinds: the size that makes up the prediction interval of the best strategy.  The error of a difference then comes from
+the kinds of which one strategy spends more time than the other, along their critical paths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stepsight.dataset.op import Collective, Op
+from stepsight.experiments.search.choices import Choice
+
+MOST_RIVALS = 24  # strategies that are compared with the best: each comparison takes a whole prediction
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A strategy that may be faster than the best.
+
+    Attributes:
+        choice: The strategy.
+        slower_percent: How much more time it is predicted to take than the best.
+        error_percent: Half of the interval of this difference (coverage as that of predictions).
+        measure: The kind of op or collective that contributes most to the error: what to measure.
+        measure_s: Seconds of it that the strategy spends more than the best, in an iteration.
+    """
+
+    choice: Choice
+    slower_percent: float
+    error_percent: float
+    measure: str
+    measure_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            **self.choice.to_dict(),
+            "slower_percent": self.slower_percent,
+            "error_percent": self.error_percent,
+            "measure": self.measure,
+            "measure_s": self.measure_s,
+        }
+
+
+def find_rivals(choices: Sequence[Choice]) -> tuple[Rival, ...]:
+    """Find the strategies that cannot be told from the first.
+
+    Args:
+        choices: Best first.
+
+    Returns:
+        In the same order; of ``MOST_RIVALS`` strategies at most.
+    """
+    fitting = [choice for choice in choices if choice.fits and choice.seconds is not None]
+    if not fitting:
+        return ()
+    best = fitting[0]
+    assert best.seconds is not None
+    time_s, _, high_s = best.seconds
+    own = seconds_by_kind(best)
+    size = math.log(high_s / time_s) / (_norm(list(own.values())) / time_s)  # relative error of each kind
+    found = []
+    for choice in fitting[1 : 1 + MOST_RIVALS]:
+        assert choice.seconds is not None
+        other = seconds_by_kind(choice)
+        more = {kind: other.get(kind, 0.0) - own.get(kind, 0.0) for kind in {**own, **other}}
+        slower, error = choice.seconds[0] / time_s - 1.0, size * _norm(list(more.values())) / time_s
+        if abs(slower) <= error:
+            measure = max(more, key=lambda kind: abs(more[kind]))
+            found.append(Rival(choice, 100.0 * slower, 100.0 * error, measure, more[measure]))
+    return tuple(found)
+
+
+def seconds_by_kind(choice: Choice) -> dict[str, float]:
+    """Seconds of the critical path of a strategy by kind of op and collective; they add up to the iteration time."""
+    prediction = choice.prediction
+    assert prediction is not None
+    simulation = prediction.simulation
+    counts = simulation.op_counts
+    seconds = simulation.timer.work_seconds(list(counts))
+    found: dict[str, float] = {}
+    for work, each in zip(counts, seconds.tolist(), strict=True):
+        kind = _kind(work)
+        found[kind] = found.get(kind, 0.0) + counts[work] * each
+    scale = prediction.iteration_time_s / simulation.iteration_time_s
+    return {kind: value * scale for kind, value in found.items()}
+
+
+def _kind(work: Op | Collective) -> str:
+    if isinstance(work, Op):
+        return work.kind
+    return f"{work.kind} {'within a node' if work.num_nodes == 1 else 'across nodes'}"
+
+
+def _norm(values: Sequence[float]) -> float:
+    return math.sqrt(sum(value**2 for value in values))
