@@ -30,7 +30,10 @@ OVERLAPPING = (3, 4)  # they run at the same time: the longer counts
 US = 1e-6
 NEAR_LATENCY, FAR_LATENCY = 5e-6, 10e-6  # stated latencies of the fabrics (DGX) that NCCL's constants hold for
 LL, LL128, SIMPLE = range(3)
-GROWTH = 0.1  # of a step between nodes with each doubling of the nodes: more switches, and the slowest of more steps
+# Growth with each doubling of the nodes, of which NCCL's constants know nothing.  Steps between nodes in LL128 and Simple
+# fill the links' buffers, meet more switches and wait for the slowest of more; an all-to-all crosses the network's core,
+# where rings mostly stay under one switch.
+STEP_GROWTH, CORE_GROWTH = 0.1, 0.02
 CALL = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4)}  # us, by protocol
 NEAR = {"ring": (0.6, 1.9, 3.4), "tree": (0.6, 1.25, 4.0)}  # us per step over NVLink
 FAR = {"ring": (2.7, 4.0, 14.0), "tree": (5.0, 8.5, 14.0)}  # us per step over the network
@@ -98,12 +101,17 @@ class _Layout:
         self.ranks = self.nodes * self.near
         self.near_bandwidth, near_latency, self.far_bandwidth, self.far_latency = links.T
         self.near_pace = near_latency / NEAR_LATENCY
-        self.far_pace = self.far_latency / FAR_LATENCY * (1 + GROWTH * np.log2(self.nodes))
+        self.far_pace = self.far_latency / FAR_LATENCY
+        self.doublings = np.log2(self.nodes)
 
     def terms(self, call: Array | float, quick: Array | float, bulk: Array | float, *transfers: Array) -> Array:
         """Terms of one choice: microseconds of latencies, then seconds of transfers, ``(collectives, terms)``."""
         latencies = (np.broadcast_to(US * np.asarray(part, float), self.nodes.shape) for part in (call, quick, bulk))
         return np.stack([*latencies, *transfers], axis=-1)
+
+    def far(self, protocol: int) -> Array:
+        """How much longer than NCCL's constants a step between nodes takes."""
+        return self.far_pace * (1.0 if protocol == LL else 1 + STEP_GROWTH * self.doublings)
 
     def steps(self, protocol: int, call: Array | float, steps: Array, transfers: tuple[Array, Array]) -> Array:
         """Terms of a choice of that protocol, whose steps take so many microseconds."""
@@ -122,7 +130,8 @@ def _direct(layout: _Layout) -> Array:
     others = layout.ranks - layout.near
     latency = layout.across * layout.far_latency / US
     peers = (layout.near - 1) * DIRECT_NEAR * layout.near_pace + others * DIRECT_FAR * (1 + others / CONNECTIONS)
-    between = layout.num_bytes * (1 - 1 / layout.nodes) / layout.far_bandwidth
+    core = 1 + CORE_GROWTH * np.maximum(layout.doublings - 1, 0.0)
+    between = core * layout.num_bytes * (1 - 1 / layout.nodes) / layout.far_bandwidth
     within = layout.num_bytes * (layout.near - 1) / layout.ranks / layout.near_bandwidth
     return layout.terms(DIRECT_CALL, latency, peers, between, within)[:, None]
 
@@ -143,7 +152,7 @@ def _ring(layout: _Layout, passes: float, trees: bool, protocol: int) -> Array:
     near_steps = passes * (layout.ranks - 1) - far_steps
     near = layout.near_pace * NEAR["ring"][protocol]
     near = np.where(layout.across, np.maximum(near, HOST[protocol]), near)
-    far = np.where(layout.near > 1, FAR["ring"][protocol], FAR["tree"][protocol]) * layout.far_pace
+    far = np.where(layout.near > 1, FAR["ring"][protocol], FAR["tree"][protocol]) * layout.far(protocol)
     slower = np.where(layout.across, PLATEAU, 1.0) if trees and protocol == SIMPLE else 1.0
     share = passes * (layout.ranks - 1) / layout.ranks
     transfers = _transfers(layout, share, RING_SHARE[protocol], protocol)
@@ -152,7 +161,7 @@ def _ring(layout: _Layout, passes: float, trees: bool, protocol: int) -> Array:
 
 def _tree(layout: _Layout, protocol: int) -> Array:
     near = 2 * (layout.near - 1) * NEAR["tree"][protocol] * layout.near_pace
-    far = 2 * np.log2(layout.nodes) * FAR["tree"][protocol] * layout.far_pace
+    far = 2 * layout.doublings * FAR["tree"][protocol] * layout.far(protocol)
     sizes = np.log2(np.maximum(layout.num_bytes, 1.0)) - 6
     part = np.interp(sizes, np.arange(TREE_PART.shape[1]), TREE_PART[protocol])
     transfers = _transfers(layout, 2.0, TREE_SHARE[protocol] * part, protocol)
@@ -160,7 +169,7 @@ def _tree(layout: _Layout, protocol: int) -> Array:
 
 
 def _nvls_tree(layout: _Layout) -> Array:
-    far = 2 * np.log2(layout.nodes) * NVLS_FAR * layout.far_pace
+    far = 2 * layout.doublings * NVLS_FAR * layout.far(SIMPLE)
     share = NVLS_SHARE * np.where(layout.nodes > 2, 0.5, 1.0)
     between = layout.across * layout.num_bytes / (share * layout.near * layout.far_bandwidth)
     within = layout.num_bytes / (NVLS_WITHIN * layout.near_bandwidth)
@@ -169,7 +178,7 @@ def _nvls_tree(layout: _Layout) -> Array:
 
 
 def _pat(layout: _Layout) -> Array:
-    far = np.log2(layout.nodes) * PAT_FAR * layout.far_pace + PAT_NEAR * layout.ranks
+    far = layout.doublings * PAT_FAR * layout.far(SIMPLE) + PAT_NEAR * layout.ranks
     between = layout.num_bytes * (layout.ranks - 1) / layout.ranks / (PAT_SHARE * layout.far_bandwidth)
     has = layout.across & (layout.near == 1)
     return layout.terms(np.where(has, PAT_CALL, np.inf), 0.0, far, between, 0.0 * between)

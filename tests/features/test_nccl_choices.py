@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.hardware import Fabric, Link, find_fabric
 from stepsight.dataset.op import COLLECTIVE_KINDS, Collective
-from stepsight.features.nccl_choices import CHOICE_TERMS, GROWTH, choice_terms, link_facts
+from stepsight.features.nccl_choices import CHOICE_TERMS, STEP_GROWTH, choice_terms, link_facts
 
 FABRIC = find_fabric("dgx-h100")  # 450 and 50 GB/s, 5 and 10 us
 CALL, QUICK, BULK, ADAPTERS, LINKS = range(len(CHOICE_TERMS))
@@ -25,8 +25,8 @@ def test_a_ring_passes_every_rank_and_leaves_each_node_once() -> None:
     """LL: 15 steps for 16 ranks, one of them between the two nodes."""
     terms = _terms(Collective("all_gather", 1 << 20, 16, 8))
     assert terms[RING_LL, CALL] == pytest.approx(6.6e-6)
-    assert terms[RING_LL, QUICK] == pytest.approx((14 * 1.0 + 2.7 * (1 + GROWTH)) * 1e-6)
-    assert terms[RING, BULK] == pytest.approx((14 * 3.4 + 14.0 * (1 + GROWTH)) * 1e-6)
+    assert terms[RING_LL, QUICK] == pytest.approx((14 * 1.0 + 2.7) * 1e-6)
+    assert terms[RING, BULK] == pytest.approx((14 * 3.4 + 14.0 * (1 + STEP_GROWTH)) * 1e-6)
 
 
 def test_all_adapters_of_a_node_work_for_a_ring() -> None:
@@ -38,7 +38,7 @@ def test_all_adapters_of_a_node_work_for_a_ring() -> None:
 
 def test_trees_are_as_deep_as_the_logarithm_of_the_nodes() -> None:
     terms = _terms(Collective("all_reduce", 8, 2048, 8))
-    assert terms[TREE_LL, QUICK] == pytest.approx(2 * (7 * 0.6 + 8 * 5.0 * (1 + 8 * GROWTH)) * 1e-6)
+    assert terms[TREE_LL, QUICK] == pytest.approx(2 * (7 * 0.6 + 8 * 5.0) * 1e-6)
     assert terms[RING_LL, QUICK] > 10 * terms[TREE_LL, QUICK]
 
 
