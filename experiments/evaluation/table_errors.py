@@ -18,6 +18,7 @@ from stepsight.experiments.evaluation.error_metrics import Errors, errors
 from stepsight.experiments.evaluation.row_predictors import PredictorOf
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.latency_model import RooflineLatency
+from stepsight.training.collectives.link_doubts import link_doubts
 from stepsight.training.predictor.predictor import Predictor
 
 Array = NDArray[np.float64]
@@ -42,15 +43,18 @@ class TableErrors:
         groups: Kind, class of sizes (of times, for ops), class of ranks (nothing for ops), and the errors of its rows.
         overall: Errors of all rows that were judged.
         skipped: Number of rows that were not judged, by reason.
+        doubts: What contradicts the links that were stated for all rows.
     """
 
     groups: tuple[tuple[str, str, str, Errors], ...]
     overall: Errors
     skipped: dict[str, int]
+    doubts: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         groups = [{"kind": k, "size": s, "ranks": r, **e.to_dict()} for k, s, r, e in self.groups]
-        return {"groups": groups, "overall": asdict(self.overall), "skipped": self.skipped}
+        told = {"overall": asdict(self.overall), "skipped": self.skipped, "doubts": list(self.doubts)}
+        return {"groups": groups, **told}
 
 
 def judge_table(measured: Measurements, predictor_of: PredictorOf, fabric: Fabric | None = None) -> TableErrors:
@@ -73,7 +77,16 @@ def judge_table(measured: Measurements, predictor_of: PredictorOf, fabric: Fabri
     for index in known.tolist():
         rows.setdefault(group_of(measured.works[index], measured.seconds[index]), []).append(index)
     groups = [(*key, _errors(predicted[i], measured.seconds[i])) for key, i in sorted(rows.items(), key=_order)]
-    return TableErrors(tuple(groups), _errors(predicted[known], measured.seconds[known]), skipped)
+    return TableErrors(
+        tuple(groups), _errors(predicted[known], measured.seconds[known]), skipped, _doubts(measured, fabric)
+    )
+
+
+def _doubts(measured: Measurements, fabric: Fabric | None) -> tuple[str, ...]:
+    """What contradicts the links that were stated for all collectives."""
+    rows = [index for index, work in enumerate(measured.works) if isinstance(work, Collective)]
+    works = [work for work in measured.works if isinstance(work, Collective)]
+    return () if fabric is None else link_doubts(works, fabric, measured.seconds[rows])
 
 
 def _errors(predicted: Array, measured: Array) -> Errors:
@@ -145,4 +158,5 @@ def table_errors_text(result: TableErrors) -> str:
         for kind, size, ranks, e in (*result.groups, ("all", "", "", result.overall))
     ]
     legend = "errors of |predicted / measured - 1|; ops are classed by their measured time, collectives by their bytes"
-    return "\n\n".join([table(header, lines), legend, *(f"left out {n}: {why}" for why, n in result.skipped.items())])
+    left_out = [f"left out {count}: {why}" for why, count in result.skipped.items()]
+    return "\n\n".join([table(header, lines), legend, *(f"doubt: {text}" for text in result.doubts), *left_out])

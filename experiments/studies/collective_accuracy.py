@@ -26,7 +26,7 @@ from stepsight.dataset.op import Collective
 from stepsight.dataset.tables import Measurements, read_table
 from stepsight.experiments.evaluation.table_errors import group_of
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.training.collectives.between_nodes import BetweenNodes, fit_between_nodes
+from stepsight.training.collectives.between_nodes import UNFITTED, fit_site
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped.catalogue import RECIPES, read_links
 from stepsight.training.shipped.from_tables import CollectiveRows, fit_links
@@ -34,7 +34,6 @@ from stepsight.training.shipped.from_tables import CollectiveRows, fit_links
 Array = NDArray[np.float64]
 
 CALIBRATED_RANKS = 64
-CALIBRATED_NOISE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +107,11 @@ def figures_of(site: Site, data: Path, predictor: Predictor) -> list[Figure]:
     others = fit_links(_without(links, site, works)).between
     assert others is not None
     own = [work for work, fitted in zip(works, small, strict=True) if fitted]
-    tuned = fit_between_nodes(
-        own, [site.links] * len(own), seconds[small], start=others, noise=CALIBRATED_NOISE, independent=np.inf
-    )
+    tuned = fit_site(others, own, site.links, seconds[small])
     off = {
         "shipped": _off(predictor.collective.seconds(works, site.links), seconds),
         "left_out": _off(others.seconds(works, site.links), seconds),
-        "unfitted": _off(BetweenNodes({}, {}, {}).seconds(works, site.links), seconds),
+        "unfitted": _off(UNFITTED.seconds(works, site.links), seconds),
         "calibrated": _off(tuned.seconds(works, site.links), seconds),
     }
     classes: dict[tuple[str, str, str], list[int]] = {}

@@ -107,26 +107,65 @@ def calibrate_command(
             "--predictor", "-p", parser=path, help="To start from: a folder, or one that comes with stepsight by name."
         ),
     ],
+    *,
     source: Source = "*",
     max_devices: Annotated[
-        int, typer.Option(min=1, help="Fit runs of at most so many devices, or a source's smallest size.")
-    ] = 8,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Fit runs of at most so many devices (default: 8), or a source's smallest size. Of a table of "
+            "collectives: groups of at most so many ranks (default: 64).",
+        ),
+    ] = None,
+    fabric: Annotated[
+        str | None,
+        typer.Option(help="Of a table of collectives: the cluster's links as stated, as a name or a .toml file."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Correct a predictor by the iteration times of small runs: factors of what is slow, by gradient through the
     simulator, and what is left for jobs that are alike.
 
+    A table of collectives, as `stepsight import` writes it (.parquet), corrects how NCCL behaves between the nodes of
+    the cluster that it was measured on.
+
     The larger runs of the table judge it; where there are none, sizes or runs left out in turn. It is written only if
     it predicts those better than before (else exit code 2), and never judged by rows that it was fitted on. Example:
 
         stepsight calibrate runs.csv --predictor a100-sxm --out mine
+        stepsight calibrate collectives.parquet --predictor h100-sxm --fabric cluster.toml --out mine
     """
+    if runs.suffix == ".parquet":
+        _refuse(runs, {"--source": source.strip("*")})
+        _calibrate_links(runs, predictor, fabric, out, max_devices or 64, as_json)
+        return
+    _refuse(runs, {"--fabric": fabric})
     from stepsight.experiments.evaluation.calibrate_runs import calibrate, calibration_text
     from stepsight.training.predictor.predictor import Predictor
 
     loaded = Predictor.load(predictor)
-    report = calibrate(runs, loaded, out, source=source, max_devices=max_devices)
+    report = calibrate(runs, loaded, out, source=source, max_devices=max_devices or 8)
     answer(report.to_dict(), calibration_text(report), as_json)
     if not report.released:
         print(f"error: a calibration must predict {report.evidence.by} better than before: refused", file=sys.stderr)
+        raise typer.Exit(2)
+
+
+def _calibrate_links(
+    path: Path, predictor: Path, fabric: str | None, out: Path, max_devices: int, as_json: bool
+) -> None:
+    """Correct a predictor by a table of collectives."""
+    from stepsight.dataset.hardware import find_fabric
+    from stepsight.experiments.evaluation.calibrate_links import calibrate_links, links_text
+    from stepsight.training.predictor.predictor import Predictor
+
+    if fabric is None:
+        raise StepsightError(f"--fabric must state the links of the cluster that {path} was measured on")
+    loaded = Predictor.load(predictor)
+    report = calibrate_links(path, loaded, find_fabric(fabric), out, max_devices=max_devices)
+    answer(report.to_dict(), links_text(report), as_json)
+    if not report.released:
+        print(
+            "error: " + (report.doubts[0] if report.doubts else "it predicts nothing better: refused"), file=sys.stderr
+        )
         raise typer.Exit(2)

@@ -34,6 +34,7 @@ PRIOR_STD = np.array([0.5, 0.5, 0.5, 0.1, 0.15])  # log units
 KIND_STD = 0.5  # of those: how much a kind may differ from its route
 NOISE = 0.15  # log units in which NCCL's constants miss a real network
 INDEPENDENT = 4.0  # rows of a kind that all of a cluster's count for, since they share what is peculiar to it
+SITE_NOISE = 0.1  # the same where a cluster is fitted to its own measurements
 STEPS = 60
 AXES = 3  # of the measured range: logarithms of bytes, ranks and ranks per node
 
@@ -54,14 +55,18 @@ class BetweenNodes:
 
     def seconds(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
         """Seconds of each collective alone, ``(collectives,)``."""
+        return self.parts(collectives, fabric).sum(axis=1)
+
+    def parts(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
+        """Seconds of each collective by ``CHOICE_TERMS`` in the cheapest choice, ``(collectives, terms)``."""
         kinds: dict[str, list[int]] = {}
         for index, collective in enumerate(collectives):
             kinds.setdefault(collective.kind, []).append(index)
-        links, seconds = link_facts(fabric), np.empty(len(collectives))
+        links, parts = link_facts(fabric), np.empty((len(collectives), len(CHOICE_TERMS)))
         for kind, members in kinds.items():
             terms = choice_terms([collectives[index] for index in members], links)
-            seconds[members] = _cheapest(terms, self.factors_of(kind))[0]
-        return seconds
+            parts[members] = _cheapest(terms, self.factors_of(kind))
+        return parts
 
     def factors_of(self, kind: str) -> Array:
         """Factors of a kind, or those of its route; the prior where nothing like it was measured."""
@@ -101,6 +106,9 @@ class BetweenNodes:
         )
         read.check()
         return read
+
+
+UNFITTED = BetweenNodes({}, {}, {})
 
 
 def place(collective: Collective) -> Array:
@@ -150,6 +158,21 @@ def fit_between_nodes(
     return BetweenNodes(factors, support, errors)
 
 
+def fit_site(start: BetweenNodes, collectives: Sequence[Collective], fabric: Fabric, seconds: Array) -> BetweenNodes:
+    """Fit the factors to one cluster's own measurements, to answer for the same cluster.
+
+    Args:
+        start: Factors from elsewhere, the prior.
+        collectives: Measured, all between nodes.
+        fabric: The cluster's links.
+        seconds: Measured, ``(collectives,)``.
+    """
+    layouts = len({(c.group_size, c.ranks_per_node) for c in collectives})
+    fabrics = [fabric] * len(collectives)
+    each = INDEPENDENT * layouts  # rows of one layout share what is peculiar to it
+    return fit_between_nodes(collectives, fabrics, seconds, start=start, noise=SITE_NOISE, independent=each)
+
+
 def _left_out(rows: Rows, layouts: Array, around: Array) -> float:
     """Mean absolute log-error of each layout by a fit that did not see it."""
     terms, measured, noise = rows
@@ -157,12 +180,12 @@ def _left_out(rows: Rows, layouts: Array, around: Array) -> float:
     for layout in np.unique(layouts, axis=0):
         held = (layouts == layout).all(axis=1)
         fitted = _fit([(terms[~held], measured[~held], noise)], around, KIND_STD * PRIOR_STD)
-        off.append(np.abs(np.log(_cheapest(terms[held], np.exp(fitted))[0]) - measured[held]))
+        off.append(np.abs(np.log(_cheapest(terms[held], np.exp(fitted)).sum(axis=1)) - measured[held]))
     return float(np.concatenate(off).mean())
 
 
-def _cheapest(terms: Array, factors: Array) -> tuple[Array, Array]:
-    """Seconds of the cheapest choice, ``(rows,)``, and the part of each term in it, ``(rows, terms)``."""
+def _cheapest(terms: Array, factors: Array) -> Array:
+    """Seconds of each term in the cheapest choice, ``(rows, terms)``; their sum is its time."""
     parts = terms * factors
     near, far = (parts[..., column] for column in OVERLAPPING)
     longest = np.maximum(near, far) + 1e-30
@@ -170,13 +193,13 @@ def _cheapest(terms: Array, factors: Array) -> tuple[Array, Array]:
         powers = (near / longest) ** SHARPNESS, (far / longest) ** SHARPNESS
         both = longest * (powers[0] + powers[1]) ** (1 / SHARPNESS)
         totals = parts[..., : OVERLAPPING[0]].sum(axis=-1) + both
-    best = np.nanargmin(np.where(np.isnan(totals), np.inf, totals), axis=1)
+    best = np.argmin(np.where(np.isnan(totals), np.inf, totals), axis=1)
     rows = np.arange(len(terms))
-    chosen, seconds = parts[rows, best], totals[rows, best]
+    chosen = parts[rows, best]
     sums = powers[0][rows, best] + powers[1][rows, best] + 1e-300
     for column, power in zip(OVERLAPPING, powers, strict=True):
         chosen[:, column] = both[rows, best] * power[rows, best] / sums
-    return seconds, chosen
+    return chosen
 
 
 def _fit(blocks: Sequence[Rows], prior: Array, stds: Array) -> Array:
@@ -206,7 +229,8 @@ def _objective(blocks: Sequence[Rows], theta: Array, prior: Array, stds: Array) 
     off = (theta - prior) / stds
     loss, gradient, hessian = 0.5 * float(off @ off), off / stds, np.diag(1 / stds**2)
     for terms, measured, noise in blocks:
-        seconds, parts = _cheapest(terms, np.exp(theta))
+        parts = _cheapest(terms, np.exp(theta))
+        seconds = parts.sum(axis=1)
         residual = (np.log(seconds) - measured) / noise
         jacobian = parts / seconds[:, None] / noise
         size = np.abs(residual)
