@@ -30,9 +30,9 @@ OVERLAPPING = (3, 4)  # they run at the same time: the longer counts
 US = 1e-6
 NEAR_LATENCY, FAR_LATENCY = 5e-6, 10e-6  # stated latencies of the fabrics (DGX) that NCCL's constants hold for
 LL, LL128, SIMPLE = range(3)
-# Growth with each doubling of the nodes, of which NCCL's constants know nothing.  Steps between nodes in LL128 and Simple
-# fill the links' buffers, meet more switches and wait for the slowest of more; an all-to-all crosses the network's core,
-# where rings mostly stay under one switch.
+# Growth with each doubling of the nodes, of which NCCL knows nothing.  Steps between nodes in LL128 and Simple
+# fill the links' buffers, meet more switches and wait for the slowest of more.  An all-to-all crosses the core of the
+# network, where rings mostly stay under one switch.
 STEP_GROWTH, CORE_GROWTH = 0.1, 0.02
 CALL = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4)}  # us, by protocol
 NEAR = {"ring": (0.6, 1.9, 3.4), "tree": (0.6, 1.25, 4.0)}  # us per step over NVLink
@@ -111,7 +111,7 @@ class _Layout:
 
     def far(self, protocol: int) -> Array:
         """How much longer than NCCL's constants a step between nodes takes."""
-        return self.far_pace * (1.0 if protocol == LL else 1 + STEP_GROWTH * self.doublings)
+        return np.asarray(self.far_pace * (1.0 if protocol == LL else 1 + STEP_GROWTH * self.doublings))
 
     def steps(self, protocol: int, call: Array | float, steps: Array, transfers: tuple[Array, Array]) -> Array:
         """Terms of a choice of that protocol, whose steps take so many microseconds."""

@@ -55,7 +55,7 @@ class BetweenNodes:
 
     def seconds(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
         """Seconds of each collective alone, ``(collectives,)``."""
-        return self.parts(collectives, fabric).sum(axis=1)
+        return np.asarray(self.parts(collectives, fabric).sum(axis=1))
 
     def parts(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
         """Seconds of each collective by ``CHOICE_TERMS`` in the cheapest choice, ``(collectives, terms)``."""
@@ -199,7 +199,7 @@ def _cheapest(terms: Array, factors: Array) -> Array:
     sums = powers[0][rows, best] + powers[1][rows, best] + 1e-300
     for column, power in zip(OVERLAPPING, powers, strict=True):
         chosen[:, column] = both[rows, best] * power[rows, best] / sums
-    return chosen
+    return np.asarray(chosen)
 
 
 def _fit(blocks: Sequence[Rows], prior: Array, stds: Array) -> Array:

@@ -71,7 +71,7 @@ def _slower(works: Sequence[Collective], fabric: Fabric, measured: Array, model:
     """How many times slower than stated the bandwidth between nodes is: the least change that explains the times."""
     link = fabric.inter_node
     off = []
-    scales = sorted(SCALES.tolist(), key=lambda scale: abs(np.log(scale)))
+    scales: list[float] = sorted(SCALES.tolist(), key=lambda scale: abs(np.log(scale)))
     for scale in scales:
         there = Link(link.bandwidth_bytes_per_s / scale, link.latency_s)
         predicted = model.seconds(works, replace(fabric, inter_node=there))
