@@ -10,7 +10,7 @@ import typer
 
 from stepsight import __version__
 from stepsight.dataset.errors import StepsightError, shorten
-from stepsight.verbs import asking, converting, judging, measuring, verifying
+from stepsight.verbs import asking, converting, judging, measuring, tracing, verifying
 from stepsight.verbs.streams import finish_stdout, prepare_streams, storage_problem
 
 _USAGE: Any = typer.BadParameter.__base__  # click's UsageError, which newer versions of typer bring along
@@ -58,6 +58,8 @@ app.command(
 app.command("job")(converting.job_command)
 app.command("import")(measuring.import_command)
 app.command("show")(measuring.show_command)
+app.command("replay")(tracing.replay_command)
+app.command("dataset")(tracing.dataset_command)
 
 # What an interrupted verb leaves behind.
 _LEAVES = {

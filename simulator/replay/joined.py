@@ -10,12 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import TraceError
-from stepsight.dataset.imported.rank_graph import COLLECTIVE, RankGraph
+from stepsight.dataset.imported.meetings import meetings
+from stepsight.dataset.imported.rank_graph import RankGraph
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
-
-_MOST_APART_S, _MOST_APART = 2e-4, 0.1  # by which ends of one collective may differ after clocks are aligned
 
 
 @dataclass
@@ -47,62 +46,13 @@ class Joined:
     order: Ints
 
 
-def meetings(graphs: Sequence[RankGraph]) -> list[dict[int, int]]:
-    """Collectives that are one: node by place of the rank, for each that at least two ranks recorded."""
-    found: dict[tuple[str, tuple[int, ...], int], dict[int, int]] = {}
-    for place, graph in enumerate(graphs):
-        nodes = np.flatnonzero((graph.nodes["kind"] == COLLECTIVE) & (graph.nodes["group"] >= 0))
-        groups, numbers = graph.nodes["group"][nodes].tolist(), graph.nodes["seq"][nodes].tolist()
-        for node, group, number in zip(nodes.tolist(), groups, numbers, strict=True):
-            name, ranks = graph.groups[group]
-            if not ranks or graph.rank in ranks:
-                found.setdefault((name, ranks, number), {})[place] = node
-    return [members for members in found.values() if len(members) > 1 and _alike(graphs, members)]
-
-
-def _alike(graphs: Sequence[RankGraph], members: dict[int, int]) -> bool:
-    """Whether all ranks did the same: numbers alone may name different collectives in trimmed traces."""
-    works = {graphs[place].kind_of(node) for place, node in members.items()}
-    return len(works) == 1
-
-
-def clock_offsets(graphs: Sequence[RankGraph], met: Sequence[dict[int, int]]) -> list[float]:
-    """Seconds to add to each rank's times so that collectives end together; from the files' own clocks otherwise."""
-    absolute = [graph.origin_us * 1e-6 for graph in graphs]
-    base = min(absolute, default=0.0)
-    offsets = [each - base for each in absolute]
-    pairs: dict[tuple[int, int], list[float]] = {}
-    for members in met:
-        places = sorted(members)
-        for place in places[1:]:
-            ends = [graphs[each].end_s[members[each]] for each in (places[0], place)]
-            pairs.setdefault((places[0], place), []).append(float(ends[0] - ends[1]))
-    done: set[int] = set()
-    for (one, other), differences in sorted(pairs.items()):
-        done.add(one)
-        if other not in done:
-            offsets[other] = offsets[one] + float(np.median(differences))
-            done.add(other)
-    low = min(offsets, default=0.0)
-    return [offset - low for offset in offsets]
-
-
-def _together(graphs: Sequence[RankGraph], offsets: Sequence[float], members: dict[int, int]) -> bool:
-    """Whether a collective ended on all ranks at about the same time: those of trimmed traces may be different ones."""
-    ends = [float(graphs[place].end_s[node]) + offsets[place] for place, node in members.items()]
-    longest = max(float(graphs[place].duration_s[node]) for place, node in members.items())
-    return max(ends) - min(ends) <= max(_MOST_APART_S, _MOST_APART * longest)
-
-
 def join(graphs: Sequence[RankGraph]) -> Joined:
     """Join the graphs of a job's ranks.
 
     Raises:
         TraceError: If the dependencies of the ranks contradict each other.
     """
-    met = meetings(graphs)
-    offsets = clock_offsets(graphs, met)
-    met = [members for members in met if _together(graphs, offsets, members)]
+    met, offsets = meetings(graphs)
     first = [0, *np.cumsum([len(graph) for graph in graphs]).tolist()]
     count = first[-1]
     seconds = np.concatenate([*(graph.duration_s + 0.0 for graph in graphs), np.zeros(len(met))])

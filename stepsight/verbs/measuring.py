@@ -10,6 +10,7 @@ import typer
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.verbs.options import Json, answer, path, refuse_given
+from stepsight.verbs.tracing import TRACES, import_traces
 
 
 def collect_command(
@@ -166,29 +167,59 @@ def import_command(
     format: Annotated[
         str,
         typer.Argument(
-            help="aiconfigurator, neusight, vidur, simumax, nccl-tests (logs or parsed), vtrain, aicb, or csv: a table "
-            "of your own with columns op, dims (4096x4096x1024), dtype, microseconds."
+            help="kineto: traces of PyTorch's profiler. Or a table: aiconfigurator, neusight, vidur, simumax, nccl-tests "
+            "(logs or parsed), vtrain, aicb, or csv: a table of your own with columns op, dims (4096x4096x1024), "
+            "dtype, microseconds."
         ),
     ],
-    table: Annotated[Path, typer.Argument(metavar="PATH", parser=path, help="A file of that format, or a folder.")],
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PATH…",
+            parser=path,
+            help="Files of that format, or a folder: of traces one for each rank, of tables a single one.",
+        ),
+    ],
     out: Annotated[
-        Path | None, typer.Option(parser=path, help="Write all measurements here (.parquet), with their origin.")
+        Path | None,
+        typer.Option(
+            parser=path, help="Of traces: the collection to write. Of a table: write all measurements here (.parquet)."
+        ),
+    ] = None,
+    et: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--et", parser=path, help="Of traces: execution trace of a rank, for data dependencies. Repeatable."
+        ),
+    ] = None,
+    job: Annotated[
+        Path | None,
+        typer.Option(parser=path, help="Of traces: the job that ran, where you have its file; it must match."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Read measurements of ops and collectives that others published, or that you took, into one table.
+    """Read traces of any PyTorch job into a collection, or measurements that others published into one table.
 
-    For looking before believing: which ops, sizes, devices and software a table really holds, in one set of units and
-    names, and what was left out of it. Predictors that come with stepsight are learned from tables read so
-    (`python -m stepsight.training.shipped.catalogue`); `train` takes collections, not this table. Example:
+    Traces become graphs of ops, streams and dependencies, which `replay`, `show`, `dataset` and `train` take. A trace
+    needs no annotations, and no job file. Tables are for looking before believing: which ops, sizes, devices and
+    software a table really holds, in one set of units and names, and what was left out of it. Predictors that come
+    with stepsight are learned from tables read so (`python -m stepsight.training.shipped.catalogue`). Examples:
 
+        stepsight import kineto rank0.json.gz rank1.json.gz --out runs/theirs
         stepsight import nccl-tests logs/ --out collectives.parquet
     """
+    if format in TRACES:
+        import_traces(format, paths, out, et or [], job, as_json)
+        return
     from stepsight.dataset.tables import check_table_output, read_table, summary, summary_text
 
+    if len(paths) != 1:
+        raise StepsightError(f"import {format} takes one file or folder, got {len(paths)}")
+    if et or job is not None:
+        raise StepsightError(f"--et and --job belong to traces ({', '.join(TRACES)}), got format {format!r:.80}")
     if out is not None:
-        check_table_output(format, table, out)
-    found = read_table(format, table)
+        check_table_output(format, paths[0], out)
+    found = read_table(format, paths[0])
     told = summary(found)
     text = summary_text(told)
     if out is not None:

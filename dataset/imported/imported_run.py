@@ -1,0 +1,169 @@
+"""Imported runs in a collection: the manifest, and the graphs of its ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.errors import TraceError
+from stepsight.dataset.files import digest, new_folder, read_json, write_json
+from stepsight.dataset.imported.graph_files import read_graph, write_graph
+from stepsight.dataset.imported.rank_graph import RankGraph
+from stepsight.dataset.imported.read_rank import read_rank
+from stepsight.dataset.job import Job
+from stepsight.dataset.readers.placement import Placement
+from stepsight.dataset.run_manifest import SCHEMA, RunManifest, read_manifest
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class ImportedRun:
+    """What the manifest of an imported run says.
+
+    Attributes:
+        folder: The run folder.
+        name: Of the run.
+        ranks: Stem of the graph's files by rank.
+        job: What ran, None if nobody said.
+        sources: Names of the traces.
+        warnings: About all ranks.
+        role: ``train``, ``heldout`` or what else the user called it.
+    """
+
+    folder: Path
+    name: str
+    ranks: Mapping[int, str]
+    job: Job | None = None
+    sources: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    role: str = "train"
+    hardware: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def graphs(self) -> list[RankGraph]:
+        """Graphs of all ranks, in order."""
+        return [read_graph(self.folder, stem) for _, stem in sorted(self.ranks.items())]
+
+
+def is_imported(folder: Path) -> bool:
+    """Whether a run folder holds an imported run."""
+    path = Path(folder) / MANIFEST
+    try:
+        tree = read_json(path) if path.is_file() else {}
+    except (OSError, ValueError):
+        return False
+    return isinstance(tree, dict) and tree.get("imported") is True
+
+
+def read_imported(folder: Path) -> ImportedRun:
+    """Read the manifest of an imported run.
+
+    Raises:
+        TraceError: If it is not what ``import kineto`` writes.
+    """
+    path = Path(folder) / MANIFEST
+    try:
+        tree = read_json(path)
+        if tree.get("schema") != SCHEMA or tree.get("imported") is not True:
+            raise ValueError(f"schema must be {SCHEMA} and imported true")
+        job = Job.from_dict(tree["job"]) if tree.get("job") else None
+        ranks = {int(rank): str(stem) for rank, stem in tree["ranks"].items()}
+        if not ranks or not all(re.fullmatch(r"rank\d+", stem) for stem in ranks.values()):
+            raise ValueError(f"ranks must name their files rank0, rank1 …, got {tree['ranks']!r:.80}")
+        return ImportedRun(
+            Path(folder),
+            str(tree["name"]),
+            ranks,
+            job,
+            tuple(map(str, tree.get("sources", ()))),
+            tuple(map(str, tree.get("warnings", ()))),
+            str(tree.get("role", "train")),
+            str(tree.get("hardware", "")),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TraceError(f"{path} must be the manifest of an imported run: {error}") from None
+
+
+def write_imported(
+    graphs: Sequence[RankGraph], sources: Sequence[Path], collection: Path, job: Job | None, warnings: Sequence[str]
+) -> ImportedRun:
+    """Write a run into a collection; one of the same traces is written anew."""
+    name = f"{_stem(sources[0])}-{digest(*map(_file_digest, sources))[:8]}"
+    folder = Path(collection) / "runs" / name
+    ranks = {graph.rank: f"rank{graph.rank}" for graph in graphs}
+    manifest = {
+        "schema": SCHEMA,
+        "imported": True,
+        "name": name,
+        "role": "train",
+        "job": job.to_dict() if job is not None else None,
+        "world_size": graphs[0].world_size,
+        "hardware": graphs[0].device_name,
+        "ranks": {str(rank): stem for rank, stem in ranks.items()},
+        "sources": [path.name for path in sources],
+        "warnings": list(warnings),
+    }
+    with new_folder(folder) as part:
+        for graph in graphs:
+            write_graph(graph, part, ranks[graph.rank])
+        write_json(part / MANIFEST, manifest)
+    return ImportedRun(folder, name, ranks, job, tuple(path.name for path in sources), tuple(warnings))
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _stem(path: Path) -> str:
+    stem = re.sub(r"(\.pt)?(\.trace)?(\.json)?(\.gz)?$", "", path.name)
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.")[:60] or "trace"
+
+
+def run_folders(path: Path) -> list[Path]:
+    """Run folders of a collection, or the run folder itself.
+
+    Raises:
+        TraceError: If it is neither.
+    """
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        return [path]
+    found = sorted(
+        each.parent for each in (path / "runs").glob(f"*/{MANIFEST}") if not each.parent.name.startswith(".")
+    )
+    if not found:
+        raise TraceError(
+            f"a run folder or a collection with runs is needed, got {path}: `stepsight import kineto` makes one"
+        )
+    return found
+
+
+def run_graphs(folder: Path) -> tuple[str, Job | None, list[RankGraph]]:
+    """Name, job and graphs of a run: an imported one, or one that the harness traced (then its files are read).
+
+    Raises:
+        TraceError: If it is no run with traces.
+    """
+    if is_imported(folder):
+        run = read_imported(folder)
+        return run.name, run.job, run.graphs()
+    manifest = read_manifest(Path(folder))
+    if not manifest.traces:
+        raise TraceError(f"a run must have traces to be read, got none in {manifest.folder}")
+    return manifest.name, manifest.job, [_traced(manifest, rank) for rank in sorted(manifest.traces)]
+
+
+def _traced(manifest: RunManifest, rank: int) -> RankGraph:
+    files, parallel = manifest.traces[rank], manifest.job.parallel
+    if "kineto" not in files:
+        raise TraceError(f"rank {rank} must have a Kineto trace, got {sorted(files)} in {manifest.folder}")
+    devices = manifest.job.cluster.devices_per_node
+    placement = Placement(rank=rank, devices_per_node=devices, tp=parallel.tp, dp=parallel.dp)
+    execution = manifest.folder / files["et"] if "et" in files else None
+    return read_rank(manifest.folder / files["kineto"], placement, execution)

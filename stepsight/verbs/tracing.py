@@ -1,0 +1,90 @@
+"""Verbs for traces of any PyTorch job: replay, dataset, and the import of traces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepsight.dataset.errors import StepsightError
+from stepsight.verbs.options import Json, answer, path, progress
+
+TRACES = ("kineto",)  # formats of traces; every other format is a table of measurements
+
+
+def import_traces(
+    format: str, paths: list[Path], out: Path | None, executions: list[Path], job: Path | None, as_json: bool
+) -> None:
+    """``stepsight import kineto``."""
+    from stepsight.dataset.files import check_writable
+    from stepsight.dataset.imported.import_ranks import import_ranks, summary
+    from stepsight.dataset.imported.imported_run import write_imported
+    from stepsight.dataset.job import Job
+    from stepsight.dataset.readers.placement import Placement
+    from stepsight.experiments.reports.trace_reports import import_text
+
+    if out is None:
+        raise StepsightError(f"import {format} needs --out: the folder of the collection to write")
+    if out.exists() and not out.is_dir():
+        raise StepsightError(f"--out must be a new folder or a collection, got the file {out}")
+    check_writable(out)
+    read = Job.from_file(job) if job is not None else None
+    placement = None
+    if read is not None:
+        degrees = read.parallel
+        placement = Placement(devices_per_node=read.cluster.devices_per_node, tp=degrees.tp, dp=degrees.dp)
+    found = import_ranks(paths, executions, placement, progress("traces read"))
+    told = summary(found)
+    if read is not None:
+        from stepsight.experiments.reports.side_by_side import check_job
+
+        check_job(read, found.graphs)
+    run = write_imported(found.graphs, found.sources, out, read, told["warnings"])
+    told |= {"run": run.name, "out": str(out)}
+    answer(told, import_text(told), as_json)
+
+
+def replay_command(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", parser=path, help="A run folder, or a collection: each run of it.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Replay traced steps from durations and dependencies alone, and compare them with what was measured.
+
+    No recorded start is used: a small error says that the dependencies of the graph are right. Time in which a stream
+    idles and no dependency says why is reported as unexplained. Example:
+
+        stepsight import kineto traces/ --out runs/theirs
+        stepsight replay runs/theirs
+    """
+    from stepsight.experiments.reports.trace_reports import replay_runs, replay_text
+
+    told = replay_runs(run)
+    answer(told, replay_text(told), as_json)
+
+
+def dataset_command(
+    collections: Annotated[
+        list[Path], typer.Argument(metavar="DIR…", parser=path, help="Collections, or run folders, with traces.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", parser=path, help="Folder of the dataset to write.")],
+    as_json: Json = False,
+) -> None:
+    """Make a graph dataset of traced runs: one graph for each rank and step, and one for each segment.
+
+    The folder is the root of a PyTorch Geometric dataset, with a data card (`README.md`) and the graphs as Parquet:
+
+        from stepsight.dataset import TraceGraphs
+        graphs = TraceGraphs("data/mine")
+
+    Example:
+
+        stepsight dataset runs/mine runs/theirs --out data/mine
+    """
+    from stepsight.dataset.imported.graph_dataset import make_dataset
+    from stepsight.experiments.reports.trace_reports import dataset_text
+
+    told = make_dataset(collections, out, on_run=progress("runs read"))
+    answer(told, dataset_text(told), as_json)
