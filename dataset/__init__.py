@@ -1,1 +1,19 @@
 """What is measured: the nouns, the harness, readers of traces and tables, the store, graphs for learning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stepsight.dataset.imported.trace_graphs import TraceGraphs
+
+__all__ = ["TraceGraphs"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import PyTorch Geometric only when the graph dataset is asked for."""
+    if name == "TraceGraphs":
+        from stepsight.dataset.imported.trace_graphs import TraceGraphs
+
+        return TraceGraphs
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,326 @@
+"""Parts of a rank's graph, a step or a segment, as arrays for learning: features, targets, relations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.imported.meetings import Meeting
+from stepsight.dataset.imported.rank_graph import HOST, NODE_KINDS, OP, PHASES, WHY, RankGraph
+from stepsight.dataset.op import COLLECTIVE_KINDS, DTYPE_BYTES, OP_KINDS, Collective, Op
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+CONCURRENT = "may_run_concurrently"
+RENDEZVOUS = "rendezvous"
+_MOST_DIMS = 7
+_WINDOW = 4  # nearest nodes of another stream, before and after, that may run beside a node
+_MOST_PEERS = 8  # ranks of a collective that a rank's graph shows
+
+NUMBERS = (
+    "log_flops", "log_bytes", *(f"log_dim{number}" for number in range(_MOST_DIMS)), "element_bytes", "log_blocks",
+    "log_threads", "registers", "log_shared_bytes", "log_group_size", "ranks_per_node_share", "is_known", "is_peer",
+    *(f"is_{phase}" for phase in PHASES),
+)  # fmt: skip
+TARGETS = ("log_seconds_alone", "log_seconds_in_context")
+EDGE_NUMBERS = ("overlap_s", "log_bytes", "distance", "delay_s")
+
+_WORKS = ("op", "collective")
+_BETWEEN_WORKS = [(source, target) for source in _WORKS for target in _WORKS]
+_PAIRS: dict[str, list[tuple[str, str]]] = {
+    "data": _BETWEEN_WORKS,
+    "stream_order": _BETWEEN_WORKS,
+    "launch": [("host", "op"), ("host", "collective"), ("op", "collective")],
+    "synchronisation": [*_BETWEEN_WORKS, ("op", "host"), ("collective", "host")],
+    RENDEZVOUS: [("collective", "collective")],
+    "host_order": [(source, target) for source in ("host", "op") for target in ("host", "op")],
+    CONCURRENT: _BETWEEN_WORKS,
+}
+
+
+def edge_types() -> list[tuple[str, str, str]]:
+    """Every edge type of a graph of the dataset, in a fixed order; each graph has all of them, empty or not."""
+    found = [(source, relation, target) for relation, pairs in _PAIRS.items() for source, target in pairs]
+    found += [(kind, "runs_on", "stream") for kind in NODE_KINDS]
+    return found + [("stream", "runs", kind) for kind in NODE_KINDS]
+
+
+def kind_names() -> tuple[str, ...]:
+    """Names of kinds by the number that ``kind`` of a node holds: ops, collectives, and a call of the host."""
+    ops = sorted(OP_KINDS.values(), key=lambda kind: kind.code)
+    collectives = sorted(COLLECTIVE_KINDS.values(), key=lambda kind: kind.code)
+    return (*(kind.name for kind in ops), *(kind.name for kind in collectives), "host")
+
+
+@dataclass
+class GraphPart:
+    """A step or a segment of a rank.
+
+    Attributes:
+        scope: ``step`` or ``segment``.
+        label: ``step``, or the phase of the segment.
+        step: Which step.
+        x: By node type, ``(k, len(NUMBERS))``; of streams ``(k, 1)``: whether it is a device's.
+        y: By node type, ``(k, 2)``: natural logarithms of seconds, NaN where they are not known.
+        kind: By node type, ``(k,)``: index of ``kind_names()``.
+        node: By node type, ``(k,)``: place in the rank's graph.
+        edges: By edge type: ``(2, e)`` and ``(e, len(EDGE_NUMBERS))``.
+        streams: Names.
+    """
+
+    scope: str
+    label: str
+    step: int
+    x: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    y: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    kind: dict[str, Ints] = field(default_factory=dict)
+    node: dict[str, Ints] = field(default_factory=dict)
+    edges: dict[tuple[str, str, str], tuple[Ints, NDArray[np.float32]]] = field(default_factory=dict)
+    streams: tuple[str, ...] = ()
+
+
+class RankParts:
+    """Cuts the graph of one rank into steps and segments.
+
+    Args:
+        graphs: Of all ranks of the run.
+        place: Which of them.
+        met: Collectives that the ranks share.
+    """
+
+    def __init__(self, graphs: Sequence[RankGraph], place: int, met: Sequence[Meeting]) -> None:
+        self._graphs, self._place, self._graph = graphs, place, graphs[place]
+        graph = self._graph
+        self._met = {members[place]: members for members in met if place in members}
+        self._works = _work_numbers(graph)
+        names = {name: number for number, name in enumerate(kind_names())}
+        self._kinds = np.array([*(names[work.kind] for work in graph.works), names["host"]], dtype=np.int64)
+        self._position = _positions(graph.nodes["stream"])
+        self._alone = _seconds_alone(graph)
+        self._features = self._all_features()
+
+    def parts(self) -> list[GraphPart]:
+        """Every step, and every segment of every step."""
+        found = []
+        step, phase = self._graph.nodes["step"], self._graph.nodes["phase"]
+        order = np.argsort(step, kind="stable")
+        bounds = np.searchsorted(step[order], np.arange(len(self._graph.steps_s) + 1))
+        for number in range(len(self._graph.steps_s)):
+            nodes = np.sort(order[bounds[number] : bounds[number + 1]])
+            if not self._graph.on_device[nodes].any():
+                continue
+            found.append(self._part(nodes, "step", "step", number))
+            for index, label in enumerate(PHASES):
+                chosen = nodes[phase[nodes] == index]
+                if self._graph.on_device[chosen].any():
+                    found.append(self._part(chosen, "segment", label, number))
+        return found
+
+    def _all_features(self) -> NDArray[np.float32]:
+        graph, nodes = self._graph, self._graph.nodes
+        columns = [self._works[nodes["work"]]]
+        launch = [np.log1p(nodes["blocks"]), np.log1p(nodes["threads"]), nodes["registers"] / 256.0]
+        group = self._works[nodes["work"]][:, -2:]
+        columns = [columns[0][:, :-2], np.stack([*launch, np.log1p(nodes["shared_bytes"])], axis=1), group]
+        flags = [nodes["known"] > 0, np.zeros(len(graph)), *(nodes["phase"] == phase for phase in range(len(PHASES)))]
+        return np.concatenate([*columns, np.stack(flags, axis=1)], axis=1).astype(np.float32)
+
+    def _part(self, nodes: Ints, scope: str, label: str, step: int) -> GraphPart:
+        graph = self._graph
+        part = GraphPart(scope, label, step)
+        place = np.full(len(graph), -1, dtype=np.int64)
+        kind = graph.nodes["kind"][nodes]
+        work = graph.nodes["work"][nodes]
+        with np.errstate(divide="ignore"):
+            seconds = np.log(np.stack([self._alone[nodes], graph.duration_s[nodes]], axis=1))
+        seconds[~np.isfinite(seconds)] = np.nan
+        for number, name in enumerate(NODE_KINDS):
+            chosen = nodes[kind == number]
+            place[chosen] = np.arange(len(chosen))
+            part.x[name] = self._features[chosen]
+            part.y[name] = seconds[kind == number].astype(np.float32)
+            part.kind[name] = self._kinds[work[kind == number]]
+            part.node[name] = chosen
+        self._add_edges(part, nodes, place)
+        self._add_streams(part, place)
+        self._add_peers(part)
+        return part
+
+    def _add_edges(self, part: GraphPart, nodes: Ints, place: Ints) -> None:
+        graph = self._graph
+        source, target, why = (graph.edges[name] for name in ("source", "target", "why"))
+        inside = np.flatnonzero((place[source] >= 0) & (place[target] >= 0))
+        pairs = [(source[inside], target[inside], why[inside], graph.delay_s[inside])]
+        beside = concurrent_pairs(graph, nodes, self._position)
+        pairs.append((*beside, np.full(len(beside[0]), len(WHY)), np.zeros(len(beside[0]))))
+        source, target, why, delay = (np.concatenate(each) for each in zip(*pairs, strict=True))
+        numbers = self._edge_numbers(source, target, delay)
+        kinds = graph.nodes["kind"]
+        code = (why * 3 + kinds[source]) * 3 + kinds[target]
+        relations = (*(each.value for each in WHY), CONCURRENT)
+        for a, relation, b in edge_types():
+            if relation in relations:
+                wanted = (relations.index(relation) * 3 + NODE_KINDS.index(a)) * 3 + NODE_KINDS.index(b)
+                chosen = np.flatnonzero(code == wanted)
+                ends = np.stack([place[source[chosen]], place[target[chosen]]])
+                part.edges[a, relation, b] = ends, numbers[chosen]
+
+    def _edge_numbers(self, source: Ints, target: Ints, delay: Floats) -> NDArray[np.float32]:
+        graph, end = self._graph, self._graph.end_s
+        overlap = np.minimum(end[source], end[target]) - np.maximum(graph.start_s[source], graph.start_s[target])
+        moved = self._works[graph.nodes["work"][source], 1]
+        same = graph.nodes["stream"][source] == graph.nodes["stream"][target]
+        distance = np.where(same, self._position[target] - self._position[source], 0)
+        return np.stack([np.maximum(overlap, 0.0), moved, distance, delay], axis=1).astype(np.float32)
+
+    def _add_streams(self, part: GraphPart, place: Ints) -> None:
+        stream = self._graph.nodes["stream"]
+        used = np.unique(stream[place >= 0])
+        number = np.zeros(len(self._graph.streams), dtype=np.int64)
+        number[used] = np.arange(len(used))
+        part.streams = tuple(self._graph.streams[each] for each in used.tolist())
+        device = [[float(not name.startswith("host"))] for name in part.streams]
+        part.x["stream"] = np.array(device, dtype=np.float32).reshape(-1, 1)
+        for name in NODE_KINDS:
+            chosen = part.node[name]
+            ends = np.stack([np.arange(len(chosen)), number[stream[chosen]]])
+            nothing = np.zeros((len(chosen), len(EDGE_NUMBERS)), dtype=np.float32)
+            part.edges[name, "runs_on", "stream"] = ends, nothing
+            part.edges["stream", "runs", name] = ends[::-1].copy(), nothing
+
+    def _add_peers(self, part: GraphPart) -> None:
+        """Collectives of other ranks that this rank's meet, as further nodes; they run on none of its streams."""
+        features, kinds, seconds, pairs = [], [], [], []
+        count = len(part.node["collective"])
+        for own, node in enumerate(part.node["collective"].tolist()):
+            members = self._met.get(node, {})
+            for place in [place for place in members if place != self._place][:_MOST_PEERS]:
+                peer, other = self._graphs[place], members[place]
+                row = self._features[node].copy()
+                row[NUMBERS.index("is_peer")] = 1.0
+                features.append(row)
+                kinds.append(self._kinds[self._graph.nodes["work"][node]])
+                seconds.append([np.nan, np.log(max(peer.duration_s[other], 1e-9))])
+                pairs.append((count + len(pairs), own))
+        ends = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        numbers = np.zeros((len(pairs), len(EDGE_NUMBERS)), dtype=np.float32)
+        if pairs:
+            numbers[:, 1] = np.stack(features)[:, 1]
+            part.x["collective"] = np.concatenate([part.x["collective"], np.stack(features)])
+            part.y["collective"] = np.concatenate([part.y["collective"], np.array(seconds, dtype=np.float32)])
+            part.kind["collective"] = np.concatenate([part.kind["collective"], np.array(kinds, dtype=np.int64)])
+            part.node["collective"] = np.concatenate([part.node["collective"], np.full(len(pairs), -1)])
+        part.edges["collective", RENDEZVOUS, "collective"] = ends, numbers
+
+
+def _work_numbers(graph: RankGraph) -> Floats:
+    """Numbers of each distinct signature, and zeros in the last row for calls of the host."""
+    rows = np.zeros((len(graph.works) + 1, 2 + _MOST_DIMS + 1 + 2))
+    for number, work in enumerate(graph.works):
+        if isinstance(work, Op):
+            dims = [np.log1p(dim) for dim in work.dims[:_MOST_DIMS]]
+            rows[number, : 2 + len(dims)] = [np.log1p(work.flops), np.log1p(work.num_bytes), *dims]
+            rows[number, 2 + _MOST_DIMS] = DTYPE_BYTES[work.dtype]
+        elif isinstance(work, Collective):
+            rows[number, 1] = np.log1p(work.num_bytes)
+            rows[number, -2:] = np.log1p(work.group_size), work.ranks_per_node / work.group_size
+    return rows
+
+
+def _positions(stream: Ints) -> Ints:
+    """Place of each node on its stream."""
+    order = np.argsort(stream, kind="stable")
+    firsts = np.searchsorted(stream[order], stream[order], "left")
+    position = np.empty(len(stream), dtype=np.int64)
+    position[order] = np.arange(len(stream)) - firsts
+    return position
+
+
+def _seconds_alone(graph: RankGraph) -> Floats:
+    """Median duration of each node's signature and kernel where nothing else ran beside it, NaN where that never was.
+
+    Collectives and host calls have none: a collective's duration holds waiting for others.
+    """
+    ops = np.flatnonzero(graph.nodes["kind"] == OP)
+    busy = np.flatnonzero(graph.nodes["kind"] != HOST)
+    start, end = graph.start_s, graph.end_s
+    begins, finishes = np.sort(start[busy]), np.sort(end[busy])
+    beside = np.searchsorted(begins, end[ops], "left") - np.searchsorted(finishes, start[ops], "right") - 1
+    alone = ops[beside <= 0]
+    out = np.full(len(graph), np.nan)
+    if not len(alone):
+        return out
+    width = len(graph.names) + 1
+    keys = graph.nodes["work"] * width + graph.nodes["name"]
+    order = alone[np.lexsort((graph.duration_s[alone], keys[alone]))]
+    distinct, first, counts = np.unique(keys[order], return_index=True, return_counts=True)
+    medians = graph.duration_s[order[first + counts // 2]]
+    found = np.searchsorted(distinct, keys[ops])
+    found = np.minimum(found, len(distinct) - 1)
+    known = distinct[found] == keys[ops]
+    out[ops[known]] = medians[found[known]]
+    return out
+
+
+def concurrent_pairs(graph: RankGraph, nodes: Ints, position: Ints) -> tuple[Ints, Ints]:
+    """Nodes of different device streams of which neither precedes the other, both ways, a few nearest each.
+
+    A vector clock for each node says how far each stream is that the node follows.
+    """
+    stream = graph.nodes["stream"]
+    work = nodes[graph.on_device[nodes]]
+    columns = {int(each): number for number, each in enumerate(np.unique(stream[work]))}
+    if len(columns) < 2:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    clocks = _clocks(graph, nodes, columns, position)
+    pairs = []
+    for one in columns:
+        for other in columns:
+            if one < other:
+                pairs.append(_beside(graph, work[stream[work] == one], work[stream[work] == other]))
+    first, second = (np.concatenate(each) for each in zip(*pairs, strict=True))
+    at = np.full(len(graph), 0, dtype=np.int64)
+    at[nodes] = np.arange(len(nodes))
+    column = np.zeros(len(graph.streams), dtype=np.int64)
+    column[list(columns)] = list(columns.values())
+    follows = clocks[at[first], column[stream[second]]] > position[second]
+    precedes = clocks[at[second], column[stream[first]]] > position[first]
+    free = ~follows & ~precedes
+    first, second = first[free], second[free]
+    return np.concatenate([first, second]), np.concatenate([second, first])
+
+
+def _beside(graph: RankGraph, one: Ints, other: Ints) -> tuple[Ints, Ints]:
+    """Each node of a stream with the nearest of another."""
+    middle = np.searchsorted(graph.start_s[other], graph.start_s[one])
+    places = middle[:, None] + np.arange(-_WINDOW, _WINDOW)[None, :]
+    valid = (places >= 0) & (places < len(other))
+    left = np.repeat(one, valid.sum(axis=1))
+    return left, other[places[valid]]
+
+
+def _clocks(graph: RankGraph, nodes: Ints, columns: dict[int, int], position: Ints) -> Ints:
+    inside = np.zeros(len(graph), dtype=np.bool_)
+    inside[nodes] = True
+    source, target = graph.edges["source"], graph.edges["target"]
+    chosen = np.flatnonzero(inside[source] & inside[target])
+    order = chosen[np.argsort(target[chosen], kind="stable")]
+    at = np.zeros(len(graph), dtype=np.int64)
+    at[nodes] = np.arange(len(nodes))
+    clocks = np.zeros((len(nodes), len(columns)), dtype=np.int64)
+    stream, device = graph.nodes["stream"].tolist(), graph.on_device.tolist()
+    rows = [row.tolist() for row in clocks]
+    ends = (source[order].tolist(), at[source[order]].tolist(), at[target[order]].tolist())
+    for a, x, y in zip(*ends, strict=True):
+        mine, theirs = rows[y], rows[x]
+        for column, value in enumerate(theirs):
+            if value > mine[column]:
+                mine[column] = value
+        if device[a]:
+            column = columns[stream[a]]
+            mine[column] = max(mine[column], int(position[a]) + 1)
+    return np.array(rows, dtype=np.int64).reshape(len(nodes), len(columns))

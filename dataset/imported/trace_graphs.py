@@ -1,0 +1,179 @@
+"""``TraceGraphs``: traced runs as a PyTorch Geometric dataset."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch_geometric.data import HeteroData, InMemoryDataset
+
+from stepsight.dataset.errors import StepsightError, TraceError
+from stepsight.dataset.imported.graph_dataset import INDEX, read_index, run_parts
+from stepsight.dataset.imported.graph_parts import GraphPart
+from stepsight.dataset.imported.rank_graph import NODE_KINDS
+
+SPLITS = ("run", "model", "strategy", "scale", "hardware")
+
+
+class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
+    """Graphs of traced steps and segments, one ``HeteroData`` each.
+
+    ``stepsight dataset`` makes the folder.  A graph has node types ``op``, ``collective``, ``host`` and ``stream``.
+    The first three have ``x`` (columns: ``feature_names``), ``y`` (natural logarithm of seconds alone and in context,
+    NaN where unknown), ``kind`` (index of ``kinds``) and ``node`` (place in the rank's graph, -1: a peer's
+    collective).  Each edge has ``edge_attr`` (columns: ``edge_feature_names``).  Metadata are attributes of a graph:
+    ``run``, ``rank``, ``step``, ``scope`` (``step`` or ``segment``), ``segment``, ``model``, ``strategy``, ``scale``,
+    ``hardware`` and ``group``.
+
+    Args:
+        root: Folder of the dataset.
+        transform, pre_transform, pre_filter: As for every dataset of PyTorch Geometric.
+        scope: ``step`` or ``segment`` for graphs of one scope; None for both.
+
+    Raises:
+        TraceError: If the folder is no dataset.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        transform: Callable[..., Any] | None = None,
+        pre_transform: Callable[..., Any] | None = None,
+        pre_filter: Callable[..., Any] | None = None,
+        scope: str | None = None,
+    ) -> None:
+        if scope not in (None, "step", "segment"):
+            raise StepsightError(f"scope must be step, segment or None, got {scope!r:.80}")
+        self._index = read_index(Path(root))
+        super().__init__(str(root), transform, pre_transform, pre_filter, log=False)
+        self.load(self.processed_paths[0], data_cls=HeteroData)
+        if scope is not None:
+            chosen = [place for place, each in enumerate(self._data.scope) if each == scope]
+            self._indices = chosen
+
+    @property
+    def raw_file_names(self) -> list[str]:
+        """Files that must be there."""
+        return [INDEX]
+
+    @property
+    def processed_file_names(self) -> list[str]:
+        """Files that ``process`` writes: a new version of the traces is another file."""
+        return [f"graphs-{self.version}.pt"]
+
+    @property
+    def version(self) -> str:
+        """Digest of the traces and of what the features mean."""
+        return str(self._index["version"])
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """Columns of ``x`` of ops, collectives and host calls."""
+        return tuple(self._index["features"])
+
+    @property
+    def edge_feature_names(self) -> tuple[str, ...]:
+        """Columns of ``edge_attr``."""
+        return tuple(self._index["edge_features"])
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names of kinds by the number in ``kind``."""
+        return tuple(self._index["kinds"])
+
+    def download(self) -> None:
+        """Refuse: ``stepsight dataset`` makes the raw folder.
+
+        Raises:
+            TraceError: Always.
+        """
+        raise TraceError(f"a dataset must hold raw/{INDEX}, got none in {self.root}: `stepsight dataset` makes one")
+
+    def process(self) -> None:
+        """Cut the stored graphs into steps and segments."""
+        graphs = [
+            to_hetero_data(part, about)
+            for run in self._index["runs"]
+            for about, part in run_parts(Path(self.raw_dir) / run["folder"], run)
+        ]
+        if self.pre_filter is not None:
+            graphs = [graph for graph in graphs if self.pre_filter(graph)]
+        if self.pre_transform is not None:
+            graphs = [self.pre_transform(graph) for graph in graphs]
+        if not graphs:
+            raise TraceError(f"a dataset must hold at least one traced step, got none in {self.root}")
+        self.save(graphs, self.processed_paths[0])
+
+    def split(
+        self, by: str = "run", fractions: Sequence[float] = (0.8, 0.1, 0.1), seed: int = 0
+    ) -> tuple[TraceGraphs, ...]:
+        """Split into parts of which no two hold graphs of one run, model, strategy, scale or hardware.
+
+        Whatever ``by`` is, graphs of one trace are never in two parts, even if it was imported twice.
+
+        Args:
+            by: What parts must not share: ``run``, ``model``, ``strategy``, ``scale`` or ``hardware``.
+            fractions: Of the graphs, about; they add up to 1.
+            seed: Of the shuffle.
+
+        Raises:
+            StepsightError: If ``by`` is unknown, or there are fewer different values than parts.
+        """
+        if by not in SPLITS:
+            raise StepsightError(f"by must be one of {', '.join(SPLITS)}, got {by!r:.80}")
+        if abs(sum(fractions) - 1.0) > 1e-6 or min(fractions) <= 0:
+            raise StepsightError(f"fractions must be positive and add up to 1, got {tuple(fractions)}")
+        places = list(self.indices())
+        keys = _joined([str(getattr(self._data, by)[place]) for place in places], [self._data.group[p] for p in places])
+        distinct = sorted(set(keys))
+        if len(distinct) < len(fractions):
+            raise StepsightError(
+                f"a split into {len(fractions)} parts by {by} needs as many different ones, got {len(distinct)}"
+            )
+        random.Random(seed).shuffle(distinct)
+        counts = {key: keys.count(key) for key in distinct}
+        chosen: list[list[str]] = [[] for _ in fractions]
+        for key in sorted(distinct, key=lambda key: -counts[key]):  # the largest first, to where most is missing
+            missing = [
+                (bool(part), -(fraction * len(keys) - sum(counts[each] for each in part)))
+                for part, fraction in zip(chosen, fractions, strict=True)
+            ]
+            chosen[min(range(len(chosen)), key=missing.__getitem__)].append(key)
+        return tuple(self[[place for place, key in enumerate(keys) if key in part]] for part in chosen)
+
+
+def _joined(keys: list[str], groups: list[str]) -> list[str]:
+    """Keys such that graphs of one group share one: keys that meet in a group become one."""
+    parent = {key: key for key in keys}
+
+    def root(key: str) -> str:
+        while parent[key] != key:
+            key = parent[key]
+        return key
+
+    first: dict[str, str] = {}
+    for key, group in zip(keys, groups, strict=True):
+        one, other = root(key), root(first.setdefault(group, key))
+        parent[max(one, other)] = min(one, other)
+    return [root(key) for key in keys]
+
+
+def to_hetero_data(part: GraphPart, about: dict[str, Any]) -> HeteroData:
+    """A step or a segment as ``HeteroData``."""
+    data = HeteroData()
+    for kind in NODE_KINDS:
+        data[kind].x = torch.from_numpy(part.x[kind])
+        data[kind].y = torch.from_numpy(part.y[kind])
+        data[kind].kind = torch.from_numpy(part.kind[kind])
+        data[kind].node = torch.from_numpy(part.node[kind])
+    data["stream"].x = torch.from_numpy(part.x["stream"])
+    for edge_type, (ends, numbers) in part.edges.items():
+        data[edge_type].edge_index = torch.from_numpy(ends)
+        data[edge_type].edge_attr = torch.from_numpy(numbers)
+    for name, value in about.items():
+        setattr(data, name, value)
+    data.scope, data.segment, data.step = part.scope, part.label, part.step
+    return data
