@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ Ints = NDArray[np.int64]
 
 _MOST_US = 2.0**53  # clocks count microseconds since 1970 at most; beyond, a float skips some
 _HOST, _RUNTIME, _DEVICE, _SYNC, _ANNOTATION = range(5)
+_NOTHING: dict[str, Any] = {}
 _CATEGORIES = {
     "cpu_op": _HOST,
     "operator": _HOST,
@@ -82,22 +82,30 @@ class Table:
         return Table(self.start[rows], self.end[rows], {name: column[rows] for name, column in self.columns.items()})
 
 
-class _Lists:
-    """A table while it grows."""
+class _Rows:
+    """A table while it grows: a start, a duration and other numbers for each event."""
 
     def __init__(self, *names: str) -> None:
-        self.start, self.length = array("d"), array("d")
-        self.columns = {name: array("q") for name in names}
+        self.names = names
+        self.parts: list[Floats] = []
+        self.count = 0
+
+    def add(self, rows: list[tuple[float, ...]]) -> None:
+        if rows:
+            self.parts.append(np.array(rows, dtype=np.float64))
+            self.count += len(rows)
 
     def table(self, what: str, path: Path, warnings: list[str]) -> Table:
-        start, length = (np.frombuffer(values, dtype=np.float64).copy() for values in (self.start, self.length))
+        rows = np.concatenate([np.zeros((0, 2 + len(self.names))), *self.parts])
+        start, length = rows[:, 0].copy(), rows[:, 1]
         wrong = np.flatnonzero(~((start >= 0) & (start <= _MOST_US) & (np.abs(length) <= _MOST_US)))
         if len(wrong):
             ts, dur = start[wrong[0]], length[wrong[0]]
             raise TraceError(f"ts and dur must lie within 0 and {_MOST_US:.0e} microseconds, got {ts}, {dur} in {path}")
         if negative := int((length < 0).sum()):
             warnings.append(f"negative durations: {negative} {what} events last less than nothing; they count as 0")
-        columns = {name: np.frombuffer(values, dtype=np.int64).copy() for name, values in self.columns.items()}
+        numbers = np.clip(np.nan_to_num(rows[:, 2:]), -_MOST_US, _MOST_US).astype(np.int64)
+        columns = {name: numbers[:, place].copy() for place, name in enumerate(self.names)}
         return Table(start, start + np.maximum(length, 0.0), columns)
 
 
@@ -177,7 +185,7 @@ def read_columns(path: Path) -> RankEvents:
             raise
         raise TraceError(
             f"every event must be a table with ph, and a complete one with name, tid, ts and dur, got "
-            f"{type(error).__name__}: {str(error):.120} in {path}"
+            f"{type(error).__name__}: {error!s:.120} in {path}"
         ) from None
     finally:
         if collecting:
@@ -190,9 +198,9 @@ def read_columns(path: Path) -> RankEvents:
 class _Reader:
     def __init__(self) -> None:
         self.complete = 0
-        self._ops = _Lists("name", "signature", "thread", "sequence", "record", "external")
-        self._runtime = _Lists("name", "thread", "correlation", "external")
-        self._device = _Lists("kernel", "stream", "correlation", "external", "bytes")
+        self._ops = _Rows("name", "signature", "thread", "sequence", "record", "external")
+        self._runtime = _Rows("name", "thread", "correlation", "external")
+        self._device = _Rows("kernel", "stream", "correlation", "external", "bytes")
         self._syncs: list[Event] = []
         self._annotations: list[Annotation] = []
         self._comms: list[Annotation] = []
@@ -202,83 +210,79 @@ class _Reader:
         self._kinds: dict[Any, int] = {}
 
     def add(self, events: list[Event]) -> None:
+        """Add the events of a block, by category."""
         kinds = self._kinds
-        takers = (self._op, self._call, self._kernel, self._syncs.append, self._annotation)
+        sorted_out: list[list[Event]] = [[] for _ in range(6)]
         for event in events:
-            if event["ph"] != "X":
+            if event["ph"] == "X" and "dur" in event:
+                category = event.get("cat")
+                kind = kinds.get(category)
+                if kind is None:
+                    kind = kinds[category] = _CATEGORIES.get(str(category).lower(), -1)
+                sorted_out[kind].append(event)
+        self.complete += sum(map(len, sorted_out))
+        self._add_ops(sorted_out[_HOST])
+        self._add_calls(sorted_out[_RUNTIME])
+        self._add_kernels(sorted_out[_DEVICE])
+        self._syncs += sorted_out[_SYNC]
+        self._annotations += [self._stretch(event) for event in sorted_out[_ANNOTATION]]
+
+    def _add_ops(self, events: list[Event]) -> None:
+        names, signatures, threads = self._names.numbers, self._signatures.numbers, self._threads
+        dumps, rows = orjson.dumps, []
+        for event in events:
+            name = event["name"]
+            args = event.get("args") or _NOTHING
+            get = args.get
+            if name == "record_param_comms":
+                self._comms.append(self._stretch(event))
+            elif name[:13] == "ProfilerStep#":
+                self._annotations.append(self._stretch(event))
                 continue
-            category = event.get("cat")
-            kind = kinds.get(category)
-            if kind is None:
-                kind = kinds[category] = _CATEGORIES.get(str(category).lower(), -1)
-            if "dur" not in event:
-                continue
-            self.complete += 1
-            if kind >= 0:
-                takers[kind](event)
+            number = names.setdefault(name, len(names))
+            dims = get("Input Dims")
+            if dims is None:
+                text = b""
+            else:
+                text = dumps((dims, get("Input type"), get("Input Strides"), get("Concrete Inputs")))
+            signature = signatures.setdefault((number, text), len(signatures))
+            thread = threads((event.get("pid"), event["tid"]))
+            sequence, record, external = (
+                get("Sequence number", -1),
+                get("Record function id", 0),
+                get("External id", -1),
+            )
+            rows.append((event["ts"], event["dur"], number, signature, thread, sequence, record, external))
+        self._ops.add(rows)
 
-    def _op(self, event: Event) -> None:
-        name = event["name"]
-        args = event.get("args") or {}
-        if name == "record_param_comms":
-            self._comms.append(self._stretch(event, args))
-        elif name.startswith("ProfilerStep#"):
-            self._annotations.append(self._stretch(event, args))
-            return
-        ops = self._ops
-        ops.start.append(event["ts"])
-        ops.length.append(event["dur"])
-        columns = ops.columns
-        number = self._names(name)
-        columns["name"].append(number)
-        dims = args.get("Input Dims")
-        if dims is None:
-            dims = args.get("Input dims")
-        if dims is None:
-            text = b""
-        else:
-            text = orjson.dumps((dims, args.get("Input type"), args.get("Input Strides"), args.get("Concrete Inputs")))
-        columns["signature"].append(self._signatures((number, text)))
-        columns["thread"].append(self._threads((event.get("pid"), event["tid"])))
-        columns["sequence"].append(args.get("Sequence number", -1))
-        columns["record"].append(args.get("Record function id", 0))
-        columns["external"].append(args.get("External id", args.get("external id", -1)))
+    def _add_calls(self, events: list[Event]) -> None:
+        names, threads, rows = self._names, self._threads, []
+        for event in events:
+            get = (event.get("args") or _NOTHING).get
+            thread = threads((event.get("pid"), event["tid"]))
+            numbers = (names(event["name"]), thread, get("correlation", -1), get("External id", -1))
+            rows.append((event["ts"], event["dur"], *numbers))
+        self._runtime.add(rows)
 
-    def _call(self, event: Event) -> None:
-        args = event.get("args") or {}
-        calls = self._runtime
-        calls.start.append(event["ts"])
-        calls.length.append(event["dur"])
-        columns = calls.columns
-        columns["name"].append(self._names(event["name"]))
-        columns["thread"].append(self._threads((event.get("pid"), event["tid"])))
-        columns["correlation"].append(args.get("correlation", -1))
-        columns["external"].append(args.get("External id", args.get("external id", -1)))
+    def _add_kernels(self, events: list[Event]) -> None:
+        kernels, streams, rows = self._kernels, self._streams, []
+        for event in events:
+            args = event.get("args") or _NOTHING
+            get = args.get
+            if "Collective name" in args:
+                self._collectives[self._device.count + len(rows)] = args
+            launch = orjson.dumps((get("grid"), get("block"), get("registers per thread"), get("shared memory")))
+            kernel = kernels((str(event["cat"]).lower(), event["name"], launch))
+            stream = streams((get("device", event.get("pid")), get("stream", event.get("tid"))))
+            numbers = (kernel, stream, get("correlation", -1), get("External id", -1), get("bytes", -1))
+            rows.append((event["ts"], event["dur"], *numbers))
+        self._device.add(rows)
 
-    def _kernel(self, event: Event) -> None:
-        args = event.get("args") or {}
-        device = self._device
-        if "Collective name" in args:
-            self._collectives[len(device.start)] = args
-        device.start.append(event["ts"])
-        device.length.append(event["dur"])
-        columns = device.columns
-        launch = (args.get("grid"), args.get("block"), args.get("registers per thread"), args.get("shared memory"))
-        category = str(event.get("cat")).lower()
-        columns["kernel"].append(self._kernels((category, event["name"], orjson.dumps(launch))))
-        stream = (args.get("device", event.get("pid")), args.get("stream", event.get("tid")))
-        columns["stream"].append(self._streams(stream))
-        columns["correlation"].append(args.get("correlation", -1))
-        columns["external"].append(args.get("External id", args.get("external id", -1)))
-        columns["bytes"].append(int(args.get("bytes", -1)))
-
-    def _annotation(self, event: Event) -> None:
-        self._annotations.append(self._stretch(event, event.get("args") or {}))
-
-    def _stretch(self, event: Event, args: dict[str, Any]) -> Annotation:
+    def _stretch(self, event: Event) -> Annotation:
         start = float(event["ts"])
         thread = self._threads((event.get("pid"), event["tid"]))
-        return Annotation(str(event["name"]), start, start + max(float(event["dur"]), 0.0), thread, args)
+        end = start + max(float(event["dur"]), 0.0)
+        return Annotation(str(event["name"]), start, end, thread, event.get("args") or {})
 
     def finish(self, path: Path, blocks: EventBlocks, count: int) -> RankEvents:
         warnings = list(blocks.warnings)
