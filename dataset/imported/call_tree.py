@@ -44,11 +44,9 @@ class CallTree:
 def call_tree(events: RankEvents) -> CallTree:
     """Nest the calls of each thread by their times."""
     num_ops, num_calls = len(events.ops), len(events.runtime)
-    tree = CallTree(
-        *(np.full(num_ops, -1, dtype=np.int64) for _ in range(4)),
-        *(np.full(num_calls, -1, dtype=np.int64) for _ in range(2)),
-        crossed=0,
-    )
+    of_ops = [np.full(num_ops, -1, dtype=np.int64) for _ in range(4)]
+    of_calls = [np.full(num_calls, -1, dtype=np.int64) for _ in range(2)]
+    tree = CallTree(of_ops[0], of_ops[1], of_ops[2], of_ops[3], of_calls[0], of_calls[1], crossed=0)
     phases = [_named_phase(name) for name in events.names]
     marks = [each for each in events.annotations if annotated_phase(each.name) is not None]
     for thread in range(len(events.threads)):

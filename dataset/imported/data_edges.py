@@ -61,9 +61,7 @@ def read_execution_trace(path: Path) -> list[TensorCall]:
 
 
 def _call(node: dict[str, Any]) -> TensorCall:
-    inputs, outputs = node.get("inputs") or [], node.get("outputs") or []
-    if isinstance(inputs, dict):
-        inputs, outputs = inputs.get("values") or [], outputs.get("values") or []
+    inputs, outputs = (_values(node.get(side)) for side in ("inputs", "outputs"))
     record = node.get("rf_id")
     if record is None:
         record = next((each["value"] for each in node.get("attrs") or [] if each.get("name") == "rf_id"), 0)
@@ -72,6 +70,11 @@ def _call(node: dict[str, Any]) -> TensorCall:
     if name.endswith("_") or name.endswith("_out") or ".out" in name:
         writes += list(_storages(inputs[:1]))
     return TensorCall(name, int(record), reads, tuple(writes))
+
+
+def _values(side: Any) -> Any:
+    """Inputs or outputs of a call: older schemas list them, newer ones have a table."""
+    return (side.get("values") if isinstance(side, dict) else side) or []
 
 
 def _storages(values: Any) -> Iterator[tuple[int, str]]:

@@ -90,7 +90,7 @@ class _Rows:
         self.parts: list[Floats] = []
         self.count = 0
 
-    def add(self, rows: list[tuple[float, ...]]) -> None:
+    def add(self, rows: list[Any]) -> None:
         if rows:
             self.parts.append(np.array(rows, dtype=np.float64))
             self.count += len(rows)
@@ -229,7 +229,8 @@ class _Reader:
 
     def _add_ops(self, events: list[Event]) -> None:
         names, signatures, threads = self._names.numbers, self._signatures.numbers, self._threads
-        dumps, rows = orjson.dumps, []
+        dumps = orjson.dumps
+        rows: list[tuple[Any, ...]] = []
         for event in events:
             name = event["name"]
             args = event.get("args") or _NOTHING
@@ -256,7 +257,8 @@ class _Reader:
         self._ops.add(rows)
 
     def _add_calls(self, events: list[Event]) -> None:
-        names, threads, rows = self._names, self._threads, []
+        names, threads = self._names, self._threads
+        rows: list[tuple[Any, ...]] = []
         for event in events:
             get = (event.get("args") or _NOTHING).get
             thread = threads((event.get("pid"), event["tid"]))
@@ -265,7 +267,8 @@ class _Reader:
         self._runtime.add(rows)
 
     def _add_kernels(self, events: list[Event]) -> None:
-        kernels, streams, rows = self._kernels, self._streams, []
+        kernels, streams = self._kernels, self._streams
+        rows: list[tuple[Any, ...]] = []
         for event in events:
             args = event.get("args") or _NOTHING
             get = args.get

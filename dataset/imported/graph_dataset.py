@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.errors import TraceError
-from stepsight.dataset.files import digest, new_folder, read_json, write_json, write_text
-from stepsight.dataset.imported.graph_files import read_graph, write_graph
+from stepsight.dataset.files import digest, new_folder, write_json, write_text
+from stepsight.dataset.imported.dataset_index import FORM, INDEX, describe_run
+from stepsight.dataset.imported.graph_files import write_graph
 from stepsight.dataset.imported.graph_parts import (
     EDGE_NUMBERS,
     NUMBERS,
     TARGETS,
-    GraphPart,
-    RankParts,
     edge_types,
     kind_names,
 )
 from stepsight.dataset.imported.imported_run import run_folders, run_graphs
-from stepsight.dataset.imported.meetings import meetings
 from stepsight.dataset.imported.rank_graph import NODE_KINDS, RankGraph
 from stepsight.dataset.job import Job
 
-INDEX = "runs.json"
-FORM = 1  # of features and relations: another number is another version of every dataset
 Progress = Callable[[int, int], None]
 
 
@@ -84,60 +80,9 @@ def _add_run(raw: Path, folder: str, name: str, job: Job | None, graphs: Sequenc
     return {"folder": folder, "ranks": stems, **describe_run(name, job, graphs)}
 
 
-def describe_run(name: str, job: Job | None, graphs: Sequence[RankGraph]) -> dict[str, Any]:
-    """Metadata of a run: what splits go by.  Without a job, model and strategy are told apart by what ran."""
-    first = graphs[0]
-    kinds = sorted({work.kind for work in first.works})
-    strategy = sorted({str(ranks or name) for name, ranks in first.groups})
-    if job is not None:
-        tables = job.to_dict()
-        model = job.model.name or digest(str(sorted(tables["model"].items())))
-        strategy_name = digest(str(sorted(tables["parallel"].items())))
-    else:
-        model = digest(*kinds, *sorted(first.names))
-        strategy_name = digest(str(first.world_size), *strategy)
-    group = digest(*(part.tobytes() for graph in graphs for part in (graph.start_s, graph.duration_s)))
-    return {
-        "run": name,
-        "model": model,
-        "strategy": strategy_name,
-        "scale": str(first.world_size),
-        "hardware": first.device_name or first.device,
-        "group": group,
-    }
-
-
-def read_index(root: Path) -> dict[str, Any]:
-    """Index of a dataset.
-
-    Raises:
-        TraceError: If the folder holds none, or one of another form.
-    """
-    path = Path(root) / "raw" / INDEX
-    try:
-        index = read_json(path)
-        if index["form"] != FORM:
-            raise ValueError(f"form must be {FORM}, got {index['form']!r:.40}")
-        if tuple(index["kinds"]) != kind_names() or not all(isinstance(run["folder"], str) for run in index["runs"]):
-            raise ValueError("its kinds of ops are not those of this version")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TraceError(f"{root} must be a dataset that `stepsight dataset` made: {error}") from None
-    return dict(index)
-
-
-def run_parts(folder: Path, run: dict[str, Any]) -> Iterator[tuple[dict[str, Any], GraphPart]]:
-    """Metadata and parts of a stored run: every step and segment of every rank."""
-    graphs = [read_graph(folder, stem) for stem in run["ranks"]]
-    met = meetings(graphs)[0]
-    about = {name: run[name] for name in ("run", "model", "strategy", "scale", "hardware", "group")}
-    for place, graph in enumerate(graphs):
-        for part in RankParts(graphs, place, met).parts():
-            yield {**about, "rank": graph.rank}, part
-
-
 def _process(root: Path) -> dict[str, Any]:
     """Let PyTorch Geometric process the raw folder, and count what came out."""
-    from stepsight.dataset.imported.trace_graphs import TraceGraphs
+    from stepsight.dataset.imported.trace_graphs import TraceGraphs  # and with it PyTorch
 
     dataset = TraceGraphs(root)
     nodes = {kind: int(dataset._data[kind].x.shape[0]) for kind in (*NODE_KINDS, "stream")}
@@ -184,8 +129,9 @@ optimizer).
 |---|---|
 {nodes}
 
-`x` of ops, collectives and host calls: {", ".join(index["features"])}. `y`: natural logarithm of seconds alone (median of
-the signature where nothing ran beside it; NaN where that never was) and in context. `kind`: index into `kinds`.
+`x` of ops, collectives and host calls: {", ".join(index["features"])}.
+`y`: natural logarithm of seconds alone (median of the signature where nothing ran beside it; NaN where that never was)
+and in context. `kind`: index into `kinds`.
 `node`: place in the rank's graph, -1 for a collective of another rank. Logarithms of sizes are log(1 + size).
 
 ## Edges
@@ -194,8 +140,9 @@ the signature where nothing ran beside it; NaN where that never was) and in cont
 |---|---|
 {edges}
 
-`edge_attr`: {", ".join(index["edge_features"])}; `distance` counts nodes on one stream, `delay_s` is what passes between
-the end of the source and the start of the target where nothing else holds it up.
+`edge_attr`: {", ".join(index["edge_features"])}.
+`distance` counts nodes on one stream. `delay_s` is what passes between the end of the source and the start of the
+target where nothing else holds it up.
 
 ## How it was made
 

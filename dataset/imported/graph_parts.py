@@ -194,7 +194,10 @@ class RankParts:
 
     def _add_peers(self, part: GraphPart) -> None:
         """Collectives of other ranks that this rank's meet, as further nodes; they run on none of its streams."""
-        features, kinds, seconds, pairs = [], [], [], []
+        features: list[NDArray[np.float32]] = []
+        kinds: list[int] = []
+        seconds: list[list[float]] = []
+        pairs: list[tuple[int, int]] = []
         count = len(part.node["collective"])
         for own, node in enumerate(part.node["collective"].tolist()):
             members = self._met.get(node, {})

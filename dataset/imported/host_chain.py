@@ -65,19 +65,13 @@ class HostEdges:
     source: Ints
     target: Ints
     delay: Floats
-    roots: Ints
 
 
 def chain(calls: HostCalls, events: RankEvents) -> HostEdges:
-    """Order the calls of each thread, and across threads where one waits for another.
-
-    Returns:
-        The edges, and in ``roots`` the calls that wait for no other.
-    """
+    """Order the calls of each thread, and across threads where one waits for another."""
     source: list[int] = []
     target: list[int] = []
     delay: list[float] = []
-    roots: list[int] = []
     begins = {int(t): np.sort(events.ops.start[events.ops["thread"] == t]) for t in np.unique(calls.thread)}
     start, end = calls.start, calls.end
     for thread, busy in begins.items():
@@ -94,11 +88,9 @@ def chain(calls: HostCalls, events: RankEvents) -> HostEdges:
                 source.append(last)
                 target.append(node)
                 delay.append(0.0 if other >= 0 else float(start[node] - since))
-            elif other < 0:
-                roots.append(node)
             last = node
-    ordered = (np.array(each, dtype=np.int64) for each in (source, target))
-    return HostEdges(*ordered, np.array(delay, dtype=np.float64), np.array(roots, dtype=np.int64))
+    ends = [np.array(each, dtype=np.int64) for each in (source, target)]
+    return HostEdges(ends[0], ends[1], np.array(delay, dtype=np.float64))
 
 
 def _awaited(calls: HostCalls, busy: Floats, since: float, node: int) -> int:

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import TraceError
+from stepsight.dataset.imported.assembly import Assembly, Edges
 from stepsight.dataset.imported.call_tree import CallTree
 from stepsight.dataset.imported.event_columns import Interned, RankEvents
 from stepsight.dataset.imported.host_chain import HostCalls, chain
-from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, NODE_COLUMNS, OP, WHY_NUMBER, RankGraph
+from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, RankGraph
 from stepsight.dataset.imported.step_bounds import Steps, find_steps
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Dependency
@@ -96,7 +97,7 @@ def _calls(host: _Host, steps: Steps, names: Interned) -> tuple[HostCalls, Ints,
     return calls, kind[calls.row], item[calls.row]
 
 
-def _around(host: _Host, calls: HostCalls, kind: Ints, item: Ints) -> list[tuple[Ints, Ints, Dependency, Floats]]:
+def _around(host: _Host, calls: HostCalls, kind: Ints, item: Ints) -> list[Edges]:
     """Launches of collectives, their order on their streams, and waits for them; collectives follow the calls."""
     base = len(calls)
     issue = np.full(len(host.collectives), -1, dtype=np.int64)
@@ -134,7 +135,7 @@ def _around(host: _Host, calls: HostCalls, kind: Ints, item: Ints) -> list[tuple
     ]
 
 
-def _columns(edges: list[tuple[int, int, float]], why: Dependency) -> tuple[Ints, Ints, Dependency, Floats]:
+def _columns(edges: list[tuple[int, int, float]], why: Dependency) -> Edges:
     source, target, delay = (np.array([edge[column] for edge in edges]) for column in range(3))
     return source.astype(np.int64), target.astype(np.int64), why, delay.astype(np.float64)
 
@@ -145,69 +146,41 @@ def _assemble(
     steps: Steps,
     host: _Host,
     called: tuple[HostCalls, Ints, Ints, Interned],
-    edges: list[tuple[Ints, Ints, Dependency, Floats]],
+    edges: list[Edges],
 ) -> RankGraph:
     calls, kind, item, names = called
-    base, count = len(calls), len(calls) + len(host.collectives)
-    start = np.concatenate([calls.start, [work.start for work in host.collectives]])
-    end = np.concatenate([calls.end, [max(work.end, work.start) for work in host.collectives]])
-    works, streams, groups = Interned(), Interned(), Interned()
-    nodes = {name: np.full(count, -1, dtype=np.int64) for name in NODE_COLUMNS}
-    for name in ("blocks", "threads", "registers", "shared_bytes"):
-        nodes[name][:] = 0
+    base, joined = len(calls), host.collectives
+    start = np.concatenate([calls.start, [work.start for work in joined]])
+    built = Assembly(
+        start=start,
+        end=np.concatenate([calls.end, [max(work.end, work.start) for work in joined]]),
+        key=start,
+        issued=np.concatenate([calls.start, [work.issue for work in joined]]),
+        edges=edges,
+        steps=steps,
+        names=names,
+    )
+    nodes = built.nodes
     nodes["known"][:] = 1
     nodes["kind"][:base] = np.where(kind == OP, OP, HOST)
     nodes["kind"][base:] = COLLECTIVE
     nodes["name"][:base] = calls.name
     rows = np.searchsorted(events.ops.start, calls.start - 1e-6)
-    streams("compute")
+    built.streams("compute")
     for node in range(base):
         stream = "compute"
         if kind[node] == OP:
             work = host.ops[item[node]]
             stream = str(work.stream)
-            nodes["work"][node], nodes["known"][node] = works(work.work), int(work.known)
+            nodes["work"][node], nodes["known"][node] = built.works(work.work), int(work.known)
             if rows[node] < len(events.ops) and abs(events.ops.start[rows[node]] - calls.start[node]) < 1e-3:
                 nodes["call"][node] = rows[node]
-        nodes["stream"][node] = streams(stream)
-    for number, work in enumerate(host.collectives):
+        nodes["stream"][node] = built.streams(stream)
+    for number, work in enumerate(joined):
         node = base + number
-        nodes["work"][node], nodes["stream"][node] = works(work.work), streams(str(work.stream))
+        nodes["work"][node], nodes["stream"][node] = built.works(work.work), built.streams(str(work.stream))
         nodes["name"][node] = names(work.name)
-        if work.meets is not None:
-            nodes["group"][node] = groups((work.meets.group, work.meets.ranks))
-            nodes["seq"][node] = work.meets.seq
+        built.meet(node, work.meets)
     called_rows = nodes["call"] >= 0
     nodes["phase"][called_rows] = tree.phase[nodes["call"][called_rows]]
-    issued = np.concatenate([calls.start, [work.issue for work in host.collectives]])
-    bounds = np.array(steps.bounds, dtype=np.float64).reshape(-1, 2)
-    step = np.searchsorted(bounds[:, 0], issued, "right") - 1
-    nodes["step"] = np.where((step >= 0) & (issued <= bounds[np.maximum(step, 0), 1]), step, -1)
-    place = np.empty(count, dtype=np.int64)
-    order = np.lexsort((np.arange(count) >= base, start))
-    place[order] = np.arange(count)
-    origin = float(start.min())
-    source, target = (place[np.concatenate([edge[column] for edge in edges])] for column in range(2))
-    why = np.concatenate([np.full(len(edge[0]), WHY_NUMBER[edge[2]], dtype=np.int64) for edge in edges])
-    delay = np.concatenate([edge[3] for edge in edges])
-    forward = source < target
-    return RankGraph(
-        rank=0,
-        world_size=1,
-        device="cpu",
-        device_name="cpu",
-        origin_us=origin,
-        start_s=(start[order] - origin) * 1e-6,
-        duration_s=(end - start)[order] * 1e-6,
-        nodes={name: values[order] for name, values in nodes.items()},
-        edges={"source": source[forward], "target": target[forward], "why": why[forward]},
-        delay_s=delay[forward] * 1e-6,
-        streams=tuple(streams.things),
-        names=tuple(names.things),
-        works=tuple(works.things),
-        groups=tuple(groups.things),
-        steps_s=(bounds - origin) * 1e-6,
-        whole=steps.found_by != "nothing",
-        unrecorded_s=np.zeros(count),
-        events=events.num_events,
-    )
+    return built.graph("cpu", "cpu", events.num_events)

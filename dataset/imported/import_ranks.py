@@ -130,8 +130,8 @@ def _numbered(graphs: list[RankGraph], files: Sequence[Path]) -> list[RankGraph]
     for graph, path in zip(graphs, files, strict=True):
         if graph.rank in seen:
             raise TraceError(
-                f"every rank must have one trace, got rank {graph.rank} twice: {seen[graph.rank].name} and {path.name}; "
-                "if they are of different runs, import each by itself"
+                f"every rank must have one trace, got rank {graph.rank} twice: {seen[graph.rank].name} and "
+                f"{path.name}; if they are of different runs, import each by itself"
             )
         seen[graph.rank] = path
     return graphs
@@ -170,7 +170,7 @@ def _check_meetings(graphs: Sequence[RankGraph]) -> list[str]:
     if not all(collectives):
         return []
     numbered = numbered_alike(graphs)
-    met, offsets = meetings(graphs)
+    met = meetings(graphs)[0]
     most = max(len(kinds) for kinds in collectives)
     if len(numbered) < _LEAST_ALIKE * min(len(kinds) for kinds in collectives) and len(graphs) == graphs[0].world_size:
         raise TraceError(

@@ -34,7 +34,8 @@ _BY_NAME = tuple(
         (r"layer_?norm|ln_fwd|cuApplyLayerNorm", "layer_norm"),
         (r"dgrad|wgrad|convolve.*(backward|bwd)|conv.*(bwd|Backward)|igemm_bwd|igemm_wrw", "conv_backward"),
         (r"conv|implicit_gemm|igemm|winograd|im2col|col2im|nchwToNhwc|nhwcToNchw|cudnn::|MIOpen|fprop", "conv"),
-        (r"gemm|cutlass|cublas|^Cijk_|gemv|nvjet|_mm_|matmul|splitK|xmma|^ampere_|^volta_|^turing_|^hopper", "linear"),
+        (r"gemm|cutlass|cublas|^Cijk_|gemv|nvjet|_mm_|matmul|splitK|xmma", "linear"),
+        (r"^ampere_|^volta_|^turing_|^maxwell_|^hopper_", "linear"),
         (r"max_pool|avg_pool|adaptive_.*pool|pooling|upsample", "pool"),
         (r"embedding_bag|split_embedding|_embedding_|EmbeddingBag|jagged|bounds_check_indices", "embedding_bag"),
         (r"embedding|compute_grad_weight|krn_partial", "embedding"),
@@ -45,10 +46,11 @@ _BY_NAME = tuple(
         (r"sort|radix|topk|scan|nonzero|unique|cub::Device|thrust::", "sort"),
         (r"dropout", "dropout"),
         (r"distribution_|philox|curand|bernoulli|random|uniform", "random"),
-        (r"CatArray|copy|permute|transpose|index_select|gather|roll_cuda|flip_|pad\d?d|index_(?!put)|tensor_?trans", "copy"),
+        (r"CatArray|copy|permute|transpose|index_select|gather|roll_cuda|flip_|pad\d?d|tensor_?trans", "copy"),
         (r"memset|FillFunctor|fill", "fill"),
         (r"reduce|norm_|sum_|mean|var_", "reduce"),
-        (r"elementwise|scatter|index|where|compare|Functor|activation|gelu|relu|rope|rotary|clamp|masked", "elementwise"),
+        (r"elementwise|scatter|index|where|compare|Functor|activation|gelu|relu|clamp|masked", "elementwise"),
+        (r"rotary|rope_|_rope", "rope"),
     )
 )  # fmt: skip
 _TYPES = (

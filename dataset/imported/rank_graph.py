@@ -95,7 +95,7 @@ class RankGraph:
     @property
     def on_device(self) -> NDArray[np.bool_]:
         """``(n,)``: which nodes are work: ops and collectives, not calls of the host."""
-        return self.nodes["kind"] != HOST
+        return np.asarray(self.nodes["kind"] != HOST)
 
     @property
     def device_time_s(self) -> float:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import TraceError
+from stepsight.dataset.imported.assembly import MICROSECOND, Assembly
 from stepsight.dataset.imported.call_tree import CallTree, call_tree
 from stepsight.dataset.imported.collective_nodes import CollectiveNodes, Met, mask_of
 from stepsight.dataset.imported.data_edges import read_execution_trace, with_sequence_edges, with_tensor_edges
@@ -16,7 +17,7 @@ from stepsight.dataset.imported.device_graph import Parts, launch_rows, tie
 from stepsight.dataset.imported.event_columns import Interned, RankEvents, read_columns
 from stepsight.dataset.imported.host_graph import host_graph
 from stepsight.dataset.imported.kernel_kinds import KernelKinds, launches
-from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, NODE_COLUMNS, OP, WHY_NUMBER, RankGraph
+from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph
 from stepsight.dataset.imported.step_bounds import Steps, find_steps
 from stepsight.dataset.imported.stream_waits import StreamWaits
 from stepsight.dataset.op import Collective
@@ -26,7 +27,6 @@ from stepsight.dataset.readers.placement import Placement
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-MICROSECOND = 1e-6
 MOST_RANKS = 2**20
 _JUMP_US = 1000.0  # by which a kernel may start before its launch: clocks of host and device differ by less
 _SAMPLED_GAP_US, _SAMPLED_SHARE = 5.0, 0.3  # gaps behind queued launches that say that kernels are left out
@@ -151,67 +151,36 @@ def _assemble(
     """Host calls and device events as one list in an order in which every edge leads forward."""
     works, columns, met = found
     calls, device, base = parts.calls, events.device, len(parts.calls)
-    count = base + len(device)
-    start = np.concatenate([calls.start, device.start])
-    end = np.concatenate([np.maximum(calls.end, calls.start), device.end])
-    order = np.lexsort((np.arange(count) >= base, _keys(parts, events)))
-    place = np.empty(count, dtype=np.int64)
-    place[order] = np.arange(count)
-    nodes = {name: np.full(count, -1, dtype=np.int64) for name in NODE_COLUMNS}
-    for name in ("blocks", "threads", "registers", "shared_bytes", "known"):
-        nodes[name][:] = 0
+    built = Assembly(
+        start=np.concatenate([calls.start, device.start]),
+        end=np.concatenate([calls.end, device.end]),
+        key=_keys(parts, events),
+        issued=np.concatenate([calls.start, np.where(parts.launch >= 0, _at(calls.start, parts.launch), device.start)]),
+        edges=parts.edges,
+        steps=steps,
+        names=parts.names,
+        works=works,
+    )
+    nodes = built.nodes
     nodes["kind"][:base], nodes["known"][:base] = HOST, 1
     for name, values in columns.items():
         nodes[name][base:] = values
     in_runtime = calls.row >= 0
     nodes["phase"][:base][in_runtime] = tree.call_phase[calls.row[in_runtime]]
-    streams = Interned()
-    stream_of = [streams(_stream_name(stream, events.streams)) for stream in events.streams]
-    threads = {
-        int(thread): streams(f"host{index}") for index, thread in enumerate(dict.fromkeys(calls.thread.tolist()))
-    }
+    stream_of = [built.streams(_stream_name(stream, events.streams)) for stream in events.streams]
+    numbers = dict.fromkeys(calls.thread.tolist())
+    threads = {int(thread): built.streams(f"host{index}") for index, thread in enumerate(numbers)}
     nodes["stream"][:base] = [threads[int(thread)] for thread in calls.thread.tolist()]
     nodes["stream"][base:] = np.array(stream_of, dtype=np.int64)[device["stream"]]
-    names = parts.names
-    kernel_names = np.array([names(name) for _, name, _ in events.kernels], dtype=np.int64)
+    kernel_names = np.array([built.names(name) for _, name, _ in events.kernels], dtype=np.int64)
     nodes["name"][:base], nodes["name"][base:] = calls.name, kernel_names[device["kernel"]]
     configs = launches(events)
     for name in ("blocks", "threads", "registers", "shared_bytes"):
         values = np.array([getattr(config, name) for config in configs], dtype=np.int64)
         nodes[name][base:] = values[device["kernel"]]
-    groups = Interned()
     for row, each in met.items():
-        if each.meets is not None:
-            nodes["group"][base + row] = groups((each.meets.group, each.meets.ranks))
-            nodes["seq"][base + row] = each.meets.seq
-    issued = np.concatenate([calls.start, np.where(parts.launch >= 0, _at(calls.start, parts.launch), device.start)])
-    bounds = np.array(steps.bounds, dtype=np.float64).reshape(-1, 2)
-    step = np.searchsorted(bounds[:, 0], issued, "right") - 1
-    nodes["step"][:] = np.where((step >= 0) & (issued <= _at(bounds[:, 1], step)), step, -1)
-    origin = float(start.min()) if count else 0.0
-    source, target, why, delay = (np.concatenate(each) for each in zip(*_edges(parts), strict=True))
-    source, target = place[source], place[target]
-    forward = source < target
-    graph = RankGraph(
-        rank=0,
-        world_size=1,
-        device="cuda",
-        device_name=_device_name(events),
-        origin_us=origin,
-        start_s=(start[order] - origin) * MICROSECOND,
-        duration_s=(end - start)[order] * MICROSECOND,
-        nodes={name: values[order] for name, values in nodes.items()},
-        edges={"source": source[forward], "target": target[forward], "why": why[forward]},
-        delay_s=delay[forward] * MICROSECOND,
-        streams=tuple(streams.things),
-        names=tuple(names.things),
-        works=tuple(works.things),
-        groups=tuple(groups.things),
-        steps_s=(bounds - origin) * MICROSECOND,
-        whole=steps.found_by != "nothing",
-        events=events.num_events,
-    )
-    return graph
+        built.meet(base + row, each.meets)
+    return built.graph("cuda", _device_name(events), events.num_events)
 
 
 def _at(values: Floats, index: Ints) -> Floats:
@@ -227,13 +196,6 @@ def _keys(parts: Parts, events: RankEvents) -> Floats:
         rows = np.flatnonzero(device["stream"] == stream)
         key[rows] = np.maximum.accumulate(key[rows])
     return np.concatenate([calls.start, key])
-
-
-def _edges(parts: Parts) -> list[tuple[Ints, Ints, Ints, Floats]]:
-    return [
-        (source, target, np.full(len(source), WHY_NUMBER[why], dtype=np.int64), delay)
-        for source, target, why, delay in parts.edges
-    ]
 
 
 def _stream_name(stream: tuple[object, object], streams: list[tuple[object, object]]) -> str:

@@ -1,10 +1,11 @@
-"""Where the steps of a trace begin and end: annotations, else optimizer steps, else backward passes, else repetition."""
+"""Bounds of the steps of a trace: by annotations, optimizer steps, backward passes or repetition, in this order."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,7 +72,7 @@ def _annotated(marks: list[Annotation]) -> Steps:
     thread = threads.most_common(1)[0][0]
     marks = sorted((mark for mark in marks if mark.thread == thread), key=lambda mark: mark.start)
     bounds, warnings = [(mark.start, mark.end) for mark in marks], []
-    for place, (one, other) in enumerate(zip(marks, marks[1:], strict=False)):
+    for place, (one, other) in enumerate(pairwise(marks)):
         if one.end > other.start + _MOST_OVERLAP_US:
             over = one.end - other.start
             warnings.append(
@@ -80,11 +81,11 @@ def _annotated(marks: list[Annotation]) -> Steps:
             bounds[place] = (one.start, other.start)
     found = [_STEP.match(mark.name) for mark in marks]
     numbers = tuple(int(match[1]) for match in found if match)
-    for one, other in zip(numbers, numbers[1:], strict=False):
-        if other > one + 1:
-            warnings.append(f"missing steps: ProfilerStep#{one} is followed by ProfilerStep#{other}")
-        elif other <= one:
-            warnings.append(f"repeated steps: ProfilerStep#{one} is followed by ProfilerStep#{other}")
+    for earlier, later in pairwise(numbers):
+        if later > earlier + 1:
+            warnings.append(f"missing steps: ProfilerStep#{earlier} is followed by ProfilerStep#{later}")
+        elif later <= earlier:
+            warnings.append(f"repeated steps: ProfilerStep#{earlier} is followed by ProfilerStep#{later}")
     return Steps([(start, end) for start, end in bounds if end > start], thread, "annotations", numbers, warnings)
 
 
@@ -147,10 +148,12 @@ def _repeated(events: RankEvents, launched: NDArray[np.float64]) -> list[tuple[f
         lengths = np.diff(places)
         if lengths.min() < 2 or lengths.max() > (1 + _ALIKE) * lengths.min():
             continue
-        alike = [_in_order(kernels, a, b, c) for a, b, c in zip(places, places[1:], places[2:], strict=False)]
+        alike = [
+            _in_order(kernels, a, b, c) for a, b, c in zip(*(places[skip:].tolist() for skip in range(3)), strict=False)
+        ]
         if alike and min(alike) >= _SAME_ORDER:
             times = launched[order][places].tolist()
-            return list(zip(times[:-1], times[1:], strict=True))
+            return list(pairwise(times))
     return []
 
 

@@ -8,6 +8,7 @@ launch explain, just when something on another stream ended, it waited for that.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -191,7 +192,7 @@ class StreamWaits:
             (np.array(sources, int), np.array(targets, int), Dependency.SYNCHRONISATION, np.zeros(len(sources)))
         )
 
-    def _awaited(self, runtime: int, begin: float, end: float, said: dict[int, dict[str, int]]) -> list[int]:
+    def _awaited(self, runtime: int, begin: float, end: float, said: dict[Any, dict[str, Any]]) -> list[int]:
         """What a synchronising call of the host waits for."""
         events = self._events
         name = events.names[int(events.runtime["name"][runtime])]

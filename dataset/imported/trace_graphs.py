@@ -11,7 +11,7 @@ import torch
 from torch_geometric.data import HeteroData, InMemoryDataset
 
 from stepsight.dataset.errors import StepsightError, TraceError
-from stepsight.dataset.imported.graph_dataset import INDEX, read_index, run_parts
+from stepsight.dataset.imported.dataset_index import INDEX, read_index, run_parts
 from stepsight.dataset.imported.graph_parts import GraphPart
 from stepsight.dataset.imported.rank_graph import NODE_KINDS
 

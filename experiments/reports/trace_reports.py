@@ -49,8 +49,8 @@ def replay_text(told: dict[str, Any]) -> str:
 
 def _replay_text(told: dict[str, Any]) -> str:
     lines = [
-        f"run {told['run']}: step measured {1e3 * told['measured_s']:.3f} ms, replayed {1e3 * told['replayed_s']:.3f} ms "
-        f"({told['error_percent']:+.2f} %), {told['steps']} step(s)",
+        f"run {told['run']}: step measured {1e3 * told['measured_s']:.3f} ms, replayed "
+        f"{1e3 * told['replayed_s']:.3f} ms ({told['error_percent']:+.2f} %), {told['steps']} step(s)",
         f"idle time without a known cause: {told['unexplained_percent']:.2f} % of the steps",
     ]
     if told["unrecorded_percent"]:

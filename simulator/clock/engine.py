@@ -5,6 +5,8 @@ Ties are broken towards the dependency that is listed first, so results never de
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,37 +38,41 @@ def longest_paths(seconds: Floats, pointer: Ints, before: Ints, ready: Floats, f
         critical[node] = cause
 
 
-@compiled
-def delayed_paths(
-    seconds: Floats,
-    order: Ints,
-    pointer: Ints,
-    edges: Ints,
-    source: Ints,
-    delay: Floats,
-    ready: Floats,
-    ends: Floats,
-    cause: Ints,
-) -> None:
-    """End of every node of a graph whose dependencies take time of their own, and the edge that decided its start.
+class DelayedGraph(NamedTuple):
+    """A graph whose dependencies take time of their own.
 
-    Args:
-        seconds: Duration of each node, shape ``(n,)``.
-        order: The nodes such that each comes after those that it depends on, same shape.
+    Attributes:
+        order: The nodes such that each comes after those that it depends on, shape ``(n,)``.
         pointer, edges: Edges into node ``i`` are ``edges[pointer[i]:pointer[i + 1]]``.
         source, delay: Of each edge: the node it comes from, and the time from that node's end.
+    """
+
+    order: Ints
+    pointer: Ints
+    edges: Ints
+    source: Ints
+    delay: Floats
+
+
+@compiled
+def delayed_paths(graph: DelayedGraph, seconds: Floats, ready: Floats, ends: Floats, cause: Ints) -> None:
+    """End of every node of a graph whose dependencies take time, and the edge that decided its start.
+
+    Args:
+        graph: Order and dependencies.
+        seconds: Duration of each node, shape ``(n,)``.
         ready: Earliest start of each node by itself, ``-inf`` where its dependencies alone decide.
         ends: Filled, shape ``(n,)``.
         cause: Filled, same shape: the edge that decided the start, -1 if ``ready`` did.
     """
-    for at in range(len(order)):
-        node = order[at]
+    for at in range(len(graph.order)):
+        node = graph.order[at]
         start = ready[node]
         cause[node] = -1
-        for place in range(pointer[node], pointer[node + 1]):
-            edge = edges[place]
-            if ends[source[edge]] + delay[edge] > start:
-                start = ends[source[edge]] + delay[edge]
+        for place in range(graph.pointer[node], graph.pointer[node + 1]):
+            edge = graph.edges[place]
+            if ends[graph.source[edge]] + graph.delay[edge] > start:
+                start = ends[graph.source[edge]] + graph.delay[edge]
                 cause[node] = edge
         ends[node] = start + seconds[node]
 

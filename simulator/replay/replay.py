@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.imported.rank_graph import HOST, RankGraph
 from stepsight.dataset.imported.read_rank import lateness
-from stepsight.simulator.clock.engine import delayed_paths
+from stepsight.simulator.clock.engine import DelayedGraph, delayed_paths
 from stepsight.simulator.replay.joined import Joined, join
 
 Floats = NDArray[np.float64]
@@ -104,8 +104,8 @@ def walk(joined: Joined) -> Walk:
     pointer = np.searchsorted(joined.target[by_target], np.arange(count + 1)).astype(np.int32)
     ready = np.where(np.isinf(joined.ready) & (np.diff(pointer) == 0), 0.0, joined.ready)
     ends, cause = np.zeros(count), np.full(count, -1, dtype=np.int32)
-    source = joined.source.astype(np.int32)
-    delayed_paths(joined.seconds, joined.order, pointer, by_target, source, joined.delay, ready, ends, cause)
+    graph = DelayedGraph(joined.order, pointer, by_target, joined.source.astype(np.int32), joined.delay)
+    delayed_paths(graph, joined.seconds, ready, ends, cause)
     starts = ends - joined.seconds
     return Walk(joined, starts, ends, cause)
 

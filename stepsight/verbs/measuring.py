@@ -167,9 +167,9 @@ def import_command(
     format: Annotated[
         str,
         typer.Argument(
-            help="kineto: traces of PyTorch's profiler. Or a table: aiconfigurator, neusight, vidur, simumax, nccl-tests "
-            "(logs or parsed), vtrain, aicb, or csv: a table of your own with columns op, dims (4096x4096x1024), "
-            "dtype, microseconds."
+            help="kineto: traces of PyTorch's profiler. Or a table: aiconfigurator, neusight, vidur, simumax, "
+            "nccl-tests (logs or parsed), vtrain, aicb, or csv: a table of your own with columns op, dims "
+            "(4096x4096x1024), dtype, microseconds."
         ),
     ],
     paths: Annotated[
