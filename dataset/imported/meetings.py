@@ -8,7 +8,9 @@ import numpy as np
 
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, RankGraph
 
-_MOST_APART_S, _MOST_APART = 2e-4, 0.1  # by which ends of one collective may differ after clocks are aligned
+# By which ends of one collective may differ after clocks are aligned: seconds, or parts of its duration.  A host may
+# run something else before a rank comes back from it.
+_MOST_APART = {"cuda": (2e-4, 0.1), "cpu": (0.1, 1.0)}
 
 Meeting = dict[int, int]  # node by place of the rank
 
@@ -68,4 +70,5 @@ def _together(graphs: Sequence[RankGraph], offsets: Sequence[float], members: Me
     """Whether a collective ended on all ranks at about the same time: those of trimmed traces may be different ones."""
     ends = [float(graphs[place].end_s[node]) + offsets[place] for place, node in members.items()]
     longest = max(float(graphs[place].duration_s[node]) for place, node in members.items())
-    return max(ends) - min(ends) <= max(_MOST_APART_S, _MOST_APART * longest)
+    seconds, part = _MOST_APART["cpu" if any(graph.device == "cpu" for graph in graphs) else "cuda"]
+    return max(ends) - min(ends) <= max(seconds, part * longest)

@@ -15,6 +15,7 @@ from stepsight.dataset.imported.event_columns import Annotation, RankEvents
 
 _STEP = re.compile(r"^ProfilerStep#(\d+)")
 _OWN = "stepsight::segment label=step"
+_ENOUGH = 3  # ends of steps, beyond which the first step can be spared
 _ALIKE = 0.2  # by which the number of calls of a whole step may differ from the usual
 _MOST_OVERLAP_US = 1.0
 _SAME_ORDER = 0.9  # of the kernels of two steps that follow in the same order
@@ -119,8 +120,8 @@ def _backward_ends(events: RankEvents, tree: CallTree) -> tuple[list[float], int
 
 
 def _between(begin: float, ends: list[float], thread: int, found_by: str, events: RankEvents) -> Steps:
-    """Steps from end to end; the first and those unlike the others are not whole and are left out."""
-    limits = np.array([begin, *ends])
+    """Steps from end to end; those unlike the others are not whole and are left out."""
+    limits = np.array([begin, *ends] if len(ends) < _ENOUGH else ends)  # before the first end there may be anything
     moments = np.concatenate([events.runtime.start, events.ops.start])
     counts = np.histogram(moments, limits)[0] if len(limits) > 1 else np.zeros(0)
     usual = float(np.median(counts)) if len(counts) else 0.0

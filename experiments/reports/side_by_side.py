@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from stepsight.dataset.errors import TraceError
-from stepsight.dataset.imported.rank_graph import COLLECTIVE, OP, RankGraph
 from stepsight.dataset.hardware import HARDWARE, find_hardware
+from stepsight.dataset.imported.rank_graph import COLLECTIVE, OP, RankGraph
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS
 from stepsight.dataset.program import Program
