@@ -10,6 +10,7 @@ from typing import Any
 
 from stepsight.dataset.bounded import read_file
 from stepsight.dataset.errors import TraceError
+from stepsight.dataset.imported.imported_run import is_imported
 from stepsight.dataset.readers.placement import Placement
 from stepsight.dataset.readers.trace_formats import TRACE_READERS, read_rank_trace
 from stepsight.dataset.run_manifest import RunManifest, read_manifest, read_object, typed
@@ -26,6 +27,7 @@ class Collection:
         absent: Names of planned runs that are not there.
         events: Event files that are there.
         absent_events: Names of planned event files that are not there.
+        imported: Folders of runs that were imported from other people's traces.
     """
 
     folder: Path
@@ -33,6 +35,7 @@ class Collection:
     absent: tuple[str, ...] = ()
     events: tuple[Path, ...] = ()
     absent_events: tuple[str, ...] = ()
+    imported: tuple[Path, ...] = ()
 
     def __iter__(self) -> Iterator[RunManifest]:
         return iter(self.runs)
@@ -94,7 +97,9 @@ def read_collection(folder: Path) -> Collection:
     plan = read_object(folder / "plan.json") if (folder / "plan.json").exists() else {}
     if not plan and not (folder / "runs").is_dir():
         raise TraceError(f"a collection must hold plan.json or runs/, got neither in {folder}")
-    runs = tuple(read_manifest(path) for path in _entries(folder / "runs") if path.is_dir())
+    folders = [path for path in _entries(folder / "runs") if path.is_dir()]
+    imported = tuple(path for path in folders if is_imported(path))
+    runs = tuple(read_manifest(path) for path in folders if path not in imported)
     events = tuple(path for path in _entries(folder / "events") if path.suffix == ".json")
     planned, planned_events = (_planned(plan, key, folder / "plan.json") for key in ("runs", "events"))
     there, there_events = {manifest.name for manifest in runs}, {path.stem for path in events}
@@ -104,6 +109,7 @@ def read_collection(folder: Path) -> Collection:
         tuple(name for name in planned if name not in there),
         events,
         tuple(name for name in planned_events if name not in there_events),
+        imported,
     )
 
 

@@ -26,6 +26,17 @@ _WINDOW = 2**16  # bytes at the end of a block in which an event ends
 _MOST_CUTS = 16  # that are tried before more is read
 
 
+def is_trace(path: Path) -> bool:
+    """Whether a file looks like a Kineto trace: its first block names the list of events, or is one."""
+    if not path.name.endswith((".json", ".json.gz")):
+        return False
+    try:
+        text = next(iter(unpacked_blocks(path, BLOCK)), b"")
+    except OSError:
+        return False
+    return _BEGIN.search(text) is not None or (text.lstrip()[:1] == b"[" and b'"ph"' in text)
+
+
 class EventBlocks:
     """The events of one file in blocks; the other keys of the file are in ``header`` once all blocks were read.
 

@@ -59,6 +59,7 @@ class RankGraph:
         groups: Name and ranks of groups of collectives.
         steps_s: ``(k, 2)``: begin and end on the host.
         whole: Whether the steps are whole: bounded by annotations or by repetition.
+        loading_s: ``(l, 2)``: when the host loaded data, by annotations of PyTorch's data loader.
         unrecorded_s: ``(n,)``: time before a node in which its stream was busy with what the trace leaves out.
         warnings: What was found wrong, and what was done about it.
         events: Events in the file.
@@ -80,6 +81,7 @@ class RankGraph:
     groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
     steps_s: Floats = field(default_factory=lambda: np.zeros((0, 2)))
     whole: bool = True
+    loading_s: Floats = field(default_factory=lambda: np.zeros((0, 2)))
     unrecorded_s: Floats = field(default_factory=lambda: np.zeros(0))
     warnings: tuple[str, ...] = ()
     events: int = 0

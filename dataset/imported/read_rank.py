@@ -28,6 +28,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 MOST_RANKS = 2**20
+_LOADING = "enumerate(DataLoader)"  # how annotations of PyTorch's data loader begin
 _JUMP_US = 1000.0  # by which a kernel may start before its launch: clocks of host and device differ by less
 _SAMPLED_GAP_US, _SAMPLED_SHARE = 5.0, 0.3  # gaps behind queued launches that say that kernels are left out
 
@@ -56,6 +57,8 @@ def read_rank(path: Path, placement: Placement | None = None, execution: Path | 
         graph = with_tensor_edges(graph, events, read_execution_trace(execution), execution)
     graph = with_sequence_edges(graph, tree.sequence)
     warnings = [*graph.warnings, *_check_training(events, tree)]
+    loading = [(each.start, each.end) for each in events.annotations if each.name.startswith(_LOADING)]
+    graph.loading_s = (np.array(loading).reshape(-1, 2) - graph.origin_us) * MICROSECOND
     return replace(graph, rank=rank, world_size=world_size, warnings=tuple(dict.fromkeys(warnings)))
 
 

@@ -9,12 +9,16 @@ from typing import Any
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.event_file import read_event_file
 from stepsight.dataset.files import check_output_file, set_aside
+from stepsight.dataset.imported.event_blocks import is_trace
+from stepsight.dataset.imported.import_ranks import import_ranks
+from stepsight.dataset.imported.imported_run import is_imported, read_imported, run_graphs
 from stepsight.dataset.job import Job
 from stepsight.dataset.registry import did_you_mean
 from stepsight.dataset.run_folder import read_collection, read_run
 from stepsight.dataset.run_manifest import RunManifest, read_object
 from stepsight.experiments.reports.describe_facts import describe_facts_file, describe_preset, facts_names
 from stepsight.experiments.reports.text_table import Number, table
+from stepsight.experiments.reports.trace_reports import trace_summary
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -41,9 +45,13 @@ def describe(path: Path) -> dict[str, Any]:
             return describe(path / "summary.json")
         if (path / "runs").is_dir():
             return describe_collection(path)
+        if is_imported(path):
+            return trace_summary(*run_graphs(path)[::2])
         if (path / "manifest.json").is_file():
             return _predictor(path) if "format" in read_object(path / "manifest.json") else _run(path)
         raise StepsightError(f"{path} is no collection (runs/), run or predictor (manifest.json)")
+    if is_trace(path):
+        return trace_summary(path.name, import_ranks([path]).graphs)
     value = read_object(path) if path.suffix == ".json" else {}
     if "heldout" in value:
         return _summary(path, value)
@@ -105,6 +113,15 @@ def describe_collection(path: Path) -> dict[str, Any]:
         for r in rows
     ]
     text = f"collection {path}\n" + table(["run", "role", "ranks", "steps", "median ms", "spread % over rounds"], cells)
+    if collection.imported:
+        others = [read_imported(folder) for folder in collection.imported]
+        rows += [
+            {"name": run.name, "imported": True, "ranks": len(run.ranks), "hardware": run.hardware} for run in others
+        ]
+        text = text if cells else f"collection {path}"
+        text += "\n" + table(
+            ["imported run", "ranks", "hardware"], [[r.name, len(r.ranks), r.hardware] for r in others]
+        )
     if any(manifest.compiled for manifest in collection):
         text += "\ncomposite ops were compiled"
     for name, count in events.items():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.imported.imported_run import run_folders, run_graphs
+from stepsight.dataset.imported.rank_graph import RankGraph
 from stepsight.experiments.reports.text_table import Number, table
+from stepsight.simulator.replay.causes import breakdown
 from stepsight.simulator.replay.replay import replay
 
 
@@ -21,6 +24,37 @@ def import_text(told: dict[str, Any]) -> str:
         table(["dependency", "edges"], [[kind, count] for kind, count in told["dependencies"].items()]),
     ]
     return "\n".join([*lines, *(f"warning: {warning}" for warning in told["warnings"])])
+
+
+def trace_summary(name: str, graphs: Sequence[RankGraph]) -> dict[str, Any]:
+    """Where the time of a traced run goes, as JSON and as ``text``."""
+    told = breakdown(graphs).to_dict()
+    warnings = list(dict.fromkeys(warning for graph in graphs for warning in graph.warnings))
+    device, steps = sum(told["kinds"].values()) or 1.0, told["steps_s"] or 1.0
+    path = sum(told["critical"].values()) or 1.0
+    unknown = sum(told["opaque"].values())
+    first = graphs[0]
+    lines = [
+        f"trace {name}: {len(graphs)} rank(s) of {first.world_size}, {len(first.steps_s)} step(s)"
+        f"{', ' + first.device_name if first.device_name else ''}",
+        _shares("kind", "device ms", told["kinds"], device),
+        f"not recognised: {100 * unknown / device:.1f} % of device time",
+        *([_shares("opaque kernel", "device ms", told["opaque"], device)] if told["opaque"] else []),
+        f"computation {1e3 * told['compute_s']:.3f} ms, communication {1e3 * told['communication_s']:.3f} ms, of which "
+        f"{told['overlap_percent']:.1f} % overlaps computation",
+        _shares("idle because", "ms of all ranks", told["idle"], steps),
+        _shares("critical path", "ms", told["critical"], path),
+    ]
+    if len(graphs) > 1:
+        cells = [[int(r["rank"]), Number(1e3 * r["step_s"], 3), Number(1e3 * r["late_s"], 3)] for r in told["ranks"]]
+        lines.append(table(["rank", "step ms", "late at collectives ms"], cells))
+    lines += [f"warning: {warning}" for warning in warnings]
+    return {"trace": name, **told, "warnings": warnings, "text": "\n\n".join(lines)}
+
+
+def _shares(what: str, unit: str, seconds: dict[str, float], whole: float) -> str:
+    cells = [[name[:60], Number(1e3 * spent, 3), Number(100 * spent / whole)] for name, spent in seconds.items()]
+    return table([what, unit, "%"], cells)
 
 
 def replay_runs(path: Path) -> dict[str, Any]:

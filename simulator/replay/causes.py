@@ -1,0 +1,215 @@
+"""Where the time of traced steps goes: kinds, overlap, idle time by cause, the critical path, skew of ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.imported.meetings import meetings
+from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph
+from stepsight.dataset.imported.read_rank import lateness
+from stepsight.dataset.op import OP_KINDS
+from stepsight.dataset.program import Dependency
+from stepsight.dataset.readers.host import Intervals, merge, overlap
+from stepsight.simulator.replay.joined import join
+from stepsight.simulator.replay.replay import Walk, walk
+
+Floats = NDArray[np.float64]
+
+HOST_BOUND, PEERS, LOADER, SYNCHRONISATION = "host_bound", "waiting_for_peers", "data_loader", "synchronisation"
+COMMUNICATION, GAPS, UNEXPLAINED = "waiting_for_communication", "between_kernels", "unexplained"
+_MOST_OPAQUE = 10  # names of opaque kernels that are told
+
+
+@dataclass
+class Breakdown:
+    """What one run's steps spend; seconds of all ranks and steps unless they say otherwise.
+
+    Attributes:
+        kinds: Device seconds by kind of op and collective.
+        opaque: Device seconds of opaque kernels, by name.
+        compute_s, communication_s: When ops, and when collectives ran, each moment once.
+        overlapped_s: When both ran.
+        idle: Seconds in which the stream with most of each rank's ops idles, by cause.  Of what it waits for
+            communication, ``waiting_for_peers`` is what the communication itself waits for other ranks.
+        steps_s: Of all ranks together.
+        critical: Seconds of the critical path by family of ops.
+        ranks: For each rank: its step's seconds, and how much later than the first it comes to collectives on average.
+    """
+
+    kinds: dict[str, float] = field(default_factory=dict)
+    opaque: dict[str, float] = field(default_factory=dict)
+    compute_s: float = 0.0
+    communication_s: float = 0.0
+    overlapped_s: float = 0.0
+    idle: dict[str, float] = field(default_factory=dict)
+    steps_s: float = 0.0
+    critical: dict[str, float] = field(default_factory=dict)
+    ranks: list[dict[str, float]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        exposed = self.communication_s - self.overlapped_s
+        share = 100.0 * self.overlapped_s / self.communication_s if self.communication_s else 0.0
+        return {**vars(self), "exposed_communication_s": exposed, "overlap_percent": share}
+
+
+def breakdown(graphs: Sequence[RankGraph]) -> Breakdown:
+    """Break down the traced steps of a run."""
+    walked = walk(join(graphs))
+    out = Breakdown()
+    idle: defaultdict[str, float] = defaultdict(float)
+    kinds: defaultdict[str, float] = defaultdict(float)
+    opaque: defaultdict[str, float] = defaultdict(float)
+    for graph, first in zip(graphs, walked.joined.first, strict=True):
+        inside = (graph.nodes["step"] >= 0) & graph.on_device
+        for node in np.flatnonzero(inside).tolist():
+            kinds[graph.kind_of(node)] += float(graph.duration_s[node])
+            if not graph.nodes["known"][node]:
+                opaque[graph.names[graph.nodes["name"][node]]] += float(graph.duration_s[node])
+        compute, communication = (_busy(graph, inside & (graph.nodes["kind"] == kind)) for kind in (OP, COLLECTIVE))
+        out.compute_s += _length(compute)
+        out.communication_s += _length(communication)
+        out.overlapped_s += float(overlap(compute, communication[:, 0], communication[:, 1]).sum())
+        for cause, seconds in _idle(graph, walked, first).items():
+            idle[cause] += seconds
+        out.steps_s += float(graph.steps_s[-1, 1] - graph.steps_s[0, 0]) if len(graph.steps_s) else 0.0
+    out.kinds = dict(sorted(kinds.items(), key=lambda item: -item[1]))
+    out.opaque = dict(sorted(opaque.items(), key=lambda item: -item[1])[:_MOST_OPAQUE])
+    out.ranks, waited = _skew(graphs)
+    idle[PEERS] = min(waited, idle[COMMUNICATION])
+    idle[COMMUNICATION] -= idle[PEERS]
+    out.idle = dict(sorted(idle.items(), key=lambda item: -item[1]))
+    out.critical = critical_path(walked)
+    return out
+
+
+def _busy(graph: RankGraph, nodes: NDArray[np.bool_]) -> Intervals:
+    return merge(list(zip(graph.start_s[nodes].tolist(), graph.end_s[nodes].tolist(), strict=True)))
+
+
+def _length(intervals: Intervals) -> float:
+    return float((intervals[:, 1] - intervals[:, 0]).sum())
+
+
+def _idle(graph: RankGraph, walked: Walk, first: int) -> dict[str, float]:
+    """Idle seconds of the busiest stream by what its next op waited for."""
+    inside = np.flatnonzero((graph.nodes["step"] >= 0) & (graph.nodes["kind"] == OP))
+    if not len(inside):
+        return {}
+    streams = np.bincount(graph.nodes["stream"][inside], graph.duration_s[inside])
+    nodes = inside[graph.nodes["stream"][inside] == int(streams.argmax())]
+    gaps = np.maximum(graph.start_s[nodes[1:]] - np.maximum.accumulate(graph.end_s[nodes])[:-1], 0.0)
+    late = lateness(graph)[nodes[1:]]
+    loading, waits = merge([(a, b) for a, b in graph.loading_s.tolist()]), _host_waits(graph)
+    found: defaultdict[str, float] = defaultdict(float)
+    for node, gap, unexplained in zip(nodes[1:].tolist(), gaps.tolist(), late.tolist(), strict=True):
+        found[UNEXPLAINED] += min(gap, unexplained)
+        rest = max(gap - unexplained, 0.0)
+        if not rest:
+            continue
+        since, until = np.array([graph.start_s[node] - gap]), np.array([graph.start_s[node]])
+        cause = _cause(graph, walked, first + node, first)
+        if cause == HOST_BOUND:
+            for why, intervals in ((LOADER, loading), (SYNCHRONISATION, waits)):
+                part = min(float(overlap(intervals, since, until)[0]), rest)
+                found[why] += part
+                rest -= part
+        found[cause] += rest
+    return {cause: seconds for cause, seconds in found.items() if seconds > 0}
+
+
+def _host_waits(graph: RankGraph) -> Intervals:
+    """When the host was in a call that waits for the device."""
+    into = graph.edges["target"][graph.edges["why"] == WHY_NUMBER[Dependency.SYNCHRONISATION]]
+    nodes = np.unique(into[graph.nodes["kind"][into] == HOST])
+    return merge(list(zip(graph.start_s[nodes].tolist(), graph.end_s[nodes].tolist(), strict=True)))
+
+
+def _cause(graph: RankGraph, walked: Walk, node: int, first: int) -> str:
+    """What the walk says that a node waited for longest."""
+    joined = walked.joined
+    edge = int(walked.cause[node])
+    if edge < 0:
+        return UNEXPLAINED
+    source = int(joined.source[edge])
+    if source >= len(joined.meeting):  # a meeting: a collective of this stream waits for its peers
+        return PEERS
+    kind = int(graph.nodes["kind"][source - first])
+    if kind == HOST:
+        return HOST_BOUND
+    if graph.nodes["stream"][source - first] == graph.nodes["stream"][node - first]:
+        return GAPS
+    return COMMUNICATION if kind == COLLECTIVE else SYNCHRONISATION
+
+
+def critical_path(walked: Walk) -> dict[str, float]:
+    """Seconds of the longest path of a walk by family of ops, ``host``, and ``device_delays`` between the two."""
+    joined = walked.joined
+    families: defaultdict[str, float] = defaultdict(float)
+    bounds = [*joined.first, len(joined.meeting)]
+    pairs = zip(joined.graphs, joined.first, strict=True)
+    chosen = np.concatenate([first + np.flatnonzero(graph.nodes["step"] >= 0) for graph, first in pairs])
+    if not len(chosen):
+        return {}
+    node = int(chosen[np.argmax(walked.end_s[chosen])])
+    while node >= 0:
+        if node < len(joined.meeting):
+            place = int(np.searchsorted(bounds, node, "right")) - 1
+            graph, own = joined.graphs[place], node - joined.first[place]
+            if graph.nodes["step"][own] < 0:
+                break
+            families[_family(graph, own)] += float(joined.seconds[node])
+        edge = int(walked.cause[node])
+        if edge < 0:
+            break
+        before = int(joined.source[edge])
+        waited = float(walked.start_s[node] - walked.end_s[before])
+        by_host = before < len(joined.meeting) and _is_host(joined.graphs, joined.first, before)
+        families["host" if by_host else "device_delays"] += max(waited, 0.0)
+        node = before
+    return dict(sorted(families.items(), key=lambda item: -item[1]))
+
+
+def _is_host(graphs: Sequence[RankGraph], first: list[int], node: int) -> bool:
+    place = int(np.searchsorted(first, node, "right")) - 1
+    graph = graphs[place]
+    return bool(graph.nodes["kind"][node - first[place]] == HOST or graph.device == "cpu")
+
+
+def _family(graph: RankGraph, node: int) -> str:
+    work = int(graph.nodes["work"][node])
+    if work < 0:
+        return "host"
+    kind = graph.works[work].kind
+    return OP_KINDS[kind].family if kind in OP_KINDS else kind
+
+
+def _skew(graphs: Sequence[RankGraph]) -> tuple[list[dict[str, float]], float]:
+    """Each rank's step and lateness at collectives, and seconds that all ranks waited for each other."""
+    met, offsets = meetings(graphs)
+    late: list[list[float]] = [[] for _ in graphs]
+    waited = 0.0
+    for members in met:
+        starts = {place: float(graphs[place].start_s[node]) + offsets[place] for place, node in members.items()}
+        earliest, latest = min(starts.values()), max(starts.values())
+        for place, start in starts.items():
+            late[place].append(start - earliest)
+            if graphs[place].nodes["step"][members[place]] >= 0:
+                waited += min(latest - start, float(graphs[place].duration_s[members[place]]))
+    ranks = []
+    for graph, lags in zip(graphs, late, strict=True):
+        steps = np.diff(graph.steps_s, axis=1)
+        ranks.append(
+            {
+                "rank": float(graph.rank),
+                "step_s": float(steps.mean()) if len(steps) else 0.0,
+                "late_s": float(np.mean(lags)) if lags else 0.0,
+            }
+        )
+    return ranks, waited
