@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.op import Collective
 from stepsight.simulator.clock.codes import DATA, RUN, SECOND, SEND
 from stepsight.simulator.compiling import compiled
@@ -71,21 +72,48 @@ class BucketPlan:
 
 def send_buckets(plan: BucketPlan, replicas: Replicas) -> Segment:
     """Run a backward pass; gradients are sent on the way, the last bucket holds what is left."""
-    limit = -(-replicas.bucket_bytes // replicas.gradient_bytes)
+    cuts = _cuts(plan, -(-replicas.bucket_bytes // replicas.gradient_bytes))
+    sent: dict[Collective, int] = {}
+    works = []
+    for numel, expert in cuts.sizes:
+        first, second = bucket_works(replicas, numel, expert=expert)
+        works.append(-1 if first is None else sent.setdefault(first, len(sent)))
+        works.append(-1 if second is None else sent.setdefault(second, len(sent)))
+    events = _bucket_events(plan, cuts, tuple(works))
+    return Segment(plan.label, plan.passages, tuple(sent), events, plan.names, replicas.compute_share)
+
+
+@dataclass(frozen=True, eq=False)
+class _Cuts:
+    """Where buckets are full.
+
+    Attributes:
+        cuts: As in ``bucket_rows``.
+        sizes: Elements of each distinct bucket, and whether experts'.
+    """
+
+    cuts: NDArray[np.int64]
+    sizes: tuple[tuple[int, bool], ...]
+
+
+@cached(8192)
+def _cuts(plan: BucketPlan, limit: int) -> _Cuts:
     table, found = np.empty((plan.most, 7), dtype=np.int64), np.zeros(2, dtype=np.int64)
     cut_buckets(plan.places, plan.tensors, plan.bounds, limit, table, found)
     cuts, sizes = np.ascontiguousarray(table[: found[0], :5]), table[: found[1], 5:]
-    sent: dict[Collective, int] = {}
-    works = []
-    for numel, expert in sizes.tolist():
-        pair = bucket_works(replicas, numel, expert=bool(expert))
-        works.append([-1 if work is None else sent.setdefault(work, len(sent)) for work in pair])
     if cuts[:, 4].any():  # experts' cuts come after the others'
         cuts = cuts[np.lexsort((cuts[:, 4], cuts[:, 2], cuts[:, 1], cuts[:, 0]))]
-    rows = np.empty((5 * len(cuts) + 3 * len(plan.places), NUM_COLUMNS), dtype=np.int32)
+    return _Cuts(cuts, tuple([(numel, bool(expert)) for numel, expert in sizes.tolist()]))
+
+
+@cached(8192)
+def _bucket_events(plan: BucketPlan, cuts: _Cuts, works: tuple[int, ...]) -> NDArray[np.int32]:
+    """Events of a backward pass; ``works``: the one or two collectives of each size, -1 if none."""
+    rows = np.empty((5 * len(cuts.cuts) + 3 * len(plan.places), NUM_COLUMNS), dtype=np.int32)
     count = np.zeros(1, dtype=np.int64)
-    bucket_rows(plan.places, cuts, np.array(works, dtype=np.int64).reshape(-1, 2), len(plan.names) - 2, rows, count)
-    return Segment(plan.label, plan.passages, tuple(sent), rows[: count[0]], plan.names, replicas.compute_share)
+    pairs = np.array(works, dtype=np.int64).reshape(-1, 2)
+    bucket_rows(plan.places, cuts.cuts, pairs, len(plan.names) - 2, rows, count)
+    return rows[: count[0]]
 
 
 @compiled

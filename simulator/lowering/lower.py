@@ -28,12 +28,13 @@ from stepsight.simulator.clock.track import FIRST, LAST, Track, find_track
 from stepsight.simulator.clock.track import track as order_entries
 from stepsight.simulator.lowering.optimizer_step import OptimizerHabits, optimizer_segment
 from stepsight.simulator.lowering.passages import BACKWARD as WHOLE
+from stepsight.simulator.lowering.passages import FORWARD as FORWARDS
 from stepsight.simulator.lowering.passages import INPUT, WEIGHT
 from stepsight.simulator.lowering.rank_layout import Layout, layout_of
-from stepsight.simulator.lowering.replicas import Replicas, replicas_of
+from stepsight.simulator.lowering.replicas import replicas_of
 from stepsight.simulator.lowering.segment import Segment
 from stepsight.simulator.lowering.sizes import Groups, Parts, PartShape, groups_of, part_shapes, rank_shape
-from stepsight.simulator.lowering.stage import Recompute, backward_segment, forward_segment
+from stepsight.simulator.lowering.stage import Pass, calls_of, part_segments
 from stepsight.simulator.lowering.stage_links import meeting_stages, stage_messages, tied_group
 from stepsight.simulator.schedules import (
     BACKWARD,
@@ -45,7 +46,7 @@ from stepsight.simulator.schedules import (
 )
 
 Ints = NDArray[np.int32]
-_LABELS = {BACKWARD: WHOLE, BACKWARD_INPUT: INPUT, BACKWARD_WEIGHT: WEIGHT}
+_LABELS = {FORWARD: FORWARDS, BACKWARD: WHOLE, BACKWARD_INPUT: INPUT, BACKWARD_WEIGHT: WEIGHT}
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +116,7 @@ class Lowered:
         """What a stage runs for a micro-batch (``optimizer``: whatever the micro-batch)."""
         if label == "optimizer":
             return self.segments[int(self.optimizer[stage])].program
-        track, kind = self.track, {"forward": FORWARD, **{name: kind for kind, name in _LABELS.items()}}[label]
+        track, kind = self.track, {name: kind for kind, name in _LABELS.items()}[label]
         found = np.flatnonzero((track.stage == stage) & (track.kind == kind) & (track.micro_batch == micro_batch))
         return self.segments[int(self.segment[found[0]])].program
 
@@ -166,12 +167,12 @@ def _lower(asked: _Asked) -> Lowered:
     replicas = replicas_of(p, asked.groups, asked.semantics, beside=asked.beside, share=asked.share)
     track = _find_track(p, asked.num_micro_batches, overlap.runtime)
     held = _held(track, parts)
-    passes, recompute = _passes(track), Recompute(p.recompute, p.recompute_every)
-    alone = asked.num_micro_batches == 1
+    passes = _passes(track)
+    calls = calls_of(shape.kernels, replicas, (p.recompute, p.recompute_every), passes.passes)
     numbers: dict[Segment, int] = {}  # by identity: equal segments are one object, their makers are cached
     of_parts = []
     for part in held.rows:
-        own = _part_segments(shape, part, replicas, recompute, passes, alone)
+        own = part_segments(shape, part, calls)
         of_parts.append(tuple([numbers.setdefault(segment, len(numbers)) for segment in own]))
     tied = tied_group(shape, asked.layout, track)
     states, form = asked.semantics.states, asked.semantics.optimizer
@@ -247,44 +248,29 @@ def _tables(
     Jobs that are alike in these share both arrays.
     """
     table = np.zeros((len(held.rows), len(KIND_NAMES) * 3), dtype=np.int32)
-    table[:, passes.places] = of_parts
+    table[:, list(passes.places)] = of_parts
     return table[held.row].ravel(), np.array(optimizers, dtype=np.int32)[held.of_stage]
 
 
 @hashed_once
 @dataclass(frozen=True)
 class _Passes:
-    """Distinct kinds and turns of a track's actions, and their positions in a part's row of ``Lowered.table``."""
+    """Distinct passes of a track's actions, and their positions in a part's row of ``Lowered.table``."""
 
-    kinds: tuple[tuple[int, int], ...]
-
-    @cached_property
-    def places(self) -> list[int]:
-        return [kind * 3 + turn for kind, turn in self.kinds]
+    passes: tuple[Pass, ...]
+    places: tuple[int, ...]
 
 
 @cached(512)
 def _passes(track: Track) -> _Passes:
-    return _shared_passes(tuple(divmod(int(key), 3) for key in np.unique(track.kind * 3 + track.turn)))
+    places = tuple(np.unique(track.kind * 3 + track.turn).tolist())
+    alone = track.schedule.num_micro_batches == 1
+    kinds = [divmod(place, 3) for place in places]
+    passes = [Pass(_LABELS[kind], turn == FIRST or alone, turn == LAST) for kind, turn in kinds]
+    return _shared_passes(tuple(passes), places)
 
 
 _shared_passes = cached(512)(_Passes)
-
-
-@cached(8192)
-def _part_segments(
-    shape: RankShape, part: PartShape, replicas: Replicas, recompute: Recompute, passes: _Passes, alone: bool
-) -> tuple[Segment, ...]:
-    """What a part runs in each of the passes; ``alone``: there is a single micro-batch."""
-    found = []
-    for kind, turn in passes.kinds:
-        if kind == FORWARD:
-            found.append(forward_segment(shape, part, replicas, turn == FIRST or alone))
-        else:
-            again, last = turn != FIRST and not alone, turn == LAST
-            label = _LABELS[kind]
-            found.append(backward_segment(shape, part, replicas, recompute, accumulate=again, last=last, label=label))
-    return tuple(found)
 
 
 def _find_track(p: ParallelSpec, num_micro_batches: int, runtime: str) -> Track:

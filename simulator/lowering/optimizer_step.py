@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from stepsight.dataset.caching import cached
 from stepsight.dataset.execution import StateSemantics
 from stepsight.dataset.op import DTYPE_BYTES, Op
@@ -15,7 +12,7 @@ from stepsight.simulator.clock.codes import DATA, SECOND
 from stepsight.simulator.lowering.part_units import part_units
 from stepsight.simulator.lowering.replicas import BUCKET_NAMES, Replicas, bucket_works, reduce_gradients
 from stepsight.simulator.lowering.segment import Segment, SegmentBuilder
-from stepsight.simulator.lowering.sizes import Parts, PartShape
+from stepsight.simulator.lowering.sizes import Parts
 
 
 class OptimizerHabits(NamedTuple):
@@ -46,19 +43,19 @@ def optimizer_segment(
         habits: What the optimizer does.
         tied: First and last stage, where both hold the embedding's table and this is one of them.
     """
-    tables = [_part_tensors(shape, part) for part in parts]
-    numel_of, expert, replicated = (np.concatenate(column) for column in zip(*tables, strict=True))
+    tensors = _tensors_of(shape, parts)
     builder = SegmentBuilder("optimizer")
     if shape.sequence_parallel:
-        own = -(-numel_of[replicated] // (replicas.shards if replicas.fully_sharded else 1))
-        _sum_replicated(builder, shape, int(own.sum()))
+        shards = replicas.shards if replicas.fully_sharded else 1
+        _sum_replicated(builder, shape, sum(t.count * -(-t.numel // shards) for t in tensors if t.replicated))
     if tied.size > 1:
         table = shape.model.vocab // shape.vocab_tp * shape.model.hidden
         builder.block(tied.collective("all_reduce", table * replicas.gradient_bytes), DATA, "tied_embedding")
     if replicas.size > 1 and replicas.zero_stage < 2 and not replicas.overlap_gradients:
-        _sum_buckets(builder, shape, numel_of, expert, replicas)
-    numel = int((-(-numel_of // np.where(expert, replicas.expert_shards, replicas.shards))).sum())
-    num_tensors = len(numel_of)
+        _sum_buckets(builder, shape, parts, replicas)
+    each = (replicas.shards, replicas.expert_shards)
+    numel = sum(t.count * -(-t.numel // each[t.expert]) for t in tensors)
+    num_tensors = sum(t.count for t in tensors)
     if habits.states.scales_loss and numel:
         builder.items(_unscaled(shape, habits.states, numel), "unscale")
     if habits.clips:
@@ -73,7 +70,7 @@ def optimizer_segment(
         size = DTYPE_BYTES[shape.dtype]
         groups = replicas.groups
         for group, experts, clock in ((groups.shard, False, DATA), (groups.experts, True, SECOND)):
-            whole = int(numel_of[expert == experts].sum())
+            whole = sum(t.count * t.numel for t in tensors if t.expert == experts)
             if whole and group.size > 1:
                 builder.block(group.collective("all_gather", whole * size), clock, "parameters")
     return builder.build()
@@ -109,15 +106,32 @@ def _step(builder: SegmentBuilder, shape: RankShape, habits: OptimizerHabits, nu
         builder.items([shape.op("cast", numel)], "cast")
 
 
+class _Tensors(NamedTuple):
+    """Parameter tensors of a rank that are alike.
+
+    Attributes:
+        numel: Elements of each.
+        expert, replicated: As in ``Step``.
+        count: How many.
+    """
+
+    numel: int
+    expert: bool
+    replicated: bool
+    count: int
+
+
 @cached(4096)
-def _part_tensors(shape: RankShape, part: PartShape) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Elements of every parameter tensor of a part in forward order, and whether it is an expert's, and replicated."""
-    columns = []
-    for unit in part_units(shape, part):
-        rows = [(numel, step.expert, step.replicated) for step in unit.block for numel in step.parameters]
-        columns.append(np.tile(np.array(rows, dtype=np.int64).reshape(-1, 3), (unit.times, 1)))
-    table = np.concatenate([np.zeros((0, 3), dtype=np.int64), *columns])
-    return table[:, 0], table[:, 1] > 0, table[:, 2] > 0
+def _tensors_of(shape: RankShape, parts: Parts) -> tuple[_Tensors, ...]:
+    """Distinct parameter tensors of some parts."""
+    found: dict[tuple[int, bool, bool], int] = {}
+    for part in parts:
+        for unit in part_units(shape, part):
+            for step in unit.block:
+                for numel in step.parameters:
+                    key = numel, step.expert, step.replicated
+                    found[key] = found.get(key, 0) + unit.times
+    return tuple([_Tensors(*key, count) for key, count in found.items()])
 
 
 def _sum_replicated(builder: SegmentBuilder, shape: RankShape, numel: int) -> None:
@@ -128,18 +142,19 @@ def _sum_replicated(builder: SegmentBuilder, shape: RankShape, numel: int) -> No
         builder.items([shape.main_op("copy", numel)], "replicated", own="copy_out")
 
 
-def _sum_buckets(
-    builder: SegmentBuilder,
-    shape: RankShape,
-    tensors: NDArray[np.int64],
-    experts: NDArray[np.bool_],
-    replicas: Replicas,
-) -> None:
+def _sum_buckets(builder: SegmentBuilder, shape: RankShape, parts: Parts, replicas: Replicas) -> None:
     """All gradients, bucket by bucket; with copies: joined, summed, divided, put back."""
+    steps = [
+        step
+        for part in reversed(parts)
+        for unit in reversed(part_units(shape, part))
+        for step in unit.block[::-1] * unit.times
+    ]
     for expert in (False, True):
+        tensors = [n for step in steps if step.expert == expert for n in reversed(step.parameters)]
         buckets: list[int] = []
         held = 0
-        for tensor in tensors[experts == expert][::-1].tolist():
+        for tensor in tensors:
             held += tensor
             if held * replicas.gradient_bytes >= replicas.bucket_bytes:
                 buckets.append(held)

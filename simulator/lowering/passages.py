@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.caching import cached
+from stepsight.dataset.hashed_once import hashed_once
 from stepsight.dataset.op import Op
 from stepsight.dataset.program import Program
 from stepsight.simulator.blocks.step import Beside, Block, Comm, Item, Join, Lost, Step
@@ -135,7 +136,8 @@ def forward_passage(block: Block) -> Passage:
     return _closed([(item, step.name) for step in block for item in step.forward])
 
 
-@dataclass(frozen=True, slots=True)
+@hashed_once
+@dataclass(frozen=True)
 class BackwardSpec:
     """What backward does beside the gradients.
 

@@ -114,6 +114,7 @@ def _pair(group: Group) -> Group:
     return Group(min(group.size, 2))
 
 
+@cached(16384)
 def bucket_works(replicas: Replicas, numel: int, *, expert: bool) -> tuple[Collective | None, Collective | None]:
     """Collectives that sum one bucket of gradients: of the first group, and between hybrid shards."""
     groups, num_bytes = replicas.groups, numel * replicas.gradient_bytes

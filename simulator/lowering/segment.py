@@ -227,12 +227,12 @@ class SegmentBuilder:
         return self._names.setdefault(name, len(self._names))
 
     def build(self) -> Segment:
-        self.extend(np.zeros((0, NUM_COLUMNS), dtype=np.int32))
+        rows = np.array(self._rows, dtype=np.int32).reshape(-1, NUM_COLUMNS)
         return Segment(
             self._label,
             tuple(self._passages),
             tuple(self._sent),
-            np.concatenate(self._done),
+            np.concatenate([*self._done, rows]) if self._done else rows,
             tuple(self._names),
             self._share,
             self._joined,

@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from stepsight.dataset.caching import cached
+from stepsight.dataset.execution import KernelSemantics
+from stepsight.dataset.hashed_once import hashed_once
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.lowering.buckets import BucketPlan, Repeated, send_buckets
 from stepsight.simulator.lowering.part_plan import Duties, backward_plan, forward_plan
 from stepsight.simulator.lowering.part_units import Unit, part_units, passage_of
-from stepsight.simulator.lowering.passages import BACKWARD, INPUT, WEIGHT, BackwardSpec, Passage
+from stepsight.simulator.lowering.passages import FORWARD, INPUT, WEIGHT, BackwardSpec, Passage
 from stepsight.simulator.lowering.replicas import SILENT, Replicas
 from stepsight.simulator.lowering.segment import Segment
 from stepsight.simulator.lowering.sizes import PartShape
@@ -23,68 +25,113 @@ from stepsight.simulator.lowering.slot_work import SlotWork
 from stepsight.simulator.lowering.slots import UnitPattern
 
 
-@dataclass(frozen=True, slots=True)
-class Recompute:
-    """What backward runs again: ``none``, ``selective`` or ``full``; with ``full``, every n-th layer."""
+class Pass(NamedTuple):
+    """One kind of passage of a micro-batch through a part.
 
-    kind: str = "none"
-    every: int = 1
+    Attributes:
+        label: ``forward``, ``backward``, or ``input`` or ``weight`` for halves of a backward.
+        first, last: Whether it is the part's first of an iteration, its last.
+    """
+
+    label: str
+    first: bool
+    last: bool
 
 
-def forward_segment(shape: RankShape, part: PartShape, replicas: Replicas, first: bool) -> Segment:
-    """Forward of one micro-batch on one part; ``first``: the first of an iteration."""
-    gathers = replicas.fully_sharded and (replicas.gathering.reshard or first)
-    updates = replicas.overlap_parameters and replicas.zero_stage in (1, 2) and replicas.shards > 1 and first
-    return _forward(shape, part, replicas if gathers or updates else SILENT)
+@hashed_once
+@dataclass(frozen=True)
+class Call:
+    """What a segment does, whatever the rank and its part of the model.
+
+    Attributes:
+        replicas: Those that it exchanges something with; ``SILENT`` if it does not.
+        backward: What backward does; None: this is a forward.
+        duties: What backward does beside its passages.
+    """
+
+    replicas: Replicas
+    backward: BackwardSpec | None = None
+    duties: Duties | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Calls:
+    """What a part does in several passes.
+
+    Attributes:
+        distinct: Each once.
+        of_pass: Position in ``distinct`` of each pass.
+    """
+
+    distinct: tuple[Call, ...]
+    of_pass: tuple[int, ...]
 
 
 @cached(4096)
-def _forward(shape: RankShape, part: PartShape, replicas: Replicas) -> Segment:
-    run = _part_run(shape, part, 1, None)
-    plan = forward_plan(run.patterns, replicas.pattern)
-    return plan.filled(SlotWork(shape, run.units, run.passages, replicas).of)
-
-
-def backward_segment(
-    shape: RankShape,
-    part: PartShape,
-    replicas: Replicas,
-    recompute: Recompute,
-    *,
-    accumulate: bool,
-    last: bool,
-    label: str = BACKWARD,
-) -> Segment:
-    """Backward of one micro-batch on one part.
+def calls_of(
+    kernels: KernelSemantics, replicas: Replicas, recompute: tuple[str, int], passes: tuple[Pass, ...]
+) -> Calls:
+    """What the parts of a rank do.
 
     Args:
-        shape, part, replicas, recompute: The rank.
-        accumulate: Whether gradients of an earlier micro-batch are there.
-        last: Whether this is the part's last micro-batch.
-        label: ``backward``, or ``input`` or ``weight`` for its halves.
+        kernels: Of the engine.
+        replicas: Who shares parameters.
+        recompute: ``recompute`` and ``recompute_every`` of ``ParallelSpec``.
+        passes: Of a micro-batch.
     """
+    found: dict[Call, int] = {}
+    of_pass = []
+    for own in passes:
+        call = _forward(replicas, own) if own.label == FORWARD else _backward(kernels, replicas, recompute, own)
+        of_pass.append(found.setdefault(call, len(found)))
+    return Calls(tuple(found), tuple(of_pass))
+
+
+def _forward(replicas: Replicas, own: Pass) -> Call:
+    gathers = replicas.fully_sharded and (replicas.gathering.reshard or own.first)
+    updates = replicas.overlap_parameters and replicas.zero_stage in (1, 2) and replicas.shards > 1 and own.first
+    return _call(replicas if gathers or updates else SILENT)
+
+
+def _backward(kernels: KernelSemantics, replicas: Replicas, recompute: tuple[str, int], own: Pass) -> Call:
     gathers = replicas.fully_sharded and replicas.gathering.reshard
-    reduces = replicas.reduces(last) and label != INPUT
-    who = replicas if (gathers and label != WEIGHT) or reduces else SILENT
-    kernels, weights = shape.kernels, label != INPUT
+    reduces = replicas.reduces(own.last) and own.label != INPUT
+    who = replicas if (gathers and own.label != WEIGHT) or reduces else SILENT
+    weights, accumulate = own.label != INPUT, not own.first
     adds = weights and kernels.accumulation == "autograd" and not replicas.accumulates_shards
+    kind, every = recompute
     spec = BackwardSpec(
-        label,
-        recompute.kind,
+        own.label,
+        kind,
         whole=kernels.whole_layers_again and not replicas.fully_sharded,
         accumulate=accumulate and adds,
         bucket=reduces and replicas.bucket_copies and replicas.zero_stage < 2,
         dtype=kernels.main_dtype,
     )
-    return _backward(shape, part, who, spec, Duties(recompute.every, gathers, reduces, accumulate and reduces))
+    return _call(who, spec, Duties(every, gathers, reduces, accumulate and reduces))
+
+
+_call = cached(4096)(Call)  # equal calls are one object, as they are keys of other caches
 
 
 @cached(8192)
-def _backward(shape: RankShape, part: PartShape, replicas: Replicas, spec: BackwardSpec, duties: Duties) -> Segment:
-    if duties.reduces and replicas.zero_stage < 2:
+def part_segments(shape: RankShape, part: PartShape, calls: Calls) -> tuple[Segment, ...]:
+    """What a part runs in each of some passes."""
+    own = [_segment(shape, part, call) for call in calls.distinct]
+    return tuple([own[at] for at in calls.of_pass])
+
+
+@cached(16384)
+def _segment(shape: RankShape, part: PartShape, call: Call) -> Segment:
+    spec, duties, replicas = call.backward, call.duties, call.replicas
+    if spec is None or duties is None:
+        run = _part_run(shape, part, 1, None)
+        plan = forward_plan(run.patterns, replicas.pattern)
+    elif duties.reduces and replicas.zero_stage < 2:
         return send_buckets(_bucket_plan(shape, part, duties.every, spec), replicas)
-    run = _part_run(shape, part, duties.every, spec)
-    plan = backward_plan(run.patterns, replicas.pattern, spec.part, duties)
+    else:
+        run = _part_run(shape, part, duties.every, spec)
+        plan = backward_plan(run.patterns, replicas.pattern, spec.part, duties)
     return plan.filled(SlotWork(shape, run.units, run.passages, replicas).of)
 
 

@@ -5,13 +5,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from stepsight.dataset.caching import clear_caches
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
 from stepsight.simulator.blocks.step import Item
 from stepsight.simulator.clock.codes import DATA, SECOND
-from stepsight.simulator.lowering import lower as lowering
-from stepsight.simulator.lowering import stage
 from stepsight.simulator.lowering.gathers import Gathers
 from stepsight.simulator.lowering.lower import Lowered, lower
 from stepsight.simulator.lowering.segment import Segment, SegmentBuilder
@@ -55,20 +54,15 @@ def test_repeating_is_writing_it_out(turns: int) -> None:
     assert list(one.program.all_edges()) == list(other.program.all_edges())
 
 
-def forget() -> None:
-    for cached in (lowering._lower, stage._forward, stage._backward):
-        cached.cache_clear()
-
-
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(job=jobs(), hardware=devices())
 def test_layers_that_are_alike_are_as_one_by_one(job: Job, hardware: Hardware) -> None:
     """FSDP's layers, whatever is gathered ahead: the same programs as if each were written down on its own."""
     with pytest.MonkeyPatch.context() as patch:
-        forget()
+        clear_caches()
         patch.setattr(Gathers, "alike", lambda self: 0)
         slow = lower(job, hardware)
-        forget()
+        clear_caches()
     fast: Lowered = lower(job, hardware)
     assert len(fast.segments) == len(slow.segments)
     for one, other in zip(fast.segments, slow.segments, strict=True):
