@@ -60,20 +60,27 @@ class SegmentStore:
             return
         while len(self.paths) < len(self._segments):
             self.paths, self.outside = (np.concatenate([a, np.empty_like(a)]) for a in (self.paths, self.outside))
-        works = dict.fromkeys(work for segment in new for passage in segment.passages for work in passage.works)
-        sent = dict.fromkeys(work for segment in new for work in segment.sent)
-        self._timer.work_seconds([*works, *(work for work in sent if work not in works)])  # all at once
+        passages = [self._passages.row(passage) for segment in new for passage in segment.passages]
+        sent = list(dict.fromkeys([work for segment in new for work in segment.sent]))
+        works = dict.fromkeys([*self._passages.new_works(), *sent])
+        self._timer.work_seconds(list(works))  # all at once
         end = len(self._segments)
         run_many_events(
-            self._listed(new, list(sent)),
+            self._listed(new, passages, sent),
             self._passages.stored(),
             self._has_host,
             self.paths[since:end],
             self.outside[since:end],
         )
 
-    def _listed(self, new: Sequence[Segment], sent: list[Collective]) -> SegmentList:
-        """The segments as arrays."""
+    def _listed(self, new: Sequence[Segment], passages: list[int], sent: list[Collective]) -> SegmentList:
+        """The segments as arrays.
+
+        Args:
+            new: The segments.
+            passages: Row of each of their passages in the store, one segment after the other.
+            sent: Distinct collectives that they send.
+        """
         plans: dict[int, tuple[int, int]] = {}  # begin and end by identity of the events
         tables, length = [], 0
         for segment in new:
@@ -86,12 +93,11 @@ class SegmentStore:
         works = np.array([place[work] for segment in new for work in segment.sent], dtype=np.int64)
         seconds, launches = self._timer.work_seconds(sent), self._timer.launch_seconds(sent)
         far = seconds * np.array(self._unmeasured(sent), dtype=np.bool_)
-        rows = [self._passages.row(passage) for segment in new for passage in segment.passages]
         return SegmentList(
             np.concatenate(tables),
             np.ascontiguousarray(bounds[:, 0]),
             np.ascontiguousarray(bounds[:, 1]),
-            np.array(rows, dtype=np.int64),
+            np.array(passages, dtype=np.int64),
             np.cumsum([0, *(len(segment.passages) for segment in new)])[:-1],
             seconds[works],
             launches[works],
@@ -123,11 +129,15 @@ class _Passages:
             self._new.append(passage)
         return row
 
+    def new_works(self) -> list[Work]:
+        """Signatures of the passages that are not timed yet."""
+        return list(dict.fromkeys([work for passage in self._new for work in passage.works]))
+
     def stored(self) -> PassageStore:
         """All passages that have a row."""
         if self._new:
             times = [self._timer.passage(passage) for passage in self._new]
-            works = list(dict.fromkeys(work for passage in self._new for work in passage.works))
+            works = self.new_works()
             far = dict(zip(works, self._unmeasured(works), strict=True))
             parts = [_outside(*pair, far) for pair in zip(self._new, times, strict=True)]
             old, self._new = self._store, []

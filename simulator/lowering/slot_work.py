@@ -8,7 +8,6 @@ from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.lowering.part_units import Unit
 from stepsight.simulator.lowering.passages import Passage, items_passage
 from stepsight.simulator.lowering.replicas import Replicas, bucket_works
-from stepsight.simulator.lowering.sizes import Groups
 from stepsight.simulator.lowering.slots import ROOT, Slot
 
 _GATHERING = ("copy_in", "copy_out", "gather")
@@ -27,56 +26,71 @@ class SlotWork:
     def __init__(
         self, shape: RankShape, units: tuple[Unit, ...], passages: tuple[Passage, ...], replicas: Replicas
     ) -> None:
-        self._shape, self._units, self._passages, self._replicas = shape, units, passages, replicas
+        self._dtypes = shape.dtype, shape.kernels.main_dtype
+        self._units, self._passages, self._replicas = units, passages, replicas
+        self._works: dict[int, _UnitWork] = {}
 
     def of(self, slot: Slot) -> Passage | Collective:
         """The work of a slot."""
         if slot.what == "run":
             return self._passages[slot.unit]
-        if slot.what in _GATHERING:
-            sizes = sum(self._tensors(slot.unit, False)), sum(self._tensors(slot.unit, True))
-            return _gathering(slot.what, slot.expert, sizes, self._shape.dtype, self._replicas.groups)
-        tensors, replicas = self._tensors(slot.unit, slot.expert), self._replicas
-        if slot.what == "add":
-            shards = replicas.expert_shards if slot.expert else replicas.shards
-            return _adds(tensors, shards, self._shape.kernels.main_dtype)
-        if slot.what == "grad_in":
-            return _copy(sum(tensors), self._shape.kernels.main_dtype)
-        work = bucket_works(replicas, sum(tensors), expert=slot.expert)[slot.second]
-        assert work is not None, slot
-        return work
+        work = self._works.get(slot.unit)
+        if work is None:
+            self._works[slot.unit] = work = _unit_work(self._tensors(slot.unit), self._dtypes, self._replicas)
+        return work.of(slot)
 
-    def _tensors(self, index: int, expert: bool) -> tuple[int, ...]:
-        """Elements of each parameter tensor, in the order in which gradients arrive."""
+    def _tensors(self, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Elements of others' and of experts' parameter tensors, in the order in which gradients arrive."""
         if index != ROOT:
             unit = self._units[index]
-            return unit.expert_tensors if expert else unit.tensors
+            return unit.tensors, unit.expert_tensors
         wrapped = [unit for unit in reversed(self._units) if unit.root]
-        return tuple([n for unit in wrapped for n in (unit.expert_tensors if expert else unit.tensors)])
+        others = tuple([n for unit in wrapped for n in unit.tensors])
+        return others, tuple([n for unit in wrapped for n in unit.expert_tensors])
 
 
-@cached(8192)
-def _gathering(what: str, expert: bool, sizes: tuple[int, int], dtype: str, groups: Groups) -> Passage | Collective:
-    """Of a unit's parameters: the copy of a shard into the message, the message, the copy out of it.
+class _UnitWork:
+    """What replicas do with the parameters and gradients of one unit; each is made once.
 
-    ``sizes``: elements of others' and of experts' parameters.
+    Args:
+        tensors: Elements of others' and of experts' parameter tensors, in the order in which gradients arrive.
+        dtypes: Of activations, and the main one.
+        replicas: Who shares.
     """
-    numel, expert_numel = sizes
-    if what == "gather":
-        group = groups.experts if expert else groups.shard
-        return group.collective("all_gather", sizes[expert] * DTYPE_BYTES[dtype])
-    shard = -(-numel // groups.shard.size) + -(-expert_numel // groups.experts.size)
-    return items_passage((Op("copy", (shard if what == "copy_in" else numel + expert_numel,), dtype),), what)
+
+    def __init__(
+        self, tensors: tuple[tuple[int, ...], tuple[int, ...]], dtypes: tuple[str, str], replicas: Replicas
+    ) -> None:
+        self._tensors, self._dtypes, self._replicas = tensors, dtypes, replicas
+        self._known: dict[tuple[str, bool, bool], Passage | Collective] = {}
+
+    def of(self, slot: Slot) -> Passage | Collective:
+        """The work of a slot of this unit."""
+        key = slot.what, slot.expert, slot.second
+        known = self._known.get(key)
+        if known is None:
+            self._known[key] = known = self._make(*key)
+        return known
+
+    def _make(self, what: str, expert: bool, second: bool) -> Passage | Collective:
+        replicas, groups, tensors = self._replicas, self._replicas.groups, self._tensors[expert]
+        dtype, main_dtype = self._dtypes
+        if what in _GATHERING:
+            numel, experts = sum(self._tensors[False]), sum(self._tensors[True])
+            if what == "gather":
+                group = groups.experts if expert else groups.shard
+                return group.collective("all_gather", sum(tensors) * DTYPE_BYTES[dtype])
+            shard = -(-numel // groups.shard.size) + -(-experts // groups.experts.size)
+            return items_passage((Op("copy", (shard if what == "copy_in" else numel + experts,), dtype),), what)
+        if what == "grad_in":  # gradients into their message
+            return items_passage((Op("copy", (sum(tensors),), main_dtype),), "copy_in")
+        if what == "add":  # to sums of earlier micro-batches, tensor by tensor, as they are declared
+            shards = replicas.expert_shards if expert else replicas.shards
+            ops = tuple([Op("add", (-(-tensor // shards),), main_dtype) for tensor in reversed(tensors)])
+            return items_passage(ops, "accumulate")
+        work = bucket_works(replicas, sum(tensors), expert=expert)[second]
+        assert work is not None, what
+        return work
 
 
-@cached(8192)
-def _copy(numel: int, dtype: str) -> Passage:
-    """Gradients into their message."""
-    return items_passage((Op("copy", (numel,), dtype),), "copy_in")
-
-
-@cached(4096)
-def _adds(tensors: tuple[int, ...], shards: int, dtype: str) -> Passage:
-    """Sums of gradients are added to those of earlier micro-batches, tensor by tensor, as they are declared."""
-    ops = tuple([Op("add", (-(-tensor // shards),), dtype) for tensor in reversed(tensors)])
-    return items_passage(ops, "accumulate")
+_unit_work = cached(8192)(_UnitWork)
