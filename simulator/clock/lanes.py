@@ -20,7 +20,7 @@ from stepsight.simulator.clock.kernel import TOLERANCE, Indices, Steady
 from stepsight.simulator.compiling import compiled
 from stepsight.simulator.runtimes.entries import COMPUTE, POST, WAIT, Entries
 
-LANES = 8  # jobs that run together: a vector register or two, and their clocks stay in the nearest cache
+LANES = 16  # jobs that run together: their clocks stay in the nearest cache
 
 
 class LaneDurations(NamedTuple):

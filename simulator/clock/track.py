@@ -107,7 +107,7 @@ def _in_step(entries: Entries, num_stages: int, num_messages: int) -> Entries:
     micro-batch."""
     ends = np.empty(len(entries.op), dtype=np.int64)
     _count_ticks(entries, num_stages, num_messages, ends)
-    order = np.argsort(ends * num_stages + entries.stage)
+    order = np.argsort(ends * num_stages + entries.stage, kind="stable")  # of sorted runs: merging them is quicker
     return Entries(*(field[order] for field in entries))
 
 
