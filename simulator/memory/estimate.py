@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -200,11 +200,12 @@ class _Asked:
 def _stages(asked: _Asked) -> tuple[Floats, Floats, Floats]:
     """The first three fields of ``Memory``."""
     schedule, states = _schedule(*asked.schedule), asked.states
-    known = {part: part_memory(asked.shape, part, states.keeping) for part in set(asked.parts)}
-    parts = [known[part] for part in asked.parts]
-    bytes_of, passing = _bytes_of(asked, schedule, parts)
+    places = _places(asked.shape, asked.parts)
+    parts = [part_memory(asked.shape, place.part, states.keeping) for place in places.distinct]
+    bytes_of, passing = _bytes_of(asked, schedule, places, parts)
     numel = np.zeros((schedule.num_stages, 2))
-    np.add.at(numel, schedule.placement[:, 0], [(part.numel, part.expert_numel) for part in parts])
+    sizes = np.array([(part.numel, part.expert_numel) for part in parts], dtype=np.float64)
+    np.add.at(numel, schedule.placement[:, 0], sizes[places.of_part])
     held = np.array([states.parameters, states.gradients, states.optimizer, states.workspace]) @ numel.T
     parameters, gradients, optimizer, workspace = held
     workspace += np.minimum(states.flat_bytes, gradients)
@@ -243,35 +244,77 @@ def _schedule(name: str, num_stages: int, num_micro_batches: int, virtual_stages
     return schedule
 
 
-def _bytes_of(asked: _Asked, schedule: Schedule, parts: list[PartMemory]) -> tuple[Floats, Floats]:
-    """What ``find_peaks`` wants, and bytes of messages on every stage.
+class _Place(NamedTuple):
+    """A part of the model, and what passes its ends.
+
+    Attributes:
+        part: Its layers.
+        arrives, leaves: Bytes of the messages from the part before it and to the next.
+        is_first: Whether it is the model's first.
+    """
+
+    part: PartShape
+    arrives: int
+    leaves: int
+    is_first: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """All parts of a model.
+
+    Attributes:
+        distinct: Each distinct one once.
+        of_part: Position in ``distinct`` of each part, shape ``(num_parts,)``.
+    """
+
+    distinct: tuple[_Place, ...]
+    of_part: NDArray[np.int64]
+
+
+@cached(4096)
+def _places(shape: RankShape, parts: Parts) -> _Places:
+    passes = boundary_bytes(shape, parts)
+    found: dict[_Place, int] = {}
+    places = [
+        _Place(part, before, after, index == 0)
+        for index, (part, before, after) in enumerate(zip(parts, (0, *passes), (*passes, 0), strict=True))
+    ]
+    of_part = np.array([found.setdefault(place, len(found)) for place in places])
+    return _Places(tuple(found), of_part)
+
+
+def _bytes_of(asked: _Asked, schedule: Schedule, places: _Places, parts: list[PartMemory]) -> tuple[Floats, Floats]:
+    """What ``find_peaks`` wants, and bytes of messages on every stage; ``parts``: of the distinct places.
 
     PyTorch's pipeline runtime has a place for each micro-batch's message of either direction, keeps what each sends
     until its backward, and keeps all logits until the end; Megatron's has two messages at a time.  PyTorch's split
     backward frees little before the parameters' half: only what comes after the last parameters, the softmax of the
     loss; the first part has no input's half at all.
     """
-    bytes_of = np.zeros((schedule.num_stages, schedule.virtual_stages, 9))
-    messages = np.zeros(schedule.num_stages)
-    passes = boundary_bytes(asked.shape, asked.parts)
     logits = asked.shape.dtype_bytes / asked.shape.main_bytes  # as they are, of their softmax in the main type
-    many = schedule.num_micro_batches
-    for index, (part, (stage, chunk)) in enumerate(zip(parts, schedule.placement.tolist(), strict=True)):
-        arrives = passes[index - 1] if index else 0
-        leaves = passes[index] if index < len(passes) else 0
+    piped = asked.torch_runtime and len(places.of_part) > 1
+    rows = []
+    for place, part in zip(places.distinct, parts, strict=True):
         kept, left = part.kept, 0.0
         deferred = part.deferred
         weight = deferred + part.weight
-        if asked.torch_runtime and len(parts) > 1:
-            kept += leaves - arrives
+        if piped:
+            kept += place.leaves - place.arrives
             left = part.output * logits
-            deferred = max(kept - part.output + part.output_gradients, deferred) if index else kept
-            weight = deferred + part.weight if index else part.backward - part.gathered
-            messages[stage] += many * (arrives + leaves)
-        else:
-            messages[stage] = max(messages[stage], arrives + leaves)
-        bytes_of[stage, chunk] = (
+            deferred = kept if place.is_first else max(kept - part.output + part.output_gradients, deferred)
+            weight = part.backward - part.gathered if place.is_first else deferred + part.weight
+        rows.append((
             max(kept, 0.0), left, max(deferred, 0.0), part.grown, part.forward, part.backward, part.backward_first,
-            part.gathered, weight,
-        )  # fmt: skip
+            part.gathered, weight, float(place.arrives + place.leaves),
+        ))  # fmt: skip
+    table = np.array(rows)[places.of_part]
+    stage, chunk = schedule.placement.T
+    bytes_of = np.zeros((schedule.num_stages, schedule.virtual_stages, 9))
+    bytes_of[stage, chunk] = table[:, :9]
+    messages = np.zeros(schedule.num_stages)
+    if piped:
+        np.add.at(messages, stage, schedule.num_micro_batches * table[:, 9])
+    else:
+        np.maximum.at(messages, stage, table[:, 9])
     return bytes_of, messages

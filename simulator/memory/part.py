@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from stepsight.dataset.caching import cached
+from stepsight.dataset.hashed_once import hashed_once
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.lowering.replicas import Gathering
 from stepsight.simulator.lowering.sizes import PartShape
@@ -31,7 +32,8 @@ class Gathered:
         return bool(self.element_bytes) and not self.how.reshard
 
 
-@dataclass(frozen=True, slots=True)
+@hashed_once
+@dataclass(frozen=True)
 class Keeping:
     """How a part is run.
 
