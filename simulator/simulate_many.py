@@ -1,4 +1,4 @@
-"""How long one iteration of many jobs takes, all at once: the same times as ``simulate``, without what explains them."""
+"""How long one iteration of many jobs takes: the same times as ``simulate``, all at once and without explanations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stepsight.dataset.job import Job
 from stepsight.simulator.clock.codes import HOST, NUM_CLOCKS
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.clock.lanes import LANES, LaneDurations, LaneState, at_rest, run_lanes, unsigned
-from stepsight.simulator.clock.track_run import steady_state
+from stepsight.simulator.clock.track import steady_state
 from stepsight.simulator.latency_model import LatencyModel
 from stepsight.simulator.lowering.lower import Lowered, lower
 from stepsight.simulator.segment_store import SegmentStore, Unmeasured

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from stepsight.experiments.search.search import search
     from stepsight.experiments.search.space import Space
     from stepsight.training.fit import train
-    from stepsight.training.predictor.prediction import Prediction, predict, predict_many
+    from stepsight.training.predictor.ask_many import predict_many
+    from stepsight.training.predictor.prediction import Prediction, predict
     from stepsight.training.predictor.predictor import Predictor
 
 __version__ = "0.1.0"
@@ -97,7 +98,8 @@ _MODULES = {
     "experiments.search.search": ("search",),
     "experiments.search.space": ("Space",),
     "training.fit": ("train",),
-    "training.predictor.prediction": ("Prediction", "predict", "predict_many"),
+    "training.predictor.ask_many": ("predict_many",),
+    "training.predictor.prediction": ("Prediction", "predict"),
     "training.predictor.predictor": ("Predictor",),
 }
 

@@ -20,7 +20,8 @@ from stepsight.dataset.job import Job
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import strategies
-from stepsight.training.predictor.prediction import Prediction, predict, predict_many
+from stepsight.training.predictor.ask_many import predict_many
+from stepsight.training.predictor.prediction import Prediction, predict
 from stepsight.training.predictor.predictor import Predictor
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -54,7 +54,7 @@ class Gathers:
             self._builder.wait(event)
         unit, number = self._units[self._used]
         self._used += 1
-        self._builder.run(Slot("copy_out", unit.index), unit.name, number)
+        self._builder.run(Slot("copy_out", unit.number), unit.name, number)
 
     def alike(self) -> int:
         """How many of the next units do just what the last one did: wait for, and ask for, the same sizes."""
@@ -76,12 +76,12 @@ class Gathers:
     def _issue(self) -> None:
         (unit, number), groups = self._units[self._asked], self._replicas.groups
         self._asked += 1
-        self._builder.run(Slot("copy_in", unit.index), unit.name, number)
+        self._builder.run(Slot("copy_in", unit.number), unit.name, number)
         events = []
         for group, there, clock in ((groups.shard, unit.numel, DATA), (groups.experts, unit.expert_numel, SECOND)):
             if not there or group.size == 1:
                 continue
-            gather = Slot("gather", unit.index, clock == SECOND)
+            gather = Slot("gather", unit.number, clock == SECOND)
             name = f"{unit.name}.parameters"
             if self._replicas.beside:
                 events.append(self._builder.send(gather, clock, name, number, early=self._early))

@@ -47,15 +47,15 @@ def optimizer_segment(
     builder = SegmentBuilder("optimizer")
     if shape.sequence_parallel:
         shards = replicas.shards if replicas.fully_sharded else 1
-        _sum_replicated(builder, shape, sum(t.count * -(-t.numel // shards) for t in tensors if t.replicated))
+        _sum_replicated(builder, shape, sum(t.times * -(-t.numel // shards) for t in tensors if t.replicated))
     if tied.size > 1:
         table = shape.model.vocab // shape.vocab_tp * shape.model.hidden
         builder.block(tied.collective("all_reduce", table * replicas.gradient_bytes), DATA, "tied_embedding")
     if replicas.size > 1 and replicas.zero_stage < 2 and not replicas.overlap_gradients:
         _sum_buckets(builder, shape, parts, replicas)
     each = (replicas.shards, replicas.expert_shards)
-    numel = sum(t.count * -(-t.numel // each[t.expert]) for t in tensors)
-    num_tensors = sum(t.count for t in tensors)
+    numel = sum(t.times * -(-t.numel // each[t.expert]) for t in tensors)
+    num_tensors = sum(t.times for t in tensors)
     if habits.states.scales_loss and numel:
         builder.items(_unscaled(shape, habits.states, numel), "unscale")
     if habits.clips:
@@ -70,7 +70,7 @@ def optimizer_segment(
         size = DTYPE_BYTES[shape.dtype]
         groups = replicas.groups
         for group, experts, clock in ((groups.shard, False, DATA), (groups.experts, True, SECOND)):
-            whole = sum(t.count * t.numel for t in tensors if t.expert == experts)
+            whole = sum(t.times * t.numel for t in tensors if t.expert == experts)
             if whole and group.size > 1:
                 builder.block(group.collective("all_gather", whole * size), clock, "parameters")
     return builder.build()
@@ -112,13 +112,13 @@ class _Tensors(NamedTuple):
     Attributes:
         numel: Elements of each.
         expert, replicated: As in ``Step``.
-        count: How many.
+        times: How many.
     """
 
     numel: int
     expert: bool
     replicated: bool
-    count: int
+    times: int
 
 
 @cached(4096)

@@ -121,7 +121,7 @@ def _send_parameters(builder: SegmentBuilder, unit: UnitPattern, number: int, re
     groups, sent = replicas.groups, []
     for group, there, clock in ((groups.shard, unit.numel, DATA), (groups.experts, unit.expert_numel, SECOND)):
         if group.size > 1 and there:
-            gather = Slot("gather", unit.index, clock == SECOND)
+            gather = Slot("gather", unit.number, clock == SECOND)
             sent.append(builder.send(gather, clock, f"{unit.name}.parameters", number, early=True))
     return sent
 
@@ -144,7 +144,7 @@ def _run_gathered(builder: SegmentBuilder, units: Patterns, replicas: Replicas, 
             gathers.ask()
             builder.run(unit.run, unit.name, number, -1)
             if duties.reduces:  # buckets are numbered as the layers
-                _reduce_unit(builder, replicas, unit.index, unit.tensors, (number, duties.accumulates))
+                _reduce_unit(builder, replicas, unit.number, unit.tensors, (number, duties.accumulates))
             turn += 1 + _repeat(builder, gathers, unit, since, unit.times - turn - 1, -1)
     if duties.reduces:
         number = sum(unit.times for unit in units if not unit.root)
@@ -158,7 +158,7 @@ def _run_by_unit(builder: SegmentBuilder, units: Patterns, replicas: Replicas, d
     for unit in reversed(units):
         since, newest = builder.num_events, unit.first + unit.times - 1
         builder.run(unit.run, unit.name, newest, -1)
-        _reduce_unit(builder, replicas, unit.index, unit.tensors, (newest, duties.accumulates))
+        _reduce_unit(builder, replicas, unit.number, unit.tensors, (newest, duties.accumulates))
         if unit.times > 1:
             builder.repeat(since, unit.times - 1, -1)
 

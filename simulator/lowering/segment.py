@@ -6,9 +6,10 @@ replicas' messages, not with ops; ``program`` writes all of it out at op level, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,15 +142,25 @@ NUM_COLUMNS = 8
 _Row = tuple[int, int, int, int, int, int, int, int]  # as ``Segment.events``
 
 
+class Runnable(Protocol):
+    """What is run: a passage, or a slot for one."""
+
+    @property
+    def num_nodes(self) -> int: ...
+
+
 class SegmentBuilder:
-    """Writes down events in the order of issue.  ``send`` returns what ``wait`` takes."""
+    """Writes down events in the order of issue.  ``send`` returns what ``wait`` takes.
+
+    Passages and collectives may be slots (``slots``): then what is built belongs to a plan.
+    """
 
     def __init__(self, label: str, compute_share: float = 0.0, joined: bool = False) -> None:
         self._label = label
         self._share = compute_share
         self._joined = joined
-        self._passages: dict[Passage, int] = {}
-        self._sent: dict[Collective, int] = {}
+        self._passages: dict[Any, int] = {}
+        self._sent: dict[Any, int] = {}
         self._names: dict[str, int] = {}
         self._rows: list[_Row] = []
         self._done: list[NDArray[np.int32]] = []  # what came before ``_rows``
@@ -161,7 +172,7 @@ class SegmentBuilder:
 
     def run(
         self,
-        passage: Passage,
+        passage: Runnable,
         name: str,
         number: int = 0,
         step: int = 1,
@@ -180,12 +191,12 @@ class SegmentBuilder:
             self.run(items_passage(tuple(items), own), name, number)
 
     def send(
-        self, work: Collective, clock: int, name: str, number: int = 0, *, after: int = -1, early: bool = False
+        self, work: Hashable, clock: int, name: str, number: int = 0, *, after: int = -1, early: bool = False
     ) -> int:
         """Start a collective beside the computation; ``early``: before the computation has come to it."""
         return self._add((SEND, self.collective(work), clock, after, int(early), self.name(name), number, 0))
 
-    def block(self, work: Collective, clock: int, name: str, number: int = 0) -> int:
+    def block(self, work: Hashable, clock: int, name: str, number: int = 0) -> int:
         """Run a collective that the computation waits for."""
         return self._add((BLOCK, self.collective(work), clock, 0, 0, self.name(name), number, 0))
 
@@ -214,11 +225,11 @@ class SegmentBuilder:
         self._before += len(self._rows) + len(rows)
         self._rows = []
 
-    def passage(self, passage: Passage) -> int:
+    def passage(self, passage: Runnable) -> int:
         """Index of a passage."""
         return self._passages.setdefault(passage, len(self._passages))
 
-    def collective(self, work: Collective) -> int:
+    def collective(self, work: Hashable) -> int:
         """Index of a collective."""
         return self._sent.setdefault(work, len(self._sent))
 

@@ -34,7 +34,7 @@ class UnitPattern(NamedTuple):
     """All of a unit that the events of a segment depend on.
 
     Attributes:
-        index: Position of the unit in its part.
+        number: Position of the unit in its part.
         name, first, times, root: As in ``Unit``.
         num_nodes: Of its passage.
         loss_nodes: Of these, the first that belong to the head's loss.
@@ -42,7 +42,7 @@ class UnitPattern(NamedTuple):
         numel, expert_numel: Whether it has parameters at all, others' and experts'.
     """
 
-    index: int
+    number: int
     name: str
     first: int
     times: int
@@ -56,7 +56,7 @@ class UnitPattern(NamedTuple):
     @property
     def run(self) -> Slot:
         """The slot of its own passage."""
-        return Slot("run", self.index, num_nodes=self.num_nodes)
+        return Slot("run", self.number, num_nodes=self.num_nodes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -57,7 +57,8 @@ def _message_kinds(track: Track, after_part: tuple[int, ...]) -> Ints:
     """Kind of each message of a track, from the kind of those after each part; -1: there is none."""
     if max(after_part) == 0:
         return np.zeros(track.num_messages, dtype=np.int32)
-    return np.array(after_part, dtype=np.int32)[_boundaries(track)]
+    kinds: Ints = np.array(after_part, dtype=np.int32)
+    return np.asarray(kinds[_boundaries(track)])
 
 
 @cached(512)

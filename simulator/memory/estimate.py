@@ -16,7 +16,7 @@ from stepsight.dataset.execution import semantics_of
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
 from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.lowering.sizes import Parts, boundary_bytes, groups_of, part_shapes, rank_shape
+from stepsight.simulator.lowering.sizes import Parts, PartShape, boundary_bytes, groups_of, part_shapes, rank_shape
 from stepsight.simulator.memory.advice import advice
 from stepsight.simulator.memory.devices import smallest_devices
 from stepsight.simulator.memory.part import PartMemory, part_memory

@@ -1,24 +1,39 @@
-"""``ask_many``: the numbers that a search needs of many jobs, as arrays."""
+"""Many jobs predicted together: ``predict_many`` as predictions, ``ask_many`` as arrays of what a search needs.
+
+What jobs share is worked out once (``simulator.simulate_many``); the rest of a prediction when it is asked for.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.job import Job
+from stepsight.dataset.job import Job, JobLike
 from stepsight.simulator.latency_model import LatencyModel
 from stepsight.simulator.memory import estimate_memory
 from stepsight.simulator.simulate_many import can_simulate_many, simulate_many
 from stepsight.training.predictor.learned_latency import LearnedLatency
-from stepsight.training.predictor.prediction import asked_predictor, half_width, latency_of_facts, predict
+from stepsight.training.predictor.prediction import (
+    ROOFLINE,
+    Prediction,
+    asked_predictor,
+    half_width,
+    latency_of_facts,
+    predict,
+    source_of_facts,
+)
 from stepsight.training.predictor.predictor import Predictor
 
 Floats = NDArray[np.float64]
 FEWEST = 8  # jobs on one hardware from which on they are simulated together
+SHARED = 64  # predictions whose intervals are computed together when the first is asked for
 
 
 class Answers(NamedTuple):
@@ -68,15 +83,71 @@ def ask_many(
         PredictorError: As ``predict``.
     """
     answers = Answers(*np.full((5, len(jobs)), np.nan))
-    collects = gc.isenabled()
-    gc.disable()  # nothing made here is circular, and garbage collection would cost a tenth of the time
-    try:
+    with _no_garbage():
         for index, group in _by_latency(jobs, predictor):
             group.ask(jobs, index, answers, only_fitting=only_fitting, intervals=intervals)
+    return answers
+
+
+def predict_many(jobs: Iterable[JobLike], predictor: Predictor | str | None = None) -> list[Prediction]:
+    """Predict several jobs; what they share is computed once.
+
+    Interval, breakdown and timeline of a prediction are computed when they are first asked for.  ``ask_many`` is
+    quicker for time, interval and memory alone.
+
+    Args:
+        jobs: Each a ``Job``, the tables of one, or the path of a job file.
+        predictor: As in ``predict``.
+
+    Returns:
+        One prediction for each job, in their order.
+
+    Raises:
+        JobError: As ``predict``, for a job that cannot be predicted.
+        PredictorError: As ``predict``.
+
+    Example:
+        >>> jobs = [replace(job, batch=replace(job.batch, micro_batch=size)) for size in (1, 2, 4)]  # doctest: +SKIP
+        >>> [prediction.iteration_time_s for prediction in predict_many(jobs)]  # doctest: +SKIP
+    """
+    asked = [job if isinstance(job, Job) else Job.of(job) for job in jobs]
+    found: dict[int, Prediction] = {}
+    with _no_garbage():
+        for index, group in _by_latency(asked, predictor):
+            found.update(zip(index, group.predict([asked[place] for place in index]), strict=True))
+    return [found[place] for place in range(len(asked))]
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Collect no garbage: what is made here is kept, and looking for garbage would cost a tenth of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collects:
             gc.enable()
-    return answers
+
+
+class _Together:
+    """Jobs that were predicted together: the parts of their times outside of what was measured, when asked for.
+
+    Args:
+        group: Who answers for them.
+        jobs: The jobs.
+    """
+
+    def __init__(self, group: _Group, jobs: list[Job]) -> None:
+        self._group, self._jobs = group, jobs
+
+    def share(self, place: int) -> float:
+        """Part of a job's critical path, 0 to 1."""
+        return float(self._shares[place])
+
+    @cached_property
+    def _shares(self) -> Floats:
+        return self._group.times(self._jobs, intervals=True)[1]
 
 
 class _Group(NamedTuple):
@@ -94,41 +165,61 @@ class _Group(NamedTuple):
             answers.peak_bytes[place], answers.capacity_bytes[place] = memory.peak_bytes, memory.capacity_bytes
         if only_fitting:
             index = [place for place in index if answers.peak_bytes[place] <= answers.capacity_bytes[place]]
-        together = [place for place in index if can_simulate_many(jobs[place], self.latency)]
-        if len(together) < FEWEST:
-            together = []
-        seconds, shares = self._simulate([jobs[place] for place in together], intervals=intervals)
+        together = self._simulable(jobs, index)
+        seconds, shares = self.times([jobs[place] for place in together], intervals=intervals)
         for place, time_s, share in zip(together, seconds.tolist(), shares.tolist(), strict=True):
             self._put(jobs[place], place, (time_s, share if intervals else None), answers)
         for place in set(index) - set(together):
-            found = predict(jobs[place], self.predictor or "roofline")
+            found = predict(jobs[place], self.predictor or ROOFLINE)
             answers.seconds[place] = found.iteration_time_s
             if intervals:
                 answers.low_s[place], answers.high_s[place] = found.interval()
 
-    def _simulate(self, jobs: list[Job], *, intervals: bool) -> tuple[Floats, Floats]:
+    def predict(self, jobs: list[Job]) -> list[Prediction]:
+        """Predictions of jobs that this group's latency model answers for."""
+        own = self._simulable(jobs, range(len(jobs)))
+        seconds = dict(zip(own, self.times([jobs[place] for place in own], intervals=False)[0].tolist(), strict=True))
+        shares: dict[int, Callable[[], float]] = {}
+        for at in range(0, len(own), SHARED):
+            some = own[at : at + SHARED]
+            together = _Together(self, [jobs[place] for place in some])
+            shares.update((place, partial(together.share, number)) for number, place in enumerate(some))
+        predictor, found = self.predictor, []
+        source = source_of_facts(jobs[0]) if predictor is None else predictor.source
+        for place, job in enumerate(jobs):
+            if place not in seconds:
+                found.append(predict(job, predictor or ROOFLINE))
+                continue
+            time_s, share = seconds[place] * self._factor(job), None if predictor is None else shares[place]
+            software = "" if predictor is None else job.framework
+            found.append(Prediction(job, time_s, source, None, predictor, software, share))
+        return found
+
+    def _simulable(self, jobs: Sequence[Job], index: Sequence[int]) -> list[int]:
+        """Those of some jobs that are simulated together."""
+        together = [place for place in index if can_simulate_many(jobs[place], self.latency)]
+        return together if len(together) >= FEWEST else []
+
+    def _factor(self, job: Job) -> float:
+        """Calibration of a whole iteration."""
+        return 1.0 if self.predictor is None else self.predictor.calibration.factor(job, job.framework)
+
+    def times(self, jobs: list[Job], *, intervals: bool) -> tuple[Floats, Floats]:
         """Seconds before calibration, and the part of each outside of what was measured, 0 to 1; shape ``(n,)``."""
-        if not jobs:
-            return np.zeros(0), np.zeros(0)
         latency = self.latency
         if not intervals or not isinstance(latency, LearnedLatency):
-            times = simulate_many(jobs, latency)
-            return times.seconds, np.zeros(len(jobs))
-        crowded = bool(latency.outside(())[0])
-        times = simulate_many(
-            jobs, latency, None if crowded else lambda works: list(map(bool, latency.outside(works)[1]))
-        )
-        share = np.ones(len(jobs)) if crowded else np.minimum(1.0, times.outside / np.maximum(times.seconds, 1e-12))
-        return times.seconds, share
+            return simulate_many(jobs, latency).seconds, np.zeros(len(jobs))
+        if latency.outside(())[0]:  # more devices of a node compute at once than were measured
+            return simulate_many(jobs, latency).seconds, np.ones(len(jobs))
+        times = simulate_many(jobs, latency, lambda works: [bool(reason) for reason in latency.outside(works)[1]])
+        return times.seconds, np.minimum(1.0, times.outside / np.maximum(times.seconds, 1e-12))
 
     def _put(self, job: Job, place: int, found: tuple[float, float | None], answers: Answers) -> None:
-        seconds, share = found
-        if self.predictor is not None:
-            seconds *= self.predictor.calibration.factor(job, job.framework)
+        seconds, share = found[0] * self._factor(job), found[1]
         answers.seconds[place] = seconds
         if share is not None:
-            factor = np.exp(half_width(self.predictor, job, job.framework, share))
-            answers.low_s[place], answers.high_s[place] = seconds / factor, seconds * factor
+            half = half_width(self.predictor, job, job.framework, share)
+            answers.low_s[place], answers.high_s[place] = seconds * math.exp(-half), seconds * math.exp(half)
 
 
 def _by_latency(jobs: Sequence[Job], predictor: Predictor | str | None) -> list[tuple[list[int], _Group]]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from stepsight.dataset.job import Job, JobLike
 from stepsight.simulator.explain import Sensitivity, explain
 from stepsight.simulator.flops import iteration_flops
 from stepsight.simulator.latency_model import RooflineLatency, preset_latency
-from stepsight.simulator.memory import Memory
+from stepsight.simulator.memory import Memory, estimate_memory
 from stepsight.simulator.simulate import Simulation, simulate
 from stepsight.simulator.timeline import timeline_json
 from stepsight.training.intervals.conformal import Intervals
@@ -45,20 +44,32 @@ class Prediction:
         job: The job that was asked about.
         iteration_time_s: Predicted time of one iteration, in seconds.
         source: Where the durations come from, for people.
-        simulation: The simulated iteration, before calibration of whole iterations.
+        simulated: The simulated iteration, if it is at hand.
         predictor: The predictor that answered; None: hardware facts.
         software: The framework that is said to run the job.
+        share: Computes ``unsupported_share``, where jobs were predicted together.
     """
 
     job: Job
     iteration_time_s: float
     source: str
-    simulation: Simulation
+    simulated: Simulation | None = None
     predictor: Predictor | None = None
     software: str = ""
+    share: Callable[[], float] | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         return one_line(self)
+
+    @property
+    def latency(self) -> LearnedLatency | RooflineLatency:
+        """The durations that the prediction is made of."""
+        return latency_of_facts(self.job) if self.predictor is None else self.predictor.latency(self.job)
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The simulated iteration, before calibration of whole iterations; simulated when first asked for."""
+        return self.simulated if self.simulated is not None else simulate(self.job, self.latency)
 
     @property
     def low_s(self) -> float:
@@ -99,7 +110,7 @@ class Prediction:
     @property
     def unsupported_share(self) -> float:
         """Part of the critical path, 0 to 1, outside of what was measured; 0 without a predictor."""
-        return self._outside[1]
+        return self._outside[1] if self.share is None else self.share()
 
     @cached_property
     def _outside(self) -> tuple[tuple[str, ...], float]:
@@ -113,7 +124,7 @@ class Prediction:
     @cached_property
     def memory(self) -> Memory:
         """Peak bytes per stage, capacity, and whether it fits."""
-        return self.simulation.memory
+        return estimate_memory(self.job, self.latency.hardware)
 
     @property
     def tokens_per_s(self) -> float:
@@ -308,33 +319,6 @@ def asked_predictor(hardware: str, predictor: Predictor | str | None) -> Predict
     return predictor
 
 
-def predict_many(jobs: Iterable[JobLike], predictor: Predictor | str | None = None) -> list[Prediction]:
-    """Predict several jobs; what they share is computed once.
-
-    Args:
-        jobs: Each a ``Job``, the tables of one, or the path of a job file.
-        predictor: As in ``predict``.
-
-    Returns:
-        One prediction for each job, in their order.
-
-    Raises:
-        JobError: As ``predict``, for the first job that cannot be predicted.
-        PredictorError: As ``predict``.
-
-    Example:
-        >>> jobs = [replace(job, batch=replace(job.batch, micro_batch=size)) for size in (1, 2, 4)]  # doctest: +SKIP
-        >>> [prediction.iteration_time_s for prediction in predict_many(jobs)]  # doctest: +SKIP
-    """
-    collects = gc.isenabled()
-    gc.disable()  # every object made here is kept, and garbage collection would cost a tenth of the time
-    try:
-        return [predict(job, predictor) for job in jobs]
-    finally:
-        if collects:
-            gc.enable()
-
-
 def _serving(hardware: str) -> Predictor | None:
     """The predictor of the package for a hardware; None if none comes with it."""
     from stepsight.training.shipped.catalogue import shipped_predictor  # how tables are read is not needed until then
@@ -361,8 +345,13 @@ def named_predictor(name: str) -> Predictor:
 
 def _from_facts(job: Job) -> Prediction:
     simulation = simulate(job, latency_of_facts(job))
+    return Prediction(job, simulation.iteration_time_s, source_of_facts(job), simulation)
+
+
+def source_of_facts(job: Job) -> str:
+    """Why facts alone answer for a job, for people."""
     why = f"nothing was measured for {job.hardware_name}" if _serving(job.cluster.hardware) is None else "as asked"
-    return Prediction(job, simulation.iteration_time_s, ROOFLINE_SOURCE.format(why), simulation)
+    return ROOFLINE_SOURCE.format(why)
 
 
 def latency_of_facts(job: Job) -> RooflineLatency:

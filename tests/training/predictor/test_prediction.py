@@ -6,7 +6,8 @@ import pytest
 
 from stepsight.dataset.errors import JobError, PredictorError
 from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.training.predictor.prediction import predict, predict_many
+from stepsight.training.predictor.ask_many import predict_many
+from stepsight.training.predictor.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 
 
