@@ -29,6 +29,11 @@ class compiled(Generic[P]):  # noqa: N801  (a decorator)
         self.__doc__ = function.__doc__
         self._native: Any = None
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the next call runs machine code."""
+        return self._native is not None or compiled.spent_s > PATIENCE_S
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
         if self._native is not None:
             self._native(*args, **kwargs)
