@@ -19,6 +19,7 @@ from stepsight.dataset.hardware import Fabric
 from stepsight.dataset.op import COLLECTIVE_KINDS, Collective
 from stepsight.features.nccl_choices import CHOICE_TERMS, OVERLAPPING, choice_terms, link_facts
 from stepsight.training.regression.fitted_physics import HUBER, SHARPNESS, SLACK, Bounds
+from stepsight.training.regression.levenberg_marquardt import minimise
 
 Array = NDArray[np.float64]
 Rows = tuple[Array, Array, float]  # terms of a kind's choices, logarithms of measured seconds, log units of noise
@@ -36,6 +37,7 @@ NOISE = 0.15  # log units in which NCCL's constants miss a real network
 INDEPENDENT = 4.0  # rows of a kind that all of a cluster's count for, since they share what is peculiar to it
 SITE_NOISE = 0.1  # the same where a cluster is fitted to its own measurements
 STEPS = 60
+LONGEST_STEP = 0.5  # of a factor's logarithm
 AXES = 3  # of the measured range: logarithms of bytes, ranks and ranks per node
 
 
@@ -205,23 +207,9 @@ def _cheapest(terms: Array, factors: Array) -> Array:
 def _fit(blocks: Sequence[Rows], prior: Array, stds: Array) -> Array:
     """Logarithms of the factors, robust maximum a posteriori by projected Levenberg-Marquardt."""
     low, high = np.log(FACTORS.low), np.log(FACTORS.high)
-    theta, damping = np.clip(prior, low, high), 1.0
-    loss, gradient, hessian = _objective(blocks, theta, prior, stds)
-    for _ in range(STEPS):
-        step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), -gradient)
-        candidate = np.clip(theta + np.clip(step, -0.5, 0.5), low, high)
-        result = _objective(blocks, candidate, prior, stds)
-        if result[0] < loss:
-            converged = loss - result[0] < 1e-7 * loss
-            theta, (loss, gradient, hessian) = candidate, result
-            damping = max(damping / 3, 1e-6)
-            if converged:
-                break
-        else:
-            damping *= 4
-            if damping > 1e9:
-                break
-    return theta
+    return minimise(
+        lambda theta: _objective(blocks, theta, prior, stds), prior, low, high, longest=LONGEST_STEP, steps=STEPS
+    )
 
 
 def _objective(blocks: Sequence[Rows], theta: Array, prior: Array, stds: Array) -> tuple[float, Array, Array]:

@@ -14,12 +14,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.training.regression.levenberg_marquardt import minimise
+
 Array = NDArray[np.float64]
 
 NOISE = 0.05  # log-seconds that repeated measurements differ by
 HUBER = 2.0  # residuals beyond this many noises count linearly
 CONSTANT_PRIOR_STD = 2.0  # log units
 BUSY_PRIOR_STD = 0.5
+LONGEST_STEP = 1.5  # log units
 SHARPNESS = 6.0  # of a maximum: the power of a norm
 MOST_LOG = 100.0  # of any logarithm of a saved predictor: beyond, it is a slip of the pen
 SLACK = 1e-6  # of a constant in log units, for what saving rounds
@@ -118,22 +121,8 @@ def fit_physics(terms: Array, busy: Array, seconds: Array, bounds: Bounds, steps
     prior = np.concatenate([np.log(bounds.prior), np.zeros(count)])
     stds = np.concatenate([np.full(count, CONSTANT_PRIOR_STD), np.full(count, BUSY_PRIOR_STD)])
     problem = _Problem(terms, busy, np.log(seconds), prior, stds, bounds.overlapping)
-    theta, damping = np.clip(prior, low, high), 1.0  # a measured latency may lie beyond
-    loss, gradient, hessian = problem.objective(theta)
-    for _ in range(steps):
-        step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), -gradient)
-        candidate = np.clip(theta + np.clip(step, -1.5, 1.5), low, high)
-        result = problem.objective(candidate)
-        if result[0] < loss:
-            converged = loss - result[0] < 1e-7 * loss
-            theta, (loss, gradient, hessian) = candidate, result
-            damping = max(damping / 3, 1e-6)
-            if converged:
-                break
-        else:
-            damping *= 4
-            if damping > 1e9:
-                break
+    # A measured latency may lie beyond its bounds.
+    theta = minimise(problem.objective, prior, low, high, longest=LONGEST_STEP, steps=steps)
     return Physics(theta[:count], theta[count:], bounds.overlapping)
 
 

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from ..ops import composite
 from .torch_parts import (
     ColumnLinear,
-    Logits,
     Norm,
     Positions,
     RowLinear,
@@ -18,6 +17,7 @@ from .torch_parts import (
     leave_region,
     self_attention,
 )
+from .torch_parts import Head as Head  # of this family too
 
 
 class Layer(nn.Module):
@@ -65,16 +65,3 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x: Tensor = self.tokens(tokens)
         return x if self.positions is None else self.positions(x)
-
-
-class Head(nn.Module):
-    """Final norm and logits."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.norm = Norm(shape)
-        self.logits = Logits(shape)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.logits(self.norm(x))
-        return y

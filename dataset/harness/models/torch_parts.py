@@ -201,3 +201,16 @@ class Logits(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(enter_region(self.shape, x), self.weight, self.bias)
+
+
+class Head(nn.Module):
+    """Final norm and logits."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm = Norm(shape)
+        self.logits = Logits(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.logits(self.norm(x))
+        return y

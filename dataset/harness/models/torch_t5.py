@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ..ops import composite, composite_unfused
 from .torch_parts import (
     ColumnLinear,
-    Logits,
     Norm,
     RowLinear,
     Shape,
@@ -26,6 +25,7 @@ from .torch_parts import (
     leave_region,
     parameter,
 )
+from .torch_parts import Head as Head  # of this family too
 
 BUCKETS = 32  # of relative positions
 FARTHEST = 128  # tokens; those farther away share the last bucket
@@ -131,19 +131,6 @@ class Embedding(nn.Module):
         """``tokens[encoder_seq_len + seq_len, micro_batch]`` to both activations and both biases."""
         far, near = tokens.split([self.shape.encoder_seq_len, self.shape.seq_len])
         return self.tokens(far), self.tokens(near), self.encoder_positions(), self.decoder_positions()
-
-
-class Head(nn.Module):
-    """Final norm and logits."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.norm = Norm(shape)
-        self.logits = Logits(shape)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.logits(self.norm(x))
-        return y
 
 
 def layers(shape: Shape) -> list[nn.Module]:

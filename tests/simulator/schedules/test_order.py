@@ -72,12 +72,12 @@ def test_the_action_that_is_out_of_range_is_named(row: tuple[int, int, int]) -> 
 
 def test_what_is_repeated_is_named_where_it_is() -> None:
     twice = [(FORWARD, 0), (BACKWARD, 0), (FORWARD, 1), (BACKWARD, 1), (BACKWARD, 1)]
-    with pytest.raises(JobError, match="got 1 F, 2 B, 0 I, 0 W for part 0, micro-batch 1$"):
+    with pytest.raises(JobError, match=r"got 1 F, 2 B, 0 I, 0 W for part 0, micro-batch 1$"):
         order_actions(table(twice))
 
 
 def test_a_weight_gradient_waits_for_its_input_gradient() -> None:
-    with pytest.raises(JobError, match="stage 0 at W0 of part 0 waits for I0 of part 0$"):
+    with pytest.raises(JobError, match=r"stage 0 at W0 of part 0 waits for I0 of part 0$"):
         order_actions(table([(FORWARD, 0), (BACKWARD_WEIGHT, 0), (BACKWARD_INPUT, 0)]))
 
 
