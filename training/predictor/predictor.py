@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.bounded import read_unpacked, reason
-from stepsight.dataset.caching import Memo
+from stepsight.dataset.caching import Memo, cached
 from stepsight.dataset.errors import PredictorError
 from stepsight.dataset.files import new_folder, set_aside, write_json
 from stepsight.dataset.hardware import Fabric, Hardware, hardware_from_dict
@@ -132,7 +132,8 @@ class Predictor:
     def source(self) -> str:
         """Where its durations come from, for people."""
         name = self.manifest.get("name", "")  # those that come with the package have one
-        own = f"{name}, which comes with stepsight, for {self.hardware.name}" if name else self.hardware.name
+        shipped = ", which comes with stepsight," if name and self.manifest.get("files") == _shipped_files(name) else ""
+        own = f"{name}{shipped} for {self.hardware.name}" if name else self.hardware.name
         digest = self.manifest.get("digest", "")
         context = "with context" if self.context is not None else "without context"
         calibrated = f", calibrated on {self.calibrated_on}" if self.calibrated_on else ""
@@ -269,6 +270,12 @@ class Predictor:
 def shipped_names() -> tuple[str, ...]:
     """Names of the predictors that come with the package."""
     return tuple(sorted(path.parent.name for path in SHIPPED.glob(f"*/{MANIFEST}")))
+
+
+@cached(16)
+def _shipped_files(name: str) -> dict[str, str]:
+    """Digests of the files of a predictor that comes with the package; none if there is no such one."""
+    return dict(read_predictor_manifest(SHIPPED / name)["files"]) if name in shipped_names() else {}
 
 
 def _text(folder: Path, name: Any) -> str:

@@ -179,6 +179,8 @@ class Trees:
         """
         if not 0 < self.share <= 1:
             raise PredictorError(f"0 < share <= 1 must hold for trees, got {self.share}")
+        if len(set(self.names)) != len(self.names):
+            raise PredictorError("a regressor must name every feature once")
         blocks = self.text.count("\nTree=")
         if blocks > MOST_TREES:
             raise PredictorError(f"a regressor must have at most {MOST_TREES} trees, got {blocks}")

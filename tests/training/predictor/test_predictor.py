@@ -11,7 +11,7 @@ from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, Parall
 from stepsight.dataset.op import Collective, Op
 from stepsight.training.calibration.constants import Constants
 from stepsight.training.calibration.corrections import Calibration
-from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.predictor import SHIPPED, Predictor
 from stepsight.training.predictor.predictor_manifest import write_manifest
 
 
@@ -261,3 +261,26 @@ def test_its_repr_is_one_short_line(predictor: Predictor, tmp_path: Path) -> Non
     predictor.save(tmp_path / "p")
     text = repr(Predictor.load(tmp_path / "p"))
     assert text.startswith(f"Predictor({predictor.hardware.name}, ") and len(text) < 100 and "\n" not in text
+
+
+def test_only_one_that_is_as_it_came_is_said_to_come_with_stepsight(tmp_path: Path) -> None:
+    """Whatever name a folder's manifest claims."""
+    assert ", which comes with stepsight, for" in Predictor.load("a100-sxm").source
+    folder = tmp_path / "p"
+    folder.mkdir()
+    for file in (SHIPPED / "a100-sxm").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    assert "comes with stepsight" in Predictor.load(folder).source
+    _edit(folder, "collective.json", "busy", value=[1.0, 2.0])
+    assert Predictor.load(folder).source.startswith("predictor a100-sxm for a100-sxm-80gb")
+
+
+def test_a_feature_is_named_once(predictor: Predictor, tmp_path: Path) -> None:
+    names = ("log_flops", "log_bytes")
+    trees = {family: replace(t, text=t.text.replace(*names)) for family, t in predictor.kernel.regressor.trees.items()}
+    if not trees:
+        pytest.skip("the predictor of these tests has no trees")
+    regressor = replace(predictor.kernel.regressor, trees=trees)
+    replace(predictor, kernel=replace(predictor.kernel, regressor=regressor)).save(tmp_path / "p")
+    with pytest.raises(PredictorError, match="must name every feature once"):
+        Predictor.load(tmp_path / "p")
