@@ -72,7 +72,8 @@ def strategies_of(job: Job, found: Mapping[str, Any]) -> list[Job]:
     for row in rows:
         if not row.get("fits", True):
             continue
-        chosen = {section: {key: row[key] for key in row if key in known[section]} for section in tables}
+        plain = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+        chosen = {section: {key: plain[key] for key in plain if key in known[section]} for section in tables}
         try:
             parallel = replace(job.parallel, **{"stage_layers": (), **chosen["parallel"]})
             jobs.append(replace(job, parallel=parallel, batch=replace(job.batch, **chosen["batch"])))
