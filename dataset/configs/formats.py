@@ -27,6 +27,7 @@ from stepsight.dataset.configs.shell_scripts import read_script
 from stepsight.dataset.configs.torchtitan_in import is_torchtitan, read_torchtitan
 from stepsight.dataset.configs.torchtitan_registry import read_registry
 from stepsight.dataset.errors import JobError
+from stepsight.dataset.files import parse_json
 from stepsight.dataset.job import Job
 
 Reader = Callable[[Path, Draft, Given], None]
@@ -86,8 +87,23 @@ def _words_file(path: Path, draft: Draft, given: Given) -> None:
             raise JobError(f"a file of arguments must be words of a shell, got {error}") from None
         settings = settings_of_words(words)
     else:
-        settings = settings_of_script(read_script(text, dict(given.variables), path.parent), draft)
+        script = read_script(text, dict(given.variables), path.parent)
+        for document in script.documents:
+            _deepspeed_document(document, draft)
+        settings = settings_of_script(script, draft)
     read_megatron(settings, draft)
+
+
+def _deepspeed_document(text: str, draft: Draft) -> None:
+    """DeepSpeed's JSON that a script writes for its command; other documents are not read."""
+    if not text.lstrip().startswith("{"):
+        return
+    try:
+        tables = parse_json(text)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(tables, dict) and is_deepspeed(tables):
+        read_deepspeed(tables, draft)
 
 
 def _model_arguments(path: Path, draft: Draft, given: Given) -> None:

@@ -20,6 +20,12 @@ EXPERTS = {
     "moe_router_topk": "model.experts_per_token",
     "moe_expert_capacity_factor": "model.capacity_factor",
 }
+DEEPSPEED_EXPERTS = {  # Megatron-DeepSpeed's own arguments
+    "topk": "model.experts_per_token",
+    "expert_interval": "model.moe_every",
+    "moe_train_capacity_factor": "model.capacity_factor",
+    "moe_expert_parallel_size": "parallel.ep",
+}
 LATENT = {
     "q_lora_rank": "model.q_lora_rank",
     "kv_lora_rank": "model.kv_lora_rank",
@@ -31,8 +37,7 @@ _LATENT_DEFAULTS = {"kv_lora_rank": 32, "head_dim": 128, "rope_head_dim": 64, "v
 # Words of a tokenizer's type or name, and the tokens that it has.
 _VOCABULARIES = (
     ("gpt2", 50257),
-    ("gptsentencepiece", 256000),
-    ("nemotron_2_256k", 256000),
+    ("256k", 256000),
     ("llama-3", 128256),
     ("llama3", 128256),
     ("llama2", 32000),
@@ -169,11 +174,15 @@ def _attention(settings: Settings, draft: Draft) -> None:
 
 
 def _experts(settings: Settings, draft: Draft) -> None:
-    if not draft.get("model.experts"):
+    if draft.get("model.experts", 0) <= 1:
         draft.tables["model"].pop("experts", None)
         draft.sources.pop("model.experts", None)
         return
     settings.copy(draft, EXPERTS)
+    if draft.framework == "megatron-deepspeed":
+        settings.copy(draft, DEEPSPEED_EXPERTS)
+        for key, value in (("experts_per_token", 1), ("moe_every", 2), ("capacity_factor", 1.0)):
+            draft.assume(f"model.{key}", value, "Megatron-DeepSpeed's default")
     draft.assume("model.experts_per_token", 2, _DEFAULT)
     size = settings.number("moe_ffn_hidden_size")
     if size:
@@ -207,7 +216,8 @@ def _expert_layers(draft: Draft, frequency: Any, source: str) -> None:
     if pattern and all(pattern[dense:]):
         draft.map("model.dense_layers", dense, f"{source} {text}")
         return
-    every = next((n for n in range(2, 9) if pattern == [int(i % n == 0) for i in range(len(pattern))]), 0)
+    places = [(every, place) for every in range(2, 9) for place in range(every)]
+    every = next((n for n, k in places if pattern == [int(i % n == k) for i in range(len(pattern))]), 0)
     if every:
         draft.map("model.moe_every", every, f"{source} {text}")
     else:
@@ -248,7 +258,7 @@ def _vocabulary(settings: Settings, draft: Draft) -> None:
         return
     names = ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path", "vocab_file", "merge_file", "type")
     words = [settings.word(name) for name in names]
-    text = " ".join(words).lower().replace("_", "-").replace("nemotron-2-256k", "nemotron_2_256k")
+    text = " ".join(words).lower().replace("_", "-")
     if draft.get("model.family") in ("bert", "t5") and "wordpiece" not in text:
         draft.assume("model.vocab", 30522, "no vocab_size is stated: BERT's lower-case WordPiece")
         return

@@ -46,6 +46,11 @@ _SAME = {
     "ub_tp_comm_overlap": "tp_comm_overlap",
 }
 _PROGRAMS = (("bert", "bert"), ("t5", "t5"), ("vision", "vit"), ("vit", "vit"))  # part of a program's name: family
+# Variables by which scripts name the size of the cluster.
+_VARIABLES = {
+    "nodes": ("NNODES", "NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "devices_per_node": ("GPUS_PER_NODE", "NUM_GPUS_PER_NODE", "NPROC_PER_NODE", "GPU_PER_NODE"),
+}
 _NUMBER = re.compile(r"-?\d")
 
 
@@ -124,10 +129,11 @@ def settings_of_script(script: ShellScript, draft: Draft) -> Settings:
         longest = max(held, key=options, default=[])
         if options(longest) > options(words):
             words = longest
-            model = script.variables.get("HF_MODEL_CKPT")
+            model = script.variables.get("HF_MODEL_CKPT") or script.variables.get("TOKENIZER_MODEL")
             words = [*words, "--tokenizer-name-or-path", model] if isinstance(model, str) and model else words
     if not options(words):
         raise JobError("a script must hold a command with options of Megatron-LM, as --num-layers, got none")
+    words = [*words, *_cluster_words(script, words)]
     for condition in script.undecided:
         draft.ignore(f"condition taken as false: {condition}")
     for name in script.unset:
@@ -140,6 +146,18 @@ def settings_of_script(script: ShellScript, draft: Draft) -> Settings:
             draft.assume("model.family", family, f"the program is {program}")
             break
     return settings
+
+
+def _cluster_words(script: ShellScript, words: Sequence[str]) -> list[str]:
+    """Options for the size of the cluster, where only the script's variables state it."""
+    found = []
+    stated = {canonical(flag, None)[0] for flag, _ in _flags([*script.batch_options, *words])}
+    for setting, names in _VARIABLES.items():
+        values = (script.variables.get(name) for name in names)
+        value = next((value for value in values if isinstance(value, str) and value.isdigit()), "")
+        if value and setting not in stated and not stated & {"gres", "N"}:
+            found += [f"--{setting}", value]
+    return found
 
 
 def settings_of_tables(tables: Mapping[str, Any], keep: Sequence[str] = ()) -> Settings:

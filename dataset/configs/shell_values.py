@@ -205,6 +205,8 @@ def _closing(text: str, at: int, pair: str) -> int:
 
 def arithmetic(text: str, variables: Variables) -> str:
     """The value of ``$(( text ))``; empty where it is not known, as with a variable that is not set."""
+    if "$(" in text.replace("$((", "") or "`" in text or _has_unknown(text, variables):
+        return ""
     text = variables.joined(text.strip())
     for _ in range(4):  # a variable may hold an expression
         text = re.sub(r"(?<![\w.])[A-Za-z_]\w*", lambda found: variables.text(found[0]) or "unknown", text)
@@ -213,6 +215,12 @@ def arithmetic(text: str, variables: Variables) -> str:
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return ""
     return str(int(value))
+
+
+def _has_unknown(text: str, variables: Variables) -> bool:
+    """Whether an expression uses a variable that has no value; one with a default (``${N:-1}``) has one."""
+    names = re.findall(r"\$\{(\w+)\}|\$([A-Za-z_]\w*)|(?<![\w$.{])([A-Za-z_]\w*)", text)
+    return any(not variables.values.get(name) for found in names for name in found if name)
 
 
 def _number(node: ast.AST) -> int:

@@ -161,7 +161,8 @@ def num_parameters(model: ModelSpec) -> float:
     """Parameters in billions, in closed form, norms and biases left out."""
     m, hidden = model, model.hidden
     if m.attention == "mla":
-        query = m.q_lora_rank * (hidden + m.heads * (m.head_size + m.rope_head_dim))
+        inner = m.heads * (m.head_size + m.rope_head_dim)
+        query = m.q_lora_rank * (hidden + inner) if m.q_lora_rank else hidden * inner
         keys = hidden * (m.kv_lora_rank + m.rope_head_dim) + m.kv_lora_rank * m.heads * (m.head_size + m.v_head_dim)
         attention = query + keys + m.heads * m.v_head_dim * hidden
     else:
