@@ -10,7 +10,7 @@ import typer
 
 from stepsight import __version__
 from stepsight.dataset.errors import StepsightError, shorten
-from stepsight.verbs import asking, converting, judging, measuring, tracing, verifying
+from stepsight.verbs import asking, converting, judging, measuring, tracing, verification
 from stepsight.verbs.streams import finish_stdout, prepare_streams, storage_problem
 
 _USAGE: Any = typer.BadParameter.__base__  # click's UsageError, which newer versions of typer bring along
@@ -47,7 +47,7 @@ app.command("train")(measuring.train_command)
 app.command("predict")(asking.predict_command)
 app.command("explain")(asking.explain_command)
 app.command("search")(asking.search_command)
-app.command("verify")(verifying.verify_command)
+app.command("verify")(verification.verify_command)
 app.command("evaluate")(judging.evaluate_command)
 app.command("calibrate")(judging.calibrate_command)
 app.command("demo")(measuring.demo_command)

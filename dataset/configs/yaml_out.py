@@ -30,71 +30,81 @@ def _refuse(job: Job, framework: str) -> None:
 def write_nanotron(job: Job) -> ConfigText:
     """Write a job as Nanotron's YAML."""
     _refuse(job, "Nanotron")
-    view, parallel = JobView(job), job.parallel
+    view = JobView(job)
+    precision = view["batch.precision"]
+    if precision not in _TORCH:
+        view.unexpressed("batch.precision")
+    model: dict[str, Any] = {"ddp_bucket_cap_mb": view["parallel.bucket_mbytes"]}
+    model |= {"dtype": _TORCH.get(precision, "bfloat16"), "make_vocab_size_divisible_by": 1}
+    tokens = {"sequence_length": view["model.seq_len"], "micro_batch_size": view["batch.micro_batch"]}
+    table = {
+        "model": {**model, "model_config": _nanotron_model(view)},
+        "optimizer": _nanotron_optimizer(view),
+        "parallelism": _nanotron_parallelism(view),
+        "tokens": {**tokens, "batch_accumulation_per_replica": job.num_micro_batches},
+    }
+    view.expressed("batch.global_batch", "cluster.nodes", "cluster.devices_per_node", "model.attention_kernels")
+    return ConfigText(text=_text(table), suffix=".yaml", ignored=view.left())
+
+
+def _nanotron_model(view: JobView) -> dict[str, Any]:
+    model = view.job.model
     llama = view["model.family"] == "llama"
     names = {name: key for name, key in NANOTRON_MODEL.items() if name != ("num_kv_heads" if llama else "")}
     if llama:
-        sizes: dict[str, Any] = {"is_qwen2_config": True} if job.model.experts else {"is_llama_config": True}
+        sizes: dict[str, Any] = {"is_qwen2_config": True} if model.experts else {"is_llama_config": True}
     else:
         del names["num_key_value_heads"]
         sizes = {"is_starcoder2_config": True, "grouped_query": True}
     sizes |= view.copy({name: f"model.{key}" for name, key in names.items()})
     sizes |= {"max_position_embeddings": view["model.seq_len"]}
-    if job.model.experts:
-        inner = view["model.expert_ffn"]
+    view.expressed("model.expert_ffn")
+    if model.experts:
         experts = {"num_experts": view["model.experts"], "top_k": view["model.experts_per_token"]}
-        experts |= {"moe_intermediate_size": inner, "enable_shared_expert": bool(view["model.shared_experts"])}
-        if job.model.shared_experts:
-            experts["shared_expert_intermediate_size"] = job.model.shared_experts * inner
+        experts |= {"moe_intermediate_size": model.expert_ffn, "enable_shared_expert": bool(model.shared_experts)}
+        if view["model.shared_experts"]:
+            experts["shared_expert_intermediate_size"] = model.shared_experts * model.expert_ffn
         sizes["moe_config"] = experts
+    if model.gated_mlp == llama:
+        view.expressed("model.gated_mlp")
+    return sizes
+
+
+def _nanotron_parallelism(view: JobView) -> dict[str, Any]:
+    parallel = view.job.parallel
     pipeline = {"1f1b": "1f1b", "gpipe": "afab"}.get(view["parallel.schedule"])
     if pipeline is None or parallel.virtual_stages > 1:
         view.unexpressed("parallel.schedule")
     degrees = {"dp": "dp", "pp": "pp", "tp": "tp", "expert_parallel_size": "ep", "context_parallel_size": "cp"}
-    ways: dict[str, Any] = view.copy({name: f"parallel.{key}" for name, key in degrees.items()})
+    table: dict[str, Any] = view.copy({name: f"parallel.{key}" for name, key in degrees.items()})
     if parallel.dp * parallel.cp % parallel.ep:
         view.unexpressed("parallel.ep")
-        ways["expert_parallel_size"] = 1
-    ways |= {"pp_engine": pipeline or "1f1b", "tp_mode": "REDUCE_SCATTER"}
-    ways["tp_mode"] = "REDUCE_SCATTER" if view["parallel.sequence_parallel"] else "ALL_REDUCE"
-    ways["tp_linear_async_communication"] = view["parallel.overlap_tp"] == "backward"
-    ways["recompute_layer"] = view["parallel.recompute"] == "full"
+        table["expert_parallel_size"] = 1
+    table["pp_engine"] = pipeline or "1f1b"
+    table["tp_mode"] = "REDUCE_SCATTER" if view["parallel.sequence_parallel"] else "ALL_REDUCE"
+    table["tp_linear_async_communication"] = view["parallel.overlap_tp"] == "backward"
+    table["recompute_layer"] = view["parallel.recompute"] == "full"
     if parallel.recompute == "selective":
         view.unexpressed("parallel.recompute")
     if parallel.overlap_tp == "split":
         view.unexpressed("parallel.overlap_tp")
+    return table
+
+
+def _nanotron_optimizer(view: JobView) -> dict[str, Any]:
     zero = view["parallel.zero_stage"]
     if zero > 1:
         view.unexpressed("parallel.zero_stage")
-    optimizer: dict[str, Any] = {
+    if view["optimizer.kind"] != "adamw":
+        view.unexpressed("optimizer.kind")
+    table: dict[str, Any] = {
         "zero_stage": min(zero, 1),
         "clip_grad": 1.0 if view["optimizer.clip_grad_norm"] else None,
         "optimizer_factory": {"name": "adamW", "torch_adam_is_fused": view["optimizer.fused"]},
     }
     if view["parallel.gradient_dtype"]:
-        optimizer["accumulate_grad_in_fp32"] = parallel.gradient_dtype == "fp32"
-    precision = view["batch.precision"]
-    if precision not in _TORCH:
-        view.unexpressed("batch.precision")
-    bucket, dtype = view["parallel.bucket_mbytes"], _TORCH.get(precision, "bfloat16")
-    tokens = {"sequence_length": view["model.seq_len"], "micro_batch_size": view["batch.micro_batch"]}
-    table = {
-        "model": {
-            "ddp_bucket_cap_mb": bucket,
-            "dtype": dtype,
-            "make_vocab_size_divisible_by": 1,
-            "model_config": sizes,
-        },
-        "optimizer": optimizer,
-        "parallelism": ways,
-        "tokens": {**tokens, "batch_accumulation_per_replica": job.num_micro_batches},
-    }
-    gated = "model.gated_mlp" if job.model.gated_mlp == llama else "model.family"
-    view.expressed(gated, "batch.global_batch", "cluster.nodes", "cluster.devices_per_node", "model.expert_ffn")
-    view.expressed("model.attention_kernels")
-    if view["optimizer.kind"] != "adamw":
-        view.unexpressed("optimizer.kind")
-    return ConfigText(text=_text(table), suffix=".yaml", ignored=view.left())
+        table["accumulate_grad_in_fp32"] = view["parallel.gradient_dtype"] == "fp32"
+    return table
 
 
 def write_maxtext(job: Job) -> ConfigText:
