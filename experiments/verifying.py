@@ -72,7 +72,7 @@ def strategies_of(job: Job, found: Mapping[str, Any]) -> list[Job]:
     for row in rows:
         if not row.get("fits", True):
             continue
-        plain = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+        plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
         chosen = {section: {key: plain[key] for key in plain if key in known[section]} for section in tables}
         try:
             parallel = replace(job.parallel, **{"stage_layers": (), **chosen["parallel"]})

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.configs.completion import apply_given, complete, missing_sizes
+from stepsight.dataset.configs.config_formats import reader_of
 from stepsight.dataset.configs.documents import toml_text
 from stepsight.dataset.configs.drafts import Draft, Given
-from stepsight.dataset.configs.config_formats import reader_of
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.job import Job
 
