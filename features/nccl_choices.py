@@ -55,7 +55,7 @@ TREE_PART = np.array(
 NVLS_CALL, NVLS_FAR = 25.0, 14.0  # us
 NVLS_SHARE, NVLS_LINK = 5 / 6, 400e9  # of the adapters' bandwidth on two nodes, half of it on more; Hopper and later
 NVLS_WITHIN = 0.76  # of NVLink: 480 GB/s of bus bandwidth on 8 H100 (DGX H100), before the factor of that term
-NVLS_NEAR = 4  # ranks of a node that must take part
+NVLS_NEAR = 8  # ranks of a node that must take part: nodes of fewer devices have no switch that sums
 PAT_CALL, PAT_FAR, PAT_NEAR, PAT_SHARE = 8.0, 14.0 / 3.5, 2.8, 0.75
 # us of a call and of each rank that a rank sends to, by measurements within nodes; and how many connections make each
 # of them twice as slow, since over a thousand ranks an all-to-all takes many times what a constant cost explains.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -26,7 +27,9 @@ LOGS = r"\.(log|out|txt)(\.gz)?$"
 _OTHERS = ("reduce", "gather", "scatter", "hypercube", "alltoallv")
 _PARSED = ("collective", "n_ranks", "n_nodes", "device", "size_bytes", "time_us_oop", "time_us_ip")
 _RANK = re.compile(r"#\s+Rank\s+(\d+) .*? on\s+(\S+)\s+device\s+\d+ \[[^\]]*\]\s+(.+)")
-_LIBRARY = re.compile(r"nccl-library=(\d+)")
+_LIBRARY = re.compile(r"nccl-library=(\d+)|NCCL version (\d+\.\d+\.\d+)")
+# What NCCL, or a script before it, says of its environment; names of what changes no time are left out.
+_VARIABLE = re.compile(r"\b(NCCL_(?!DEBUG|SOCKET_IFNAME|TESTS)[A-Z0-9_]+)(?: set by environment to |=)([^\s,;\"']+)")
 _TYPES = "int8|uint8|int32|uint32|int64|uint64|half|float|double|bfloat16|fp8_e4m3|fp8_e5m2|f8e4m3|f8e5m2"
 _ROW = re.compile(rf"(?:\d+: )?\s*(\d+)\s+(\d+)\s+({_TYPES})\s+(.*)")
 _CLUSTER = re.compile(r"(?:example-)?cluster\d+")
@@ -101,15 +104,20 @@ def _read_log(rows: Rows, path: str, log: str) -> None:
     """A log may hold several runs, each with its own header; a run that failed just ends."""
     tests = re.compile(rf"({'|'.join((*benchmark_names(), *_OTHERS))})_perf")
     named = tests.search(PurePath(path).name)
-    test, library, num_rows = named[1] if named else "", "", 0
+    test, library, num_rows, num_left_out = named[1] if named else "", "", 0, 0
     ranks: dict[int, tuple[str, str]] = {}
+    variables: dict[str, str] = {}
     where: _Where | None = None
     for number, text in enumerate(log.splitlines(), 1):
         row = _ROW.match(text)
         if row is not None:
             if not test:
                 raise rows.error("a log must name its test (such as all_reduce_perf) in it or in its name", number)
-            where = where or _where(rows, number, ranks, f"nccl-tests{library}", path)
+            if not _are_all(ranks):
+                num_left_out += 1
+                continue
+            software = " ".join([f"nccl-tests{library}", *(f"{name}={variables[name]}" for name in sorted(variables))])
+            where = where or _where(rows, number, ranks, software, path)
             size = int(row[1])
             _add(rows, _Result(number, test, size, *_times(rows, number, size, row[4])), where)
             num_rows += 1
@@ -117,15 +125,25 @@ def _read_log(rows: Rows, path: str, log: str) -> None:
         if found := tests.search(text):
             test = found[1]
         if found := _LIBRARY.search(text):
-            library = f" nccl {_version(int(found[1]))}"
+            library = f" nccl {found[2] or _version(int(found[1]))}"
+        if found := _VARIABLE.search(text):
+            variables[found[1]] = found[2].rstrip(".")
         if found := _RANK.search(text):
             if where is not None:  # the next run's
-                ranks, where = {}, None
+                ranks, where, variables = {}, None, {}
             ranks[int(found[1])] = (found[2], found[3].strip())
-    if not num_rows:
+    if num_left_out:
+        rows.skip("a run whose log does not list all of its ranks", num_left_out)
+    elif not num_rows:
         if not (test and ranks):
             raise rows.error("a log of nccl-tests must list its ranks, then sizes with times and bandwidths")
         rows.skip("a log of failed runs alone")
+
+
+def _are_all(ranks: dict[int, tuple[str, str]]) -> bool:
+    """Whether a log lists every rank: lines of several processes may overwrite each other."""
+    per_host = Counter(host for host, _ in ranks.values())
+    return len(ranks) < 2 or (len(ranks) == max(ranks) + 1 and len(set(per_host.values())) == 1)
 
 
 def _version(code: int) -> str:

@@ -92,6 +92,34 @@ def test_a_log_that_says_too_little_is_refused(tmp_path: Path, name: str, text: 
         read_table("nccl-tests", tmp_path / name)
 
 
+def test_a_run_that_does_not_list_all_ranks_is_left_out(tmp_path: Path) -> None:
+    """The other logs of the folder are read; rows are counted."""
+    row = _row("33554432 524288 double none -1", "123.25 272.25 238.22 0", "120.28 278.96 244.09 0")
+    whole = _header("all_gather", 2, 2)
+    for name, lost in (("a", "Rank  1"), ("b", "Rank  3"), ("c", "")):
+        lines = [line for line in whole.splitlines() if not lost or lost not in line]
+        (tmp_path / f"{name}.log").write_text("\n".join(lines) + "\n" + row)
+    table = read_table("nccl-tests", tmp_path)
+    assert table.works == (Collective("all_gather", 33554432, 4, 2),)
+    assert table.skipped == {"a run whose log does not list all of its ranks": 2}
+
+
+def test_version_and_environment_are_a_variant(tmp_path: Path) -> None:
+    """As NCCL prints them; each run has its own."""
+    row = _row("33554432 524288 double none -1", "123.25 272.25 238.22 0", "120.28 278.96 244.09 0")
+    said = (
+        "NCCL version 2.21.5+cuda12.4\n"
+        "node-0:7:7 [0] NCCL INFO NCCL_ALGO set by environment to Ring.\n"
+        "export NCCL_IB_DISABLE=1\nNCCL_DEBUG=INFO\n"
+    )
+    (tmp_path / "a.log").write_text(_header("all_gather", 2, 2) + said + row + _header("all_gather", 1, 4) + row)
+    table = read_table("nccl-tests", tmp_path / "a.log")
+    assert table.software == (
+        "nccl-tests nccl 2.21.5 NCCL_ALGO=Ring NCCL_IB_DISABLE=1 out-of-place",
+        "nccl-tests nccl 2.21.5 out-of-place",
+    )
+
+
 def test_an_archive_holds_logs(tmp_path: Path) -> None:
     """Each log on its own: one whose runs all failed is counted, and its path names the cluster."""
     row = _row("33554432 524288 double none -1", "123.25 272.25 238.22 0", "120.28 278.96 244.09 0")
