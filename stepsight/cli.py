@@ -59,6 +59,7 @@ app.command("job")(converting.job_command)
 app.command("import")(measuring.import_command)
 app.command("show")(measuring.show_command)
 app.command("replay")(tracing.replay_command)
+app.command("what-if")(tracing.what_if_command)
 app.command("dataset")(tracing.dataset_command)
 
 # What an interrupted verb leaves behind.

@@ -98,6 +98,21 @@ def _replay_text(told: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"warning: {warning}" for warning in told["warnings"])])
 
 
+def what_if_text(told: dict[str, Any]) -> str:
+    """Answers of what-if, for people."""
+    cells = [[each["change"], Number(1e3 * each["step_s"], 3), Number(each["speedup"], 3)] for each in told["changes"]]
+    if len(cells) > 1:
+        cells.append(["all of them", Number(1e3 * told["changed_s"], 3), Number(told["speedup"], 3)])
+    lines = [
+        f"run {told['run']}: step measured {1e3 * told['measured_s']:.3f} ms, replayed "
+        f"{1e3 * told['replayed_s']:.3f} ms",
+        table(["change", "step ms", "speed-up"], cells),
+        f"durations changed by a predictor for {told['predicted_percent']:.1f} %, by a plain factor for "
+        f"{told['scaled_percent']:.1f} % of device time",
+    ]
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in told["warnings"])])
+
+
 def dataset_text(told: dict[str, Any]) -> str:
     """A dataset that was made, for people."""
     lines = [

@@ -1,4 +1,4 @@
-"""Verbs for traces of any PyTorch job: replay, dataset, and the import of traces."""
+"""Verbs for traces of any PyTorch job: replay, what-if, dataset, and the import of traces."""
 
 from __future__ import annotations
 
@@ -88,3 +88,79 @@ def dataset_command(
 
     told = make_dataset(collections, out, on_run=progress("runs read"))
     answer(told, dataset_text(told), as_json)
+
+
+def what_if_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", parser=path, help="A run folder, or a collection of one run.")],
+    *,
+    faster: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WHAT=FACTOR",
+            help="Kind or family of ops, kind of collective, `communication`, `host` or part of a kernel's name, and "
+            "how many times as fast: gemm=1.5. Repeatable; a factor below 1 is slower.",
+        ),
+    ] = None,
+    no_host: Annotated[bool, typer.Option("--no-host", help="The host takes no time.")] = False,
+    cuda_graph: Annotated[
+        bool, typer.Option("--cuda-graph", help="Launches take no time, loading of data does.")
+    ] = False,
+    remove_straggler: Annotated[
+        bool, typer.Option("--remove-straggler", help="The slowest rank computes like the median of the others.")
+    ] = False,
+    batch: Annotated[str, typer.Option(help="Size of micro-batches beside that of the trace, as in 2x.")] = "1x",
+    bucket_mb: Annotated[float, typer.Option(min=0, help="Join gradient all-reduces to buckets of so many MB.")] = 0.0,
+    fabric: Annotated[str, typer.Option(help="Another fabric: a name or a file.")] = "",
+    hardware: Annotated[str, typer.Option(help="Another device: a name, the beginning of one, or a file.")] = "",
+    on: Annotated[str, typer.Option(help="The traced device, where the trace does not say a known one.")] = "",
+    on_fabric: Annotated[str, typer.Option(help="The traced fabric, if it is not the device's usual one.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Replay a traced step with changes: faster kernels, no host, another batch, bucket size, fabric or device.
+
+    Durations that change with sizes or devices are multiplied by a ratio that a predictor gives for both; the answer
+    says for how much of the device's time that was possible, and how much was scaled by a plain factor. Examples:
+
+        stepsight what-if runs/theirs --faster gemm=1.5 --cuda-graph
+        stepsight what-if runs/theirs --hardware h100-sxm --batch 2x
+    """
+    from stepsight.experiments.reports.trace_reports import what_if_text
+    from stepsight.experiments.trace_questions import Questions, what_if
+
+    questions = Questions(
+        faster=dict(_factor(each) for each in faster or ()),
+        no_host=no_host,
+        cuda_graph=cuda_graph,
+        remove_straggler=remove_straggler,
+        batch=_times(batch),
+        bucket_mb=bucket_mb,
+        fabric=fabric,
+        hardware=hardware,
+        on=on,
+        on_fabric=on_fabric,
+    )
+    told = what_if(run, questions)
+    answer(told, what_if_text(told), as_json)
+
+
+def _factor(text: str) -> tuple[str, float]:
+    """``gemm=1.5`` as a name and a number."""
+    name, _, number = text.rpartition("=")
+    try:
+        factor = float(number)
+    except ValueError:
+        factor = 0.0
+    if not name or not 0 < factor < 1e9:
+        raise StepsightError(f"--faster takes WHAT=FACTOR with a factor > 0, as in gemm=1.5, got {text!r:.80}")
+    return name, factor
+
+
+def _times(text: str) -> float:
+    """``2x`` as a number."""
+    try:
+        factor = float(text.removesuffix("x"))
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor < 1e6:
+        raise StepsightError(f"--batch takes a factor > 0, as in 2x, got {text!r:.80}")
+    return factor

@@ -39,6 +39,19 @@ def test_from_traces_to_a_dataset(tmp_path: Path) -> None:
     assert len(both["runs"]) == 2 and abs(both["error_percent"]) < 0.5
 
 
+def test_what_if_and_show(tmp_path: Path) -> None:
+    path, runs = GpuJob().step(1).step(2).file.write(tmp_path / "t.json"), tmp_path / "runs"
+    ask("import", "kineto", path, "--out", runs, "--json")
+    told = ask("what-if", runs, "--faster", "gemm=2", "--batch", "2x", "--hardware", "h100-sxm", "--json")
+    assert {"measured_s", "replayed_s", "changed_s", "changes", "predicted_percent", "scaled_percent"} <= set(told)
+    assert len(told["changes"]) == 3 and told["changes"][0]["step_s"] < told["replayed_s"]
+    shown = ask("show", path, "--json")
+    assert shown["kinds"]["opaque"] == pytest.approx(100e-6) and "very_own_kernel(float*)" in shown["opaque"]
+    assert ask("show", runs, "--json")["runs"][0]["imported"] is True
+    (run,) = (runs / "runs").iterdir()
+    assert ask("show", run, "--json")["kinds"] == shown["kinds"]
+
+
 def test_a_job_of_another_trace_is_refused(tmp_path: Path) -> None:
     path = GpuJob().step(1).file.write(tmp_path / "t.json")
     job = Path(__file__).parents[2] / "examples" / "gpt3-175b-1024.toml"
@@ -54,6 +67,8 @@ def test_a_job_of_another_trace_is_refused(tmp_path: Path) -> None:
         (["import", "neusight", "t.json", "t.json"], "takes one file or folder"),
         (["import", "neusight", "t.json", "--et", "t.json"], "belong to traces"),
         (["replay", "nowhere"], "a run folder or a collection"),
+        (["what-if", "nowhere", "--faster", "gemm"], "takes WHAT=FACTOR"),
+        (["what-if", "nowhere", "--batch", "big"], "takes a factor"),
         (["dataset", "nowhere", "--out", "d"], "a run folder or a collection"),
     ],
 )

@@ -1,0 +1,160 @@
+"""``stepsight what-if``: changes to traced runs, with durations by the predictor that knows their hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.hardware import HARDWARE, Fabric, find_fabric, find_hardware, usual_fabric
+from stepsight.dataset.imported.imported_run import run_folders, run_graphs
+from stepsight.dataset.imported.rank_graph import RankGraph
+from stepsight.dataset.job import Job
+from stepsight.dataset.tables.device_names import device_name
+from stepsight.simulator.latency_model import LatencyModel, RooflineLatency
+from stepsight.simulator.replay import changes
+from stepsight.simulator.replay.replay import replay
+
+Change = Callable[[Sequence[RankGraph], changes.Tally], list[RankGraph]]
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What may change.
+
+    Attributes:
+        faster: Kinds, families or kernels, each with how many times as fast.
+        no_host: The host takes no time.
+        cuda_graph: Launches take no time.
+        remove_straggler: The slowest rank is like the others.
+        batch: How many times as large a micro-batch is; 1: as it was.
+        bucket_mb: Least megabytes of a gradient bucket; 0: as they were.
+        fabric: Name or file of another fabric; empty: as it was.
+        hardware: Name or file of another device; empty: as it was.
+        on: Name or file of the hardware that was traced, where the trace does not say it.
+        on_fabric: Likewise of the fabric.
+    """
+
+    faster: dict[str, float] = field(default_factory=dict)
+    no_host: bool = False
+    cuda_graph: bool = False
+    remove_straggler: bool = False
+    batch: float = 1.0
+    bucket_mb: float = 0.0
+    fabric: str = ""
+    hardware: str = ""
+    on: str = ""
+    on_fabric: str = ""
+
+
+def what_if(path: Path, questions: Questions) -> dict[str, Any]:
+    """Answer for one run: the replayed step as it was, after each change, and with all of them.
+
+    Raises:
+        StepsightError: If nothing is asked, the run is not one, or the hardware must be named.
+    """
+    folders = run_folders(path)
+    if len(folders) != 1:
+        raise StepsightError(f"what-if takes one run, got {len(folders)} in {path}: name one of its runs/")
+    name, job, graphs = run_graphs(folders[0])
+    asked = _changes(questions, graphs, job)
+    if not asked:
+        raise StepsightError("what-if needs at least one change, as --faster gemm=1.5 or --no-host")
+    before = replay(graphs)
+    each = []
+    for title, change in asked:
+        alone = replay(change(graphs, changes.Tally())).replayed_s
+        each.append({"change": title, "step_s": alone, "speedup": before.replayed_s / alone})
+    tally, changed = changes.Tally(), list(graphs)
+    for _, change in asked:
+        changed = change(changed, tally)
+    after = replay(changed)
+    device = sum(graph.device_time_s for graph in graphs) or 1.0
+    return {
+        "run": name,
+        "measured_s": before.measured_s,
+        "replayed_s": before.replayed_s,
+        "changed_s": after.replayed_s,
+        "speedup": before.replayed_s / after.replayed_s if after.replayed_s else 0.0,
+        "changes": each,
+        "predicted_percent": min(100.0 * tally.predicted_s / device, 100.0),
+        "scaled_percent": min(100.0 * tally.scaled_s / device, 100.0),
+        "warnings": list(dict.fromkeys(warning for graph in graphs for warning in graph.warnings)),
+    }
+
+
+def _changes(asked: Questions, graphs: Sequence[RankGraph], job: Job | None) -> list[tuple[str, Change]]:
+    found: list[tuple[str, Change]] = []
+    for what, factor in asked.faster.items():
+        found.append((f"{what} {factor:g} times as fast", _faster(what, factor)))
+    if asked.no_host:
+        found.append(("no host", lambda graphs, tally: changes.without_host(graphs)))
+    if asked.cuda_graph:
+        found.append(("launches cost nothing", lambda graphs, tally: changes.as_device_graph(graphs)))
+    if asked.remove_straggler:
+        found.append(("no straggler", lambda graphs, tally: changes.without_straggler(graphs)))
+    if asked.batch != 1.0 or asked.bucket_mb or asked.fabric or asked.hardware:
+        name, fabric = _traced_on(asked, graphs, job)
+        now = latency_of(name, fabric)
+        if asked.batch != 1.0:
+            found.append((f"batch {asked.batch:g} x", lambda g, tally: changes.with_batch(g, asked.batch, now, tally)))
+        if asked.bucket_mb:
+            size = asked.bucket_mb * 1e6
+            found.append(
+                (f"buckets of {asked.bucket_mb:g} MB", lambda g, tally: changes.with_buckets(g, size, now, tally))
+            )
+        if asked.fabric or asked.hardware:
+            other = find_fabric(asked.fabric) if asked.fabric else fabric
+            device = preset_name(asked.hardware) if asked.hardware else name
+            if asked.hardware and not asked.fabric:
+                other = find_fabric(usual_fabric(device))
+            then = latency_of(device, other)
+            title = " and ".join(filter(None, (asked.hardware, asked.fabric)))
+            found.append((f"on {title}", lambda g, tally: changes.on_latencies(g, now, then, tally)))
+    return found
+
+
+def _faster(what: str, factor: float) -> Change:
+    return lambda graphs, tally: changes.faster(graphs, what, factor, tally)
+
+
+def _traced_on(asked: Questions, graphs: Sequence[RankGraph], job: Job | None) -> tuple[str, Fabric]:
+    """Hardware and fabric of the trace: as the user says, as the job says, or as the trace names its device."""
+    name = preset_name(asked.on) if asked.on else (job.cluster.hardware if job is not None else "")
+    if not name:
+        name = "local-cpu" if graphs[0].device == "cpu" else device_name(graphs[0].device_name)
+    if find_hardware(name) is None:
+        raise StepsightError(
+            f"the traced hardware must be one of {', '.join(HARDWARE.names())} or a file, got "
+            f"{graphs[0].device_name!r:.80}: name it with --on"
+        )
+    if asked.on_fabric:
+        return name, find_fabric(asked.on_fabric)
+    return name, job.fabric if job is not None else find_fabric(usual_fabric(name))
+
+
+def preset_name(name: str) -> str:
+    """A known hardware, also by the beginning of its name (``h100-sxm``): then the first so named."""
+    if find_hardware(name) is not None:
+        return name
+    return next((known for known in HARDWARE.names() if known.startswith(f"{name}-")), name)
+
+
+def latency_of(hardware: str, fabric: Fabric) -> LatencyModel:
+    """What predicts durations on a hardware: the predictor that comes with stepsight, else the roofline.
+
+    Raises:
+        StepsightError: If the hardware is not known.
+    """
+    from stepsight.training.predictor.learned_latency import LearnedLatency
+    from stepsight.training.predictor.prediction import asked_predictor
+
+    facts = find_hardware(hardware)
+    if facts is None:
+        raise StepsightError(f"hardware must be one of {', '.join(HARDWARE.names())} or a file, got {hardware!r:.80}")
+    predictor = asked_predictor(facts.name, None)
+    if predictor is None:
+        return RooflineLatency(facts, fabric)
+    return LearnedLatency(predictor.hardware, predictor.kernel, predictor.collective, None, fabric=fabric, busy=1)

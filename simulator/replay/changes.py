@@ -1,0 +1,287 @@
+"""Changes to traced graphs, whose replay answers what if: faster kernels, no host, another fabric, batch or device.
+
+The idea is that of Daydream (Zhu et al. 2020, arXiv:2006.03318) and dPRO (Hu et al. 2022, arXiv:2205.02473): change
+durations and dependencies of what was measured, and simulate.  A duration is multiplied by a ratio that a latency
+model predicts for its signature, so what the model gets wrong of both cancels; where the signature is not known, it is
+scaled by a plain factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph
+from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
+from stepsight.dataset.program import Dependency
+from stepsight.simulator.latency_model import LatencyModel
+
+Floats = NDArray[np.float64]
+
+COMMUNICATION, ANY_HOST = "communication", "host"
+_OPTIMIZER = 2  # index of the phase
+
+
+class Tally:
+    """How device time was changed: predicted by a model, or scaled."""
+
+    def __init__(self) -> None:
+        self.predicted_s = 0.0
+        self.scaled_s = 0.0
+
+    def add(self, seconds: float, predicted: bool) -> None:
+        """Count device time of the unchanged graph."""
+        if predicted:
+            self.predicted_s += seconds
+        else:
+            self.scaled_s += seconds
+
+
+def faster(graphs: Sequence[RankGraph], what: str, factor: float, tally: Tally) -> list[RankGraph]:
+    """Make what is named take ``1 / factor`` of its time.
+
+    Args:
+        graphs: Of the ranks.
+        what: A kind or family of ops, a kind of collective, ``communication``, ``host``, or a part of kernels' names.
+        factor: Above 0; below 1 it is slower.
+
+    Raises:
+        StepsightError: If nothing is so named.
+    """
+    if not factor > 0:
+        raise StepsightError(f"a factor must be > 0, got {what}={factor:g}")
+    if what == ANY_HOST:
+        return [_host_scaled(graph, 1.0 / factor) for graph in graphs]
+    out, found = [], False
+    for graph in graphs:
+        chosen = _named(graph, what)
+        found |= bool(chosen.any())
+        tally.add(float(graph.duration_s[chosen].sum()), False)
+        out.append(replace(graph, duration_s=np.where(chosen, graph.duration_s / factor, graph.duration_s)))
+    if not found:
+        kinds = sorted({work.kind for graph in graphs for work in graph.works})
+        raise StepsightError(
+            f"--faster names a kind or family of the trace, communication, host or a part of a kernel's name, "
+            f"got {what!r:.80}: the trace has {', '.join(kinds)}"
+        )
+    return out
+
+
+def _named(graph: RankGraph, what: str) -> NDArray[np.bool_]:
+    kinds = graph.nodes["kind"]
+    if what == COMMUNICATION:
+        return np.asarray(kinds == COLLECTIVE)
+    of_work = [
+        what == work.kind or (work.kind in OP_KINDS and what == OP_KINDS[work.kind].family) for work in graph.works
+    ]
+    by_work = np.array([*of_work, False], dtype=np.bool_)[graph.nodes["work"]] & (kinds != HOST)
+    if by_work.any() or what in OP_KINDS or what in COLLECTIVE_KINDS:
+        return by_work
+    by_name = np.array([what in name for name in graph.names], dtype=np.bool_)[graph.nodes["name"]]
+    return by_name & (kinds != HOST)
+
+
+def _host_scaled(graph: RankGraph, factor: float, loading: float | None = None) -> RankGraph:
+    """A graph whose host works ``factor`` times as long; loading of data ``loading`` times, as the rest for None."""
+    factors = np.full(len(graph), factor)
+    if loading is not None:
+        for begin, end in graph.loading_s.tolist():
+            factors[(graph.start_s >= begin) & (graph.start_s <= end)] = loading
+    host = graph.nodes["kind"] == HOST
+    duration = np.where(host, graph.duration_s * factors, graph.duration_s)
+    order = graph.edges["why"] == WHY_NUMBER[Dependency.HOST_ORDER]
+    delay = np.where(order, graph.delay_s * factors[graph.edges["target"]], graph.delay_s)
+    launch = (graph.edges["why"] == WHY_NUMBER[Dependency.LAUNCH]) & (delay < 0)
+    delay = np.where(launch, delay * factor, delay)  # before the call returns: no more than the call lasts
+    return replace(graph, duration_s=duration, delay_s=delay)
+
+
+def without_host(graphs: Sequence[RankGraph]) -> list[RankGraph]:
+    """The host takes no time at all."""
+    _need_device(graphs, "--no-host")
+    return [_host_scaled(graph, 0.0) for graph in graphs]
+
+
+def as_device_graph(graphs: Sequence[RankGraph]) -> list[RankGraph]:
+    """Launches cost nothing, as in a CUDA graph that is launched once a step; loading of data remains."""
+    _need_device(graphs, "--cuda-graph")
+    return [_host_scaled(graph, 0.0, loading=1.0) for graph in graphs]
+
+
+def _need_device(graphs: Sequence[RankGraph], option: str) -> None:
+    if any(graph.device == "cpu" for graph in graphs):
+        raise StepsightError(f"{option} needs a trace of a device, got one of a host that computes itself")
+
+
+def without_straggler(graphs: Sequence[RankGraph]) -> list[RankGraph]:
+    """The rank whose ops take longest works like the median of the others.
+
+    Raises:
+        StepsightError: If there are fewer than two ranks.
+    """
+    if len(graphs) < 2:
+        raise StepsightError(f"--remove-straggler needs traces of at least two ranks, got {len(graphs)}")
+    own = [float(graph.duration_s[graph.nodes["kind"] == OP].sum()) + _host_work(graph) for graph in graphs]
+    slowest = int(np.argmax(own))
+    others = [graph for place, graph in enumerate(graphs) if place != slowest]
+    graph = graphs[slowest]
+    duration = graph.duration_s.copy()
+    usual = [_by_kind(other) for other in others]
+    for kind, seconds in _by_kind(graph).items():
+        like = [each[kind] for each in usual if kind in each]
+        if like and seconds > 0:
+            chosen = _named(graph, kind) & (graph.nodes["kind"] == OP)
+            duration[chosen] *= min(float(np.median(like)) / seconds, 1.0)
+    host = _host_work(graph)
+    ratio = min(float(np.median([_host_work(other) for other in others])) / host, 1.0) if host else 1.0
+    changed = _host_scaled(replace(graph, duration_s=duration), ratio)
+    return [changed if place == slowest else each for place, each in enumerate(graphs)]
+
+
+def _by_kind(graph: RankGraph) -> dict[str, float]:
+    """Mean seconds of an op by kind."""
+    ops = graph.nodes["kind"] == OP
+    work = graph.nodes["work"][ops]
+    seconds = np.bincount(work, graph.duration_s[ops], minlength=len(graph.works))
+    counts = np.bincount(work, minlength=len(graph.works))
+    totals: dict[str, list[float]] = {}
+    for number, each in enumerate(graph.works):
+        if counts[number]:
+            entry = totals.setdefault(each.kind, [0.0, 0.0])
+            entry[0] += float(seconds[number])
+            entry[1] += float(counts[number])
+    return {kind: total / count for kind, (total, count) in totals.items()}
+
+
+def _host_work(graph: RankGraph) -> float:
+    order = graph.edges["why"] == WHY_NUMBER[Dependency.HOST_ORDER]
+    return float(np.maximum(graph.delay_s[order], 0.0).sum())
+
+
+def on_latencies(
+    graphs: Sequence[RankGraph], before: LatencyModel, after: LatencyModel, tally: Tally
+) -> list[RankGraph]:
+    """Durations by the ratio of two latency models: another device, or another fabric.
+
+    Ops of unknown sizes change as the memory bandwidths of the devices differ.
+    """
+    plain = before.hardware.memory_bandwidth_bytes_per_s / after.hardware.memory_bandwidth_bytes_per_s
+    return [_scaled(graph, [(work, work) for work in graph.works], (before, after), plain, tally) for graph in graphs]
+
+
+def with_batch(graphs: Sequence[RankGraph], factor: float, latency: LatencyModel, tally: Tally) -> list[RankGraph]:
+    """Every micro-batch is ``factor`` times as large; the optimizer, gradients and the host stay as they are.
+
+    Raises:
+        StepsightError: If the factor is not above 0.
+    """
+    if not factor > 0:
+        raise StepsightError(f"--batch must be a factor > 0, got {factor:g}")
+    out = []
+    for graph in graphs:
+        fixed = (graph.nodes["phase"] == _OPTIMIZER) | ((graph.nodes["kind"] == COLLECTIVE) & _reduces(graph))
+        pairs = [(work, _larger(work, factor)) for work in graph.works]
+        changed = _scaled(graph, pairs, (latency, latency), factor, tally)
+        out.append(replace(graph, duration_s=np.where(fixed, graph.duration_s, changed.duration_s)))
+    return out
+
+
+def _reduces(graph: RankGraph) -> NDArray[np.bool_]:
+    """Collectives of gradients and parameters, whose sizes no batch changes: those of backward and the optimizer."""
+    return np.asarray(graph.nodes["phase"] != 0)
+
+
+def _larger(work: Op | Collective, factor: float) -> Op | Collective:
+    """The signature of ``factor`` times as many samples: its first dim counts rows, tokens, samples or elements."""
+    if isinstance(work, Collective):
+        return replace(work, num_bytes=max(int(work.num_bytes * factor), 0))
+    first = max(round(work.dims[0] * factor), 1) if work.dims[0] else 0
+    return replace(work, dims=(first, *work.dims[1:]))
+
+
+def _scaled(
+    graph: RankGraph,
+    pairs: Sequence[tuple[Op | Collective, Op | Collective]],
+    models: tuple[LatencyModel, LatencyModel],
+    plain: float,
+    tally: Tally,
+) -> RankGraph:
+    """Durations by what the models say of each signature before and after; ``plain`` where they cannot know."""
+    ratios = np.full(len(pairs) + 1, plain)
+    known = np.zeros(len(pairs) + 1, dtype=np.bool_)
+    for kind in (Op, Collective):
+        chosen = [place for place, (work, _) in enumerate(pairs) if isinstance(work, kind) and _has_sizes(work)]
+        if not chosen:
+            continue
+        old, new = ([pairs[place][side] for place in chosen] for side in range(2))
+        ratios[chosen] = _seconds(models[1], new) / np.maximum(_seconds(models[0], old), 1e-12)
+        known[chosen] = True
+    collective = [place for place, (work, _) in enumerate(pairs) if isinstance(work, Collective) and not known[place]]
+    ratios[collective] = 1.0  # of unknown size
+    work = graph.nodes["work"]
+    device = graph.on_device
+    for predicted in (True, False):
+        tally.add(float(graph.duration_s[device & (known[work] == predicted)].sum()), predicted)
+    return replace(graph, duration_s=np.where(device, graph.duration_s * ratios[work], graph.duration_s))
+
+
+def _has_sizes(work: Op | Collective) -> bool:
+    if isinstance(work, Collective):
+        return work.num_bytes > 0
+    return work.kind != "opaque" and min(work.dims, default=0) > 0
+
+
+def _seconds(model: LatencyModel, works: Sequence[Op | Collective]) -> Floats:
+    if isinstance(works[0], Op):
+        return model.op_seconds([work for work in works if isinstance(work, Op)])
+    return model.collective_seconds([work for work in works if isinstance(work, Collective)])
+
+
+def with_buckets(graphs: Sequence[RankGraph], num_bytes: float, latency: LatencyModel, tally: Tally) -> list[RankGraph]:
+    """Gradient all-reduces of a step joined to buckets of at least so many bytes.
+
+    Each bucket runs when its last part was ready, in what the latency model says one message takes beside its parts.
+
+    Raises:
+        StepsightError: If there are no gradient all-reduces, or they are larger already.
+    """
+    out, joined = [], 0
+    for graph in graphs:
+        duration = graph.duration_s.copy()
+        for bucket in _buckets(graph, num_bytes):
+            parts = [graph.works[graph.nodes["work"][node]] for node in bucket]
+            last = parts[-1]
+            assert isinstance(last, Collective)
+            whole = replace(last, num_bytes=sum(part.num_bytes for part in parts if isinstance(part, Collective)))
+            ratio = float(_seconds(latency, [whole])[0] / _seconds(latency, parts).sum())
+            seconds = float(duration[bucket].sum())
+            duration[bucket[:-1]], duration[bucket[-1]] = 0.0, seconds * ratio
+            tally.add(seconds, True)
+            joined += 1
+        out.append(replace(graph, duration_s=duration))
+    if not joined:
+        raise StepsightError(f"--bucket-mb joins gradient all-reduces, got none smaller than {num_bytes / 1e6:g} MB")
+    return out
+
+
+def _buckets(graph: RankGraph, num_bytes: float) -> list[list[int]]:
+    """Runs of all-reduces in backward that are joined, each of at least two."""
+    kinds = np.array([*(work.kind == "all_reduce" for work in graph.works), False], dtype=np.bool_)
+    nodes = np.flatnonzero(kinds[graph.nodes["work"]] & (graph.nodes["phase"] == 1) & (graph.nodes["step"] >= 0))
+    found: list[list[int]] = []
+    current: list[int] = []
+    size = 0.0
+    for node in nodes.tolist():
+        work = graph.works[graph.nodes["work"][node]]
+        before = current[-1] if current else node
+        if graph.nodes["step"][before] != graph.nodes["step"][node]:
+            found, current, size = [*found, current], [], 0.0
+        current.append(node)
+        size += work.num_bytes
+        if size >= num_bytes:
+            found, current, size = [*found, current], [], 0.0
+    return [bucket for bucket in [*found, current] if len(bucket) > 1]

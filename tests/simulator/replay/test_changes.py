@@ -1,0 +1,91 @@
+"""What-if on a replay: closed forms on small made-up jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.hardware import HARDWARE, find_fabric
+from stepsight.dataset.imported.import_ranks import import_ranks
+from stepsight.dataset.imported.rank_graph import RankGraph
+from stepsight.simulator.latency_model import RooflineLatency
+from stepsight.simulator.replay import changes
+from stepsight.simulator.replay.changes import Tally
+from stepsight.simulator.replay.replay import replay
+from tests.dataset.traced_jobs import GpuJob, two_ranks
+
+US = 1e-6
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> list[RankGraph]:
+    return list(import_ranks([GpuJob().step(1).step(2).file.write(tmp_path / "t.json")]).graphs)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[RankGraph]:
+    return list(import_ranks([f.write(tmp_path / f"{i}.json") for i, f in enumerate(two_ranks())]).graphs)
+
+
+@pytest.mark.parametrize("what", ["gemm", "xmma_gemm"])
+def test_faster_products_save_their_time(single: list[RankGraph], what: str) -> None:
+    tally = Tally()
+    after = replay(changes.faster(single, what, 4.0, tally)).replayed_s
+    assert replay(single).replayed_s - after == pytest.approx(1200 * US * 3 / 4, rel=0.05)
+    assert tally.scaled_s == pytest.approx(2 * 1200 * US) and not tally.predicted_s
+
+
+def test_a_name_that_nothing_has_is_refused(single: list[RankGraph]) -> None:
+    with pytest.raises(StepsightError, match="the trace has"):
+        changes.faster(single, "conv2d_of_somebody", 2.0, Tally())
+    with pytest.raises(StepsightError, match="> 0"):
+        changes.faster(single, "gemm", 0.0, Tally())
+
+
+def test_without_a_host_only_the_device_remains(single: list[RankGraph]) -> None:
+    after = replay(changes.without_host(single)).replayed_s
+    assert after == pytest.approx(1350 * US, rel=0.02)  # the kernels of one step, one after the other
+    assert replay(changes.as_device_graph(single)).replayed_s == pytest.approx(after)
+
+
+def test_a_faster_device_helps_no_host_bound_step(tmp_path: Path) -> None:
+    job = GpuJob(slow=0.001).step(1).step(2)
+    graphs = list(import_ranks([job.file.write(tmp_path / "t.json")]).graphs)
+    before = replay(graphs).replayed_s
+    assert replay(changes.faster(graphs, "gemm", 10.0, Tally())).replayed_s == pytest.approx(before, rel=0.01)
+
+
+def test_without_the_straggler_both_ranks_take_what_the_fast_one_needs(pair: list[RankGraph]) -> None:
+    before, after = replay(pair), replay(changes.without_straggler(pair))
+    assert before.replayed_s - after.replayed_s == pytest.approx(1200 * US, rel=0.1)
+    with pytest.raises(StepsightError, match="at least two ranks"):
+        changes.without_straggler(pair[:1])
+
+
+def test_another_fabric_changes_collectives_alone(pair: list[RankGraph]) -> None:
+    hardware, fabric = HARDWARE["a100-sxm-80gb"], find_fabric("dgx-a100")
+    slow = find_fabric("pcie-gen4")
+    before, after = (RooflineLatency(hardware, each) for each in (fabric, slow))
+    changed = changes.on_latencies(pair, before, after, Tally())
+    assert replay(changed).replayed_s > replay(pair).replayed_s
+    ops = pair[0].nodes["kind"] == 0
+    assert changed[0].duration_s[ops] == pytest.approx(pair[0].duration_s[ops])
+
+
+def test_twice_the_batch_scales_what_batches_scale(single: list[RankGraph]) -> None:
+    latency = RooflineLatency(HARDWARE["a100-sxm-80gb"], find_fabric("dgx-a100"))
+    tally = Tally()
+    graph = changes.with_batch(single, 2.0, latency, tally)[0]
+    device = single[0].on_device
+    ratio, phases = graph.duration_s[device] / single[0].duration_s[device], single[0].nodes["phase"][device]
+    assert ratio[phases == 2] == pytest.approx(1.0)  # the optimizer
+    assert (ratio[phases != 2] > 1.0).all() and (ratio <= 2.0 + 1e-9).all()
+    assert tally.predicted_s > 0 and tally.scaled_s == pytest.approx(2 * 50 * US)  # the opaque kernel
+
+
+def test_buckets_join_only_what_is_smaller(pair: list[RankGraph]) -> None:
+    latency = RooflineLatency(HARDWARE["a100-sxm-80gb"], find_fabric("dgx-a100"))
+    with pytest.raises(StepsightError, match="none smaller"):
+        changes.with_buckets(pair, 1e6, latency, Tally())
