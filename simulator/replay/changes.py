@@ -80,9 +80,9 @@ def _named(graph: RankGraph, what: str) -> NDArray[np.bool_]:
     ]
     by_work = np.array([*of_work, False], dtype=np.bool_)[graph.nodes["work"]] & (kinds != HOST)
     if by_work.any() or what in OP_KINDS or what in COLLECTIVE_KINDS:
-        return by_work
+        return np.asarray(by_work)
     by_name = np.array([what in name for name in graph.names], dtype=np.bool_)[graph.nodes["name"]]
-    return by_name & (kinds != HOST)
+    return np.asarray(by_name & (kinds != HOST))
 
 
 def _host_scaled(graph: RankGraph, factor: float, loading: float | None = None) -> RankGraph:
