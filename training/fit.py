@@ -82,10 +82,10 @@ def train(
     check_store(uri)
     say("reading event profiles and traces")
     runs = read_runs(folders, roles)
-    profile = read_profiles(folders, _fabric(hardware_name, runs))
+    profile = read_profiles(folders, _fabric(hardware_name, runs), hardware_name)
     _check_measured(profile, runs, roles, folders)
     check_hardware(runs, hardware_name)
-    device = next((str(run.manifest.fingerprint.get("device", "cpu")) for run in runs), "cpu")
+    device = next((str(run.manifest.fingerprint.get("device", "cpu")) for run in runs), profile.device or "cpu")
     hardware = with_host(profile.hardware(hardware_name, device), runs)
     with tracked(uri, f"train {hardware_name}") as run:
         predictor = _learn(profile, runs, hardware, seed, say)

@@ -20,6 +20,7 @@ from stepsight.dataset.program import Program
 from stepsight.dataset.run_folder import read_collection, read_run
 from stepsight.dataset.run_manifest import RunManifest
 from stepsight.dataset.trace import TracedSegment
+from stepsight.training.measured.imported_ops import imported_times
 
 Array = NDArray[np.float64]
 
@@ -38,6 +39,7 @@ class Profile:
         collectives, fabrics, collective_seconds: Measured collectives.
         facts: Fields of ``Hardware`` that were measured.
         digest: Of the files.
+        device: On what imported runs computed; empty if there are none.
     """
 
     fabric: Fabric | None
@@ -50,6 +52,7 @@ class Profile:
     collective_seconds: list[float] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
+    device: str = ""
 
     def hardware(self, name: str, device: str) -> Hardware:
         """The hardware that was measured; what was not comes from a preset of the same name.
@@ -87,24 +90,49 @@ class MeasuredRun:
         return float(np.std(np.log(values))) if len(values) > 1 else 0.0
 
 
-def read_profiles(collections: Iterable[Path], fabric: Fabric | None) -> Profile:
-    """Read every event file of some collections but ``HELDOUT``; ``fabric`` is that of files which name none.
+def read_profiles(collections: Iterable[Path], fabric: Fabric | None, hardware: str = "") -> Profile:
+    """Read every event file of some collections but ``HELDOUT``, and what imported runs measured.
+
+    Args:
+        collections: Folders.
+        fabric: Of files which name none, and of imported runs.
+        hardware: What is learned, which imported runs must have been traced on.
 
     Raises:
         TraceError: If a folder is no collection or named twice, a file is not what the harness writes, or is of a box
             with more than ``MOST_TRAINING_RANKS``; or if collectives were measured and no fabric is known.
     """
     profile = Profile(fabric)
-    paths = [path for folder in _distinct(collections) for path in read_collection(folder).events]
+    collections = _distinct(collections)
+    paths = [path for folder in collections for path in read_collection(folder).events]
     files = [read_event_file(path) for path in paths if path.stem != HELDOUT]
     for file in files:
         if file.box is not None:
             _check_ranks(file.box.num_ranks, file.path)
     for file in files:
         _add(file, profile)
+    imported = [folder for collection in collections for folder in read_collection(collection).imported]
+    _add_imported(profile, imported, hardware)
     _take_medians(profile)
-    profile.digest = digest_files([file.path for file in files]) if files else ""
+    paths = [*(file.path for file in files), *(folder / "manifest.json" for folder in imported)]
+    profile.digest = digest_files(paths) if paths else ""
     return profile
+
+
+def _add_imported(profile: Profile, folders: Sequence[Path], hardware: str) -> None:
+    """Add the median of each signature that imported runs hold."""
+    times = imported_times(folders, hardware)
+    profile.device = times.device
+    for op, seconds in times.ops.items():
+        profile.ops.append(op)
+        profile.op_busy.append(1)
+        profile.op_seconds.append(float(np.median(seconds)))
+        profile.op_host_seconds.append(0.0)
+    for collective, seconds in times.collectives.items():
+        if profile.fabric is not None:
+            profile.collectives.append(collective)
+            profile.fabrics.append(profile.fabric)
+            profile.collective_seconds.append(float(np.median(seconds)))
 
 
 def _take_medians(profile: Profile) -> None:
