@@ -212,7 +212,7 @@ class Trees:
         if descend.is_compiled:
             descend(forest, roots, np.ascontiguousarray(features), leaves)
         else:
-            _descend_together(forest, roots, features, leaves)
+            descend_together(forest, roots, features, leaves)
         return np.asarray(self.share * leaves.sum(axis=1))
 
 
@@ -235,7 +235,7 @@ def descend(forest: _Tree, roots: NDArray[np.int64], features: Array, leaves: Ar
             leaves[row, tree] = forest.leaf[~at]
 
 
-def _descend_together(forest: _Tree, roots: NDArray[np.int64], features: Array, leaves: Array) -> None:
+def descend_together(forest: _Tree, roots: NDArray[np.int64], features: Array, leaves: Array) -> None:
     """As ``descend``, all rows and trees a level at a time: for a question that is answered before numba is there."""
     rows = np.repeat(np.arange(len(features)), len(roots))
     at = np.tile(roots, len(features))

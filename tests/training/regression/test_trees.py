@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.errors import PredictorError
-from stepsight.training.regression.trees import Trees, fit_trees
+from stepsight.training.regression.trees import Trees, descend, descend_together, fit_trees
 
 NAMES = ("a", "b", "c")
 
@@ -80,3 +80,13 @@ def test_numbers_that_lead_nowhere_are_refused(key: str, value: float) -> None:
     broken = re.sub(rf"\n{key}=\S+", f"\n{key}={value}", trees.text, count=1)
     with pytest.raises(PredictorError):
         Trees(broken).check(NAMES)
+
+
+def test_rows_one_by_one_reach_the_leaves_that_all_together_reach() -> None:
+    """The loop that is compiled, and the walk before numba is there: the same bits."""
+    trees, features = _fitted()
+    forest, roots, _ = trees._packed
+    alone, together = np.empty((2, len(features), len(roots)))
+    descend.function(forest, roots, features, alone)
+    descend_together(forest, roots, features, together)
+    assert np.array_equal(alone, together)
