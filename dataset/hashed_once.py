@@ -1,10 +1,21 @@
-"""A decorator: dataclasses that are keys thousands of times a second."""
+"""Dataclasses and tuples that are keys thousands of times a second."""
 
 from __future__ import annotations
 
 from typing import Any, TypeVar
 
 T = TypeVar("T", bound=type)
+Item = TypeVar("Item")
+
+
+class HashedTuple(tuple[Item, ...]):
+    """A tuple that remembers its hash: a long one is a key many times."""
+
+    def __hash__(self) -> int:
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = self.__dict__["_hash"] = super().__hash__()
+        return known
 
 
 def hashed_once(cls: T) -> T:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from stepsight.dataset.caching import cached
+from stepsight.dataset.hashed_once import HashedTuple
 from stepsight.simulator.clock.codes import DATA, SECOND
 from stepsight.simulator.lowering.gathers import Gathers
 from stepsight.simulator.lowering.passages import WEIGHT
@@ -17,7 +18,7 @@ from stepsight.simulator.lowering.replicas import BUCKET_NAMES, Replicas, bucket
 from stepsight.simulator.lowering.segment import SegmentBuilder
 from stepsight.simulator.lowering.slots import ROOT, Plan, Slot, UnitPattern
 
-Patterns = tuple[UnitPattern, ...]
+Patterns = HashedTuple[UnitPattern]
 
 
 class Duties(NamedTuple):

@@ -96,7 +96,7 @@ class Replicas:
     def pattern(self) -> Replicas:
         """The same with groups of two in the place of larger ones: all that the events of a segment depend on."""
         groups = {field.name: _pair(getattr(self.groups, field.name)) for field in fields(self.groups)}
-        return replace(self, groups=Groups(**groups))
+        return _same(replace(self, groups=Groups(**groups)))
 
     def reduces(self, last: bool) -> bool:
         """Whether the backward of a micro-batch sends gradients, ``last`` saying whether it is the last."""
@@ -108,6 +108,12 @@ class Replicas:
 
 
 SILENT = Replicas()
+
+
+@cached(1024)
+def _same(replicas: Replicas) -> Replicas:
+    """Equal replicas as one object, which the keys of plans are compared by."""
+    return replicas
 
 
 def _pair(group: Group) -> Group:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from stepsight.dataset.caching import cached
 from stepsight.dataset.execution import ExecutionSemantics, KernelSemantics, semantics_of
-from stepsight.dataset.hashed_once import hashed_once
+from stepsight.dataset.hashed_once import HashedTuple, hashed_once
 from stepsight.dataset.job import Job
 from stepsight.dataset.specs import ModelSpec
 from stepsight.simulator.blocks.family import LayerKinds, find_family
@@ -36,14 +36,7 @@ class PartShape:
         return sum(count for _, count in self.layers)
 
 
-class Parts(tuple[PartShape, ...]):
-    """Parts of a model in its order; a tuple that remembers its hash, since there may be hundreds."""
-
-    def __hash__(self) -> int:
-        known: int | None = self.__dict__.get("_hash")
-        if known is None:
-            known = self.__dict__["_hash"] = super().__hash__()
-        return known
+Parts = HashedTuple[PartShape]  # of a model, in its order
 
 
 @hashed_once

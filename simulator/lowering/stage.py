@@ -15,7 +15,7 @@ from stepsight.dataset.execution import KernelSemantics
 from stepsight.dataset.hashed_once import hashed_once
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.lowering.buckets import BucketPlan, Repeated, send_buckets
-from stepsight.simulator.lowering.part_plan import Duties, backward_plan, forward_plan
+from stepsight.simulator.lowering.part_plan import Duties, Patterns, backward_plan, forward_plan
 from stepsight.simulator.lowering.part_units import Unit, part_units, passage_of
 from stepsight.simulator.lowering.passages import FORWARD, INPUT, WEIGHT, BackwardSpec, Passage
 from stepsight.simulator.lowering.replicas import SILENT, Replicas
@@ -140,7 +140,7 @@ class _PartRun(NamedTuple):
 
     units: tuple[Unit, ...]
     passages: tuple[Passage, ...]
-    patterns: tuple[UnitPattern, ...]
+    patterns: Patterns
 
 
 @cached(4096)
@@ -149,7 +149,13 @@ def _part_run(shape: RankShape, part: PartShape, every: int, spec: BackwardSpec 
     units = part_units(shape, part, every)
     passages = tuple([passage_of(u.block, None if spec is None else _spec_for(u, spec)) for u in units])
     patterns = [_pattern(at, *run) for at, run in enumerate(zip(units, passages, strict=True))]
-    return _PartRun(units, passages, tuple(patterns))
+    return _PartRun(units, passages, _same_patterns(Patterns(patterns)))
+
+
+@cached(4096)
+def _same_patterns(patterns: Patterns) -> Patterns:
+    """Equal patterns as one object, which the keys of plans are compared by."""
+    return patterns
 
 
 def _pattern(index: int, unit: Unit, passage: Passage) -> UnitPattern:
