@@ -16,12 +16,12 @@ from stepsight.training.predictor.prediction import predict
 def legal() -> list[Job]:
     """Strategies of a model on two nodes, and one of them with a straggler."""
     job = Job(
-        model=ModelSpec(family="llama", layers=48, hidden=4096, heads=32, ffn=11008, vocab=32000, seq_len=4096),
+        model=ModelSpec(family="llama", layers=32, hidden=4096, heads=32, ffn=11008, vocab=32000, seq_len=4096),
         parallel=ParallelSpec(),
         batch=BatchSpec(micro_batch=1, global_batch=64),
         cluster=ClusterSpec(hardware="h100-sxm-80gb", nodes=2, devices_per_node=8),
     )
-    some = random.Random(0).sample(list(strategies(job)), 40)
+    some = random.Random(0).sample(list(strategies(job)), 24)
     slow = replace(some[0], cluster=replace(job.cluster, stragglers=(Straggler(rank=3, slowdown=1.5),)))
     return [*some, slow]
 
@@ -49,6 +49,12 @@ def test_answers_do_not_depend_on_the_order(legal: list[Job]) -> None:
     for forth, back, some in zip(one, other, few, strict=True):
         assert forth == pytest.approx(back[::-1], rel=1e-12)
         assert forth[:12] == pytest.approx(some, rel=1e-12)
+
+
+def test_processes_share_the_jobs(legal: list[Job]) -> None:
+    """Two processes give the answers of one."""
+    for one, two in zip(ask_many(legal), ask_many(legal, processes=2), strict=True):
+        assert one == pytest.approx(two, rel=1e-12)
 
 
 def test_what_does_not_fit_is_not_timed_where_it_need_not_be(legal: list[Job]) -> None:
