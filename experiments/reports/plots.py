@@ -81,6 +81,27 @@ def plot_published_runs(groups: Mapping[str, Sequence[tuple[float, float]]], pat
     _save(figure, path)
 
 
+def plot_front(
+    plans: Sequence[dict[str, Any]], front: Sequence[dict[str, Any]], cost: str, path: Path, title: str
+) -> None:
+    """Scatter of plans, training time against ``cost`` (a key of the rows), and the front through the best of them."""
+    figure, axes = _figure()
+    for name in dict.fromkeys(row["hardware"] for row in plans):
+        rows = [row for row in plans if row["hardware"] == name]
+        axes.scatter([row[cost] for row in rows], [row["training_time_s"] / 86400 for row in rows], s=24, label=name)
+        for row in rows:
+            axes.annotate(str(row["devices"]), (row[cost], row["training_time_s"] / 86400), fontsize="x-small")
+    line = sorted((row[cost], row["training_time_s"] / 86400) for row in front)
+    axes.plot(*zip(*line, strict=True), color="black", lw=0.8, label="front")
+    axes.set(xscale="log", yscale="log", title=title)
+    axes.set_xlabel(f"{cost} (beside each plan: its number of devices)")
+    axes.set_ylabel("training time (days)")
+    axes.legend(frameon=False)
+    _plain_ticks(axes.xaxis)
+    _plain_ticks(axes.yaxis)
+    _save(figure, path)
+
+
 def plot_search(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Iteration time against peak memory of every strategy that was timed."""
     figure, axes = _figure(7.0, 4.5)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.job import Job
+from stepsight.experiments.reports.plots import plot_front, plot_search
 from stepsight.experiments.reports.text_table import Number, table
+from stepsight.experiments.search.front import cost_axis
 from stepsight.training.predictor.prediction_views import seconds_text
 
 if TYPE_CHECKING:
@@ -17,7 +20,9 @@ def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
     told = result.to_dict()
     rows = told.pop("choices")[:top]
     too_large = sum(not choice.fits for choice in result.choices)
-    lines = [f"{job.name}: {_counts(result, too_large)}", table(*_table(rows))]
+    several = bool(result.plans or result.skipped)
+    lines = [f"{job.name}: {_counts(result, too_large)}"]
+    lines += _plans(result) if several else [table(*_table(rows))]
     own = told["own"]
     if own is not None:
         fits = "fits" if own["fits"] else "does not fit"
@@ -47,10 +52,65 @@ def _verdict(result: SearchResult) -> str:
         return result.proof
     if result.gap_percent is None:
         return "how far the best is from the optimum is not known"
-    better = "has a lower upper end of its interval" if result.goal.robust else "is faster"
+    better = "is faster" if result.goal.objective == "iteration_time" else f"is better by {result.goal.objective}"
+    if result.goal.robust:
+        better += " at the upper end of its interval"
     if result.gap_percent == 0:
         return f"optimal: by this predictor, no other legal strategy that fits {better}"
     return f"{result.proof}: by this predictor, no legal strategy that fits {better} by more than this"
+
+
+def _plans(result: SearchResult) -> list[str]:
+    """The best strategy of each scenario; those on the front of time and cost are marked."""
+    front = result.front
+    rows = result.to_dict()["plans"]
+    known = [("cost", "cost"), ("energy_kwh", "MWh, estimate")]
+    shown = [column for column in known if any(row[column[0]] is not None for row in rows)]
+    cells = [
+        [
+            number,
+            row["nodes"],
+            f"{row['hardware']} {row['fabric']}",
+            row["global_batch"],
+            row["seq_len"],
+            choice.job.name.removeprefix(f"{choice.job.model_name} "),
+            seconds_text(row["iteration_time_s"]),
+            f"{row['tokens_per_s_per_device']:,.0f}",
+            days_text(row["training_time_s"]),
+            *(_amount(row[key], key) for key, _ in shown),
+            "yes" if row in front else "",
+        ]
+        for number, (row, choice) in enumerate(zip(rows, result.plans, strict=True), start=1)
+    ]
+    header = ["#", "nodes", "cluster", "batch", "tokens", "best strategy", "iteration", "tokens/s/device", "training"]
+    lines = [table([*header, *(name for _, name in shown), "front"], cells)] if cells else []
+    goal = result.goal
+    penalty = f" * (1 + batch / {goal.critical_batch:g})" if goal.critical_batch else ""
+    lines.append(f"by {goal.objective}; training on {goal.tokens:.4g}{penalty} tokens")
+    return [*lines, *(f"skipped: {text}" for text in result.skipped)]
+
+
+def _amount(value: float | None, key: str) -> str:
+    if value is None:
+        return "-"
+    return f"{value / 1e3:,.1f}" if key == "energy_kwh" else f"{value:,.2f}"
+
+
+def days_text(seconds: float) -> str:
+    """A long time in days, hours or seconds."""
+    if seconds >= 86400:
+        return f"{seconds / 86400:,.1f} d"
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else seconds_text(seconds)
+
+
+def plot_result(result: SearchResult, path: Path, title: str) -> None:
+    """Draw time against memory of all strategies; of several scenarios time against cost, with their front."""
+    if result.plans:
+        told = result.to_dict()
+        plot_front(told["plans"], told["front"], cost_axis(told["plans"]), path, title)
+        return
+    shown = {id(choice): choice for choice in (*result.choices, result.own) if choice is not None}
+    plot_search([choice.to_dict() for choice in shown.values()], path, title)
 
 
 def _rivals(result: SearchResult) -> list[str]:

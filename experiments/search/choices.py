@@ -38,6 +38,21 @@ class Choice:
     seconds: Seconds | None
     _predict: Callable[[Job], Prediction] = field(compare=False)
 
+    @classmethod
+    def of(cls, prediction: Prediction, ask: Callable[[Job], Prediction]) -> Choice:
+        """The strategy of a prediction, which is timed even if it does not fit; ``ask`` predicts a job."""
+        seconds = (prediction.iteration_time_s, prediction.low_s, prediction.high_s)
+        memory = prediction.memory
+        choice = cls(prediction.job, memory.peak_bytes, memory.capacity_bytes, seconds, ask)
+        choice.__dict__["prediction"] = prediction
+        return choice
+
+    @property
+    def timed(self) -> Seconds:
+        """The seconds of a strategy that was timed."""
+        assert self.seconds is not None, self.job
+        return self.seconds
+
     @cached_property
     def prediction(self) -> Prediction | None:
         """The whole prediction, made when it is first asked for; None where the strategy does not fit in memory."""
@@ -106,6 +121,8 @@ class SearchResult:
             optimal.  None: not known, or no strategy that was evaluated fits.
         rivals: With ``robust``, strategies that the predictor cannot tell from the best.
         goal: What is sought.
+        plans: The best strategy of each scenario that has one, best first; empty: there is one scenario, the job's.
+        skipped: Scenarios without a legal strategy, each with the reason.
     """
 
     choices: list[Choice] = field(default_factory=list)
@@ -115,6 +132,8 @@ class SearchResult:
     gap_percent: float | None = None
     rivals: Sequence[Rival] = ()
     goal: Goal = field(default_factory=Goal)
+    plans: Sequence[Choice] = ()
+    skipped: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         best = repr(self.choices[0]) if self.choices and self.choices[0].fits else "none fits"
@@ -160,6 +179,8 @@ class SearchResult:
             "gap_percent": self.gap_percent,
             "own": None if self.own is None else self._row(self.own),
             "front": self.front,
+            "plans": [self._row(choice) for choice in self.plans],
+            "skipped": list(self.skipped),
             "rivals": [rival.to_dict() for rival in self.rivals],
             "choices": rows,
         }

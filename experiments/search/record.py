@@ -15,12 +15,12 @@ class Found(NamedTuple):
     """What was found of a strategy.
 
     Attributes:
-        index: Its number in the grid.
+        strategy: Its number in the grid.
         seconds: None if it does not fit in memory.
         excess_bytes: Memory that it needs beyond what a device has; negative if it fits.
     """
 
-    index: int
+    strategy: int
     seconds: Seconds | None
     excess_bytes: float
 
@@ -62,8 +62,8 @@ class Memory:
     def finish(self, found: Sequence[Found]) -> None:
         """As ``Record.finish``."""
         for one in found:
-            self.done[one.index] = one.seconds
-            self._grid.left[one.index] = False
+            self.done[one.strategy] = one.seconds
+            self._grid.left[one.strategy] = False
 
     def give_up(self) -> None:
         """As ``Record.give_up``: nobody waits for them."""

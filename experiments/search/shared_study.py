@@ -116,7 +116,7 @@ class SharedStudy:
             self._look()
             with self._batch():
                 for one in found:
-                    if one.index not in self.done:  # the claim was void, and another process evaluated it
+                    if one.strategy not in self.done:  # the claim was void, and another process evaluated it
                         self._storage.create_new_trial(self._id, self._trial(one))
                 self._hold([])
             self._look()
@@ -129,8 +129,8 @@ class SharedStudy:
         return optuna.trial.create_trial(
             state=TrialState.COMPLETE if fits else TrialState.PRUNED,
             value=found.seconds[0] if found.seconds is not None else None,
-            params=self._grid.params(found.index),
-            distributions=self._grid.distributions(found.index),
+            params=self._grid.params(found.strategy),
+            distributions=self._grid.distributions(found.strategy),
             user_attrs={_SECONDS: found.seconds},
             constraints={"memory": found.excess_bytes},
         )

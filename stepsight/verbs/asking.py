@@ -12,6 +12,7 @@ from stepsight.verbs.chosen import check_chosen, write_chosen
 from stepsight.verbs.config_options import read_job
 from stepsight.verbs.options import (
     SCHEDULE,
+    STRATEGIES,
     TIMELINE,
     FrameworkName,
     HardwareName,
@@ -24,6 +25,7 @@ from stepsight.verbs.options import (
     check_plot,
     check_result,
     load,
+    numbers,
     path,
     progress,
     refuse_given,
@@ -153,12 +155,49 @@ def search_command(
             help="Rank by the upper end of the interval, and list the strategies that cannot be told from the best.",
         ),
     ] = False,
+    nodes: Annotated[str, typer.Option(help="Numbers of nodes to compare, as 16,32,64.")] = "",
+    clusters: Annotated[
+        str,
+        typer.Option(help="Hardware to compare, each with @fabric or its usual one, as h100-sxm-80gb,a100-sxm-80gb."),
+    ] = "",
+    global_batches: Annotated[str, typer.Option(help="Global batches to compare, in sequences, as 512,1024.")] = "",
+    seq_lens: Annotated[str, typer.Option(help="Sequence lengths to compare, in tokens, as 4096,8192.")] = "",
+    objective: Annotated[
+        str,
+        typer.Option(
+            help="iteration_time, tokens_per_s_per_device, or of training on --tokens: training_time, cost, energy. "
+            "Default: iteration_time; training_time where clusters, batches or lengths are compared."
+        ),
+    ] = "",
+    tokens: Annotated[float, typer.Option(help="Tokens to train on: for training time, cost and energy.")] = 1e9,
+    critical_batch: Annotated[
+        float,
+        typer.Option(
+            help="Global batch G* at which training takes twice the tokens: tokens * (1 + global batch / G*); "
+            "0: no penalty."
+        ),
+    ] = 0.0,
+    prices: Annotated[
+        Path | None,
+        typer.Option(
+            parser=path,
+            help="A .toml file with a table [price_per_device_hour] by hardware, and if wanted [power_w] in place of "
+            "the datasheets' watts.",
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the sampler.")] = 0,
     storage: Storage = None,
     study: Annotated[str | None, typer.Option(help="Name of the study in the storage; goes on if it exists.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(parser=path, help="Write time against memory of all strategies here (.png, .svg).")
+        Path | None,
+        typer.Option(
+            parser=path,
+            help="Write time against memory of all strategies here (.png, .svg); of several scenarios, against cost.",
+        ),
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option(parser=path, help="Write all strategies that were evaluated here, a row for each.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -171,21 +210,45 @@ def search_command(
     does not fit in memory is not timed. In the table mb is the micro-batch, zero the ZeRO stage (3/8: over 8 replicas),
     sp sequence parallelism, and GB the memory of the fullest pipeline stage.
 
+    With --nodes, --clusters, --global-batches or --seq-lens every combination is searched, and their best strategies
+    are compared: by time, throughput, cost and energy (an estimate from the devices' rated power).
+
     Example:
 
         stepsight search examples/gpt3-175b-1024.toml --plot search.png
+        stepsight search examples/llama3-70b-fsdp-512.toml --nodes 16,32,64 --tokens 1e12 --prices prices.toml
     """
-    from stepsight.experiments.reports.plots import plot_search
-    from stepsight.experiments.reports.search_report import search_report
-    from stepsight.experiments.search.objectives import Goal
+    from stepsight.dataset.files import write_text
+    from stepsight.experiments.reports.search_report import plot_result, search_report
+    from stepsight.experiments.search.objectives import Goal, read_prices
+    from stepsight.experiments.search.scenarios import Scenarios
     from stepsight.experiments.search.search import search
     from stepsight.experiments.search.stage_layers import with_uneven_stages
 
     check_plot(plot)
     check_chosen(out, to)
+    if csv is not None:
+        check_result("--csv", csv, STRATEGIES)
     if study is not None and storage is None:
         raise StepsightError(f"a study is kept in a storage: --study {study!r:.80} needs --storage")
     read = read_job(job, framework)
+    scenarios = Scenarios(
+        nodes=numbers("--nodes", nodes),
+        clusters=tuple(filter(None, clusters.split(","))),
+        global_batches=numbers("--global-batches", global_batches),
+        seq_lens=numbers("--seq-lens", seq_lens),
+    )
+    if uneven and not scenarios.is_empty:
+        raise StepsightError("--uneven is for one cluster and batch: search the best scenario again with it")
+    price, power = ({}, {}) if prices is None else read_prices(prices)
+    goal = Goal(
+        objective=objective or ("iteration_time" if scenarios.is_empty else "training_time"),
+        tokens=tokens,
+        critical_batch=critical_batch,
+        prices=price,
+        power_w=power,
+        robust=robust,
+    )
     loaded = load(predictor)
     tell, evaluated = progress("strategies"), 0
 
@@ -195,9 +258,20 @@ def search_command(
         tell(evaluated, trials or "", "none fits yet" if best is None else f"best {best:.4g} s")
 
     result = search(
-        read, loaded, space=space, goal=Goal(robust=robust), trials=trials, timeout_s=timeout_s, gap=gap, sampler=sampler, seed=seed,
-        storage=storage, study_name=study, on_trial=on_trial,
-    )  # fmt: skip
+        read,
+        loaded,
+        space=space,
+        trials=trials,
+        timeout_s=timeout_s,
+        gap=gap,
+        goal=goal,
+        scenarios=scenarios,
+        sampler=sampler,
+        seed=seed,
+        storage=storage,
+        study_name=study,
+        on_trial=on_trial,
+    )
     tell(evaluated, evaluated)
     if uneven:
         result = with_uneven_stages(result, loaded)
@@ -205,6 +279,7 @@ def search_command(
     if out is not None:
         report["text"] += f"\n{write_chosen(result.best.job, out, to)}"
     if plot is not None:
-        shown = {id(choice): choice for choice in (*result.choices, result.own) if choice is not None}
-        plot_search([choice.to_dict() for choice in shown.values()], plot, read.name)
+        plot_result(result, plot, read.name)
+    if csv is not None:
+        write_text(csv, result.to_frame().to_csv(index=False))
     answer(report, report.pop("text"), as_json)

@@ -97,6 +97,14 @@ def refuse_given(context: typer.Context, names: Sequence[str], why: str) -> None
             raise StepsightError(f"--{name.replace('_', '-')} {why}")
 
 
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    """Whole numbers that are separated by commas."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isascii() and word.isdigit() for word in words):
+        raise StepsightError(f"{option} must be whole numbers, separated by commas, got {text!r:.80}")
+    return tuple(map(int, words))
+
+
 def load(path: Path | None) -> Predictor | str | None:
     """What ``--predictor`` names."""
     if path is None:
@@ -124,6 +132,7 @@ def check_plot(plot: Path | None) -> None:
 
 # How files begin that a verb may write over: its own of before.
 TIMELINE, SCHEDULE = (".json", rb'\{"displayTimeUnit":'), (".csv", rb"\(?\d+[A-Z]")
+STRATEGIES = (".csv", rb"tp,cp,pp,ep,dp,")
 
 
 def check_result(option: str, wanted: Path, kind: tuple[str, bytes]) -> None:

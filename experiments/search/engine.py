@@ -1,0 +1,223 @@
+"""The search of one job: asks about the strategies of its grid until the best is proved, or a limit is reached."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.files import digest
+from stepsight.dataset.job import Job
+from stepsight.experiments.search.bounds import Bounds, grid_bounds
+from stepsight.experiments.search.choices import Choice, SearchResult
+from stepsight.experiments.search.choosers import BestFirst, InOrder, Tpe
+from stepsight.experiments.search.grid import Grid
+from stepsight.experiments.search.objectives import Goal
+from stepsight.experiments.search.record import Choose, Found, Memory, Record, Seconds
+from stepsight.experiments.search.risk import find_rivals
+from stepsight.experiments.search.space import Space
+from stepsight.experiments.search.strategies import VARIED
+from stepsight.simulator.memory import estimate_memory
+from stepsight.training.predictor.ask_many import ask_many
+from stepsight.training.predictor.prediction import Prediction, predict
+
+if TYPE_CHECKING:
+    from stepsight.training.predictor.predictor import Predictor
+
+SAMPLERS = ("auto", "enumerate", "tpe", "random")
+TRIALS = 200  # of samplers that would go on for ever
+MOST_SEED = 2**31  # samplers take 32 bits, and a study that goes on adds its trials
+FEWEST, MOST = 32, 1024  # strategies that are asked about together: with more, some are asked about in vain
+OnTrial = Callable[[int, float | None], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manner:
+    """How a search goes about it; attributes as the arguments of ``search``.
+
+    Raises:
+        StepsightError: If a value is not allowed.
+    """
+
+    space: Space = field(default_factory=Space)
+    goal: Goal = field(default_factory=Goal)
+    trials: int | None = None
+    timeout_s: float | None = None
+    gap: float = 0.0
+    sampler: str = "auto"
+    seed: int = 0
+    storage: str | None = None
+    study_name: str | None = None
+    on_trial: OnTrial | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed <= MOST_SEED:
+            raise StepsightError(f"seed must be {'>= 0' if self.seed < 0 else f'<= {MOST_SEED}'}, got {self.seed}")
+        if self.trials is not None and self.trials < 1:
+            raise StepsightError(f"trials must be >= 1, got {self.trials}")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise StepsightError(f"timeout_s must be > 0, got {self.timeout_s}")
+        if not 0 <= self.gap < math.inf:
+            raise StepsightError(f"gap must be a number of percent >= 0, got {self.gap}")
+        if self.sampler not in SAMPLERS:
+            raise StepsightError(f"sampler must be one of {', '.join(SAMPLERS)}, got {self.sampler!r:.80}")
+        if self.study_name is not None and self.storage is None:
+            raise StepsightError(f"a study is kept in a storage: state storage with study_name {self.study_name!r:.80}")
+
+
+def search_job(job: Job, predictor: Predictor | str | None, manner: Manner) -> SearchResult:
+    """Search the strategies of one job on one cluster.
+
+    Raises:
+        JobError: If the job cannot be predicted, or no legal strategy exists.
+        StepsightError: If the stored study answers another question.
+    """
+    given = predict(job, predictor)  # a job that cannot be answered is refused before a study begins
+    manner.goal.scale(job)
+    grid = Grid(job, manner.space)
+    engine = _Engine(grid, given, predictor, manner)
+    with closing(_record(grid, _question(job, given.source, grid.space), manner)) as record:
+        choose = engine.chooser(record)
+        by_chance = manner.sampler in ("tpe", "random")
+        total = min(len(grid), manner.trials or (TRIALS if by_chance else len(grid)))
+        until = math.inf if manner.timeout_s is None else time.monotonic() + manner.timeout_s
+        most = 1 if manner.sampler == "tpe" else FEWEST
+        while time.monotonic() < until and (claimed := record.claim(total, choose, most)):
+            engine.evaluate(claimed, record)
+            most = min(2 * most, MOST) if most > 1 else 1
+        return engine.result(record.done)
+
+
+def _record(grid: Grid, question: str, manner: Manner) -> Record:
+    """Where the search writes down what it evaluated: Optuna is asked only if there is something for it to do."""
+    if manner.storage is None and manner.sampler != "tpe":
+        return Memory(grid)
+    import optuna
+
+    from stepsight.experiments.search.shared_study import SharedStudy
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return SharedStudy(manner.storage, manner.study_name, question, grid)
+
+
+def _question(job: Job, source: str, space: Space) -> str:
+    """What a study is about: its trials answer no other question."""
+    batch, parallel = replace(job.batch, micro_batch=1), {**asdict(job.parallel), **dict.fromkeys(VARIED)}
+    return digest("3", repr((job.model, batch, job.optimizer, job.cluster, job.framework, parallel, space)), source)
+
+
+class _Engine:
+    """Asks about the strategies of a grid, and knows what this process has asked."""
+
+    def __init__(self, grid: Grid, given: Prediction, predictor: Predictor | str | None, manner: Manner) -> None:
+        self._ask_one = lambda job: predict(job, predictor)
+        self.own = Choice.of(given, self._ask_one)
+        self.first = grid.find(given.job)  # the job's own strategy; None if it is not in the space
+        self._grid, self._predictor, self._goal, self._manner = grid, predictor, manner.goal, manner
+        self._given = given
+        self._shortest = manner.goal.judged(self.own.timed) if self.own.fits else math.inf
+        self._known: dict[int, Choice] = {} if self.first is None else {self.first: self.own}
+        self._bounds: Bounds | None = None
+        self._seen = 0  # strategies of the record that ``_shortest`` knows
+
+    def chooser(self, record: Record) -> Choose:
+        """What to ask about next."""
+        sampler, seed = self._manner.sampler, self._manner.seed
+        if sampler == "auto":
+            return BestFirst(self._grid, self.bounds, self.first, lambda: self._to_beat(record.done))
+        if sampler == "tpe":
+            from stepsight.experiments.search.shared_study import SharedStudy
+
+            assert isinstance(record, SharedStudy)
+            self._grid.shuffle(seed)
+            return Tpe(self._grid, record, seed, self.first)
+        order = np.arange(len(self._grid))
+        shuffled = np.random.default_rng(seed).permutation(len(self._grid)) if sampler == "random" else order
+        return InOrder(self._grid, shuffled, self.first)
+
+    def _to_beat(self, done: dict[int, Seconds | None]) -> float:
+        """What a bound must be below to be worth asking about."""
+        return self.shortest(done) / (1.0 + self._manner.gap / 100.0)
+
+    @property
+    def bounds(self) -> Bounds:
+        """Lower bounds of all strategies."""
+        if self._bounds is None:
+            given = self._given
+            timer, hardware = given.simulation.timer, given.simulation.hardware
+            self._bounds = grid_bounds(self._grid, timer, hardware, given.predictor)
+        return self._bounds
+
+    def shortest(self, done: dict[int, Seconds | None]) -> float:
+        """Least seconds that count of all that fit."""
+        for seconds in list(done.values())[self._seen :]:
+            if seconds is not None:
+                self._shortest = min(self._shortest, self._goal.judged(seconds))
+        self._seen = len(done)
+        return self._shortest
+
+    def evaluate(self, claimed: list[int], record: Record) -> None:
+        """Evaluate strategies that this process claimed; free them if that fails."""
+        before = len(record.done)
+        try:
+            choices = self._asked(claimed)
+        except BaseException:
+            record.give_up()
+            raise
+        record.finish(
+            [
+                Found(index, choice.seconds if choice.fits else None, choice.peak_bytes - choice.capacity_bytes)
+                for index, choice in zip(claimed, choices, strict=True)
+            ]
+        )
+        shortest = self.shortest(record.done)
+        on_trial = self._manner.on_trial
+        for number in range(len(claimed)):
+            if on_trial is not None:
+                on_trial(before + number, None if math.isinf(shortest) else shortest)
+
+    def _asked(self, indices: list[int]) -> list[Choice]:
+        """Choices of strategies."""
+        new = [index for index in indices if index not in self._known]
+        jobs = [self._grid.strategy(index) for index in new]
+        if jobs:
+            answers = ask_many(jobs, self._predictor, only_fitting=True)
+            for index, job, (time_s, low_s, high_s, peak, capacity) in zip(
+                new, jobs, np.array(answers).T.tolist(), strict=True
+            ):
+                seconds = (time_s, low_s, high_s) if peak <= capacity else None
+                self._known[index] = Choice(job, peak, capacity, seconds, self._ask_one)
+        return [self._known[index] for index in indices]
+
+    def result(self, done: dict[int, Seconds | None]) -> SearchResult:
+        """All strategies of a study; those that other processes evaluated are predicted when they are asked for."""
+        elsewhere = [index for index in done if index not in self._known]
+        choices = [self._known[index] for index in done if index in self._known]
+        choices += [self._elsewhere(index, done[index]) for index in elsewhere]
+        if self.own.fits and self.first not in done:
+            choices.append(self.own)
+        ranked = sorted(choices, key=lambda choice: choice.rank(self._goal))
+        rivals = find_rivals(ranked) if self._goal.robust else ()
+        return SearchResult(ranked, len(done), len(self._grid), self.own, self._gap_percent(done), rivals, self._goal)
+
+    def _elsewhere(self, index: int, seconds: Seconds | None) -> Choice:
+        memory = estimate_memory(self._grid.strategy(index), self._given.simulation.hardware)
+        return Choice(self._grid.strategy(index), memory.peak_bytes, memory.capacity_bytes, seconds, self._ask_one)
+
+    def _gap_percent(self, done: dict[int, Seconds | None]) -> float | None:
+        """How much longer than the optimum the best takes at most, in percent."""
+        best = self.shortest(done)
+        if math.isinf(best):
+            return None
+        left = np.ones(len(self._grid), dtype=np.bool_)
+        left[list(done)] = False
+        if not left.any():
+            return 0.0
+        least = float(self.bounds.seconds[left & self.bounds.may_fit].min(initial=math.inf))
+        return max(0.0, 100.0 * (best / least - 1.0)) if least > 0 else None
