@@ -127,6 +127,7 @@ EXPERIMENTS = {
     "kernels": "kernel_accuracy",
     "memory": "memory_accuracy",
     "one-gpu": "one_gpu",
+    "search": "search_regret",
     "small-to-large": "small_to_large",
 }  # by name: the module of ``experiments/studies``, which is in a checkout but not in the wheel
 
@@ -137,8 +138,8 @@ def experiment_command(
 ) -> None:
     """Measure again what the README claims: `collectives` (between nodes, sites held out), `dilated` (pipelines that
     sleep, for real), `kernels` (public tables, shapes held out), `memory` (against PyTorch's tracker), `one-gpu` (ten
-    minutes of a GPU, judged on what was held out) or `small-to-large` (train on four ranks, predict sixteen). Each
-    takes options of its own, `--json` and `--help` among them.
+    minutes of a GPU, judged on what was held out), `search` (against asking about every strategy) or `small-to-large`
+    (train on four ranks, predict sixteen). Each takes options of its own, `--json` and `--help` among them.
 
     Example:
 

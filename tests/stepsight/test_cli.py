@@ -64,6 +64,12 @@ def test_search_and_show(tmp_path: Path) -> None:
     done = run("search", EXAMPLE, "--trials", 30, "--sampler", "random", "--plot", plot, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["best"]["fits"] and plot.stat().st_size > 1000
+    table, strategies = tmp_path / "strategies.csv", ("--space", tmp_path / "space.toml", "--robust")
+    (tmp_path / "space.toml").write_text('schedules = ["1f1b"]\nmicro_batches = [1]\n')
+    told = json.loads(run("search", EXAMPLE, *strategies, "--csv", table, "--json").stdout)
+    keys = {"best", "evaluated", "legal", "own", "top", "gap_percent", "front", "rivals"}
+    assert keys <= set(told) and told["gap_percent"] == 0 and told["front"][0]["fits"]
+    assert len(table.read_text().splitlines()) == told["evaluated"] + (told["own"]["fits"] and 1) + 1
     shown = run("show", EXAMPLE)
     assert "gpt3-175b" in shown.stdout and shown.returncode == 0
 
@@ -126,6 +132,11 @@ def test_a_rejected_run_is_an_exit_code(
         (("predict", EXAMPLE, "--level", "op"), "--level is the detail of a timeline"),
         (("search", "bad.toml"), "must equal"),
         (("search", EXAMPLE, "--sampler", "magic"), "sampler"),
+        (("search", EXAMPLE, "--study", "s"), "needs --storage"),
+        (("search", EXAMPLE, "--storage", "s9.db", "--study", "s"), "write sqlite:///s9.db"),
+        (("search", EXAMPLE, "--nodes", "1;2"), "--nodes must be whole numbers"),
+        (("search", EXAMPLE, "--space", "huge"), "a space must be usual, wide"),
+        (("search", EXAMPLE, "--objective", "cost"), "price of a100-sxm-80gb is not known"),
         (("search", EXAMPLE, "--plot", "notes.txt/a.png"), "needs a folder that can be written to"),
         (("search", EXAMPLE, "--plot", "folder.png"), "new or plain file"),
         (("predict", EXAMPLE, "--timeline", "/proc/x/timeline.json"), "needs a folder that can be written to"),

@@ -39,10 +39,10 @@ def test_same_best_as_enumeration(job: Job) -> None:
     """The search by bounds finds the best of all strategies, asks about some of them, and says that it is optimal."""
     found, reference = search(job, space=SMALL), exhaustive(job, space=SMALL)
     assert found.evaluated < reference.evaluated == found.legal == reference.legal
-    assert found.best.seconds == reference.best.seconds
+    assert found.best.seconds == pytest.approx(reference.best.seconds)
     assert found.gap_percent == reference.gap_percent == 0 and found.proof == "optimal"
     assert found.best.prediction is not None
-    assert found.best.prediction.iteration_time_s == found.best.seconds[0]
+    assert found.best.prediction.iteration_time_s == pytest.approx(found.best.seconds[0])
     assert found.best.prediction.memory.peak_bytes == found.best.peak_bytes == found.best.memory.peak_bytes
 
 
@@ -161,7 +161,8 @@ def test_a_stored_strategy_is_not_predicted_again(job: Job, tmp_path: Path, monk
     assert second.to_dict() == first.to_dict() and asked == [job]
     other = next(choice for choice in second.choices if choice.job != job and choice.fits)
     assert other.prediction is other.prediction is not None
-    assert other.prediction.iteration_time_s == other.to_dict()["iteration_time_s"] and asked == [job, other.job]
+    assert other.prediction.iteration_time_s == pytest.approx(other.to_dict()["iteration_time_s"])
+    assert asked == [job, other.job]
 
 
 def test_what_a_dead_process_claimed_is_free(job: Job, tmp_path: Path) -> None:

@@ -1,0 +1,164 @@
+"""How far a search is from the best strategy of its space: jobs drawn at random, against asking about all strategies.
+
+Every job is searched at the default settings in a process that knows nothing of it yet, and then all of its strategies
+are asked about.  Regret is how much longer the search's best takes than the best of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from stepsight.dataset.caching import clear_caches
+from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.job import Job
+from stepsight.experiments.reports.text_table import Number, table
+from stepsight.experiments.search.grid import Grid
+from stepsight.experiments.search.search import search
+from stepsight.experiments.search.space import Space
+
+JOBS = 30
+MOST_LEGAL = 20_000  # strategies of a job
+# Layers, hidden, heads and the rest of a model, smallest to largest, and how many devices it may have.
+FAMILIES: dict[str, list[dict[str, Any]]] = {
+    "gpt": [
+        {"layers": layers, "hidden": hidden, "heads": hidden // 128, "vocab": 51200, "seq_len": 2048}
+        for layers, hidden in ((24, 2048), (32, 4096), (48, 6144), (80, 10240), (96, 12288))
+    ],
+    "llama": [
+        {"layers": layers, "hidden": hidden, "heads": hidden // 128, "kv_heads": 8, "ffn": ffn, "vocab": 128256}
+        for layers, hidden, ffn in ((32, 4096, 14336), (80, 8192, 28672), (126, 16384, 53248))
+    ],
+    "mixtral": [
+        {"layers": layers, "hidden": hidden, "heads": hidden // 128, "kv_heads": 8, "vocab": 32768, "experts": 8,
+         "experts_per_token": 2, "ffn": ffn, "expert_ffn": ffn}
+        for layers, hidden, ffn in ((32, 4096, 14336), (56, 6144, 16384))
+    ],
+    "deepseek": [
+        {"layers": layers, "hidden": hidden, "heads": heads, "vocab": 102400, "seq_len": 4096, "experts": experts,
+         "experts_per_token": 6, "ffn": ffn, "expert_ffn": inner, "shared_experts": 2, "dense_layers": 1,
+         "attention": "mla", "head_dim": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "rope_head_dim": 64,
+         "v_head_dim": 128}
+        for layers, hidden, heads, experts, ffn, inner in ((27, 2048, 16, 64, 10944, 1408),
+                                                           (60, 5120, 128, 160, 12288, 1536))
+    ],
+    "bert": [
+        {"layers": layers, "hidden": hidden, "heads": heads, "vocab": 30592, "seq_len": 512}
+        for layers, hidden, heads in ((24, 1024, 16), (48, 2560, 40))
+    ],
+    "vit": [
+        {"layers": layers, "hidden": hidden, "heads": heads, "ffn": ffn, "vocab": 1000, "seq_len": 256,
+         "patch_dim": 768}
+        for layers, hidden, heads, ffn in ((32, 1280, 16, 5120), (48, 1664, 16, 8192), (56, 6144, 48, 24576))
+    ],
+}  # fmt: skip
+OF_LLAMA = ("mixtral", "deepseek")
+CLUSTERS = {"a100-sxm-80gb": "dgx-a100", "h100-sxm-80gb": "dgx-h100", "b200-sxm-180gb": "dgx-b200"}
+
+
+def drawn_job(random: Random) -> Job:
+    """A job whose model, cluster, fabric and batch are drawn at random."""
+    name = random.choice(list(FAMILIES))
+    model = {"seq_len": random.choice([4096, 8192]), **random.choice(FAMILIES[name])}
+    hardware = random.choice(list(CLUSTERS))
+    nodes = 2 ** random.randint(0, 11)
+    fabric: Any = CLUSTERS[hardware]
+    if random.random() < 0.4:
+        fabric = {
+            "intra_node": {"bandwidth_gbytes_per_s": random.choice([50, 200, 450, 900]), "latency_us": 3.0},
+            "inter_node": {"bandwidth_gbytes_per_s": random.choice([3, 12.5, 25, 100]), "latency_us": 10.0},
+        }
+    devices = 8 * nodes
+    return Job.from_dict(
+        {
+            "model": {**model, "family": "llama" if name in OF_LLAMA else name, "name": name},
+            "parallel": {"tp": 1},
+            "batch": {"micro_batch": 1, "global_batch": devices * random.choice([1, 2, 4, 8]), "precision": "bf16"},
+            "cluster": {"hardware": hardware, "nodes": nodes, "devices_per_node": 8, "fabric": fabric},
+        }
+    )
+
+
+def study(jobs: int, seed: int, most_legal: int, *, enumerates: bool, space: str) -> list[dict[str, Any]]:
+    """Search so many jobs that have a strategy that fits."""
+    random, rows = Random(seed), []
+    while len(rows) < jobs:
+        job = drawn_job(random)
+        try:
+            legal = len(Grid(job, Space.of(space)))
+        except StepsightError:
+            continue
+        if legal <= most_legal and (row := compare(job, enumerates=enumerates, space=space)):
+            rows.append(row)
+            print(f"{len(rows)}/{jobs}  {job!r}", file=sys.stderr)
+    return rows
+
+
+def compare(job: Job, *, enumerates: bool, space: str) -> dict[str, Any] | None:
+    """Search one job and, if asked for, all of its strategies; None if none fits."""
+    clear_caches()
+    since = time.process_time()
+    found = search(job, space=space)
+    seconds = time.process_time() - since
+    if not found.choices or not found.choices[0].fits:
+        return None
+    row = {
+        "job": f"{job.model_name}-{job.model.layers}L-{job.model.hidden}h",
+        "devices": job.cluster.num_devices,
+        "cluster": f"{job.hardware_name} {job.fabric.name}",
+        "global_batch": job.batch.global_batch,
+        "legal": found.legal,
+        "evaluated": found.evaluated,
+        "gap_percent": found.gap_percent,
+        "search_cpu_s": seconds,
+        "best_s": found.best.timed[0],
+    }
+    if enumerates:
+        since = time.process_time()
+        best = search(job, space=space, sampler="enumerate").best.timed[0]
+        row |= {
+            "enumerate_cpu_s": time.process_time() - since,
+            "regret_percent": max(0.0, 100.0 * (found.best.timed[0] / best - 1.0)),
+        }
+    return row
+
+
+def study_text(rows: Sequence[dict[str, Any]]) -> str:
+    """The report for people."""
+    keys = ("job", "devices", "cluster", "global_batch", "legal", "evaluated", "search_cpu_s", "enumerate_cpu_s",
+            "regret_percent")  # fmt: skip
+    shown = [key for key in keys if all(key in row for row in rows)]
+    cells = [[Number(row[key], 4 if "regret" in key else 2) if isinstance(row[key], float) else row[key]
+              for key in shown] for row in rows]  # fmt: skip
+    lines = [table([key.replace("_", " ") for key in shown], cells)]
+    slowest = max(row["search_cpu_s"] for row in rows)
+    proved = sum(row["gap_percent"] == 0 for row in rows)
+    lines.append(f"{len(rows)} jobs: {proved} proved optimal; slowest search {slowest:.1f} s of CPU")
+    if "regret_percent" in shown:
+        lines.append(f"largest regret {max(row['regret_percent'] for row in rows):.4f} %")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="stepsight experiment search", description=__doc__)
+    parser.add_argument("--jobs", type=int, default=JOBS, help="jobs to draw")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--most-legal", type=int, default=MOST_LEGAL, help="leave out jobs with more strategies")
+    parser.add_argument("--space", default="usual", help="as of search")
+    parser.add_argument("--no-enumeration", action="store_true", help="search only")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    options = parser.parse_args(arguments)
+    rows = study(options.jobs, options.seed, options.most_legal, enumerates=not options.no_enumeration,
+                 space=options.space)  # fmt: skip
+    print(json.dumps({"jobs": rows}) if options.json else study_text(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""Jobs that are drawn at random are searched, and compared with asking about every strategy."""
+
+import json
+from random import Random
+
+import pytest
+
+from stepsight.experiments.studies import search_regret
+
+
+def test_families_and_clusters_are_drawn() -> None:
+    """Six families on all clusters, 8 to 16,384 devices, each job legal."""
+    random = Random(0)
+    jobs = [search_regret.drawn_job(random) for _ in range(200)]
+    assert {job.model.name for job in jobs} == set(search_regret.FAMILIES)
+    assert {job.cluster.hardware for job in jobs} == set(search_regret.CLUSTERS)
+    assert min(job.cluster.num_devices for job in jobs) == 8
+    assert max(job.cluster.num_devices for job in jobs) == 16_384
+
+
+def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    """One job of few strategies: the search is proved, and as good as the enumeration."""
+    assert search_regret.main(["--jobs", "1", "--seed", "3", "--most-legal", "400", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["jobs"]
+    assert row["gap_percent"] == 0 and row["regret_percent"] < 1e-6
+    assert "1 jobs: 1 proved optimal" in search_regret.study_text([row])
