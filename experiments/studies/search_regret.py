@@ -23,6 +23,7 @@ from stepsight.experiments.search.search import search
 from stepsight.experiments.search.space import Space
 
 JOBS = 30
+MOST_DRAWN = 100
 MOST_LEGAL = 20_000  # strategies of a job
 # Layers, hidden, heads and the rest of a model, smallest to largest, and how many devices it may have.
 FAMILIES: dict[str, list[dict[str, Any]]] = {
@@ -85,10 +86,16 @@ def drawn_job(random: Random) -> Job:
 
 
 def study(jobs: int, seed: int, most_legal: int, *, enumerates: bool, space: str) -> list[dict[str, Any]]:
-    """Search so many jobs that have a strategy that fits."""
-    random, rows = Random(seed), []
+    """Search so many jobs that have a strategy that fits.
+
+    Raises:
+        StepsightError: If hardly any job has so few strategies.
+    """
+    random, rows, drawn = Random(seed), [], 0
     while len(rows) < jobs:
-        job = drawn_job(random)
+        job, drawn = drawn_job(random), drawn + 1
+        if drawn > MOST_DRAWN * jobs:
+            raise StepsightError(f"--most-legal must leave one job of {MOST_DRAWN} at least, got {most_legal}")
         try:
             legal = len(Grid(job, Space.of(space)))
         except StepsightError:
@@ -154,8 +161,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-enumeration", action="store_true", help="search only")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args(arguments)
-    rows = study(options.jobs, options.seed, options.most_legal, enumerates=not options.no_enumeration,
-                 space=options.space)  # fmt: skip
+    try:
+        rows = study(
+            options.jobs, options.seed, options.most_legal, enumerates=not options.no_enumeration, space=options.space
+        )
+    except StepsightError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(json.dumps({"jobs": rows}) if options.json else study_text(rows))
     return 0
 

@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from stepsight.dataset.job import Job
 from stepsight.experiments.studies import search_regret
 
 
@@ -18,9 +19,19 @@ def test_families_and_clusters_are_drawn() -> None:
     assert max(job.cluster.num_devices for job in jobs) == 16_384
 
 
-def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
-    """One job of few strategies: the search is proved, and as good as the enumeration."""
-    assert search_regret.main(["--jobs", "1", "--seed", "3", "--most-legal", "400", "--json"]) == 0
+def test_the_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search of a small job is proved, and as good as the enumeration."""
+    job = Job.from_dict(
+        {
+            "model": {"family": "gpt", "layers": 4, "hidden": 512, "heads": 8, "vocab": 1024, "seq_len": 512},
+            "batch": {"micro_batch": 1, "global_batch": 8},
+            "cluster": {"hardware": "a100-sxm-80gb", "devices_per_node": 2},
+        }
+    )
+    monkeypatch.setattr(search_regret, "drawn_job", lambda random: job)
+    assert search_regret.main(["--jobs", "1", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["jobs"]
     assert row["gap_percent"] == 0 and row["regret_percent"] < 1e-6
     assert "1 jobs: 1 proved optimal" in search_regret.study_text([row])
+    assert search_regret.main(["--most-legal", "1"]) == 2
+    assert "--most-legal must leave one job" in capsys.readouterr().err
