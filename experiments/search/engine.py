@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import time
 from collections.abc import Callable
@@ -50,6 +51,7 @@ class Manner:
     trials: int | None = None
     timeout_s: float | None = None
     gap: float = 0.0
+    top: int = 1
     sampler: str = "auto"
     seed: int = 0
     storage: str | None = None
@@ -63,6 +65,8 @@ class Manner:
             raise StepsightError(f"trials must be >= 1, got {self.trials}")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise StepsightError(f"timeout_s must be > 0, got {self.timeout_s}")
+        if self.top < 1:
+            raise StepsightError(f"top must be >= 1, got {self.top}")
         if not 0 <= self.gap < math.inf:
             raise StepsightError(f"gap must be a number of percent >= 0, got {self.gap}")
         if self.sampler not in SAMPLERS:
@@ -121,7 +125,7 @@ class _Engine:
         self.first = grid.find(given.job)  # the job's own strategy; None if it is not in the space
         self._grid, self._predictor, self._goal, self._manner = grid, predictor, manner.goal, manner
         self._given = given
-        self._shortest = manner.goal.judged(self.own.timed) if self.own.fits else math.inf
+        self._shortest = [manner.goal.judged(self.own.timed)] if self.own.fits else []  # of the best few
         self._known: dict[int, Choice] = {} if self.first is None else {self.first: self.own}
         self._bounds: Bounds | None = None
         self._seen = 0  # strategies of the record that ``_shortest`` knows
@@ -143,7 +147,9 @@ class _Engine:
 
     def _to_beat(self, done: dict[int, Seconds | None]) -> float:
         """What a bound must be below to be worth asking about."""
-        return self.shortest(done) / (1.0 + self._manner.gap / 100.0)
+        self._learn(done)
+        known, wanted = self._shortest, self._manner.top
+        return known[wanted - 1] / (1.0 + self._manner.gap / 100.0) if len(known) >= wanted else math.inf
 
     @property
     def bounds(self) -> Bounds:
@@ -156,11 +162,16 @@ class _Engine:
 
     def shortest(self, done: dict[int, Seconds | None]) -> float:
         """Least seconds that count of all that fit."""
-        for seconds in list(done.values())[self._seen :]:
-            if seconds is not None:
-                self._shortest = min(self._shortest, self._goal.judged(seconds))
+        self._learn(done)
+        return self._shortest[0] if self._shortest else math.inf
+
+    def _learn(self, done: dict[int, Seconds | None]) -> None:
+        """Take note of the times of a record that are new."""
+        for index, seconds in list(done.items())[self._seen :]:
+            if seconds is not None and (index != self.first or not self.own.fits):
+                bisect.insort(self._shortest, self._goal.judged(seconds))
+                del self._shortest[self._manner.top :]
         self._seen = len(done)
-        return self._shortest
 
     def evaluate(self, claimed: list[int], record: Record) -> None:
         """Evaluate strategies that this process claimed; free them if that fails."""

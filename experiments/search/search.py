@@ -24,6 +24,7 @@ def search(
     trials: int | None = None,
     timeout_s: float | None = None,
     gap: float = 0.0,
+    top: int = 1,
     goal: Goal | None = None,
     scenarios: Scenarios | None = None,
     sampler: str = "auto",
@@ -47,6 +48,7 @@ def search(
             processes evaluated included; None: as many as it takes (``tpe`` and ``random``: ``TRIALS``).
         timeout_s: No strategy is asked about after so many seconds; None: no limit.
         gap: How much longer than the optimum the best strategy may take, in percent; with more, fewer are asked about.
+        top: So many of the best strategies are sought and proved, not the best alone.
         goal: What is sought; by default the shortest iteration.
         scenarios: Clusters, batches and sequence lengths to compare, each with its own best strategy; by default those
             of the job alone.
@@ -77,6 +79,7 @@ def search(
         trials=trials,
         timeout_s=timeout_s,
         gap=gap,
+        top=top,
         sampler=sampler,
         seed=seed,
         storage=storage,

@@ -46,6 +46,15 @@ def test_same_best_as_enumeration(job: Job) -> None:
     assert found.best.prediction.memory.peak_bytes == found.best.peak_bytes == found.best.memory.peak_bytes
 
 
+def test_the_best_few_are_proved(job: Job) -> None:
+    """With ``top`` the first rows are those of the enumeration, not the best of what happened to be asked about."""
+    few, reference = search(job, space=SMALL, top=12), exhaustive(job, space=SMALL)
+    times = [[choice.timed[0] for choice in one.choices[:12]] for one in (few, reference)]
+    assert times[0] == pytest.approx(times[1]) and few.evaluated < reference.evaluated
+    with pytest.raises(StepsightError, match="top must be >= 1"):
+        search(job, space=SMALL, top=0)
+
+
 def test_a_gap_is_kept_and_limits_are_told(job: Job) -> None:
     """With a gap fewer are asked about, and the best is within it; a search that was cut short says what it knows."""
     exact, near = search(job, space=SMALL), search(job, space=SMALL, gap=50)
