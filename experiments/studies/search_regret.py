@@ -91,7 +91,8 @@ def study(jobs: int, seed: int, most_legal: int, *, enumerates: bool, space: str
     Raises:
         StepsightError: If hardly any job has so few strategies.
     """
-    random, rows, drawn = Random(seed), [], 0
+    random, drawn = Random(seed), 0
+    rows: list[dict[str, Any]] = []
     while len(rows) < jobs:
         job, drawn = drawn_job(random), drawn + 1
         if drawn > MOST_DRAWN * jobs:

@@ -1,0 +1,11 @@
+"""For an Optuna study of your own: legal strategies of a job, memory as a constraint, bounds that prune.
+
+``examples/own_study.py`` is a whole study with several workers.  ``stepsight.search`` needs none of this: it finds the
+best strategy by itself.
+"""
+
+from __future__ import annotations
+
+from stepsight.experiments.search.own_study import LegalStrategies
+
+__all__ = ["LegalStrategies"]
