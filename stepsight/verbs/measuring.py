@@ -58,25 +58,26 @@ def collect_command(
         stepsight collect examples/local-gpt-tp2.toml --out runs/mine
         stepsight collect examples/box-gpt-pp4.toml --box 4x1@200mbit --out runs/box
     """
+    from stepsight.dataset.box_spec import read_box
     from stepsight.experiments.collecting import collect_jobs, is_plan
 
     if len(jobs) == 1 and is_plan(jobs[0]):
         stated = ("role", "rounds", "steps", "warmup", "profile_steps", "event_seconds")
         refuse_given(context, stated, f"is for job files: the plan {jobs[0]} states its own")
-    if box is not None:
-        from stepsight.dataset.box_spec import read_box
-
-        held, usual = read_box(box), {"warmup": 1, "profile_steps": 0}
-    else:
-        held, usual = None, {"warmup": 2, "profile_steps": 2}
-    given = {key: value for key, value in (("warmup", warmup), ("profile_steps", profile_steps)) if value is not None}
-    counts = {"rounds": rounds, "steps": steps, **usual, **given}
+    held = None if box is None else read_box(box)
+    counts = _counts(box is not None, rounds=rounds, steps=steps, warmup=warmup, profile_steps=profile_steps)
     summary = collect_jobs(
         jobs, out, role=role, counts=counts, event_seconds=event_seconds, plan_only=plan_only, progress=True, box=held
     )
     answer(summary, summary["text"], as_json)
     if summary.get("rejected"):
         raise typer.Exit(2)
+
+
+def _counts(in_box: bool, **stated: int | None) -> dict[str, int]:
+    """How many of each are run: what is stated, and the usual number of the others."""
+    usual = {"warmup": 1, "profile_steps": 0} if in_box else {"warmup": 2, "profile_steps": 2}
+    return {**usual, **{name: count for name, count in stated.items() if count is not None}}
 
 
 def train_command(
