@@ -69,6 +69,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "fsdp of two": {"precision": "bf16", "dp": 2, "zero_stage": 2},
     "fsdp tied": {"precision": "bf16", "dp": 4, "zero_stage": 3, **TIED},
     "fsdp offload": {"precision": "bf16", "dp": 4, "zero_stage": 3, "offload_activations": True},
+    "fsdp vocabulary": {"precision": "bf16", "dp": 4, "zero_stage": 3, "layers": 1, "seq_len": 8, "vocab": 90000},
+    "t5 recompute": {"precision": "bf16", "recompute": "full", "recompute_every": 2, **T5},
     "t5": {"precision": "bf16", "pp": 2, **T5},
     "vit": {"precision": "bf16", "dp": 4, "zero_stage": 3, "family": "vit", "patch_dim": 768, "vocab": 100},
     "experts": {"precision": "bf16", "dp": 4, "ep": 2, "zero_stage": 1, **EXPERTS},
