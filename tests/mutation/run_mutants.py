@@ -54,7 +54,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "simulator/clock/event_run.py": ("tests/simulator/clock/test_event_run.py", *SEGMENTS, SIMULATE),
     "simulator/clock/kernel.py": (KERNEL, RUNS, SIMULATE),
     "simulator/clock/track.py": (TRACK, RUNS, SIMULATE),
-    "simulator/clock/track_run.py": (KERNEL, RUNS, SIMULATE, "tests/training/measured/test_stand_in_runs.py"),
+    "simulator/clock/track_run.py": (
+        KERNEL, RUNS, "tests/dataset/schedules/test_schedule_kinds.py", SIMULATE,
+        "tests/training/measured/test_stand_in_runs.py",
+    ),
     "simulator/compiling.py": ("tests/simulator/test_compiling.py",),
     "simulator/segment_timing.py": (*SEGMENTS, SIMULATE),
     "simulator/schedules/find.py": SCHEDULES,
@@ -64,7 +67,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "dataset/schedules/base.py": SCHEDULES,
     "dataset/schedules/single.py": SCHEDULES,
     "dataset/schedules/vee.py": SCHEDULES,
-    **{f"simulator/memory/{name}.py": ("tests/simulator/memory",)
+    **{f"simulator/memory/{name}.py": ("tests/simulator/memory/test_reference_values.py", "tests/simulator/memory")
        for name in ("advice", "block", "devices", "estimate", "part", "peaks", "states")},
 }  # fmt: skip
 # One or two changes of each operator: all of cosmic-ray's would be mostly alike.

@@ -18,7 +18,7 @@ from stepsight.simulator.clock.codes import DATA
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.lowering.passages import Passage, items_passage
 from stepsight.simulator.lowering.segment import Segment, SegmentBuilder
-from stepsight.simulator.segment_timing import AS_IT_IS, Slowdown, Timer
+from stepsight.simulator.segment_timing import AS_IT_IS, Slowdown, Timer, _across
 
 Seconds = NDArray[np.float64]
 SUM = Collective("all_reduce", 1000, 4, 4)
@@ -69,10 +69,13 @@ def host_path(launches: list[float], seconds: list[float]) -> float:
     seconds=st.lists(st.integers(0, 9), min_size=1, max_size=8),
     host=st.sampled_from([0.0, 0.5, 4.0]),
     times=st.integers(1, 5),
+    knows_context=st.booleans(),
 )
-def test_the_host_launches_one_op_after_the_other(gpu: Hardware, seconds: list[int], host: float, times: int) -> None:
+def test_the_host_launches_one_op_after_the_other(
+    gpu: Hardware, seconds: list[int], host: float, times: int, knows_context: bool
+) -> None:
     """An op starts once it is launched and the one before it is over; repeated layers too, with the same host."""
-    timer = Timer(Given(replace(gpu, host_op_s=host)))
+    timer = Timer(Given(replace(gpu, host_op_s=host), knows_context))
     builder = SegmentBuilder("forward")
     builder.run(items_passage(ops(*seconds), "ops"), "layer{}", times=times)
     timed = timer.segment(builder.build())
@@ -123,6 +126,16 @@ def test_slow_segments_are_the_same_folded_or_op_by_op(
 ) -> None:
     timer, one = Timer(Given(gpu)), segment(share=share, work=work)
     assert timer.segment(one, slowdown).transition == pytest.approx(timer.ops(one, slowdown).transition)
+
+
+def test_only_collectives_that_leave_a_node_are_slowed() -> None:
+    works = [SUM, ACROSS, Op("fill", (1,), "fp32")]
+    assert _across(works, 3.0).tolist() == [1.0, 3.0, 1.0]
+    assert _across(works, 1.0).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_ranks_are_as_they_are_where_nothing_is_said() -> None:
+    assert Slowdown() == AS_IT_IS == Slowdown(1.0, 1.0, 1.0, ())
 
 
 def test_slow_links_slow_what_leaves_a_node(gpu: Hardware) -> None:
