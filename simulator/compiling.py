@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Generic, ParamSpec
 
 P = ParamSpec("P")
 
-PATIENCE_S = 0.1
+PATIENCE_S = 0.1  # of a core, so that also on a crowded machine a single question is answered without numba
 
 
 class compiled(Generic[P]):  # noqa: N801  (a decorator)
-    """A loop over arrays that is interpreted at first, and compiled by numba once all such took ``PATIENCE_S``.
+    """A loop over arrays that is interpreted at first, and compiled by numba once all such took ``PATIENCE_S`` of a core.
 
     Loading numba costs more than a handful of predictions do, so a single question is answered sooner without.  The
     compiled code is kept on disk where a folder can be written.  Either way the results are the same.
@@ -45,9 +45,9 @@ class compiled(Generic[P]):  # noqa: N801  (a decorator)
                 self._native = self.compile(keep=False)
                 self._native(*args, **kwargs)
         else:
-            begin = time.perf_counter()
+            begin = time.thread_time()
             self.function(*args, **kwargs)
-            compiled.spent_s += time.perf_counter() - begin
+            compiled.spent_s += time.thread_time() - begin
 
     def compile(self, *, keep: bool = True) -> Callable[P, None]:
         """The function, and the functions of its module that it calls, as machine code.

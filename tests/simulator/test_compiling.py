@@ -11,7 +11,7 @@ from stepsight.simulator.compiling import compiled
 def test_a_loop_is_interpreted_until_all_together_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call takes 40 ms here: the fourth call of any loop is the first that is compiled."""
     now, calls = [0.0], []
-    monkeypatch.setattr(compiling.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(compiling.time, "thread_time", lambda: now[0])
     monkeypatch.setattr(compiled, "spent_s", 0.0)
 
     def slow(which: int) -> None:
