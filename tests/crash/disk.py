@@ -154,8 +154,10 @@ def forked(work: Callable[[], int], disk: Disk | None, errors: Path, seconds: in
         sys.stdout, sys.stderr = (
             io.TextIOWrapper(io.FileIO(n, "w", closefd=False), write_through=True) for n in (1, 2)
         )
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(seconds)
+        for number in (signal.SIGALRM, signal.SIGPROF):
+            signal.signal(number, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # of computing: a busy machine is slower
+        signal.alarm(10 * seconds)
         if disk is not None:
             disk.install()
         code = work()
