@@ -9,6 +9,7 @@ from stepsight.dataset.errors import JobError
 from stepsight.dataset.specs import SECTIONS
 
 HARDWARE, DEVICES_PER_NODE = "h100-sxm-80gb", 8
+_MOST_TRIED = 1024  # numbers of devices
 _NEEDED = ("family", "layers", "hidden", "heads", "vocab", "seq_len")
 
 
@@ -40,16 +41,11 @@ def complete(draft: Draft, given: Given) -> None:
     draft.assume("batch.precision", "bf16", "no configuration states a precision")
 
 
-def _degree(draft: Draft, name: str) -> int:
-    value = draft.get(f"parallel.{name}", 1)
-    return value if isinstance(value, int) and value > 0 else 1
-
-
 def _cluster(draft: Draft, given: Given) -> None:
     draft.assume("cluster.hardware", HARDWARE, "no configuration states the hardware: give it")
     draft.assume("cluster.devices_per_node", DEVICES_PER_NODE, "no configuration states the devices of a node")
     per_node = _degree_of(draft.get("cluster.devices_per_node"))
-    others = _degree(draft, "tp") * _degree(draft, "cp") * _degree(draft, "pp")
+    others = draft.degree("tp") * draft.degree("cp") * draft.degree("pp")
     least, reason = _least_devices(draft, others)
     if "cluster.nodes" in given.values:
         return
@@ -82,7 +78,7 @@ def _fitting(draft: Draft, least: int, others: int, most: int) -> int:
     total, micro = draft.get("batch.global_batch"), _degree_of(draft.get("batch.micro_batch", 1))
     if not isinstance(total, int):
         return most
-    counts = range(most, 0, -least)
+    counts = range(most, max(0, most - least * _MOST_TRIED), -least)
     return next((count for count in counts if count % least == 0 and total % (count // others * micro) == 0), least)
 
 
@@ -92,12 +88,12 @@ def _degree_of(value: object) -> int:
 
 def _least_devices(draft: Draft, others: int) -> tuple[int, str]:
     """The smallest number of devices that holds the parallel degrees, and which these are."""
-    words = " * ".join(f"{name} {_degree(draft, name)}" for name in ("tp", "cp", "pp") if _degree(draft, name) > 1)
+    words = " * ".join(f"{name} {draft.degree(name)}" for name in ("tp", "cp", "pp") if draft.degree(name) > 1)
     dp = draft.get("parallel.dp")
     if isinstance(dp, int) and dp > 0:
         return others * dp, f"{words} * dp {dp}" if words else f"dp {dp}"
-    ep = _degree(draft, "ep")
-    group = _degree(draft, "cp") * (_degree(draft, "tp") if draft.get("parallel.expert_tp") == 1 else 1)
+    ep = draft.degree("ep")
+    group = draft.degree("cp") * (draft.degree("tp") if draft.get("parallel.expert_tp") == 1 else 1)
     shard = draft.get("parallel.dp_shard") or 1
     replicas = math.lcm(ep // math.gcd(ep, group), shard)
     more = f"{' * ' if words else ''}dp {replicas} (ep {ep})" if replicas > 1 else ""
@@ -107,7 +103,7 @@ def _least_devices(draft: Draft, others: int) -> tuple[int, str]:
 def _batch(draft: Draft) -> None:
     cluster = draft.tables["cluster"]
     devices = _degree_of(cluster.get("nodes")) * _degree_of(cluster.get("devices_per_node"))
-    others = _degree(draft, "tp") * _degree(draft, "cp") * _degree(draft, "pp")
+    others = draft.degree("tp") * draft.degree("cp") * draft.degree("pp")
     dp = draft.get("parallel.dp") or max(1, devices // others)
     copies = draft.facts.get("replicas_of_shards", 0)
     if copies > 1 and dp % copies == 0:
@@ -121,6 +117,6 @@ def _batch(draft: Draft) -> None:
     if draft.facts.get("local_batch"):
         local = draft.facts["local_batch"]
         draft.assume("batch.global_batch", local * dp, f"{local} sequences of each of dp {dp} replicas")
-    count = accumulation or max(1, _degree(draft, "pp") if _degree(draft, "pp") > 1 else 1)
+    count = accumulation or max(1, draft.degree("pp") if draft.degree("pp") > 1 else 1)
     why = f"micro_batch {micro} * dp {dp} * {count} micro-batches"
     draft.assume("batch.global_batch", micro * dp * count, f"no configuration states a global batch: {why}")

@@ -138,6 +138,7 @@ def toml_text(tables: Mapping[str, Mapping[str, Any]], comments: Mapping[str, st
         for key, value in table.items():
             line = f"{key} = {_toml(value)}"
             comment = " ".join(comments.get(f"{section}.{key}", "").split())
+            comment = "".join(char if char.isprintable() else "?" for char in comment)
             lines.append(f"{line:<32} # {comment}" if comment else line)
     text = "\n".join(lines) + "\n"
     tomllib.loads(text)  # what we write can be read

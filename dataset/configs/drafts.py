@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from stepsight.dataset.errors import JobError, shorten
+from stepsight.dataset.rules import MOST_DEVICES
 from stepsight.dataset.specs import SECTIONS
+
+MOST_NUMBER = 2**63
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +54,11 @@ class Draft:
         """The value of a key, as ``model.layers``."""
         section, _, name = key.partition(".")
         return self.tables[section].get(name, default)
+
+    def degree(self, name: str) -> int:
+        """A parallel degree, as ``pp``; 1 where nothing states one, or one that cannot be (which the job refuses)."""
+        value = self.tables["parallel"].get(name, 1)
+        return value if type(value) is int and 0 < value <= MOST_DEVICES else 1
 
     def map(self, key: str, value: Any, source: str) -> None:
         """Set a key to what a configuration states; a later one wins."""
@@ -118,7 +127,8 @@ class Settings:
             value = _parsed_number(value)
         if isinstance(value, float) and whole and value.is_integer():
             value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        wrong = isinstance(value, bool) or not isinstance(value, int if whole else int | float)
+        if wrong or abs(value) > MOST_NUMBER or math.isnan(value):
             what = "a whole number" if whole else "a number"
             raise JobError(f"{self.source(key)} must be {what}, got {self._values[key]!r:.80}")
         return value

@@ -215,8 +215,8 @@ def _training(settings: Settings, draft: Draft, defaults: Mapping[str, Any]) -> 
         others *= draft.get(f"parallel.{name}", 1)
     sequences = size * others  # of one replica, which has as many devices
     if sequences >= 1:
-        pieces = settings.number("num_pipeline_microbatches") or draft.get("parallel.pp", 1)
-        pieces = pieces if pieces > 0 else draft.get("parallel.pp", 1)
+        pieces = settings.number("num_pipeline_microbatches") or draft.degree("pp")
+        pieces = pieces if pieces > 0 else draft.degree("pp")
         draft.map("batch.micro_batch", max(1, int(sequences) // pieces), f"per_device_batch_size {size:g}")
         draft.facts["local_batch"] = int(sequences) * steps
     else:

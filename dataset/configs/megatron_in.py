@@ -52,14 +52,14 @@ def _framework(settings: Settings) -> str:
 
 def _parallel(settings: Settings, draft: Draft) -> None:
     sequence = settings.flag("sequence_parallel")
-    if draft.get("parallel.tp", 1) == 1:
+    if draft.degree("tp") == 1:
         if sequence:
             draft.assume("parallel.sequence_parallel", False, "Megatron-LM turns it off without tensor parallelism")
     elif sequence is None:
         draft.assume("parallel.sequence_parallel", False, _DEFAULT)
     else:
         draft.map("parallel.sequence_parallel", sequence, settings.source("sequence_parallel"))
-    expert_tp, tp = draft.get("parallel.expert_tp"), draft.get("parallel.tp", 1)
+    expert_tp, tp = draft.get("parallel.expert_tp"), draft.degree("tp")
     if expert_tp not in (None, 1, tp):
         del draft.tables["parallel"]["expert_tp"], draft.sources["parallel.expert_tp"]
         draft.assume("parallel.expert_tp", tp, f"experts have tensor parallelism of 1 or tp, got {expert_tp}")
@@ -68,7 +68,7 @@ def _parallel(settings: Settings, draft: Draft) -> None:
         draft.map("parallel.order", "tp-cp-pp-dp", settings.source("use_tp_pp_dp_mapping"))
     kind = settings.take("cp_comm_type")
     kinds = kind if isinstance(kind, list) else [kind] if kind else []
-    if kinds and draft.get("parallel.cp", 1) > 1:
+    if kinds and draft.degree("cp") > 1:
         if set(kinds) <= {"p2p", "allgather"} and len(set(kinds)) == 1:
             way = "ring" if kinds[0] == "p2p" else "all_gather"
             draft.map("parallel.context_parallel", way, settings.source("cp_comm_type"))
@@ -76,7 +76,7 @@ def _parallel(settings: Settings, draft: Draft) -> None:
             draft.assume("parallel.context_parallel", "ring", f"a job has no cp_comm_type {' '.join(kinds)}")
     if settings.flag("tp_comm_overlap"):
         draft.map("parallel.overlap_tp", "split", settings.source("tp_comm_overlap"))
-    elif draft.get("parallel.tp", 1) > 1 and settings.flag("async_tensor_model_parallel_allreduce") is not False:
+    elif draft.degree("tp") > 1 and settings.flag("async_tensor_model_parallel_allreduce") is not False:
         draft.assume("parallel.overlap_tp", "backward", _DEFAULT)
     if settings.flag("scatter_gather_tensors_in_pipeline") is False:
         draft.map("parallel.scatter_p2p", False, settings.source("scatter_gather_tensors_in_pipeline"))
@@ -160,7 +160,7 @@ def _recompute(settings: Settings, draft: Draft) -> None:
     draft.map("parallel.recompute", granularity, source)
     method, count = settings.word("recompute_method"), settings.number("recompute_num_layers")
     if granularity == "full" and method == "block" and count:
-        per_stage = max(1, draft.get("model.layers", 1) // max(1, draft.get("parallel.pp", 1)))
+        per_stage = max(1, draft.get("model.layers", 1) // max(1, draft.degree("pp")))
         every = max(1, round(per_stage / count))
         reason = f"{count} layers of each stage's {per_stage} are computed again: one of {every}"
         draft.assume("parallel.recompute_every", every, reason)

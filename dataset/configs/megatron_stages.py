@@ -12,7 +12,7 @@ _MOST_STAGES = 10_000
 
 def read_stages(settings: Settings, draft: Draft) -> None:
     """Fill virtual stages, and layers per stage where they are uneven."""
-    layers, pp = draft.get("model.layers"), draft.get("parallel.pp", 1)
+    layers, pp = draft.get("model.layers"), draft.degree("pp")
     layout = settings.word("pipeline_model_parallel_layout")
     if layout and layers:
         _layout(draft, layout, settings.source("pipeline_model_parallel_layout"))
@@ -29,12 +29,12 @@ def read_stages(settings: Settings, draft: Draft) -> None:
 
 
 def _uneven(settings: Settings, draft: Draft, parts: int) -> None:
-    layers, pp = draft.get("model.layers"), draft.get("parallel.pp", 1)
+    layers, pp = draft.get("model.layers"), draft.degree("pp")
     first = settings.number("decoder_first_pipeline_num_layers")
     last = settings.number("decoder_last_pipeline_num_layers")
     embedding = settings.flag("account_for_embedding_in_pipeline_split") or False
     loss = settings.flag("account_for_loss_in_pipeline_split") or False
-    if not layers or pp == 1 or not (first or last or embedding or loss):
+    if not layers or pp == 1 or parts > _MOST_STAGES or not (first or last or embedding or loss):
         return
     if embedding or loss:
         even, rest = divmod(layers + embedding + loss, parts)
@@ -70,7 +70,7 @@ def stages_of_layout(layout: str) -> list[str]:
 
 
 def _layout(draft: Draft, layout: str, source: str) -> None:
-    pp, layers = draft.get("parallel.pp", 1), draft.get("model.layers")
+    pp, layers = draft.degree("pp"), draft.get("model.layers")
     stages = stages_of_layout(layout)
     counts = [stage.count("t") for stage in stages]
     if not stages or len(stages) % pp or sum(counts) != layers:

@@ -97,17 +97,17 @@ def _shared(settings: Settings, draft: Draft, prefix: str) -> None:
 
 def _parallel(settings: Settings, draft: Draft) -> None:
     settings.copy(draft, {f"parallelism.{name}": f"parallel.{key}" for name, key in DEGREES.items()})
-    ep, group = draft.get("parallel.ep", 1), draft.get("parallel.dp", 1) * draft.get("parallel.cp", 1)
+    ep, group = draft.degree("ep"), draft.degree("dp") * draft.degree("cp")
     if group % ep:
         del draft.tables["parallel"]["ep"], draft.sources["parallel.ep"]
         draft.ignore(f"parallelism.expert_parallel_size {ep}: a job's lies within dp * cp, which is {group}")
     mode = settings.word("parallelism.tp_mode").lower()
-    if draft.get("parallel.tp", 1) > 1:
+    if draft.degree("tp") > 1:
         draft.map("parallel.sequence_parallel", mode == "reduce_scatter", f"parallelism.tp_mode {mode or 'all_reduce'}")
         if settings.flag("parallelism.tp_linear_async_communication"):
             draft.map("parallel.overlap_tp", "backward", "parallelism.tp_linear_async_communication")
     engine = settings.word("parallelism.pp_engine").lower() or "afab"
-    if draft.get("parallel.pp", 1) > 1:
+    if draft.degree("pp") > 1:
         draft.map("parallel.schedule", ENGINES.get(engine, "1f1b"), f"parallelism.pp_engine {engine}")
     again = settings.flag("parallelism.recompute_layer")
     draft.map("parallel.recompute", "full" if again else "none", "parallelism.recompute_layer")

@@ -16,6 +16,7 @@ from stepsight.dataset.configs.documents import flat
 from stepsight.dataset.configs.drafts import Draft, Settings
 from stepsight.dataset.configs.torchtitan_flavors import FLAVORS, flavor_sizes
 from stepsight.dataset.errors import JobError
+from stepsight.dataset.rules import MOST_LAYERS
 
 # Torch's names of schedules, lower case without spaces: schedule, and virtual stages where none are stated.
 SCHEDULES = {
@@ -102,7 +103,7 @@ def _degrees(settings: Settings, draft: Draft) -> None:
     elif replicate > 1:
         draft.facts["replicas_of_shards"] = replicate
     etp = settings.number(*_of("expert_tensor_parallel_degree"))
-    tp, ep = draft.get("parallel.tp", 1), draft.get("parallel.ep", 1)
+    tp, ep = draft.degree("tp"), draft.degree("ep")
     if draft.get("model.experts") and tp > 1 and ep > 1 and (etp or 1) == 1:
         source = settings.source(*_of("expert_tensor_parallel_degree"))
         draft.map("parallel.expert_tp", 1, source if etp else "experts share out the tensor-parallel ranks")
@@ -112,15 +113,15 @@ def _degrees(settings: Settings, draft: Draft) -> None:
         draft.assume("parallel.sequence_parallel", value, "torchtitan's tensor parallelism shares out norms")
     reshard = settings.word("parallelism.fsdp_reshard_after_forward") or "default"
     if shard != 1:
-        value = reshard == "always" or (reshard == "default" and draft.get("parallel.pp", 1) == 1)
+        value = reshard == "always" or (reshard == "default" and draft.degree("pp") == 1)
         draft.map("parallel.reshard_after_forward", value, f"fsdp_reshard_after_forward {reshard}")
-    if draft.get("parallel.cp", 1) > 1:
+    if draft.degree("cp") > 1:
         rotate = settings.word("parallelism.context_parallel_rotate_method") or "allgather"
         draft.map("parallel.context_parallel", "all_gather" if rotate == "allgather" else "ring", f"rotate {rotate}")
 
 
 def _pipeline(settings: Settings, draft: Draft) -> None:
-    pp, layers = draft.get("parallel.pp", 1), draft.get("model.layers")
+    pp, layers = draft.degree("pp"), draft.get("model.layers")
     word = settings.word(*_of("pipeline_parallel_schedule")) or "1F1B"
     first = settings.number("parallelism.pipeline_parallel_first_stage_less_layers")
     last = settings.number("parallelism.pipeline_parallel_last_stage_less_layers")
@@ -136,14 +137,17 @@ def _pipeline(settings: Settings, draft: Draft) -> None:
     weights = 1 if first is None else first, 1 if last is None else last
     counts: list[int] = []
     if isinstance(splits, list) and splits:
-        places = [0, *(int(str(split).rpartition(".")[2]) for split in splits), layers]
+        names = [str(split).rpartition(".")[2] for split in splits]
+        if not all(name.isdecimal() for name in names):
+            raise JobError(f"pipeline_parallel_split_points must name layers, as layers.4, got {splits!r:.80}")
+        places = [0, *map(int, names), layers]
         counts = [after - before for before, after in pairwise(places)]
     elif isinstance(parts, list) and parts:
-        counts = [sum(str(name).startswith("layers.") for name in part) for part in parts]
+        counts = [str(part).count("layers.") for part in parts]
     else:
         stages = math.ceil((layers + sum(weights)) / each) if each else pp * chunks
-        counts = even_stages(stages, layers, *weights)
-    if len(counts) % pp or sum(counts) != layers or min(counts) < 0:
+        counts = even_stages(stages, layers, *weights) if 0 < stages <= MOST_LAYERS else []
+    if len(counts) % pp or sum(counts) != layers or min(counts, default=0) < 0:
         draft.ignore(f"{layers} layers in stages of {counts}, with pp {pp}")
         counts = []
     chunks = len(counts) // pp or chunks
@@ -163,7 +167,7 @@ def even_stages(stages: int, layers: int, first: int, last: int) -> list[int]:
 
 
 def _batch(settings: Settings, draft: Draft) -> None:
-    pp, length = draft.get("parallel.pp", 1), draft.get("model.seq_len")
+    pp, length = draft.degree("pp"), draft.get("model.seq_len")
     tokens = settings.number("training.num_tokens_per_microbatch_per_dp_rank")
     pieces = settings.number("parallelism.num_pp_microbatches") or 1
     if tokens is not None:
@@ -230,7 +234,7 @@ def _rest(settings: Settings, draft: Draft) -> None:
     components = settings.take("compile.components")
     compiled = settings.flag("compile.enable", "training.compile")
     if compiled is not None:
-        of_model = compiled and (components is None or "model" in components)
+        of_model = compiled and (components is None or "model" in str(components))
         source = settings.source("compile.enable", "training.compile")
         draft.map("model.eager_kernels", not of_model, f"{source} {str(compiled).lower()}")
     if settings.flag("training.enable_cpu_offload"):

@@ -15,7 +15,7 @@ from typing import Any
 
 from stepsight.dataset.configs.documents import flat, read_python
 from stepsight.dataset.configs.drafts import Draft, Given, Settings
-from stepsight.dataset.configs.torchtitan_flavors import flavor_sizes
+from stepsight.dataset.configs.torchtitan_flavors import FLAVORS, flavor_sizes
 from stepsight.dataset.configs.torchtitan_in import read_settings
 from stepsight.dataset.errors import JobError
 
@@ -73,7 +73,7 @@ def read_registry(path: Path, draft: Draft, given: Given) -> None:
         raise JobError(f"function {name} must return a configuration")
     draft.framework = "torchtitan"
     spec = config.pop("model_spec", None) or {}
-    _model(path, spec, draft)
+    _model(path, name, spec if isinstance(spec, dict) else {}, draft)
     read_settings(Settings(_settings(config, spec)), draft)
 
 
@@ -156,15 +156,16 @@ def _ffn(dim: Any, multiple: int, multiplier: float | None) -> int | None:
     return multiple * ((size + multiple - 1) // multiple)
 
 
-def _model(path: Path, spec: Mapping[str, Any], draft: Draft) -> None:
+def _model(path: Path, function: str, spec: Mapping[str, Any], draft: Draft) -> None:
     """Sizes of the flavor that a configuration names: from the code beside the registry, else the known ones."""
     flavor = str(spec.get("flavor") or (spec.get("_arguments") or [""])[0])
     beside = path.parent / "__init__.py"
     sizes = _flavor_in_code(beside, flavor) if beside.is_file() else None
     source = f"{beside.name} {flavor}"
     if sizes is None:
-        folder = path.resolve().parent.name
-        sizes, source = flavor_sizes(folder, flavor), f"{folder} {flavor}"
+        names = [path.resolve().parent.name, *(family for family in FLAVORS if function.startswith(family))]
+        found = [(flavor_sizes(name, flavor), f"{name} {flavor}") for name in names]
+        sizes, source = next((pair for pair in found if pair[0] is not None), (None, ""))
     if sizes is None:
         raise JobError(f"the sizes of flavor {flavor!r:.80} are not known: put the model's __init__.py beside {path}")
     for key, value in sizes.items():
@@ -217,7 +218,8 @@ def _settings(config: Mapping[str, Any], spec: Mapping[str, Any]) -> dict[str, A
     """A configuration's values by the names of torchtitan's TOML."""
     tables = {key: value for key, value in config.items() if isinstance(value, dict)}
     values = {key: value for key, value in flat(tables).items() if not key.rpartition(".")[2].startswith("_")}
-    recompute = str((config.get("activation_checkpoint") or {}).get(_CALLED, ""))
+    policy = config.get("activation_checkpoint")
+    recompute = str(policy.get(_CALLED, "")) if isinstance(policy, dict) else ""
     modes = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
     values["activation_checkpoint.mode"] = next((mode for word, mode in modes.items() if word in recompute), "none")
     values["activation_checkpoint.selective_ac_option"] = "op"

@@ -17,6 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stepsight.dataset.box_spec import read_box
+from stepsight.dataset.configs.config_job import read_configs
+from stepsight.dataset.configs.writers import write_config
 from stepsight.dataset.event_file import read_event_file
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
@@ -187,6 +189,17 @@ def _box(path: Path) -> None:
     assert box.num_ranks >= 1 and box.name
 
 
+def _config(path: Path) -> None:
+    read = read_configs([path])
+    assert not set(read.mapped) & set(read.assumed) and set(read.reasons) >= set(read.assumed)
+    if read.read is not None:
+        assert read.job.cluster.num_devices >= 1
+        path.with_suffix(".toml").write_text(read.to_toml())
+        assert Job.from_file(path.with_suffix(".toml")) == read.job
+        for name in ("megatron", "deepspeed", "accelerate"):
+            assert write_config(read.job, name).text
+
+
 def _plan(path: Path) -> None:
     plan = read_plan(path)
     assert plan["runs"] or plan["events"] or plan == plan
@@ -289,6 +302,11 @@ TARGETS = {
     for target in (
         Target("job", _job, mutated_json, ".json"),
         Target("job_toml", _job, mutated_text, ".toml"),
+        Target("config_script", _config, mutated_text, ".sh"),
+        Target("config_yaml", _config, mutated_text, ".yaml"),
+        Target("config_toml", _config, mutated_text, ".toml"),
+        Target("config_json", _config, mutated_json, ".json"),
+        Target("config_registry", _config, mutated_text, ".py"),
         Target("runs", _runs, mutated_csv, ".csv"),
         Target("kineto", _kineto, mutated_json, ".json"),
         *(

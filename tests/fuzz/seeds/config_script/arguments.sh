@@ -1,0 +1,8 @@
+--num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128
+--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64
+--v-head-dim 128 --num-experts 256 --moe-router-topk 8 --moe-ffn-hidden-size 2048 --vocab-size 129280
+--moe-shared-expert-intermediate-size 2048 --moe-layer-freq ([0]*3+[1]*58) --swiglu --normalization RMSNorm
+--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --seq-length 4096
+--pipeline-model-parallel-size 8 --pipeline-model-parallel-layout "Et*4|(t*4|)*14tL" --bf16 --fp8-format e4m3
+--fp8-recipe blockwise --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+--micro-batch-size 1 --global-batch-size 64 --expert-model-parallel-size 64 --expert-tensor-parallel-size 1
