@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from stepsight.dataset.files import parse_json
 MOST_CHARACTERS = 4 * 2**20
 MOST_VALUES = 100_000  # of a file's tables, each counted wherever it stands (YAML repeats by reference)
 MOST_DEPTH = 30
+_BRACKETS = re.compile(r"[\[\]{}]")
 
 
 def read_source(path: Path) -> str:
@@ -58,10 +60,24 @@ def _parsed(path: Path, text: str) -> Any:
         return read_toml(path, "utf-8-sig")
     import yaml
 
+    _check_brackets(text)
     try:
         return yaml.load(text, Loader=_loader(yaml))
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
+
+
+def _check_brackets(text: str) -> None:
+    """Refuse YAML whose brackets are nested deeply: the parser takes time in the square of the depth.
+
+    Raises:
+        ValueError: If so.
+    """
+    depth = 0
+    for bracket in _BRACKETS.findall(text):
+        depth = max(0, depth + (1 if bracket in "[{" else -1))
+        if depth > 4 * MOST_DEPTH:
+            raise ValueError(f"tables must be nested at most {MOST_DEPTH} deep")
 
 
 def _loader(yaml: Any) -> Any:
@@ -72,8 +88,6 @@ def _loader(yaml: Any) -> Any:
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         pass
-
-    import re
 
     Loader.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
