@@ -9,11 +9,13 @@ from typing import Any, ClassVar, Generic, ParamSpec
 
 P = ParamSpec("P")
 
-PATIENCE_S = 0.1  # of a core, so that also on a crowded machine a single question is answered without numba
+PATIENCE_S = 0.1  # of a core: a crowded machine too answers a single question without numba
 
 
 class compiled(Generic[P]):  # noqa: N801  (a decorator)
-    """A loop over arrays that is interpreted at first, and compiled by numba once all such took ``PATIENCE_S`` of a core.
+    """A loop over arrays that is interpreted at first, and compiled by numba later.
+
+    It is compiled once all such loops together took ``PATIENCE_S`` of a core.
 
     Loading numba costs more than a handful of predictions do, so a single question is answered sooner without.  The
     compiled code is kept on disk where a folder can be written.  Either way the results are the same.
