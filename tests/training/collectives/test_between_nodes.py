@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from stepsight.dataset.errors import PredictorError
 from stepsight.dataset.hardware import Fabric, Link, find_fabric, usual_fabric
 from stepsight.dataset.op import COLLECTIVE_KINDS, Collective
 from stepsight.training.collectives.between_nodes import FACTORS, BetweenNodes, fit_between_nodes
@@ -100,3 +102,24 @@ def test_what_is_saved_is_read_and_checked() -> None:
     wrong = fitted.to_dict() | {"factors": {"all_reduce": [0.01] * 5}}
     with pytest.raises(ValueError, match="factors of all_reduce must lie within"):
         BetweenNodes.from_dict(wrong)
+
+
+def test_predictors_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """They have no such table, and answer between nodes as they did."""
+    predictor = shipped_predictor("b200-sxm")
+    assert predictor is not None
+    earlier = replace(predictor, collective=replace(predictor.collective, between=None))
+    earlier.save(tmp_path / "p")
+    again = Predictor.load(tmp_path / "p")
+    works = [Collective("all_reduce", 1 << 20, 8, 8), Collective("all_reduce", 1 << 20, 64, 8)]
+    assert again.collective.between is None
+    assert (again.collective.seconds(works, FABRIC) == earlier.collective.seconds(works, FABRIC)).all()
+
+
+def test_a_malformed_table_is_refused(tmp_path: Path) -> None:
+    predictor = shipped_predictor("b200-sxm")
+    assert predictor is not None and predictor.collective.between is not None
+    wrong = BetweenNodes({"ring": np.full(5, 99.0)}, {}, {})
+    replace(predictor, collective=replace(predictor.collective, between=wrong)).save(tmp_path / "p")
+    with pytest.raises(PredictorError, match="factors of ring must lie within"):
+        Predictor.load(tmp_path / "p")
