@@ -46,12 +46,7 @@ def host_graph(events: RankEvents, tree: CallTree, world_size: int, placement: P
     Raises:
         TraceError: If it holds nothing that could be a node.
     """
-    try:
-        host = _read(events, rank, world_size, placement)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
-        if isinstance(error, TraceError):
-            raise
-        raise TraceError(f"{events.path} must hold well-formed events: {type(error).__name__}: {error}") from None
+    host = _read(events, rank, world_size, placement)
     if not host.ops and not host.collectives:
         raise TraceError(f"a trace must hold at least one op or collective, got none in {events.path}")
     steps = find_steps(events, tree, np.zeros(0))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.errors import StepsightError, TraceError
 from stepsight.dataset.imported.assembly import MICROSECOND, Assembly
 from stepsight.dataset.imported.call_tree import CallTree, call_tree
 from stepsight.dataset.imported.collective_nodes import CollectiveNodes, Met, mask_of
@@ -46,7 +46,15 @@ def read_rank(path: Path, placement: Placement | None = None, execution: Path | 
             of another run.
     """
     events = read_columns(path)
-    placement = placement or Placement()
+    try:
+        return _graph_of(events, placement or Placement(), execution)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        if isinstance(error, StepsightError):
+            raise
+        raise TraceError(f"{path} must hold well-formed events, got {type(error).__name__}: {error}") from None
+
+
+def _graph_of(events: RankEvents, placement: Placement, execution: Path | None) -> RankGraph:
     rank, world_size = _identity(events, placement)
     tree = call_tree(events)
     if len(events.device):
