@@ -6,13 +6,13 @@ it) are one number each for the whole trace: the mean of those that were seen wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.imported.call_tree import CallTree
-from stepsight.dataset.imported.event_columns import Interned, RankEvents
+from stepsight.dataset.imported.event_columns import Interned, RankEvents, Table
 from stepsight.dataset.imported.host_chain import HostCalls, chain
 from stepsight.dataset.imported.step_bounds import Steps
 from stepsight.dataset.program import Dependency
@@ -21,8 +21,10 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 LAUNCH_US, GAP_US, EVENT_US = 1.7, 1.2, 2.5  # delays of devices where a trace does not tell
-_MOST_OWN_GAP_US = 5.0  # between two kernels on the device's own account
-_MOST_LAUNCH_US = 10.0  # from the end of a launch to its kernel on an idle stream
+_MOST_OWN_GAP_US = 20.0  # that a device may usually need between two kernels
+_MOST_LAUNCH_US = 50.0  # that it may usually need from the end of a launch to the kernel on an idle stream
+_HELD_US = 10.0  # by which a kernel starts before its call ends if the call went on for other reasons
+_NEAR_US = 3.0  # by which delays may differ from the median and still be the usual ones
 _BLOCKED_US = 10.0  # a copy whose call lasts longer, and until the copy ends, is waited for
 _MOST_LEFT_US = 200.0  # from the end of what a call waits for to the call's own
 
@@ -67,6 +69,28 @@ def launch_rows(events: RankEvents) -> Ints:
     if absent.any() and len(runtime):
         rows[absent] = _matching(device["external"][absent], runtime["external"])
     return rows
+
+
+def with_assumed_launches(events: RankEvents) -> RankEvents:
+    """Events with a launch for kernels whose own was not recorded but whose framework call is known: that call."""
+    device, ops, runtime = events.device, events.ops, events.runtime
+    called = _matching(device["external"], ops["external"])
+    absent = (launch_rows(events) < 0) & (called >= 0) & (device["external"] > 0)
+    if not absent.any():
+        return events
+    rows = np.unique(called[absent])
+    names = [*events.names, "assumed launch"]
+    more = {
+        "name": np.full(len(rows), len(names) - 1, dtype=np.int64),
+        "thread": ops["thread"][rows],
+        "correlation": np.full(len(rows), -1, dtype=np.int64),
+        "external": ops["external"][rows],
+    }
+    start, end = (np.concatenate(each) for each in ((runtime.start, ops.start[rows]), (runtime.end, ops.end[rows])))
+    columns = {name: np.concatenate([runtime[name], values]) for name, values in more.items()}
+    told = f"launches were not recorded for {int(absent.sum())} of {len(device)} kernels: their framework calls count"
+    calls = Table(start, end, columns).take(np.lexsort((-end, start)))
+    return replace(events, runtime=calls, names=names, warnings=[*events.warnings, told])
 
 
 def _matching(wanted: Ints, given: Ints) -> Ints:
@@ -183,6 +207,16 @@ def _previous_on_stream(events: RankEvents) -> Ints:
     return previous
 
 
+def _usual(delays: Floats, most: float, otherwise: float) -> float:
+    """Mean of the delays near their median; ``otherwise`` if there are none, or the median is beyond ``most``."""
+    middle = float(np.median(delays)) if len(delays) else np.inf
+    if middle > most:  # something else was waited for: what is short may still be the device's own
+        delays = delays[delays <= most / 4]
+        middle = float(np.median(delays)) if len(delays) else np.inf
+    near = delays[np.abs(delays - middle) <= max(_NEAR_US, abs(middle))] if len(delays) else delays
+    return float(np.mean(near)) if len(near) else otherwise
+
+
 def _add_launches(parts: Parts, events: RankEvents) -> None:
     """Launch edges, and the constants of the device."""
     device, calls = events.device, parts.calls
@@ -195,11 +229,10 @@ def _add_launches(parts: Parts, events: RankEvents) -> None:
         idle = called & (call_start > before + 1.0)
         queued = (parts.previous >= 0) & (~called | (call_end < before - 2.0))
         late, gap = device.start - call_end, device.start - before
-        launch = late[idle & (np.abs(late) <= _MOST_LAUNCH_US)]
-        own = gap[queued & (gap <= _MOST_OWN_GAP_US)]
+        launch, own = late[idle & (late > -_MOST_LAUNCH_US)], gap[queued & (gap >= 0)]
     constants = parts.constants
-    constants["launch"] = float(np.mean(launch)) if len(launch) else LAUNCH_US
-    constants["gap"] = float(np.clip(np.mean(own), 0.0, None)) if len(own) else GAP_US
+    constants["launch"] = _usual(launch, _MOST_LAUNCH_US, LAUNCH_US)
+    constants["gap"] = _usual(own, _MOST_OWN_GAP_US, GAP_US)
     constants["event"] = EVENT_US
     rows = np.flatnonzero(called)
     length = calls.end[source[rows]] - calls.start[source[rows]]
@@ -207,7 +240,7 @@ def _add_launches(parts: Parts, events: RankEvents) -> None:
     delay = np.full(len(rows), constants["launch"])
     ahead = call_end[rows] + delay - device.start[rows]  # by how much the kernel starts before the call explains
     early = ahead > 1.0
-    held = early & (ahead > usual + _MOST_LAUNCH_US)  # the call lasted on for other reasons than the launch
+    held = early & (ahead > usual + _HELD_US)  # the call lasted on for other reasons than the launch
     delay[held] += np.minimum(usual - length[held], 0.0)
     delay[early] = np.minimum(delay[early], device.start[rows][early] - call_end[rows][early])
     delay[early & ~held] = (device.start[rows] - call_end[rows])[early & ~held]

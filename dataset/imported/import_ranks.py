@@ -187,20 +187,20 @@ def summary(found: Imported) -> dict[str, Any]:
     """What ``stepsight import kineto --json`` prints."""
     graphs = found.graphs
     device = sum(graph.device_time_s for graph in graphs)
-    known = sum(graph.known_time_s for graph in graphs)
     counts = {why.value: 0 for why in Dependency}
     for graph in graphs:
         for kind, count in graph.dependency_counts().items():
             counts[kind] += count
     if len(graphs) > 1:
         counts[Dependency.RENDEZVOUS.value] += sum(len(members) - 1 for members in meetings(graphs)[0])
-    share = 100.0 * known / device if device else 0.0
+    opaque = sum(float(graph.duration_s[graph.on_device & (graph.nodes["known"] < 1)].sum()) for graph in graphs)
+    share = 100.0 * opaque / device if device else 0.0
     return {
         "ranks": len(graphs),
         "steps": min(len(graph.steps_s) for graph in graphs),
         "device_time_s": device,
-        "recognised_percent": share,
-        "opaque_percent": 100.0 - share if device else 0.0,
+        "recognised_percent": 100.0 - share if device else 0.0,
+        "opaque_percent": share,
         "dependencies": counts,
         "warnings": list(found.warnings),
         "nodes": sum(len(graph) for graph in graphs),

@@ -104,11 +104,6 @@ class RankGraph:
         """Seconds of all ops and collectives."""
         return float(self.duration_s[self.on_device].sum())
 
-    @property
-    def known_time_s(self) -> float:
-        """Seconds of ops and collectives of a known kind."""
-        return float(self.duration_s[self.on_device & (self.nodes["known"] > 0)].sum())
-
     def dependency_counts(self) -> Counter[str]:
         """Number of edges of each kind of dependency."""
         counts = np.bincount(self.edges["why"], minlength=len(WHY)).tolist()

@@ -13,7 +13,7 @@ from stepsight.dataset.imported.assembly import MICROSECOND, Assembly
 from stepsight.dataset.imported.call_tree import CallTree, call_tree
 from stepsight.dataset.imported.collective_nodes import CollectiveNodes, Met, mask_of
 from stepsight.dataset.imported.data_edges import read_execution_trace, with_sequence_edges, with_tensor_edges
-from stepsight.dataset.imported.device_graph import Parts, launch_rows, tie
+from stepsight.dataset.imported.device_graph import Parts, launch_rows, tie, with_assumed_launches
 from stepsight.dataset.imported.event_columns import Interned, RankEvents, read_columns
 from stepsight.dataset.imported.host_graph import host_graph
 from stepsight.dataset.imported.kernel_kinds import KernelKinds, launches
@@ -30,7 +30,7 @@ Ints = NDArray[np.int64]
 MOST_RANKS = 2**20
 _LOADING = "enumerate(DataLoader)"  # how annotations of PyTorch's data loader begin
 _JUMP_US = 1000.0  # by which a kernel may start before its launch: clocks of host and device differ by less
-_SAMPLED_GAP_US, _SAMPLED_SHARE = 5.0, 0.3  # gaps behind queued launches that say that kernels are left out
+_SAMPLED_GAP_US, _SAMPLED_SHARE = 5.0, 0.3  # unexplained gaps that say that kernels are left out
 
 
 def read_rank(path: Path, placement: Placement | None = None, execution: Path | None = None) -> RankGraph:
@@ -56,6 +56,8 @@ def read_rank(path: Path, placement: Placement | None = None, execution: Path | 
 
 def _graph_of(events: RankEvents, placement: Placement, execution: Path | None) -> RankGraph:
     rank, world_size = _identity(events, placement)
+    if len(events.device):
+        events = with_assumed_launches(events)
     tree = call_tree(events)
     if len(events.device):
         graph = _device_graph(events, tree, world_size, placement)
@@ -239,7 +241,8 @@ def _with_unrecorded(graph: RankGraph) -> RankGraph:
     inner[graph.edges["target"][graph.edges["why"] == WHY_NUMBER[Dependency.STREAM_ORDER]]] = True
     inner &= graph.nodes["kind"] != HOST
     gaps = late > _SAMPLED_GAP_US * MICROSECOND
-    if not inner.any() or (gaps & inner).sum() < _SAMPLED_SHARE * inner.sum():
+    launched = (graph.edges["why"] == WHY_NUMBER[Dependency.LAUNCH]).any()
+    if not inner.any() or (launched and (gaps & inner).sum() < _SAMPLED_SHARE * inner.sum()):
         return replace(graph, unrecorded_s=np.zeros(len(graph)))
     told = (
         f"kernels are missing: {int((gaps & inner).sum())} of {int(inner.sum())} kernels start later than anything "

@@ -89,6 +89,27 @@ def test_steps_without_annotations_come_from_the_optimizer_or_from_repetition(tm
     assert np.diff(by_repetition.steps_s, axis=1).ravel() == pytest.approx(period, rel=0.02)
 
 
+def test_kernels_without_recorded_launches_follow_their_framework_calls(tmp_path: Path) -> None:
+    file = GpuJob().step(1).file
+    calls = [
+        event for event in file.events if event.get("cat") == "cpu_op" and not event["name"].startswith("autograd")
+    ]
+    kernels = [event for event in file.events if event.get("cat") == "kernel"]
+    for number, (call, kernel) in enumerate(zip(calls, kernels, strict=True), 1):
+        call["args"]["External id"] = kernel["args"]["External id"] = number
+    file.events = [event for event in file.events if event.get("cat") != "cuda_runtime"]
+    graph = graph_of(tmp_path, file)
+    assert graph.dependency_counts()["launch"] == len(kernels)
+    assert any("launches were not recorded" in warning for warning in graph.warnings)
+
+
+def test_kernels_alone_are_a_graph(tmp_path: Path) -> None:
+    file = GpuJob().step(1).step(2).step(3).file
+    file.events = [event for event in file.events if event.get("cat") == "kernel"]
+    graph = graph_of(tmp_path, file)
+    assert graph.unrecorded_s.sum() > 0 and len(graph.steps_s) >= 1
+
+
 def test_host_traces_are_graphs_too(tmp_path: Path) -> None:
     graph = graph_of(tmp_path, tiny_step(0, 2))
     counts = graph.dependency_counts()
