@@ -12,7 +12,8 @@ from torch_geometric.data import HeteroData, InMemoryDataset
 
 from stepsight.dataset.errors import StepsightError, TraceError
 from stepsight.dataset.imported.dataset_index import INDEX, read_index, run_parts
-from stepsight.dataset.imported.graph_parts import GraphPart
+from stepsight.dataset.imported.graph_parts import GraphPart, edge_types
+from stepsight.dataset.imported.graph_tables import read_tables, write_tables
 from stepsight.dataset.imported.rank_graph import NODE_KINDS
 
 SPLITS = ("run", "model", "strategy", "scale", "hardware")
@@ -107,6 +108,19 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
             raise TraceError(f"a dataset must hold at least one traced step, got none in {self.root}")
         self.save(graphs, self.processed_paths[0])
 
+    def to_parquet(self, folder: str | Path) -> None:
+        """Write the graphs as Parquet tables, for tools without PyTorch; ``from_parquet`` reads them."""
+        write_tables([self[place] for place in range(len(self))], Path(folder))
+
+    @staticmethod
+    def from_parquet(folder: str | Path) -> list[HeteroData]:
+        """Read the graphs that ``to_parquet`` wrote.
+
+        Raises:
+            TraceError: If the folder holds no such tables.
+        """
+        return read_tables(Path(folder))
+
     def split(
         self, by: str = "run", fractions: Sequence[float] = (0.8, 0.1, 0.1), seed: int = 0
     ) -> tuple[TraceGraphs, ...]:
@@ -170,7 +184,8 @@ def to_hetero_data(part: GraphPart, about: dict[str, Any]) -> HeteroData:
         data[kind].kind = torch.from_numpy(part.kind[kind])
         data[kind].node = torch.from_numpy(part.node[kind])
     data["stream"].x = torch.from_numpy(part.x["stream"])
-    for edge_type, (ends, numbers) in part.edges.items():
+    for edge_type in edge_types():
+        ends, numbers = part.edges[edge_type]
         data[edge_type].edge_index = torch.from_numpy(ends)
         data[edge_type].edge_attr = torch.from_numpy(numbers)
     for name, value in about.items():

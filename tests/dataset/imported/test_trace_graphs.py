@@ -90,6 +90,26 @@ def test_the_version_follows_the_traces(tmp_path: Path) -> None:
     assert make_dataset([tmp_path / "col"], tmp_path / "data")["version"] != first["version"]
 
 
+def test_graphs_round_trip_through_parquet(tmp_path: Path) -> None:
+    make_dataset([collection(tmp_path)], tmp_path / "data")
+    graphs = TraceGraphs(tmp_path / "data")
+    graphs.to_parquet(tmp_path / "tables")
+    again = TraceGraphs.from_parquet(tmp_path / "tables")
+    assert len(again) == len(graphs)
+    for one, other in zip(graphs, again, strict=True):
+        assert one.metadata() == other.metadata() and (one.run, one.step, one.segment) == (
+            other.run,
+            other.step,
+            other.segment,
+        )
+        for kind in ("op", "collective", "host"):
+            assert torch.equal(one[kind].x, other[kind].x) and torch.equal(one[kind].kind, other[kind].kind)
+            assert torch.equal(one[kind].y.nan_to_num(9.0), other[kind].y.nan_to_num(9.0))
+        for edge_type in one.edge_types:
+            assert torch.equal(one[edge_type].edge_index, other[edge_type].edge_index)
+            assert torch.equal(one[edge_type].edge_attr, other[edge_type].edge_attr)
+
+
 def test_other_folders_are_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
