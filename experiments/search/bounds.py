@@ -20,7 +20,7 @@ from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.schedule_bounds import in_flight, is_split, placement_of, stage_sums, stage_times
 from stepsight.experiments.search.shape_table import ShapeTable
 from stepsight.experiments.search.strategies import build
-from stepsight.experiments.search.traffic_bounds import Sharing, Traffic, traffic
+from stepsight.experiments.search.traffic_bounds import Collectives, Sharing, Traffic, traffic
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.lowering.sizes import groups_of
 from stepsight.simulator.memory.states import states_of
@@ -63,7 +63,8 @@ def grid_bounds(grid: Grid, timer: Timer, hardware: Hardware, predictor: Predict
     if grid.job.cluster.mixed:  # other devices may be faster, or have more memory
         return Bounds(np.zeros(len(grid)), np.zeros(len(grid)))
     table = ShapeTable(grid, timer, hardware)
-    blocks = [_Block(grid, number, table, timer, hardware) for number in range(len(grid.layouts))]
+    sent = Collectives(timer)
+    blocks = [_Block(grid, number, table, sent, hardware) for number in range(len(grid.layouts))]
     seconds = np.concatenate([block.seconds().ravel() for block in blocks])
     peak_bytes = np.concatenate([block.peak_bytes().ravel() for block in blocks])
     factor = least_factor(predictor) * (1.0 - ROUNDING)
@@ -87,8 +88,8 @@ class _Block:
     ``o`` orders of ranks, ``m`` micro-batch sizes, ``d`` stages.
     """
 
-    def __init__(self, grid: Grid, number: int, table: ShapeTable, timer: Timer, hardware: Hardware) -> None:
-        self._grid, self._table, self._timer, self._hardware = grid, table, timer, hardware
+    def __init__(self, grid: Grid, number: int, table: ShapeTable, sent: Collectives, hardware: Hardware) -> None:
+        self._grid, self._table, self._collectives, self._hardware = grid, table, sent, hardware
         self._layout, self._options = grid.layouts[number], grid.options[number]
         self._ids = table.ids[number]
         self._orders = self._options.get("order", [""])
@@ -152,7 +153,7 @@ class _Block:
         counts = self._stage_counts(chunks, placement)
         numel = self._table.numel[int(self._ids.flat[0])]
         found = [
-            [traffic(one, self._timer, counts[:, :-2], numel[:-2], counts @ numel) for one in shared]
+            [traffic(one, self._collectives, counts[:, :-2], numel[:-2], counts @ numel) for one in shared]
             for shared in self._zeros
         ]
         return Traffic(*np.moveaxis(np.array(found), 2, 0))

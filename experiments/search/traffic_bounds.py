@@ -55,12 +55,12 @@ class Traffic(NamedTuple):
     after: Floats
 
 
-def traffic(sharing: Sharing, timer: Timer, layers: Floats, numel: Floats, held: Floats) -> Traffic:
+def traffic(sharing: Sharing, sent: Collectives, layers: Floats, numel: Floats, held: Floats) -> Traffic:
     """Bound what the replicas of each stage send.
 
     Args:
         sharing: Who shares.
-        timer: Of the latency model that predicts.
+        sent: Seconds of collectives.
         layers: Layers of each kind on each stage, shape ``(stages, kinds)``.
         numel: Elements of their parameters, others' and experts', shape ``(kinds, 2)``.
         held: Elements that each stage holds, others' and experts', shape ``(stages, 2)``.
@@ -73,9 +73,9 @@ def traffic(sharing: Sharing, timer: Timer, layers: Floats, numel: Floats, held:
         gathering = gathering_of(p, overlap, beside=sharing.beside)
         each, once = nothing, nothing
         for which, group in enumerate(groups):
-            gather = _seconds(timer, group, "all_gather", numel[:, which] * size)
+            gather = sent.seconds(group, "all_gather", numel[:, which] * size)
             grads = DTYPE_BYTES[sharing.semantics.states.gradient_dtype]
-            scatter = _seconds(timer, group, "reduce_scatter", numel[:, which] * grads)
+            scatter = sent.seconds(group, "reduce_scatter", numel[:, which] * grads)
             gathers, scatters = layers @ gather, layers @ scatter
             every = 2 * gathers * gathering.reshard + (0 if gathering.reduce_once else scatters)
             rest = gathers * (not gathering.reshard) + (scatters if gathering.reduce_once else 0)
@@ -84,16 +84,33 @@ def traffic(sharing: Sharing, timer: Timer, layers: Floats, numel: Floats, held:
             each, once = (every, rest) if longer else (each, once)
         return Traffic(each, once, nothing)
     if p.zero_stage in (1, 2) and not overlap.parameters:
-        after = sum((_seconds(timer, g, "all_gather", held[:, i] * size) for i, g in enumerate(groups)), nothing)
+        after = sum((sent.seconds(g, "all_gather", held[:, i] * size) for i, g in enumerate(groups)), nothing)
         return Traffic(nothing, nothing, np.asarray(after))
     return Traffic(nothing, nothing, nothing)
 
 
-def _seconds(timer: Timer, group: Group, kind: str, num_bytes: Floats) -> Floats:
-    """Seconds of a collective of each size; 0 of nothing, and where a group is a single rank."""
-    seconds = np.zeros(len(num_bytes))
-    asked: NDArray[np.int64] = np.flatnonzero(num_bytes > 0)
-    if group.size > 1 and len(asked):
-        sizes, place = np.unique(num_bytes[asked].astype(np.int64), return_inverse=True)
-        seconds[asked] = timer.work_seconds([group.collective(kind, int(n)) for n in sizes])[place]
-    return seconds
+class Collectives:
+    """Seconds of collectives of some sizes; the same are asked for again and again.
+
+    Args:
+        timer: Of the latency model that predicts.
+    """
+
+    def __init__(self, timer: Timer) -> None:
+        self._timer = timer
+        self._known: dict[tuple[Group, str, bytes], Floats] = {}
+
+    def seconds(self, group: Group, kind: str, num_bytes: Floats) -> Floats:
+        """Seconds of a collective of each size; 0 of nothing, and where a group is a single rank."""
+        key = (group, kind, num_bytes.tobytes())
+        if key not in self._known:
+            self._known[key] = self._ask(group, kind, num_bytes)
+        return self._known[key]
+
+    def _ask(self, group: Group, kind: str, num_bytes: Floats) -> Floats:
+        seconds = np.zeros(len(num_bytes))
+        asked: NDArray[np.int64] = np.flatnonzero(num_bytes > 0)
+        if group.size > 1 and len(asked):
+            sizes, place = np.unique(num_bytes[asked].astype(np.int64), return_inverse=True)
+            seconds[asked] = self._timer.work_seconds([group.collective(kind, int(n)) for n in sizes])[place]
+        return seconds

@@ -41,7 +41,7 @@ def answerable(random: Random) -> Job:
         return job
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_bounds_hold(seed: int) -> None:
     """No strategy of any axis is predicted to take less time or memory than its bounds."""
     random = Random(seed)
@@ -49,13 +49,13 @@ def test_bounds_hold(seed: int) -> None:
     given, grid = predict(job), Grid(job, MANY_AXES)
     bounds = grid_bounds(grid, given.simulation.timer, given.simulation.hardware, given.predictor)
     assert len(bounds.seconds) == len(bounds.peak_bytes) == len(grid)
-    for index in random.sample(range(len(grid)), 8):
+    for index in random.sample(range(len(grid)), 6):
         prediction = predict(grid.strategy(index))
         assert 0 < bounds.seconds[index] <= prediction.iteration_time_s
         assert 0 < bounds.peak_bytes[index] <= prediction.memory.peak_bytes
 
 
-@pytest.mark.parametrize("seed", range(100, 103))
+@pytest.mark.parametrize("seed", range(100, 102))
 def test_pruning_loses_nothing(seed: int) -> None:
     """The search by bounds finds the time of the full enumeration, with fewer strategies asked about."""
     random = Random(seed)
