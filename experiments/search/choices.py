@@ -17,8 +17,6 @@ from stepsight.training.predictor.prediction import Prediction
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from stepsight.experiments.search.risk import Rival
-
 
 @dataclass(frozen=True, repr=False)
 class Choice:
@@ -105,6 +103,35 @@ class Choice:
             "high_s": high_s,
             "memory_bytes": self.peak_bytes,
             "fits": self.fits,
+        }
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A strategy that may be faster than the best.
+
+    Attributes:
+        choice: The strategy.
+        slower_percent: How much more time it is predicted to take than the best.
+        error_percent: Half of the interval of this difference (coverage as that of predictions).
+        measure: The kind of op or collective that contributes most to the error: what to measure.
+        measure_s: Seconds of it that the strategy spends more than the best, in an iteration.
+    """
+
+    choice: Choice
+    slower_percent: float
+    error_percent: float
+    measure: str
+    measure_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            **self.choice.to_dict(),
+            "slower_percent": self.slower_percent,
+            "error_percent": self.error_percent,
+            "measure": self.measure,
+            "measure_s": self.measure_s,
         }
 
 

@@ -10,42 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from stepsight.dataset.op import Collective, Op
-from stepsight.experiments.search.choices import Choice
+from stepsight.experiments.search.choices import Choice, Rival
 
 MOST_RIVALS = 24  # strategies that are compared with the best: each comparison takes a whole prediction
-
-
-@dataclass(frozen=True)
-class Rival:
-    """A strategy that may be faster than the best.
-
-    Attributes:
-        choice: The strategy.
-        slower_percent: How much more time it is predicted to take than the best.
-        error_percent: Half of the interval of this difference (coverage as that of predictions).
-        measure: The kind of op or collective that contributes most to the error: what to measure.
-        measure_s: Seconds of it that the strategy spends more than the best, in an iteration.
-    """
-
-    choice: Choice
-    slower_percent: float
-    error_percent: float
-    measure: str
-    measure_s: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {
-            **self.choice.to_dict(),
-            "slower_percent": self.slower_percent,
-            "error_percent": self.error_percent,
-            "measure": self.measure,
-            "measure_s": self.measure_s,
-        }
 
 
 def find_rivals(choices: Sequence[Choice]) -> tuple[Rival, ...]:

@@ -35,9 +35,8 @@ def search(
 ) -> SearchResult:
     """Find the strategy with the shortest predicted iteration that fits in memory.
 
-    Every legal strategy has a lower bound: what it computes and sends at least.  The strategy with the least bound is
-    asked about first, until no bound is below the best time found; so the best one is found without asking about most
-    of the others.  The job's own strategy counts too, so that ``best`` is never slower than the job.
+    Every legal strategy has a lower bound: what it computes and sends at least.  The least bound is asked about first,
+    until none is below the best time found.  The job's own strategy counts too: ``best`` is never slower than the job.
 
     Args:
         job: A ``Job``, the tables of one, or the path of a job file.  It gives the model, global batch and cluster;
@@ -50,8 +49,7 @@ def search(
         gap: How much longer than the optimum the best strategy may take, in percent; with more, fewer are asked about.
         top: So many of the best strategies are sought and proved, not the best alone.
         goal: What is sought; by default the shortest iteration.
-        scenarios: Clusters, batches and sequence lengths to compare, each with its own best strategy; by default those
-            of the job alone.
+        scenarios: Clusters, batches and sequence lengths to compare; by default those of the job alone.
         sampler: ``auto`` asks by bounds, ``enumerate`` about every legal strategy, ``tpe`` and ``random`` as their
             names say.
         seed: Of the sampler, 0 to ``MOST_SEED``.
@@ -74,18 +72,9 @@ def search(
     """
     job = Job.of(job)
     manner = Manner(
-        space=Space.of(space),
-        goal=goal or Goal(),
-        trials=trials,
-        timeout_s=timeout_s,
-        gap=gap,
-        top=top,
-        sampler=sampler,
-        seed=seed,
-        storage=storage,
-        study_name=study_name,
-        on_trial=on_trial,
-    )
+        space=Space.of(space), goal=goal or Goal(), trials=trials, timeout_s=timeout_s, gap=gap, top=top,
+        sampler=sampler, seed=seed, storage=storage, study_name=study_name, on_trial=on_trial,
+    )  # fmt: skip
     if scenarios is None or scenarios.is_empty:
         return search_job(job, predictor, manner)
     return search_scenarios(job, predictor, manner, scenarios)
