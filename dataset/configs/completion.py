@@ -46,17 +46,20 @@ def _cluster(draft: Draft, given: Given) -> None:
     draft.assume("cluster.devices_per_node", DEVICES_PER_NODE, "no configuration states the devices of a node")
     per_node = _degree_of(draft.get("cluster.devices_per_node"))
     others = draft.degree("tp") * draft.degree("cp") * draft.degree("pp")
-    least, reason = _least_devices(draft, others)
+    least, words = _least_devices(draft, others)
+    reason = words
     if "cluster.nodes" in given.values:
         return
     stated = draft.get("cluster.nodes")
     replicas = draft.facts.get("replicas", 0)  # as a batch implies them
     devices = draft.facts.get("devices") or replicas * others or (stated * per_node if isinstance(stated, int) else 0)
-    if devices and devices % least == 0 and devices >= least:
+    if devices and devices % least == 0 and devices >= least and _shares_batch(draft, devices // others):
         wanted, reason = devices, f"the run has {devices} devices"
     elif draft.get("parallel.dp") is None:
-        reason = f"{devices} devices cannot hold {reason}" if devices else f"{reason} in whole nodes"
-        wanted = _fitting(draft, least, others, math.lcm(least, per_node))
+        held = bool(devices) and devices % least == 0
+        reason = f"{devices} devices cannot {'share the global batch' if held else f'hold {reason}'}"
+        reason = reason if devices else f"{words} in whole nodes"
+        wanted = _fitting(draft, least, others, devices if held else math.lcm(least, per_node))
     else:
         wanted = least
     if stated is not None and stated * per_node == wanted:
@@ -71,6 +74,12 @@ def _cluster(draft: Draft, given: Given) -> None:
     draft.tables["cluster"].pop("nodes", None)
     draft.sources.pop("cluster.nodes", None)
     draft.assume("cluster.nodes", wanted // per_node, f"{wanted} devices are needed: {reason}")
+
+
+def _shares_batch(draft: Draft, replicas: int) -> bool:
+    """Whether replicas share the stated global batch evenly."""
+    total, micro = draft.get("batch.global_batch"), _degree_of(draft.get("batch.micro_batch", 1))
+    return not isinstance(total, int) or total % max(1, replicas * micro) == 0
 
 
 def _fitting(draft: Draft, least: int, others: int, most: int) -> int:

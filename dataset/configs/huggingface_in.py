@@ -63,6 +63,20 @@ TYPES: Mapping[str, tuple[str, bool, str]] = {
     "vit": ("vit", False, ""),
     "deit": ("vit", False, ""),
 }
+# What files of some models leave out, because it is the default of their class in transformers.
+LEFT_OUT: Mapping[str, Mapping[str, int]] = {
+    "gemma3_text": {
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+    },
+    "gemma2": {"head_dim": 256},
+    "gemma": {"head_dim": 256},
+    "gpt2": {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024},
+    "mistral": {"num_key_value_heads": 8, "vocab_size": 32000},
+    "mixtral": {"num_key_value_heads": 8, "vocab_size": 32000},
+    "bert": {"vocab_size": 30522, "max_position_embeddings": 512},
+    "t5": {"vocab_size": 32128, "d_kv": 64},
+}  # fmt: skip
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -100,7 +114,11 @@ def read_huggingface(tables: Mapping[str, Any], draft: Draft) -> None:
         kind = str(inner.get("model_type") or kind)
     if kind not in TYPES:
         raise JobError(f"model_type must be one of {', '.join(TYPES)}, got {kind!r:.80}")
-    settings = Settings(flat(tables))
+    stated = flat(tables)
+    left_out = {key: value for key, value in LEFT_OUT.get(kind, {}).items() if stated.get(key) is None}
+    settings = Settings({**left_out, **{key: value for key, value in stated.items() if value is not None}})
+    for key, value in left_out.items():
+        draft.ignore(f"{key} is not stated: {value} is the default of {kind}")
     family, tied, differs = TYPES[kind]
     draft.framework = draft.framework or "huggingface"
     draft.map("model.family", family, f"model_type {kind}")

@@ -55,6 +55,13 @@ _VOCABULARIES = (
     ("qwen2", 152064),
     ("bertwordpiecelowercase", 30522),
     ("bertwordpiececase", 28996),
+    ("baichuan2", 125696),
+    ("falcon", 65024),
+    ("gemma", 256000),
+    ("nemotron", 256000),
+    ("starcoder", 49152),
+    ("qwen", 151936),
+    ("llama", 32000),
 )
 _GATED = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
 _GATED_WORDS = ("swiglu", "fast-swiglu", "geglu", "fast-geglu", "reglu", "fast-reglu")
@@ -256,13 +263,13 @@ def _vocabulary(settings: Settings, draft: Draft) -> None:
     if size:
         draft.map("model.vocab", size, settings.source("vocab_size", "padded_vocab_size", "override_vocab_size"))
         return
-    names = ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path", "vocab_file", "merge_file", "type")
+    names = ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path", "vocab_file", "merge_file", "run_name")
     words = [settings.word(name) for name in names]
     text = " ".join(words).lower().replace("_", "-")
     if draft.get("model.family") in ("bert", "t5") and "wordpiece" not in text:
         draft.assume("model.vocab", 30522, "no vocab_size is stated: BERT's lower-case WordPiece")
         return
-    found = next(((word, size) for word, size in _VOCABULARIES if word in re.sub(r"\s+", " ", text)), None)
+    found = next((pair for pair in _VOCABULARIES if re.search(re.escape(pair[0]) + r"(?!\d)", text)), None)
     if found:
         draft.assume("model.vocab", found[1], f"no vocab_size is stated: tokens of the tokenizer {found[0]}")
     elif settings.word("tokenizer_type") in ("", "GPT2BPETokenizer"):

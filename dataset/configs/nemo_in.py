@@ -15,7 +15,13 @@ from stepsight.dataset.configs.megatron_in import read_megatron
 from stepsight.dataset.configs.megatron_words import canonical
 
 _REFERENCE = re.compile(r"\$\{([.\w]+)\}")
-_NAMES = {"trainer.devices": "devices_per_node", "trainer.num_nodes": "nodes", "trainer.gradient_clip_val": "clip_grad"}
+_NAMES = {
+    "trainer.devices": "devices_per_node",
+    "trainer.num_nodes": "nodes",
+    "trainer.gradient_clip_val": "clip_grad",
+    "run.name": "run_name",
+    "model.data.seq_length_dec": "decoder_seq_length",
+}
 _OF_MODEL = ("model.data.", "model.tokenizer.", "model.optim.", "model.nsys_profile.", "model.peft.")
 _PRECISIONS = {"bf16": "bf16", "16": "fp16", "32": "fp32"}
 
@@ -23,7 +29,10 @@ _PRECISIONS = {"bf16": "bf16", "16": "fp16", "32": "fp32"}
 def is_nemo(tables: Mapping[str, Any]) -> bool:
     """Whether tables are those of NeMo's YAML."""
     model = tables.get("model")
-    return isinstance(tables.get("trainer"), Mapping) and isinstance(model, Mapping) and "hidden_size" in model
+    if not isinstance(tables.get("trainer"), Mapping) or not isinstance(model, Mapping):
+        return False
+    encoder = model.get("encoder")
+    return "hidden_size" in model or (isinstance(encoder, Mapping) and "hidden_size" in encoder)
 
 
 def read_nemo(tables: Mapping[str, Any], draft: Draft) -> None:
@@ -35,6 +44,9 @@ def read_nemo(tables: Mapping[str, Any], draft: Draft) -> None:
         value = _resolved(key, value, everything)
         if key in _NAMES:
             name = _NAMES[key]
+        elif key.startswith(("model.encoder.", "model.decoder.")):  # of T5, whose other sizes are those of the encoder
+            side, _, name = key.removeprefix("model.").partition(".")
+            name = f"{side}_num_layers" if name == "num_layers" else name if side == "encoder" else ""
         elif key.startswith("model.") and not key.startswith(_OF_MODEL):
             name, value = canonical(key.removeprefix("model."), value)
         elif key == "model.optim.name":
@@ -43,7 +55,7 @@ def read_nemo(tables: Mapping[str, Any], draft: Draft) -> None:
             name = f"tokenizer_{key.rpartition('.')[2]}"
         else:
             continue
-        if value is not None and value != "???":
+        if name and value is not None and value != "???":
             values[name], shown[name] = value, key
     if values.pop("fp8", False) is True:
         values["fp8"], shown["fp8"] = "hybrid", "model.fp8"
@@ -57,9 +69,9 @@ def read_nemo(tables: Mapping[str, Any], draft: Draft) -> None:
     if values.get("fsdp"):
         stage = {"full": 3, "grad": 2, "hybrid": 3}.get(str(values.get("fsdp_sharding_strategy") or "full"), 3)
         draft.map("parallel.zero_stage", stage, "model.fsdp_sharding_strategy")
-    name = str(everything.get("name") or "").lower()
+    name = f"{everything.get('name') or ''} {everything.get('run.name') or ''}".lower()
     for part in ("bert", "t5"):
-        if part in name:
+        if part in name or (part == "t5" and "decoder_num_layers" in values):
             draft.map("model.family", part, f"name {name}")
     attends = values.pop("transformer_engine", None) or values.get("use_flash_attention")
     settings = Settings(values, shown)

@@ -93,7 +93,8 @@ _SUFFIXES = ("_flex_attn", "_varlen_attn", "_flex", "_varlen", "_irope")  # of f
 
 def flavor_sizes(name: str, flavor: str) -> dict[str, Any] | None:
     """Sizes of a flavor, as keys of a job's model; None if it is not known."""
-    name = name.removesuffix("_ft")
+    longest = max((family for family in FLAVORS if family in name), key=len, default="")
+    name = longest or name  # experiments name theirs simple_fsdp.llama3, llama3_ft ...
     for suffix in _SUFFIXES:
         flavor = flavor.removesuffix(suffix)
     found = FLAVORS.get(name, {}).get(flavor)
