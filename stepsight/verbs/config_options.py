@@ -52,8 +52,8 @@ def read_job(path: Path, framework: str = "", hardware: str = "", nodes: int | N
     Raises:
         StepsightError: If the file is neither, or holds no whole job.
     """
-    from stepsight.dataset.configs.config_job import read_configs
     from stepsight.dataset.configs.config_formats import is_job_file
+    from stepsight.dataset.configs.config_job import read_configs
     from stepsight.dataset.job import Job
 
     if is_job_file(path):
