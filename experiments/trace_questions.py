@@ -30,6 +30,7 @@ class Questions:
         cuda_graph: Launches take no time.
         remove_straggler: The slowest rank is like the others.
         batch: How many times as large a micro-batch is; 1: as it was.
+        replicas: How many times as many ranks; 1: as many.
         bucket_mb: Least megabytes of a gradient bucket; 0: as they were.
         fabric: Name or file of another fabric; empty: as it was.
         hardware: Name or file of another device; empty: as it was.
@@ -42,6 +43,7 @@ class Questions:
     cuda_graph: bool = False
     remove_straggler: bool = False
     batch: float = 1.0
+    replicas: int = 1
     bucket_mb: float = 0.0
     fabric: str = ""
     hardware: str = ""
@@ -95,11 +97,14 @@ def _changes(asked: Questions, graphs: Sequence[RankGraph], job: Job | None) -> 
         found.append(("launches cost nothing", lambda graphs, tally: changes.as_device_graph(graphs)))
     if asked.remove_straggler:
         found.append(("no straggler", lambda graphs, tally: changes.without_straggler(graphs)))
-    if asked.batch != 1.0 or asked.bucket_mb or asked.fabric or asked.hardware:
+    if asked.batch != 1.0 or asked.replicas != 1 or asked.bucket_mb or asked.fabric or asked.hardware:
         name, fabric = _traced_on(asked, graphs, job)
         now = latency_of(name, fabric)
         if asked.batch != 1.0:
             found.append((f"batch {asked.batch:g} x", lambda g, tally: changes.with_batch(g, asked.batch, now, tally)))
+        if asked.replicas != 1:
+            times = asked.replicas
+            found.append((f"{times} x ranks", lambda g, tally: changes.with_replicas(g, times, now, tally)))
         if asked.bucket_mb:
             size = asked.bucket_mb * 1e6
             found.append(

@@ -83,7 +83,8 @@ def _device_graph(events: RankEvents, tree: CallTree, world_size: int, placement
     if missing := int((rows < 0).sum()):
         warnings.append(f"kernels without a launch: {missing} of {len(rows)}; they start when their stream is free")
     parts = tie(events, tree, steps, rows)
-    StreamWaits(events, parts, mask_of(events)).add()
+    phase = np.where(rows >= 0, tree.call_phase[rows], -1) if len(tree.call_phase) else rows
+    StreamWaits(events, parts, mask_of(events), phase).add()
     graph = _assemble(events, tree, steps, parts, _works(events, tree, parts, world_size, placement))
     return _with_unrecorded(replace(graph, warnings=tuple(warnings)))
 

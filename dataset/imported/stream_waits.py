@@ -1,8 +1,8 @@
 """Synchronisation: what streams wait for on other streams, and what the host waits for on the device.
 
-Recorded where the profiler's ``cuda_sync`` events are on.  They are off by default; then a wait is inferred: a
-collective follows what the main stream was given before it; and where a kernel starts later than its stream and its
-launch explain, just when something on another stream ended, it waited for that.
+Recorded where the profiler's ``cuda_sync`` events are on.  They are off by default; then a wait is inferred from the
+host's calls that make a stream wait, which do not say for what; and where a kernel starts later than its stream and
+its launch explain, just when something on another stream ended, it waited for that.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ Ints = NDArray[np.int64]
 
 _SLACK_US = 1.5  # by which clocks and rounding make an effect precede its cause
 _LATE_US = 4.0  # by which a kernel is later than its launch and its stream explain
+_MOST_BACK = 3  # things on a stream, of which one is waited for
+_SELDOM_WRONG = 0.98  # of like waits whose times allow what they are said to wait for
 _JUST_US = 12.0  # within which a waiting kernel starts after what it waits for
 
 
@@ -32,10 +34,11 @@ class StreamWaits:
         events: Of the rank.
         parts: Its graph so far; edges are added.
         collective: ``(d,)``: which device events are collectives.
+        phase: ``(d,)``: phase of each device event.
     """
 
-    def __init__(self, events: RankEvents, parts: Parts, collective: NDArray[np.bool_]) -> None:
-        self._events, self._parts, self._collective = events, parts, collective
+    def __init__(self, events: RankEvents, parts: Parts, collective: NDArray[np.bool_], phase: Ints) -> None:
+        self._events, self._parts, self._collective, self._phase = events, parts, collective, phase
         device = events.device
         self._start, self._end, self._stream = device.start, device.end, device["stream"]
         launched = parts.launch >= 0
@@ -51,8 +54,7 @@ class StreamWaits:
         """Add all edges of synchronisation."""
         recorded = self._recorded()
         if not recorded:
-            self._collectives()
-            self._called_waits()
+            self._inferred()
         self._late_starts()
         pairs = np.array(list(self._pairs), dtype=np.int64).reshape(-1, 2)
         base, parts = len(self._parts.calls), self._parts
@@ -68,12 +70,12 @@ class StreamWaits:
             )
         self._host_waits()
 
-    def _last(self, stream: int, moment: float) -> int:
-        """The newest event of a stream that was issued before a moment, -1: none."""
+    def _last(self, stream: int, moment: float, back: int = 0) -> int:
+        """The newest event of a stream that was issued before a moment, or ``back`` before that one; -1: none."""
         rows, issued = self._by_stream.get(stream, (None, None))
         if rows is None or issued is None:
             return -1
-        place = int(np.searchsorted(issued, moment, "right")) - 1
+        place = int(np.searchsorted(issued, moment, "right")) - 1 - back
         return int(rows[place]) if place >= 0 else -1
 
     def _next(self, stream: int, moment: float) -> int:
@@ -115,27 +117,56 @@ class StreamWaits:
             self._pair(before, self._next(target, float(events.runtime.start[waiting])))
         return found
 
-    def _collectives(self) -> None:
-        """A collective follows what the busiest stream of computation was given before."""
-        main = self._main_stream()
-        for row in np.flatnonzero(self._collective).tolist():
-            if main >= 0 and self._stream[row] != main:
-                self._pair(self._last(main, float(self._issued[row]) - 1e-3), row)
+    def _inferred(self) -> None:
+        """Waits by the host's calls: before a launch, its stream was made to wait for an event on another stream.
 
-    def _called_waits(self) -> None:
-        """A stream that the host made wait for an event, and that goes on after a collective, waited for it."""
-        events = self._events
-        chosen = [number for number, name in enumerate(events.names) if "StreamWaitEvent" in name]
-        moments = np.sort(events.runtime.start[np.isin(events.runtime["name"], chosen)])
-        rows = np.flatnonzero(self._collective)
-        if not len(moments) or not len(rows):
-            return
+        The main stream waits for any other one, another stream for the main one.  Which of the newest things on that
+        stream it waits for is what no like wait contradicts: none may start before what it waits for ends.
+        """
         main = self._main_stream()
-        streams = np.unique(self._stream[rows]).tolist()
-        for moment in moments.tolist():
-            after = self._next(main, moment)
-            for stream in streams:
-                self._pair(self._last(stream, moment), after)
+        if main < 0:
+            return
+        groups: dict[tuple[int, int, int], list[tuple[int, float]]] = {}
+        for row, moment in self._waiting_rows():
+            target = int(self._stream[row])
+            sources = [stream for stream in self._by_stream if stream != main] if target == main else [main]
+            for source in sources:
+                groups.setdefault((source, target, int(self._phase[row])), []).append((row, moment))
+        for (source, _, _), waits in groups.items():
+            for back in range(_MOST_BACK):
+                pairs = [(self._last(source, moment, back), row) for row, moment in waits]
+                pairs = [(before, row) for before, row in pairs if before >= 0]
+                possible = [self._end[before] <= self._start[row] + _SLACK_US for before, row in pairs]
+                if possible and np.mean(possible) >= _SELDOM_WRONG:
+                    for before, row in pairs:
+                        self._pair(before, row)
+                    break
+
+    def _waiting_rows(self) -> list[tuple[int, float]]:
+        """Device events whose launch follows a call that makes a stream wait, and when that was called.
+
+        Where no such calls were recorded, every collective counts as one.
+        """
+        events, parts = self._events, self._parts
+        chosen = [number for number, name in enumerate(events.names) if "StreamWaitEvent" in name]
+        calls = np.flatnonzero(np.isin(events.runtime["name"], chosen))
+        if not len(calls):
+            main = self._main_stream()
+            rows = np.flatnonzero(self._collective & (self._stream != main))
+            return [(row, float(self._issued[row]) - 1e-3) for row in rows.tolist()]
+        found: dict[int, float] = {}
+        threads = events.runtime["thread"]
+        launched = np.flatnonzero(parts.row >= 0)
+        for thread in np.unique(threads[calls]).tolist():
+            own = launched[threads[parts.row[launched]] == thread]
+            own = own[np.argsort(self._issued[own], kind="stable")]
+            if len(own):
+                moments = events.runtime.start[calls[threads[calls] == thread]]
+                places = np.searchsorted(self._issued[own], moments)
+                for place, moment in zip(places.tolist(), moments.tolist(), strict=True):
+                    if place < len(own):
+                        found.setdefault(int(own[place]), moment)
+        return list(found.items())
 
     def _main_stream(self) -> int:
         busy = np.bincount(self._stream, (self._end - self._start) * ~self._collective)

@@ -22,6 +22,7 @@ from stepsight.simulator.latency_model import LatencyModel
 
 Floats = NDArray[np.float64]
 
+DEVICES_PER_NODE = 8  # of nodes that a trace does not tell
 COMMUNICATION, ANY_HOST = "communication", "host"
 _OPTIMIZER = 2  # index of the phase
 
@@ -193,6 +194,35 @@ def with_batch(graphs: Sequence[RankGraph], factor: float, latency: LatencyModel
 def _reduces(graph: RankGraph) -> NDArray[np.bool_]:
     """Collectives of gradients and parameters, whose sizes no batch changes: those of backward and the optimizer."""
     return np.asarray(graph.nodes["phase"] != 0)
+
+
+def with_replicas(graphs: Sequence[RankGraph], factor: int, latency: LatencyModel, tally: Tally) -> list[RankGraph]:
+    """``factor`` times as many ranks: groups of all ranks grow with the job, all other groups stay as they are.
+
+    A node holds as many ranks as the trace says, at most ``DEVICES_PER_NODE`` of a group that is said to share one.
+    Waiting for ranks that come late is not scaled.
+
+    Raises:
+        StepsightError: If no collective is one of all ranks.
+    """
+    world = graphs[0].world_size
+    out = []
+    for graph in graphs:
+        pairs = [(work, _grown(work, world, factor)) for work in graph.works]
+        if not any(old != new for old, new in pairs):
+            raise StepsightError(f"--replicas needs collectives of all {world} ranks, got none in rank {graph.rank}")
+        same = np.array([*(old == new for old, new in pairs), True], dtype=np.bool_)[graph.nodes["work"]]
+        changed = _scaled(graph, pairs, (latency, latency), 1.0, tally)
+        out.append(replace(graph, duration_s=np.where(same, graph.duration_s, changed.duration_s)))
+    return out
+
+
+def _grown(work: Op | Collective, world: int, factor: int) -> Op | Collective:
+    if not isinstance(work, Collective) or work.group_size != world or work.record.route == "message":
+        return work
+    per_node = work.ranks_per_node if work.ranks_per_node < work.group_size else DEVICES_PER_NODE
+    size = work.group_size * factor
+    return replace(work, group_size=size, ranks_per_node=min(per_node, size))
 
 
 def _larger(work: Op | Collective, factor: float) -> Op | Collective:

@@ -109,6 +109,9 @@ def what_if_command(
         bool, typer.Option("--remove-straggler", help="The slowest rank computes like the median of the others.")
     ] = False,
     batch: Annotated[str, typer.Option(help="Size of micro-batches beside that of the trace, as in 2x.")] = "1x",
+    replicas: Annotated[
+        int, typer.Option(min=1, help="So many times as many ranks: collectives of all ranks grow with them.")
+    ] = 1,
     bucket_mb: Annotated[float, typer.Option(min=0, help="Join gradient all-reduces to buckets of so many MB.")] = 0.0,
     fabric: Annotated[str, typer.Option(help="Another fabric: a name or a file.")] = "",
     hardware: Annotated[str, typer.Option(help="Another device: a name, the beginning of one, or a file.")] = "",
@@ -116,7 +119,7 @@ def what_if_command(
     on_fabric: Annotated[str, typer.Option(help="The traced fabric, if it is not the device's usual one.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Replay a traced step with changes: faster kernels, no host, another batch, bucket size, fabric or device.
+    """Replay a traced step with changes: faster kernels, no host, another batch, bucket size, scale, fabric or device.
 
     Durations that change with sizes or devices are multiplied by a ratio that a predictor gives for both; the answer
     says for how much of the device's time that was possible, and how much was scaled by a plain factor. Examples:
@@ -133,6 +136,7 @@ def what_if_command(
         cuda_graph=cuda_graph,
         remove_straggler=remove_straggler,
         batch=_times(batch),
+        replicas=replicas,
         bucket_mb=bucket_mb,
         fabric=fabric,
         hardware=hardware,

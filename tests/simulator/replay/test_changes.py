@@ -89,3 +89,19 @@ def test_buckets_join_only_what_is_smaller(pair: list[RankGraph]) -> None:
     latency = RooflineLatency(HARDWARE["a100-sxm-80gb"], find_fabric("dgx-a100"))
     with pytest.raises(StepsightError, match="none smaller"):
         changes.with_buckets(pair, 1e6, latency, Tally())
+
+
+def test_more_ranks_make_collectives_of_all_ranks_longer(pair: list[RankGraph]) -> None:
+    latency = RooflineLatency(HARDWARE["a100-sxm-80gb"], find_fabric("dgx-a100"))
+    tally = Tally()
+    changed = changes.with_replicas(pair, 8, latency, tally)
+    joined = pair[0].nodes["kind"] == 1
+    assert (changed[0].duration_s[joined] > pair[0].duration_s[joined]).all() and tally.predicted_s > 0
+    assert changed[0].duration_s[~joined] == pytest.approx(pair[0].duration_s[~joined])
+    assert replay(changed).replayed_s > replay(pair).replayed_s
+
+
+def test_no_collective_means_nothing_to_scale(single: list[RankGraph]) -> None:
+    latency = RooflineLatency(HARDWARE["a100-sxm-80gb"], find_fabric("dgx-a100"))
+    with pytest.raises(StepsightError, match="collectives of all 1 ranks"):
+        changes.with_replicas(single, 2, latency, Tally())
