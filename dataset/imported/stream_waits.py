@@ -132,15 +132,29 @@ class StreamWaits:
             sources = [stream for stream in self._by_stream if stream != main] if target == main else [main]
             for source in sources:
                 groups.setdefault((source, target, int(self._phase[row])), []).append((row, moment))
-        for (source, _, _), waits in groups.items():
-            for back in range(_MOST_BACK):
-                pairs = [(self._last(source, moment, back), row) for row, moment in waits]
-                pairs = [(before, row) for before, row in pairs if before >= 0]
-                possible = [self._end[before] <= self._start[row] + _SLACK_US for before, row in pairs]
-                if possible and np.mean(possible) >= _SELDOM_WRONG:
-                    for before, row in pairs:
-                        self._pair(before, row)
-                    break
+        found = {key: self._candidates(key[0], waits) for key, waits in groups.items()}
+        seen: dict[tuple[int, int], int] = {}  # what is waited for, where a start just after it shows it
+        for (source, target, _), candidates in found.items():
+            for back, (_, tight) in candidates.items():
+                if tight:
+                    seen.setdefault((source, target), back)
+        for (source, target, _), candidates in found.items():
+            back = seen.get((source, target), 0)
+            back = back if back in candidates else 0
+            for before, row in candidates.get(back, ([], False))[0]:
+                self._pair(before, row)
+
+    def _candidates(self, source: int, waits: list[tuple[int, float]]) -> dict[int, tuple[list[tuple[int, int]], bool]]:
+        """Pairs by how far back on the source stream they look, where no time contradicts them, and whether any row
+        starts just when what it waits for has ended."""
+        found = {}
+        for back in range(_MOST_BACK):
+            pairs = [(self._last(source, moment, back), row) for row, moment in waits]
+            pairs = [(before, row) for before, row in pairs if before >= 0]
+            lags = np.array([self._start[row] - self._end[before] for before, row in pairs])
+            if len(lags) and (lags >= -_SLACK_US).mean() >= _SELDOM_WRONG:
+                found[back] = pairs, bool((np.abs(lags) <= _JUST_US).any())
+        return found
 
     def _waiting_rows(self) -> list[tuple[int, float]]:
         """Device events whose launch follows a call that makes a stream wait, and when that was called.
