@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from stepsight.dataset.errors import JobError, StepsightError
 from stepsight.dataset.job import ClusterSpec, Job
 from stepsight.experiments.search.choices import Choice, SearchResult
-from stepsight.experiments.search.engine import Manner, search_job
+from stepsight.experiments.search.job_search import Manner, search_job
 from stepsight.training.predictor.prediction import predict
 
 if TYPE_CHECKING:

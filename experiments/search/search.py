@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.job import Job, JobLike
 from stepsight.experiments.search.choices import SearchResult
-from stepsight.experiments.search.engine import Manner, OnTrial, search_job
+from stepsight.experiments.search.job_search import Manner, OnTrial, search_job
 from stepsight.experiments.search.objectives import Goal
 from stepsight.experiments.search.scenarios import Scenarios, search_scenarios
 from stepsight.experiments.search.space import Space
@@ -43,21 +43,20 @@ def search(
             what the space does not vary stays as the job has it.
         predictor: As in ``predict``.
         space: Choices to try: a ``Space``, or what ``Space.of`` takes; by default those of ``Space()``.
-        trials: Total number of strategies evaluated in the study at the end, those that earlier searches or other
-            processes evaluated included; None: as many as it takes (``tpe`` and ``random``: ``TRIALS``).
+        trials: Total of strategies evaluated in the study at the end, by earlier searches and other processes too;
+            None: as many as it takes (``tpe`` and ``random``: ``TRIALS``).
         timeout_s: No strategy is asked about after so many seconds; None: no limit.
-        gap: How much longer than the optimum the best strategy may take, in percent; with more, fewer are asked about.
+        gap: How much longer than the optimum the best strategy may take, in percent.
         top: So many of the best strategies are sought and proved, not the best alone.
         goal: What is sought; by default the shortest iteration.
         scenarios: Clusters, batches and sequence lengths to compare; by default those of the job alone.
         sampler: ``auto`` asks by bounds, ``enumerate`` about every legal strategy, ``tpe`` and ``random`` as their
             names say.
         seed: Of the sampler, 0 to ``MOST_SEED``.
-        storage: None (in memory), a database URL, or the path of a journal file.  Several processes may search with
-            one study in an SQLite or PostgreSQL database or a journal: each evaluates other strategies.
+        storage: None (in memory), a database URL, or the path of a journal file.  Several processes may share a study in
+            SQLite, PostgreSQL or a journal: each evaluates other strategies.
         study_name: Name of the study in the storage; a stored study of that name goes on.
-        on_trial: Called after each strategy of this process, with the number of strategies that the study had
-            evaluated before and the shortest time so far, in seconds.
+        on_trial: Called after each strategy with the number of those before it and the shortest time, in seconds.
 
     Returns:
         The strategies, best first: ``.best``, ``.gap_percent``, ``.choices``, ``.to_frame()``, ``.to_dict()``.

@@ -12,8 +12,8 @@ import pytest
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.job import Job
 from stepsight.experiments.reports.search_report import search_report
-from stepsight.experiments.search.engine import _question
 from stepsight.experiments.search.grid import Grid
+from stepsight.experiments.search.job_search import _question
 from stepsight.experiments.search.record import Found
 from stepsight.experiments.search.search import exhaustive, search
 from stepsight.experiments.search.shared_study import SharedStudy, _open
@@ -164,8 +164,8 @@ def test_a_stored_strategy_is_not_predicted_again(job: Job, tmp_path: Path, monk
         asked.append(candidate)
         return predict(candidate, *rest)
 
-    monkeypatch.setattr("stepsight.experiments.search.engine.predict", counted)
-    monkeypatch.setattr("stepsight.experiments.search.engine.ask_many", None)
+    monkeypatch.setattr("stepsight.experiments.search.job_search.predict", counted)
+    monkeypatch.setattr("stepsight.experiments.search.job_search.ask_many", None)
     second = search(job, space=SMALL, trials=12, sampler="random", storage=storage, study_name="s")
     assert second.to_dict() == first.to_dict() and asked == [job]
     other = next(choice for choice in second.choices if choice.job != job and choice.fits)
