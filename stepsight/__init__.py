@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from stepsight.experiments.evaluation.calibrate_runs import CalibrationReport, calibrate
     from stepsight.experiments.evaluation.evaluate import Evaluation, evaluate
     from stepsight.experiments.search.choices import Choice, SearchResult
+    from stepsight.experiments.search.objectives import Goal
+    from stepsight.experiments.search.scenarios import Scenarios
     from stepsight.experiments.search.search import search
     from stepsight.experiments.search.space import Space
     from stepsight.training.fit import train
@@ -56,6 +58,7 @@ __all__ = [
     "ConfigJob",
     "Evaluation",
     "Given",
+    "Goal",
     "Job",
     "JobError",
     "ModelSpec",
@@ -65,6 +68,7 @@ __all__ = [
     "Prediction",
     "Predictor",
     "PredictorError",
+    "Scenarios",
     "SearchResult",
     "SlowLink",
     "Space",
@@ -95,6 +99,8 @@ _MODULES = {
     "experiments.evaluation.calibrate_runs": ("CalibrationReport", "calibrate"),
     "experiments.evaluation.evaluate": ("Evaluation", "evaluate"),
     "experiments.search.choices": ("Choice", "SearchResult"),
+    "experiments.search.objectives": ("Goal",),
+    "experiments.search.scenarios": ("Scenarios",),
     "experiments.search.search": ("search",),
     "experiments.search.space": ("Space",),
     "training.fit": ("train",),

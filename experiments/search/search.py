@@ -50,11 +50,10 @@ def search(
         top: So many of the best strategies are sought and proved, not the best alone.
         goal: What is sought; by default the shortest iteration.
         scenarios: Clusters, batches and sequence lengths to compare; by default those of the job alone.
-        sampler: ``auto`` asks by bounds, ``enumerate`` about every legal strategy, ``tpe`` and ``random`` as their
-            names say.
+        sampler: ``auto`` (by bounds), ``enumerate`` (every legal strategy), ``tpe`` or ``random``.
         seed: Of the sampler, 0 to ``MOST_SEED``.
-        storage: None (in memory), a database URL, or the path of a journal file.  Several processes may share a study in
-            SQLite, PostgreSQL or a journal: each evaluates other strategies.
+        storage: None (in memory), a database URL, or the path of a journal file.  Several processes may share a study
+            in SQLite, PostgreSQL or a journal: each evaluates other strategies.
         study_name: Name of the study in the storage; a stored study of that name goes on.
         on_trial: Called after each strategy with the number of those before it and the shortest time, in seconds.
 

@@ -80,5 +80,9 @@ def test_a_job_in_a_dict_goes_all_the_way() -> None:
     assert result.best.prediction.iteration_time_s <= prediction.iteration_time_s
     frame = result.to_frame()
     assert list(frame["fits"]) == [choice.fits for choice in result.choices]
-    assert list(frame.columns) == list(result.to_dict()["best"]) == list(result.best.to_dict())
+    assert list(frame.columns) == list(result.to_dict()["best"])
+    assert set(result.best.to_dict()) < set(frame.columns) and len(result.front) == 1
+    goal = stepsight.Goal(objective="energy", tokens=1e9)
+    plans = stepsight.search(tables, goal=goal, scenarios=stepsight.Scenarios(nodes=(1, 2)), trials=5).plans
+    assert [plan.job.cluster.nodes for plan in plans]
     assert len(repr(result)) < 160 and len(repr(result.best)) < 120
