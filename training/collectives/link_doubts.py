@@ -50,13 +50,13 @@ def link_doubts(
         if scale > SLOWER:
             found.append(
                 f"the links between nodes behave {scale:.0f} times slower than stated (about {stated / scale:.2g} of "
-                f"{stated:g} GB/s per device): does NCCL use the sockets transport (NCCL_DEBUG=INFO prints NET/Socket), "
-                "is GPUDirect RDMA off, or is the bandwidth that of a node? State what the links reach"
+                f"{stated:g} GB/s per device): does NCCL use the sockets transport (NCCL_DEBUG=INFO prints "
+                "NET/Socket), is GPUDirect RDMA off, or is the bandwidth that of a node? State what the links reach"
             )
         elif scale < FASTER:
             found.append(
-                f"the links between nodes are {1 / scale:.1f} times faster than stated ({stated:g} GB/s per device): is "
-                "the bandwidth that of fewer adapters than a node has?"
+                f"the links between nodes are {1 / scale:.1f} times faster than stated ({stated:g} GB/s per device): "
+                "is the bandwidth that of fewer adapters than a node has?"
             )
     later = float(np.median(measured[short] / predicted[short])) if short.sum() >= FEWEST else 1.0
     if later > LATER:
