@@ -25,8 +25,8 @@ Array = NDArray[np.float64]
 Rows = tuple[Array, Array, float]  # terms of a kind's choices, logarithms of measured seconds, log units of noise
 
 # Factors of ``CHOICE_TERMS``.  No adapter is faster than stated.  NVLink reaches 0.75 to 0.8 of what is stated.  NCCL
-# itself counts 1.4 times its latencies for rings (its "plateau"), so 1.4 is the prior of all.  It was set with the table
-# of ``cluster01`` (10 nodes of 8 H100) in view.
+# itself counts 1.4 times its latencies for rings (its "plateau"), so 1.4 is the prior of all.  It was set with the
+# table of ``cluster01`` (10 nodes of 8 H100) in view.
 FACTORS = Bounds(
     prior=np.array([1.2, 1.4, 1.4, 1.03, 1.25]),
     low=np.array([0.5, 0.3, 0.3, 1.0, 0.9]),
