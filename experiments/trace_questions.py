@@ -60,7 +60,7 @@ def what_if(path: Path, questions: Questions) -> dict[str, Any]:
     folders = run_folders(path)
     if len(folders) != 1:
         raise StepsightError(f"what-if takes one run, got {len(folders)} in {path}: name one of its runs/")
-    name, job, graphs = run_graphs(folders[0])
+    name, job, graphs, _ = run_graphs(folders[0])
     asked = _changes(questions, graphs, job)
     if not asked:
         raise StepsightError("what-if needs at least one change, as --faster gemm=1.5 or --no-host")

@@ -63,7 +63,7 @@ def run_parts(folder: Path, run: dict[str, Any]) -> Iterator[tuple[dict[str, Any
     """Metadata and parts of a stored run: every step and segment of every rank."""
     graphs = [read_graph(folder, stem) for stem in run["ranks"]]
     met = meetings(graphs)[0]
-    about = {name: run[name] for name in ("run", "model", "strategy", "scale", "hardware", "group")}
+    about = {name: run[name] for name in ("run", "role", "model", "strategy", "scale", "hardware", "group")}
     for place, graph in enumerate(graphs):
         for part in RankParts(graphs, place, met).parts():
             yield {**about, "rank": graph.rank}, part

@@ -18,9 +18,8 @@ from stepsight.dataset.imported.graph_parts import (
     edge_types,
     kind_names,
 )
-from stepsight.dataset.imported.imported_run import run_folders, run_graphs
-from stepsight.dataset.imported.rank_graph import NODE_KINDS, RankGraph
-from stepsight.dataset.job import Job
+from stepsight.dataset.imported.imported_run import TracedRun, has_traces, run_folders, run_graphs
+from stepsight.dataset.imported.rank_graph import NODE_KINDS
 
 Progress = Callable[[int, int], None]
 
@@ -40,12 +39,15 @@ def make_dataset(collections: Sequence[Path], out: Path, on_run: Progress | None
     warnings: list[str] = []
     with new_folder(out) as part:
         for number, folder in enumerate(folders):
-            name, job, graphs = run_graphs(folder)
-            if not any(len(graph.steps_s) for graph in graphs):
-                warnings.append(f"run {name}: no traced step, left out")
+            if not has_traces(folder):
+                warnings.append(f"run {folder.name}: only timed, not traced: left out")
                 continue
-            warnings += [f"run {name}: {told}" for graph in graphs for told in graph.warnings]
-            runs.append(_add_run(part / "raw", f"run{number}", name, job, graphs))
+            run = run_graphs(folder)
+            if not any(len(graph.steps_s) for graph in run.graphs):
+                warnings.append(f"run {run.name}: no traced step, left out")
+                continue
+            warnings += [f"run {run.name}: {told}" for graph in run.graphs for told in graph.warnings]
+            runs.append(_add_run(part / "raw", f"run{number}", run))
             if on_run is not None:
                 on_run(number + 1, len(folders))
         if not runs:
@@ -72,12 +74,12 @@ def _check_out(out: Path) -> None:
         raise TraceError(f"--out must be a new folder or a dataset of before, got {out}: choose another")
 
 
-def _add_run(raw: Path, folder: str, name: str, job: Job | None, graphs: Sequence[RankGraph]) -> dict[str, Any]:
+def _add_run(raw: Path, folder: str, run: TracedRun) -> dict[str, Any]:
     (raw / folder).mkdir(parents=True)
-    stems = [f"rank{graph.rank}" for graph in graphs]
-    for graph, stem in zip(graphs, stems, strict=True):
+    stems = [f"rank{graph.rank}" for graph in run.graphs]
+    for graph, stem in zip(run.graphs, stems, strict=True):
         write_graph(graph, raw / folder, stem)
-    return {"folder": folder, "ranks": stems, **describe_run(name, job, graphs)}
+    return {"folder": folder, "ranks": stems, "role": run.role, **describe_run(run.name, run.job, run.graphs)}
 
 
 def _process(root: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from stepsight.dataset.files import new_folder
 from stepsight.dataset.imported.graph_parts import EDGE_NUMBERS, NUMBERS, TARGETS, edge_types
 from stepsight.dataset.imported.rank_graph import NODE_KINDS
 
-_ABOUT = ("run", "model", "strategy", "scale", "hardware", "group", "rank", "scope", "segment", "step")
+_ABOUT = ("run", "role", "model", "strategy", "scale", "hardware", "group", "rank", "scope", "segment", "step")
 _STREAM = ("is_device",)
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.files import digest, new_folder, read_json, write_json
@@ -144,19 +144,38 @@ def run_folders(path: Path) -> list[Path]:
     return found
 
 
-def run_graphs(folder: Path) -> tuple[str, Job | None, list[RankGraph]]:
-    """Name, job and graphs of a run: an imported one, or one that the harness traced (then its files are read).
+class TracedRun(NamedTuple):
+    """A run with the graphs of its ranks; ``role`` is ``heldout`` for one that must never train."""
+
+    name: str
+    job: Job | None
+    graphs: list[RankGraph]
+    role: str
+
+
+def has_traces(folder: Path) -> bool:
+    """Whether a run was traced: runs may only have been timed.
+
+    Raises:
+        TraceError: If the folder is no run.
+    """
+    return is_imported(folder) or bool(read_manifest(Path(folder)).traces)
+
+
+def run_graphs(folder: Path) -> TracedRun:
+    """Graphs of a run: an imported one, or one that the harness traced (then its files are read).
 
     Raises:
         TraceError: If it is no run with traces.
     """
     if is_imported(folder):
         run = read_imported(folder)
-        return run.name, run.job, run.graphs()
+        return TracedRun(run.name, run.job, run.graphs(), run.role)
     manifest = read_manifest(Path(folder))
     if not manifest.traces:
         raise TraceError(f"a run must have traces to be read, got none in {manifest.folder}")
-    return manifest.name, manifest.job, [_traced(manifest, rank) for rank in sorted(manifest.traces)]
+    graphs = [_traced(manifest, rank) for rank in sorted(manifest.traces)]
+    return TracedRun(manifest.name, manifest.job, graphs, manifest.role)
 
 
 def _traced(manifest: RunManifest, rank: int) -> RankGraph:

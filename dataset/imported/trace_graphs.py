@@ -26,8 +26,8 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
     The first three have ``x`` (columns: ``feature_names``), ``y`` (natural logarithm of seconds alone and in context,
     NaN where unknown), ``kind`` (index of ``kinds``) and ``node`` (place in the rank's graph, -1: a peer's
     collective).  Each edge has ``edge_attr`` (columns: ``edge_feature_names``).  Metadata are attributes of a graph:
-    ``run``, ``rank``, ``step``, ``scope`` (``step`` or ``segment``), ``segment``, ``model``, ``strategy``, ``scale``,
-    ``hardware`` and ``group``.
+    ``run``, ``role`` (``heldout``: it must never train), ``rank``, ``step``, ``scope`` (``step`` or ``segment``),
+    ``segment``, ``model``, ``strategy``, ``scale``, ``hardware`` and ``group``.
 
     Args:
         root: Folder of the dataset.

@@ -46,7 +46,8 @@ def describe(path: Path) -> dict[str, Any]:
         if (path / "runs").is_dir():
             return describe_collection(path)
         if is_imported(path):
-            return trace_summary(*run_graphs(path)[::2])
+            run = run_graphs(path)
+            return trace_summary(run.name, run.graphs)
         if (path / "manifest.json").is_file():
             return _predictor(path) if "format" in read_object(path / "manifest.json") else _run(path)
         raise StepsightError(f"{path} is no collection (runs/), run or predictor (manifest.json)")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.imported.imported_run import run_folders, run_graphs
+from stepsight.dataset.imported.imported_run import has_traces, run_folders, run_graphs
 from stepsight.dataset.imported.rank_graph import RankGraph
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.replay.causes import breakdown
@@ -64,10 +64,11 @@ def replay_runs(path: Path) -> dict[str, Any]:
         StepsightError: If there is no run with traces, or its dependencies contradict each other.
     """
     told = []
-    for folder in run_folders(path):
-        name, _, graphs = run_graphs(folder)
-        warnings = [warning for graph in graphs for warning in graph.warnings]
-        told.append({"run": name, **replay(graphs).to_dict(), "warnings": list(dict.fromkeys(warnings))})
+    folders = run_folders(path)
+    for folder in [each for each in folders if has_traces(each)] or folders[:1]:
+        run = run_graphs(folder)
+        warnings = [warning for graph in run.graphs for warning in graph.warnings]
+        told.append({"run": run.name, **replay(run.graphs).to_dict(), "warnings": list(dict.fromkeys(warnings))})
     if len(told) == 1:
         return told[0]
     measured, replayed = (sum(each[key] for each in told) for key in ("measured_s", "replayed_s"))
