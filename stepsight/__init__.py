@@ -113,6 +113,8 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
+    if name in ("optuna", "registries", "testing"):
+        return import_module(f"stepsight.{name}")
     for module, names in _MODULES.items():
         if name in names:
             value = globals()[name] = getattr(import_module(f"stepsight.{module}"), name)

@@ -31,8 +31,8 @@ def evaluate_command(
     fabric: Annotated[
         str | None,
         typer.Option(
-            help="Of a table of collectives: the links that they ran on, the name of a fabric or a .toml file. Default: "
-            "the fabric that each row names."
+            help="For a table of collectives: the links that they ran on, as the name of a fabric or a .toml file. "
+            "Default: the fabric that each row names."
         ),
     ] = None,
     as_json: Json = False,

@@ -1,0 +1,1 @@
+../../stepsight/optuna.py
