@@ -42,8 +42,9 @@ def _counts(result: SearchResult, too_large: int) -> str:
     if too_large:
         text += f" ({too_large} of them too large for the devices' memory)"
     if excluded:
-        proved = result.gap_percent == 0
-        text += f", {excluded} {'excluded by bounds: too slow or too large' if proved else 'not evaluated'}"
+        by_bounds = excluded - result.undecided
+        text += f", {by_bounds} excluded by bounds: too slow or too large" if by_bounds else ""
+        text += f", {result.undecided} not evaluated" if result.undecided else ""
     return text
 
 

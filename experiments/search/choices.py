@@ -146,6 +146,7 @@ class SearchResult:
         own: The job as it was given.
         gap_percent: How much longer ``best`` takes, at most, than the best strategy of the space, in percent; 0: it is
             optimal.  None: not known, or no strategy that was evaluated fits.
+        undecided: Number of strategies that were not evaluated and that bounds do not exclude.
         rivals: With ``robust``, strategies that the predictor cannot tell from the best.
         goal: What is sought.
         plans: The best strategy of each scenario that has one, best first; empty: there is one scenario, the job's.
@@ -157,6 +158,7 @@ class SearchResult:
     legal: int = 0
     own: Choice | None = None
     gap_percent: float | None = None
+    undecided: int = 0
     rivals: Sequence[Rival] = ()
     goal: Goal = field(default_factory=Goal)
     plans: Sequence[Choice] = ()
@@ -170,7 +172,7 @@ class SearchResult:
     def proof(self) -> str:
         """How good the best strategy is, in words: ``optimal`` or ``within 3 %``."""
         if not self.choices or not self.choices[0].fits:
-            return "no strategy fits in memory"
+            return self._none_fits
         if self.gap_percent is None:
             return "not proved"
         return "optimal" if self.gap_percent == 0 else f"within {self.gap_percent:.2g} % of the optimum"
@@ -183,8 +185,15 @@ class SearchResult:
             JobError: If none fits.
         """
         if not self.choices or not self.choices[0].fits:
-            raise JobError(f"no strategy fits in memory: {self.evaluated} tried of {self.legal} legal ones")
+            raise JobError(self._none_fits)
         return self.choices[0]
+
+    @property
+    def _none_fits(self) -> str:
+        if self.undecided:
+            tried = f"none of the {self.evaluated} strategies evaluated fits in memory"
+            return f"{tried}, and {self.undecided} that may fit were not evaluated: search on"
+        return f"no strategy fits in memory: all {self.legal} legal ones are too large"
 
     @cached_property
     def front(self) -> list[dict[str, Any]]:

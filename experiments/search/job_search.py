@@ -59,6 +59,8 @@ class Manner:
     on_trial: OnTrial | None = None
 
     def __post_init__(self) -> None:
+        _check_numbers(seed=self.seed, trials=self.trials, top=self.top)
+        _check_numbers(float, timeout_s=self.timeout_s, gap=self.gap)
         if not 0 <= self.seed <= MOST_SEED:
             raise StepsightError(f"seed must be {'>= 0' if self.seed < 0 else f'<= {MOST_SEED}'}, got {self.seed}")
         if self.trials is not None and self.trials < 1:
@@ -73,6 +75,13 @@ class Manner:
             raise StepsightError(f"sampler must be one of {', '.join(SAMPLERS)}, got {self.sampler!r:.80}")
         if self.study_name is not None and self.storage is None:
             raise StepsightError(f"a study is kept in a storage: state storage with study_name {self.study_name!r:.80}")
+
+
+def _check_numbers(kind: type = int, **numbers: float | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, kind))):
+            rule = "a whole number" if kind is int else "a number"
+            raise StepsightError(f"{name} must be {rule}, got {value!r:.80}")
 
 
 def search_job(job: Job, predictor: Predictor | str | None, manner: Manner) -> SearchResult:
@@ -215,20 +224,25 @@ class _Engine:
             choices.append(self.own)
         ranked = sorted(choices, key=lambda choice: choice.rank(self._goal))
         rivals = find_rivals(ranked) if self._goal.robust else ()
-        return SearchResult(ranked, len(done), len(self._grid), self.own, self._gap_percent(done), rivals, self._goal)
+        gap_percent, undecided = self._proof(done)
+        return SearchResult(
+            ranked, len(done), len(self._grid), self.own, gap_percent, undecided, rivals=rivals, goal=self._goal
+        )
 
     def _elsewhere(self, index: int, seconds: Seconds | None) -> Choice:
         memory = estimate_memory(self._grid.strategy(index), self._given.simulation.hardware)
         return Choice(self._grid.strategy(index), memory.peak_bytes, memory.capacity_bytes, seconds, self._ask_one)
 
-    def _gap_percent(self, done: dict[int, Seconds | None]) -> float | None:
-        """How much longer than the optimum the best takes at most, in percent."""
+    def _proof(self, done: dict[int, Seconds | None]) -> tuple[float | None, int]:
+        """How much longer than the optimum the best takes at most, in percent; and how many others may be better."""
         best = self.shortest(done)
-        if math.isinf(best):
-            return None
         left = np.ones(len(self._grid), dtype=np.bool_)
         left[list(done)] = False
         if not left.any():
-            return 0.0
-        least = float(self.bounds.seconds[left & self.bounds.may_fit].min(initial=math.inf))
-        return max(0.0, 100.0 * (best / least - 1.0)) if least > 0 else None
+            return (None if math.isinf(best) else 0.0), 0
+        bounds_s = self.bounds.seconds[left & self.bounds.may_fit]
+        undecided = int(np.count_nonzero(bounds_s < best))
+        least = float(bounds_s.min(initial=math.inf))
+        if math.isinf(best) or least <= 0:
+            return None, undecided
+        return max(0.0, 100.0 * (best / least - 1.0)), undecided

@@ -157,7 +157,7 @@ def merged(job: Job, predictor: Predictor | str | None, found: list[SearchResult
     choices = sorted((choice for one in found for choice in one.choices), key=lambda choice: choice.rank(goal))
     fitting = [one for one in found if one.choices and one.choices[0].fits]
     plans = sorted((one.best for one in fitting), key=lambda choice: choice.rank(goal))
-    gaps = [one.gap_percent for one in fitting]
+    gaps = [one.gap_percent for one in found if one.undecided or (one.choices and one.choices[0].fits)]
     gap: float | None = None
     if plans and None not in gaps:
         least = min(
@@ -170,6 +170,7 @@ def merged(job: Job, predictor: Predictor | str | None, found: list[SearchResult
         legal=sum(one.legal for one in found),
         own=own,
         gap_percent=gap,
+        undecided=sum(one.undecided for one in found),
         rivals=next((one.rivals for one in fitting if one.best is plans[0]), ()),
         goal=goal,
         plans=plans,

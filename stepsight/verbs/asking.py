@@ -155,6 +155,7 @@ def search_command(
             help="Rank by the upper end of the interval, and list the strategies that cannot be told from the best.",
         ),
     ] = False,
+    hardware: HardwareName = "",
     nodes: Annotated[str, typer.Option(help="Numbers of nodes to compare, as 16,32,64.")] = "",
     clusters: Annotated[
         str,
@@ -231,7 +232,7 @@ def search_command(
         check_result("--csv", csv, STRATEGIES)
     if study is not None and storage is None:
         raise StepsightError(f"a study is kept in a storage: --study {study!r:.80} needs --storage")
-    read = read_job(job, framework)
+    read = read_job(job, framework, hardware)
     scenarios = Scenarios(
         nodes=numbers("--nodes", nodes),
         clusters=tuple(filter(None, clusters.split(","))),

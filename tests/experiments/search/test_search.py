@@ -133,10 +133,30 @@ def test_memory_is_a_constraint(job: Job) -> None:
     large = replace(job, model=replace(job.model, layers=64, hidden=8192, heads=64, ffn=32768, kv_heads=64))
     found = search(large, space=SMALL, sampler="enumerate")
     assert not any(choice.fits for choice in found.choices) and found.gap_percent is None
-    assert search(large, space=SMALL).proof == "no strategy fits in memory"
+    proved = search(large, space=SMALL)
+    assert proved.proof == f"no strategy fits in memory: all {found.legal} legal ones are too large"
+    assert not proved.undecided
     assert [choice for choice in found.choices if choice.prediction] == [found.own]  # what was asked about is answered
     with pytest.raises(StepsightError, match="no strategy fits"):
         _ = found.best
+
+
+def test_what_was_not_evaluated_is_not_said_to_be_too_large(job: Job) -> None:
+    """A search that is stopped before it has found a strategy that fits says that others may."""
+    model = replace(job.model, layers=32, hidden=4096, heads=32, ffn=16384, kv_heads=32)
+    one = replace(job, model=model, parallel=replace(job.parallel, tp=1, pp=1, dp=8, zero_stage=0))
+    stopped = search(one, trials=1)
+    assert not stopped.choices[0].fits and stopped.gap_percent is None and stopped.undecided > 0
+    with pytest.raises(StepsightError, match=r"none of the 1 strategies evaluated fits .* may fit were not evaluated"):
+        _ = stopped.best
+    whole = search(one)
+    assert whole.best.fits and whole.gap_percent == 0 and whole.undecided == 0
+
+
+@pytest.mark.parametrize("option", [{"gap": "x"}, {"trials": 1.5}, {"timeout_s": "a"}, {"top": True}])
+def test_options_of_another_type_are_refused(job: Job, option: dict[str, Any]) -> None:
+    with pytest.raises(StepsightError, match=f"{next(iter(option))} must be a"):
+        search(job, **option)
 
 
 @pytest.mark.parametrize("storage", ["study.log", "sqlite:///{}/study.db"])
