@@ -13,6 +13,7 @@ from typing import Any
 from stepsight.dataset.configs.deepspeed_in import read_deepspeed
 from stepsight.dataset.configs.documents import flat, read_tables
 from stepsight.dataset.configs.drafts import Draft, Settings
+from stepsight.dataset.errors import JobError
 
 PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}
 # Names and numbers of torch's ShardingStrategy: ZeRO stage, and whether shards are copied from node to node.
@@ -145,6 +146,8 @@ def read_training_arguments(tables: Mapping[str, Any], draft: Draft, folder: Pat
     settings.copy(draft, {"per_device_train_batch_size": "batch.micro_batch"})
     steps = settings.number("gradient_accumulation_steps") or 1
     draft.facts["accumulation"] = steps
+    if settings.flag("bf16") and settings.flag("fp16"):
+        raise JobError("only one of bf16 and fp16 must be true, got both")
     for name in ("bf16", "fp16"):
         if settings.flag(name):
             draft.map("batch.precision", name, name)

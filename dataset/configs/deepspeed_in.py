@@ -10,20 +10,36 @@ from typing import Any
 
 from stepsight.dataset.configs.documents import flat
 from stepsight.dataset.configs.drafts import Draft, Settings
+from stepsight.dataset.errors import JobError
 
 _ADAM = {"adam": "adam", "adamw": "adamw", "fusedadam": "adam"}
 _MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps")
 
+_SECTIONS = {  # that DeepSpeed has as tables, and how they look
+    "zero_optimization": '{"stage": 3}',
+    "bf16": '{"enabled": true}',
+    "bfloat16": '{"enabled": true}',
+    "fp16": '{"enabled": true}',
+    "optimizer": '{"type": "AdamW"}',
+}
+
 
 def is_deepspeed(tables: Mapping[str, Any]) -> bool:
     """Whether tables are those of DeepSpeed's JSON."""
-    return isinstance(tables.get("zero_optimization"), Mapping) or (
-        any(mark in tables for mark in _MARKS[1:]) and "distributed_type" not in tables
+    return "zero_optimization" in tables or (
+        any(mark in tables for mark in _MARKS) and "distributed_type" not in tables
     )
 
 
 def read_deepspeed(tables: Mapping[str, Any], draft: Draft) -> None:
-    """Fill a draft; values that are ``"auto"`` are left to other configurations."""
+    """Fill a draft; values that are ``"auto"`` are left to other configurations.
+
+    Raises:
+        JobError: If a value stands where DeepSpeed has a table, or both bf16 and fp16 are enabled.
+    """
+    for name in _SECTIONS:
+        if tables.get(name) is not None and not isinstance(tables[name], Mapping):
+            raise JobError(f"{name} must be a table, as {_SECTIONS[name]}, got {tables[name]!r:.80}")
     settings = Settings({key: value for key, value in flat(tables).items() if value != "auto"})
     _batch(settings, draft)
     _precision(settings, draft)
@@ -59,6 +75,9 @@ def _batch(settings: Settings, draft: Draft) -> None:
 
 
 def _precision(settings: Settings, draft: Draft) -> None:
+    bf16 = settings.flag("bf16.enabled") or settings.flag("bfloat16.enabled")
+    if bf16 and settings.flag("fp16.enabled"):
+        raise JobError("only one of bf16.enabled and fp16.enabled must be true, got both")
     for name, precision in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
         if settings.flag(f"{name}.enabled"):
             draft.map("batch.precision", precision, f"{name}.enabled")

@@ -121,8 +121,8 @@ class Settings:
         """
         key = self.find(*keys)
         value = self._values[key] if key else None
-        if value is None or value is True:  # a flag whose value is an unset variable of a script
-            return None
+        if value is None or (value is True and self.source(key).startswith("-")):
+            return None  # a flag whose value is an unset variable of a script
         if isinstance(value, str):
             value = _parsed_number(value)
         if isinstance(value, float) and whole and value.is_integer():

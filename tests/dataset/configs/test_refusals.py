@@ -33,6 +33,10 @@ BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
         ("a.sh", "train --hybrid-layer-pattern MM*-", "state spaces"),
         ("a.py", "def f() -> Trainer.Config: pass\ndef g() -> Trainer.Config: pass", "pick one of f, g"),
         ("a.py", "def f(", "not valid Python"),
+        ("a.json", '{"zero_optimization": 3, "train_batch_size": 8}', "zero_optimization must be a table"),
+        ("a.json", '{"zero_optimization": true}', "zero_optimization must be a table"),
+        ("a.json", '{"train_batch_size": 8, "fp16": {"enabled": true}, "bf16": {"enabled": true}}', "got both"),
+        ("a.json", '{"model_type": "llama", "num_hidden_layers": true}', "num_hidden_layers must be a whole number"),
         ("a.yml", "model_name: llama9-1b\nper_device_batch_size: 1\n", "llama9-1b.yml must lie beside"),
     ],
 )
