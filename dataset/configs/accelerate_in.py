@@ -50,7 +50,7 @@ def is_training_arguments(tables: Mapping[str, Any]) -> bool:
 def read_accelerate(tables: Mapping[str, Any], draft: Draft, folder: Path) -> None:
     """Fill a draft; a DeepSpeed JSON of the same folder that the file names is read too."""
     settings = Settings(flat(tables))
-    processes, machines = settings.number("num_processes"), settings.number("num_machines") or 1
+    processes, machines = settings.positive("num_processes"), settings.positive("num_machines") or 1
     if processes:
         draft.map("cluster.nodes", machines, "num_machines")
         if processes % machines == 0:
@@ -70,7 +70,7 @@ def read_accelerate(tables: Mapping[str, Any], draft: Draft, folder: Path) -> No
     else:
         draft.assume("parallel.zero_stage", 0, f"distributed_type {kind} replicates parameters")
     _replicas(settings, draft)
-    steps = settings.number("gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps")
+    steps = settings.positive("gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps")
     if steps:
         draft.facts["accumulation"] = steps
     for text in settings.left():
@@ -125,14 +125,14 @@ def _megatron(settings: Settings, draft: Draft) -> None:
         draft.map("parallel.zero_stage", 1, "megatron_lm_use_distributed_optimizer")
     if settings.flag("megatron_lm_config.megatron_lm_recompute_activations"):
         draft.map("parallel.recompute", "selective", "megatron_lm_recompute_activations")
-    count = settings.number("megatron_lm_config.megatron_lm_num_micro_batches")
+    count = settings.positive("megatron_lm_config.megatron_lm_num_micro_batches")
     if count:
         draft.facts["accumulation"] = count
 
 
 def _replicas(settings: Settings, draft: Draft) -> None:
-    replicate = settings.number("parallelism_config.parallelism_config_dp_replicate_size") or 1
-    shard = settings.number("parallelism_config.parallelism_config_dp_shard_size") or 1
+    replicate = settings.positive("parallelism_config.parallelism_config_dp_replicate_size") or 1
+    shard = settings.positive("parallelism_config.parallelism_config_dp_shard_size") or 1
     if replicate * shard > 1:
         draft.map("parallel.dp", replicate * shard, "dp_replicate_size * dp_shard_size")
         draft.map("parallel.zero_stage", 3 if shard > 1 else 0, "dp_shard_size")
@@ -144,7 +144,7 @@ def read_training_arguments(tables: Mapping[str, Any], draft: Draft, folder: Pat
     """Fill a draft from training arguments; a DeepSpeed JSON of the same folder that they name is read too."""
     settings = Settings(flat(tables))
     settings.copy(draft, {"per_device_train_batch_size": "batch.micro_batch"})
-    steps = settings.number("gradient_accumulation_steps") or 1
+    steps = settings.positive("gradient_accumulation_steps") or 1
     draft.facts["accumulation"] = steps
     if settings.flag("bf16") and settings.flag("fp16"):
         raise JobError("only one of bf16 and fp16 must be true, got both")
@@ -154,7 +154,7 @@ def read_training_arguments(tables: Mapping[str, Any], draft: Draft, folder: Pat
     if settings.flag("gradient_checkpointing") is not None:
         value = "full" if settings.flag("gradient_checkpointing") else "none"
         draft.map("parallel.recompute", value, "gradient_checkpointing")
-    length = settings.number("max_seq_length", "max_length", "model_max_length", "cutoff_len", "sequence_len")
+    length = settings.positive("max_seq_length", "max_length", "model_max_length", "cutoff_len", "sequence_len")
     if length:
         draft.map("model.seq_len", length, "max_seq_length")
     clip = settings.number("max_grad_norm", whole=False)

@@ -65,7 +65,7 @@ def _batch(settings: Settings, draft: Draft) -> None:
     settings.copy(
         draft, {"train_batch_size": "batch.global_batch", "train_micro_batch_size_per_gpu": "batch.micro_batch"}
     )
-    steps = settings.number("gradient_accumulation_steps")
+    steps = settings.positive("gradient_accumulation_steps")
     if steps:
         draft.facts["accumulation"] = steps
         draft.ignore(f"gradient_accumulation_steps {steps}: follows from the batch")
@@ -101,7 +101,7 @@ def _zero(settings: Settings, draft: Draft) -> None:
         draft.map("parallel.overlap_grad_reduce", overlap, "zero_optimization.overlap_comm")
     else:
         draft.assume("parallel.overlap_grad_reduce", stage == 3, "DeepSpeed's default")
-    bucket = settings.number("zero_optimization.reduce_bucket_size")
+    bucket = settings.positive("zero_optimization.reduce_bucket_size")
     if bucket:
         size = bucket * (4 if draft.get("batch.precision") == "fp32" else 2) / 2**20
         draft.map("parallel.bucket_mbytes", float(f"{size:.6g}"), f"zero_optimization.reduce_bucket_size {bucket}")

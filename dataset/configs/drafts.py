@@ -12,6 +12,11 @@ from stepsight.dataset.rules import MOST_DEVICES
 from stepsight.dataset.specs import SECTIONS
 
 MOST_NUMBER = 2**63
+# Keys that are filled in where they are 0, so that a configuration's own 0 must be refused before.
+_OPEN_AT_0 = (
+    *("model.kv_heads", "model.ffn", "model.expert_ffn", "model.head_dim", "parallel.dp", "parallel.dp_shard"),
+    *("cluster.nodes", "cluster.devices_per_node"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +138,20 @@ class Settings:
             raise JobError(f"{self.source(key)} must be {what}, got {self._values[key]!r:.80}")
         return value
 
+    def positive(self, *keys: str, auto: int | None = None, whole: bool = True) -> Any:
+        """A number above 0; None where no key has one, or it is ``auto``, with which the framework decides itself.
+
+        Raises:
+            JobError: If the value is something else.
+        """
+        value = self.number(*keys, whole=whole)
+        if value is None or value == auto:
+            return None
+        if value <= 0:
+            but = "" if auto is None else f" or {auto}"
+            raise JobError(f"{self.source(*keys)} must be a positive number{but}, got {value:g}")
+        return value
+
     def flag(self, *keys: str) -> bool | None:
         """True or false, None where no key has a value.
 
@@ -159,7 +178,8 @@ class Settings:
         """Map keys that mean the same, by a table of configuration key to job key; kinds follow the job's key."""
         for key, job_key in pairs.items():
             kind = _kind(job_key)
-            value = self.flag(key) if kind is bool else self.number(key, whole=kind is int) if kind else self.take(key)
+            number = self.positive if job_key in _OPEN_AT_0 else self.number
+            value = self.flag(key) if kind is bool else number(key, whole=kind is int) if kind else self.take(key)
             if value is not None:
                 draft.map(job_key, value, self.source(key))
 

@@ -138,10 +138,8 @@ def read_huggingface(tables: Mapping[str, Any], draft: Draft) -> None:
 
 
 def _number(settings: Settings, draft: Draft, key: str, names: tuple[str, ...]) -> Any:
-    value = settings.number(*names)
-    if value is not None:
-        draft.map(key, value, settings.source(*names))
-    return value
+    settings.copy(draft, {settings.find(*names): key})
+    return settings.number(*names)
 
 
 def _sizes(settings: Settings, draft: Draft, kind: str) -> None:
@@ -153,14 +151,14 @@ def _sizes(settings: Settings, draft: Draft, kind: str) -> None:
         draft.assume("model.ffn", 4 * hidden, f"{kind} has it so")
     _number(settings, draft, "model.vocab", ("vocab_size",))
     if kind in ("vit", "deit"):
-        image, patch = settings.number("image_size") or 224, settings.number("patch_size") or 16
-        channels = settings.number("num_channels") or 3
+        image, patch = settings.positive("image_size") or 224, settings.positive("patch_size") or 16
+        channels = settings.positive("num_channels") or 3
         draft.map("model.patch_dim", patch * patch * channels, f"patch_size {patch}, {channels} channels")
         draft.map("model.seq_len", (image // patch) ** 2 + 1, f"image_size {image}, patch_size {patch}")
         labels = sum(text.startswith("id2label.") for text in settings.left())
         draft.map("model.vocab", labels or 1000, "id2label" if labels else "classes of ImageNet")
         return
-    longest = settings.number(*LENGTH)
+    longest = settings.positive(*LENGTH)
     if longest:
         why = f"a model's file does not state it: {settings.source(*LENGTH)} {longest}"
         draft.assume("model.seq_len", min(longest, LONGEST_ASSUMED), why)
@@ -168,13 +166,13 @@ def _sizes(settings: Settings, draft: Draft, kind: str) -> None:
 
 def _encoder_decoder(settings: Settings, draft: Draft) -> None:
     layers = _number(settings, draft, "model.encoder_layers", ("num_layers",))
-    decoder = settings.number("num_decoder_layers") or layers
+    decoder = settings.positive("num_decoder_layers") or layers
     draft.map("model.layers", decoder, settings.source("num_decoder_layers", "num_layers"))
     for key, name in (("hidden", "d_model"), ("heads", "num_heads"), ("head_dim", "d_kv"), ("ffn", "d_ff")):
         _number(settings, draft, f"model.{key}", (name,))
     _number(settings, draft, "model.vocab", ("vocab_size",))
     draft.map("model.gated_mlp", "gated" in settings.word("feed_forward_proj"), "feed_forward_proj")
-    draft.assume("model.encoder_seq_len", settings.number("n_positions") or 512, "T5's n_positions")
+    draft.assume("model.encoder_seq_len", settings.positive("n_positions") or 512, "T5's n_positions")
     draft.assume("model.seq_len", 128, "a model's file does not state how many tokens are predicted")
 
 
@@ -186,14 +184,14 @@ def _heads(settings: Settings, draft: Draft, kind: str) -> None:
             _number(settings, draft, f"model.{key}", (name,))
         settings.find("num_key_value_heads", "head_dim")
         return
-    groups = settings.number(*KV_HEADS)
+    groups = settings.positive(*KV_HEADS)
     if kind == "falcon" and not settings.flag("new_decoder_architecture"):
         groups = 1 if settings.flag("multi_query") is not False else None
     elif kind == "gpt_bigcode" and settings.flag("multi_query") is not False:
         groups = 1
     if groups:
         draft.map("model.kv_heads", groups, settings.source(*KV_HEADS))
-    if settings.number("head_dim") and draft.get("model.family") != "t5":
+    if settings.positive("head_dim") and draft.get("model.family") != "t5":
         draft.map("model.head_dim", settings.number("head_dim"), "head_dim")
 
 
@@ -204,11 +202,11 @@ def _experts(settings: Settings, draft: Draft, kind: str) -> None:
     draft.map("model.experts", count, settings.source(*EXPERTS))
     if _number(settings, draft, "model.experts_per_token", USED) is None:
         draft.assume("model.experts_per_token", 2, "the file does not state it")
-    size = settings.number("moe_intermediate_size")
+    size = settings.positive("moe_intermediate_size")
     if size:
         draft.map("model.expert_ffn", size, "moe_intermediate_size")
     elif kind == "llama4_text":
-        dense = settings.number("intermediate_size_mlp")
+        dense = settings.positive("intermediate_size_mlp")
         draft.map("model.expert_ffn", draft.get("model.ffn"), "intermediate_size")
         draft.map("model.ffn", dense, "intermediate_size_mlp")
         draft.assume("model.shared_experts", 1, "Llama 4 has one")
@@ -220,7 +218,7 @@ def _experts(settings: Settings, draft: Draft, kind: str) -> None:
         record = draft.map if exact else draft.assume
         record("model.shared_experts", max(1, round(shared / inner)), f"{SHARED[0]} {shared} over {inner}")
     _number(settings, draft, "model.dense_layers", ("first_k_dense_replace",))
-    every = settings.number("moe_layer_freq", "decoder_sparse_step", "interleave_moe_layer_step")
+    every = settings.positive("moe_layer_freq", "decoder_sparse_step", "interleave_moe_layer_step")
     if every and every > 1:
         draft.map("model.moe_every", every, "moe_layer_freq, decoder_sparse_step or interleave_moe_layer_step")
 

@@ -32,7 +32,6 @@ LATENT = {
 }
 EXPERTS = {
     "num_experts_per_tok": "experts_per_token",
-    "base_moe_mlp_dim": "expert_ffn",
     "shared_experts": "shared_experts",
     "first_num_dense_layers": "dense_layers",
     "interleave_moe_layer_step": "moe_every",
@@ -142,15 +141,16 @@ def _model(settings: Settings, draft: Draft, defaults: Mapping[str, Any]) -> Non
     settings.find(*LATENT)
     activations = settings.take("mlp_activations", default=defaults["mlp_activations"])
     draft.map("model.gated_mlp", "linear" in activations, f"mlp_activations {' '.join(map(str, activations))}")
-    experts = settings.number("num_experts") or 1
+    experts = settings.positive("num_experts") or 1
     if experts > 1:
         draft.map("model.experts", experts, "num_experts")
         settings.copy(draft, {key: f"model.{name}" for key, name in EXPERTS.items()})
         factor = settings.number("capacity_factor", whole=False)
         if factor and factor > 0:
             draft.map("model.capacity_factor", float(factor), "capacity_factor")
-        if (draft.get("model.expert_ffn") or -1) < 1:
-            draft.tables["model"].pop("expert_ffn", None)
+        inner = settings.positive("base_moe_mlp_dim", auto=-1)
+        if inner is not None:
+            draft.map("model.expert_ffn", inner, "base_moe_mlp_dim")
     attends = settings.word("attention")
     if attends:
         draft.map("model.fused_attention", attends != "dot_product", f"attention {attends}")
@@ -164,11 +164,11 @@ def _parallel(settings: Settings, draft: Draft, defaults: Mapping[str, Any]) -> 
     degrees = {"tp": 1, "cp": 1, "pp": 1, "ep": 1}
     for axis, name in AXES.items():
         for mesh in ("ici", "dcn"):
-            degrees[name] *= max(1, int(_number(settings, defaults, f"{mesh}_{axis}_parallelism") or 1))
+            degrees[name] *= max(1, _size(settings, defaults, f"{mesh}_{axis}_parallelism"))
     for name, value in degrees.items():
         if value > 1:
             draft.map(f"parallel.{name}", value, f"axes {', '.join(a for a, n in AXES.items() if n == name)}")
-    if (settings.number("ici_tensor_sequence_parallelism") or 1) > 1:
+    if (settings.positive("ici_tensor_sequence_parallelism", auto=-1) or 1) > 1:
         draft.map("parallel.sequence_parallel", True, "ici_tensor_sequence_parallelism")
     shard = _axis(settings, defaults, "fsdp") * _axis(settings, defaults, "fsdp_transpose")
     data = _axis(settings, defaults, "data")
@@ -190,7 +190,7 @@ def _parallel(settings: Settings, draft: Draft, defaults: Mapping[str, Any]) -> 
         draft.assume("parallel.recompute", "selective", f"a job has no remat_policy {policy}")
     if settings.flag("optimizer_memory_host_offload"):
         draft.map("optimizer.offload", True, "optimizer_memory_host_offload")
-    repeats = settings.number("num_pipeline_repeats") or 1
+    repeats = settings.positive("num_pipeline_repeats", auto=-1) or 1
     if degrees["pp"] > 1:
         name = "looped-bfs" if repeats > 1 else "gpipe"
         draft.map("parallel.schedule", name, "the pipeline is differentiated as a whole")
@@ -199,24 +199,29 @@ def _parallel(settings: Settings, draft: Draft, defaults: Mapping[str, Any]) -> 
 
 def _axis(settings: Settings, defaults: Mapping[str, Any], axis: str) -> int:
     """Size of an axis over both meshes; 0: what remains."""
-    sizes = [_number(settings, defaults, f"{mesh}_{axis}_parallelism") for mesh in ("ici", "dcn")]
-    return 0 if -1 in sizes else int((sizes[0] or 1) * (sizes[1] or 1))
+    sizes = [_size(settings, defaults, f"{mesh}_{axis}_parallelism") for mesh in ("ici", "dcn")]
+    return 0 if -1 in sizes else sizes[0] * sizes[1]
+
+
+def _size(settings: Settings, defaults: Mapping[str, Any], key: str) -> int:
+    """Size of an axis in one mesh; -1: what remains."""
+    stated = settings.positive(key, auto=-1)
+    return int(stated or (-1 if key in settings else defaults.get(key) or 1))
 
 
 def _training(settings: Settings, draft: Draft, defaults: Mapping[str, Any]) -> None:
-    length = settings.number("max_target_length")
+    length = settings.positive("max_target_length")
     if length:
         draft.map("model.seq_len", length, "max_target_length")
     draft.assume("model.seq_len", defaults["max_target_length"], "MaxText's base.yml")
-    size = _number(settings, defaults, "per_device_batch_size")
-    steps = settings.number("gradient_accumulation_steps") or 1
+    size = settings.positive("per_device_batch_size", whole=False) or defaults["per_device_batch_size"]
+    steps = settings.positive("gradient_accumulation_steps") or 1
     others = 1
     for name in ("tp", "cp", "pp"):
         others *= draft.get(f"parallel.{name}", 1)
     sequences = size * others  # of one replica, which has as many devices
     if sequences >= 1:
-        pieces = settings.number("num_pipeline_microbatches") or draft.degree("pp")
-        pieces = pieces if pieces > 0 else draft.degree("pp")
+        pieces = settings.positive("num_pipeline_microbatches", auto=-1) or draft.degree("pp")
         draft.map("batch.micro_batch", max(1, int(sequences) // pieces), f"per_device_batch_size {size:g}")
         draft.facts["local_batch"] = int(sequences) * steps
     else:

@@ -104,7 +104,7 @@ def _zero(settings: Settings, draft: Draft) -> None:
         draft.map("parallel.reshard_after_forward", False, settings.source("torch_fsdp2_reshard_after_forward"))
     draft.assume("parallel.overlap_grad_reduce", False, _DEFAULT)
     draft.assume("parallel.overlap_param_gather", False, _DEFAULT)
-    instances = settings.number("num_distributed_optimizer_instances") or 1
+    instances = settings.positive("num_distributed_optimizer_instances") or 1
     if instances > 1:
         draft.facts["replicas_of_shards"] = instances
     fp32, bf16 = settings.flag("accumulate_allreduce_grads_in_fp32"), settings.flag("grad_reduce_in_bf16")
@@ -114,7 +114,7 @@ def _zero(settings: Settings, draft: Draft) -> None:
         draft.map("parallel.gradient_dtype", "fp32", settings.source("accumulate_allreduce_grads_in_fp32"))
     elif settings.flag("fp16"):
         draft.assume("parallel.gradient_dtype", "model", _DEFAULT)
-    elements = settings.number("ddp_bucket_size")
+    elements = settings.positive("ddp_bucket_size")
     if elements:
         size = elements * (2 if bf16 else 4) / 2**20
         draft.map("parallel.bucket_mbytes", float(f"{size:.6g}"), settings.source("ddp_bucket_size"))
@@ -157,8 +157,11 @@ def _recompute(settings: Settings, draft: Draft) -> None:
     if not granularity:
         draft.assume("parallel.recompute", "none", _DEFAULT)
         return
-    draft.map("parallel.recompute", granularity, source)
     method, count = settings.word("recompute_method"), settings.number("recompute_num_layers")
+    if granularity == "full" and method == "block" and count == 0:
+        draft.map("parallel.recompute", "none", f"{settings.source('recompute_num_layers')} 0")
+        return
+    draft.map("parallel.recompute", granularity, source)
     if granularity == "full" and method == "block" and count:
         per_stage = max(1, draft.get("model.layers", 1) // max(1, draft.degree("pp")))
         every = max(1, round(per_stage / count))

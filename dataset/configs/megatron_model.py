@@ -132,7 +132,7 @@ def _family(settings: Settings, draft: Draft) -> None:
 
 def _sizes(settings: Settings, draft: Draft) -> None:
     hidden = draft.get("model.hidden")
-    ffn = settings.number("ffn_hidden_size")
+    ffn = settings.positive("ffn_hidden_size")
     if ffn:
         draft.map("model.ffn", ffn, settings.source("ffn_hidden_size"))
     elif hidden and draft.get("model.gated_mlp"):
@@ -147,20 +147,20 @@ def _sizes(settings: Settings, draft: Draft) -> None:
 
 
 def _patches(settings: Settings, draft: Draft) -> None:
-    height, width = settings.number("img_h") or 224, settings.number("img_w") or 224
-    patch, channels = settings.number("patch_dim") or 16, settings.number("num_channels") or 3
+    height, width = settings.positive("img_h") or 224, settings.positive("img_w") or 224
+    patch, channels = settings.positive("patch_dim") or 16, settings.positive("num_channels") or 3
     draft.map("model.patch_dim", patch * patch * channels, f"{settings.source('patch_dim')} {patch}")
     draft.assume("model.seq_len", (height // patch) * (width // patch) + 1, "patches and the class token")
-    classes = settings.number("num_classes")
+    classes = settings.positive("num_classes")
     draft.map("model.vocab", classes or 1000, settings.source("num_classes"))
 
 
 def _attention(settings: Settings, draft: Draft) -> None:
-    groups = settings.number("num_query_groups")
+    groups = settings.positive("num_query_groups")
     switch = settings.flag("group_query_attention")
     if groups and (switch or (switch is None and groups > 1)):
         draft.map("model.kv_heads", groups, settings.source("num_query_groups"))
-    size = settings.number("kv_channels")
+    size = settings.positive("kv_channels")
     if settings.flag("multi_latent_attention"):
         draft.map("model.attention", "mla", settings.source("multi_latent_attention"))
         settings.copy(draft, LATENT)
@@ -191,7 +191,7 @@ def _experts(settings: Settings, draft: Draft) -> None:
         for key, value in (("experts_per_token", 1), ("moe_every", 2), ("capacity_factor", 1.0)):
             draft.assume(f"model.{key}", value, "Megatron-DeepSpeed's default")
     draft.assume("model.experts_per_token", 2, _DEFAULT)
-    size = settings.number("moe_ffn_hidden_size")
+    size = settings.positive("moe_ffn_hidden_size")
     if size:
         draft.map("model.expert_ffn", size, settings.source("moe_ffn_hidden_size"))
     size = size or draft.get("model.ffn") or 0
@@ -259,7 +259,7 @@ def _listed(node: ast.AST) -> list[int]:
 def _vocabulary(settings: Settings, draft: Draft) -> None:
     if draft.get("model.vocab") is not None:
         return
-    size = settings.number("vocab_size", "padded_vocab_size", "override_vocab_size")
+    size = settings.positive("vocab_size", "padded_vocab_size", "override_vocab_size")
     if size:
         draft.map("model.vocab", size, settings.source("vocab_size", "padded_vocab_size", "override_vocab_size"))
         return

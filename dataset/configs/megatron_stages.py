@@ -17,9 +17,9 @@ def read_stages(settings: Settings, draft: Draft) -> None:
     if layout and layers:
         _layout(draft, layout, settings.source("pipeline_model_parallel_layout"))
         return
-    chunks = settings.number("num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size")
+    chunks = settings.positive("num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size")
     source = settings.source("num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size")
-    each = settings.number("num_layers_per_virtual_pipeline_stage")
+    each = settings.positive("num_layers_per_virtual_pipeline_stage")
     if chunks is None and each and layers:
         source = settings.source("num_layers_per_virtual_pipeline_stage")
         chunks = max(1, layers // pp // each)
@@ -30,8 +30,8 @@ def read_stages(settings: Settings, draft: Draft) -> None:
 
 def _uneven(settings: Settings, draft: Draft, parts: int) -> None:
     layers, pp = draft.get("model.layers"), draft.degree("pp")
-    first = settings.number("decoder_first_pipeline_num_layers")
-    last = settings.number("decoder_last_pipeline_num_layers")
+    first = settings.positive("decoder_first_pipeline_num_layers")
+    last = settings.positive("decoder_last_pipeline_num_layers")
     embedding = settings.flag("account_for_embedding_in_pipeline_split") or False
     loss = settings.flag("account_for_loss_in_pipeline_split") or False
     if not layers or pp == 1 or parts > _MOST_STAGES or not (first or last or embedding or loss):

@@ -78,9 +78,10 @@ def _model(settings: Settings, draft: Draft) -> None:
         draft.map(
             "model.fused_attention", attention not in ("eager", "sdpa_eager"), f"_attn_implementation {attention}"
         )
-    multiple = settings.number("model.make_vocab_size_divisible_by") or 1
-    if multiple > 1:
-        size, step = draft.get("model.vocab"), multiple * (settings.number("parallelism.tp") or 1)
+    multiple = settings.positive("model.make_vocab_size_divisible_by") or 1
+    size = draft.get("model.vocab")
+    if multiple > 1 and size is not None:
+        step = multiple * (settings.positive("parallelism.tp") or 1)
         draft.map("model.vocab", -(-size // step) * step, f"vocab_size, divisible by {step}")
 
 
@@ -88,7 +89,7 @@ def _shared(settings: Settings, draft: Draft, prefix: str) -> None:
     draft.assume("model.experts_per_token", 2, _DEFAULT)
     if draft.get("model.expert_ffn") is None and f"{prefix}num_experts" in settings:
         draft.assume("model.expert_ffn", 1408, _DEFAULT)
-    shared = settings.number(f"{prefix}shared_expert_intermediate_size")
+    shared = settings.positive(f"{prefix}shared_expert_intermediate_size")
     if settings.flag(f"{prefix}enable_shared_expert"):
         size, inner = shared or 5632, draft.get("model.expert_ffn")
         record = draft.map if shared and size % inner == 0 else draft.assume
@@ -116,14 +117,14 @@ def _parallel(settings: Settings, draft: Draft) -> None:
     wide = settings.flag("optimizer.accumulate_grad_in_fp32")
     if wide is not None:
         draft.map("parallel.gradient_dtype", "fp32" if wide else "model", "optimizer.accumulate_grad_in_fp32")
-    bucket = settings.number("model.ddp_bucket_cap_mb", whole=False)
+    bucket = settings.positive("model.ddp_bucket_cap_mb", whole=False)
     if bucket:
         draft.map("parallel.bucket_mbytes", float(bucket), "model.ddp_bucket_cap_mb")
 
 
 def _training(settings: Settings, draft: Draft) -> None:
     settings.copy(draft, {"tokens.sequence_length": "model.seq_len", "tokens.micro_batch_size": "batch.micro_batch"})
-    steps = settings.number("tokens.batch_accumulation_per_replica") or 1
+    steps = settings.positive("tokens.batch_accumulation_per_replica") or 1
     replicas, micro = draft.get("parallel.dp"), draft.get("batch.micro_batch")
     if replicas and micro:
         words = f"micro_batch_size {micro} * batch_accumulation_per_replica {steps} * dp {replicas}"

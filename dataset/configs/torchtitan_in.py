@@ -64,7 +64,7 @@ def read_torchtitan(tables: Mapping[str, Any], draft: Draft, text: str = "") -> 
 
 def read_settings(settings: Settings, draft: Draft) -> None:
     """Fill a draft from all but the model's sizes."""
-    length = settings.number("training.seq_len", "training.max_context_length") or 2048
+    length = settings.positive("training.seq_len", "training.max_context_length") or 2048
     draft.map("model.seq_len", length, settings.source("training.seq_len", "training.max_context_length"))
     _degrees(settings, draft)
     _pipeline(settings, draft)
@@ -88,9 +88,8 @@ def _degrees(settings: Settings, draft: Draft) -> None:
         value = settings.number(*_of(key))
         if value is not None and (name != "ep" or draft.get("model.experts")):
             draft.map(f"parallel.{name}", value, settings.source(*_of(key)))
-    replicate = settings.number(*_of("data_parallel_replicate_degree")) or 1
-    shard = settings.number(*_of("data_parallel_shard_degree"), "training.data_parallel_degree")
-    shard = -1 if shard is None else shard
+    replicate = settings.positive(*_of("data_parallel_replicate_degree")) or 1
+    shard = settings.positive(*_of("data_parallel_shard_degree"), "training.data_parallel_degree", auto=-1) or -1
     source = settings.source(*_of("data_parallel_shard_degree"), "training.data_parallel_degree")
     if shard == 1:
         draft.map("parallel.zero_stage", 0, f"{source} 1")
@@ -102,7 +101,7 @@ def _degrees(settings: Settings, draft: Draft) -> None:
             draft.map("parallel.dp_shard", shard, source)
     elif replicate > 1:
         draft.facts["replicas_of_shards"] = replicate
-    etp = settings.number(*_of("expert_tensor_parallel_degree"))
+    etp = settings.positive(*_of("expert_tensor_parallel_degree"))
     tp, ep = draft.degree("tp"), draft.degree("ep")
     if draft.get("model.experts") and tp > 1 and ep > 1 and (etp or 1) == 1:
         source = settings.source(*_of("expert_tensor_parallel_degree"))
@@ -125,7 +124,7 @@ def _pipeline(settings: Settings, draft: Draft) -> None:
     word = settings.word(*_of("pipeline_parallel_schedule")) or "1F1B"
     first = settings.number("parallelism.pipeline_parallel_first_stage_less_layers")
     last = settings.number("parallelism.pipeline_parallel_last_stage_less_layers")
-    each = settings.number("parallelism.pipeline_parallel_layers_per_stage")
+    each = settings.positive("parallelism.pipeline_parallel_layers_per_stage")
     splits = settings.take(*_of("pipeline_parallel_split_points"))
     parts = settings.take("parallelism.module_fqns_per_model_part")
     if pp == 1:
@@ -168,19 +167,19 @@ def even_stages(stages: int, layers: int, first: int, last: int) -> list[int]:
 
 def _batch(settings: Settings, draft: Draft) -> None:
     pp, length = draft.degree("pp"), draft.get("model.seq_len")
-    tokens = settings.number("training.num_tokens_per_microbatch_per_dp_rank")
-    pieces = settings.number("parallelism.num_pp_microbatches") or 1
+    tokens = settings.positive("training.num_tokens_per_microbatch_per_dp_rank")
+    pieces = settings.positive("parallelism.num_pp_microbatches") or 1
     if tokens is not None:
         draft.map("batch.micro_batch", max(1, tokens // length), f"{tokens} tokens of {length}")
-        total = settings.number("training.num_tokens_per_train_step")
-        if total is not None and total > 0:
+        total = settings.positive("training.num_tokens_per_train_step", auto=-1)
+        if total is not None:
             draft.map("batch.global_batch", total // length, f"num_tokens_per_train_step {total}")
         draft.facts["accumulation"] = pieces if pp > 1 else 1
         return
-    local = settings.number("training.local_batch_size", "training.batch_size") or 8
+    local = settings.positive("training.local_batch_size", "training.batch_size") or 8
     source = settings.source("training.local_batch_size", "training.batch_size")
-    micro = settings.number("parallelism.pipeline_parallel_microbatch_size")
-    count = settings.number(*_of("pipeline_parallel_microbatches"))
+    micro = settings.positive("parallelism.pipeline_parallel_microbatch_size")
+    count = settings.positive(*_of("pipeline_parallel_microbatches"))
     if pp == 1:
         draft.map("batch.micro_batch", local, source)
     elif count:
@@ -189,8 +188,8 @@ def _batch(settings: Settings, draft: Draft) -> None:
         draft.assume("batch.micro_batch", max(1, local // pp), f"{source} over {pp} micro-batches, {_DEFAULT}")
     else:
         draft.map("batch.micro_batch", micro or 1, "pipeline_parallel_microbatch_size")
-    total = settings.number("training.global_batch_size")
-    if total is not None and total > 0:
+    total = settings.positive("training.global_batch_size", auto=-1)
+    if total is not None:
         draft.map("batch.global_batch", total, settings.source("training.global_batch_size"))
     else:
         draft.facts["local_batch"] = local

@@ -47,6 +47,45 @@ def test_bad_files(tmp_path: Path, name: str, content: str, words: str) -> None:
     assert len(str(caught.value)) < 2500 and "\n" not in str(caught.value)
 
 
+TITAN = '[model]\nname = "llama3"\nflavor = "8B"\n'
+NANOTRON = "model: {model_config: {is_llama_config: true}}\ntokens: {sequence_length: 8}\n"
+LLAMA = '{"model_type": "llama", "hidden_size": 64, '
+WORDS = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 8 "
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "key"),
+    [
+        ("a.toml", f"{TITAN}[training]\nseq_len = 0\n", "training.seq_len"),
+        ("a.toml", f"{TITAN}[training]\nlocal_batch_size = 0\n", "training.local_batch_size"),
+        ("a.toml", f"{TITAN}[training]\nglobal_batch_size = 0\n", "training.global_batch_size"),
+        ("a.toml", f"{TITAN}[parallelism]\ndata_parallel_shard_degree = 0\n", "data_parallel_shard_degree"),
+        ("a.toml", f"{TITAN}[parallelism]\ndata_parallel_replicate_degree = 0\n", "data_parallel_replicate_degree"),
+        ("a.json", LLAMA + '"max_position_embeddings": 0}', "max_position_embeddings"),
+        ("a.json", LLAMA + '"num_key_value_heads": 0}', "num_key_value_heads"),
+        ("a.json", LLAMA + '"intermediate_size": 0}', "intermediate_size"),
+        ("a.json", '{"train_batch_size": 8, "gradient_accumulation_steps": 0}', "gradient_accumulation_steps"),
+        ("a.yaml", "distributed_type: FSDP\nnum_processes: 8\nnum_machines: 0\n", "num_machines"),
+        ("a.yaml", f"{NANOTRON}parallelism: {{dp: 0}}\n", "parallelism.dp"),
+        ("a.yml", "base_emb_dim: 64\nmax_target_length: 0\n", "max_target_length"),
+        ("a.yml", "base_emb_dim: 64\nper_device_batch_size: 0\n", "per_device_batch_size"),
+        ("a.txt", f"{WORDS}--ffn-hidden-size 0", "--ffn-hidden-size"),
+        ("a.txt", f"{WORDS}--vocab-size 0", "--vocab-size"),
+        ("a.txt", f"{WORDS}--nnodes 0", "--nnodes"),
+    ],
+)
+def test_a_stated_0_becomes_no_default(tmp_path: Path, name: str, content: str, key: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(JobError, match=f"{key} must be a positive number.*, got 0$"):
+        read_configs([tmp_path / name])
+
+
+def test_blocks_of_no_layers_recompute_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text(f"{WORDS}--recompute-granularity full --recompute-method block --recompute-num-layers 0")
+    assert read_configs([path]).job.parallel.recompute == "none"
+
+
 def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
     for path in (tmp_path / "no.yaml", tmp_path / "no.sh", tmp_path):
         with pytest.raises(JobError, match="cannot read configuration"):
