@@ -216,12 +216,18 @@ def _precision(settings: Settings, draft: Draft) -> None:
 
 def _recompute(settings: Settings, draft: Draft) -> None:
     mode = settings.word("activation_checkpoint.mode") or "selective"
-    option = settings.word("activation_checkpoint.selective_ac_option") or "2"
-    source = settings.source("activation_checkpoint.mode")
-    if mode == "selective" and option.isdigit():
+    stated = settings.word("activation_checkpoint.selective_ac_option")
+    option, source = stated or "2", settings.source("activation_checkpoint.mode")
+    if mode == "selective" and option.isdecimal():
+        words = f"selective_ac_option {option}{'' if stated else ', ' + _DEFAULT}"
         draft.map("parallel.recompute", "full", f"{source} selective, every {option} layers")
-        draft.map("parallel.recompute_every", int(option), "activation_checkpoint.selective_ac_option")
-    elif mode in ("none", "full", "selective"):
+        draft.map("parallel.recompute_every", int(option), words)
+    elif mode == "selective" and option == "op":
+        words = "attention and every second product are kept; a job of torchtitan takes it as recompute_every 2"
+        draft.map("parallel.recompute", "selective", f"{source} selective, selective_ac_option op: {words}")
+    elif mode == "selective":
+        raise JobError(f"activation_checkpoint.selective_ac_option must be op or a whole number, got {option!r:.80}")
+    elif mode in ("none", "full"):
         draft.map("parallel.recompute", mode, f"{source} {mode}")
     else:
         draft.assume("parallel.recompute", "selective", f"a job has no {source} {mode}")

@@ -34,6 +34,11 @@ BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
         ("a.py", "def f() -> Trainer.Config: pass\ndef g() -> Trainer.Config: pass", "pick one of f, g"),
         ("a.py", "def f(", "not valid Python"),
         ("a.json", '{"zero_optimization": 3, "train_batch_size": 8}', "zero_optimization must be a table"),
+        (
+            "a.toml",
+            '[model]\nname = "llama3"\nflavor = "8B"\n[activation_checkpoint]\nselective_ac_option = "ops"\n',
+            "selective_ac_option must be op",
+        ),
         ("a.json", '{"zero_optimization": true}', "zero_optimization must be a table"),
         ("a.json", '{"train_batch_size": 8, "fp16": {"enabled": true}, "bf16": {"enabled": true}}', "got both"),
         ("a.json", '{"model_type": "llama", "num_hidden_layers": true}', "num_hidden_layers must be a whole number"),

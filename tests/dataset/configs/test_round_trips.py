@@ -146,6 +146,19 @@ def test_what_is_not_expressed_is_listed() -> None:
     assert {"parallel.tp = 8", "parallel.pp = 16"} & set(write_config(job, "accelerate").ignored)
 
 
+@pytest.mark.parametrize(("kind", "every", "option"), [("selective", 1, "op"), ("full", 2, "2"), ("full", 3, "3")])
+def test_recomputation_of_torchtitan(kind: str, every: int, option: str, tmp_path: Path) -> None:
+    """Its selective recomputation is that of ops, or of every n-th layer."""
+    job = Job.from_file(ROOT / "examples" / "llama3-70b-fsdp-512.toml")
+    job = replace(job, framework="", parallel=replace(job.parallel, recompute=kind, recompute_every=every))
+    paths, _ = written(job, "torchtitan", tmp_path)
+    assert f'selective_ac_option = "{option}"' in paths[0].read_text()
+    back = read_back(job, paths)
+    assert (back.job.parallel.recompute, back.job.parallel.recompute_every) == (kind, every)
+    key = "parallel.recompute" if option == "op" else "parallel.recompute_every"
+    assert f"selective_ac_option {option}" in back.sources[key]
+
+
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(JobError, match="must be of megatron"):
         write_config(Job.from_file(ROOT / "examples" / "gpt3-175b-1024.toml"), "fairseq")
