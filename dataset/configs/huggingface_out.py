@@ -94,7 +94,7 @@ def write_huggingface(job: Job) -> ConfigText:
         view.expressed("model.expert_ffn")
     table["torch_dtype"] = "float16" if job.batch.dtype == "fp16" else "bfloat16"
     ignored = tuple(text for text in view.left() if text.startswith("model."))
-    notes = ("a model's file holds no strategy: write deepspeed or accelerate too",)
+    notes = ("a model's file holds no strategy: write deepspeed or accelerate too", *view.notes())
     return ConfigText(text=json.dumps(table, indent=2) + "\n", suffix=".json", ignored=ignored, notes=notes)
 
 

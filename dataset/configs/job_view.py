@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from stepsight.dataset.errors import shorten
+from stepsight.dataset.errors import JobError, shorten
+from stepsight.dataset.frameworks import find_framework
 from stepsight.dataset.job import Job
+from stepsight.dataset.models import MODELS
 from stepsight.dataset.specs import SECTIONS
 
 # Facts about machines and models' names, which no configuration of a framework states.
@@ -42,7 +44,33 @@ class JobView:
     def __getitem__(self, key: str) -> Any:
         section, _, name = key.partition(".")
         self._read.add(key)
-        return getattr(getattr(self.job, section), name)
+        return self._vocabulary()[0] if key == "model.vocab" else getattr(getattr(self.job, section), name)
+
+    def _vocabulary(self) -> tuple[int, int]:
+        """The vocabulary without padding where the model's name tells it, and what the framework pads it to."""
+        model, framework = self.job.model, self.job.framework
+        try:
+            multiple = find_framework(framework).vocab_multiple * self.job.parallel.tp if framework else 1
+        except JobError:  # a file that is gone
+            multiple = 1
+        if model.family == "vit" or model.vocab % multiple:
+            return model.vocab, 1
+        known = MODELS.get(model.name, {}).get("vocab", 0)
+        return (known if -(-known // multiple) * multiple == model.vocab else model.vocab), multiple
+
+    def notes(self) -> tuple[str, ...]:
+        """What is to be known of a written vocabulary that the job's framework pads."""
+        (size, multiple), job = self._vocabulary(), self.job
+        if "model.vocab" not in self._read or multiple == 1:
+            return ()
+        pads = f"to a multiple of {multiple}, as {job.framework} does with tp {job.parallel.tp}"
+        if size != job.model.vocab:
+            return (
+                f"the vocabulary of {size} is that of {job.model.name}; the job's {job.model.vocab} is padded {pads}",
+            )
+        if MODELS.get(job.model.name, {}).get("vocab") == size:
+            return ()
+        return (f"the vocabulary of {size} is padded {pads}: write the tokenizer's own size if that is smaller",)
 
     def expressed(self, *keys: str) -> None:
         """Count keys as expressed that follow from others."""

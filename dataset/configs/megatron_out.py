@@ -23,7 +23,7 @@ def write_megatron(job: Job, *, script: bool = False) -> ConfigText:
     ]
     view.expressed("cluster.nodes", "cluster.devices_per_node", "parallel.dp", "parallel.runtime")
     program = _PROGRAMS.get(job.model.family, "pretrain_gpt.py")
-    notes = (f"they are for {program}; give the tokenizer and the data: --tokenizer-type, --data-path",)
+    notes = (f"they are for {program}; give the tokenizer and the data: --tokenizer-type, --data-path", *view.notes())
     text = "\n".join(lines) + "\n"
     if script:
         launch = f"torchrun --nproc-per-node {job.cluster.devices_per_node} --nnodes {job.cluster.nodes}"

@@ -41,9 +41,7 @@ def write_torchtitan(job: Job) -> ConfigText:
     tables["parallelism"] = _parallelism(view)
     tables["activation_checkpoint"] = table = _recompute(view)
     if table.get("selective_ac_option") == "2":
-        notes.append(
-            "a job takes selective_ac_option op as every second layer too: write op if that is meant"
-        )
+        notes.append("a job takes selective_ac_option op as every second layer too: write op if that is meant")
     if job.batch.precision == "fp8":
         tables["model"]["converters"] = ["float8"]
     if not view["model.eager_kernels"]:

@@ -44,7 +44,7 @@ def write_nanotron(job: Job) -> ConfigText:
         "tokens": {**tokens, "batch_accumulation_per_replica": job.num_micro_batches},
     }
     view.expressed("batch.global_batch", "cluster.nodes", "cluster.devices_per_node", "model.attention_kernels")
-    return ConfigText(text=_text(table), suffix=".yaml", ignored=view.left())
+    return ConfigText(text=_text(table), suffix=".yaml", ignored=view.left(), notes=view.notes())
 
 
 def _nanotron_model(view: JobView) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def write_maxtext(job: Job) -> ConfigText:
     view.expressed("batch.global_batch", "cluster.nodes", "cluster.devices_per_node", "model.attention_kernels")
     if view["optimizer.kind"] != "adamw":
         view.unexpressed("optimizer.kind")
-    return ConfigText(text=_text(table), suffix=".yml", ignored=view.left())
+    return ConfigText(text=_text(table), suffix=".yml", ignored=view.left(), notes=view.notes())
 
 
 def _mesh(view: JobView) -> dict[str, Any]:

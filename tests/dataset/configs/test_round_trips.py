@@ -159,6 +159,28 @@ def test_recomputation_of_torchtitan(kind: str, every: int, option: str, tmp_pat
     assert f"selective_ac_option {option}" in back.sources[key]
 
 
+@pytest.mark.parametrize("name", ["huggingface", "megatron", "megatron-script", "nanotron", "maxtext"])
+def test_a_padded_vocabulary(name: str) -> None:
+    """A job keeps the padded one: the writer states the model's own where its name tells it, and else says so."""
+    sizes: dict[str, Any] = {"family": "llama", "layers": 4, "hidden": 64, "heads": 4, "vocab": 32000, "seq_len": 64}
+    tables: dict[str, Any] = {
+        "framework": "megatron-core",
+        "model": sizes,
+        "parallel": {"tp": 4},
+        "batch": {"micro_batch": 1, "global_batch": 2, "precision": "bf16"},
+        "cluster": {"hardware": "h100-sxm-80gb", "nodes": 1, "devices_per_node": 8},
+    }
+    unknown = write_config(Job.from_dict(tables), name)
+    assert "32256" in unknown.text
+    assert any("vocabulary of 32256 is padded to a multiple of 512" in note for note in unknown.notes)
+    known = Job.from_dict({**tables, "model": {"name": "llama2-7b", "seq_len": 64}})
+    written_known = write_config(known, name)
+    assert known.model.vocab == 32256 and "32000" in written_known.text and "32256" not in written_known.text
+    assert any("32000 is that of llama2-7b; the job's 32256 is padded" in note for note in written_known.notes)
+    plain = write_config(Job.from_dict({**tables, "framework": ""}), name)
+    assert "32000" in plain.text and not any("padded" in note for note in plain.notes)
+
+
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(JobError, match="must be of megatron"):
         write_config(Job.from_file(ROOT / "examples" / "gpt3-175b-1024.toml"), "fairseq")
