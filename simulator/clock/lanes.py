@@ -206,18 +206,8 @@ def run_lanes(entries: Entries, durations: LaneDurations, state: LaneState, stea
 def _all_move_on(now: _Period, before: _Period, clocks: Floats, ends: Floats) -> bool:
     """Whether in every lane all that repeats moved on by the same time; see ``kernel._moves_on``."""
     lanes = clocks.shape[2]
-    for place in range(len(now.after)):
-        for lane in range(lanes):
-            shift = now.after[0, lane] - before.after[0, lane]
-            moved = now.after[place, lane] - before.after[place, lane]
-            if not abs(moved - shift) <= TOLERANCE * now.after[place, lane]:
-                return False
-    for place in range(len(now.outside)):
-        for lane in range(lanes):
-            shift = now.outside[0, lane] - before.outside[0, lane]
-            moved = now.outside[place, lane] - before.outside[place, lane]
-            if not abs(moved - shift) <= TOLERANCE * now.after[place, lane]:
-                return False
+    if not (_all_alike(now.after, before.after, now.after) and _all_alike(now.outside, before.outside, now.after)):
+        return False
     for rank in range(len(clocks)):
         for clock in range(1, clocks.shape[1]):
             for lane in range(lanes):
@@ -227,6 +217,16 @@ def _all_move_on(now: _Period, before: _Period, clocks: Floats, ends: Floats) ->
                         return False
                 elif moved != 0.0:
                     return False
+    return True
+
+
+def _all_alike(now: Floats, before: Floats, times: Floats) -> bool:
+    """Whether in every lane all places moved on as the first did, within the tolerance of the times there."""
+    for place in range(len(now)):
+        for lane in range(now.shape[1]):
+            shift = now[0, lane] - before[0, lane]
+            if not abs(now[place, lane] - before[place, lane] - shift) <= TOLERANCE * times[place, lane]:
+                return False
     return True
 
 
