@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from stepsight.dataset.errors import StepsightError
-from stepsight.verbs.options import Json, answer, path, refuse_given
+from stepsight.verbs.options import Box, Json, answer, path, refuse_given
 from stepsight.verbs.tracing import TRACES, import_traces
 
 
@@ -38,13 +38,7 @@ def collect_command(
     event_seconds: Annotated[
         float, typer.Option(min=0, help="Time for measuring every distinct op and collective once; 0: none.")
     ] = 30.0,
-    box: Annotated[
-        str | None,
-        typer.Option(
-            help="Run in a cluster in a box: nodes x ranks per node @ link rate, as in 4x1@200mbit, or a .toml file. "
-            "Computation is slept. Needs root and iproute2.",
-        ),
-    ] = None,
+    box: Box = None,
     plan_only: Annotated[
         bool, typer.Option(help="Only write plan.json, to be run elsewhere with the harness folder alone.")
     ] = False,

@@ -69,6 +69,13 @@ FrameworkName = Annotated[
         "place of the file's own `framework`.",
     ),
 ]
+Box = Annotated[
+    str | None,
+    typer.Option(
+        help="Run in a cluster in a box: nodes x ranks per node @ link rate, as in 4x1@200mbit, or a .toml file. "
+        "Computation is slept. Needs root and iproute2.",
+    ),
+]
 HardwareName = Annotated[
     str, typer.Option(help="Name of the devices, in place of the file's: configurations of frameworks state none.")
 ]

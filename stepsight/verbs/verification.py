@@ -9,7 +9,7 @@ import typer
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.verbs.config_options import read_job
-from stepsight.verbs.options import Json, PredictorPath, answer, load, path
+from stepsight.verbs.options import Box, Json, PredictorPath, answer, load, path
 
 
 def verify_command(
@@ -31,13 +31,7 @@ def verify_command(
     predictor: PredictorPath = None,
     rounds: Annotated[int, typer.Option(min=1, help="Repeats, interleaved over the runs so that drift shows.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps per round.")] = 4,
-    box: Annotated[
-        str | None,
-        typer.Option(
-            help="Run in a cluster in a box: nodes x ranks per node @ link rate, as in 4x1@200mbit, or a .toml file. "
-            "Computation is slept. Needs root and iproute2.",
-        ),
-    ] = None,
+    box: Box = None,
     as_json: Json = False,
 ) -> None:
     """Run the best strategies of a search, or job files, for real, and print predicted beside measured times.
