@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -123,7 +122,7 @@ def watch(
             time.sleep(0.02)
         assert process.poll() in (None, 0), process.communicate()[1][-2000:]
     finally:
-        process.send_signal(signal.SIGINT)
+        process.terminate()  # not SIGINT, which a shell's background commands ignore
         process.communicate(timeout=60)
     return seen
 
