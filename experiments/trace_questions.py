@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,6 +131,8 @@ def _traced_on(asked: Questions, graphs: Sequence[RankGraph], job: Job | None) -
     name = preset_name(asked.on) if asked.on else (job.cluster.hardware if job is not None else "")
     if not name:
         name = "local-cpu" if graphs[0].device == "cpu" else device_name(graphs[0].device_name)
+    if find_hardware(name) is None:  # of another memory size, which changes no duration
+        name = preset_name(re.sub(r"-\d+gb$", "", name))
     if find_hardware(name) is None:
         raise StepsightError(
             f"the traced hardware must be one of {', '.join(HARDWARE.names())} or a file, got "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,8 @@ Ints = NDArray[np.int64]
 
 FORWARD, BACKWARD, OPTIMIZER = range(3)
 _EVALUATE = "autograd::engine::evaluate_function: "
+_BACKWARDS = ("autograd::engine::", "torch::autograd::AccumulateGrad")
+_NODE = re.compile(r"Backward\d*$")  # of autograd's graph
 _OPTIMIZERS = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad", "fbgemm::emb_")
 
 
@@ -71,7 +74,7 @@ def is_evaluation(name: str) -> bool:
 
 
 def _named_phase(name: str) -> int:
-    if name.startswith("autograd::engine::") or name.endswith("Backward0") or name.endswith("Backward"):
+    if name.startswith(_BACKWARDS) or _NODE.search(name):
         return BACKWARD
     if name.startswith(_OPTIMIZERS[:3]):
         return OPTIMIZER

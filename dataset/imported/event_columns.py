@@ -19,7 +19,9 @@ Ints = NDArray[np.int64]
 
 _MOST_US = 2.0**53  # clocks count microseconds since 1970 at most; beyond, a float skips some
 _HOST, _RUNTIME, _DEVICE, _SYNC, _ANNOTATION = range(5)
+_OTHER = "mtia"  # categories of accelerators whose events have a form of their own
 _NOTHING: dict[str, Any] = {}
+_MARKS = ("ProfilerStep#", "Optimizer.", "enumerate(DataLoader)")  # annotations that PyTorch 1.8 writes as operators
 _CATEGORIES = {
     "cpu_op": _HOST,
     "operator": _HOST,
@@ -237,11 +239,11 @@ class _Reader:
             get = args.get
             if name == "record_param_comms":
                 self._comms.append(self._stretch(event))
-            elif name[:13] == "ProfilerStep#":
+            elif name.startswith(_MARKS):
                 self._annotations.append(self._stretch(event))
                 continue
             number = names.setdefault(name, len(names))
-            dims = get("Input Dims")
+            dims = get("Input Dims") or get("Input dims")  # as PyTorch 1.8 writes it
             if dims is None:
                 text = b""
             else:
@@ -287,10 +289,19 @@ class _Reader:
         end = start + max(float(event["dur"]), 0.0)
         return Annotation(str(event["name"]), start, end, thread, event.get("args") or {})
 
+    def _unread_devices(self, kernels: int, header: dict[str, Any]) -> list[str]:
+        """A warning if the trace is that of an accelerator, and holds nothing of it that can be read."""
+        other = sorted(str(category) for category, kind in self._kinds.items() if kind < 0 and _OTHER in str(category))
+        if kernels or not (other or header.get("deviceProperties")):
+            return []
+        what = f"its events are of category {', '.join(other)[:80]}" if other else "it holds no kernels"
+        return [f"the graph is that of the host: the trace names an accelerator, and {what}"]
+
     def finish(self, path: Path, blocks: EventBlocks, count: int) -> RankEvents:
         warnings = list(blocks.warnings)
         tables = (("host", self._ops), ("runtime", self._runtime), ("device", self._device))
         ops, runtime, device = (lists.table(what, path, warnings) for what, lists in tables)
+        warnings += self._unread_devices(len(device), blocks.header)
         order = np.lexsort((-device.end, device.start))
         rows = {int(row): place for place, row in enumerate(order)} if self._collectives else {}
         return RankEvents(

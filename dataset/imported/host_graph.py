@@ -14,10 +14,12 @@ from stepsight.dataset.imported.assembly import Assembly, Edges
 from stepsight.dataset.imported.call_tree import CallTree
 from stepsight.dataset.imported.event_columns import Interned, RankEvents
 from stepsight.dataset.imported.host_chain import HostCalls, chain
+from stepsight.dataset.imported.kernel_kinds import named_kind
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, RankGraph
 from stepsight.dataset.imported.step_bounds import Steps, find_steps
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.op import OP_KINDS, Collective, Op
 from stepsight.dataset.program import Dependency
+from stepsight.dataset.readers.classify import intern_op
 from stepsight.dataset.readers.host import Wait, merge, overlap
 from stepsight.dataset.readers.kineto import host_works, main_thread
 from stepsight.dataset.readers.kineto_events import read_events
@@ -167,7 +169,12 @@ def _assemble(
         if kind[node] == OP:
             work = host.ops[item[node]]
             stream = str(work.stream)
-            nodes["work"][node], nodes["known"][node] = built.works(work.work), int(work.known)
+            op = work.work
+            known = named_kind(work.name) if not work.known and isinstance(op, Op) else None
+            if known is not None and isinstance(op, Op):
+                alike = len(OP_KINDS[known].dim_names) == len(op.dims)
+                op = intern_op(known, op.dims if alike else (0,) * len(OP_KINDS[known].dim_names), op.dtype)
+            nodes["work"][node], nodes["known"][node] = built.works(op), int(work.known or known is not None)
             if rows[node] < len(events.ops) and abs(events.ops.start[rows[node]] - calls.start[node]) < 1e-3:
                 nodes["call"][node] = rows[node]
         nodes["stream"][node] = built.streams(stream)

@@ -21,11 +21,10 @@ _MOST_THREADS = 2**31
 _BY_NAME = tuple(
     (re.compile(pattern, re.IGNORECASE), kind)
     for pattern, kind in (
-        (r"^triton_(per|red)|^triton_.*(softmax|norm)", "fused"),
+        (r"^triton_(tem|mm|bmm)_", "linear"),
         (r"^triton_|^kernel_cuda_|cpp_fused|^fused_|_fusion_|::kernel\d+$|^CudaCodeGen", "fused"),
-        (r"triton_(tem|mm|bmm)_", "linear"),
         (r"flash_bwd|fmha.*(bwd|backward)|attention.*(bwd|backward)|sdpa.*bwd|dot_do_o", "attention_backward"),
-        (r"flash_fwd|flash_attn|fmha|attention|sdpa|paged_attn|FlashAttn", "attention"),
+        (r"flash_fwd|flash_attn|fmha|attention|sdpa|paged_attn|FlashAttn|^_?attn_|sage_(fwd|attn)", "attention"),
         (r"bn_bw|batch_?norm.*(bwd|backward)|MIOpenBatchNormBwd", "batch_norm_backward"),
         (r"bn_fw|batch_?norm|MIOpenBatchNormFwd|group_?norm|RowwiseMoments", "batch_norm"),
         (r"(layer_?norm|ln_).*(grad|bwd|backward)|GammaBeta|cuComputeGrad|cuComputePartGrad", "layer_norm_backward"),
@@ -34,7 +33,7 @@ _BY_NAME = tuple(
         (r"layer_?norm|ln_fwd|cuApplyLayerNorm", "layer_norm"),
         (r"dgrad|wgrad|convolve.*(backward|bwd)|conv.*(bwd|Backward)|igemm_bwd|igemm_wrw", "conv_backward"),
         (r"conv|implicit_gemm|igemm|winograd|im2col|col2im|nchwToNhwc|nhwcToNchw|cudnn::|MIOpen|fprop", "conv"),
-        (r"gemm|cutlass|cublas|^Cijk_|gemv|nvjet|_mm_|matmul|splitK|xmma", "linear"),
+        (r"gemm|cutlass|cublas|^Cijk_|gemv|nvjet|_mm_|matmul|splitK|xmma|^bmm_|^wvSplit", "linear"),
         (r"^ampere_|^volta_|^turing_|^maxwell_|^hopper_", "linear"),
         (r"max_pool|avg_pool|adaptive_.*pool|pooling|upsample", "pool"),
         (r"embedding_bag|split_embedding|_embedding_|EmbeddingBag|jagged|bounds_check_indices", "embedding_bag"),
@@ -43,6 +42,10 @@ _BY_NAME = tuple(
         (r"nll_loss|cross_entropy|LogSoftMax", "cross_entropy"),
         (r"softmax", "softmax"),
         (r"adam|lamb|sgd|multi_tensor_apply|MultiTensor|foreach|optimizer", "foreach"),
+        (r"quant|scaled_fp8", "elementwise"),
+        (r"SubTensorOp|OpTensor|Op\dd?Tensor", "elementwise"),  # of MIOpen
+        (r"moe::.*routing|topk_?gating", "sort"),
+        (r"reshape_and_cache|kv_cache", "copy"),
         (r"sort|radix|topk|scan|nonzero|unique|cub::Device|thrust::", "sort"),
         (r"dropout", "dropout"),
         (r"distribution_|philox|curand|bernoulli|random|uniform", "random"),
@@ -51,6 +54,8 @@ _BY_NAME = tuple(
         (r"reduce|norm_|sum_|mean|var_", "reduce"),
         (r"elementwise|scatter|index|where|compare|Functor|activation|gelu|relu|clamp|masked", "elementwise"),
         (r"rotary|rope_|_rope", "rope"),
+        (r"::permute|concat|cumsum", "copy"),
+        (r"at::native|^aten::", "elementwise"),  # what else PyTorch has streams through memory
     )
 )  # fmt: skip
 _TYPES = (
@@ -174,13 +179,18 @@ class KernelKinds:
     def _of_name(self, launch: Launch) -> Op | None:
         name = launch.name
         if name not in self._by_name:
-            kind = next((kind for pattern, kind in _BY_NAME if pattern.search(name)), None)
+            kind = named_kind(name)
             dims = (0,) * len(OP_KINDS[kind].dim_names) if kind else ()
             self._by_name[name] = intern_op(kind, dims, _dtype(name)) if kind else None
         op = self._by_name[name]
         if op is not None and len(op.dims) == 1:  # one element a thread is the best guess
             return intern_op(op.kind, (launch.blocks * launch.threads,), op.dtype)
         return op
+
+
+def named_kind(name: str) -> str | None:
+    """Kind of ops that a name of a kernel or call says, None if it says none."""
+    return next((kind for pattern, kind in _BY_NAME if pattern.search(name)), None)
 
 
 def _compiled(name: str) -> bool:

@@ -31,6 +31,7 @@ MOST_RANKS = 2**20
 _LOADING = "enumerate(DataLoader)"  # how annotations of PyTorch's data loader begin
 _JUMP_US = 1000.0  # by which a kernel may start before its launch: clocks of host and device differ by less
 _SAMPLED_GAP_US, _SAMPLED_SHARE = 5.0, 0.3  # unexplained gaps that say that kernels are left out
+_IDLE_GAP_US, _IDLE_SHARE = 150.0, 0.5  # gaps, and part of them, in which a device with launched work does nothing
 
 
 def read_rank(path: Path, placement: Placement | None = None, execution: Path | None = None) -> RankGraph:
@@ -243,11 +244,33 @@ def _with_unrecorded(graph: RankGraph) -> RankGraph:
     inner &= graph.nodes["kind"] != HOST
     gaps = late > _SAMPLED_GAP_US * MICROSECOND
     launched = (graph.edges["why"] == WHY_NUMBER[Dependency.LAUNCH]).any()
-    if not inner.any() or (launched and (gaps & inner).sum() < _SAMPLED_SHARE * inner.sum()):
-        return replace(graph, unrecorded_s=np.zeros(len(graph)))
-    told = (
-        f"kernels are missing: {int((gaps & inner).sum())} of {int(inner.sum())} kernels start later than anything "
-        "recorded explains; the trace was trimmed, and the gaps count as work that was not recorded"
-    )
-    unrecorded = np.where(gaps & inner, late, 0.0)
-    return replace(graph, unrecorded_s=unrecorded, warnings=(*graph.warnings, told))
+    if inner.any() and not (launched and (gaps & inner).sum() < _SAMPLED_SHARE * inner.sum()):
+        told = (
+            f"kernels are missing: {int((gaps & inner).sum())} of {int(inner.sum())} kernels start later than anything "
+            "recorded explains; the trace was trimmed, and the gaps count as work that was not recorded"
+        )
+        return replace(graph, unrecorded_s=np.where(gaps & inner, late, 0.0), warnings=(*graph.warnings, told))
+    idle = np.where(graph.on_device, late, 0.0)
+    chosen = idle > _IDLE_GAP_US * MICROSECOND
+    idle[chosen] -= _busy(graph, graph.start_s[chosen] - late[chosen], graph.start_s[chosen])
+    idle[(idle < _IDLE_GAP_US * MICROSECOND) | (idle < _IDLE_SHARE * late)] = 0.0
+    warnings = graph.warnings
+    if idle.any():
+        told = (
+            f"work is missing: the device computes nothing in {int((idle > 0).sum())} gaps of "
+            f"{1e3 * idle.sum():.1f} ms in all, although work was launched; they count as work that was not recorded"
+        )
+        warnings = (*warnings, told)
+    return replace(graph, unrecorded_s=idle, warnings=warnings)
+
+
+def _busy(graph: RankGraph, begin: Floats, end: Floats) -> Floats:
+    """Seconds of each span in which any stream of the device runs something but copies from or to the host."""
+    copies = np.array([*(work.kind in ("from_host", "to_host") for work in graph.works), True], dtype=np.bool_)
+    nodes = np.flatnonzero(graph.on_device & ~copies[graph.nodes["work"]])
+    nodes = nodes[np.argsort(graph.start_s[nodes], kind="stable")]
+    reached = np.maximum.accumulate(np.concatenate([[-np.inf], graph.end_s[nodes]]))
+    start, finish = np.maximum(graph.start_s[nodes], reached[:-1]), reached[1:]
+    length = np.concatenate([[0.0], np.cumsum(np.maximum(finish - start, 0.0))])
+    moments, spent = np.ravel(np.column_stack([start, finish])), np.repeat(length, 2)[1:-1]
+    return np.asarray(np.interp(end, moments, spent) - np.interp(begin, moments, spent))

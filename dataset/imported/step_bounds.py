@@ -18,6 +18,7 @@ _OWN = "stepsight::segment label=step"
 _ENOUGH = 3  # ends of steps, beyond which the first step can be spared
 _ALIKE = 0.2  # by which the number of calls of a whole step may differ from the usual
 _MOST_OVERLAP_US = 1.0
+_MOST_AFTER = 2  # kernels after the last of several steps that no step has, as copies of results
 _SAME_ORDER = 0.9  # of the kernels of two steps that follow in the same order
 
 
@@ -137,7 +138,7 @@ def _repeated(events: RankEvents, launched: NDArray[np.float64]) -> list[tuple[f
     """Steps by a sequence of kernels that repeats: from one launch of its rarest kernel to the next."""
     order = np.argsort(launched, kind="stable")
     order = order[~np.isnan(launched[order])]
-    kernels = events.device["kernel"][order]
+    kernels, moments = events.device["kernel"][order], launched[order]
     if len(kernels) < 4:
         return []
     counts = np.bincount(kernels)
@@ -146,16 +147,22 @@ def _repeated(events: RankEvents, launched: NDArray[np.float64]) -> list[tuple[f
         return []
     for kernel in several[np.argsort(counts[several], kind="stable")][:8].tolist():
         places = np.flatnonzero(kernels == kernel)
+        places = places[np.concatenate([[True], np.diff(moments[places]) > 0])]  # one launch may hold many kernels
         lengths = np.diff(places)
-        if lengths.min() < 2 or lengths.max() > (1 + _ALIKE) * lengths.min():
+        if not len(lengths) or lengths.min() < 2 or lengths.max() > (1 + _ALIKE) * lengths.min():
             continue
         alike = [
             _in_order(kernels, a, b, c) for a, b, c in zip(*(places[skip:].tolist() for skip in range(3)), strict=False)
         ]
-        if alike and min(alike) >= _SAME_ORDER:
-            times = launched[order][places].tolist()
-            return list(pairwise(times))
+        if alike and min(alike) >= _SAME_ORDER and not _goes_on(kernels, places):
+            return list(pairwise(moments[places].tolist()))
     return []
+
+
+def _goes_on(kernels: NDArray[np.int64], places: NDArray[np.int64]) -> bool:
+    """Whether other kernels follow what repeats: then layers repeat, within one step."""
+    after = kernels[places[-1] :]
+    return int((~np.isin(after, kernels[places[0] : places[-1]])).sum()) > _MOST_AFTER
 
 
 def _in_order(kernels: NDArray[np.int64], first: int, second: int, third: int) -> float:

@@ -25,6 +25,14 @@ _LATE_US = 4.0  # by which a kernel is later than its launch and its stream expl
 _MOST_BACK = 3  # things on a stream, of which one is waited for
 _SELDOM_WRONG = 0.98  # of like waits whose times allow what they are said to wait for
 _JUST_US = 12.0  # within which a waiting kernel starts after what it waits for
+_JUST_SHARE, _MOST_JUST_US = 0.03, 150.0  # likewise, of how late it is: events take long on some devices
+_TAIL_SHARE = 0.03  # of a kernel that fills the device, in which its last blocks leave room for another stream
+_IDLE_US = 150.0  # in which a device that runs nothing, with work launched, does what was not recorded
+
+
+def _within(late: Floats) -> Floats:
+    """How long before a kernel that is so late, in microseconds, what it waited for may have ended."""
+    return np.clip(_JUST_SHARE * late, _JUST_US, _MOST_JUST_US)
 
 
 class StreamWaits:
@@ -61,14 +69,22 @@ class StreamWaits:
         if len(pairs):
             before, after = pairs.T
             lag = self._start[after] - self._end[before]
-            seen = lag[(lag >= 0) & (lag <= _JUST_US) & (self._lateness()[after] > _LATE_US)]
-            delay = float(np.mean(seen)) if len(seen) else parts.constants["event"]
-            parts.constants["event"] = delay
-            allowed = np.minimum(np.full(len(pairs), delay), lag)
-            parts.edges.append(
-                (base + before, base + after, Dependency.SYNCHRONISATION, np.where(lag < delay, allowed, delay))
-            )
+            delay = np.minimum(self._delays(before, after, lag), lag)
+            parts.edges.append((base + before, base + after, Dependency.SYNCHRONISATION, delay))
         self._host_waits()
+
+    def _delays(self, before: Ints, after: Ints, lag: Floats) -> Floats:
+        """What each wait takes: one number for each pair of streams, from the waits that kept a kernel."""
+        late, constants = self._lateness()[after], self._parts.constants
+        seen = (lag >= 0) & (lag <= _within(late)) & (late > _LATE_US)
+        if not seen.any():
+            return np.full(len(lag), constants["event"])
+        constants["event"] = float(np.mean(lag[seen]))
+        pair = self._stream[before] * (int(self._stream.max()) + 1) + self._stream[after]
+        sums, counts = np.bincount(pair[seen], lag[seen], int(pair.max()) + 1), np.bincount(pair[seen])
+        counts = np.append(counts, np.zeros(len(sums) - len(counts), dtype=np.int64))
+        means = np.where(counts > 0, sums / np.maximum(counts, 1), constants["event"])
+        return np.asarray(means[pair])
 
     def _last(self, stream: int, moment: float, back: int = 0) -> int:
         """The newest event of a stream that was issued before a moment, or ``back`` before that one; -1: none."""
@@ -200,15 +216,44 @@ class StreamWaits:
         late = self._lateness()
         order = np.argsort(self._end, kind="stable")
         ends = self._end[order]
-        waited = {after for _, after in self._pairs if self._start[after] - self._end[_] <= _JUST_US}
+        within = np.minimum(_within(late), late)
+        waited = {after for before, after in self._pairs if self._start[after] - self._end[before] <= within[after]}
         for row in np.flatnonzero(late > _LATE_US).tolist():
             if row in waited:
                 continue
             moment = self._start[row]
-            low, high = np.searchsorted(ends, [moment - min(_JUST_US, late[row]), moment + _SLACK_US])
+            low, high = np.searchsorted(ends, [moment - within[row], moment + _SLACK_US])
             for candidate in order[low:high][::-1].tolist():
                 if self._issued[candidate] <= self._issued[row] and self._pair(candidate, row):
                     break
+            else:
+                self._crowded(row, float(late[row]), int(order[high - 1]) if high else -1)
+
+    def _crowded(self, row: int, late: float, ended: int) -> None:
+        """A kernel that waits for room on a device that others fill, or for one that does nothing that is recorded.
+
+        Blocks of a kernel on another stream start when the last blocks of one that fills the device have started:
+        just before its end.
+
+        Args:
+            row: The kernel.
+            late: Microseconds by which it is late.
+            ended: What ended last before it, -1: nothing.
+        """
+        moment = float(self._start[row])
+        running = []
+        for stream, (rows, _) in self._by_stream.items():
+            place = int(np.searchsorted(self._start[rows], moment, "left")) - 1
+            if stream != self._stream[row] and place >= 0 and self._end[rows[place]] > moment:
+                running.append(int(rows[place]))
+        for other in running:
+            left, length = self._end[other] - moment, self._end[other] - self._start[other]
+            if left <= _TAIL_SHARE * length and left < late:
+                self._pairs[other, row] = None
+                return
+        idle = moment - self._end[ended] if ended >= 0 else 0.0
+        if not running and _IDLE_US < idle < late:
+            self._pair(ended, row)
 
     def _host_waits(self) -> None:
         """Calls of the host that wait for streams, for an event or for their own copy."""

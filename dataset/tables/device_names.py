@@ -10,6 +10,7 @@ PRESETS = MappingProxyType(
     {
         "NVIDIA A100-SXM4-40GB": "a100-sxm-40gb",
         "NVIDIA A100-SXM4-80GB": "a100-sxm-80gb",
+        "NVIDIA A100-PG509-200": "a100-sxm-40gb",  # of Meta's servers
         "NVIDIA A100-PCIE-40GB": "a100-pcie-40gb",
         "NVIDIA A100 80GB PCIe": "a100-pcie-80gb",
         "NVIDIA H100": "h100-sxm-80gb",  # as some tables shorten it
@@ -24,6 +25,10 @@ PRESETS = MappingProxyType(
         "NVIDIA A40": "a40-pcie-48gb",
         "Tesla V100-SXM2-16GB": "v100-sxm-16gb",
         "Tesla V100-SXM2-32GB": "v100-sxm-32gb",
+        "Tesla V100-SXM2-16GB-LS": "v100-sxm-16gb",
+        "Tesla V100-SXM2-32GB-LS": "v100-sxm-32gb",
+        "Tesla V100-DGXS-16GB": "v100-sxm-16gb",
+        "Tesla V100-DGXS-32GB": "v100-sxm-32gb",
         "Tesla V100-PCIE-32GB": "v100-pcie-32gb",
         "Tesla P100-PCIE-16GB": "p100-pcie-16gb",
         "Tesla T4": "t4-pcie-16gb",

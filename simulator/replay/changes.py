@@ -244,7 +244,7 @@ def _scaled(
     ratios = np.full(len(pairs) + 1, plain)
     known = np.zeros(len(pairs) + 1, dtype=np.bool_)
     for kind in (Op, Collective):
-        chosen = [place for place, (work, _) in enumerate(pairs) if isinstance(work, kind) and _has_sizes(work)]
+        chosen = [place for place, (work, _) in enumerate(pairs) if isinstance(work, kind) and _can_know(work, models)]
         if not chosen:
             continue
         old, new = ([pairs[place][side] for place in chosen] for side in range(2))
@@ -259,10 +259,12 @@ def _scaled(
     return replace(graph, duration_s=np.where(device, graph.duration_s * ratios[work], graph.duration_s))
 
 
-def _has_sizes(work: Op | Collective) -> bool:
+def _can_know(work: Op | Collective, models: Sequence[LatencyModel]) -> bool:
+    """Whether models can know how long a work takes: its sizes are known, and each device computes in its dtype."""
     if isinstance(work, Collective):
         return work.num_bytes > 0
-    return work.kind != "opaque" and min(work.dims, default=0) > 0
+    sized = work.kind != "opaque" and min(work.dims, default=0) > 0
+    return sized and all(work.dtype in model.hardware.peak_flops for model in models)
 
 
 def _seconds(model: LatencyModel, works: Sequence[Op | Collective]) -> Floats:
