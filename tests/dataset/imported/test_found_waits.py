@@ -41,9 +41,10 @@ def test_a_slow_event_wait_is_found_where_a_kernel_is_much_later(tmp_path: Path)
 
 
 def test_idle_time_of_a_device_with_launched_work_is_work_that_was_not_recorded(tmp_path: Path) -> None:
-    graph = (
-        Kernels().add(7, 10, 20, 1000).add(7, 100, 4000, 500).add(7, 110, 4501, 5).add(7, 115, 4507, 5).graph(tmp_path)
-    )
+    kernels = Kernels().add(7, 10, 20, 1000).add(7, 100, 4000, 500)
+    for number in range(5):
+        kernels.add(7, 110 + 5 * number, 4501 + 6 * number, 5)
+    graph = kernels.graph(tmp_path)
     assert graph.unrecorded_s.max() == pytest.approx(2980e-6, rel=0.02)
     assert any("work is missing" in warning for warning in graph.warnings)
 
