@@ -6,7 +6,7 @@ Prediction(21.25 s, 19.12 to 23.62 s, 26.4 GB, gpt3-175b on 1024 x a100-sxm-80gb
 
 Ask with ``predict``, ``predict_many`` and ``search``; learn with ``train`` and ``calibrate``; compare predictions with
 measured runs with ``evaluate``; take jobs from configurations of training frameworks with ``read_configs``, and write
-them with ``write_config``.  ``help`` of each shows its arguments and an example.
+them with ``write_config``.  ``step`` marks the end of a training step in a script of yours.  ``help`` of each shows its arguments and an example.
 
 A job is a ``Job``, the tables of one as a dict, or the path of a job file; ``Job`` is made of ``ModelSpec``,
 ``ParallelSpec``, ``BatchSpec``, ``OptimizerSpec`` and ``ClusterSpec`` (with ``Straggler``, ``SlowLink`` and
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         TableError,
         TraceError,
     )
+    from stepsight.dataset.harness.scripts.step_marks import step
     from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, OptimizerSpec, ParallelSpec
     from stepsight.dataset.specs import OtherDevices, SlowLink, Straggler
     from stepsight.experiments.evaluation.calibrate_runs import CalibrationReport, calibrate
@@ -83,6 +84,7 @@ __all__ = [
     "predict_many",
     "read_configs",
     "search",
+    "step",
     "train",
     "write_config",
 ]
@@ -94,6 +96,7 @@ _MODULES = {
     "dataset.configs.drafts": ("Given",),
     "dataset.configs.writers": ("write_config",),
     "dataset.errors": ("CollectError", "JobError", "PredictorError", "StepsightError", "TableError", "TraceError"),
+    "dataset.harness.scripts.step_marks": ("step",),
     "dataset.job": ("BatchSpec", "ClusterSpec", "Job", "ModelSpec", "OptimizerSpec", "ParallelSpec"),
     "dataset.specs": ("OtherDevices", "SlowLink", "Straggler"),
     "experiments.evaluation.calibrate_runs": ("CalibrationReport", "calibrate"),

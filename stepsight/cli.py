@@ -11,6 +11,7 @@ import typer
 from stepsight import __version__
 from stepsight.dataset.errors import StepsightError, shorten
 from stepsight.verbs import asking, converting, judging, measuring, tracing, verification
+from stepsight.verbs.script_arguments import ScriptCommand
 from stepsight.verbs.streams import finish_stdout, prepare_streams, storage_problem
 
 _USAGE: Any = typer.BadParameter.__base__  # click's UsageError, which newer versions of typer bring along
@@ -42,7 +43,7 @@ def _options(
     pass
 
 
-app.command("collect")(measuring.collect_command)
+app.command("collect", cls=ScriptCommand)(measuring.collect_command)
 app.command("train")(measuring.train_command)
 app.command("predict")(asking.predict_command)
 app.command("explain")(asking.explain_command)

@@ -22,6 +22,12 @@ def pin(local_rank: int) -> None:
         os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
 
 
+def unpin() -> None:
+    """Let the calling thread run on every core that the process was given."""
+    if _ALLOWED:
+        os.sched_setaffinity(0, _ALLOWED)
+
+
 def may_hurry() -> bool:
     """Whether the calling thread may run in real time: containers often keep it from that, even root."""
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from stepsight.dataset.imported.rank_graph import RankGraph
 from stepsight.dataset.imported.read_rank import read_rank
 from stepsight.dataset.job import Job
 from stepsight.dataset.readers.placement import Placement
-from stepsight.dataset.run_manifest import SCHEMA, RunManifest, read_manifest
+from stepsight.dataset.run_manifest import SCHEMA, RunManifest, number, read_manifest
 
 MANIFEST = "manifest.json"
 
@@ -33,6 +33,7 @@ class ImportedRun:
         sources: Names of the traces.
         warnings: About all ranks.
         role: ``train``, ``heldout`` or what else the user called it.
+        rounds: Seconds of each step that was timed without a profiler, by round; empty where there were none.
     """
 
     folder: Path
@@ -43,7 +44,7 @@ class ImportedRun:
     warnings: tuple[str, ...] = ()
     role: str = "train"
     hardware: str = ""
-    more: Mapping[str, Any] = field(default_factory=dict)
+    rounds: tuple[tuple[float, ...], ...] = ()
 
     def graphs(self) -> list[RankGraph]:
         """Graphs of all ranks, in order."""
@@ -84,16 +85,34 @@ def read_imported(folder: Path) -> ImportedRun:
             tuple(map(str, tree.get("warnings", ()))),
             str(tree.get("role", "train")),
             str(tree.get("hardware", "")),
+            tuple(tuple(number(seconds, "rounds") for seconds in steps) for steps in tree.get("rounds", ())),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TraceError(f"{path} must be the manifest of an imported run: {error}") from None
 
 
 def write_imported(
-    graphs: Sequence[RankGraph], sources: Sequence[Path], collection: Path, job: Job | None, warnings: Sequence[str]
+    graphs: Sequence[RankGraph],
+    sources: Sequence[Path],
+    collection: Path,
+    job: Job | None,
+    warnings: Sequence[str],
+    *,
+    name: str = "",
+    more: Mapping[str, Any] | None = None,
 ) -> ImportedRun:
-    """Write a run into a collection; one of the same traces is written anew."""
-    name = f"{_stem(sources[0])}-{digest(*map(_file_digest, sources))[:8]}"
+    """Write a run into a collection; one of the same traces is written anew.
+
+    Args:
+        graphs: Of all ranks.
+        sources: Their traces.
+        collection: The folder.
+        job: What ran, None if nobody said.
+        warnings: About all ranks.
+        name: Of the run; without one the traces' names and contents give it.
+        more: What else the manifest says, such as ``rounds``: seconds of steps that were timed without a profiler.
+    """
+    name = name or f"{_stem(sources[0])}-{digest(*map(_file_digest, sources))[:8]}"
     folder = Path(collection) / "runs" / name
     ranks = {graph.rank: f"rank{graph.rank}" for graph in graphs}
     manifest = {
@@ -107,6 +126,7 @@ def write_imported(
         "ranks": {str(rank): stem for rank, stem in ranks.items()},
         "sources": [path.name for path in sources],
         "warnings": list(warnings),
+        **(more or {}),
     }
     with new_folder(folder) as part:
         for graph in graphs:

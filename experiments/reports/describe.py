@@ -11,7 +11,7 @@ from stepsight.dataset.event_file import read_event_file
 from stepsight.dataset.files import check_output_file, set_aside
 from stepsight.dataset.imported.event_blocks import is_trace
 from stepsight.dataset.imported.import_ranks import import_ranks
-from stepsight.dataset.imported.imported_run import is_imported, read_imported, run_graphs
+from stepsight.dataset.imported.imported_run import ImportedRun, is_imported, read_imported, run_graphs
 from stepsight.dataset.job import Job
 from stepsight.dataset.registry import did_you_mean
 from stepsight.dataset.run_folder import read_collection, read_run
@@ -115,14 +115,11 @@ def describe_collection(path: Path) -> dict[str, Any]:
     ]
     text = f"collection {path}\n" + table(["run", "role", "ranks", "steps", "median ms", "spread % over rounds"], cells)
     if collection.imported:
-        others = [read_imported(folder) for folder in collection.imported]
-        rows += [
-            {"name": run.name, "imported": True, "ranks": len(run.ranks), "hardware": run.hardware} for run in others
-        ]
+        others = [imported_row(read_imported(folder)) for folder in collection.imported]
+        rows += others
         text = text if cells else f"collection {path}"
-        text += "\n" + table(
-            ["imported run", "ranks", "hardware"], [[r.name, len(r.ranks), r.hardware] for r in others]
-        )
+        titles = ["imported run", "ranks", "hardware", "steps", "median ms", "spread % over rounds"]
+        text += "\n" + table(titles, [_imported_cells(row) for row in others])
     if any(manifest.compiled for manifest in collection):
         text += "\ncomposite ops were compiled"
     for name, count in events.items():
@@ -130,6 +127,24 @@ def describe_collection(path: Path) -> dict[str, Any]:
     if collection.missing:
         text += f"\nplanned but absent: {', '.join(collection.missing)}"
     return {"collection": str(path), "runs": rows, "events": events, "absent": collection.missing, "text": text}
+
+
+def imported_row(run: ImportedRun) -> dict[str, Any]:
+    """An imported run; with its timed steps where there are any, as of a script."""
+    row = {"name": run.name, "imported": True, "role": run.role, "ranks": len(run.ranks), "hardware": run.hardware}
+    if not run.rounds:
+        return row
+    seconds = [each for steps in run.rounds for each in steps]
+    medians, whole = [statistics.median(steps) for steps in run.rounds], statistics.median(seconds)
+    spread = 100 * (max(medians) - min(medians)) / whole
+    return {**row, "steps": len(seconds), "measured_s": whole, "spread_percent": spread}
+
+
+def _imported_cells(row: dict[str, Any]) -> list[Any]:
+    timed = (
+        [row["steps"], Number(1e3 * row["measured_s"]), Number(row["spread_percent"])] if "steps" in row else [""] * 3
+    )
+    return [row["name"], row["ranks"], row["hardware"], *timed]
 
 
 def _ranks(row: dict[str, Any]) -> Any:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.verbs.options import Box, Json, answer, path, refuse_given
+from stepsight.verbs.script_arguments import WORDS
 from stepsight.verbs.tracing import TRACES, import_traces
 
 
 def collect_command(
     context: typer.Context,
     jobs: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(parser=path, help="Job files (.toml or .json) to run for real, or one plan (plan.json)."),
-    ],
+    ] = None,
     *,
     out: Annotated[
         Path, typer.Option("--out", "-o", parser=path, help="Collection folder. A killed collection resumes there.")
@@ -42,6 +43,26 @@ def collect_command(
     plan_only: Annotated[
         bool, typer.Option(help="Only write plan.json, to be run elsewhere with the harness folder alone.")
     ] = False,
+    script: Annotated[
+        Path | None,
+        typer.Option(
+            parser=path,
+            metavar="FILE ARGS…",
+            help="In place of jobs: your own training script, run unmodified until its measured steps are through. "
+            "The last option: what follows the file are its arguments (but --out and --json at the very end).",
+        ),
+    ] = None,
+    nproc_per_node: Annotated[
+        str | None,
+        typer.Option(
+            "--nproc-per-node",
+            help="Of a script: its ranks, started as torchrun starts them; `auto`: one for each core or GPU. Without "
+            "it the script is one process that knows of no ranks.",
+        ),
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout-s", min=1, help="Of a script: within which its measured steps must be through.")
+    ] = 600.0,
     as_json: Json = False,
 ) -> None:
     """Run jobs for real as processes of torch.distributed, time and trace them, and measure their ops one by one.
@@ -51,7 +72,26 @@ def collect_command(
 
         stepsight collect examples/local-gpt-tp2.toml --out runs/mine
         stepsight collect examples/box-gpt-pp4.toml --box 4x1@200mbit --out runs/box
+        stepsight collect --out runs/script --nproc-per-node 2 --script train.py --lr 0.1
     """
+    if script is not None:
+        refuse_given(context, ("box", "plan_only", "jobs"), "is for job files, and not for a script")
+        counts = _counts(False, rounds=rounds, steps=steps, warmup=warmup, profile_steps=profile_steps)
+        _collect_script(
+            context,
+            script,
+            out,
+            event_seconds,
+            as_json,
+            ranks=nproc_per_node,
+            timeout_s=timeout_s,
+            role=role,
+            counts=counts,
+        )
+        return
+    refuse_given(context, ("nproc_per_node", "timeout_s"), "is for a script (--script)")
+    if not jobs:
+        raise StepsightError("collect takes job files, a plan, or --script with a training script; got none")
     from stepsight.dataset.box_spec import read_box
     from stepsight.experiments.collecting import collect_jobs, is_plan
 
@@ -66,6 +106,25 @@ def collect_command(
     answer(summary, summary["text"], as_json)
     if summary.get("rejected"):
         raise typer.Exit(2)
+
+
+def _collect_script(
+    context: typer.Context,
+    script: Path,
+    out: Path,
+    event_seconds: float,
+    as_json: bool,
+    *,
+    ranks: str | None,
+    **how: Any,
+) -> None:
+    from stepsight.experiments.script_collecting import Script, collect_script, ranks_of
+
+    if not how["counts"]["profile_steps"]:
+        raise StepsightError("a script needs --profile-steps >= 1: its traces say which ops it runs, got 0")
+    asked = Script(path=script, arguments=context.meta[WORDS], ranks=ranks_of(ranks), **how)
+    summary = collect_script(asked, out, event_seconds)
+    answer(summary, summary["text"], as_json)
 
 
 def _counts(in_box: bool, **stated: int | None) -> dict[str, int]:

@@ -13,6 +13,7 @@ import gzip
 import os
 import shutil
 import time
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,7 +35,7 @@ class Training(Protocol):
         """Run one training step; return its loss, still on the device."""
 
 
-class _StepClock:
+class StepClock:
     """Ends of steps: when this rank's device is through."""
 
     def __init__(self, device: torch.device) -> None:
@@ -54,7 +55,7 @@ class _StepClock:
 def timed_steps(training: Training, steps: int) -> tuple[list[float], list[Any]]:
     """Iteration time of each step over all ranks, and this rank's losses (still on the device)."""
     barrier()
-    clock, losses = _StepClock(training.device), []
+    clock, losses = StepClock(training.device), []
     clock.mark()
     for _ in range(steps):
         losses.append(training.step())
@@ -96,47 +97,82 @@ def noted_steps(training: Training, steps: int) -> tuple[list[float], list[dict[
     return seconds, records
 
 
-def profiled_steps(training: Training, steps: int, folder: Path, rank: int) -> tuple[list[float], dict[str, str]]:
-    """Profile some steps; the traces' names within the folder, by format, are the second result.
+class StepTracer:
+    """Profiles steps one after the other: ``begin`` and ``end`` of each, within the block.
 
     Kineto records every step.  The execution trace, which slows small ops several times more than Kineto does, is on
     in the last one alone: durations are to be read from the steps before it, dependencies from it.
+
+    Args:
+        device: Where this rank computes.
+        steps: How many are wanted; one more comes before them, the profiler's own warm-up.
+        folder: Where the traces are written.
+        rank: Of the files' names.
     """
-    names = {"kineto": f"rank{rank}.kineto.json", "et": f"rank{rank}.et.json"}
-    activities = [ProfilerActivity.CPU]
-    config = None
-    if training.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-        config = torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True)
-    observer = ExecutionTraceObserver()
-    observer.register_callback(str(folder / names["et"]))
-    profiler = profile(
-        activities=activities,
-        schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
-        on_trace_ready=lambda p: p.export_chrome_trace(str(folder / names["kineto"])),
-        record_shapes=True,
-        experimental_config=config,
-    )
-    clock = _StepClock(training.device)
-    try:
-        with annotate.recording(), profiler:
-            for index in range(steps + 1):  # the first is the profiler's own warm-up
-                if index == steps:
-                    observer.start()
-                barrier()  # starting and stopping the profiler takes long, and differs between ranks
-                clock.mark()
-                training.step()
-                clock.mark()
-                if index == steps:
-                    observer.stop()
-                profiler.step()
-    finally:
-        observer.unregister_callback()
-    own = clock.seconds()[2::2]
-    seconds = [max(column) for column in zip(*gather(own), strict=True)]
-    for key, name in list(names.items()):
-        names[key] = _compress(folder / name)
-    return seconds, names
+
+    def __init__(self, device: torch.device, steps: int, folder: Path, rank: int) -> None:
+        self.left = steps + 1
+        self._names = {"kineto": f"rank{rank}.kineto.json", "et": f"rank{rank}.et.json"}
+        self._folder, self._clock = folder, StepClock(device)
+        activities = [ProfilerActivity.CPU]
+        config = None
+        if device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            config = torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True)
+        self._observer = ExecutionTraceObserver()
+        self._observer.register_callback(str(folder / self._names["et"]))
+        self._profiler = Profiler(
+            activities=activities,
+            schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
+            on_trace_ready=lambda p: p.export_chrome_trace(str(folder / self._names["kineto"])),
+            record_shapes=True,
+            experimental_config=config,
+        )
+        self._stack = ExitStack()
+
+    def __enter__(self) -> StepTracer:
+        self._stack.callback(self._observer.unregister_callback)
+        self._stack.enter_context(annotate.recording())
+        self._stack.enter_context(self._profiler)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def begin(self) -> None:
+        """A step begins, on all ranks at once."""
+        if self.left == 1:
+            self._observer.start()
+        barrier()  # starting and stopping the profiler takes long, and differs between ranks
+        self._clock.mark()
+
+    def end(self) -> None:
+        """A step ends on this rank."""
+        self._clock.mark()
+        if self.left == 1:
+            self._observer.stop()
+        self._profiler.step()
+        self.left -= 1
+
+    def written(self) -> tuple[list[float], dict[str, str]]:
+        """This rank's seconds of each step, and the traces' names in the folder, by format; after the block."""
+        names = {key: _compress(self._folder / name) for key, name in self._names.items()}
+        return self._clock.seconds()[2::2], names
+
+
+class Profiler(profile):
+    """The harness' own profiler: a script may have profilers of its own."""
+
+
+def profiled_steps(training: Training, steps: int, folder: Path, rank: int) -> tuple[list[float], dict[str, str]]:
+    """Profile some steps; the traces' names within the folder, by format, are the second result."""
+    with StepTracer(training.device, steps, folder, rank) as tracer:
+        while tracer.left:
+            tracer.begin()
+            training.step()
+            tracer.end()
+    own, names = tracer.written()
+    return [max(column) for column in zip(*gather(own), strict=True)], names
 
 
 def _compress(path: Path) -> str:

@@ -121,6 +121,8 @@ class Workers:
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
         process.wait()
+        with suppress(ProcessLookupError, PermissionError):  # what it started and left
+            os.killpg(process.pid, signal.SIGKILL)
         self._events.put(process)
 
 

@@ -1,0 +1,133 @@
+"""What the steps of a user's script are for: warm-up, then timed ones without a profiler, then traced ones."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import annotate
+from ..atomic_files import write_json
+from ..measuring.measure import StepClock, StepTracer
+from ..ranks import barrier
+from .step_marks import StepMarks
+
+RESULT = "script_rank{}.json"  # what one rank writes when it is through
+
+
+class Stages:
+    """Goes through the stages of a script on one rank; ``step_ended`` is called at the end of each of its steps.
+
+    Args:
+        settings: ``warmup``, ``rounds``, ``steps`` (of each round), ``profile_steps`` and ``out``, where results go.
+        rank: Of this process.
+        say: Told what goes on.
+        leave: Ends the process; called when all is written.
+    """
+
+    def __init__(
+        self, settings: dict[str, Any], rank: int, say: Callable[[str], None], leave: Callable[[], None]
+    ) -> None:
+        self._settings, self._rank, self._say, self._leave = settings, rank, say, leave
+        self.marks = StepMarks(self.step_ended, self._restart)
+        self._step: AbstractContextManager[Any] | None = None
+        self._tracer: StepTracer | None = None
+        self._clock: StepClock | None = None
+        self._restart()
+
+    @property
+    def needed(self) -> int:
+        """Steps that a script must have, the two from which its steps are known included."""
+        wanted = self._settings
+        traced = wanted["profile_steps"] + 1 if wanted["profile_steps"] else 0
+        return int(2 + wanted["warmup"] + wanted["rounds"] * wanted["steps"] + traced)
+
+    def _restart(self) -> None:
+        self._close()
+        self._warm, self._rounds, self._clock = 0, list[list[float]](), None
+
+    def _close(self) -> None:
+        """End what is open of a traced step."""
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
+        if self._tracer is not None:
+            self._tracer.__exit__()
+            self._tracer = None
+
+    def step_ended(self) -> None:
+        """The end of a step is the begin of the next one."""
+        wanted = self._settings
+        if self._tracer is not None:
+            self._traced(self._tracer)
+        elif self._warm < wanted["warmup"]:
+            self._warm += 1
+            self._say(f"warm-up step {self._warm}/{wanted['warmup']}")
+        if self._warm == wanted["warmup"] and self._tracer is None:
+            self._timed()
+
+    def _timed(self) -> None:
+        """Mark the end of a timed step; begin a round, or the traces."""
+        wanted = self._settings
+        if self._clock is not None:
+            self._clock.mark()
+            seconds = self._clock.seconds()
+            if len(seconds) < wanted["steps"]:
+                return
+            self._rounds.append(seconds)
+        if len(self._rounds) < wanted["rounds"]:
+            self._say(f"round {len(self._rounds) + 1}/{wanted['rounds']}")
+            barrier()
+            self._clock = StepClock(device())
+            self._clock.mark()
+        elif wanted["profile_steps"]:
+            self._say("traced steps")
+            self._tracer = StepTracer(device(), wanted["profile_steps"], Path(wanted["out"]), self._rank)
+            self._tracer.__enter__()
+            self._begin(self._tracer)
+        else:
+            self._finish([], {})
+
+    def _begin(self, tracer: StepTracer) -> None:
+        tracer.begin()
+        self._step = annotate.segment("step")
+        self._step.__enter__()
+
+    def _traced(self, tracer: StepTracer) -> None:
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
+        tracer.end()
+        if tracer.left:
+            self._begin(tracer)
+            return
+        self._close()
+        self._finish(*tracer.written())
+
+    def _finish(self, profiled: list[float], names: dict[str, str]) -> None:
+        """Write what this rank measured, and end the process when all ranks are through."""
+        folder = Path(self._settings["out"])
+        digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names.values()}
+        found = {
+            "rank": self._rank,
+            "steps_by": self.marks.kind,
+            "rounds": self._rounds,
+            "profiled_seconds": profiled,
+            "traces": names,
+            "digests": digests,
+            "device": device().type,
+            "threads": torch.get_num_threads(),
+            "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None,
+        }
+        write_json(folder / RESULT.format(self._rank), found)
+        barrier()
+        self._leave()
+
+
+def device() -> torch.device:
+    """Where the script computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")

@@ -1,0 +1,137 @@
+"""Run one rank of a user's script: ``python -m harness.scripts.script_worker settings.json``.
+
+The script runs unmodified, as ``python train.py`` runs it, and the process ends with its last measured step.  What it
+prints goes to standard output; lines that begin with ``PROGRESS`` are this module's.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .. import cores
+from ..running.worker import PROGRESS
+from .script_lines import line_of_thread, print_own_traceback, told
+from .step_marks import listening, watch_optimizers, watch_profilers
+
+
+def main() -> None:
+    """Entry of one rank; its place comes from the environment."""
+    settings = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    _watch_launcher()
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    import torch
+
+    from .. import annotate
+    from ..measuring.measure import Profiler
+    from .script_meeting import meet_through_file
+    from .script_stages import Stages
+
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        cores.pin(int(os.environ.get("LOCAL_RANK", "0")))
+        os.register_at_fork(after_in_child=cores.unpin)
+    annotate.install()
+    meet_through_file()
+    rank = int(os.environ.get("RANK", "0"))
+    stages = Stages(settings, rank, lambda doing: report(doing=doing, rank=rank), leave)
+    watch_optimizers(stages.marks)
+    watch_profilers(stages.marks, Profiler)
+    script = Path(settings["script"])
+    _watch_time(settings["timeout_s"], stages, script)
+    with listening(stages.marks):
+        run_script(script, settings["arguments"])
+    refuse(_ended_early(script, stages))
+
+
+def run_script(script: Path, arguments: list[str]) -> None:
+    """Run a script as Python's command line does; end the process where it fails."""
+    sys.argv = [str(script), *arguments]
+    sys.path[0] = str(script.resolve().parent)
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            refuse(f"the script ended itself with exit code {error.code!s:.200}; its output says why")
+    except KeyboardInterrupt:
+        os._exit(130)
+    except BaseException as error:
+        print_own_traceback(error)
+        refuse(told(error, script))
+
+
+def _ended_early(script: Path, stages: Any) -> str:
+    count = stages.marks.count
+    if not stages.marks.kind:
+        others = " Processes that it starts itself are not seen: start ranks with --nproc-per-node."
+        return (
+            f"a script must train, but {script.name} ended without a step of an optimizer of torch.optim or of a "
+            f"profiler; if it has steps of another kind, call stepsight.step() at the end of each.{others}"
+        )
+    return (
+        f"{script.name} must run at least {stages.needed} steps, but it ended after {count} (by {stages.marks.kind}); "
+        "have it run more, or ask for fewer with --warmup, --rounds, --steps and --profile-steps"
+    )
+
+
+def report(**facts: Any) -> None:
+    """A line of progress, whatever the script has printed before it."""
+    sys.stdout.flush()
+    os.write(1, f"\n{PROGRESS}{json.dumps(facts)}\n".encode())
+
+
+def refuse(text: str) -> NoReturn:
+    """End the process with a reason that the user can put right."""
+    report(refused=text)
+    sys.stderr.flush()
+    os._exit(2)
+
+
+def leave() -> None:
+    """End the process, with all that it measured on disk."""
+    for child in multiprocessing.active_children():  # workers of data loaders
+        child.kill()
+    report(doing="done", rank=int(os.environ.get("RANK", "0")), done=True)
+    os._exit(0)
+
+
+def _watch_launcher() -> None:
+    """End with the launcher, and all that the script started too; the script reads an empty standard input."""
+    held = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.set_inheritable(held, False)
+
+    def watch() -> None:
+        while os.read(held, 1):
+            pass
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _watch_time(limit_s: float, stages: Any, script: Path) -> None:
+    """End a script that takes too long, and say where it is."""
+    thread, began = threading.get_ident(), time.monotonic()
+
+    def watch() -> None:
+        time.sleep(max(0.0, began + limit_s - time.monotonic()))
+        where = line_of_thread(thread, script)
+        found = f"after step {stages.marks.count} of {stages.needed}" if stages.marks.kind else "before its first step"
+        refuse(
+            f"{script.name} must be through with its measured steps within --timeout-s {limit_s:g}, but it is {found}"
+            + (f", at {where}" if where else "")
+        )
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

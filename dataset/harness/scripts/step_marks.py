@@ -1,0 +1,161 @@
+"""Finds the steps of a training script: calls that mark the end of a step, and which of them come once a step.
+
+Marks are, the first kind that occurs: ``stepsight.step()``, ``torch.profiler.profile.step``, and the end of an
+optimizer's ``step``.  Of several optimizers the one that steps least often marks the steps, of equals the last.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+STATED, PROFILER, OPTIMIZER = "stepsight.step()", "profiler.step()", "optimizer.step()"
+KINDS = (OPTIMIZER, PROFILER, STATED)  # the later ones are believed before the earlier ones
+SEEN = 2  # marks of each optimizer before one of them is chosen
+
+_listeners: list[StepMarks] = []  # the one of this process, which ``step`` tells
+
+
+def step() -> None:
+    """Say that a training step has ended, in a script that `stepsight collect --script` or `emulate` runs.
+
+    Steps are found without it where an optimizer of ``torch.optim`` or a profiler steps.  Elsewhere it does nothing.
+
+    Example:
+        >>> import stepsight
+        >>> for batch in ():
+        ...     stepsight.step()
+    """
+    for listener in _listeners:
+        listener.mark(STATED)
+
+
+class StepMarks:
+    """Calls ``on_step`` at the end of each step.
+
+    Args:
+        on_step: Called at the end of each step, on the thread that runs the script.  The first call comes when the mark
+            is chosen.
+        on_restart: Called when a better mark shows up later: what came before was no step.
+
+    Attributes:
+        kind: What marks the steps, "" if nothing has yet.
+        count: Steps so far.
+    """
+
+    def __init__(self, on_step: Callable[[], None], on_restart: Callable[[], None]) -> None:
+        self._on_step, self._on_restart = on_step, on_restart
+        self._process, self._thread = os.getpid(), threading.get_ident()
+        self._counts: dict[int, int] = {}
+        self._chosen: int | None = None
+        self.kind = ""
+        self.count = 0
+
+    def mark(self, kind: str, source: object = None) -> None:
+        """Note a mark; those of forked processes and other threads are none.
+
+        Args:
+            kind: One of ``KINDS``.
+            source: What it comes from, an optimizer.
+        """
+        if os.getpid() != self._process or threading.get_ident() != self._thread:
+            return
+        if self.kind and KINDS.index(kind) < KINDS.index(self.kind):
+            return
+        key = id(source)
+        if kind != self.kind or key not in self._counts:
+            self._restart(kind)
+        self._counts[key] = self._counts.get(key, 0) + 1
+        if self._chosen is None and min(self._counts.values()) >= (SEEN if kind == OPTIMIZER else 1):
+            fewest = min(self._counts.values())
+            self._chosen = [key for key, count in self._counts.items() if count == fewest][-1]
+            if key != self._chosen:
+                return
+        if key == self._chosen:
+            self.count += 1
+            self._on_step()
+
+    def _restart(self, kind: str) -> None:
+        if kind != self.kind:
+            self._counts.clear()
+        else:
+            self._counts = dict.fromkeys(self._counts, 0)
+        if self._chosen is not None:
+            self._on_restart()
+        self.kind, self._chosen, self.count = kind, None, 0
+
+
+@contextmanager
+def listening(marks: StepMarks) -> Iterator[None]:
+    """Have ``step`` tell these marks."""
+    _listeners.append(marks)
+    try:
+        yield
+    finally:
+        _listeners.remove(marks)
+
+
+def watch_optimizers(marks: StepMarks) -> None:
+    """Mark the end of ``step`` of every optimizer that is made from now on, for the rest of the process.
+
+    PyTorch's own hooks come before the end of its annotation ``Optimizer.step``, which a step must hold whole.
+    """
+    import torch
+
+    original = torch.optim.Optimizer.profile_hook_step
+    stepping: list[object] = []
+
+    def hooked(function: Callable[..., Any]) -> Callable[..., Any]:
+        inner = original(function)
+
+        @functools.wraps(inner)
+        def step_and_mark(*args: Any, **kwargs: Any) -> Any:
+            stepping.append(args[0])
+            try:
+                found = inner(*args, **kwargs)
+            finally:
+                stepping.pop()
+            if not stepping:  # one optimizer may wrap another one, or call the step of its base class
+                marks.mark(OPTIMIZER, args[0])
+            return found
+
+        return step_and_mark
+
+    torch.optim.Optimizer.profile_hook_step = staticmethod(hooked)  # type: ignore[assignment,method-assign]
+
+
+def watch_profilers(marks: StepMarks, own: type) -> None:
+    """Mark ``step`` of the script's profilers, which do not start: a process can have one, and it is ours.
+
+    Args:
+        own: The class of our profiler, a subclass of ``torch.profiler.profile``.
+    """
+    import torch
+    from torch.autograd.profiler_util import EventList
+
+    cls: Any = torch.profiler.profile
+    idle: dict[str, Callable[[Any], Any]] = {
+        "start": lambda self: None,
+        "stop": lambda self: None,
+        "__enter__": lambda self: self,
+        "__exit__": lambda self: None,
+        "step": lambda self: marks.mark(PROFILER),
+        "export_chrome_trace": lambda self: None,
+        "export_stacks": lambda self: None,
+        "key_averages": lambda self: EventList([]),
+        "events": lambda self: EventList([]),
+    }
+    for name, replaced in idle.items():
+        setattr(cls, name, _unless_own(getattr(cls, name), replaced, own))
+
+
+def _unless_own(original: Callable[..., Any], replaced: Callable[[Any], Any], own: type) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs) if isinstance(self, own) else replaced(self)
+
+    return method

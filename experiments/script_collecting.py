@@ -1,0 +1,176 @@
+"""``stepsight collect --script``: a user's own training script to a collection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.errors import CollectError
+from stepsight.dataset.files import check_writable, digest, new_folder, read_json, write_json
+from stepsight.dataset.harness.atomic_files import locked
+from stepsight.dataset.harness.plan import SCHEMA, check_plan
+from stepsight.dataset.harness.plan_error import HarnessError
+from stepsight.dataset.harness.progress import Progress
+from stepsight.dataset.harness.scripts.script_launch import run_ranks
+from stepsight.dataset.imported.import_ranks import Imported, import_ranks
+from stepsight.dataset.imported.imported_run import write_imported
+from stepsight.dataset.imported.rank_graph import OPAQUE
+from stepsight.dataset.op import Collective
+from stepsight.experiments.collecting import available_ranks, collection_text, run_plan
+
+TRACED = "traced"  # folder of a collection: what the script itself wrote
+FACTS = "script.json"
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script and how it is measured.
+
+    Attributes:
+        path: The file.
+        arguments: Its own.
+        ranks: None: one process that knows of no ranks.
+        counts: ``warmup``, ``rounds``, ``steps`` and ``profile_steps``.
+        timeout_s: Within which all its measured steps must be through.
+        role: What the run is for.
+    """
+
+    path: Path
+    arguments: Sequence[str]
+    ranks: int | None
+    counts: dict[str, int]
+    timeout_s: float
+    role: str
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What tells this script from others."""
+        told = {"script": str(self.path.resolve()), "arguments": list(self.arguments), "ranks": self.ranks or 1}
+        return {**told, "sha256": digest(self.path.read_bytes()), "role": self.role, **self.counts}
+
+    @property
+    def name(self) -> str:
+        """Of its run: the same for the same script, arguments and ranks."""
+        return f"{self.path.stem}-r{self.ranks or 1}-{digest(*map(str, self.facts.values()))[:8]}"
+
+
+def ranks_of(text: str | None) -> int | None:
+    """Ranks that ``--nproc-per-node`` asks for.
+
+    Raises:
+        CollectError: If it is no number >= 1, nor a word of torchrun for as many as there can be.
+    """
+    if text is None:
+        return None
+    if text in ("auto", "cpu", "gpu"):
+        return available_ranks()
+    if not text.isdecimal() or int(text) < 1:
+        raise CollectError(f"--nproc-per-node must be a whole number >= 1 or auto, got {text!r:.80}")
+    return int(text)
+
+
+def collect_script(script: Script, out: Path, event_seconds: float, *, progress: bool = True) -> dict[str, Any]:
+    """Run a script, trace it, import the traces, and measure its distinct ops and collectives.
+
+    A killed collection resumes: with the script, with the import, or where the measurements stopped.
+
+    Raises:
+        CollectError: If the script cannot be measured, or the folder holds something else.
+    """
+    _check(script, out)
+    out.mkdir(parents=True, exist_ok=True)
+    folder = out / TRACED / script.name
+    with locked(out / ".lock") as ours:
+        if not ours:
+            raise CollectError(f"one collection at a time writes a folder: another one is at work in {out}")
+        if not (folder / FACTS).exists():
+            _run(script, folder, out / "logs" / "script.log", progress)
+        facts = read_json(folder / FACTS)
+        if not (out / "plan.json").exists():
+            found = import_ranks(_files(folder, facts, "kineto"), _files(folder, facts, "et"))
+            plan = _event_plan(found, event_seconds)
+            more = {name: facts[name] for name in ("role", "rounds", "profiled_seconds", "script", "arguments")}
+            write_imported(found.graphs, found.sources, out, None, found.warnings, name=script.name, more=more)
+            write_json(out / "plan.json", plan)
+    summary = run_plan(read_json(out / "plan.json"), out, progress=progress)
+    seconds = [each for steps in facts["rounds"] for each in steps]
+    told = {"run": script.name, "steps_by": facts["steps_by"], "step_seconds": seconds}
+    return {**summary, **told, "runs": 1, "text": collection_text(out)}
+
+
+def _check(script: Script, out: Path) -> None:
+    if not script.path.is_file():
+        raise CollectError(f"--script takes a Python file, got no file {script.path}")
+    if script.ranks is not None and script.ranks > available_ranks():
+        raise CollectError(
+            f"every rank needs a core (or GPU) of its own: --nproc-per-node <= {available_ranks()} here, "
+            f"got {script.ranks}"
+        )
+    if out.exists() and not out.is_dir():
+        raise CollectError(f"a collection is a folder, got the file {out}")
+    check_writable(out)
+    others = [path.name for path in (out / TRACED).glob("[!.]*") if path.name != script.name]
+    if others or ((out / "plan.json").exists() and not (out / TRACED / script.name).exists()):
+        raise CollectError(
+            f"a folder holds one script with its arguments, or one plan: {out} was begun with another; choose another "
+            "folder (and name both when you train)"
+        )
+
+
+def _run(script: Script, folder: Path, log: Path, progress: bool) -> None:
+    """Run the script; its folder is complete or absent."""
+    counts = script.counts
+    total = counts["warmup"] + counts["rounds"] + bool(counts["profile_steps"]) + 1
+    bar = Progress(total, shown=progress)
+    bar.update(f"starting {script.path.name}")
+    settings = {
+        "script": str(script.path),
+        "arguments": list(script.arguments),
+        "timeout_s": script.timeout_s,
+        **counts,
+    }
+    try:
+        with new_folder(folder) as part:
+            ranks = run_ranks(settings, part, log, script.ranks, lambda doing: bar.update(doing, 1))
+            write_json(part / FACTS, {**script.facts, **_merged(ranks)})
+    except HarnessError as error:
+        bar.end_line()
+        raise CollectError(str(error)) from None
+    bar.close(f"{script.path.name}: steps by {ranks[0]['steps_by']}")
+
+
+def _merged(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks measured: a step takes as long as its slowest rank takes."""
+    rounds = [
+        [max(column) for column in zip(*steps, strict=True)]
+        for steps in zip(*(r["rounds"] for r in ranks), strict=True)
+    ]
+    profiled = [max(column) for column in zip(*(r["profiled_seconds"] for r in ranks), strict=True)]
+    shared = {name: ranks[0][name] for name in ("steps_by", "device", "threads")}
+    files = {str(r["rank"]): r["traces"] for r in ranks}
+    digests = {name: found for r in ranks for name, found in r["digests"].items()}
+    memory = [r["peak_memory_bytes"] for r in ranks if r["peak_memory_bytes"] is not None]
+    measured = {"rounds": rounds, "profiled_seconds": profiled, "traces": files, "digests": digests}
+    return {**shared, **measured, "peak_memory_bytes": memory}
+
+
+def _files(folder: Path, facts: dict[str, Any], form: str) -> list[Path]:
+    return [folder / files[form] for _, files in sorted(facts["traces"].items(), key=lambda item: int(item[0]))]
+
+
+def _event_plan(found: Imported, seconds: float) -> dict[str, Any]:
+    """A plan of every distinct op and collective of the traces; none if there is no time for it."""
+    world = found.graphs[0].world_size
+    works = {work for graph in found.graphs for work in graph.works if work.kind != OPAQUE}
+    collectives = sorted((w for w in works if isinstance(w, Collective) and 1 < w.group_size <= world), key=str)
+    ops = sorted((work for work in works if not isinstance(work, Collective)), key=str)
+    event = {
+        "name": f"world{world}",
+        "world_size": world,
+        "ops": [{**asdict(op), "dims": list(op.dims)} for op in ops],
+        "collectives": [asdict(each) for each in collectives],
+        "seconds": seconds,
+    }
+    return check_plan({"schema": SCHEMA, "runs": [], "events": [event] if seconds > 0 else [], "device": "auto"})
