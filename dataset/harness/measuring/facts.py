@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -18,14 +19,17 @@ from .call_timing import Clock
 _SECONDS = 0.1  # for one fact, on CUDA
 
 
-def measure(device: torch.device, clock: Clock) -> dict[str, Any]:
+def measure(device: torch.device, clock: Clock, dtypes: Collection[str] = ()) -> dict[str, Any]:
     """Facts of one device while all ranks measure at the same time: the mean over ranks.
 
     ``peak_flops`` in FLOP/s by dtype, ``memory_bandwidth_bytes_per_s`` (read plus written), ``memory_bytes`` (the
     node's share of one rank on CPU), ``op_latency_s`` of an op that does nothing, and with at least two ranks
     ``comm_compute_share`` (see ``comm_compute_share``).
+
+    Args:
+        dtypes: Of the ops that are measured: on a CPU, peaks of others than fp32 are measured only for them.
     """
-    peaks = _peaks(device, clock)
+    peaks = _peaks(device, clock, dtypes)
     found = {
         **{f"peak_flops.{name}": peak for name, peak in peaks.items()},
         "memory_bandwidth_bytes_per_s": _bandwidth(device, clock),
@@ -40,10 +44,10 @@ def measure(device: torch.device, clock: Clock) -> dict[str, Any]:
     return result
 
 
-def _peaks(device: torch.device, clock: Clock) -> dict[str, float]:
+def _peaks(device: torch.device, clock: Clock, dtypes: Collection[str]) -> dict[str, float]:
     """By dtype; without those in which this GPU has no product."""
     if device.type == "cpu":
-        return {"fp32": _peak_flops(device, "fp32", clock)}
+        return {name: _peak_flops(device, name, clock) for name in DTYPES if name == "fp32" or name in dtypes}
     peaks = {name: _peak_flops(device, name, clock) for name in DTYPES}
     capability = torch.cuda.get_device_capability(device)
     for name, since in (("tf32", (8, 0)), ("fp8", (8, 9))):

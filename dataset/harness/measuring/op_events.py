@@ -46,9 +46,9 @@ def measure_events(
         asleep: Whether this is a box, whose ranks do not compute: there are no facts to measure.
     """
     clock, began = Clock(device), time.monotonic()
-    hardware = {} if asleep else facts.measure(device, clock)
-    took = {"facts": time.monotonic() - began}
     ops, collectives = list(event.get("ops", ())), list(event.get("collectives", ()))
+    hardware = {} if asleep else facts.measure(device, clock, {op["dtype"] for op in ops})
+    took = {"facts": time.monotonic() - began}
     random.Random(0).shuffle(ops)  # neighbours in size are measured at different times
     # Collectives are visited before and after the ops: their times wander more than those of ops, over seconds.
     budget = _Budget(event["seconds"], len(ops) + 2 * len(collectives), _MOST_SECONDS[device.type])
