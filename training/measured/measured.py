@@ -120,16 +120,19 @@ def read_profiles(collections: Iterable[Path], fabric: Fabric | None, hardware: 
 
 
 def _add_imported(profile: Profile, folders: Sequence[Path], hardware: str) -> None:
-    """Add the median of each signature that imported runs hold."""
+    """Add the median of each signature that imported runs hold and no event file: there ops are measured alone."""
     times = imported_times(folders, hardware)
     profile.device = times.device
+    alone = {*profile.ops, *profile.collectives}
     for op, seconds in times.ops.items():
+        if op in alone:
+            continue
         profile.ops.append(op)
         profile.op_busy.append(1)
         profile.op_seconds.append(float(np.median(seconds)))
         profile.op_host_seconds.append(0.0)
     for collective, seconds in times.collectives.items():
-        if profile.fabric is not None:
+        if profile.fabric is not None and collective not in alone:
             profile.collectives.append(collective)
             profile.fabrics.append(profile.fabric)
             profile.collective_seconds.append(float(np.median(seconds)))
