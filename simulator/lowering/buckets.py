@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from stepsight.dataset.caching import cached
 from stepsight.dataset.op import Collective
 from stepsight.simulator.clock.codes import DATA, RUN, SECOND, SEND
 from stepsight.simulator.compiling import compiled
-from stepsight.simulator.lowering.passages import Passage
+from stepsight.simulator.lowering.passages import GradientTable, Passage
 from stepsight.simulator.lowering.replicas import BUCKET_NAMES, Replicas, bucket_works
 from stepsight.simulator.lowering.segment import NUM_COLUMNS, Segment
 
@@ -34,11 +35,9 @@ class Repeated:
 
 @dataclass(frozen=True, eq=False)
 class BucketPlan:
-    """A backward pass in which gradients are sent bucket by bucket, whatever the buckets and the replicas.
+    """Where gradients arrive in a backward pass, whatever its ops, the buckets and the replicas.
 
     Attributes:
-        label: Of the segment.
-        passages: Distinct ones.
         names: For people: of the passages' blocks, then of the two kinds of buckets.
         places: Of each unit: passage, its nodes, times, name, number, whether it can be cut anywhere; shape ``(u, 6)``.
         tensors: Node, elements and whether an expert's of each gradient of each unit, shape ``(g, 3)``.
@@ -46,32 +45,75 @@ class BucketPlan:
         most: No more buckets than this.
     """
 
-    label: str
-    passages: tuple[Passage, ...]
     names: tuple[str, ...]
     places: NDArray[np.int64]
     tensors: NDArray[np.int64]
     bounds: NDArray[np.int64]
     most: int
 
+
+class BucketRun(NamedTuple):
+    """A backward pass in which gradients are sent bucket by bucket.
+
+    Attributes:
+        label: Of the segment.
+        passages: Distinct ones.
+        plan: Where their gradients arrive.
+    """
+
+    label: str
+    passages: tuple[Passage, ...]
+    plan: BucketPlan
+
     @classmethod
-    def of(cls, label: str, units: Sequence[Repeated]) -> BucketPlan:
-        passages = {unit.passage: None for unit in units}
-        names = dict.fromkeys([*(unit.name for unit in units), *BUCKET_NAMES])
-        index, number = ({key: at for at, key in enumerate(keys)} for keys in (passages, names))
-        rows = [
-            (index[u.passage], u.passage.num_nodes, u.times, number[u.name], u.newest, u.passage.serial) for u in units
-        ]
-        tables = [unit.passage.gradient_table for unit in units]
-        bounds = np.cumsum([0, *map(len, tables)])
-        places = np.array(rows, dtype=np.int64).reshape(-1, 6)
-        most = int((np.diff(bounds) * places[:, 2]).sum()) + 2
-        tensors = np.concatenate([np.zeros((0, 3), dtype=np.int64), *tables])
-        return cls(label, tuple(passages), tuple(names), places, tensors, bounds, most)
+    def of(cls, label: str, units: Sequence[Repeated]) -> BucketRun:
+        passages: dict[Passage, int] = {}
+        rows = []
+        for u in units:
+            at = passages.setdefault(u.passage, len(passages))
+            rows.append((at, u.passage.num_nodes, u.times, u.name, u.newest, u.passage.serial))
+        tables = tuple([unit.passage.gradient_table for unit in units])
+        return cls(label, tuple(passages), _plan(tuple(rows), tables))
 
 
-def send_buckets(plan: BucketPlan, replicas: Replicas) -> Segment:
+@cached(4096)
+def _plan(rows: tuple[tuple[int, int, int, str, int, bool], ...], tables: tuple[GradientTable, ...]) -> BucketPlan:
+    """The plan of some units; those of all micro-batches are alike.
+
+    Args:
+        rows: Of each unit: passage, its nodes, times, name, number, whether it can be cut anywhere.
+        tables: Gradients of each.
+    """
+    names = dict.fromkeys([*(name for _, _, _, name, _, _ in rows), *BUCKET_NAMES])
+    number = {name: at for at, name in enumerate(names)}
+    numbered = [(*row[:3], number[row[3]], *row[4:]) for row in rows]
+    places = np.array(numbered, dtype=np.int64).reshape(-1, 6)
+    bounds = np.cumsum([0, *(len(table.rows) for table in tables)])
+    most = int((np.diff(bounds) * places[:, 2]).sum()) + 2
+    tensors = np.concatenate([np.zeros((0, 3), dtype=np.int64), *(table.rows for table in tables)])
+    return BucketPlan(tuple(names), places, tensors, bounds, most)
+
+
+def send_buckets(run: BucketRun, replicas: Replicas) -> Segment:
     """Run a backward pass; gradients are sent on the way, the last bucket holds what is left."""
+    sent = _sent(run.plan, replicas)
+    return Segment(run.label, run.passages, sent.works, sent.events, run.plan.names, replicas.compute_share)
+
+
+class _Sent(NamedTuple):
+    """What replicas send in a backward pass.
+
+    Attributes:
+        works: Distinct collectives.
+        events: Of the segment.
+    """
+
+    works: tuple[Collective, ...]
+    events: NDArray[np.int32]
+
+
+@cached(8192)
+def _sent(plan: BucketPlan, replicas: Replicas) -> _Sent:
     cuts = _cuts(plan, -(-replicas.bucket_bytes // replicas.gradient_bytes))
     sent: dict[Collective, int] = {}
     works = []
@@ -79,8 +121,7 @@ def send_buckets(plan: BucketPlan, replicas: Replicas) -> Segment:
         first, second = bucket_works(replicas, numel, expert=expert)
         works.append(-1 if first is None else sent.setdefault(first, len(sent)))
         works.append(-1 if second is None else sent.setdefault(second, len(sent)))
-    events = _bucket_events(plan, cuts, tuple(works))
-    return Segment(plan.label, plan.passages, tuple(sent), events, plan.names, replicas.compute_share)
+    return _Sent(tuple(sent), _bucket_events(plan, cuts, tuple(works)))
 
 
 @dataclass(frozen=True, eq=False)

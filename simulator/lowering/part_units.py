@@ -53,12 +53,19 @@ class Unit:
         return sum(self.expert_tensors)
 
 
-def _tensors(block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
+_Tensors = tuple[tuple[int, ...], tuple[int, ...]]
+_TENSORS: Memo[int, tuple[Block, _Tensors]] = Memo("tensors of blocks", 20_000)
+
+
+def _tensors(block: Block) -> _Tensors:
     """Others' and experts' parameter tensors of a block, in the order in which gradients arrive."""
-    found: tuple[list[int], list[int]] = ([], [])
-    for step in reversed(block):
-        found[step.expert].extend(step.parameters)
-    return tuple(found[0]), tuple(found[1])
+    known = _TENSORS.get(id(block))
+    if known is None:
+        found: tuple[list[int], list[int]] = ([], [])
+        for step in reversed(block):
+            found[step.expert].extend(step.parameters)
+        _TENSORS[id(block)] = known = (block, (tuple(found[0]), tuple(found[1])))
+    return known[1]
 
 
 @cached(4096)

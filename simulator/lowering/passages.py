@@ -39,6 +39,22 @@ class Gradient:
 
 
 @dataclass(frozen=True, eq=False)
+class GradientTable:
+    """Gradients of a passage; equal tables are one object, as they are keys of a cache.
+
+    Attributes:
+        rows: Node, elements and whether an expert's, of each gradient, shape ``(num_gradients, 3)``.
+    """
+
+    rows: NDArray[np.int64]
+
+
+@cached(4096)
+def _gradient_table(rows: tuple[tuple[int, int, bool], ...]) -> GradientTable:
+    return GradientTable(np.array(rows, dtype=np.int64).reshape(-1, 3))
+
+
+@dataclass(frozen=True, eq=False)
 class Passage:
     """A program without traffic between replicas, and where in it gradients arrive.
 
@@ -58,13 +74,12 @@ class Passage:
     @cached_property
     def num_nodes(self) -> int:
         """Items that are work."""
-        return sum(not isinstance(item, Join) for item, _ in self.items)
+        return len(self.nodes)
 
     @cached_property
-    def gradient_table(self) -> NDArray[np.int64]:
-        """Node, elements and whether an expert's, of each gradient, shape ``(num_gradients, 3)``."""
-        rows = [(g.node, g.numel, int(g.expert)) for g in self.gradients]
-        return np.array(rows, dtype=np.int64).reshape(-1, 3)
+    def gradient_table(self) -> GradientTable:
+        """The gradients as an array."""
+        return _gradient_table(tuple([(g.node, g.numel, g.expert) for g in self.gradients]))
 
     def between(self, first: int, last: int) -> Iterator[tuple[Item, str]]:
         """Items of nodes ``first`` to ``last`` (exclusive), and joins between them."""
@@ -75,43 +90,50 @@ class Passage:
             node += not isinstance(item, Join)
 
     @cached_property
+    def nodes(self) -> tuple[Op | Comm | Beside | Lost, ...]:
+        """Items that are work: the nodes of ``program``, in its order."""
+        return tuple([item for item, _ in self.items if not isinstance(item, Join)])
+
+    @cached_property
     def works(self) -> tuple[Work, ...]:
         """Distinct signatures in order of first use; ``work`` points into them."""
-        return tuple(dict.fromkeys(node.work for node in self.program.nodes))
+        return tuple(self._place)
 
     @cached_property
     def work(self) -> NDArray[np.int32]:
         """Signature of each node, shape ``(num_nodes,)``."""
-        place = {work: index for index, work in enumerate(self.works)}
-        return np.array([place[node.work] for node in self.program.nodes], dtype=np.int32)
+        place = self._place
+        return np.array([place[_work_of(node)] for node in self.nodes], dtype=np.int32)
+
+    @cached_property
+    def _place(self) -> dict[Work, int]:
+        return {work: at for at, work in enumerate(dict.fromkeys([_work_of(node) for node in self.nodes]))}
 
     @cached_property
     def category(self) -> NDArray[np.int8]:
         """Index into ``STREAMS`` of each node, shape ``(num_nodes,)``: where its time is counted."""
-        items = [item for item, _ in self.items if not isinstance(item, Join)]
-        streams = ["compute" if isinstance(item, Op) else item.stream for item in items]
-        return np.array([STREAMS.index(stream) for stream in streams], dtype=np.int8)
+        return np.array([0 if isinstance(n, Op) else STREAMS.index(n.stream) for n in self.nodes], dtype=np.int8)
 
     @cached_property
     def share(self) -> NDArray[np.float64]:
         """Part of its signature's time that each node takes, shape ``(num_nodes,)``."""
-        return np.array([node.share for node in self.program.nodes])
+        return np.array([node.share if isinstance(node, Lost) else 1.0 for node in self.nodes])
 
     @cached_property
     def launched(self) -> NDArray[np.bool_]:
         """Whether the host launches each node (rather than that its time is lost), shape ``(num_nodes,)``."""
-        items = [item for item, _ in self.items if not isinstance(item, Join)]
-        return np.array([not isinstance(item, Lost) for item in items], dtype=np.bool_)
+        return np.array([not isinstance(node, Lost) for node in self.nodes], dtype=np.bool_)
 
     @cached_property
     def beside(self) -> NDArray[np.bool_]:
         """Whether each node runs beside the computation, shape ``(num_nodes,)``."""
-        items = [item for item, _ in self.items if not isinstance(item, Join)]
-        return np.array([isinstance(i, Beside) or (isinstance(i, Comm) and i.beside) for i in items], dtype=np.bool_)
+        return np.array([_is_beside(node) for node in self.nodes], dtype=np.bool_)
 
     @cached_property
     def serial(self) -> bool:
         """Whether each node waits for the one before it: then a passage can be cut anywhere."""
+        if not any(_is_beside(node) for node in self.nodes):
+            return True
         follows = {before for before, after, _ in self.program.all_edges() if after == before + 1}
         return len(follows) >= len(self.program) - 1
 
@@ -119,6 +141,14 @@ class Passage:
     def edges(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Dependencies in CSR (pointer, before), stream order included."""
         return dependencies(self.program)
+
+
+def _work_of(node: Op | Comm | Beside | Lost) -> Work:
+    return node if isinstance(node, Op) else node.work
+
+
+def _is_beside(node: Item) -> bool:
+    return isinstance(node, Beside) or (isinstance(node, Comm) and node.beside)
 
 
 def dependencies(program: Program) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

@@ -8,13 +8,13 @@ one ``add`` for each parameter tensor, and DDP scales each into its bucket (``co
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from stepsight.dataset.caching import cached
+from stepsight.dataset.caching import Memo, cached
 from stepsight.dataset.execution import KernelSemantics
 from stepsight.dataset.hashed_once import hashed_once
 from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.lowering.buckets import BucketPlan, Repeated, send_buckets
+from stepsight.simulator.lowering.buckets import BucketRun, Repeated, send_buckets
 from stepsight.simulator.lowering.part_plan import Duties, Patterns, backward_plan, forward_plan
 from stepsight.simulator.lowering.part_units import Unit, part_units, passage_of
 from stepsight.simulator.lowering.passages import FORWARD, INPUT, WEIGHT, BackwardSpec, Passage
@@ -128,7 +128,7 @@ def _segment(shape: RankShape, part: PartShape, call: Call) -> Segment:
         run = _part_run(shape, part, 1, None)
         plan = forward_plan(run.patterns, replicas.pattern)
     elif duties.reduces and replicas.zero_stage < 2:
-        return send_buckets(_bucket_plan(shape, part, duties.every, spec), replicas)
+        return send_buckets(_bucket_run(shape, part, duties.every, spec), replicas)
     else:
         run = _part_run(shape, part, duties.every, spec)
         plan = backward_plan(run.patterns, replicas.pattern, spec.part, duties)
@@ -143,26 +143,35 @@ class _PartRun(NamedTuple):
     patterns: Patterns
 
 
-@cached(4096)
+@cached(8192)
 def _part_run(shape: RankShape, part: PartShape, every: int, spec: BackwardSpec | None) -> _PartRun:
     """``spec``: of the backward; None: the forward."""
     units = part_units(shape, part, every)
     passages = tuple([passage_of(u.block, None if spec is None else _spec_for(u, spec)) for u in units])
-    patterns = [_pattern(at, *run) for at, run in enumerate(zip(units, passages, strict=True))]
-    return _PartRun(units, passages, _same_patterns(Patterns(patterns)))
+    numbers = [(u.name, u.first, u.times, u.root, *_numbers(u, p)) for u, p in zip(units, passages, strict=True)]
+    return _PartRun(units, passages, _patterns(tuple(numbers)))
+
+
+_Numbers = tuple[int, int, tuple[int, int], bool, bool]  # the last fields of ``UnitPattern``
+_NUMBERS: Memo[tuple[int, str], tuple[Passage, _Numbers]] = Memo("numbers of units", 20_000)
+
+
+def _numbers(unit: Unit, passage: Passage) -> _Numbers:
+    """What a plan reads of a block and its passage, by identity of the passage: each is made once."""
+    key = id(passage), unit.name
+    known = _NUMBERS.get(key)
+    if known is None:
+        loss = _loss_nodes(passage) if unit.name == "head" else 0
+        tensors = len(unit.tensors), len(unit.expert_tensors)
+        numbers = passage.num_nodes, loss, tensors, unit.numel > 0, unit.expert_numel > 0
+        _NUMBERS[key] = known = (passage, numbers)
+    return known[1]
 
 
 @cached(4096)
-def _same_patterns(patterns: Patterns) -> Patterns:
-    """Equal patterns as one object, which the keys of plans are compared by."""
-    return patterns
-
-
-def _pattern(index: int, unit: Unit, passage: Passage) -> UnitPattern:
-    loss = _loss_nodes(passage) if unit.name == "head" else 0
-    tensors = len(unit.tensors), len(unit.expert_tensors)
-    there = unit.numel > 0, unit.expert_numel > 0
-    return UnitPattern(index, unit.name, unit.first, unit.times, unit.root, passage.num_nodes, loss, tensors, *there)
+def _patterns(numbers: tuple[tuple[Any, ...], ...]) -> Patterns:
+    """Equal patterns are one object, which the keys of plans are compared by."""
+    return Patterns([UnitPattern(at, *own) for at, own in enumerate(numbers)])
 
 
 def _loss_nodes(passage: Passage) -> int:
@@ -172,11 +181,11 @@ def _loss_nodes(passage: Passage) -> int:
 
 
 @cached(4096)
-def _bucket_plan(shape: RankShape, part: PartShape, every: int, spec: BackwardSpec) -> BucketPlan:
+def _bucket_run(shape: RankShape, part: PartShape, every: int, spec: BackwardSpec) -> BucketRun:
     run = _part_run(shape, part, every, spec)
     pairs = zip(run.units[::-1], run.passages[::-1], strict=True)
     in_order = [Repeated(p, unit.times, unit.name, unit.first + unit.times - 1) for unit, p in pairs]
-    return BucketPlan.of(spec.part, in_order)
+    return BucketRun.of(spec.part, in_order)
 
 
 def _spec_for(unit: Unit, spec: BackwardSpec) -> BackwardSpec:
