@@ -10,6 +10,7 @@ from mlflow.exceptions import MlflowException
 
 from stepsight.dataset.errors import PredictorError
 from stepsight.dataset.op import Op
+from stepsight.dataset.processes import process_name
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.tracking import default_uri, load_registered, reopened, tracked
 
@@ -72,7 +73,7 @@ def test_a_run_ends_as_what_happened_to_it(tmp_path: Path) -> None:
         raise RuntimeError
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("stepsight").experiment_id
-    host = socket.gethostname()
+    host = process_name().split()[0]
     for name, process in (("vanished", f"{host} {os.getpid()} 1"), ("elsewhere", f"x{host} 1 1"), ("foreign", "")):
         client.create_run(experiment, run_name=name, tags={"stepsight.process": process} if process else {})
     with tracked(uri, "finished") as run:
