@@ -19,6 +19,7 @@ from stepsight.experiments.search.bounds import Bounds, grid_bounds
 from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.experiments.search.choosers import BestFirst, InOrder, Tpe
 from stepsight.experiments.search.grid import Grid
+from stepsight.experiments.search.mapped import MapFn, ask_mapped
 from stepsight.experiments.search.objectives import Goal
 from stepsight.experiments.search.record import Choose, Found, Memory, Record, Seconds
 from stepsight.experiments.search.risk import find_rivals
@@ -35,6 +36,7 @@ SAMPLERS = ("auto", "enumerate", "tpe", "random")
 TRIALS = 200  # of samplers that would go on for ever
 MOST_SEED = 2**31  # samplers take 32 bits, and a study that goes on adds its trials
 FEWEST, MOST = 32, 1024  # strategies that are asked about together: with more, some are asked about in vain
+FEWEST_MAPPED, MOST_MAPPED = 512, 16384  # the same where other processes predict them
 OnTrial = Callable[[int, float | None], None]
 
 
@@ -57,6 +59,7 @@ class Manner:
     storage: str | None = None
     study_name: str | None = None
     on_trial: OnTrial | None = None
+    map_fn: MapFn | None = None
 
     def __post_init__(self) -> None:
         _check_numbers(seed=self.seed, trials=self.trials, top=self.top)
@@ -73,6 +76,8 @@ class Manner:
             raise StepsightError(f"gap must be a number of percent >= 0, got {self.gap}")
         if self.sampler not in SAMPLERS:
             raise StepsightError(f"sampler must be one of {', '.join(SAMPLERS)}, got {self.sampler!r:.80}")
+        if self.map_fn is not None and not callable(self.map_fn):
+            raise StepsightError(f"map_fn must be a function such as Executor.map, got {self.map_fn!r:.80}")
         if self.study_name is not None and self.storage is None:
             raise StepsightError(f"a study is kept in a storage: state storage with study_name {self.study_name!r:.80}")
 
@@ -100,10 +105,11 @@ def search_job(job: Job, predictor: Predictor | str | None, manner: Manner) -> S
         by_chance = manner.sampler in ("tpe", "random")
         total = min(len(grid), manner.trials or (TRIALS if by_chance else len(grid)))
         until = math.inf if manner.timeout_s is None else time.monotonic() + manner.timeout_s
-        most = 1 if manner.sampler == "tpe" else FEWEST
+        most, limit = (FEWEST, MOST) if manner.map_fn is None else (FEWEST_MAPPED, MOST_MAPPED)
+        most = 1 if manner.sampler == "tpe" else most
         while time.monotonic() < until and (claimed := record.claim(total, choose, most)):
             engine.evaluate(claimed, record)
-            most = min(2 * most, MOST) if most > 1 else 1
+            most = min(2 * most, limit) if most > 1 else 1
         return engine.result(record.done)
 
 
@@ -207,7 +213,11 @@ class _Engine:
         new = [index for index in indices if index not in self._known]
         jobs = [self._grid.strategy(index) for index in new]
         if jobs:
-            answers = ask_many(jobs, self._predictor, only_fitting=True)
+            map_fn = self._manner.map_fn
+            if map_fn is None:
+                answers = ask_many(jobs, self._predictor, only_fitting=True)
+            else:
+                answers = ask_mapped(jobs, self._predictor, map_fn)
             for index, job, (time_s, low_s, high_s, peak, capacity) in zip(
                 new, jobs, np.array(answers).T.tolist(), strict=True
             ):

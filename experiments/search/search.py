@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from stepsight.dataset.job import Job, JobLike
 from stepsight.experiments.search.choices import SearchResult
 from stepsight.experiments.search.job_search import Manner, OnTrial, search_job
+from stepsight.experiments.search.mapped import MapFn
 from stepsight.experiments.search.objectives import Goal
 from stepsight.experiments.search.scenarios import Scenarios, search_scenarios
 from stepsight.experiments.search.space import Space
@@ -32,6 +33,7 @@ def search(
     storage: str | None = None,
     study_name: str | None = None,
     on_trial: OnTrial | None = None,
+    map_fn: MapFn | None = None,
 ) -> SearchResult:
     """Find the strategy with the shortest predicted iteration that fits in memory.
 
@@ -56,6 +58,8 @@ def search(
             in SQLite, PostgreSQL or a journal: each evaluates other strategies.
         study_name: Name of the study in the storage; a stored study of that name goes on.
         on_trial: Called after each strategy with the number of those before it and the shortest time, in seconds.
+        map_fn: Has strategies predicted in other processes: calls a function with each of several lists and returns
+            the results in order, as ``concurrent.futures.Executor.map`` does.  None: this process predicts.
 
     Returns:
         The strategies, best first: ``.best``, ``.gap_percent``, ``.choices``, ``.to_frame()``, ``.to_dict()``.
@@ -72,6 +76,7 @@ def search(
     manner = Manner(
         space=Space.of(space), goal=goal or Goal(), trials=trials, timeout_s=timeout_s, gap=gap, top=top,
         sampler=sampler, seed=seed, storage=storage, study_name=study_name, on_trial=on_trial,
+        map_fn=map_fn,
     )  # fmt: skip
     if scenarios is None or scenarios.is_empty:
         return search_job(job, predictor, manner)

@@ -190,6 +190,7 @@ def search_command(
     seed: Annotated[int, typer.Option(help="Seed of the sampler.")] = 0,
     storage: Storage = None,
     study: Annotated[str | None, typer.Option(help="Name of the study in the storage; goes on if it exists.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes of this machine that predict strategies.")] = 1,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -221,6 +222,7 @@ def search_command(
     """
     from stepsight.dataset.files import write_text
     from stepsight.experiments.reports.search_report import plot_result, search_report
+    from stepsight.experiments.search.mapped import local_map
     from stepsight.experiments.search.objectives import Goal, read_prices
     from stepsight.experiments.search.scenarios import Scenarios
     from stepsight.experiments.search.search import search
@@ -258,22 +260,24 @@ def search_command(
         evaluated = number + 1
         tell(evaluated, trials or "", "none fits yet" if best is None else f"best {best:.4g} s")
 
-    result = search(
-        read,
-        loaded,
-        space=space,
-        trials=trials,
-        timeout_s=timeout_s,
-        gap=gap,
-        top=top,
-        goal=goal,
-        scenarios=scenarios,
-        sampler=sampler,
-        seed=seed,
-        storage=storage,
-        study_name=study,
-        on_trial=on_trial,
-    )
+    with local_map(workers) as map_fn:
+        result = search(
+            read,
+            loaded,
+            space=space,
+            trials=trials,
+            timeout_s=timeout_s,
+            gap=gap,
+            top=top,
+            goal=goal,
+            scenarios=scenarios,
+            sampler=sampler,
+            seed=seed,
+            storage=storage,
+            study_name=study,
+            on_trial=on_trial,
+            map_fn=map_fn,
+        )
     tell(evaluated, evaluated)
     if uneven:
         result = with_uneven_stages(result, loaded)
