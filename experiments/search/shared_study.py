@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 _CLAIMED = "claimed"  # attribute of a study: who claimed which strategies when
 _SECONDS = "seconds"  # attribute of a trial: its ``Seconds``
 _POLL_S = 0.1  # between two looks at the strategies that others evaluate
-_LOST_S = 600.0  # a claim so old is void: evaluating takes seconds, and the lock seconds where many wait for it
+# A claim that is unchanged for so long is void, as that of a machine that was switched off: evaluating takes seconds.
+# If its process comes back, what both evaluated is recorded once.
+_LOST_S = 60.0
 _MOST_S = 1e12  # of a stored time
 _SQLITE_WAIT_S = 60.0
 _BEGINNING = b'{"op_code":'  # of a journal
@@ -63,6 +65,8 @@ class SharedStudy:
         self._claimed: set[int] = set()  # by other processes
         self._seen = 0  # trials that ``done`` holds
         self._key = f"{_CLAIMED} {uuid.uuid4().hex[:8]}"
+        self._evaluated = 0  # by this process
+        self._since: dict[str, tuple[Any, float]] = {}  # claims of others, and when each was first seen, by our clock
         self._place = _place_of(storage)
         with self._lock():
             with self._reading():
@@ -118,6 +122,7 @@ class SharedStudy:
                 for one in found:
                     if one.strategy not in self.done:  # the claim was void, and another process evaluated it
                         self._storage.create_new_trial(self._id, self._trial(one))
+                        self._evaluated += 1
                 self._hold([])
             self._look()
 
@@ -142,18 +147,26 @@ class SharedStudy:
 
     def _hold(self, indices: list[int]) -> None:
         """Claim some strategies, and no others."""
-        self._storage.set_study_system_attr(self._id, self._key, [process_name(), time.time(), indices])
+        claim = [process_name(), self._evaluated, indices]
+        self._storage.set_study_system_attr(self._id, self._key, claim)
 
     def _look(self) -> None:
         """Bring ``done``, the claims and what is left in the grid up to date."""
         with self._reading():
             ended = self._news()
             claims = self._storage.get_study_system_attrs(self._id)
-            held = [indices for key, value in claims.items() if key != self._key for indices in _claims(key, value)]
+            held = [index for key, claim in claims.items() if key != self._key for index in self._held(key, claim)]
         left = self._grid.left
         left[list(self._claimed)] = True
         self._claimed = {index for index in held if index < len(left)} - self.done.keys()
         left[[*self._claimed, *ended, *self.done]] = False
+
+    def _held(self, key: str, claim: Any) -> list[int]:
+        """Strategies that another process evaluates, by an attribute of the study: none if it seems to have ended."""
+        indices = _claims(key, claim)
+        if indices and claim != self._since.get(key, (None, 0.0))[0]:
+            self._since[key] = claim, time.monotonic()
+        return indices if indices and time.monotonic() - self._since[key][1] <= _LOST_S else []
 
     def _news(self) -> list[int]:
         """Strategies that ended since the last look."""
@@ -259,13 +272,11 @@ def _drop_half_line(journal: Path) -> None:
 
 
 def _claims(key: str, value: Any) -> list[int]:
-    """Strategies that another process evaluates, by an attribute of the study: none if it ended, or began long ago."""
+    """Strategies that a process evaluates, by an attribute of the study: none if it ended on this machine."""
     if not key.startswith(_CLAIMED) or not isinstance(value, list | tuple) or len(value) != 3:
         return []
-    process, since, indices = value
-    if not isinstance(process, str) or not isinstance(since, int | float) or not isinstance(indices, list | tuple):
-        return []
-    if is_gone(process) or not abs(time.time() - since) <= _LOST_S:
+    process, _, indices = value
+    if not isinstance(process, str) or not isinstance(indices, list | tuple) or is_gone(process):
         return []
     return [index for index in indices if isinstance(index, int) and index >= 0]
 
