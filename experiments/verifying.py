@@ -110,7 +110,7 @@ def verify(
     Raises:
         CollectError: If no job can be run.
     """
-    held, not_run = _runnable(jobs, most, box)
+    held, not_run = runnable(jobs, most, box)
     if not held:
         reasons = "; ".join(f"{name}: {why}" for name, why in not_run.items())
         raise CollectError(f"the harness can run none of the strategies here: {reasons}")
@@ -141,7 +141,7 @@ def verify(
     return _report(runs, not_run)
 
 
-def _runnable(jobs: Sequence[Job], most: int | None, box: Box | None) -> tuple[dict[str, Job], dict[str, str]]:
+def runnable(jobs: Sequence[Job], most: int | None, box: Box | None) -> tuple[dict[str, Job], dict[str, str]]:
     """The first jobs that the harness can run, by the name of their run, and why it cannot run the others."""
     ranks = None if box is not None else available_ranks()
     held: dict[str, Job] = {}
