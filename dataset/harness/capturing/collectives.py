@@ -1,0 +1,151 @@
+"""Collectives of the fake world: written down with their group, its ranks and their bytes, on NCCL's streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .recorder import COLLECTIVE, Recorder, storage_of
+
+Scope = Callable[[], tuple[int, int, int]]
+
+
+class Collectives:
+    """Writes collectives down.
+
+    Args:
+        recorder: Where to.
+        scope: Tells phase, evaluation and sequence number.
+        rank: Of this process.
+    """
+
+    def __init__(self, recorder: Recorder, scope: Scope, rank: int) -> None:
+        self._recorder, self._scope, self._rank = recorder, scope, rank
+        self.groups: dict[tuple[int, ...], int] = {}
+        self.group_names: list[str] = []
+        self._streams: dict[str, str] = {}  # of NCCL, by torch's name of the group
+        self._numbers: dict[tuple[int, ...], int] = {}
+
+    def start(self) -> None:
+        """Number the collectives of each group from 0."""
+        self._numbers.clear()
+
+    def issue(
+        self,
+        kind: str,
+        full: Sequence[Tensor],
+        tensors: tuple[Sequence[Tensor], Sequence[Tensor]],
+        where: tuple[str, str, tuple[int, ...]],
+        *,
+        is_async: bool,
+    ) -> Any:
+        """Write a collective down; returns what a wait for it takes.
+
+        Args:
+            kind: Of the collective.
+            full: Whose bytes count.
+            tensors: What it reads, and what it writes.
+            where: torch's name of the group, its name for people, and its ranks.
+            is_async: Whether it runs on NCCL's own stream, rather than on the current one.
+        """
+        recorder, (name, people, ranks) = self._recorder, where
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in full)
+        if not recorder.active or len(ranks) < 2:
+            return None
+        current = recorder.stream
+        if is_async:
+            recorder.stream = self._stream(name, people)
+            recorder.wait(recorder.stream, recorder.mark(current))
+        try:
+            work = recorder.work(("collective", kind, num_bytes, self._group(people, ranks)))
+            number = self._numbers.get(ranks, 0)
+            self._numbers[ranks] = number + 1
+            reads, writes = ([storage_of(tensor) for tensor in part] for part in tensors)
+            recorder.add((COLLECTIVE, work, number, kind), reads, writes, self._scope())
+            return recorder.mark(recorder.stream)
+        finally:
+            recorder.stream = current
+
+    def wait(self, mark: Any) -> None:
+        """Let the current stream wait for a collective."""
+        if mark is not None and self._recorder.active:
+            self._recorder.wait(self._recorder.stream, mark)
+
+    def wait_on_host(self, name: str) -> None:
+        """Let the host wait for all streams, as a barrier does."""
+        self._recorder.wait_on_host(None, name, self._scope()[0])
+
+    def _group(self, people: str, ranks: tuple[int, ...]) -> int:
+        if ranks not in self.groups:
+            self.groups[ranks] = len(self.groups)
+            self.group_names.append(people)
+        return self.groups[ranks]
+
+    def _stream(self, name: str, people: str) -> str:
+        if name not in self._streams:
+            taken = people in self._streams.values()
+            self._streams[name] = f"{people} {len(self._streams)}" if taken else people
+        return self._streams[name]
+
+
+def people_name(description: str, ranks: Sequence[int]) -> str:
+    """A group's name for people: the dimension of its mesh, or what torch calls it."""
+    if description in ("default_pg", "undefined", ""):
+        return "world" if description == "default_pg" else f"group of {len(ranks)}"
+    return description.removeprefix("mesh_").removeprefix("mesh")
+
+
+class FunctionalCollectives:
+    """Collectives that are ops (``_c10d_functional``), as DTensor issues them: each runs on NCCL's stream until it is
+    waited for.
+
+    Args:
+        collectives: Where to write them down.
+    """
+
+    _KINDS = {
+        "all_reduce": ("all_reduce", "in"),
+        "all_reduce_": ("all_reduce", "in"),
+        "all_reduce_coalesced": ("all_reduce", "in"),
+        "all_reduce_coalesced_": ("all_reduce", "in"),
+        "all_gather_into_tensor": ("all_gather", "out"),
+        "all_gather_into_tensor_out": ("all_gather", "out"),
+        "all_gather_into_tensor_coalesced": ("all_gather", "out"),
+        "reduce_scatter_tensor": ("reduce_scatter", "in"),
+        "reduce_scatter_tensor_out": ("reduce_scatter", "in"),
+        "reduce_scatter_tensor_coalesced": ("reduce_scatter", "in"),
+        "all_to_all_single": ("all_to_all", "in"),
+        "broadcast": ("broadcast", "in"),
+        "broadcast_": ("broadcast", "in"),
+    }
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._marks: dict[int, Any] = {}  # by storage, until it is waited for
+
+    def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Write one call down.
+
+        Raises:
+            RuntimeError: If it is none that is known.
+        """
+        name = func._schema.name.split("::")[1]
+        outputs = list(out) if isinstance(out, list | tuple) else [out]
+        if name == "wait_tensor":
+            self._collectives.wait(self._marks.pop(storage_of(args[0])._cdata, None))
+            return
+        if name not in self._KINDS:
+            raise RuntimeError(f"the functional collective {name} is not supported")
+        kind, side = self._KINDS[name]
+        inputs = list(args[0]) if isinstance(args[0], list | tuple) else [args[0]]
+        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        group = {**given, **kwargs}["group_name"]
+        if isinstance(group, str):
+            group = dist.distributed_c10d._resolve_process_group(group)
+        full = inputs if side == "in" else outputs
+        mark = self._collectives.issue(kind, full, (inputs, outputs), group.where, is_async=True)
+        if mark is not None:
+            self._marks.update({storage_of(tensor)._cdata: mark for tensor in outputs})

@@ -1,0 +1,134 @@
+"""A CUDA device that is not there: ``torch.cuda`` answers as if it were, and tensors stay on the CPU under fake tensors.
+
+Kernels of the CPU stand for those of the device: shapes and types are what counts.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from . import streams
+from .fake_tensors import cpu_of
+
+MEMORY_BYTES = 80 * 10**9
+
+
+class DevicesOnCpu(TorchFunctionMode):
+    """Replaces CUDA devices in calls of torch by the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.cuda:
+            return args[0]
+        if func is Tensor.to and len(args) > 1 and not isinstance(args[1], Tensor):
+            args = (args[0], _of_to(args[1]), *args[2:])
+        elif func is Tensor.pin_memory:
+            return args[0]
+        elif func is torch.rms_norm:
+            return _rms_norm(*args, **kwargs)
+        elif func is torch.nn.functional.scaled_dot_product_attention:
+            kwargs, args = {**kwargs, "dropout_p": 0.0}, args[:4] + args[5:]  # dropout is within the device's kernel
+        elif func is torch.device and args and isinstance(args[0], int):
+            return torch.device("cpu")
+        device = kwargs.get("device")
+        if device is not None:
+            kwargs = {**kwargs, "device": cpu_of(device)}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        return func(*args, **kwargs)
+
+
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """The fused kernel that CUDA has."""
+    normed: Tensor = torch.ops.aten._fused_rms_norm(x, list(shape), weight, eps)[0]
+    return normed
+
+
+def _of_to(value: Any) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return torch.device("cpu")
+    return cpu_of(value)
+
+
+def install(local_size: int) -> None:
+    """Let ``torch.cuda`` answer for ``local_size`` devices."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    properties = SimpleNamespace(
+        name="captured device", major=9, minor=0, total_memory=MEMORY_BYTES, multi_processor_count=132,
+        L2_cache_size=50 * 2**20, warp_size=32, max_threads_per_multi_processor=2048, gcnArchName="", uuid="0",
+    )  # fmt: skip
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": local_size,
+        "current_device": local_rank,
+        "get_device_name": properties.name,
+        "get_device_properties": properties,
+        "get_device_capability": (9, 0),
+        "get_arch_list": ["sm_90"],
+        "is_bf16_supported": True,
+        "is_current_stream_capturing": False,
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "memory_reserved": 0,
+        "max_memory_reserved": 0,
+        "mem_get_info": (MEMORY_BYTES, MEMORY_BYTES),
+        "memory_summary": "",
+        "utilization": 0,
+    }
+    for name, value in answers.items():
+        setattr(torch.cuda, name, _always(value))
+    for name in ("set_device", "init", "_lazy_init", "empty_cache", "reset_peak_memory_stats", "manual_seed",
+                 "manual_seed_all", "reset_max_memory_allocated", "ipc_collect", "set_per_process_memory_fraction",
+                 "seed", "seed_all", "set_rng_state", "set_rng_state_all"):  # fmt: skip
+        setattr(torch.cuda, name, _always(None))
+    torch.cuda.memory_stats = lambda *args, **kwargs: _Zeros()  # type: ignore[assignment]
+    torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()  # type: ignore[assignment]
+    torch.cuda.get_rng_state_all = lambda: [torch.get_rng_state()]  # type: ignore[assignment]
+    torch.cuda.device = _NoContext  # type: ignore[assignment,misc]
+    torch.cuda.device_of = _NoContext  # type: ignore[assignment,misc]
+    torch.version.cuda = "12.8"  # type: ignore[assignment]
+    for module in (torch.cuda, torch.cpu):
+        module.Stream, module.Event = streams.Stream, streams.Event  # type: ignore[misc,assignment]
+        module.stream = module.StreamContext = streams.StreamContext  # type: ignore[misc,assignment]
+        module.current_stream, module.synchronize = streams.current_stream, streams.synchronize  # type: ignore
+        module.default_stream = streams.default_stream  # type: ignore[attr-defined,assignment]
+    torch.Stream, torch.Event = streams.Stream, streams.Event  # type: ignore[misc,assignment]
+    torch._C._get_accelerator = lambda *args: torch.device("cuda", local_rank)  # type: ignore[assignment]
+    torch.accelerator.current_stream = streams.current_stream  # type: ignore[assignment]
+    torch.accelerator.synchronize = streams.synchronize  # type: ignore[assignment]
+    Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
+    Tensor.is_pinned = lambda self, device=None: False  # type: ignore[method-assign]
+
+
+class _NoContext:
+    """In the place of ``torch.cuda.device``: there is one device."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.idx = 0
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: Any) -> None:
+        return None
+
+
+class _Zeros(dict[str, int]):
+    """Statistics of an allocator that holds nothing."""
+
+    def __missing__(self, name: str) -> int:
+        return 0
+
+
+def _always(value: Any) -> Any:
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        return value
+
+    return answer

@@ -1,0 +1,171 @@
+"""The mode in which a captured script runs: tensors have shapes and no values, and every kernel is written down.
+
+Small tensors of integers and booleans that depend on no fake tensor stay real, so that meshes, indices and token ids
+work as they are.  Where a script reads a value of a fake tensor it is told 1.0, 1 or False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .collectives import Collectives, FunctionalCollectives
+from .recorder import OP, Recorder, storage_of
+from .script_lines import script_line
+from .signatures import Signatures
+
+MOST_REAL = 2**20  # elements of a tensor that may stay real
+FORWARD, BACKWARD, OPTIMIZER = range(3)
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+_REAL_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_aten = torch.ops.aten
+_NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided",
+              "aten::set_", "aten::resize_", "aten::detach_", "aten::lift_fresh", "aten::lift", "prim::device",
+              "aten::_assert_async", "aten::record_stream")  # fmt: skip
+
+
+class FakeWorld(TorchDispatchMode):
+    """Runs ops under fake tensors and writes kernels down."""
+
+    def __init__(self, recorder: Recorder, rank: int) -> None:
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.recorder = recorder
+        self.in_optimizer = 0
+        self.signatures = Signatures()
+        self.collectives = Collectives(recorder, self.scope, rank)
+        self._functional = FunctionalCollectives(self.collectives)
+        self._evaluations: dict[tuple[int, int], int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not all(kind in _PLAIN or issubclass(kind, FakeTensor) for kind in types):
+            return NotImplemented
+        kwargs = on_cpu(kwargs or {})
+        args = on_cpu(args)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if not is_fake:
+            if self._stays_real(func, tensors, args, kwargs):
+                with unset_fake_temporarily():
+                    return func(*args, **kwargs)
+        elif func in _VALUES:
+            return self._value(func, tensors[0])
+        out = func(*args, **kwargs)
+        if func.namespace == "_c10d_functional":
+            self._functional.record(func, args, kwargs, out)
+        else:
+            self._record(func, args, kwargs, tensors, out)
+        return out
+
+    def _stays_real(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> bool:
+        if func in _VALUES:
+            return True
+        if tensors and all(tensor.dim() == 0 for tensor in tensors):
+            return True
+        if any(tensor.dtype not in _REAL_TYPES or tensor.numel() > MOST_REAL for tensor in tensors):
+            return False
+        made = kwargs.get("dtype")
+        if made is not None and made not in _REAL_TYPES:
+            return False
+        try:
+            outputs = tree_leaves(func(*args, **kwargs)) if not _mutates(func) else tensors
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            return True
+        return all(
+            out.dtype in _REAL_TYPES and out.numel() <= MOST_REAL and out.device.type == "cpu"
+            for out in outputs
+            if isinstance(out, Tensor)
+        )
+
+    def _value(self, func: Any, tensor: Tensor) -> Any:
+        """What a script is told of a value that nobody knows."""
+        line = script_line()
+        if self.recorder.active:
+            self.recorder.wait_on_host(self.recorder.stream, "item", self.scope()[0])
+        if func is _aten.equal.default:
+            return True
+        if line:
+            self.recorder.note(f"{line} reads a value of a tensor: it was given 1 or False, since nothing is computed")
+        if tensor.dtype is torch.bool:
+            return False
+        return 1.0 if tensor.dtype.is_floating_point else 1
+
+    def scope(self) -> tuple[int, int, int]:
+        """Phase, evaluation of autograd (-1: forward) and autograd's sequence number."""
+        node = torch._C._current_autograd_node()
+        if node is not None and not torch.is_grad_enabled():
+            sequence = node._sequence_nr()
+            return BACKWARD, self._evaluations.setdefault((id(node), sequence), len(self._evaluations)), sequence
+        phase = OPTIMIZER if self.in_optimizer else FORWARD if torch._C._current_graph_task_id() < 0 else BACKWARD
+        return phase, -1, torch._C._autograd._get_sequence_nr() - 1
+
+    def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Any) -> None:
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        written = [tensor for tensor in outputs if isinstance(tensor, FakeTensor)]
+        for tensor in written:
+            self.recorder.follow(storage_of(tensor))
+        if not self.recorder.active:
+            return
+        name = func._schema.name
+        if name in _NO_KERNEL:
+            return
+        reads = [storage_of(tensor) for tensor in tensors]
+        held = {storage._cdata for storage in reads}
+        writes = [storage for storage in map(storage_of, outputs) if storage._cdata not in held]
+        writes += [storage_of(tensor) for tensor in mutated(func, args, kwargs)]
+        if not writes:
+            return  # a view
+        scope = self.scope()
+        work = self.recorder.work(self.signatures.of(func, args, kwargs, outputs))
+        self.recorder.add((OP, work, -1, name), reads, writes, scope)
+
+
+_VALUES = (_aten._local_scalar_dense.default, _aten.equal.default)
+
+
+def _mutates(func: Any) -> bool:
+    return bool(func._schema.is_mutable)
+
+
+def mutated(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Tensors that an op writes in place."""
+    if not _mutates(func):
+        return
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            for leaf in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(leaf, Tensor):
+                    yield leaf
+
+
+def on_cpu(values: Any) -> Any:
+    """Arguments of a call with every CUDA device replaced by the CPU, whose kernels stand for the device's."""
+    if isinstance(values, dict):
+        device = values.get("device")
+        return {**values, "device": cpu_of(device)} if device is not None else values
+    if any(isinstance(value, torch.device) for value in values):
+        return type(values)(cpu_of(value) for value in values)
+    return values
+
+
+def cpu_of(device: Any) -> Any:
+    """The CPU in place of a CUDA device; anything else as it is."""
+    if isinstance(device, int) and not isinstance(device, bool):
+        return torch.device("cpu")
+    if isinstance(device, str) and device.split(":")[0] == "cuda":
+        return "cpu"
+    return torch.device("cpu") if isinstance(device, torch.device) and device.type == "cuda" else device
+

@@ -1,0 +1,110 @@
+"""What PyTorch does differently on a CPU, or from values, put right for a fake device."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.parallel.distributed as ddp
+import torch.utils._foreach_utils as foreach_utils
+from torch.utils.data import DataLoader
+
+from . import module_moves
+from .fake_tensors import FakeWorld
+
+
+def install(world: FakeWorld) -> None:
+    """Put everything right."""
+    module_moves.install()
+    _foreach_on_cpu()
+    _data_loaders()
+    _ddp(world)
+    _scalers(world)
+    _storages(world)
+    torch.autocast = _autocast_on_cpu(torch.autocast)  # type: ignore[misc,assignment]
+    torch.amp.autocast = torch.amp.autocast_mode.autocast = torch.autocast  # type: ignore[misc]
+
+
+def _foreach_on_cpu() -> None:
+    """Optimizers take their fused and foreach forms, as for tensors of a device."""
+    devices = foreach_utils._get_foreach_kernels_supported_devices()
+    for module in (foreach_utils, sys.modules[torch.optim.Optimizer.__module__]):
+        module._get_foreach_kernels_supported_devices = lambda: [*devices, "cpu"]  # type: ignore
+
+
+def _data_loaders() -> None:
+    """Data is loaded in this process: workers would be outside of the fake world."""
+    make = DataLoader.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        off = {"num_workers": 0, "pin_memory": False, "persistent_workers": False, "prefetch_factor": None}
+        off |= {"multiprocessing_context": None, "timeout": 0}
+        kwargs = {name: off.get(name, value) for name, value in kwargs.items()}
+        make(self, *args, **kwargs)
+
+    DataLoader.__init__ = init  # type: ignore[method-assign]
+
+
+def _ddp(world: FakeWorld) -> None:
+    """DDP takes modules on the CPU with ``device_ids``; what it does once, at the second step, is not a step's work."""
+    make, rebuild = ddp.DistributedDataParallel.__init__, dist.Reducer._rebuild_buckets
+
+    def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any) -> None:
+        make(self, module, None, None, *args, **kw)
+
+    def rebuild_buckets(self: Any) -> Any:
+        active, world.recorder.active = world.recorder.active, False
+        try:
+            return rebuild(self)
+        finally:
+            world.recorder.active = active
+
+    ddp.DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+    dist.Reducer._rebuild_buckets = rebuild_buckets
+
+
+def _scalers(world: FakeWorld) -> None:
+    """A gradient scaler finds no overflow, and its optimizer steps."""
+    scaler = torch.amp.GradScaler
+    make = scaler.__init__
+
+    def init(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+        make(self, "cpu" if device == "cuda" else device, *args, **kwargs)
+
+    def step(self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        world.recorder.wait_on_host(world.recorder.stream, "overflow found?", world.scope()[0])
+        return optimizer.step(*args, **kwargs)
+
+    scaler.__init__, scaler._maybe_opt_step = init, step  # type: ignore[method-assign]
+
+    class CudaScaler(scaler):  # type: ignore[valid-type,misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__("cuda", *args, **kwargs)
+
+    torch.cuda.amp.GradScaler = torch.cuda.amp.grad_scaler.GradScaler = CudaScaler  # type: ignore[misc]
+
+
+def _storages(world: FakeWorld) -> None:
+    """FSDP frees parameters by shrinking their storage."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(self: Any, size: int) -> Any:
+        found = resize(self, size)
+        world.recorder.resized(self)
+        return found
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+
+
+def _autocast_on_cpu(autocast: Any) -> Any:
+    """Autocast for CUDA as autocast for the CPU, on which the tensors are."""
+
+    class autocast_on_cpu(autocast):  # type: ignore[misc]  # noqa: N801  # its name is torch's
+        def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+            if device_type == "cuda" and not args and kwargs.get("dtype") is None:
+                kwargs["dtype"] = torch.float16
+            super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    return autocast_on_cpu

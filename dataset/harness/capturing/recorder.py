@@ -1,0 +1,192 @@
+"""What one rank does, written down: ops, collectives and waits in the order of issue, and what each waits for.
+
+A *node* is an op, a collective, or a wait of the host.  Streams and events follow CUDA's rules: a node starts after
+the node before it on its stream, and after what its stream was told to wait for.  Edges say that, and name the node
+that wrote what an op reads where stream order or a wait covers it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+OP, COLLECTIVE, HOST = range(3)
+COMPUTE = "compute"
+DATA, LAUNCH, SYNCHRONISATION = "data", "launch", "synchronisation"
+
+Clock = dict[str, int]  # newest node of each stream that is known to be over
+Mark = tuple[int, Clock, list[int]]  # what an event keeps: since which start, what is over, what it waits for
+
+
+class Recorder:
+    """Writes nodes down while ``active``; streams, events and memory are followed always."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.stream = COMPUTE
+        self.works: dict[Any, int] = {}
+        self.names: dict[str, int] = {}
+        self.nodes: list[tuple[int, ...]] = []  # kind, work, stream, phase, name, evaluation, sequence, seq of group
+        self.edges: dict[tuple[int, int], str] = {}
+        self.streams: dict[str, int] = {COMPUTE: 0}
+        self.live_bytes: list[int] = []
+        self.notes: dict[str, None] = {}
+        self._known: dict[str, Clock] = {}
+        self._pending: dict[str, list[int]] = {}
+        self._last: Clock = {}
+        self._host = -1  # newest wait of the host
+        self._launched: Clock = {}  # newest wait of the host that each stream is known to come after
+        self._storages: dict[int, _Storage] = {}
+        self._bytes = 0
+        self._starts = 0  # marks of before the last start mean nothing
+
+    def start(self) -> None:
+        """Forget what was written down, and write down what comes."""
+        self.active = True
+        self._starts += 1
+        self.works.clear()
+        self.nodes.clear()
+        self.edges.clear()
+        self.live_bytes.clear()
+        for table in (self._known, self._pending, self._last, self._launched):
+            table.clear()
+        self._host = -1
+        for storage in self._storages.values():
+            storage.writer = -1
+
+    def work(self, key: Any) -> int:
+        """Index of a distinct work."""
+        return self.works.setdefault(key, len(self.works))
+
+    def add(
+        self, what: tuple[int, int, int, str], reads: Iterable[Any], writes: Iterable[Any], scope: tuple[int, int, int]
+    ) -> int:
+        """Write a node down on the current stream.
+
+        Args:
+            what: Kind, index of its work (-1: none), number in its group (-1: none), name.
+            reads, writes: Untyped storages.
+            scope: Phase, evaluation of autograd (-1: forward), sequence number of autograd.
+        """
+        kind, work, seq, name = what
+        index, stream = len(self.nodes), self.stream
+        known = self._known.setdefault(stream, {})
+        for before in self._pending.pop(stream, ()):
+            self.edges.setdefault((before, index), SYNCHRONISATION)
+        if self._host > self._launched.get(stream, -1):
+            self.edges.setdefault((self._host, index), LAUNCH)
+            self._launched[stream] = self._host
+        for storage in reads:
+            writer = self._follow(storage).writer
+            if writer < 0:
+                continue
+            if known.get(self._stream_of(writer), -1) >= writer:
+                self.edges.setdefault((writer, index), DATA)
+            elif self.nodes[writer][0] == COLLECTIVE:  # waited for where Python does not see it, as DDP's reducer does
+                self.edges.setdefault((writer, index), SYNCHRONISATION)
+                known[self._stream_of(writer)] = writer
+        for storage in writes:
+            self._follow(storage).writer = index
+        row = (kind, work, self._stream_number(stream), scope[0], self._name(name), scope[1], scope[2], seq)
+        self.nodes.append(row)
+        self.live_bytes.append(self._bytes)
+        self._last[stream] = known[stream] = index
+        return index
+
+    def wait_on_host(self, stream: str | None, name: str, phase: int) -> None:
+        """Let the host wait for one stream, or for all."""
+        if not self.active:
+            return
+        index = len(self.nodes)
+        for each in [stream] if stream is not None else list(self.streams):
+            for before in [self._last.get(each, -1), *self._pending.get(each, ())]:
+                if before >= 0:
+                    self.edges.setdefault((before, index), SYNCHRONISATION)
+        if self._host >= 0:
+            self.edges.setdefault((self._host, index), "host_order")
+        self.nodes.append((HOST, -1, self._stream_number("host"), phase, self._name(name), -1, -1, -1))
+        self.live_bytes.append(self._bytes)
+        self._host = index
+
+    def mark(self, stream: str) -> Mark:
+        """Where a stream is now: what an event on it keeps."""
+        reached = [*self._pending.get(stream, ()), self._last.get(stream, -1)]
+        return self._starts, dict(self._known.get(stream, {})), [node for node in reached if node >= 0]
+
+    def wait(self, stream: str, mark: Mark) -> None:
+        """Let a stream wait for what an event keeps."""
+        start, clock, nodes = mark
+        if start != self._starts:
+            return
+        known, pending = self._known.setdefault(stream, {}), self._pending.setdefault(stream, [])
+        for node in nodes:
+            if known.get(self._stream_of(node), -1) < node and node not in pending:
+                pending.append(node)
+        for other, node in clock.items():
+            known[other] = max(known.get(other, -1), node)
+
+    def note(self, text: str) -> None:
+        """Say once what the user should know."""
+        self.notes.setdefault(text)
+
+    @property
+    def bytes_now(self) -> int:
+        """Bytes of all storages that are alive."""
+        return self._bytes
+
+    def follow(self, storage: Any) -> None:
+        """Count the memory of a storage while it is alive."""
+        self._follow(storage)
+
+    def resized(self, storage: Any) -> None:
+        """Count a storage's memory anew."""
+        found = self._follow(storage)
+        size = storage.nbytes()
+        self._bytes += size - found.num_bytes
+        found.num_bytes = size
+
+    def is_written(self, storage: Any) -> int:
+        """The node that wrote a storage last, -1: none."""
+        return self._follow(storage).writer
+
+    def _follow(self, storage: Any) -> _Storage:
+        key = storage._cdata
+        found = self._storages.get(key)
+        if found is None:
+            found = self._storages[key] = _Storage(storage.nbytes())
+            self._bytes += found.num_bytes
+            found.alive = weakref.ref(storage, lambda _: self._forget(key))
+        return found
+
+    def _forget(self, key: int) -> None:
+        gone = self._storages.pop(key, None)
+        if gone is not None:
+            self._bytes -= gone.num_bytes
+
+    def _stream_of(self, node: int) -> str:
+        return list(self.streams)[self.nodes[node][2]]
+
+    def _stream_number(self, stream: str) -> int:
+        return self.streams.setdefault(stream, len(self.streams))
+
+    def _name(self, name: str) -> int:
+        return self.names.setdefault(name, len(self.names))
+
+
+class _Storage:
+    """A storage that is alive: its bytes, and the node that wrote it last."""
+
+    __slots__ = ("alive", "num_bytes", "writer")
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.writer = -1
+        self.alive: weakref.ref[Any] | None = None
+
+
+def storage_of(tensor: torch.Tensor) -> Any:
+    """The untyped storage of a tensor."""
+    return tensor.untyped_storage()

@@ -1,0 +1,102 @@
+"""Runs a user's script as one rank of a fake world, and writes down one of its steps.
+
+A request is a JSON object: ``script``, ``arguments``, ``rank``, ``world_size``, ``local_size``, ``warm_up`` and
+``out``, the file to write; for stages of a pipeline ``boundary`` and ``only_boundary`` (``pipelines``).  What is written is a JSON object: either ``error`` with the script's line, or the record.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ..atomic_files import parse_json
+
+FORM = 1  # of the record
+
+
+def main(path: str) -> int:
+    """Run what a request says."""
+    request = parse_json(Path(path).read_text("utf-8"))
+    record = run(request)
+    Path(request["out"]).write_text(json.dumps(record), "utf-8")
+    return 0
+
+
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    """Run a script until its step is written down; returns the record, or what went wrong."""
+    from . import script_lines
+    from .world import set_environment
+
+    script = Path(request["script"])
+    script_lines.set_script(script)
+    set_environment(request["rank"], request["world_size"], request["local_size"])
+    import torch
+
+    from . import fake_cuda, mends, pipelines, streams, world
+    from .fake_tensors import FakeWorld
+    from .recorder import Recorder
+    from .steps import Captured, Steps
+
+    recorder = Recorder()
+    fake = FakeWorld(recorder, request["rank"])
+    streams.follow_streams(recorder)
+    fake_cuda.install(request["local_size"])
+    world.install(request["rank"], request["world_size"], fake.collectives)
+    mends.install(fake)
+    pipelines.install(recorder, request.get("boundary"), only_boundary=request.get("only_boundary", False))
+    steps = Steps(fake, request["warm_up"])
+    sys.argv = [str(script), *request["arguments"]]
+    sys.path.insert(0, str(script.resolve().parent))
+    torch.set_num_threads(1)
+    began = time.process_time()
+    try:
+        with fake_cuda.DevicesOnCpu(), fake.fake, fake:
+            runpy.run_path(str(script), run_name="__main__")
+    except Captured:
+        pass
+    except pipelines.NeedsBoundary as needs:
+        return {"needs_boundary_of": needs.rank}
+    except pipelines.FoundBoundary as found:
+        return {"boundary": found.boundary}
+    except SystemExit as end:
+        if not recorder.active:
+            return _failure(f"the script ended with exit code {end.code!r:.80}", end, steps.seen)
+    except BaseException as error:
+        return _failure(f"{type(error).__name__}: {error}", error, steps.seen)
+    if not recorder.nodes:
+        return {"error": "few steps", "line": "", "steps": steps.seen, "trace": ""}
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "form": FORM,
+        "rank": request["rank"],
+        "world_size": request["world_size"],
+        "torch": torch.__version__,
+        "steps": steps.seen,
+        "seconds": time.process_time() - began,
+        "peak_rss_bytes": usage.ru_maxrss * 1024,
+        "works": list(recorder.works),
+        "names": list(recorder.names),
+        "streams": list(recorder.streams),
+        "nodes": recorder.nodes,
+        "live_bytes": recorder.live_bytes,
+        "edges": [[*ends, why] for ends, why in recorder.edges.items()],
+        "groups": [
+            [name, list(ranks)]
+            for name, ranks in zip(fake.collectives.group_names, fake.collectives.groups, strict=True)
+        ],
+        "notes": list(recorder.notes),
+    }
+
+
+def _failure(what: str, error: BaseException, steps: int) -> dict[str, Any]:
+    import traceback
+
+    from .script_lines import error_line
+
+    text = "".join(traceback.format_exception(error))
+    return {"error": what[:2000], "line": error_line(error), "steps": steps, "trace": text[-20000:]}

@@ -1,0 +1,111 @@
+"""Streams and events of the fake device: who waits for whom is written down, and nothing runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .recorder import COMPUTE, Recorder
+
+_worlds: list[Recorder] = []  # the one that follows the streams of this process
+
+
+def follow_streams(recorder: Recorder) -> None:
+    """Let streams and events tell a recorder."""
+    _worlds[:] = [recorder]
+
+
+class Stream:
+    """In the place of ``torch.cuda.Stream``."""
+
+    _made: list[str] = []
+
+    def __init__(self, device: Any = None, priority: int = 0, *, name: str = "", **more: Any) -> None:
+        self.name = name or f"stream {len(self._made) + 1}"
+        if not name:
+            self._made.append(self.name)
+        self.priority, self.device, self.cuda_stream, self.stream_id = priority, device, len(self._made), id(self)
+        self._outer: list[str] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def wait_event(self, event: Event) -> None:
+        if event.mark is not None:
+            _worlds[0].wait(self.name, event.mark)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event if event is not None else Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        _worlds[0].wait_on_host(self.name, "stream synchronize", 0)
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> Stream:
+        self._outer.append(_worlds[0].stream)
+        _worlds[0].stream = self.name
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _worlds[0].stream = self._outer.pop()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+class Event:
+    """In the place of ``torch.cuda.Event``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.mark: Any = None
+
+    def record(self, stream: Stream | None = None) -> Event:
+        self.mark = _worlds[0].mark(stream.name if stream is not None else _worlds[0].stream)
+        return self
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or current_stream()).wait_event(self)
+
+    def synchronize(self) -> None:
+        _worlds[0].wait_on_host(_worlds[0].stream, "event synchronize", 0)
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1.0
+
+
+class StreamContext:
+    """In the place of ``torch.cuda.StreamContext`` and ``torch.cuda.stream``; None changes nothing."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> Any:
+        return None if self._stream is None else self._stream.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._stream is not None:
+            self._stream.__exit__()
+
+
+def current_stream(device: Any = None) -> Stream:
+    """The current stream."""
+    return Stream(name=_worlds[0].stream)
+
+
+def default_stream(device: Any = None) -> Stream:
+    """The stream on which a script computes unless it says otherwise."""
+    return Stream(name=COMPUTE)
+
+
+def synchronize(device: Any = None) -> None:
+    """Let the host wait for all streams."""
+    _worlds[0].wait_on_host(None, "synchronize", 0)
