@@ -15,6 +15,7 @@ from stepsight.simulator.clock.engine import Floats, Ints, add_path
 from stepsight.simulator.clock.track_run import TrackRun, run_track, walk
 from stepsight.simulator.lowering.distinct_pipelines import Pipeline
 from stepsight.simulator.lowering.lower import Lowered
+from stepsight.simulator.optimizer_start import LastSteps, enter_optimizers, last_steps
 from stepsight.simulator.segment_timing import OpTimes, SegmentTime, Slowdown, Timer
 
 
@@ -92,11 +93,7 @@ class SimulatedIteration:
     @cached_property
     def entry(self) -> Floats:
         """Clocks of each stage as its optimizer takes over, shape of ``clocks``."""
-        entry = self.clocks.copy()
-        entry[:, 0] = self.begin
-        if self.carried and self.lowered.semantics.overlap.reads_norm:  # then the host is no longer ahead
-            entry[:, HOST] = np.maximum(entry[:, HOST], self.begin)
-        return entry
+        return enter_optimizers(self.lowered, self.clocks, self.begin)
 
     @cached_property
     def slowest(self) -> Passing:
@@ -143,31 +140,26 @@ class SimulatedIteration:
         return self.timer.ops(self.lowered.segments[segment], condition, carried=self.carried)
 
     @cached_property
-    def _path(self) -> tuple[Passing, tuple[int, int, int], Floats, Floats]:
-        """The pipeline on the critical path; the optimizer's stage and clocks; uses of ``times`` and of messages."""
-        stage, clock = divmod(int(np.argmax(self.finish[:, :NUM_CLOCKS])), NUM_CLOCKS)
-        table = self.optimizer_paths(carried=self.carried)[stage]
-        since = int(np.argmax(self.entry[stage] + table[clock]))
-        alone = self.entry[stage, since] == self.clocks[stage, since] and since != 0  # it waited for no other clock
-        together = np.array([stage]) if alone else np.flatnonzero(self.lowered.meets == self.lowered.meets[stage])
-        ends = [(float(p.clocks[s, c]), i, s, c) for i, p in enumerate(self.passings) for s in together.tolist()
-                for c in ((since,) if alone else range(NUM_CLOCKS))]  # fmt: skip
-        _, which, at, end = max(ends, key=lambda found: found[0])
-        passing = self.passings[which]
-        uses, message_uses, _, _ = walk(passing.run, at, end)
-        return passing, (stage, clock, since), uses, message_uses
+    def _path(self) -> tuple[Passing, LastSteps, Floats, Floats]:
+        """The pipeline on the critical path; the end of that; its uses of ``times`` and of messages."""
+        clocks = np.array([passing.clocks for passing in self.passings])
+        paths = self.optimizer_paths(carried=self.carried)
+        end = last_steps(self.lowered, clocks, self.entry, self.finish, paths)
+        passing = self.passings[end.pipeline]
+        uses, message_uses, _, _ = walk(passing.run, end.before, end.clock)
+        return passing, end, uses, message_uses
 
     def segment_uses(self) -> list[tuple[int, Slowdown, Floats]]:
         """Segment, condition and how often it is passed from clock to clock on the critical path, ``(to, from)``."""
-        passing, (stage, clock, since), uses, _ = self._path
+        passing, end, uses, _ = self._path
         rows = np.flatnonzero((uses > 0).any(axis=(1, 2))).tolist()
         found: dict[tuple[int, Slowdown], Floats] = {}
         for row in rows:
             key = (int(passing.segments[row]), passing.condition(row))
             found[key] = found.get(key, 0.0) + uses[row]
         last = np.zeros((self.clocks.shape[1], self.clocks.shape[1]))
-        last[clock, since] = 1.0
-        optimizer = (int(self.lowered.optimizer[stage]), self.optimizer_condition(stage), last)
+        last[end.to, end.since] = 1.0
+        optimizer = (int(self.lowered.optimizer[end.stage]), self.optimizer_condition(end.stage), last)
         return [*((*key, uses) for key, uses in found.items()), optimizer]
 
     def message_uses(self) -> Floats:

@@ -18,12 +18,14 @@ from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.specs import hashed_once
 from stepsight.simulator.clock.codes import COMPUTE, HOST, NUM_CLOCKS
 from stepsight.simulator.clock.engine import Floats, add_path, find_ends, longest_paths
-from stepsight.simulator.clock.event_run import TO_HOST, EventPaths, PassageTable, SentTable, run_events
+from stepsight.simulator.clock.event_run import STARTS, PassageTable, SegmentList, StreamSeconds, run_events, to_from
 from stepsight.simulator.latency_model import LatencyModel
 from stepsight.simulator.lowering.issue_order import Work
 from stepsight.simulator.lowering.passages import STREAMS, Passage
 from stepsight.simulator.lowering.segment import Segment
 
+# Passages as ``run_events`` takes them: timed; the row of each; seconds of each by stream; the stream of each node.
+_Table = tuple[PassageTable, NDArray[np.int64], Floats, NDArray[np.int8]]
 _Key = int | tuple[int, "Slowdown"]  # the identity of a thing, and what slows it
 _TIMER = "_timer"  # attribute of a latency model
 MAX_WORKS, MAX_PASSAGES, MAX_SEGMENTS, MAX_OP_TIMES = 100_000, 20_000, 10_000, 2_000  # that a timer remembers
@@ -125,7 +127,7 @@ class Timer:
         self._works: Memo[Work, float] = Memo("timer: works", MAX_WORKS)
         self._passages: Memo[_Key, tuple[Passage, PassageTime]] = Memo("timer: passages", MAX_PASSAGES)
         self._segments: Memo[_Key, tuple[Segment, SegmentTime]] = Memo("timer: segments", MAX_SEGMENTS)
-        self._tables: Memo[_Key, tuple[tuple[Passage, ...], PassageTable]] = Memo("timer: tables", MAX_SEGMENTS)
+        self._tables: Memo[_Key, tuple[tuple[Passage, ...], _Table]] = Memo("timer: tables", MAX_SEGMENTS)
         self._ops: Memo[tuple[int, Slowdown, bool], tuple[Segment, OpTimes]] = Memo("timer: op times", MAX_OP_TIMES)
 
     @property
@@ -221,33 +223,33 @@ class Timer:
         return known[1]
 
     def _by_events(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
-        sent = SentTable(
+        passages, rows, by_stream, node_stream = self._table(segment.passages, slowdown)
+        listed = SegmentList(
+            segment.events,
+            np.array([[0, len(segment.events), 0, 0, segment.joined]], dtype=np.int64),
+            rows,
             self.work_seconds(segment.sent) * _across(segment.sent, slowdown.data),
             self.launch_seconds(segment.sent),
-            segment.compute_share,
-            self._hardware.has_host,
-            segment.joined,
+            np.array([segment.compute_share], dtype=np.float64),
         )
-        transition, carried = np.empty((NUM_CLOCKS, NUM_CLOCKS)), np.empty((HOST + 1, HOST + 1))
-        paths = EventPaths(transition, carried, np.zeros(len(STREAMS)), np.zeros(2))
-        run_events(segment.events, self._table(segment.passages, slowdown), sent, paths)
-        return SegmentTime(transition, carried, paths.by_stream, float(paths.lost[TO_HOST]))
+        ends, totals = self.new_ends(1, carried=True), np.zeros(len(STREAMS) + 1)
+        run_events(listed, passages, StreamSeconds(by_stream, node_stream, totals), None, ends)
+        transition, carried = to_from(ends[0], carried=False), to_from(ends[0], carried=True)
+        return SegmentTime(transition, carried, totals[:-1], float(totals[-1]))
 
-    def _table(self, passages: tuple[Passage, ...], slowdown: Slowdown) -> PassageTable:
-        """What ``run_events`` takes of some passages; segments often share them."""
+    def new_ends(self, num_segments: int, *, carried: bool) -> Floats:
+        """An array for ``run_events`` to fill; ``carried``: where the host is wanted as a clock of its own."""
+        return np.empty((num_segments, len(STARTS) if carried and self._hardware.has_host else NUM_CLOCKS, HOST + 1))
+
+    def _table(self, passages: tuple[Passage, ...], slowdown: Slowdown) -> _Table:
+        """Some passages as ``run_events`` takes them; segments often share them."""
         key = id(passages) if slowdown is AS_IT_IS else (id(passages), slowdown)
         known = self._tables.get(key)
         if known is None:
             times = [self.passage(passage, slowdown) for passage in passages]
-            table = PassageTable(
-                paths=np.array([time.paths for time in times], dtype=np.float64).reshape(-1, 3),
-                by_stream=np.array([time.by_stream for time in times], dtype=np.float64).reshape(-1, len(STREAMS)),
-                nodes=np.concatenate([np.zeros(0), *(time.seconds for time in times)]),
-                launches=np.concatenate([np.zeros(0), *(time.launches for time in times)]),
-                streams=np.concatenate([np.zeros(0, dtype=np.int8), *(passage.category for passage in passages)]),
-                bounds=np.cumsum([0, *(len(time.seconds) for time in times)]),
-            )
-            known = (passages, table)
+            by_stream = np.array([time.by_stream for time in times], dtype=np.float64).reshape(-1, len(STREAMS))
+            node_stream = np.concatenate([np.zeros(0, dtype=np.int8), *(passage.category for passage in passages)])
+            known = (passages, (passage_table(times), np.arange(len(times)), by_stream, node_stream))
             self._tables[key] = known
         return known[1]
 
@@ -259,6 +261,16 @@ class Timer:
         by_stream = _sums(segment.graph.stream, times.seconds, count + 1)[:count]
         host = float(transition[0, 0] - carried[0, 0]) if self._hardware.has_host else 0.0
         return SegmentTime(transition, carried, by_stream, host)
+
+
+def passage_table(times: Sequence[PassageTime]) -> PassageTable:
+    """Timed passages as the clock takes them."""
+    return PassageTable(
+        paths=np.array([time.paths for time in times], dtype=np.float64).reshape(-1, 3),
+        nodes=np.concatenate([np.zeros(0), *(time.seconds for time in times)]),
+        launches=np.concatenate([np.zeros(0), *(time.launches for time in times)]),
+        bounds=np.cumsum([0, *(len(time.seconds) for time in times)]),
+    )
 
 
 def _across(works: Sequence[Work], factor: float) -> Floats:

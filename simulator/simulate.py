@@ -17,7 +17,6 @@ import numpy as np
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
 from stepsight.simulator.breakdown import break_down
-from stepsight.simulator.clock.codes import NUM_CLOCKS
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.clock.track_run import through, track_clocks
 from stepsight.simulator.iteration import Passing, SimulatedIteration, segment_paths
@@ -26,6 +25,7 @@ from stepsight.simulator.lowering.distinct_pipelines import Pipeline, distinct_p
 from stepsight.simulator.lowering.lower import Lowered, lower
 from stepsight.simulator.memory import Memory as Memory
 from stepsight.simulator.memory import estimate_memory
+from stepsight.simulator.optimizer_start import begin_optimizers
 from stepsight.simulator.segment_timing import Timer, timer_of
 from stepsight.simulator.timeline import trace_events
 
@@ -81,10 +81,7 @@ def simulate_lowered(
     clocks = passings[0].clocks
     for passing in passings[1:]:
         clocks = np.maximum(clocks, passing.clocks)
-    begin = clocks[:, :NUM_CLOCKS].max(axis=1)
-    latest = np.full(lowered.num_stages, -np.inf)
-    np.maximum.at(latest, lowered.meets, begin)
-    begin = latest[lowered.meets]
+    begin = begin_optimizers(lowered, clocks)
     simulation = Simulation(job, hardware, lowered, timer, passings, begin, clocks, np.empty_like(clocks))
     optimizers = simulation.optimizer_paths(carried=simulation.carried)
     simulation.finish[:] = through(optimizers, simulation.entry)

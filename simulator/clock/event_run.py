@@ -1,4 +1,7 @@
-"""Longest paths through a segment's events, from each clock of its stage to each."""
+"""Longest paths through segments' events, from each clock of a stage to each.
+
+Beside every time may run its *outside*, as in ``kernel``.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.simulator.clock.codes import RUN, SEND, WAIT
+from stepsight.simulator.clock.codes import HOST, NUM_CLOCKS, RUN, SEND, WAIT
 from stepsight.simulator.clock.engine import Floats, Ints
 from stepsight.simulator.compiling import compiled
+
+Longs = NDArray[np.int64]
 
 # Columns of events, see ``Segment.events``.
 KIND, WHAT = 0, 1
@@ -17,191 +22,302 @@ FIRST, LAST, TIMES = 2, 3, 4  # of RUN
 CLOCK, FOLLOWS, EARLY = 2, 3, 4  # of SEND; BLOCK has the clock alone
 # Columns of ``PassageTable.paths``.
 COMPUTATION, FROM_HOST, OF_HOST = range(3)
-# Elements of ``EventPaths.lost``.
-TO_HOST, TO_SENT = range(2)
+# The clocks that each walk over the events starts from: the computation with the host, without which no node starts;
+# each other stream; and, where there is a host, the computation without it, and the host by itself.
+STARTS = np.where(
+    np.array([[1, 0, 0, 1], [0, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 1]], dtype=np.bool_), 0.0, -np.inf
+)
+_EACH_ALONE = (3, 1, 2, 4)  # the starts from one clock each, in the order of clocks
 
 
 class PassageTable(NamedTuple):
-    """The passages of a segment, timed; seconds.
+    """Passages, timed; seconds.
 
     Attributes:
-        paths: Longest path of each passage from the computation, the same from the host, and the host's own time;
-            shape ``(num_passages, 3)``.
-        by_stream: Seconds of each passage by stream, shape ``(num_passages, num_streams)``.
+        paths: Longest path of each passage from the computation; the same from the host, ``-inf`` if it launches
+            nothing; the host's own time; shape ``(num_passages, 3)``.
         nodes, launches: Of the nodes of all passages, what each takes and what the host takes to launch it (0: it
             needs no launch), shape ``(num_nodes,)``.
-        streams: Stream of each node, same shape.
         bounds: Nodes of passage ``i`` are ``bounds[i]`` to ``bounds[i + 1]``.
     """
 
     paths: Floats
-    by_stream: Floats
     nodes: Floats
     launches: Floats
-    streams: NDArray[np.int8]
-    bounds: NDArray[np.int64]
+    bounds: Longs
 
 
-class SentTable(NamedTuple):
-    """The collectives that a segment sends, timed; seconds.
+class SegmentList(NamedTuple):
+    """Segments.
 
     Attributes:
-        seconds, launches: Of each, what it takes and what the host takes to launch it (0: it needs no launch).
-        compute_share: Part of a sent one that the computation loses.
-        has_host: Whether anything at all is launched.
-        joined: Whether all clocks end together.
+        events: Of all segments, shape ``(num_events, 8)``.
+        places: First event of each segment, and the one behind its last; where its part of ``passage`` begins, and
+            where its part of ``sent`` does; whether all of its clocks end together; shape ``(num_segments, 5)``.
+        passage: Row of each segment's passages in a ``PassageTable``, one segment after the other.
+        sent, launches: Seconds of the collectives that each segment sends, one segment after the other, and what the
+            host takes to launch each (0: it needs no launch).
+        compute_share: Part of a sent one that the computation loses, shape ``(num_segments,)``.
     """
 
-    seconds: Floats
+    events: Ints
+    places: Longs
+    passage: Longs
+    sent: Floats
     launches: Floats
-    compute_share: float
-    has_host: bool
-    joined: bool
+    compute_share: Floats
 
 
-class EventPaths(NamedTuple):
-    """Longest paths through a segment; seconds; all arrays are filled.
+class StreamSeconds(NamedTuple):
+    """Where the time of segments goes; seconds.
 
     Attributes:
-        transition: To clock, from clock; ``-inf`` where none leads; the host starts with the computation; shape
-            ``(num_clocks, num_clocks)``.
-        carried: The same where the host is a clock of its own, the last; shape ``(num_clocks + 1, num_clocks + 1)``.
-        by_stream: Added to: seconds of what is run by stream, shape ``(num_streams,)``.
-        lost: Added to: seconds that the computation waits for the host (``TO_HOST``) and for sent collectives
-            (``TO_SENT``), when nothing else is under way at the start.
+        passages: Of each passage by stream, shape ``(num_passages, num_streams)``.
+        node_stream: Stream of each node of all passages.
+        totals: Added to: seconds of what is run by stream, and last those that the computation waits for the host if
+            nothing else is under way at the start; shape ``(num_streams + 1,)``.
     """
 
-    transition: Floats
-    carried: Floats
-    by_stream: Floats
-    lost: Floats
+    passages: Floats
+    node_stream: NDArray[np.int8]
+    totals: Floats
+
+
+NO_STREAMS = StreamSeconds(np.empty((0, 0)), np.empty(0, dtype=np.int8), np.empty(0))
+
+
+class OutsideEvents(NamedTuple):
+    """The part of every time that comes from work outside of what was measured; seconds.
+
+    Attributes:
+        paths, nodes: Of those of ``PassageTable``, same shapes.
+        sent: Of those of ``SegmentList``, same shape.
+        ends: Of those of ``run_events``, same shape; filled.
+    """
+
+    paths: Floats
+    nodes: Floats
+    sent: Floats
+    ends: Floats
 
 
 class _Clocks(NamedTuple):
     """Where the walk over events is.
 
     Attributes:
-        now: The clocks, the host's the last.
+        now: The clocks, shape ``(HOST + 1,)``.
         finish: End of each event that was sent.
-        counts: Whether to add to ``EventPaths.by_stream`` and ``lost``.
+        now_outside, finish_outside: The parts of these outside of what was measured.
+        counts: Whether to add to ``StreamSeconds.totals``.
     """
 
     now: Floats
     finish: Floats
+    now_outside: Floats
+    finish_outside: Floats
     counts: bool
 
 
 @compiled
-def run_events(events: Ints, passages: PassageTable, sent: SentTable, paths: EventPaths) -> None:
-    """Find the longest paths through a segment's events from each clock to each.
+def run_events(
+    segments: SegmentList,
+    passages: PassageTable,
+    streams: StreamSeconds,
+    outside: OutsideEvents | None,
+    ends: Floats,
+) -> None:
+    """Find the longest paths through segments' events from each of the starts to each clock.
 
-    The walk over the events starts once from every clock alone.  Where there is a host, without which no node starts,
-    there are two further starts: from the computation without the host, and from the host without the computation.
+    Args:
+        segments: Which segments.
+        passages: What they run.
+        streams: Added to; arrays of length 0 if not wanted.
+        outside: Filled, if wanted.
+        ends: Filled: the clocks at the end of each segment from each of the first starts of ``STARTS``; ``-inf``
+            where none leads; shape ``(num_segments, num_starts, HOST + 1)``.
     """
-    num_clocks = len(paths.transition)
-    now, finish = np.empty(num_clocks + 1), np.empty(len(events))
-    alone, by_host = num_clocks, num_clocks + 1
-    paths.carried[:] = -np.inf
-    for start in range(num_clocks + 2 if sent.has_host else num_clocks):
-        now[:] = -np.inf
-        if start < by_host:
-            now[start if start < alone else 0] = 0.0
-        if start == 0 or start == by_host:
-            now[num_clocks] = 0.0
-        _run_from(events, passages, sent, paths, _Clocks(now, finish, start == 0))
-        latest = -np.inf
-        for to in range(num_clocks):
-            latest = max(latest, now[to])
-        for to in range(num_clocks):
-            end = latest if sent.joined else now[to]
-            if start < alone:
-                paths.transition[to, start] = end
-            if start > 0 or not sent.has_host:
-                paths.carried[to, start if start < alone else (start - alone) * num_clocks] = end
-        if start == by_host:
-            paths.carried[num_clocks, num_clocks] = now[num_clocks]
-    if not sent.has_host:
-        paths.carried[num_clocks, num_clocks] = 0.0
+    longest = 0
+    for at in range(len(ends)):
+        longest = max(longest, segments.places[at, 1] - segments.places[at, 0])
+    now, finish, now_outside, finish_outside = (
+        np.empty(HOST + 1),
+        np.empty(longest),
+        np.empty(HOST + 1),
+        np.empty(longest),
+    )
+    counts = len(streams.totals) > 0
+    for at in range(len(ends)):
+        joined = segments.places[at, 4] != 0
+        for start in range(ends.shape[1]):
+            for clock in range(HOST + 1):
+                now[clock], now_outside[clock] = STARTS[start, clock], 0.0
+            clocks = _Clocks(now, finish, now_outside, finish_outside, counts and start == 0)
+            _run_from(segments, at, passages, clocks, streams, outside)
+            last = 0
+            for clock in range(1, NUM_CLOCKS):
+                if now[clock] > now[last]:
+                    last = clock
+            for clock in range(HOST + 1):
+                end = last if joined and clock < NUM_CLOCKS else clock
+                ends[at, start, clock] = now[end]
+                if outside is not None:
+                    outside.ends[at, start, clock] = now_outside[end]
 
 
-def _run_from(events: Ints, passages: PassageTable, sent: SentTable, paths: EventPaths, clocks: _Clocks) -> None:
-    """Let all events happen, from where the clocks are."""
-    now, finish, counts = clocks
-    pending, newest = 0.0, -1  # seconds that the next run loses to what was sent since the last, and that run
-    for at in range(len(events)):
-        kind, what = events[at, KIND], events[at, WHAT]
-        finish[at] = -np.inf
+def _run_from(
+    segments: SegmentList,
+    at: int,
+    passages: PassageTable,
+    clocks: _Clocks,
+    streams: StreamSeconds,
+    outside: OutsideEvents | None,
+) -> None:
+    """Let all events of one segment happen, from where the clocks are."""
+    events, now, share = segments.events, clocks.now, segments.compute_share[at]
+    begin, first_passage, first_sent = segments.places[at, 0], segments.places[at, 2], segments.places[at, 3]
+    pending, pending_outside, newest = 0.0, 0.0, -1  # what the next run loses to what was sent since the last
+    for row in range(begin, segments.places[at, 1]):
+        event = row - begin
+        kind, what = events[row, KIND], events[row, WHAT]
         if kind == RUN:
             now[0] += pending
-            if counts:
-                paths.lost[TO_SENT] += pending
-            pending, newest = 0.0, at
-            first, last = events[at, FIRST], events[at, LAST]
-            begin = passages.bounds[what]
-            if last - first == passages.bounds[what + 1] - begin:
-                _run_whole(what, events[at, TIMES], passages, sent.has_host, paths, clocks)
+            if outside is not None:
+                clocks.now_outside[0] += pending_outside
+            pending, pending_outside, newest = 0.0, 0.0, event
+            passage = segments.passage[first_passage + what]
+            first, last, node = events[row, FIRST], events[row, LAST], passages.bounds[passage]
+            if last - first == passages.bounds[passage + 1] - node:
+                _run_whole(passage, events[row, TIMES], passages, clocks, streams, outside)
             else:
-                _run_nodes(begin + first, begin + last, passages, paths, clocks)
+                _run_nodes(node + first, node + last, passages, clocks, streams, outside)
         elif kind == WAIT:
-            if finish[what] > now[0]:
-                if counts:
-                    paths.lost[TO_SENT] += finish[what] - now[0]
-                now[0] = finish[what]
-            if what > newest and events[what, KIND] == SEND:
-                pending -= sent.compute_share * sent.seconds[events[what, WHAT]]
+            if clocks.finish[what] > now[0]:
+                now[0] = clocks.finish[what]
+                if outside is not None:
+                    clocks.now_outside[0] = clocks.finish_outside[what]
+            if what > newest and events[begin + what, KIND] == SEND:
+                work = first_sent + events[begin + what, WHAT]
+                pending -= share * segments.sent[work]
+                if outside is not None:
+                    pending_outside -= share * outside.sent[work]
         else:
-            _send(events, at, sent, clocks)
+            work = first_sent + what
+            _send(segments, row, event, work, clocks, outside)
             if kind == SEND:
-                pending += sent.compute_share * sent.seconds[what]
+                pending += share * segments.sent[work]
+                if outside is not None:
+                    pending_outside += share * outside.sent[work]
             else:
-                if counts:
-                    paths.lost[TO_SENT] += finish[at] - now[0]
-                now[0] = finish[at]
+                now[0] = clocks.finish[event]
+                if outside is not None:
+                    clocks.now_outside[0] = clocks.finish_outside[event]
 
 
 def _run_whole(
-    what: int, times: int, passages: PassageTable, has_host: bool, paths: EventPaths, clocks: _Clocks
+    passage: int,
+    times: int,
+    passages: PassageTable,
+    clocks: _Clocks,
+    streams: StreamSeconds,
+    outside: OutsideEvents | None,
 ) -> None:
     """Run a whole passage some times."""
-    now, host = clocks.now, len(clocks.now) - 1
-    own, of_host = passages.paths[what, COMPUTATION], passages.paths[what, OF_HOST]
+    now, now_outside = clocks.now, clocks.now_outside
+    own, of_host = passages.paths[passage, COMPUTATION], passages.paths[passage, OF_HOST]
     end = now[0] + times * own
-    if has_host:
-        end = max(end, now[host] + passages.paths[what, FROM_HOST] + (times - 1) * max(own, of_host))
-        now[host] += times * of_host
+    launched = now[HOST] + passages.paths[passage, FROM_HOST] + (times - 1) * max(own, of_host)
+    by_host = launched > end
+    now[0] = launched if by_host else end
+    now[HOST] += times * of_host
     if clocks.counts:
-        if has_host:
-            paths.lost[TO_HOST] += end - now[0] - times * own
-        for stream in range(len(paths.by_stream)):
-            paths.by_stream[stream] += times * passages.by_stream[what, stream]
-    now[0] = end
+        for stream in range(streams.passages.shape[1]):
+            streams.totals[stream] += times * streams.passages[passage, stream]
+        if by_host:
+            streams.totals[-1] += launched - end
+    if outside is not None:
+        more = outside.paths[passage, COMPUTATION]
+        if by_host:
+            now_outside[0] = now_outside[HOST] + outside.paths[passage, FROM_HOST]
+            if own >= of_host:
+                now_outside[0] += (times - 1) * more
+        else:
+            now_outside[0] += times * more
 
 
-def _run_nodes(begin: int, end: int, passages: PassageTable, paths: EventPaths, clocks: _Clocks) -> None:
+def _run_nodes(
+    begin: int,
+    end: int,
+    passages: PassageTable,
+    clocks: _Clocks,
+    streams: StreamSeconds,
+    outside: OutsideEvents | None,
+) -> None:
     """Run some nodes of a passage one after the other."""
-    now, host = clocks.now, len(clocks.now) - 1
+    now, now_outside = clocks.now, clocks.now_outside
     for node in range(begin, end):
         launch, seconds = passages.launches[node], passages.nodes[node]
+        waited = 0.0
         if launch > 0.0:
-            now[host] += launch
-            if clocks.counts:
-                paths.lost[TO_HOST] += max(now[host] - now[0], 0.0)
-            now[0] = max(now[0], now[host])
+            now[HOST] += launch
+            if now[HOST] > now[0]:
+                waited = now[HOST] - now[0]
+                now[0] = now[HOST]
+                if outside is not None:
+                    now_outside[0] = now_outside[HOST]
         now[0] += seconds
         if clocks.counts:
-            paths.by_stream[passages.streams[node]] += seconds
+            streams.totals[streams.node_stream[node]] += seconds
+            streams.totals[-1] += waited
+        if outside is not None:
+            now_outside[0] += outside.nodes[node]
 
 
-def _send(events: Ints, at: int, sent: SentTable, clocks: _Clocks) -> None:
-    """Run a collective on its own clock, from when the computation has reached it, unless it is early."""
-    now, host = clocks.now, len(clocks.now) - 1
-    what, clock, sends = events[at, WHAT], events[at, CLOCK], events[at, KIND] == SEND
-    begin, launch = now[clock], sent.launches[what]
-    now[host] += launch
-    if not sends or events[at, EARLY] == 0:
-        begin = max(begin, now[0])
-        if launch > 0.0:
-            begin = max(begin, now[host])
-    if sends and events[at, FOLLOWS] >= 0:
-        begin = max(begin, clocks.finish[events[at, FOLLOWS]])
-    now[clock] = clocks.finish[at] = begin + sent.seconds[what]
+def _send(
+    segments: SegmentList, row: int, event: int, work: int, clocks: _Clocks, outside: OutsideEvents | None
+) -> None:
+    """Run a collective on its own clock, from when the computation has reached it, unless it is early.
+
+    Args:
+        segments, clocks, outside: As elsewhere.
+        row: Of its event in ``SegmentList.events``.
+        event: The number of that within its segment.
+        work: Its place in ``SegmentList.sent``.
+    """
+    now, now_outside, finish = clocks.now, clocks.now_outside, clocks.finish
+    clock, sends = segments.events[row, CLOCK], segments.events[row, KIND] == SEND
+    launch, follows = segments.launches[work], segments.events[row, FOLLOWS]
+    now[HOST] += launch
+    last = clock
+    if not sends or segments.events[row, EARLY] == 0:
+        if now[0] > now[last]:
+            last = 0
+        if launch > 0.0 and now[HOST] > now[last]:
+            last = HOST
+    begin, part = now[last], now_outside[last]
+    if sends and follows >= 0 and finish[follows] > begin:
+        begin, part = finish[follows], clocks.finish_outside[follows]
+    now[clock] = finish[event] = begin + segments.sent[work]
+    if outside is not None:
+        now_outside[clock] = clocks.finish_outside[event] = part + outside.sent[work]
+
+
+def to_from(ends: Floats, *, carried: bool, nothing: float = -np.inf) -> Floats:
+    """Longest paths to each clock, from each.
+
+    Args:
+        ends: As filled by ``run_events``, shape ``(..., num_starts, HOST + 1)``.
+        carried: Whether the host is a clock of its own, the last; otherwise it starts with the computation.
+        nothing: Where no path leads.
+
+    Returns:
+        Shape ``(..., NUM_CLOCKS, NUM_CLOCKS)``, ``(..., HOST + 1, HOST + 1)`` if carried.
+    """
+    if carried and ends.shape[-2] == len(STARTS):
+        return ends[..., _EACH_ALONE, :].swapaxes(-1, -2)
+    paths = ends[..., :NUM_CLOCKS, :NUM_CLOCKS].swapaxes(-1, -2)
+    if not carried:
+        return paths
+    beside = np.full((*ends.shape[:-2], HOST + 1, HOST + 1), nothing)  # nothing is launched: the host does nothing
+    beside[..., :NUM_CLOCKS, :NUM_CLOCKS] = paths
+    beside[..., HOST, HOST] = 0.0
+    return beside

@@ -9,8 +9,11 @@ three rules (``advance``):
   (max-plus algebra).
 * Message: it starts once both sides have posted it.  A rank that waits for it is held until it has passed.
 
-The full run (``run_entries``), the run that skips what repeats (``run_periods``) and the stand-in's run all call
+The full run (``run_entries``), the runs that skip what repeats (``run_periods``) and the stand-in's run all call
 ``advance``.  The derivative (``trace_path``) follows the causes that a full run has logged, so it repeats no rule.
+
+Beside every time may run its *outside*: the part of it, in seconds, that comes from work outside of what was measured.
+It follows the longest path, so it is the derivative of the time by the durations of that work, times these.
 """
 
 from __future__ import annotations
@@ -52,14 +55,35 @@ class State(NamedTuple):
     """Where a run is; seconds.
 
     Attributes:
-        clocks: Of each rank, shape ``(num_ranks, K)``; 0 at the start.
+        clocks: Of each rank, shape ``(num_ranks, K)``.
         posted: When the sender and the receiver were ready, shape ``(num_messages, 2)``; filled.
-        after: Clock 0 after each entry of one period, shape ``(period,)``; empty if nothing repeats.
+        after: Clock 0 after each entry of the last two periods, in turn; shape ``(2, period)``; filled.
+        before: ``clocks`` before the last period, same shape; filled.
     """
 
     clocks: Floats
     posted: Floats
     after: Floats
+    before: Floats
+
+
+def at_rest(num_ranks: int, num_messages: int, num_clocks: int, period: int = 0) -> State:
+    """The state in which every run begins; ``period``: entries of a period, 0 if nothing repeats."""
+    shape = num_ranks, num_clocks
+    return State(np.zeros(shape), np.empty((num_messages, 2)), np.empty((2, period)), np.empty(shape))
+
+
+class Outside(NamedTuple):
+    """The part of every time that comes from work outside of what was measured; seconds.
+
+    Attributes:
+        transition, message: Of those of ``Durations``, same shapes.
+        state: Of the times of the run's state, same shapes.
+    """
+
+    transition: Floats
+    message: Floats
+    state: State
 
 
 class Log(NamedTuple):
@@ -122,21 +146,32 @@ class Uses(NamedTuple):
     host: Floats
 
 
-def advance(entries: Entries, durations: Durations, state: State, log: Log | None, begin: int, end: int) -> None:
-    """Let the entries from ``begin`` to ``end`` (exclusive) happen: all rules of the clock.
+APART = -1  # in place of 0 or 1, the turn of a period: entries that are part of none
+
+
+def advance(
+    entries: Entries,
+    durations: Durations,
+    state: State,
+    log: Log | None,
+    outside: Outside | None,
+    span: tuple[int, int, int],
+) -> None:
+    """Let some entries happen: all rules of the clock.
 
     Args:
         entries, durations: What happens.
         state: Where the run is; moved on.
         log: Filled, if there is one.
-        begin, end: Which entries.
+        outside: Moved on beside the state, if it is wanted.
+        span: The first entry; the one behind the last; the row of ``State.after`` that is filled, or ``APART``.
     """
     ops, ranks, items, sides = entries
     segment_of, transition, message_seconds, host, numbers = durations
-    clocks, posted, after = state
+    clocks, posted, after, _ = state
+    begin, end, turn = span
     num_clocks = len(numbers)
-    start = np.zeros(num_clocks)
-    follows = len(after) > 0
+    start, brought = np.zeros(num_clocks), np.zeros(num_clocks)
     for entry in range(begin, end):
         op, rank, at = ops[entry], ranks[entry], items[entry]
         if op != WAIT:
@@ -145,6 +180,8 @@ def advance(entries: Entries, durations: Durations, state: State, log: Log | Non
             segment = segment_of[at]
             for clock in range(num_clocks):
                 start[clock] = clocks[rank, clock]
+                if outside is not None:
+                    brought[clock] = outside.state.clocks[rank, clock]
             for to in range(num_clocks):
                 latest, cause = -np.inf, 0
                 for clock in range(num_clocks):
@@ -154,87 +191,132 @@ def advance(entries: Entries, durations: Durations, state: State, log: Log | Non
                 clocks[rank, to] = latest
                 if log is not None:
                     log.start[at, to], log.finish[at, to], log.cause[at, to] = start[to], latest, cause
+                if outside is not None:
+                    outside.state.clocks[rank, to] = brought[cause] + outside.transition[segment, to, cause]
         elif op == WAIT:
-            begins = max(posted[at, 0], posted[at, 1])
+            late = 1 if posted[at, 1] > posted[at, 0] else 0
+            begins = posted[at, late]
             passed = begins + message_seconds[at]
             holds = passed > clocks[rank, 0]
             if holds:
                 clocks[rank, 0] = passed
+                if outside is not None:
+                    outside.state.clocks[rank, 0] = outside.state.posted[at, late] + outside.message[at]
             if log is not None:
                 log.message_start[at], log.message_finish[at] = begins, passed
-                log.late[at], log.held[at, sides[entry]] = posted[at, 1] > posted[at, 0], holds
+                log.late[at], log.held[at, sides[entry]] = late, holds
         else:
             posted[at, sides[entry]] = clocks[rank, 0]
-        if follows:
-            after[entry - begin] = clocks[rank, 0]
+            if outside is not None:
+                outside.state.posted[at, sides[entry]] = outside.state.clocks[rank, 0]
+        if turn != APART:
+            after[turn, entry - begin] = clocks[rank, 0]
+            if outside is not None:
+                outside.state.after[turn, entry - begin] = outside.state.clocks[rank, 0]
 
 
 run_entries = compiled(advance)
 
 
 @compiled
-def run_periods(entries: Entries, durations: Durations, state: State, steady: Steady) -> None:
-    """Let all entries happen, except for periods that only repeat the one before.
+def run_periods(entries: Entries, durations: Durations, state: State, outside: Outside | None, steady: Steady) -> None:
+    """Let all entries happen in some runs that differ in durations alone, but for periods that repeat the one before.
+
+    Args:
+        entries: What happens.
+        durations: What it takes; ``transition`` and ``message`` have a first axis of runs.
+        state: Where each run begins and, filled, where it ends; ``clocks`` has a first axis of runs.
+        outside: Moved on beside the state, if it is wanted; likewise.
+        steady: What repeats.
+    """
+    segment, transition, message, host, numbers = durations
+    clocks, posted, after, before = state
+    for run in range(len(clocks)):
+        own = None
+        if outside is not None:
+            beside = outside.state
+            of_clocks = State(beside.clocks[run], beside.posted, beside.after, beside.before)
+            own = Outside(outside.transition[run], outside.message[run], of_clocks)
+        takes = Durations(segment, transition[run], message[run], host, numbers)
+        _run_periods(entries, takes, State(clocks[run], posted, after, before), own, steady)
+
+
+def _run_periods(entries: Entries, durations: Durations, state: State, outside: Outside | None, steady: Steady) -> None:
+    """Let all entries of one run happen, except for periods that only repeat the one before.
 
     Once all clocks and all posts move on by the same time from one period to the next, they do so until the pattern
     ends (the state of a max-plus system decides its future), and the rest of the periods is skipped.  A host that
     moves on by less is never waited for again.
-
-    Args:
-        entries, durations: What happens.
-        state: Where the run begins and, filled, where it ends; ``after`` is not used.
-        steady: What repeats.
     """
-    clocks, posted, _ = state
-    after = np.zeros((2, steady.length))  # of this period and of the one before, in turn
-    ends = clocks.copy()  # all clocks at the end of the period before
     period, alike = -1, 0  # what comes before the first period is -1
     while period <= steady.periods:
-        repeats = 0 <= period < steady.periods
-        begin, end = steady.first + period * steady.length, len(entries.op)
-        if repeats:
-            end = begin + steady.length
+        begin, end, turn = steady.first + period * steady.length, len(entries.op), APART
+        if 0 <= period < steady.periods:
+            end, turn = begin + steady.length, period % 2
         elif period < 0:
             begin, end = 0, steady.first
-        now, before = after[period % 2], after[1 - period % 2]
-        advance(entries, durations, State(clocks, posted, now if repeats else now[:0]), None, begin, end)
+        advance(entries, durations, state, None, outside, (begin, end, turn))
         period += 1
-        if repeats:
-            alike = alike + 1 if period > 1 and _moves_on(now, before, clocks, ends) else 0
-            if alike > steady.lag and period < steady.periods:
-                _skip(entries, state, ends, steady, period, now[0] - before[0])
-                period = steady.periods
-            for rank in range(len(clocks)):
-                for clock in range(clocks.shape[1]):
-                    ends[rank, clock] = clocks[rank, clock]
+        if turn == APART:
+            continue
+        alike = alike + 1 if period > 1 and _moves_on(state, outside, turn) else 0
+        if alike > steady.lag and period < steady.periods:
+            _skip(entries, state, steady, period)
+            if outside is not None:
+                _skip(entries, outside.state, steady, period)
+            period = steady.periods
+        _note_clocks(state)
+        if outside is not None:
+            _note_clocks(outside.state)
 
 
-def _moves_on(now: Floats, before: Floats, clocks: Floats, ends: Floats) -> bool:
-    """Whether clock 0 moved on by the same time after every entry, no other clock did, and no host by more."""
-    shift = now[0] - before[0]
-    for place in range(len(now)):
-        if not abs(now[place] - before[place] - shift) <= TOLERANCE * now[place]:
+def _note_clocks(state: State) -> None:
+    """Keep the clocks for the next period."""
+    for rank in range(len(state.clocks)):
+        for clock in range(state.clocks.shape[1]):
+            state.before[rank, clock] = state.clocks[rank, clock]
+
+
+def _moves_on(state: State, outside: Outside | None, turn: int) -> bool:
+    """Whether clock 0 moved on by the same time after every entry, no other clock did, and no host by more.
+
+    Args:
+        state: After a period.
+        outside: Its parts on clock 0 too must move on alike, if they are wanted.
+        turn: Row of that period in ``after``.
+    """
+    clocks, before, after = state.clocks, state.before, state.after
+    shift = after[turn, 0] - after[1 - turn, 0]
+    for place in range(after.shape[1]):
+        tolerance = TOLERANCE * after[turn, place]
+        if not abs(after[turn, place] - after[1 - turn, place] - shift) <= tolerance:
             return False
+        if outside is not None:
+            parts = outside.state.after
+            if (
+                not abs(parts[turn, place] - parts[1 - turn, place] - (parts[turn, 0] - parts[1 - turn, 0]))
+                <= tolerance
+            ):
+                return False
     for rank in range(len(clocks)):
         for clock in range(1, clocks.shape[1]):
             if clock == HOST:
-                if not clocks[rank, clock] - ends[rank, clock] <= shift * (1.0 + TOLERANCE):
+                if not clocks[rank, clock] - before[rank, clock] <= shift * (1.0 + TOLERANCE):
                     return False
-            elif clocks[rank, clock] != ends[rank, clock]:
+            elif clocks[rank, clock] != before[rank, clock]:
                 return False
     return True
 
 
-def _skip(entries: Entries, state: State, ends: Floats, steady: Steady, period: int, shift: float) -> None:
+def _skip(entries: Entries, state: State, steady: Steady, period: int) -> None:
     """Let all periods from ``period`` on pass as the last one did.
 
     Args:
         entries, state, steady: As in ``run_periods``.
-        ends: All clocks before the last period.
         period: The first that is skipped.
-        shift: What clock 0 moved on by in the last period.
     """
-    clocks, posted = state.clocks, state.posted
+    clocks, posted, turn = state.clocks, state.posted, (period - 1) % 2
+    shift = state.after[turn, 0] - state.after[1 - turn, 0]
     left, begin = steady.periods - period, steady.first + period * steady.length
     for entry in range(begin - steady.lag * steady.length, begin):
         if entries.op[entry] == POST:
@@ -243,7 +325,7 @@ def _skip(entries: Entries, state: State, ends: Floats, steady: Steady, period: 
     for rank in range(len(clocks)):
         clocks[rank, 0] += left * shift
         if clocks.shape[1] > HOST:
-            clocks[rank, HOST] += left * (clocks[rank, HOST] - ends[rank, HOST])
+            clocks[rank, HOST] += left * (clocks[rank, HOST] - state.before[rank, HOST])
 
 
 @compiled

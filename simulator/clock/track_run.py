@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.simulator.clock.engine import Floats, Ints
 from stepsight.simulator.clock.kernel import (
+    APART,
     Durations,
     Log,
-    State,
-    Steady,
+    Outside,
     Uses,
+    at_rest,
     new_log,
     run_entries,
     run_periods,
@@ -21,8 +23,6 @@ from stepsight.simulator.clock.kernel import (
 )
 from stepsight.simulator.clock.track import Track, steady_state
 from stepsight.simulator.runtimes.entries import COMPUTE, POST, Entries
-
-_NO_SECONDS = np.empty(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,10 +88,10 @@ def run_track(
         host_action_s: What the host takes before each action.
         host_message_s: What it takes to post a side of a message.
     """
-    state = _at_rest(track.num_stages, track.num_messages, transition.shape[1])
+    state = at_rest(track.num_stages, track.num_messages, transition.shape[1])
     log = new_log(track.num_actions, track.num_messages, transition.shape[1])
     durations = _durations(track, segment, transition, message_seconds, (host_action_s, host_message_s))
-    run_entries(track.unsigned, durations, state, log, 0, len(track.entries.op))
+    run_entries(track.unsigned, durations, state, log, None, (0, len(track.entries.op), APART))
     return TrackRun(track, segment, transition, state.clocks, state.posted, log)
 
 
@@ -107,16 +107,54 @@ def track_clocks(
 
     Most of a long schedule does the same again and again, and is skipped.
     """
-    durations = _durations(track, segment, transition, message_seconds, (host_action_s, host_message_s))
-    state = _at_rest(track.num_stages, track.num_messages, transition.shape[1])
-    run_periods(track.unsigned, durations, state, steady_state(track))
-    return state.clocks
+    takes = Taken(transition[None], message_seconds[None])
+    clocks: Floats = many_clocks(track, segment, takes, None, (host_action_s, host_message_s))[0][0]
+    return clocks
+
+
+class Taken(NamedTuple):
+    """What the entries of a track take in many runs, or the part of that outside of what was measured; seconds.
+
+    Attributes:
+        transition: Of each segment of each run, shape ``(num_runs, num_segments, K, K)``: to clock, from clock.
+        message: Of each message of each run, shape ``(num_runs, num_messages)``.
+    """
+
+    transition: Floats
+    message: Floats
+
+
+def many_clocks(
+    track: Track, segment: Ints, takes: Taken, far: Taken | None, host: tuple[float, float]
+) -> tuple[Floats, Floats | None]:
+    """The clocks at the end of many runs, each as ``track_clocks``.
+
+    Args:
+        track: What ranks do in every run.
+        segment: Of each action, shape ``(num_actions,)``.
+        takes: What the entries take.
+        far: The parts of that outside of what was measured, if these are wanted.
+        host: What the host takes before each action, and to post a side of a message.
+
+    Returns:
+        The clocks, shape ``(num_runs, num_stages, K)``; and the parts of them outside of what was measured.
+    """
+    durations = _durations(track, segment, takes.transition, takes.message, host)
+    steady = steady_state(track)
+    shape = (len(takes.message), track.num_stages, takes.transition.shape[-1])
+    state = at_rest(track.num_stages, track.num_messages, shape[-1], steady.length)._replace(clocks=np.zeros(shape))
+    outside = None
+    if far is not None:
+        beside = at_rest(track.num_stages, track.num_messages, shape[-1], steady.length)
+        outside = Outside(far.transition, far.message, beside._replace(clocks=np.zeros(shape)))
+    run_periods(track.unsigned, durations, state, outside, steady)
+    return state.clocks, None if outside is None else outside.state.clocks
 
 
 def end_clocks(entries: Entries, durations: Durations) -> Floats:
     """The clocks of all ranks after any entries, shape ``(num_ranks, K)``."""
-    state = _at_rest(len(durations.host), len(durations.message), len(durations.clocks))
-    run_periods(entries.unsigned(), durations, state, Steady())
+    state = at_rest(len(durations.host), len(durations.message), len(durations.clocks))
+    run_entries(entries.unsigned(), durations, state, None, None, (0, len(entries.op), APART))
     return state.clocks
 
 
@@ -153,10 +191,5 @@ def _durations(
     """What the entries of a track take, where every stage's host takes the same before an action, and before a post."""
     of_stages = np.empty((track.num_stages, 2))
     of_stages[:] = host
-    numbers = tuple(range(transition.shape[1]))
+    numbers = tuple(range(transition.shape[-1]))
     return Durations(segment.view(np.uint32), transition, message_seconds, of_stages, numbers)
-
-
-def _at_rest(num_ranks: int, num_messages: int, num_clocks: int) -> State:
-    """The state in which every run begins."""
-    return State(np.zeros((num_ranks, num_clocks)), np.empty((num_messages, 2)), _NO_SECONDS)

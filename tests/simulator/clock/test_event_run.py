@@ -1,10 +1,20 @@
 """Longest paths through events, rule by rule, on events written by hand."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
 from stepsight.simulator.clock.codes import BLOCK, DATA, HOST, NUM_CLOCKS, RUN, SECOND, SEND, WAIT
-from stepsight.simulator.clock.event_run import TO_HOST, TO_SENT, EventPaths, PassageTable, SentTable, run_events
+from stepsight.simulator.clock.engine import Floats
+from stepsight.simulator.clock.event_run import (
+    STARTS,
+    PassageTable,
+    SegmentList,
+    StreamSeconds,
+    run_events,
+    to_from,
+)
 
 INF = np.inf
 Row = tuple[int, ...]
@@ -15,31 +25,40 @@ STREAM = ([0, 1, 0], [1])
 SENT_S = (10.0, 3.0)
 
 
-def run(
-    *rows: Row, launch: float = 0.0, sent_launch: float = 0.0, share: float = 0.0, joined: bool = False
-) -> EventPaths:
+@dataclass
+class Paths:
+    """Longest paths through a segment: with the host and the computation as one clock, and as two; seconds by stream
+    and waiting for the host."""
+
+    transition: Floats
+    carried: Floats
+    by_stream: Floats
+    host: float
+
+
+def run(*rows: Row, launch: float = 0.0, sent_launch: float = 0.0, share: float = 0.0, joined: bool = False) -> Paths:
     """Every node takes the host ``launch``, every collective ``sent_launch``."""
-    events = np.array([[*row, *[0] * (8 - len(row))] for row in rows], dtype=np.int32).reshape(-1, 8)
-    has_host = launch > 0 or sent_launch > 0
     paths = []
     for seconds in SECONDS:
         launched = launch * np.arange(1, len(seconds) + 1)
         by_host = max(launched[at] + sum(seconds[at:]) for at in range(len(seconds))) if launch else -INF
         paths.append((sum(seconds), by_host, launch * len(seconds)))
-    passages = PassageTable(
-        np.array(paths),
-        np.array([np.bincount(s, t, minlength=2) for s, t in zip(STREAM, SECONDS, strict=True)]),
-        np.concatenate(SECONDS),
-        np.full(4, launch),
-        np.concatenate(STREAM).astype(np.int8),
-        np.array([0, 3, 4]),
+    passages = PassageTable(np.array(paths), np.concatenate(SECONDS), np.full(4, launch), np.array([0, 3, 4]))
+    segments = SegmentList(
+        np.array([[*row, *[0] * (8 - len(row))] for row in rows], dtype=np.int32).reshape(-1, 8),
+        np.array([[0, len(rows), 0, 0, joined]]),
+        np.arange(2),
+        np.array(SENT_S),
+        np.full(2, sent_launch),
+        np.array([share]),
     )
-    sent = SentTable(np.array(SENT_S), np.full(2, sent_launch), share, has_host, joined)
-    out = EventPaths(
-        np.full((NUM_CLOCKS, NUM_CLOCKS), np.nan), np.full((HOST + 1, HOST + 1), np.nan), np.zeros(2), np.zeros(2)
-    )
-    run_events(events, passages, sent, out)
-    return out
+    of_passages = np.array([np.bincount(s, t, minlength=2) for s, t in zip(STREAM, SECONDS, strict=True)])
+    streams = StreamSeconds(of_passages, np.concatenate(STREAM).astype(np.int8), np.zeros(3))
+    starts = len(STARTS) if launch > 0 or sent_launch > 0 else NUM_CLOCKS
+    ends = np.full((1, starts, HOST + 1), np.nan)
+    run_events(segments, passages, streams, None, ends)
+    transition, carried = to_from(ends[0], carried=False), to_from(ends[0], carried=True)
+    return Paths(transition, carried, streams.totals[:-1], float(streams.totals[-1]))
 
 
 WHOLE, LAST_TWO = (RUN, 0, 0, 3, 1), (RUN, 0, 1, 3, 1)
@@ -65,7 +84,6 @@ def test_a_sent_collective_starts_when_the_computation_reaches_it() -> None:
     paths = run(WHOLE, (SEND, 0, DATA, -1, 0), (RUN, 1, 0, 1, 1))
     assert paths.transition[:2, 0].tolist() == [15.0, 17.0]
     assert paths.transition[:2, 1].tolist() == [-INF, 10.0]  # its stream alone
-    assert paths.lost[TO_SENT] == 0.0
 
 
 def test_an_early_collective_waits_for_its_stream_alone() -> None:
@@ -87,15 +105,13 @@ def test_a_wait_is_for_the_event_that_it_names() -> None:
     sends = ((SEND, 0, DATA, -1, 0), (SEND, 1, SECOND, -1, 0))
     long, short = run(*sends, (WAIT, 0), WHOLE), run(*sends, (WAIT, 1), WHOLE)
     assert (long.transition[0, 0], short.transition[0, 0]) == (17.0, 10.0)
-    assert (long.lost[TO_SENT], short.lost[TO_SENT]) == (10.0, 3.0)
-    assert run(*sends, (RUN, 1, 0, 1, 1), (WAIT, 1)).lost[TO_SENT] == 0.0  # it had passed
+    assert run(*sends, (RUN, 1, 0, 1, 1), (WAIT, 1)).transition[0, 0] == 8.0  # it had passed
 
 
 def test_a_blocking_collective_holds_the_computation() -> None:
     paths = run((RUN, 0, 0, 1, 1), (BLOCK, 0, DATA), WHOLE)
     assert paths.transition[:2, 0].tolist() == [18.0, 11.0]
     assert paths.transition[:2, 1].tolist() == [17.0, 10.0]  # behind what its stream was at
-    assert paths.lost[TO_SENT] == 10.0
     assert run((BLOCK, 0, DATA), share=0.5).transition[0, 0] == 10.0  # it takes nothing besides
     assert run((SEND, 0, DATA, -1, 0), (BLOCK, 1, SECOND, 0, 1)).transition[2, 0] == 3.0  # neither early nor behind
 
@@ -105,7 +121,6 @@ def test_what_is_sent_takes_its_share_of_the_next_run() -> None:
     sends = ((SEND, 0, DATA, -1, 0), (SEND, 1, SECOND, -1, 0))
     paths = run(*sends, WHOLE, WHOLE, share=0.5)
     assert paths.transition[0, 0] == 14.0 + 6.5
-    assert paths.lost[TO_SENT] == 6.5
     assert run(*sends, (WAIT, 1), WHOLE, share=0.5).transition[0, 0] == 3.0 + 5.0 + 7.0
     assert run(*sends, WHOLE, (WAIT, 0), WHOLE, share=0.5).transition[0, 0] == 13.5 + 7.0
     assert run(WHOLE, *sends, share=0.5).transition[0, 0] == 7.0  # nothing runs beside it
@@ -126,10 +141,10 @@ def test_the_host_launches_nodes_one_after_the_other() -> None:
         assert paths.transition[0, 0] == 13.0
         assert paths.carried[[0, HOST], HOST].tolist() == [13.0, 9.0]
         assert paths.carried[[0, HOST], 0].tolist() == [7.0, -INF]
-        assert paths.lost[TO_HOST] == 6.0
+        assert paths.host == 6.0
     assert run((RUN, 0, 0, 3, 4), launch=3.0).transition[0, 0] == 3 * 9.0 + 13.0  # the host decides
     assert run((RUN, 0, 0, 3, 4), launch=1.0).transition[0, 0] == 4 * 7.0 + 1.0  # the computation does
-    assert run((RUN, 0, 0, 3, 4), launch=1.0).lost[TO_HOST] == 1.0
+    assert run((RUN, 0, 0, 3, 4), launch=1.0).host == 1.0
     assert run((RUN, 0, 0, 3, 4), launch=1.0).carried[HOST, HOST] == 12.0
 
 

@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 from stepsight.simulator.clock.codes import HOST
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.clock.kernel import (
+    APART,
     Durations,
     Log,
     State,
     Steady,
     Uses,
+    at_rest,
     new_log,
     run_entries,
     run_periods,
@@ -42,10 +44,21 @@ def durations(
 def full_run(what: Entries, takes: Durations) -> tuple[State, Log]:
     """All entries, logged."""
     ranks, clocks = len(takes.host), len(takes.clocks)
-    state = State(np.zeros((ranks, clocks)), np.full((len(takes.message), 2), np.nan), np.empty(0))
+    state = at_rest(ranks, len(takes.message), clocks)
     log = new_log(len(takes.segment), len(takes.message), clocks)
-    run_entries(what.unsigned(), takes, state, log, 0, len(what.op))
+    run_entries(what.unsigned(), takes, state, log, None, (0, len(what.op), APART))
     return state, log
+
+
+def skipping_run(what: Entries, takes: Durations, steady: Steady) -> State:
+    """All entries but those of periods that repeat; posts that are never made are NaN."""
+    ranks, clocks = len(takes.host), len(takes.clocks)
+    state = at_rest(ranks, len(takes.message), clocks, steady.length)
+    state.posted[:] = np.nan
+    one = state._replace(clocks=state.clocks[None])
+    given = takes._replace(transition=takes.transition[None], message=takes.message[None])
+    run_periods(what.unsigned(), given, one, None, steady)
+    return state
 
 
 # Two ranks; rank 0 runs action 0 and sends message 0, which rank 1 waits for before action 1.
@@ -178,8 +191,7 @@ def test_skipping_what_repeats_ends_where_running_it_ends(
     what = pipeline(all_periods)
     takes = alternating(transition, all_periods, float(random.uniform(0, 2)), random.uniform(0, 0.1, (2, 2)).tolist())
     state, _ = full_run(what, takes)
-    skipped = State(np.zeros((2, num_clocks)), np.full((all_periods, 2), np.nan), np.empty(0))
-    run_periods(what.unsigned(), takes, skipped, Steady(5 * head, 5, periods, lag))
+    skipped = skipping_run(what, takes, Steady(5 * head, 5, periods, lag))
     assert skipped.clocks == pytest.approx(state.clocks, rel=1e-9)
     assert end_clocks(what, takes) == pytest.approx(state.clocks, rel=1e-12)
 
@@ -195,8 +207,7 @@ def test_a_steady_state_is_skipped(num_clocks: int, runs: bool) -> None:
     if num_clocks == 2:
         transition[:, 1, 1] = 0.5
     what, takes = pipeline(PERIODS), alternating(transition, PERIODS, 0.25, [[0.0, 0.0], [0.0, 0.0]])
-    state = State(np.zeros((2, num_clocks)), np.full((PERIODS, 2), np.nan), np.empty(0))
-    run_periods(what.unsigned(), takes, state, Steady(0, 5, PERIODS, 1))
+    state = skipping_run(what, takes, Steady(0, 5, PERIODS, 1))
     assert np.isnan(state.posted[10:-2]).all() == runs
     assert state.clocks == pytest.approx(full_run(what, takes)[0].clocks)
 
@@ -208,7 +219,6 @@ def test_a_host_that_falls_behind_is_not_skipped() -> None:
     transition[:, 0, 0] = 1.0
     transition[:, 0, HOST], transition[:, HOST, HOST] = -20.0, 2.0
     what, takes = pipeline(PERIODS), alternating(transition, PERIODS, 0.0, [[0.0, 0.0], [0.0, 0.0]])
-    state = State(np.zeros((2, HOST + 1)), np.full((PERIODS, 2), np.nan), np.empty(0))
-    run_periods(what.unsigned(), takes, state, Steady(0, 5, PERIODS, 1))
+    state = skipping_run(what, takes, Steady(0, 5, PERIODS, 1))
     assert state.clocks == pytest.approx(full_run(what, takes)[0].clocks)
     assert state.clocks[0, 0] > PERIODS + 10
