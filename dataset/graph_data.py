@@ -1,72 +1,16 @@
-"""Graphs for learning: a program as a PyTorch Geometric ``HeteroData``, topology only."""
+"""Relations between the nodes of a program, those that may run concurrently included."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.op import Op
 from stepsight.dataset.program import Dependency, Program
-
-if TYPE_CHECKING:
-    from torch_geometric.data import HeteroData
 
 Indices = NDArray[np.int64]
 
-WORK_TYPES = ("op", "collective")
-NODE_TYPES = (*WORK_TYPES, "stream")
 CONCURRENT = "may_run_concurrently"
 RELATIONS = (*(why.value for why in Dependency), CONCURRENT)
-
-
-def edge_types() -> list[tuple[str, str, str]]:
-    """Every edge type of a graph, in a fixed order; each graph has all of them, empty or not."""
-    between = [(source, relation, target) for relation in RELATIONS for source in WORK_TYPES for target in WORK_TYPES]
-    to_stream = [(source, "runs_on", "stream") for source in WORK_TYPES]
-    return [*between, *to_stream, *(("stream", "runs", target) for target in WORK_TYPES)]
-
-
-def to_hetero(program: Program, max_concurrent: int = 16) -> HeteroData:
-    """Topology of a program.
-
-    Shapes: ``k`` nodes of a type, ``e`` edges of a type.
-
-    Args:
-        program: What to draw.
-        max_concurrent: Per node and stream, so many nearest *may run concurrently* partners at most.
-
-    Returns:
-        Node types ``op``, ``collective`` and ``stream`` with ``num_nodes``; the first two with ``index`` ``(k,)``,
-        their places in ``program.nodes``; ``stream`` with ``names``.  All of ``edge_types()`` with ``edge_index``
-        ``(2, e)`` int64, from what precedes to what follows; *may run concurrently* runs both ways.
-    """
-    import torch
-    from torch_geometric.data import HeteroData
-
-    is_op = np.array([isinstance(node.work, Op) for node in program.nodes], dtype=np.bool_)
-    index = {"op": np.flatnonzero(is_op), "collective": np.flatnonzero(~is_op)}
-    place = np.zeros(len(program), dtype=np.int64)  # of each node within its type
-    data = HeteroData()
-    for name, nodes in index.items():
-        place[nodes] = np.arange(len(nodes))
-        data[name].num_nodes = len(nodes)
-        data[name].index = torch.from_numpy(nodes)
-    data["stream"].num_nodes = len(program.streams)
-    data["stream"].names = list(program.streams)
-    pairs = relation_pairs(program, max_concurrent)
-    for relation, found in pairs.items():
-        for source, target in ((s, t) for s in WORK_TYPES for t in WORK_TYPES):
-            chosen = found[:, (is_op[found[0]] == (source == "op")) & (is_op[found[1]] == (target == "op"))]
-            data[source, relation, target].edge_index = torch.from_numpy(place[chosen])
-    number = {stream: position for position, stream in enumerate(program.streams)}
-    stream = np.array([number[node.stream] for node in program.nodes], dtype=np.int64)
-    for name, nodes in index.items():
-        data[name, "runs_on", "stream"].edge_index = torch.from_numpy(np.stack([np.arange(len(nodes)), stream[nodes]]))
-    for name, nodes in index.items():
-        data["stream", "runs", name].edge_index = torch.from_numpy(np.stack([stream[nodes], np.arange(len(nodes))]))
-    return data
 
 
 def relation_pairs(program: Program, max_concurrent: int = 16) -> dict[str, Indices]:

@@ -107,7 +107,7 @@ class TracedSegment:
 
     Attributes:
         program: Its nodes and the edges among them; ``program.label`` is the label too.
-        slot_s: ``(n,)``, in-context seconds of each node, profiling overhead removed.
+        slot_s: ``(n,)``, in-context seconds of each node, profiling overhead removed; NaN where nobody knows them.
         label: ``forward``, ``backward`` or ``optimizer``.
         rank: Which rank.
         busy: Ranks that compute at the same time on the node.
@@ -119,6 +119,9 @@ class TracedSegment:
         launch_events: ``(n,)``, calls that the profiler recorded in that time.
         wait_s: Seconds that the compute stream waited for collectives in all.
         span_s: Seconds from begin to end; compute slots + waits, profiling overhead removed.
+        start_s, end_s: ``(n,)``, when each node ran, on the rank's clock; empty if that is not known.
+        alone_s: ``(n,)``, measured seconds of each node's signature where nothing ran beside it, NaN where that never
+            was; empty if nobody looked.
     """
 
     program: Program
@@ -134,6 +137,9 @@ class TracedSegment:
     launch_events: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     wait_s: float = 0.0
     span_s: float = 0.0
+    start_s: Seconds = field(default_factory=lambda: np.zeros(0))
+    end_s: Seconds = field(default_factory=lambda: np.zeros(0))
+    alone_s: Seconds = field(default_factory=lambda: np.zeros(0))
 
 
 @dataclass(frozen=True)
@@ -207,6 +213,8 @@ class Trace:
                 launch_events=trace.launch_events[nodes],
                 wait_s=wait,
                 span_s=compute + wait,
+                start_s=trace.start_s[nodes],
+                end_s=trace.start_s[nodes] + trace.duration_s[nodes],
             )
 
 

@@ -20,11 +20,13 @@ from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.intervals.conformal import Intervals, fit_intervals
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.measured.host_launches import fit_launches, launches_alone
+from stepsight.training.measured.imported_ops import ImportedSegments
 from stepsight.training.measured.measured import (
     MeasuredRun,
     Profile,
     check_hardware,
     fill_from_traces,
+    read_imported_runs,
     read_profiles,
     read_runs,
     runs_digest,
@@ -82,13 +84,14 @@ def train(
     check_store(uri)
     say("reading event profiles and traces")
     runs = read_runs(folders, roles)
-    profile = read_profiles(folders, _fabric(hardware_name, runs), hardware_name)
+    imported = read_imported_runs(folders, hardware_name)
+    profile = read_profiles(folders, _fabric(hardware_name, runs), imported)
     _check_measured(profile, runs, roles, folders)
     check_hardware(runs, hardware_name)
     device = next((str(run.manifest.fingerprint.get("device", "cpu")) for run in runs), profile.device or "cpu")
     hardware = with_host(profile.hardware(hardware_name, device), runs)
     with tracked(uri, f"train {hardware_name}") as run:
-        predictor = _learn(profile, runs, hardware, seed, say)
+        predictor = _learn(profile, runs, imported, hardware, seed, say)
         tracking = {"mlflow_run_id": run.run_id, "mlflow_uri": uri}
         manifest = _manifest(predictor, profile, runs, folders, seed=seed, tracking=tracking)
         predictor = replace(predictor, manifest=manifest)
@@ -132,7 +135,14 @@ def with_host(hardware: Hardware, runs: Sequence[MeasuredRun]) -> Hardware:
     return replace(hardware, host_action_s=host_action_s, host_message_s=host_message_s)
 
 
-def _learn(profile: Profile, runs: list[MeasuredRun], hardware: Hardware, seed: int, say: Progress) -> Predictor:
+def _learn(
+    profile: Profile,
+    runs: list[MeasuredRun],
+    imported: list[ImportedSegments],
+    hardware: Hardware,
+    seed: int,
+    say: Progress,
+) -> Predictor:
     from_traces = fill_from_traces(profile, runs)
     if from_traces:
         say(f"kinds known from traces alone: {', '.join(from_traces)}")
@@ -146,7 +156,7 @@ def _learn(profile: Profile, runs: list[MeasuredRun], hardware: Hardware, seed: 
         if error < UNKNOWN  # too few of a family to leave any out
     }
     predictor = _with_launches(Predictor(hardware, kernel, collective, manifest={"metrics": metrics}), profile, runs)
-    return _learn_context(predictor, runs, seed, say) if runs else predictor
+    return _learn_context(predictor, runs, imported, seed, say)
 
 
 def _with_launches(predictor: Predictor, profile: Profile, runs: Sequence[MeasuredRun]) -> Predictor:
@@ -164,38 +174,49 @@ def _with_launches(predictor: Predictor, profile: Profile, runs: Sequence[Measur
     return having(kinds) if kinds else predictor
 
 
-def _learn_context(predictor: Predictor, runs: list[MeasuredRun], seed: int, say: Progress) -> Predictor:
+def _learn_context(
+    predictor: Predictor, runs: list[MeasuredRun], imported: list[ImportedSegments], seed: int, say: Progress
+) -> Predictor:
     """Context model, calibration and intervals, each judged on runs held back."""
     from stepsight.training.context.examples import MIN_RUNS, family_errors, hold_back, make_examples, make_wholes
     from stepsight.training.context.fit_context import fit_context
 
-    examples, wholes = make_examples(runs, predictor), make_wholes(runs, predictor)
-    say(f"context: {len(runs)} runs, {len(examples)} distinct segments")
+    every: list[MeasuredRun | ImportedSegments] = [*runs, *imported]
+    judged = sum(run.whole for run in runs)
+    if not runs and len(every) < MIN_RUNS:
+        return predictor
+    examples, wholes = make_examples(every, predictor), make_wholes(runs, predictor)
+    say(f"context: {len(every)} runs, {len(examples)} distinct segments")
     metrics = dict(predictor.manifest["metrics"])
-    if (judged := sum(run.manifest.whole for run in runs)) < MIN_RUNS:
+    if judged < MIN_RUNS and len(every) < MIN_RUNS:
         say(f"only {judged} runs, {MIN_RUNS} are needed to hold some back: errors unknown, a wide default interval")
         few = fit_context(examples, wholes, predictor.hardware, seed=seed)
         return replace(predictor, context=few, manifest={"metrics": metrics})
     held = hold_back(
-        runs, examples, wholes, predictor, seed=seed, on_fold=lambda at, of: say(f"context: fold {at + 1} of {of}")
+        every, examples, wholes, predictor, seed=seed, on_fold=lambda at, of: say(f"context: fold {at + 1} of {of}")
     )
     fitted = fit_context(examples, wholes, predictor.hardware, seed=seed)
     context = fitted if held.context_helps else None
+    metrics |= {
+        "op_error_regressor_percent": held.op_error_alone,
+        "op_error_with_gnn_percent": held.op_error_in_context,
+    }
+    for family, error in family_errors(examples, context, predictor).items():
+        metrics[f"in_context_fit_{family}_percent"] = error
+    if judged < MIN_RUNS:
+        say(f"{judged} iterations were timed, {MIN_RUNS} are needed for an interval: a wide default one")
+        return replace(predictor, context=context, manifest={"metrics": metrics})
     predicted = held.in_context if held.context_helps else held.alone
     calibration = fit_scale(predicted, held.measured)
     off = np.log(held.measured / (predicted * calibration.scale))
     intervals = fit_intervals(off, 2 * float(np.median([run.spread_log for run in runs])))
     metrics |= {
-        "op_error_regressor_percent": held.op_error_alone,
-        "op_error_with_gnn_percent": held.op_error_in_context,
         "mape_regressor_percent": _mape(held.alone, held.measured),
         "mape_with_gnn_percent": _mape(held.in_context, held.measured),
         "mape_percent": _mape(predicted * calibration.scale, held.measured),
         "calibration_scale": calibration.scale,
         "interval_half_width_percent": 100 * float(np.expm1(intervals.half_width_log)),
     }
-    for family, error in family_errors(examples, context, predictor).items():
-        metrics[f"in_context_fit_{family}_percent"] = error
     say(
         f"runs held back: iteration time {metrics['mape_percent']:.1f} %, "
         f"ops {held.op_error_alone:.1f} % by regressors, {held.op_error_in_context:.1f} % with the GNN"

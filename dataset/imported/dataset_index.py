@@ -6,38 +6,64 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from stepsight.dataset.errors import TraceError
-from stepsight.dataset.files import digest, read_json
+from stepsight.dataset.files import digest, digest_files, read_json
 from stepsight.dataset.imported.graph_files import read_graph
-from stepsight.dataset.imported.graph_parts import GraphPart, RankParts, kind_names
+from stepsight.dataset.imported.graph_parts import RankParts
+from stepsight.dataset.imported.graph_schema import DTYPES, WORK_TYPES, GraphPart, kind_names
 from stepsight.dataset.imported.meetings import meetings
 from stepsight.dataset.imported.rank_graph import RankGraph
+from stepsight.dataset.imported.segment_files import read_segments
+from stepsight.dataset.imported.segment_parts import SegmentParts
 from stepsight.dataset.job import Job
+from stepsight.dataset.run_manifest import RunManifest
 
+_LEAST_TOLD = 8  # nodes of a graph by which it can be told from others
 INDEX = "runs.json"
-FORM = 1  # of features and relations: another number is another version of every dataset
+SCOPES = ("step", "segment")
+FORM = 2  # of features and relations: another number is another version of every dataset
 
 
 def describe_run(name: str, job: Job | None, graphs: Sequence[RankGraph]) -> dict[str, Any]:
     """Metadata of a run: what splits go by.  Without a job, model and strategy are told apart by what ran."""
     first = graphs[0]
-    kinds = sorted({work.kind for work in first.works})
-    strategy = sorted({str(ranks or name) for name, ranks in first.groups})
-    if job is not None:
-        tables = job.to_dict()
-        model = job.model.name or digest(str(sorted(tables["model"].items())))
-        strategy_name = digest(str(sorted(tables["parallel"].items())))
-    else:
-        model = digest(*kinds, *sorted(first.names))
-        strategy_name = digest(str(first.world_size), *strategy)
+    model, strategy = _of_graphs(graphs) if job is None else _of_job(job)
     group = digest(*(part.tobytes() for graph in graphs for part in (graph.start_s, graph.duration_s)))
     return {
         "run": name,
         "model": model,
-        "strategy": strategy_name,
+        "strategy": strategy,
         "scale": str(first.world_size),
         "hardware": first.device_name or first.device,
         "group": group,
+    }
+
+
+def _of_graphs(graphs: Sequence[RankGraph]) -> tuple[str, str]:
+    kinds = sorted({work.kind for work in graphs[0].works})
+    groups = sorted({str(ranks or name) for name, ranks in graphs[0].groups})
+    return digest(*kinds, *sorted(graphs[0].names)), digest(str(graphs[0].world_size), *groups)
+
+
+def _of_job(job: Job) -> tuple[str, str]:
+    tables = job.to_dict()
+    model = job.model.name or digest(str(sorted(tables["model"].items())))
+    return model, digest(str(sorted(tables["parallel"].items())))
+
+
+def describe_own_run(run: RunManifest) -> dict[str, Any]:
+    """Metadata of a run of the harness by its manifest, without its graphs."""
+    model, strategy = _of_job(run.job)
+    files = [run.folder / name for rank in sorted(run.traces) for name in sorted(run.traces[rank].values())]
+    return {
+        "run": run.name,
+        "model": model,
+        "strategy": strategy,
+        "scale": str(run.world_size),
+        "hardware": run.job.hardware_name,
+        "group": digest_files(files),
     }
 
 
@@ -52,7 +78,11 @@ def read_index(root: Path) -> dict[str, Any]:
         index = read_json(path)
         if index["form"] != FORM:
             raise ValueError(f"form must be {FORM}, got {index['form']!r:.40}")
-        if tuple(index["kinds"]) != kind_names() or not all(isinstance(run["folder"], str) for run in index["runs"]):
+        if (
+            tuple(index["kinds"]) != kind_names()
+            or tuple(index["dtypes"]) != DTYPES
+            or not all(isinstance(run["folder"], str) for run in index["runs"])
+        ):
             raise ValueError("its kinds of ops are not those of this version")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TraceError(f"{root} must be a dataset that `stepsight dataset` made: {error}") from None
@@ -62,8 +92,23 @@ def read_index(root: Path) -> dict[str, Any]:
 def run_parts(folder: Path, run: dict[str, Any]) -> Iterator[tuple[dict[str, Any], GraphPart]]:
     """Metadata and parts of a stored run: every step and segment of every rank."""
     graphs = [read_graph(folder, stem) for stem in run["ranks"]]
-    met = meetings(graphs)[0]
-    about = {name: run[name] for name in ("run", "role", "model", "strategy", "scale", "hardware", "group")}
-    for place, graph in enumerate(graphs):
-        for part in RankParts(graphs, place, met).parts():
-            yield {**about, "rank": graph.rank}, part
+    names = ("source", "run", "role", "model", "strategy", "scale", "hardware", "group")
+    about = {name: run[name] for name in names}
+    if graphs:
+        met = meetings(graphs)[0]
+        for place, graph in enumerate(graphs):
+            for part in RankParts(graphs, place, met).parts():
+                yield {**about, "rank": graph.rank, "digest": part_digest(part)}, part
+    if run["segments"]:
+        segments = read_segments(folder)
+        for segment, part in zip(segments, SegmentParts(segments).parts(), strict=True):
+            yield {**about, "rank": segment.rank, "digest": part_digest(part)}, part
+
+
+def part_digest(part: GraphPart) -> str:
+    """Digest of what ran and how long each node took; empty for a few nodes, which may be alike by chance."""
+    if sum(len(part.kind[name]) for name in WORK_TYPES) < _LEAST_TOLD:
+        return ""
+    columns: list[Any] = [each[name] for name in WORK_TYPES for each in (part.kind, part.signature)]
+    columns += [part.y[name][:, 1] for name in WORK_TYPES]
+    return digest(*(np.ascontiguousarray(column).tobytes() for column in columns))

@@ -9,23 +9,28 @@ from typing import Any
 
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.files import digest, new_folder, write_json, write_text
-from stepsight.dataset.imported.dataset_index import FORM, INDEX, describe_run
+from stepsight.dataset.imported.call_segments import call_segments
+from stepsight.dataset.imported.dataset_index import FORM, INDEX, SCOPES, describe_own_run, describe_run
 from stepsight.dataset.imported.graph_files import write_graph
-from stepsight.dataset.imported.graph_parts import (
-    EDGE_NUMBERS,
-    NUMBERS,
-    TARGETS,
-    edge_types,
-    kind_names,
-)
-from stepsight.dataset.imported.imported_run import TracedRun, has_traces, run_folders, run_graphs
+from stepsight.dataset.imported.graph_schema import DTYPES, EDGE_NUMBERS, NUMBERS, TARGETS, edge_types, kind_names
+from stepsight.dataset.imported.imported_run import has_traces, is_imported, run_folders, run_graphs
 from stepsight.dataset.imported.rank_graph import NODE_KINDS
+from stepsight.dataset.imported.segment_files import write_segments
+from stepsight.dataset.run_folder import read_run
 
 Progress = Callable[[int, int], None]
 
 
-def make_dataset(collections: Sequence[Path], out: Path, on_run: Progress | None = None) -> dict[str, Any]:
+def make_dataset(
+    collections: Sequence[Path], out: Path, on_run: Progress | None = None, scopes: Sequence[str] = SCOPES
+) -> dict[str, Any]:
     """Write a dataset of the runs of some collections; returns what ``stepsight dataset --json`` prints.
+
+    Args:
+        collections: Collections, or run folders.
+        out: Folder of the dataset.
+        on_run: Told how many runs are done, of how many.
+        scopes: What graphs are of: ``step``, ``segment`` or both.
 
     Raises:
         TraceError: If a folder is no collection, a run is named twice, or no step was traced.
@@ -42,12 +47,11 @@ def make_dataset(collections: Sequence[Path], out: Path, on_run: Progress | None
             if not has_traces(folder):
                 warnings.append(f"run {folder.name}: only timed, not traced: left out")
                 continue
-            run = run_graphs(folder)
-            if not any(len(graph.steps_s) for graph in run.graphs):
-                warnings.append(f"run {run.name}: no traced step, left out")
+            run = _add_run(part / "raw" / f"run{number}", folder, scopes, warnings)
+            if run is None:
+                warnings.append(f"run {folder.name}: no traced step, left out")
                 continue
-            warnings += [f"run {run.name}: {told}" for graph in run.graphs for told in graph.warnings]
-            runs.append(_add_run(part / "raw", f"run{number}", run))
+            runs.append({"folder": f"run{number}", "source": number} | run)
             if on_run is not None:
                 on_run(number + 1, len(folders))
         if not runs:
@@ -60,6 +64,7 @@ def make_dataset(collections: Sequence[Path], out: Path, on_run: Progress | None
             "targets": list(TARGETS),
             "edge_features": list(EDGE_NUMBERS),
             "kinds": list(kind_names()),
+            "dtypes": list(DTYPES),
             "runs": runs,
         }
         write_json(part / "raw" / INDEX, index)
@@ -74,12 +79,30 @@ def _check_out(out: Path) -> None:
         raise TraceError(f"--out must be a new folder or a dataset of before, got {out}: choose another")
 
 
-def _add_run(raw: Path, folder: str, run: TracedRun) -> dict[str, Any]:
-    (raw / folder).mkdir(parents=True)
-    stems = [f"rank{graph.rank}" for graph in run.graphs]
-    for graph, stem in zip(run.graphs, stems, strict=True):
-        write_graph(graph, raw / folder, stem)
-    return {"folder": folder, "ranks": stems, "role": run.role, **describe_run(run.name, run.job, run.graphs)}
+def _add_run(raw: Path, folder: Path, scopes: Sequence[str], warnings: list[str]) -> dict[str, Any] | None:
+    """Write what a dataset holds of a run; returns its metadata, None if no step of it was traced."""
+    own = not is_imported(folder)
+    segments = read_run(folder) if own and "segment" in scopes else None
+    run = run_graphs(folder) if "step" in scopes or segments is None else None
+    if run is not None and not any(len(graph.steps_s) for graph in run.graphs):
+        return None
+    raw.mkdir(parents=True)
+    told: dict[str, Any] = {"ranks": [], "segments": "segment" in scopes}
+    if run is not None:
+        warnings += [f"run {run.name}: {each}" for graph in run.graphs for each in graph.warnings]
+        told |= {"role": run.role, **describe_run(run.name, run.job, run.graphs)}
+    elif segments is not None:
+        told |= {"role": segments.manifest.role, **describe_own_run(segments.manifest)}
+    if run is not None and "step" in scopes:
+        told["ranks"] = [f"rank{graph.rank}" for graph in run.graphs]
+        for graph, stem in zip(run.graphs, told["ranks"], strict=True):
+            write_graph(graph, raw, stem)
+    if "segment" in scopes:
+        found = segments.segments() if segments is not None else call_segments(run.graphs, run.name) if run else []
+        told["segments"] = bool(found)
+        if found:
+            write_segments(found, raw)
+    return told
 
 
 def _process(root: Path) -> dict[str, Any]:
@@ -113,7 +136,7 @@ def _card(told: dict[str, Any], index: dict[str, Any]) -> str:
 
 Version {told["version"]}: the digest of the traces and of what the features mean. {told["graphs"]} graphs:
 {told["step_graphs"]} of steps (one for each rank and step) and {told["segment_graphs"]} of segments (forward, backward,
-optimizer).
+optimizer: what predictions are made of, and what `stepsight train` reads).
 
     from stepsight.dataset import TraceGraphs
     graphs = TraceGraphs("this folder")
@@ -134,7 +157,10 @@ optimizer).
 `x` of ops, collectives and host calls: {", ".join(index["features"])}.
 `y`: natural logarithm of seconds alone (median of the signature where nothing ran beside it; NaN where that never was)
 and in context. `kind`: index into `kinds`.
-`node`: place in the rank's graph, -1 for a collective of another rank. Logarithms of sizes are log(1 + size).
+`node`: place in the rank's graph (in a segment, in the order of issue), -1 for a collective of another rank.
+`signature`: exact sizes; of an op the index of its type in {", ".join(index["dtypes"])}, then its dims; of a collective
+its bytes, ranks, and ranks on a node. `share`: part of the signature's time that a node takes. `launch`: seconds of the
+host from the launch before, and calls recorded in them, both as profiled. Logarithms of sizes are log(1 + size).
 
 ## Edges
 
@@ -148,9 +174,11 @@ target where nothing else holds it up.
 
 ## How it was made
 
-Durations are as profiled: a profiler slows the host, so gaps between host calls are longer than without it.
-Dependencies that a trace does not record are inferred from the order and the times of calls. Graphs of one trace are
-never split, and equal traces that were imported twice share `group`.
+Durations of steps are as profiled: a profiler slows the host, so gaps between host calls are longer than without it.
+In segments of runs that `stepsight collect` made, its overhead is taken off; seconds of an op on a CPU hold the time of
+the host before it, and a collective takes as long as on the rank that came last. Dependencies that a trace does not
+record are inferred from the order and the times of calls. Graphs of one trace are never split, and equal traces that
+were imported twice share `group`; graphs in which the same ops took the same times share `digest`.
 
 Warnings: {warnings}
 """

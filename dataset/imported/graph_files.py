@@ -41,7 +41,7 @@ def _described(graph: RankGraph) -> dict[str, Any]:
         "origin_us": graph.origin_us,
         "streams": list(graph.streams),
         "names": list(graph.names),
-        "works": [_work(work) for work in graph.works],
+        "works": [work_to_list(work) for work in graph.works],
         "groups": [[name, list(ranks)] for name, ranks in graph.groups],
         "loading_s": graph.loading_s.tolist(),
         "steps_s": graph.steps_s.tolist(),
@@ -53,7 +53,8 @@ def _described(graph: RankGraph) -> dict[str, Any]:
     }
 
 
-def _work(work: Op | Collective) -> list[Any]:
+def work_to_list(work: Op | Collective) -> list[Any]:
+    """A signature as JSON."""
     if isinstance(work, Op):
         return ["op", work.kind, list(work.dims), work.dtype]
     return ["collective", work.kind, work.num_bytes, work.group_size, work.ranks_per_node]
@@ -91,7 +92,7 @@ def _graph(tree: dict[str, Any], nodes: Any, edges: Any) -> RankGraph:
         delay_s=_numbers(edges, "delay_s", np.float64),
         streams=tuple(map(str, tree["streams"])),
         names=tuple(map(str, tree["names"])),
-        works=tuple(_work_of(work) for work in tree["works"]),
+        works=tuple(work_from_list(work) for work in tree["works"]),
         groups=tuple((str(name), tuple(map(int, ranks))) for name, ranks in tree["groups"]),
         loading_s=np.array(tree["loading_s"], dtype=np.float64).reshape(-1, 2),
         steps_s=np.array(tree["steps_s"], dtype=np.float64).reshape(-1, 2),
@@ -106,7 +107,8 @@ def _numbers(table: Any, name: str, dtype: Any) -> Any:
     return table.column(name).to_numpy().astype(dtype)
 
 
-def _work_of(work: list[Any]) -> Op | Collective:
+def work_from_list(work: list[Any]) -> Op | Collective:
+    """The signature that ``work_to_list`` described."""
     if work[0] == "op":
         return Op(work[1], tuple(map(int, work[2])), work[3])
     return Collective(work[1], *map(int, work[2:]))

@@ -1,90 +1,36 @@
-"""Parts of a rank's graph, a step or a segment, as arrays for learning: features, targets, relations."""
+"""Steps of a rank's graph as arrays for learning: features, targets, relations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.graph_data import CONCURRENT
+from stepsight.dataset.imported.graph_schema import (
+    EDGE_NUMBERS,
+    NUMBERS,
+    RENDEZVOUS,
+    GraphPart,
+    edge_types,
+    kind_names,
+    node_numbers,
+    signatures,
+    work_numbers,
+)
 from stepsight.dataset.imported.meetings import Meeting
-from stepsight.dataset.imported.rank_graph import HOST, NODE_KINDS, OP, PHASES, WHY, RankGraph
-from stepsight.dataset.op import COLLECTIVE_KINDS, DTYPE_BYTES, OP_KINDS, Collective, Op
+from stepsight.dataset.imported.rank_graph import HOST, NODE_KINDS, OP, WHY, RankGraph
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-CONCURRENT = "may_run_concurrently"
-RENDEZVOUS = "rendezvous"
-_MOST_DIMS = 7
 _WINDOW = 4  # nearest nodes of another stream, before and after, that may run beside a node
 _MOST_PEERS = 8  # ranks of a collective that a rank's graph shows
 
-NUMBERS = (
-    "log_flops", "log_bytes", *(f"log_dim{number}" for number in range(_MOST_DIMS)), "element_bytes", "log_blocks",
-    "log_threads", "registers", "log_shared_bytes", "log_group_size", "ranks_per_node_share", "is_known", "is_peer",
-    *(f"is_{phase}" for phase in PHASES),
-)  # fmt: skip
-TARGETS = ("log_seconds_alone", "log_seconds_in_context")
-EDGE_NUMBERS = ("overlap_s", "log_bytes", "distance", "delay_s")
-
-_WORKS = ("op", "collective")
-_BETWEEN_WORKS = [(source, target) for source in _WORKS for target in _WORKS]
-_PAIRS: dict[str, list[tuple[str, str]]] = {
-    "data": _BETWEEN_WORKS,
-    "stream_order": _BETWEEN_WORKS,
-    "launch": [("host", "op"), ("host", "collective"), ("op", "collective")],
-    "synchronisation": [*_BETWEEN_WORKS, ("op", "host"), ("collective", "host")],
-    RENDEZVOUS: [("collective", "collective")],
-    "host_order": [(source, target) for source in ("host", "op") for target in ("host", "op")],
-    CONCURRENT: _BETWEEN_WORKS,
-}
-
-
-def edge_types() -> list[tuple[str, str, str]]:
-    """Every edge type of a graph of the dataset, in a fixed order; each graph has all of them, empty or not."""
-    found = [(source, relation, target) for relation, pairs in _PAIRS.items() for source, target in pairs]
-    found += [(kind, "runs_on", "stream") for kind in NODE_KINDS]
-    return found + [("stream", "runs", kind) for kind in NODE_KINDS]
-
-
-def kind_names() -> tuple[str, ...]:
-    """Names of kinds by the number that ``kind`` of a node holds: ops, collectives, and a call of the host."""
-    ops = sorted(OP_KINDS.values(), key=lambda kind: kind.code)
-    collectives = sorted(COLLECTIVE_KINDS.values(), key=lambda kind: kind.code)
-    return (*(kind.name for kind in ops), *(kind.name for kind in collectives), "host")
-
-
-@dataclass
-class GraphPart:
-    """A step or a segment of a rank.
-
-    Attributes:
-        scope: ``step`` or ``segment``.
-        label: ``step``, or the phase of the segment.
-        step: Which step.
-        x: By node type, ``(k, len(NUMBERS))``; of streams ``(k, 1)``: whether it is a device's.
-        y: By node type, ``(k, 2)``: natural logarithms of seconds, NaN where they are not known.
-        kind: By node type, ``(k,)``: index of ``kind_names()``.
-        node: By node type, ``(k,)``: place in the rank's graph.
-        edges: By edge type: ``(2, e)`` and ``(e, len(EDGE_NUMBERS))``.
-        streams: Names.
-    """
-
-    scope: str
-    label: str
-    step: int
-    x: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    y: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    kind: dict[str, Ints] = field(default_factory=dict)
-    node: dict[str, Ints] = field(default_factory=dict)
-    edges: dict[tuple[str, str, str], tuple[Ints, NDArray[np.float32]]] = field(default_factory=dict)
-    streams: tuple[str, ...] = ()
-
 
 class RankParts:
-    """Cuts the graph of one rank into steps and segments.
+    """Cuts the graph of one rank into steps.
 
     Args:
         graphs: Of all ranks of the run.
@@ -96,7 +42,7 @@ class RankParts:
         self._graphs, self._place, self._graph = graphs, place, graphs[place]
         graph = self._graph
         self._met = {members[place]: members for members in met if place in members}
-        self._works = _work_numbers(graph)
+        self._works, self._signatures = work_numbers(graph.works), signatures(graph.works)
         names = {name: number for number, name in enumerate(kind_names())}
         self._kinds = np.array([*(names[work.kind] for work in graph.works), names["host"]], dtype=np.int64)
         self._position = _positions(graph.nodes["stream"])
@@ -104,34 +50,25 @@ class RankParts:
         self._features = self._all_features()
 
     def parts(self) -> list[GraphPart]:
-        """Every step, and every segment of every step."""
+        """Every step in which a device, or a host that computes, did something."""
         found = []
-        step, phase = self._graph.nodes["step"], self._graph.nodes["phase"]
+        step = self._graph.nodes["step"]
         order = np.argsort(step, kind="stable")
         bounds = np.searchsorted(step[order], np.arange(len(self._graph.steps_s) + 1))
         for number in range(len(self._graph.steps_s)):
             nodes = np.sort(order[bounds[number] : bounds[number + 1]])
-            if not self._graph.on_device[nodes].any():
-                continue
-            found.append(self._part(nodes, "step", "step", number))
-            for index, label in enumerate(PHASES):
-                chosen = nodes[phase[nodes] == index]
-                if self._graph.on_device[chosen].any():
-                    found.append(self._part(chosen, "segment", label, number))
+            if self._graph.on_device[nodes].any():
+                found.append(self._part(nodes, number))
         return found
 
     def _all_features(self) -> NDArray[np.float32]:
-        graph, nodes = self._graph, self._graph.nodes
-        columns = [self._works[nodes["work"]]]
-        launch = [np.log1p(nodes["blocks"]), np.log1p(nodes["threads"]), nodes["registers"] / 256.0]
-        group = self._works[nodes["work"]][:, -2:]
-        columns = [columns[0][:, :-2], np.stack([*launch, np.log1p(nodes["shared_bytes"])], axis=1), group]
-        flags = [nodes["known"] > 0, np.zeros(len(graph)), *(nodes["phase"] == phase for phase in range(len(PHASES)))]
-        return np.concatenate([*columns, np.stack(flags, axis=1)], axis=1).astype(np.float32)
+        nodes = self._graph.nodes
+        launch = np.stack([nodes[name] for name in ("blocks", "threads", "registers", "shared_bytes")], axis=1)
+        return node_numbers(self._works[nodes["work"]], launch.astype(np.float64), nodes["known"], nodes["phase"])
 
-    def _part(self, nodes: Ints, scope: str, label: str, step: int) -> GraphPart:
+    def _part(self, nodes: Ints, step: int) -> GraphPart:
         graph = self._graph
-        part = GraphPart(scope, label, step)
+        part = GraphPart("step", "step", step)
         place = np.full(len(graph), -1, dtype=np.int64)
         kind = graph.nodes["kind"][nodes]
         work = graph.nodes["work"][nodes]
@@ -145,6 +82,9 @@ class RankParts:
             part.y[name] = seconds[kind == number].astype(np.float32)
             part.kind[name] = self._kinds[work[kind == number]]
             part.node[name] = chosen
+            part.signature[name] = self._signatures[work[kind == number]]
+            part.share[name] = np.ones(len(chosen))
+            part.launch[name] = np.zeros((len(chosen), 2))
         self._add_edges(part, nodes, place)
         self._add_streams(part, place)
         self._add_peers(part)
@@ -195,7 +135,7 @@ class RankParts:
     def _add_peers(self, part: GraphPart) -> None:
         """Collectives of other ranks that this rank's meet, as further nodes; they run on none of its streams."""
         features: list[NDArray[np.float32]] = []
-        kinds: list[int] = []
+        works: list[int] = []
         seconds: list[list[float]] = []
         pairs: list[tuple[int, int]] = []
         count = len(part.node["collective"])
@@ -206,32 +146,26 @@ class RankParts:
                 row = self._features[node].copy()
                 row[NUMBERS.index("is_peer")] = 1.0
                 features.append(row)
-                kinds.append(self._kinds[self._graph.nodes["work"][node]])
+                works.append(int(self._graph.nodes["work"][node]))
                 seconds.append([np.nan, np.log(max(peer.duration_s[other], 1e-9))])
                 pairs.append((count + len(pairs), own))
         ends = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         numbers = np.zeros((len(pairs), len(EDGE_NUMBERS)), dtype=np.float32)
         if pairs:
             numbers[:, 1] = np.stack(features)[:, 1]
-            part.x["collective"] = np.concatenate([part.x["collective"], np.stack(features)])
-            part.y["collective"] = np.concatenate([part.y["collective"], np.array(seconds, dtype=np.float32)])
-            part.kind["collective"] = np.concatenate([part.kind["collective"], np.array(kinds, dtype=np.int64)])
-            part.node["collective"] = np.concatenate([part.node["collective"], np.full(len(pairs), -1)])
+            more = {
+                "x": np.stack(features),
+                "y": np.array(seconds, dtype=np.float32),
+                "kind": self._kinds[works],
+                "node": np.full(len(pairs), -1),
+                "signature": self._signatures[works],
+                "share": np.ones(len(pairs)),
+                "launch": np.zeros((len(pairs), 2)),
+            }
+            for name, values in more.items():
+                column = getattr(part, name)
+                column["collective"] = np.concatenate([column["collective"], values])
         part.edges["collective", RENDEZVOUS, "collective"] = ends, numbers
-
-
-def _work_numbers(graph: RankGraph) -> Floats:
-    """Numbers of each distinct signature, and zeros in the last row for calls of the host."""
-    rows = np.zeros((len(graph.works) + 1, 2 + _MOST_DIMS + 1 + 2))
-    for number, work in enumerate(graph.works):
-        if isinstance(work, Op):
-            dims = [np.log1p(dim) for dim in work.dims[:_MOST_DIMS]]
-            rows[number, : 2 + len(dims)] = [np.log1p(work.flops), np.log1p(work.num_bytes), *dims]
-            rows[number, 2 + _MOST_DIMS] = DTYPE_BYTES[work.dtype]
-        elif isinstance(work, Collective):
-            rows[number, 1] = np.log1p(work.num_bytes)
-            rows[number, -2:] = np.log1p(work.group_size), work.ranks_per_node / work.group_size
-    return rows
 
 
 def _positions(stream: Ints) -> Ints:

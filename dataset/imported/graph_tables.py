@@ -15,10 +15,14 @@ from torch_geometric.data import HeteroData
 from stepsight.dataset.bounded import read_parquet
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.files import new_folder
-from stepsight.dataset.imported.graph_parts import EDGE_NUMBERS, NUMBERS, TARGETS, edge_types
+from stepsight.dataset.imported.graph_schema import EDGE_NUMBERS, NUMBERS, TARGETS, edge_types, signature_width
 from stepsight.dataset.imported.rank_graph import NODE_KINDS
 
-_ABOUT = ("run", "role", "model", "strategy", "scale", "hardware", "group", "rank", "scope", "segment", "step")
+_ABOUT = (
+    "source", "run", "role", "model", "strategy", "scale", "hardware", "group", "digest", "rank", "scope", "segment",
+    "step", "streams", "busy", "micro_batch", "stage", "wait_s", "span_s",
+)  # fmt: skip
+_LAUNCH = ("launch_s", "launch_events")
 _STREAM = ("is_device",)
 
 
@@ -48,9 +52,17 @@ def _nodes(graphs: Sequence[HeteroData], kind: str) -> pa.Table:
     if kind != "stream":
         y = np.concatenate([graph[kind].y.numpy() for graph in graphs])
         columns |= {name: y[:, place] for place, name in enumerate(TARGETS)}
-        for name in ("kind", "node"):
+        for name in ("kind", "node", "share"):
             columns[name] = np.concatenate([graph[kind][name].numpy() for graph in graphs])
+        for name, labels in _wide().items():
+            values = np.concatenate([graph[kind][name].numpy() for graph in graphs])
+            columns |= {label: values[:, place] for place, label in enumerate(labels)}
     return pa.table(columns)
+
+
+def _wide() -> dict[str, tuple[str, ...]]:
+    """Columns of the tensors of nodes that have several."""
+    return {"signature": tuple(f"signature{place}" for place in range(signature_width())), "launch": _LAUNCH}
 
 
 def _edges(graphs: Sequence[HeteroData], edge_type: tuple[str, str, str]) -> pa.Table:
@@ -91,7 +103,11 @@ def _read_nodes(table: Any, kind: str, graphs: list[HeteroData]) -> None:
     bounds = _bounds(table, len(graphs))
     x = _stacked(table, _STREAM if kind == "stream" else NUMBERS)
     y = _stacked(table, TARGETS) if kind != "stream" else x
-    whole = {name: table.column(name).to_numpy() for name in ("kind", "node")} if kind != "stream" else {}
+    whole = {}
+    if kind != "stream":
+        whole = {name: table.column(name).to_numpy() for name in ("kind", "node", "share")}
+        for name, labels in _wide().items():
+            whole[name] = np.stack([table.column(label).to_numpy() for label in labels], axis=1)
     for graph, begin, end in zip(graphs, bounds, bounds[1:], strict=False):
         graph[kind].x = torch.from_numpy(x[begin:end].copy())
         if kind != "stream":

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch_geometric.data import HeteroData, InMemoryDataset
 
 from stepsight.dataset.errors import StepsightError, TraceError
 from stepsight.dataset.imported.dataset_index import INDEX, read_index, run_parts
-from stepsight.dataset.imported.graph_parts import GraphPart, edge_types
+from stepsight.dataset.imported.graph_schema import GraphPart, edge_types
 from stepsight.dataset.imported.graph_tables import read_tables, write_tables
 from stepsight.dataset.imported.rank_graph import NODE_KINDS
 
@@ -22,12 +23,16 @@ SPLITS = ("run", "model", "strategy", "scale", "hardware")
 class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
     """Graphs of traced steps and segments, one ``HeteroData`` each.
 
-    ``stepsight dataset`` makes the folder.  A graph has node types ``op``, ``collective``, ``host`` and ``stream``.
-    The first three have ``x`` (columns: ``feature_names``), ``y`` (natural logarithm of seconds alone and in context,
-    NaN where unknown), ``kind`` (index of ``kinds``) and ``node`` (place in the rank's graph, -1: a peer's
-    collective).  Each edge has ``edge_attr`` (columns: ``edge_feature_names``).  Metadata are attributes of a graph:
-    ``run``, ``role`` (``heldout``: it must never train), ``rank``, ``step``, ``scope`` (``step`` or ``segment``),
-    ``segment``, ``model``, ``strategy``, ``scale``, ``hardware`` and ``group``.
+    ``stepsight dataset`` makes the folder.  A step's graph holds every kernel, collective and call of the host; a
+    segment's graph (a forward, a backward, an optimizer) holds one node for each op and collective, as predictions see
+    them.  A graph has node types ``op``, ``collective``, ``host`` and ``stream``.  The first three have ``x`` (columns:
+    ``feature_names``), ``y`` (natural logarithm of seconds alone and in context, NaN where unknown), ``kind`` (index of
+    ``kinds``), ``node`` (place in the rank's graph or in the segment's order of issue, -1: a peer's collective),
+    ``signature`` (exact sizes), ``share`` and ``launch`` (seconds of the host, and calls recorded in them).  Each edge
+    has ``edge_attr`` (columns: ``edge_feature_names``).  Metadata are attributes of a graph: ``run``, ``role``
+    (``heldout``: it must never train), ``source`` (number of the run), ``rank``, ``step``, ``scope`` (``step`` or
+    ``segment``), ``segment``, ``streams``, ``busy``, ``micro_batch``, ``stage``, ``wait_s``, ``span_s``, ``model``,
+    ``strategy``, ``scale``, ``hardware``, ``group`` (of the trace) and ``digest`` (of what was measured).
 
     Args:
         root: Folder of the dataset.
@@ -52,8 +57,7 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
         super().__init__(str(root), transform, pre_transform, pre_filter, log=False)
         self.load(self.processed_paths[0], data_cls=HeteroData)
         if scope is not None:
-            chosen = [place for place, each in enumerate(self._data.scope) if each == scope]
-            self._indices = chosen
+            self._indices = [place for place, each in enumerate(self.values("scope")) if each == scope]
 
     @property
     def raw_file_names(self) -> list[str]:
@@ -84,6 +88,31 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
     def kinds(self) -> tuple[str, ...]:
         """Names of kinds by the number in ``kind``."""
         return tuple(self._index["kinds"])
+
+    def values(self, name: str) -> list[Any]:
+        """An attribute of every graph, such as ``run``."""
+        stored = self._data[name]
+        if self.slices is None:  # a single graph is stored as it is
+            return [stored]
+        every = stored.tolist() if isinstance(stored, torch.Tensor) else stored
+        return [every[place] for place in self.indices()]
+
+    def column(self, key: Any, name: str, places: Sequence[int]) -> tuple[Any, Any]:
+        """A tensor of some graphs as one array, and the place in ``places`` of each of its rows.
+
+        Args:
+            key: Type of node or edge.
+            name: Of the tensor; of ``edge_index``, each column counts as a row.
+            places: Which graphs of this dataset.
+        """
+        values = self._data[key][name].numpy()
+        length = values.shape[-1] if name == "edge_index" else len(values)
+        bounds = np.array([0, length]) if self.slices is None else self.slices[key][name].numpy()
+        stored = np.array(list(self.indices()), dtype=np.int64)[np.asarray(places, dtype=np.int64)]
+        counts = bounds[stored + 1] - bounds[stored]
+        owner = np.repeat(np.arange(len(stored)), counts)
+        rows = np.arange(len(owner)) + np.repeat(bounds[stored] - (np.cumsum(counts) - counts), counts)
+        return (values[:, rows] if name == "edge_index" else values[rows]), owner
 
     def download(self) -> None:
         """Refuse: ``stepsight dataset`` makes the raw folder.
@@ -126,7 +155,8 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
     ) -> tuple[TraceGraphs, ...]:
         """Split into parts of which no two hold graphs of one run, model, strategy, scale or hardware.
 
-        Whatever ``by`` is, graphs of one trace are never in two parts, even if it was imported twice.
+        Whatever ``by`` is, graphs of one trace are never in two parts, even if it was imported twice; nor are graphs
+        with the same ops and the same times (``digest``), as two excerpts of one trace hold.
 
         Args:
             by: What parts must not share: ``run``, ``model``, ``strategy``, ``scale`` or ``hardware``.
@@ -140,8 +170,8 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
             raise StepsightError(f"by must be one of {', '.join(SPLITS)}, got {by!r:.80}")
         if abs(sum(fractions) - 1.0) > 1e-6 or min(fractions) <= 0:
             raise StepsightError(f"fractions must be positive and add up to 1, got {tuple(fractions)}")
-        places = list(self.indices())
-        keys = _joined([str(getattr(self._data, by)[place]) for place in places], [self._data.group[p] for p in places])
+        groups, digests = self.values("group"), self.values("digest")
+        keys = _joined([str(each) for each in self.values(by)], groups, [digest or None for digest in digests])
         distinct = sorted(set(keys))
         if len(distinct) < len(fractions):
             raise StepsightError(
@@ -159,8 +189,8 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
         return tuple(self[[place for place, key in enumerate(keys) if key in part]] for part in chosen)
 
 
-def _joined(keys: list[str], groups: list[str]) -> list[str]:
-    """Keys such that graphs of one group share one: keys that meet in a group become one."""
+def _joined(keys: list[str], *groups: Sequence[str | None]) -> list[str]:
+    """Keys such that graphs of one group share one: keys that meet in a group (None: in no group) become one."""
     parent = {key: key for key in keys}
 
     def root(key: str) -> str:
@@ -168,10 +198,12 @@ def _joined(keys: list[str], groups: list[str]) -> list[str]:
             key = parent[key]
         return key
 
-    first: dict[str, str] = {}
-    for key, group in zip(keys, groups, strict=True):
-        one, other = root(key), root(first.setdefault(group, key))
-        parent[max(one, other)] = min(one, other)
+    for labels in groups:
+        first: dict[str, str] = {}
+        for key, label in zip(keys, labels, strict=True):
+            if label is not None:
+                one, other = root(key), root(first.setdefault(label, key))
+                parent[max(one, other)] = min(one, other)
     return [root(key) for key in keys]
 
 
@@ -182,7 +214,8 @@ def to_hetero_data(part: GraphPart, about: dict[str, Any]) -> HeteroData:
         data[kind].x = torch.from_numpy(part.x[kind])
         data[kind].y = torch.from_numpy(part.y[kind])
         data[kind].kind = torch.from_numpy(part.kind[kind])
-        data[kind].node = torch.from_numpy(part.node[kind])
+        for name in ("node", "signature", "share", "launch"):
+            data[kind][name] = torch.from_numpy(getattr(part, name)[kind])
     data["stream"].x = torch.from_numpy(part.x["stream"])
     for edge_type in edge_types():
         ends, numbers = part.edges[edge_type]
@@ -190,5 +223,7 @@ def to_hetero_data(part: GraphPart, about: dict[str, Any]) -> HeteroData:
         data[edge_type].edge_attr = torch.from_numpy(numbers)
     for name, value in about.items():
         setattr(data, name, value)
-    data.scope, data.segment, data.step = part.scope, part.label, part.step
+    data.scope, data.segment, data.step, data.streams = part.scope, part.label, part.step, list(part.streams)
+    data.busy, data.micro_batch, data.stage = part.busy, part.micro_batch, part.stage
+    data.wait_s, data.span_s = part.wait_s, part.span_s
     return data

@@ -10,13 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stepsight.dataset.graph_data import to_hetero
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.op import Op
 from stepsight.dataset.program import Program
-from stepsight.features.graph_features import Topology, join, node_features
+from stepsight.features.graph_features import Topology, join, node_features, topology
 from stepsight.gnn.context_model import BOUND, ContextModel
-from stepsight.gnn.hetero_topology import hetero_topology
 from stepsight.gnn.inference import ContextWeights
 from stepsight.gnn.loss import iteration_loss, node_loss
 from stepsight.training.context.through_simulator import Iteration, iteration_seconds
@@ -37,7 +35,7 @@ class Example:
     Attributes:
         program: Its nodes.
         alone: Seconds of each node on its own, ``(n,)``.
-        inside: Measured seconds of each node within the segment, ``(n,)``.
+        inside: Measured seconds of each node within the segment, ``(n,)``, NaN where nobody knows them.
         busy: Devices of the node that compute at the same time.
         run: Name of the run.
         repeats: Over how many executions ``inside`` is averaged.
@@ -49,6 +47,11 @@ class Example:
     busy: int
     run: str
     repeats: int = 1
+
+    @property
+    def known(self) -> NDArray[np.bool_]:
+        """``(n,)``: which nodes were measured, and so teach and judge."""
+        return np.isfinite(self.inside)
 
     @property
     def target(self) -> Array:
@@ -131,7 +134,7 @@ class _Nodes:
             self._known[key] = np.arange(self._count, self._count + len(program))
             self._count += len(program)
             self.features.append(node_features(program, alone, self._hardware, busy))
-            self.graphs.append(hetero_topology(to_hetero(program)))
+            self.graphs.append(topology(program))
         return self._known[key]
 
 
@@ -150,7 +153,7 @@ class _Batch:
     @classmethod
     def of(cls, examples: Sequence[Example], wholes: Sequence[Whole], hardware: Hardware) -> _Batch:
         nodes = _Nodes(hardware)
-        index = [nodes.add(example.program, example.alone, example.busy) for example in examples]
+        index = [nodes.add(each.program, each.alone, each.busy)[each.known] for each in examples]
         placed = []
         for whole in wholes:
             alone, bounds = whole.iteration.alone, whole.iteration.bounds
@@ -161,7 +164,7 @@ class _Batch:
             torch.from_numpy(np.concatenate(nodes.features)).float(),
             join(nodes.graphs),
             torch.from_numpy(np.concatenate(index or [np.zeros(0, np.int64)])),
-            torch.from_numpy(np.concatenate([e.target for e in examples] or [np.zeros(0)])).float(),
+            torch.from_numpy(np.concatenate([e.target[e.known] for e in examples] or [np.zeros(0)])).float(),
             torch.from_numpy(node_weights(examples)).float(),
             tuple(placed),
             torch.tensor([whole.measured_s for whole in wholes], dtype=torch.float64),
@@ -182,14 +185,16 @@ class _Batch:
 
 
 def node_weights(examples: Sequence[Example]) -> Array:
-    """Weight of every node: its share of its run's measured time, and a little for each; every run counts the same."""
+    """Weight of every measured node: its share of its run's time, and a little for each; every run counts the same."""
     totals: dict[str, float] = {}
     counts: dict[str, int] = {}
     for example in examples:
-        totals[example.run] = totals.get(example.run, 0.0) + example.repeats * float(example.inside.sum())
-        counts[example.run] = counts.get(example.run, 0) + len(example.program)
+        totals[example.run] = totals.get(example.run, 0.0) + example.repeats * float(np.nansum(example.inside))
+        counts[example.run] = counts.get(example.run, 0) + int(example.known.sum())
     parts = [
-        (1 - UNIFORM_SHARE) * e.repeats * e.inside / totals[e.run] + UNIFORM_SHARE / counts[e.run] for e in examples
+        (1 - UNIFORM_SHARE) * e.repeats * e.inside[e.known] / totals[e.run] + UNIFORM_SHARE / counts[e.run]
+        for e in examples
+        if e.known.any()
     ]
     return np.concatenate(parts or [np.zeros(0)])
 
@@ -202,7 +207,7 @@ def op_error(examples: Sequence[Example], context: ContextWeights | None, hardwa
         off = np.log(example.alone / np.maximum(example.inside, 1e-9))
         if context is not None:
             off = off + context.log_correction(example.program, example.alone, hardware, example.busy)
-        weight = example.repeats * example.inside * ops
-        total += float(weight @ np.abs(off))
+        weight = example.repeats * np.nan_to_num(example.inside) * ops
+        total += float(weight @ np.nan_to_num(np.abs(off)))
         weights += float(weight.sum())
     return 100.0 * float(np.expm1(total / weights)) if weights > 0 else 0.0

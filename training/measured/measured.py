@@ -17,10 +17,11 @@ from stepsight.dataset.files import digest, digest_files
 from stepsight.dataset.hardware import Fabric, Hardware, Link, find_hardware, hardware_from_dict
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
-from stepsight.dataset.run_folder import read_collection, read_run
+from stepsight.dataset.run_folder import read_collection
 from stepsight.dataset.run_manifest import RunManifest
 from stepsight.dataset.trace import TracedSegment
-from stepsight.training.measured.imported_ops import imported_times
+from stepsight.training.measured.graph_segments import segments_by_run
+from stepsight.training.measured.imported_ops import ImportedSegments, imported_times, read_imported_segments
 
 Array = NDArray[np.float64]
 
@@ -83,6 +84,16 @@ class MeasuredRun:
     segments: tuple[TracedSegment, ...]
 
     @property
+    def name(self) -> str:
+        """Of the run."""
+        return self.manifest.name
+
+    @property
+    def whole(self) -> bool:
+        """Whether its iteration time is that of a whole job."""
+        return self.manifest.whole
+
+    @property
     def spread_log(self) -> float:
         """Standard deviation of the logarithm of its round medians (of its steps, where there is one round)."""
         rounds = [float(np.median(steps)) for steps in self.manifest.rounds if steps]
@@ -90,13 +101,15 @@ class MeasuredRun:
         return float(np.std(np.log(values))) if len(values) > 1 else 0.0
 
 
-def read_profiles(collections: Iterable[Path], fabric: Fabric | None, hardware: str = "") -> Profile:
-    """Read every event file of some collections but ``HELDOUT``, and what imported runs measured.
+def read_profiles(
+    collections: Iterable[Path], fabric: Fabric | None, imported: Sequence[ImportedSegments] = ()
+) -> Profile:
+    """Read every event file of some collections but ``HELDOUT``, and take what imported runs measured.
 
     Args:
         collections: Folders.
         fabric: Of files which name none, and of imported runs.
-        hardware: What is learned, which imported runs must have been traced on.
+        imported: Runs that were imported.
 
     Raises:
         TraceError: If a folder is no collection or named twice, a file is not what the harness writes, or is of a box
@@ -111,17 +124,16 @@ def read_profiles(collections: Iterable[Path], fabric: Fabric | None, hardware: 
             _check_ranks(file.box.num_ranks, file.path)
     for file in files:
         _add(file, profile)
-    imported = [folder for collection in collections for folder in read_collection(collection).imported]
-    _add_imported(profile, imported, hardware)
+    _add_imported(profile, imported)
     _take_medians(profile)
-    paths = [*(file.path for file in files), *(folder / "manifest.json" for folder in imported)]
+    paths = [*(file.path for file in files), *(run.folder / "manifest.json" for run in imported)]
     profile.digest = digest_files(paths) if paths else ""
     return profile
 
 
-def _add_imported(profile: Profile, folders: Sequence[Path], hardware: str) -> None:
+def _add_imported(profile: Profile, runs: Sequence[ImportedSegments]) -> None:
     """Add the median of each signature that imported runs hold and no event file: there ops are measured alone."""
-    times = imported_times(folders, hardware)
+    times = imported_times(runs)
     profile.device = times.device
     alone = {*profile.ops, *profile.collectives}
     for op, seconds in times.ops.items():
@@ -195,15 +207,26 @@ def read_runs(collections: Iterable[Path], roles: Sequence[str] | None) -> list[
     Raises:
         TraceError: As ``read_profiles``.
     """
-    runs = []
+    chosen = []
     for collection in _distinct(collections):
         for manifest in read_collection(collection).runs:
             if roles is None or manifest.role in roles:
                 if manifest.box is not None or manifest.job.cluster.hardware == SLEEPERS:
                     _check_ranks(manifest.world_size, manifest.folder)
-                segments = read_run(manifest.folder).segments() if manifest.traces else []
-                runs.append(MeasuredRun(manifest, tuple(segments)))
-    return runs
+                chosen.append(manifest)
+    traced = [manifest.folder for manifest in chosen if manifest.traces]
+    segments = dict(zip(traced, segments_by_run(traced), strict=True))
+    return [MeasuredRun(manifest, segments.get(manifest.folder, ())) for manifest in chosen]
+
+
+def read_imported_runs(collections: Iterable[Path], hardware: str = "") -> list[ImportedSegments]:
+    """Read the imported runs of some collections, but those that judge.
+
+    Raises:
+        TraceError: If a folder is no collection, or a run was traced on another hardware than the one named.
+    """
+    folders = [folder for collection in _distinct(collections) for folder in read_collection(collection).imported]
+    return read_imported_segments(folders, hardware)
 
 
 def _check_ranks(ranks: int, where: Path) -> None:
@@ -301,9 +324,9 @@ def average(segments: Sequence[TracedSegment]) -> list[MeanSegment]:
     means = []
     for group in groups.values():
         first = group[0]
-        middle = np.array([medians[first.run, node.work, node.share] for node in first.program.nodes])
+        middle = np.array([medians.get((first.run, node.work, node.share), np.nan) for node in first.program.nodes])
         slots = np.stack([segment.slot_s for segment in group])
-        mean = np.clip(slots, middle / STALL, middle * STALL).mean(axis=0)
+        mean = np.clip(slots, middle / STALL, middle * STALL).mean(axis=0)  # NaN where nobody knows one
         means.append(MeanSegment(first.program, mean, first.busy, first.run, len(group)))
     return means
 
@@ -313,5 +336,6 @@ def _medians(segments: Sequence[TracedSegment]) -> dict[tuple[str, Op | Collecti
     found: dict[tuple[str, Op | Collective, float], list[float]] = {}
     for segment in segments:
         for node, seconds in zip(segment.program.nodes, segment.slot_s.tolist(), strict=True):
-            found.setdefault((segment.run, node.work, node.share), []).append(seconds)
+            if not np.isnan(seconds):
+                found.setdefault((segment.run, node.work, node.share), []).append(seconds)
     return {key: float(np.median(values)) for key, values in found.items()}
