@@ -4,19 +4,10 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from stepsight.dataset.graph_data import (
-    CONCURRENT,
-    RELATIONS,
-    WORK_TYPES,
-    concurrent_pairs,
-    edge_types,
-    relation_pairs,
-    to_hetero,
-)
+from stepsight.dataset.graph_data import RELATIONS, concurrent_pairs, relation_pairs
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Dependency, Program, ProgramBuilder
 
@@ -74,46 +65,8 @@ def test_capped_pairs_are_a_symmetric_part_of_all(program: Program, cap: int) ->
     assert {i for i, _ in some} == {i for i, _ in every}, "a node with a partner keeps one"
 
 
-@settings(deadline=None, max_examples=25)
-@given(programs())
-def test_a_graph_holds_every_node_and_edge_once(program: Program) -> None:
-    data = to_hetero(program)
-    index = {name: data[name].index.tolist() for name in WORK_TYPES}
-    assert sorted(index["op"] + index["collective"]) == list(range(len(program)))
-    assert all(isinstance(program.nodes[i].work, Op) for i in index["op"])
-    found = sorted(
-        (index[source][i], index[target][j], relation)
-        for source, relation, target in edge_types()
-        if relation in RELATIONS and relation != CONCURRENT
-        for i, j in data[source, relation, target].edge_index.T.tolist()
-    )
-    assert found == sorted((before, after, why.value) for before, after, why in program.all_edges())
-    for source in WORK_TYPES:
-        runs_on = data[source, "runs_on", "stream"].edge_index
-        names = [data["stream"].names[stream] for stream in runs_on[1].tolist()]
-        assert names == [program.nodes[i].stream for i in index[source]]
-        assert data["stream", "runs", source].edge_index.flip(0).equal(runs_on)
-
-
 def test_an_overlapped_collective_may_run_beside_what_does_not_wait_for_it() -> None:
     assert concurrent_pairs(overlapped()).T.tolist() == [[1, 2], [2, 1]]
-
-
-def test_every_graph_has_every_type() -> None:
-    data = to_hetero(Program((), label="empty"))
-    assert data.edge_types == edge_types() and set(data.node_types) == {"op", "collective", "stream"}
-    assert all(store.edge_index.shape == (2, 0) for store in data.edge_stores)
-    data.validate()
-
-
-def test_graphs_batch() -> None:
-    """The loader of PyTorch Geometric joins graphs of segments."""
-    pytest.importorskip("torch_geometric")
-    from torch_geometric.data import Batch
-
-    batch = Batch.from_data_list([to_hetero(overlapped()), to_hetero(overlapped())])
-    assert batch["op"].num_nodes == 6
-    assert batch["op", CONCURRENT, "collective"].edge_index.tolist() == [[1, 4], [0, 1]]
 
 
 def test_relations_are_complete() -> None:

@@ -7,13 +7,11 @@ import torch
 from safetensors.numpy import save_file
 
 from stepsight.dataset.errors import PredictorError
-from stepsight.dataset.graph_data import to_hetero
 from stepsight.dataset.hardware import find_hardware
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Dependency, Program, ProgramBuilder
 from stepsight.features.graph_features import RELATIONS, join, node_features, topology
 from stepsight.gnn.context_model import BOUND, ContextModel
-from stepsight.gnn.hetero_topology import hetero_topology
 from stepsight.gnn.inference import ContextWeights
 
 HARDWARE = find_hardware("local-cpu")
@@ -45,14 +43,6 @@ def test_untrained_it_is_the_identity() -> None:
     model = ContextModel()
     out = model(torch.from_numpy(_inputs(program)).float(), topology(program))
     assert out.detach().abs().max() == 0
-
-
-def test_the_learning_graph_says_the_same_as_inference_reads_from_the_program() -> None:
-    program = _program()
-    expected, got = topology(program), hetero_topology(to_hetero(program))
-    assert got.stream.tolist() == expected.stream.tolist()
-    for relation in RELATIONS:
-        assert sorted(got.edges[relation].T.tolist()) == sorted(expected.edges[relation].T.tolist()), relation
 
 
 def test_corrections_are_bounded() -> None:
