@@ -94,12 +94,14 @@ def _nest(events: RankEvents, tree: CallTree, thread: int, phases: list[int], ma
     names, sequences = events.ops["name"].tolist(), events.ops["sequence"].tolist()
     evaluations = [is_evaluation(name) for name in events.names]
     stack: list[tuple[float, int, int, int, int]] = [(np.inf, -1, FORWARD, -1, -1)]
+    owned: list[tuple[int, int]] = []  # by call, in order; writing to arrays one by one is slow
+    nested: list[tuple[int, int, int, int]] = []  # by op
     for begin, until, kind, at in zip(*columns, strict=True):
         while stack[-1][0] <= begin:
             stack.pop()
         above, parent, phase, backward, sequence = stack[-1]
         if kind == 1:
-            tree.owner[at], tree.call_phase[at] = parent, phase
+            owned.append((parent, phase))
         elif kind == 2:
             stack.append((until, parent, annotated_phase(marks[at].name) or FORWARD, backward, sequence))
         else:
@@ -109,5 +111,14 @@ def _nest(events: RankEvents, tree: CallTree, thread: int, phases: list[int], ma
             phase = phases[name] if phases[name] >= 0 and phase != OPTIMIZER else phase
             backward = at if evaluations[name] else backward
             sequence = sequences[at] if sequences[at] >= 0 else sequence
-            tree.parent[at], tree.phase[at], tree.backward[at], tree.sequence[at] = parent, phase, backward, sequence
+            nested.append((parent, phase, backward, sequence))
             stack.append((until, at, phase, backward, sequence))
+    in_order, kinds = row[order], what[order]
+    columns_of = (tree.parent, tree.phase, tree.backward, tree.sequence)
+    for rows, found, arrays in (
+        (in_order[kinds == 1], owned, (tree.owner, tree.call_phase)),
+        (in_order[kinds == 0], nested, columns_of),
+    ):
+        values = np.array(found, dtype=np.int64).reshape(len(found), len(arrays))
+        for column, array in enumerate(arrays):
+            array[rows] = values[:, column]

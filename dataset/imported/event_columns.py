@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,8 @@ class _Rows:
 
     def add(self, rows: list[Any]) -> None:
         if rows:
-            self.parts.append(np.array(rows, dtype=np.float64))
+            flat = np.array(list(chain.from_iterable(rows)), dtype=np.float64)  # twice as quick as from tuples
+            self.parts.append(flat.reshape(len(rows), -1))
             self.count += len(rows)
 
     def table(self, what: str, path: Path, warnings: list[str]) -> Table:
@@ -230,7 +232,7 @@ class _Reader:
         self._annotations += [self._stretch(event) for event in sorted_out[_ANNOTATION]]
 
     def _add_ops(self, events: list[Event]) -> None:
-        names, signatures, threads = self._names.numbers, self._signatures.numbers, self._threads
+        names, signatures, threads = self._names.numbers, self._signatures.numbers, self._threads.numbers
         dumps = orjson.dumps
         rows: list[tuple[Any, ...]] = []
         for event in events:
@@ -249,37 +251,38 @@ class _Reader:
             else:
                 text = dumps((dims, get("Input type"), get("Input Strides"), get("Concrete Inputs")))
             signature = signatures.setdefault((number, text), len(signatures))
-            thread = threads((event.get("pid"), event["tid"]))
-            sequence, record, external = (
-                get("Sequence number", -1),
-                get("Record function id", 0),
-                get("External id", -1),
-            )
+            thread = threads.setdefault((event.get("pid"), event["tid"]), len(threads))
+            sequence, record = get("Sequence number", -1), get("Record function id", 0)
+            external = get("External id", -1)
             rows.append((event["ts"], event["dur"], number, signature, thread, sequence, record, external))
         self._ops.add(rows)
 
     def _add_calls(self, events: list[Event]) -> None:
-        names, threads = self._names, self._threads
+        names, threads = self._names.numbers, self._threads.numbers
         rows: list[tuple[Any, ...]] = []
         for event in events:
             get = (event.get("args") or _NOTHING).get
-            thread = threads((event.get("pid"), event["tid"]))
-            numbers = (names(event["name"]), thread, get("correlation", -1), get("External id", -1))
-            rows.append((event["ts"], event["dur"], *numbers))
+            name = event["name"]
+            number = names.setdefault(name, len(names))
+            thread = threads.setdefault((event.get("pid"), event["tid"]), len(threads))
+            external = get("External id", -1)
+            rows.append((event["ts"], event["dur"], number, thread, get("correlation", -1), external))
         self._runtime.add(rows)
 
     def _add_kernels(self, events: list[Event]) -> None:
-        kernels, streams = self._kernels, self._streams
+        kernels, streams = self._kernels.numbers, self._streams.numbers
+        dumps = orjson.dumps
         rows: list[tuple[Any, ...]] = []
         for event in events:
             args = event.get("args") or _NOTHING
             get = args.get
             if "Collective name" in args:
                 self._collectives[self._device.count + len(rows)] = args
-            launch = orjson.dumps((get("grid"), get("block"), get("registers per thread"), get("shared memory")))
-            kernel = kernels((str(event["cat"]).lower(), event["name"], launch))
-            stream = streams((get("device", event.get("pid")), get("stream", event.get("tid"))))
-            numbers = (kernel, stream, get("correlation", -1), get("External id", -1), get("bytes", -1))
+            launch = dumps((get("grid"), get("block"), get("registers per thread"), get("shared memory")))
+            kernel = kernels.setdefault((event["cat"], event["name"], launch), len(kernels))
+            place = (get("device", event.get("pid")), get("stream", event.get("tid")))
+            stream, correlation = streams.setdefault(place, len(streams)), get("correlation", -1)
+            numbers = (kernel, stream, correlation, get("External id", -1), get("bytes", -1))
             rows.append((event["ts"], event["dur"], *numbers))
         self._device.add(rows)
 
@@ -315,7 +318,7 @@ class _Reader:
             collective_args={rows[row]: args for row, args in self._collectives.items()},
             names=self._names.things,
             signatures=self._signatures.things,
-            kernels=self._kernels.things,
+            kernels=[(str(category).lower(), name, launch) for category, name, launch in self._kernels.things],
             threads=self._threads.things,
             streams=self._streams.things,
             header=blocks.header,
