@@ -122,8 +122,8 @@ def _check(script: Script, out: Path) -> None:
 def _run(script: Script, folder: Path, log: Path, progress: bool) -> None:
     """Run the script; its folder is complete or absent."""
     counts = script.counts
-    total = counts["warmup"] + counts["rounds"] + bool(counts["profile_steps"]) + 1
-    bar = Progress(total, shown=progress)
+    left = [1] * (counts["warmup"] + counts["rounds"] + 2)  # a script in which a better mark shows up tells more
+    bar = Progress(len(left), shown=progress)
     bar.update(f"starting {script.path.name}")
     settings = {
         "script": str(script.path),
@@ -133,7 +133,9 @@ def _run(script: Script, folder: Path, log: Path, progress: bool) -> None:
     }
     try:
         with new_folder(folder) as part:
-            ranks = run_ranks(settings, part, log, script.ranks, lambda doing: bar.update(doing, 1))
+            ranks = run_ranks(
+                settings, part, log, script.ranks, lambda doing: bar.update(doing, left.pop() if left else 0)
+            )
             write_json(part / FACTS, {**script.facts, **_merged(ranks)})
     except HarnessError as error:
         bar.end_line()

@@ -44,7 +44,7 @@ def run_ranks(
     """
     write_json(folder / SETTINGS, {**settings, "out": str(folder.resolve())})
     package = (__package__ or "harness.scripts").rpartition(".")[0]
-    command = [sys.executable, "-m", f"{package}.scripts.script_worker", str((folder / SETTINGS).resolve())]
+    command = [sys.executable, "-P", "-m", f"{package}.scripts.script_worker", str((folder / SETTINGS).resolve())]
     environment = {**os.environ, **WORKER_ENVIRONMENT, **(_as_torchrun(ranks) if ranks else {})}
     parents = [str(Path(__file__).resolve().parents[2])] if "." not in package else []
     if parents:

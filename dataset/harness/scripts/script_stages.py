@@ -41,10 +41,10 @@ class Stages:
 
     @property
     def needed(self) -> int:
-        """Steps that a script must have, the two from which its steps are known included."""
+        """Steps that a script must have, the first one included, from which its steps are known."""
         wanted = self._settings
         traced = wanted["profile_steps"] + 1 if wanted["profile_steps"] else 0
-        return int(2 + wanted["warmup"] + wanted["rounds"] * wanted["steps"] + traced)
+        return int(1 + wanted["warmup"] + wanted["rounds"] * wanted["steps"] + traced)
 
     def _restart(self) -> None:
         self._close()

@@ -55,12 +55,12 @@ def main() -> None:
 def run_script(script: Path, arguments: list[str]) -> None:
     """Run a script as Python's command line does; end the process where it fails."""
     sys.argv = [str(script), *arguments]
-    sys.path[0] = str(script.resolve().parent)
+    sys.path.insert(0, str(script.resolve().parent))  # nothing of it may come before what this process itself imports
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as error:
         if error.code not in (None, 0):
-            refuse(f"the script ended itself with exit code {error.code!s:.200}; its output says why")
+            refuse(f"the script ended itself before its measured steps were through: {error.code!s:.200}")
     except KeyboardInterrupt:
         os._exit(130)
     except BaseException as error:
@@ -80,6 +80,13 @@ def _ended_early(script: Path, stages: Any) -> str:
         f"{script.name} must run at least {stages.needed} steps, but it ended after {count} (by {stages.marks.kind}); "
         "have it run more, or ask for fewer with --warmup, --rounds, --steps and --profile-steps"
     )
+
+
+def _others() -> str:
+    """What to say of processes that the script started."""
+    count = len(multiprocessing.active_children())
+    told = f"; it has started {count} processes, whose steps are not seen: start ranks with --nproc-per-node"
+    return told if count else ""
 
 
 def report(**facts: Any) -> None:
@@ -128,6 +135,7 @@ def _watch_time(limit_s: float, stages: Any, script: Path) -> None:
         refuse(
             f"{script.name} must be through with its measured steps within --timeout-s {limit_s:g}, but it is {found}"
             + (f", at {where}" if where else "")
+            + _others()
         )
 
     threading.Thread(target=watch, daemon=True).start()

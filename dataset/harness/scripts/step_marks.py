@@ -44,7 +44,6 @@ class StepMarks:
 
     Attributes:
         kind: What marks the steps, "" if nothing has yet.
-        count: Steps so far.
     """
 
     def __init__(self, on_step: Callable[[], None], on_restart: Callable[[], None]) -> None:
@@ -52,8 +51,13 @@ class StepMarks:
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._counts: dict[int, int] = {}
         self._chosen: int | None = None
+        self._silence = _Silence()
         self.kind = ""
-        self.count = 0
+
+    @property
+    def count(self) -> int:
+        """Steps so far, those included from which the mark was chosen."""
+        return min(self._counts.values(), default=0) if self._chosen is None else self._counts[self._chosen]
 
     def mark(self, kind: str, source: object = None) -> None:
         """Note a mark; those of forked processes and other threads are none.
@@ -64,20 +68,24 @@ class StepMarks:
         """
         if os.getpid() != self._process or threading.get_ident() != self._thread:
             return
-        if self.kind and KINDS.index(kind) < KINDS.index(self.kind):
+        if self.kind and kind != self.kind and not self._is_better(kind):
             return
         key = id(source)
-        if kind != self.kind or key not in self._counts:
+        if kind != self.kind or (self._chosen is not None and key not in self._counts):
             self._restart(kind)
         self._counts[key] = self._counts.get(key, 0) + 1
         if self._chosen is None and min(self._counts.values()) >= (SEEN if kind == OPTIMIZER else 1):
             fewest = min(self._counts.values())
             self._chosen = [key for key, count in self._counts.items() if count == fewest][-1]
-            if key != self._chosen:
-                return
         if key == self._chosen:
-            self.count += 1
+            self._silence.broken()
             self._on_step()
+
+    def _is_better(self, kind: str) -> bool:
+        """Whether another kind of mark is to be believed from now on."""
+        if KINDS.index(kind) > KINDS.index(self.kind):
+            return not (kind == PROFILER and self._silence.final)
+        return self._silence.goes_on() if self.kind == PROFILER and kind == OPTIMIZER else False
 
     def _restart(self, kind: str) -> None:
         if kind != self.kind:
@@ -86,7 +94,29 @@ class StepMarks:
             self._counts = dict.fromkeys(self._counts, 0)
         if self._chosen is not None:
             self._on_restart()
-        self.kind, self._chosen, self.count = kind, None, 0
+        self.kind, self._chosen = kind, None
+
+
+class _Silence:
+    """Whether a profiler still steps: many scripts profile their first steps alone.
+
+    Attributes:
+        final: It does not, as far as one knows.
+    """
+
+    def __init__(self) -> None:
+        self._since, self._usual, self._marks = 0, 0, 0
+        self.final = False
+
+    def broken(self) -> None:
+        """The mark of a step."""
+        self._usual, self._since, self._marks = max(self._usual, self._since), 0, self._marks + 1
+
+    def goes_on(self) -> bool:
+        """Note an optimizer's step without the profiler's; return whether it is one too many."""
+        self._since += 1
+        self.final = self._marks > 1 and self._since > 2 * self._usual + 1
+        return self.final
 
 
 @contextmanager
