@@ -2,7 +2,8 @@
 
 Columns ``op, dims, dtype, microseconds`` for ops (dims as ``4096x4096x1024``, in the order of the kind's sizes), and
 ``op, num_bytes, group_size, ranks_per_node, microseconds`` for collectives; both may stand in one file, what does not
-apply left empty.  ``device``, ``fabric`` and ``software`` are optional.
+apply left empty.  ``device``, ``fabric`` and ``software`` are optional; versions in ``cuda``, ``nccl`` and ``driver``
+are added to the software's name.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import re
 
 from stepsight.dataset.op import COLLECTIVE_KINDS, Collective, Op
 from stepsight.dataset.tables.rows import Line, Rows, read_csv
+
+_VERSIONS = ("cuda", "nccl", "driver")
 
 
 def read(rows: Rows) -> None:
@@ -22,6 +25,8 @@ def read(rows: Rows) -> None:
             raise rows.error(f"{kind} needs columns {', '.join(needs)}; {', '.join(missing)} missing", line.number)
         work = _collective(line, kind) if kind in COLLECTIVE_KINDS else _op(line, kind)
         told = {name: line.cells.get(name, "").strip() for name in ("device", "fabric", "software")}
+        versions = [f"{name} {text}" for name in _VERSIONS if (text := line.cells.get(name, "").strip())]
+        told["software"] = " ".join(filter(None, [told["software"], *versions]))
         rows.add(work, line.real("microseconds") * 1e-6, **told)
     if not len(rows):
         raise rows.error(f"a table must hold a row with a time, got none ({rows.skipped.total()} rows without)")

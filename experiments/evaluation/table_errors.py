@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import TableError
-from stepsight.dataset.hardware import FABRICS, Fabric, Hardware, find_hardware
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.errors import JobError, TableError
+from stepsight.dataset.hardware import FABRICS, Fabric, Hardware, find_fabric, find_hardware, usual_fabric
+from stepsight.dataset.op import DTYPE_BYTES, Collective, Op
 from stepsight.dataset.tables import Measurements
 from stepsight.experiments.evaluation.error_metrics import Errors, errors
 from stepsight.experiments.evaluation.row_predictors import PredictorOf
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.latency_model import RooflineLatency
+from stepsight.training.collectives.collective_models import label_of
 from stepsight.training.collectives.link_doubts import link_doubts
 from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.transfer.family_figures import family_figures, trained_on
+from stepsight.training.transfer.own_table import shape_of
 
 Array = NDArray[np.float64]
 
@@ -42,6 +45,7 @@ class TableErrors:
     Attributes:
         groups: Kind, class of sizes (of times, for ops), class of ranks (nothing for ops), and the errors of its rows.
         overall: Errors of all rows that were judged.
+        families: By family of ops with its precision, and by kind of collective: rows, mape, median, p90.
         skipped: Number of rows that were not judged, by reason.
         doubts: What contradicts the links that were stated for all rows.
     """
@@ -49,11 +53,13 @@ class TableErrors:
     groups: tuple[tuple[str, str, str, Errors], ...]
     overall: Errors
     skipped: dict[str, int]
+    families: dict[str, dict[str, float | int | None]] = field(default_factory=dict)
     doubts: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         groups = [{"kind": k, "size": s, "ranks": r, **e.to_dict()} for k, s, r, e in self.groups]
-        told = {"overall": asdict(self.overall), "skipped": self.skipped, "doubts": list(self.doubts)}
+        told: dict[str, Any] = {"families": self.families, "overall": asdict(self.overall)}
+        told |= {"skipped": self.skipped, "doubts": list(self.doubts)}
         return {"groups": groups, **told}
 
 
@@ -77,9 +83,22 @@ def judge_table(measured: Measurements, predictor_of: PredictorOf, fabric: Fabri
     for index in known.tolist():
         rows.setdefault(group_of(measured.works[index], measured.seconds[index]), []).append(index)
     groups = [(*key, _errors(predicted[i], measured.seconds[i])) for key, i in sorted(rows.items(), key=_order)]
+    names = [family_of(measured.works[index]) for index in known.tolist()]
     return TableErrors(
-        tuple(groups), _errors(predicted[known], measured.seconds[known]), skipped, _doubts(measured, fabric)
+        tuple(groups),
+        _errors(predicted[known], measured.seconds[known]),
+        skipped,
+        family_figures(names, predicted[known], measured.seconds[known]),
+        _doubts(measured, fabric),
     )
+
+
+def family_of(work: Op | Collective) -> str:
+    """Family of an op, with its precision where that has kernels of its own; kind and place of a collective."""
+    if isinstance(work, Collective):
+        return label_of(work)
+    own = work.record.bound == "compute" and DTYPE_BYTES[work.dtype] != 2
+    return f"{work.family}/{work.dtype}" if own else work.family
 
 
 def _doubts(measured: Measurements, fabric: Fabric | None) -> tuple[str, ...]:
@@ -98,31 +117,61 @@ def predict_table(
 ) -> tuple[Array, dict[str, int]]:
     """Predicted seconds of each row, NaN where there are none, and the number of those rows by reason."""
     batches: dict[tuple[str, str, bool], list[int]] = {}
-    for index, work in enumerate(measured.works):
+    predicted, skipped = np.full(len(measured), np.nan), Counter[str]()
+    seen = _trained_on(measured, predictor_of)
+    if seen.any():
+        skipped["the predictor was trained on the shape"] = int(seen.sum())
+    for index in np.flatnonzero(~seen).tolist():
+        work = measured.works[index]
         links = "" if isinstance(work, Op) else measured.fabric[index]
         batches.setdefault((measured.device[index], links, isinstance(work, Op)), []).append(index)
-    predicted, skipped = np.full(len(measured), np.nan), Counter[str]()
     for (device, links, are_ops), members in batches.items():
         predictor, hardware = predictor_of(device), find_hardware(device) if device else None
-        used = fabric if fabric is not None else FABRICS.get(links)
+        used = fabric if fabric is not None else _links(links, predictor)
         if predictor is None and hardware is None:
             skipped[f"no predictor and no facts of the device {device!r:.80}"] += len(members)
         elif not are_ops and used is None:
             skipped[f"no facts of the fabric {links!r:.80}: state its links with --fabric"] += len(members)
         else:
-            predicted[members] = _seconds([measured.works[i] for i in members], predictor, hardware, used)
+            software = [measured.software[i] for i in members]
+            predicted[members] = _seconds([measured.works[i] for i in members], software, predictor, hardware, used)
     return predicted, dict(skipped)
 
 
+def _trained_on(measured: Measurements, predictor_of: PredictorOf) -> NDArray[np.bool_]:
+    """Rows whose shape their predictor was trained on, in whatever precision and by whatever software."""
+    seen = np.zeros(len(measured), dtype=np.bool_)
+    for device in dict.fromkeys(measured.device):
+        predictor = predictor_of(device)
+        if predictor is not None and predictor.manifest.get("trained_shapes"):
+            rows = [index for index, name in enumerate(measured.device) if name == device]
+            seen[rows] = trained_on(predictor.manifest, [shape_of(measured.works[index]) for index in rows])
+    return seen
+
+
+def _links(named: str, predictor: Predictor | None) -> Fabric | None:
+    """The known fabric of a name; for rows that name none, the usual one of the predictor's hardware."""
+    if named in FABRICS or named or predictor is None:
+        return FABRICS.get(named)
+    try:
+        return find_fabric(usual_fabric(predictor.hardware.name))
+    except JobError:
+        return None
+
+
 def _seconds(
-    works: Sequence[Op | Collective], predictor: Predictor | None, hardware: Hardware | None, fabric: Fabric | None
+    works: Sequence[Op | Collective],
+    software: Sequence[str],
+    predictor: Predictor | None,
+    hardware: Hardware | None,
+    fabric: Fabric | None,
 ) -> Array:
-    """Seconds of works that are all ops or all collectives."""
+    """Seconds of works that are all ops or all collectives, each by the software that ran it where that is known."""
     ops = [work for work in works if isinstance(work, Op)]
     collectives = [work for work in works if isinstance(work, Collective)]
     if predictor is not None:
         if ops:
-            return predictor.kernel.seconds(ops, 1)
+            return predictor.kernel.seconds(ops, 1, software)
         assert fabric is not None
         return predictor.collective.seconds(collectives, fabric)
     assert hardware is not None
@@ -158,5 +207,12 @@ def table_errors_text(result: TableErrors) -> str:
         for kind, size, ranks, e in (*result.groups, ("all", "", "", result.overall))
     ]
     legend = "errors of |predicted / measured - 1|; ops are classed by their measured time, collectives by their bytes"
+    families = [
+        [name, found["rows"], *(Number(found[key] or 0.0) for key in ("mape", "median", "p90"))]
+        for name, found in result.families.items()
+    ]
+    by_family = table(["family", "rows", "mean error %", "median", "p90"], families)
     left_out = [f"left out {count}: {why}" for why, count in result.skipped.items()]
-    return "\n\n".join([table(header, lines), legend, *(f"doubt: {text}" for text in result.doubts), *left_out])
+    return "\n\n".join(
+        [by_family, table(header, lines), legend, *(f"doubt: {text}" for text in result.doubts), *left_out]
+    )

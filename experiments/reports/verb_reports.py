@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,22 @@ def training_report(predictor: Predictor, out: Path) -> dict[str, Any]:
     metrics = manifest.get("metrics", {})
     cells = [[name, Number(value, 2)] for name, value in sorted(metrics.items()) if isinstance(value, int | float)]
     text = f"predictor {out} for {predictor.hardware.name}\n" + table(["metric", "value"], cells)
-    return {"predictor": str(out), "hardware": predictor.hardware.name, "metrics": metrics, "text": text}
+    told = {"predictor": str(out), "hardware": predictor.hardware.name, "metrics": metrics}
+    if "trained_shapes" not in manifest:
+        return {**told, "text": text}
+    held_out = manifest["held_out"]
+    rows = [[name, f["rows"], *(Number(f[key]) for key in ("mape", "median", "p90"))] for name, f in held_out.items()]
+    text = f"predictor {out} for {predictor.hardware.name}: {_learned(manifest)}\n"
+    if rows:
+        text += "a fifth of the shapes, held out:\n" + table(["family", "rows", "mean error %", "median", "p90"], rows)
+    else:
+        text += f"judge it: stepsight evaluate TABLE.parquet --predictor {out}"
+    used = {key: manifest[key] for key in ("num_ops", "num_collectives", "software", "collective_library", "skipped")}
+    return {**told, **used, "held_out": held_out, "text": text}
+
+
+def _learned(manifest: Mapping[str, Any]) -> str:
+    return f"{manifest['num_ops']} ops, {manifest['num_collectives']} collectives"
 
 
 def demo_text(summary: dict[str, Any]) -> str:

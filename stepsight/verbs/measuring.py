@@ -1,4 +1,4 @@
-"""Verbs that measure, learn, read, and say what is there."""
+"""Verbs that measure, read, and say what is there."""
 
 from __future__ import annotations
 
@@ -131,34 +131,6 @@ def _counts(in_box: bool, **stated: int | None) -> dict[str, int]:
     """How many of each are run: what is stated, and the usual number of the others."""
     usual = {"warmup": 1, "profile_steps": 0} if in_box else {"warmup": 2, "profile_steps": 2}
     return {**usual, **{name: count for name, count in stated.items() if count is not None}}
-
-
-def train_command(
-    collections: Annotated[
-        list[Path], typer.Argument(parser=path, help="Collection folders written by `stepsight collect`.")
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", parser=path, help="Folder of the predictor to write.")],
-    hardware: Annotated[
-        str, typer.Option(help="Name that jobs give this hardware in [cluster] hardware.")
-    ] = "local-cpu",
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
-    tracking_uri: Annotated[
-        str | None, typer.Option(help="MLflow tracking URI; by default sqlite beside the predictor.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Learn kernel and collective regressors and the context GNN from collections; track all in MLflow.
-
-    Example:
-
-        stepsight train runs/mine --out runs/predictor
-    """
-    from stepsight.experiments.reports.verb_reports import training_report
-    from stepsight.training.fit import train
-
-    predictor = train(collections, out, hardware_name=hardware, seed=seed, tracking_uri=tracking_uri, progress=True)
-    report = training_report(predictor, out)
-    answer(report, report["text"], as_json)
 
 
 def demo_command(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +74,18 @@ def op_bounds(hardware: Hardware, kind: OpKind) -> Bounds:
     )
 
 
+class OtherDevices(Protocol):
+    """Ops of which a device has few measurements or none, by other devices' efficiency (``training.transfer``)."""
+
+    def seconds(self, ops: Sequence[Op], variants: Sequence[int] | NDArray[np.int64] | int = 0) -> Array:
+        """Seconds of each op, ``(ops,)``."""
+        ...
+
+    def unsupported(self, op: Op) -> str:
+        """Why an op lies outside what was measured; empty if it does not."""
+        ...
+
+
 @dataclass(frozen=True)
 class KernelModel:
     """Ops of one hardware.
@@ -85,6 +98,8 @@ class KernelModel:
             efficiency of others (see ``derived``) instead of the roofline, and busy neighbours do not count.
         ratios: By kind that was not measured here, what others measured of it against its base.
         serves: Another device with the same chip that is asked about: ops take as much longer as its roofline says.
+        transfer: Answers for ops that the regressor says nothing of; None: they run at the roofline.
+        software: What ran the measured ops, by label, the one to predict for first.
     """
 
     hardware: Hardware
@@ -93,14 +108,45 @@ class KernelModel:
     derives: bool = False
     ratios: Mapping[str, Ratio] = field(default_factory=dict)
     serves: Hardware | None = None
+    transfer: OtherDevices | None = None
+    software: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def seconds(self, ops: Sequence[Op], busy: int) -> Array:
-        """Seconds of each op alone, shape ``(len(ops),)``; see ``derives`` for kinds that were never measured."""
+    def seconds(self, ops: Sequence[Op], busy: int, software: Sequence[str] = ()) -> Array:
+        """Seconds of each op alone, shape ``(len(ops),)``; see ``derives`` for kinds that were never measured.
+
+        Args:
+            ops: Signatures.
+            busy: Devices of the node that compute at the same time.
+            software: What runs each op; one that is not known, or none, is the one to predict for.
+        """
         if not ops:
             return np.zeros(0)
+        variants = np.array([self.variant(op, name) for op, name in zip(ops, software, strict=bool(software))] or [0])
+        variants = np.broadcast_to(variants, (len(ops),))
+        if self.transfer is None:
+            return self._by_regressor(ops, busy, variants)
+        own = np.array([self._measured(self._traced(op)[0]) for op in ops])
+        seconds = np.empty(len(ops))
+        for mine, index in ((True, np.flatnonzero(own)), (False, np.flatnonzero(~own))):
+            some = [ops[i] for i in index.tolist()]
+            if some:
+                answer = self._by_regressor if mine else self._by_others
+                seconds[index] = answer(some, busy, variants[index])
+        return seconds
+
+    def variant(self, op: Op, software: str) -> int:
+        """Number of a software among those that ran ops like this one; 0, the one to predict for, if it ran none."""
+        known = self.software.get(label(op.family, op, self.hardware), ())
+        return known.index(software) if software in known else 0
+
+    def _by_others(self, ops: Sequence[Op], busy: int, variants: NDArray[np.int64]) -> Array:
+        assert self.transfer is not None
+        return self.transfer.seconds(ops, variants)
+
+    def _by_regressor(self, ops: Sequence[Op], busy: int, variants: NDArray[np.int64]) -> Array:
         traced = [self._traced(op) for op in ops]
         asked, longer = zip(*[self._within_length(base) for base, _, _ in traced], strict=True)
-        rows = op_rows(asked, self.hardware, 1 if self.derives else busy)
+        rows = op_rows(asked, self.hardware, 1 if self.derives else busy, variants)
         seconds = self.regressor.seconds_left_out(rows) if self.left_out else self.regressor.seconds(rows)
         seconds *= np.array(longer)
         for index, (op, (base, log_ratio, _)) in enumerate(zip(ops, traced, strict=True)):
@@ -171,7 +217,7 @@ class KernelModel:
             return ""
         base, _, evident = self._traced(op)
         if not self._measured(base):
-            return f"{op}: no {op.kind} was measured"
+            return f"{op}: no {op.kind} was measured" if self.transfer is None else self.transfer.unsupported(op)
         excess = self.regressor.excess(label(base.kind, base, self.hardware), op_position(base))
         far = f"{np.exp(excess):.1f} x outside the measured range" if excess > OUTSIDE else ""
         if evident:

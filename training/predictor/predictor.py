@@ -54,6 +54,7 @@ from stepsight.training.predictor.predictor_manifest import (
 from stepsight.training.predictor.saved_features import check_described, described
 from stepsight.training.regression.regressor import Regressor
 from stepsight.training.regression.trees import Trees
+from stepsight.training.transfer.transferred import Teacher, Transfer
 
 if TYPE_CHECKING:
     from stepsight.gnn.inference import ContextWeights
@@ -249,6 +250,7 @@ class Predictor:
         kernel = read_part(folder / "kernel.json", partial(_op_regressor, folder, hardware))
         collective = read_part(folder / "collective.json", partial(_collective_regressor, folder))
         derives, ratios = read_part(folder / "kernel.json", _derived)
+        transfer, software = read_part(folder / "kernel.json", partial(_transfer, hardware))
         nccl, carried, between = read_part(folder / "collective.json", _library)
         tables = read_part(folder / "intervals.json", dict)
         context = None
@@ -258,7 +260,7 @@ class Predictor:
             context = ContextWeights.load(folder)
         return cls(
             hardware,
-            KernelModel(hardware, kernel, derives=derives, ratios=ratios),
+            KernelModel(hardware, kernel, derives=derives, ratios=ratios, transfer=transfer, software=software),
             CollectiveModel(collective, nccl=nccl, carried=carried, between=between),
             context,
             made(folder / "intervals.json", Calibration.from_dict, tables.get("calibration")),
@@ -313,8 +315,36 @@ def _regressor(folder: Path, table: dict[str, Any], features: tuple[str, ...]) -
     return Regressor.from_dict(table, trees)
 
 
+def teacher_of(name: str) -> Teacher:
+    """A predictor that comes with the package, as one whose efficiencies count for other devices.
+
+    Raises:
+        PredictorError: If none has that name.
+    """
+    if name not in shipped_names():
+        raise PredictorError(
+            f"{name!r:.80} must be a predictor that comes with stepsight ({', '.join(shipped_names())})"
+        )
+    loaded = Predictor.load(SHIPPED / name)
+    return Teacher(name, str(loaded.manifest["digest"]), loaded.kernel)
+
+
 def _derived_to_dict(kernel: KernelModel) -> dict[str, Any]:
-    return {"derives": kernel.derives, "ratios": {kind: ratio.to_dict() for kind, ratio in kernel.ratios.items()}}
+    table: dict[str, Any] = {"derives": kernel.derives}
+    table["ratios"] = {kind: ratio.to_dict() for kind, ratio in kernel.ratios.items()}
+    if kernel.software:
+        table["software"] = {label: list(names) for label, names in kernel.software.items()}
+    if isinstance(kernel.transfer, Transfer):
+        table["transfer"] = kernel.transfer.to_dict()
+    return table
+
+
+def _transfer(hardware: Hardware, table: dict[str, Any]) -> tuple[Transfer | None, dict[str, tuple[str, ...]]]:
+    """What ``_derived_to_dict`` wrote of other devices and of software."""
+    software = {str(label): tuple(texts(names, "software")) for label, names in table.get("software", {}).items()}
+    if "transfer" not in table:
+        return None, software
+    return Transfer.from_dict(table["transfer"], hardware, teacher_of), software
 
 
 def _derived(table: dict[str, Any]) -> tuple[bool, dict[str, Ratio]]:

@@ -78,3 +78,9 @@ def test_what_nobody_measured_is_refused(tmp_path: Path, row: str, rule: str) ->
     path.write_text(f"op,dims,microseconds,num_bytes,group_size,ranks_per_node\n{row}\n")
     with pytest.raises(TableError, match=f"mine.csv.*{rule}"):
         read_table("csv", path)
+
+
+def test_versions_are_part_of_the_software(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("op,dims,microseconds,software,cuda,nccl\nlinear,2x2x2,1,torch 2.9,12.8,\nlinear,2x2x4,1,,,2.27\n")
+    assert read_table("csv", path).software == ("torch 2.9 cuda 12.8", "nccl 2.27")

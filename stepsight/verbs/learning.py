@@ -1,0 +1,99 @@
+"""Verbs that learn predictors: train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepsight.dataset.errors import StepsightError
+from stepsight.verbs.options import Json, answer, path, refuse_given
+
+_OF_TABLES = ("like", "software", "fabric", "samples")
+
+
+def train_command(
+    context: typer.Context,
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            parser=path,
+            metavar="SOURCE…",
+            help="Collection folders written by `stepsight collect` or `import`, or tables of ops and collectives of "
+            "one device (.parquet) written by `stepsight import`.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", parser=path, help="Folder of the predictor to write.")],
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            help="Of collections: the name that jobs give this hardware in [cluster] hardware (default: local-cpu). Of "
+            "tables: a preset, or a .toml or .json file with the device's facts; default: the device of the rows."
+        ),
+    ] = None,
+    like: Annotated[
+        str,
+        typer.Option(
+            help="Of tables: the predictor that comes with stepsight, as b200-sxm, of the device that is most alike. "
+            "Without it all of them count."
+        ),
+    ] = "",
+    software: Annotated[
+        str,
+        typer.Option(help="Of tables: the software to predict for, a part of its name; default: what ran most rows."),
+    ] = "",
+    fabric: Annotated[
+        str, typer.Option(help="Of tables: the links of collectives whose rows name none, as a name or a .toml file.")
+    ] = "",
+    samples: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Of tables: learn from at most so many shapes of each family, drawn at random. 0: from all."
+        ),
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    tracking_uri: Annotated[
+        str | None, typer.Option(help="MLflow tracking URI; by default sqlite beside the predictor.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Learn a predictor from collections, or from tables of a device's ops and collectives; track it in MLflow.
+
+    Collections teach regressors for ops and collectives and a graph neural network that corrects them in context.
+    Tables teach ops and collectives alone: a family with thousands of rows is learned from its own rows, one with fewer
+    from the efficiency of the devices that come with stepsight, corrected by its rows. A fifth of the shapes is held
+    out to judge it (`held_out` in --json). Examples:
+
+        stepsight train runs/mine --out runs/predictor
+        stepsight import aiconfigurator data/gb200 --out gb200.parquet
+        stepsight train gb200.parquet --like b200-sxm --out gb200
+        stepsight train mine.parquet --hardware my-gpu.toml --out mine
+    """
+    from stepsight.experiments.reports.verb_reports import training_report
+
+    tables = [source for source in sources if source.suffix == ".parquet"]
+    if tables and len(tables) < len(sources):
+        raise StepsightError("train takes collections or tables (.parquet), got both: train a predictor from each")
+    if tables:
+        from stepsight.training.train_tables import train_tables
+
+        predictor = train_tables(
+            tables,
+            out,
+            hardware=hardware or "",
+            like=like,
+            software=software,
+            fabric=fabric,
+            samples=samples,
+            seed=seed,
+            tracking_uri=tracking_uri,
+        )
+    else:
+        from stepsight.training.fit import train
+
+        refuse_given(context, _OF_TABLES, "is for tables (.parquet), got collections")
+        name = "local-cpu" if hardware is None else hardware
+        predictor = train(sources, out, hardware_name=name, seed=seed, tracking_uri=tracking_uri, progress=True)
+    report = training_report(predictor, out)
+    answer(report, report["text"], as_json)

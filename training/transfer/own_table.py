@@ -1,0 +1,236 @@
+"""What a user's tables of measurements hold of one device: its ops and collectives, by software."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.errors import TableError
+from stepsight.dataset.hardware import FABRICS, Fabric, Hardware, find_fabric, find_hardware
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.tables import Measurements
+from stepsight.training.collectives.collective_models import label_of
+from stepsight.training.kernels.kernel_models import label
+from stepsight.training.shipped.from_tables import CollectiveRows, OpRows
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class OwnTable:
+    """Measurements of one device.
+
+    Attributes:
+        hardware: Its facts.
+        ops: Distinct ops of each software; variants are places in ``software`` of the op's label.
+        software: What ran the ops, by label; first what is predicted for.
+        collectives: Distinct ones of ``library``.
+        library: What ran the collectives; empty without any.
+        skipped: Rows that are not used, by reason.
+    """
+
+    hardware: Hardware
+    ops: OpRows
+    software: Mapping[str, tuple[str, ...]]
+    collectives: CollectiveRows
+    library: str
+    skipped: Mapping[str, int]
+
+    def labels(self) -> list[str]:
+        """Label of each op."""
+        return [label(op.family, op, self.hardware) for op in self.ops.ops]
+
+    def take(self, ops: NDArray[np.int64], collectives: NDArray[np.int64]) -> OwnTable:
+        """Some of the rows."""
+        return replace(self, ops=self.ops.take(ops), collectives=self.collectives.take(collectives))
+
+    def sample(self, most: int, seed: int) -> OwnTable:
+        """At most so many shapes, drawn at random, of each label of ops (by the first software) and of collectives.
+
+        A fifth of a label is never drawn, so that something is left to judge by.
+        """
+        rng = np.random.default_rng(seed)
+        first = np.flatnonzero(self.ops.variants == 0)
+        names = self.labels()
+        kept = _draw([names[i] for i in first.tolist()], most, rng)
+        links = _draw([label_of(work) for work in self.collectives.collectives], most, rng)
+        return self.take(first[kept], links)
+
+    def split(self, seed: int, folds: int = 5) -> tuple[OwnTable, OwnTable]:
+        """Rows to learn from, and one in ``folds`` shapes with all their rows to judge by."""
+        held = _held([shape_of(op) for op in self.ops.ops], seed, folds)
+        links = _held([shape_of(work) for work in self.collectives.collectives], seed, folds)
+        kept = self.take(np.flatnonzero(~held), np.flatnonzero(~links))
+        return kept, self.take(np.flatnonzero(held), np.flatnonzero(links))
+
+    def shapes(self) -> list[Hashable]:
+        """Every shape that is here."""
+        return [shape_of(work) for work in (*self.ops.ops, *self.collectives.collectives)]
+
+
+def shape_of(work: Op | Collective) -> Hashable:
+    """What is held out together: kind and sizes, in whatever precision and by whatever software."""
+    if isinstance(work, Op):
+        return work.kind, work.dims
+    return work.kind, work.num_bytes, work.group_size, work.ranks_per_node
+
+
+def own_table(table: Measurements, hardware: Hardware, software: str = "", fabric: str = "") -> OwnTable:
+    """Rows of a device.
+
+    Args:
+        table: Any rows; those that name no device count as the device's.
+        hardware: The device; see ``find_own_hardware``.
+        software: Pattern of the software to predict for, or a part of its name; empty: what ran most rows.
+        fabric: Links of collectives whose row names none that is known.
+
+    Raises:
+        TableError: If nothing is there to learn from, or no row's software matches.
+    """
+    mine = [index for index, device in enumerate(table.device) if device in ("", hardware.name)]
+    if software and not any(_matches(table.software[index], software) for index in mine):
+        known = ", ".join(sorted({table.software[index] for index in mine}))
+        raise TableError(f"--software must match what ran some rows ({known:.400}), got {software!r:.80}")
+    skipped = Counter({f"rows of another device ({name})": count for name, count in Counter(table.device).items()})
+    for name in ("", hardware.name):
+        skipped.pop(f"rows of another device ({name})", None)
+    ops, named = _ops(table, mine, hardware, software, skipped)
+    collectives, library = _collectives(table, mine, software, fabric, skipped)
+    if not len(ops) and not len(collectives):
+        why = "; ".join(f"{count}: {reason}" for reason, count in skipped.items()) or "the table is empty"
+        raise TableError(f"training needs rows of ops or collectives of {hardware.name}, got none ({why})")
+    return OwnTable(hardware, ops, named, collectives, library, dict(skipped))
+
+
+def find_own_hardware(table: Measurements, stated: str, like: str) -> Hardware:
+    """The device that a table is about.
+
+    Args:
+        table: The measurements.
+        stated: Preset or file of hardware; empty: the table's only device.
+        like: Preset whose facts count where none are known of the device; empty: none.
+
+    Raises:
+        TableError: If the table holds several devices, or nothing is known of the one that it holds.
+    """
+    devices = sorted({device for device in table.device if device})
+    if stated:
+        found = find_hardware(stated)
+        if found is None:
+            raise TableError(
+                f"--hardware must name a preset or a .toml or .json file of hardware facts, got {stated!r:.80}"
+            )
+        if len(devices) <= 1 or found.name in devices:  # the facts are the only device's, whatever its rows call it
+            return found
+        raise TableError(f"the table must hold rows of {found.name}, got {', '.join(devices)}")
+    if len(devices) != 1:
+        raise TableError(
+            f"a table of several devices, or of none that is named, needs --hardware NAME; got {', '.join(devices)}"
+        )
+    found = find_hardware(devices[0])
+    if found is None and like:
+        alike = find_hardware(like)
+        if alike is not None:
+            return replace(alike, name=devices[0], source=f"facts of {alike.name}, which it is said to be like")
+    if found is None:
+        raise TableError(
+            f"nothing is known of the device {devices[0]!r:.80}: state its facts with --hardware FILE.toml, "
+            "or name a preset with the same chip with --like"
+        )
+    return found
+
+
+def renamed(table: Measurements, hardware: Hardware) -> Measurements:
+    """The table with its only device called as the hardware is."""
+    devices = {device for device in table.device if device}
+    if len(devices) != 1 or hardware.name in devices:
+        return table
+    return replace(table, device=(hardware.name,) * len(table))
+
+
+def _ops(
+    table: Measurements, mine: Sequence[int], hardware: Hardware, software: str, skipped: Counter[str]
+) -> tuple[OpRows, dict[str, tuple[str, ...]]]:
+    found: dict[tuple[Op, str], list[float]] = {}
+    for index in mine:
+        work = table.works[index]
+        if not isinstance(work, Op):
+            continue
+        if work.record.bound == "compute" and work.dtype not in hardware.peak_flops:
+            skipped[f"the facts of {hardware.name} state no peak for {work.dtype}"] += 1
+            continue
+        found.setdefault((work, table.software[index]), []).append(float(table.seconds[index]))
+    labels = {op: label(op.family, op, hardware) for op, _ in found}
+    counts: dict[str, Counter[str]] = {}
+    for op, name in found:
+        counts.setdefault(labels[op], Counter())[name] += 1
+    named = {
+        of: tuple(sorted(count, key=lambda name, count=count: (not _matches(name, software), -count[name], name)))  # type: ignore[misc]
+        for of, count in counts.items()
+    }
+    return (
+        OpRows(
+            tuple(op for op, _ in found),
+            np.array([np.median(times) for times in found.values()], dtype=np.float64),
+            np.array([named[labels[op]].index(name) for op, name in found], dtype=np.int64),
+        ),
+        named,
+    )
+
+
+def _collectives(
+    table: Measurements, mine: Sequence[int], software: str, fabric: str, skipped: Counter[str]
+) -> tuple[CollectiveRows, str]:
+    rows = [index for index in mine if isinstance(table.works[index], Collective)]
+    ran = Counter(table.software[index] for index in rows)
+    # Sums within switches are not done in 8 bits: what training sends comes first.
+    order = sorted(ran, key=lambda name: (not _matches(name, software), name.endswith("int8"), -ran[name], name))
+    library = order[0] if order else ""
+    found: dict[tuple[Collective, Fabric], list[float]] = {}
+    for index in rows:
+        work, links = table.works[index], table.fabric[index]
+        assert isinstance(work, Collective)
+        if table.software[index] != library:
+            skipped[f"collectives of another library ({table.software[index]})"] += 1
+        elif links not in FABRICS and not fabric:
+            skipped[f"collectives on links of which nothing is known ({links!r}): state them with --fabric"] += 1
+        else:
+            key = (work, FABRICS[links] if links in FABRICS else find_fabric(fabric))
+            found.setdefault(key, []).append(float(table.seconds[index]))
+    return (
+        CollectiveRows(
+            tuple(work for work, _ in found),
+            tuple(links for _, links in found),
+            np.array([np.median(times) for times in found.values()], dtype=np.float64),
+            np.ones(len(found), dtype=np.bool_),
+        ),
+        library,
+    )
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return bool(pattern) and (pattern.lower() in name.lower() or fnmatchcase(name.lower(), pattern.lower()))
+
+
+def _draw(names: Sequence[str], most: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Rows of which each name has at most so many, and at most four fifths of its own."""
+    seen: Counter[str] = Counter()
+    all_of = Counter(names)
+    kept = []
+    for index in rng.permutation(len(names)).tolist():
+        seen[names[index]] += 1
+        if seen[names[index]] <= min(most, max(1, 4 * all_of[names[index]] // 5)):
+            kept.append(index)
+    return np.array(sorted(kept), dtype=np.int64)
+
+
+def _held(shapes: Sequence[Hashable], seed: int, folds: int) -> NDArray[np.bool_]:
+    distinct = list(dict.fromkeys(shapes))
+    chosen = np.random.default_rng(seed).permutation(len(distinct))[: len(distinct) // folds]
+    left = {distinct[index] for index in chosen.tolist()}
+    return np.array([shape in left for shape in shapes], dtype=np.bool_)

@@ -1,0 +1,189 @@
+"""How far a device's measured ops lie from what other devices' efficiencies say: a Gaussian process, fitted and asked.
+
+The covariance is a sum: a constant, a linear term in each teacher's log-efficiency, and Matern-3/2 terms over the
+shape, over how well tiles fill the device, and over the roofline.  Amplitudes, lengths and the noise maximise the
+posterior of the measured rows (Rasmussen and Williams 2006, section 5.4.1) under log-normal priors that are the same
+for every device.  Far from every measurement the correction returns to the constant and linear terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Blocks = Mapping[str, Array]  # columns of each term of the covariance, ``(rows, columns)``
+
+LINEAR = "teachers"
+# Amplitude and length of each term before anything is measured, in log units; the linear one has no length.
+TERMS = {LINEAR: (0.3, 0.0), "shape": (0.15, 2.0), "tiles": (0.1, 1.0), "roofline": (0.2, 1.5)}
+CONSTANT, NOISE = 0.5, 0.06
+SHORT, SHORT_S = 0.7, 20e-6  # noise of the shortest ops on top, over that of long ones; time at which it has halved
+AMPLITUDE_STD, LENGTH_STD, NOISE_STD = 1.0, 0.7, 0.5  # of the priors' logarithms
+ROWS_OF_SCALES = 250  # rows from which amplitudes and lengths are found: the cost is cubic
+MOST_ROWS = 800
+STEPS = 25
+ROBUST_STEPS, OUTLIER = 4, 2.0  # rows that miss by more than so many deviations count less
+MOST_CORRECTION = 3.0  # log units
+_CHUNK = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class Posterior:
+    """What the measured ops of one label tell.
+
+    Attributes:
+        scales: Logarithms of the constant, the noise, the amplitude and length of each term, and how much more noise
+            short ops have.
+        rows: Columns of the measured ops by term.
+        weights: Of each measured op, ``(rows,)``.
+    """
+
+    scales: Array
+    rows: dict[str, Array]
+    weights: Array
+
+    def mean(self, asked: Blocks) -> Array:
+        """Expected correction of each op in log units, ``(asked,)``."""
+        count = len(asked[LINEAR])
+        found = np.empty(count)
+        for start in range(0, count, _CHUNK):
+            part = slice(start, start + _CHUNK)
+            some = {name: block[part] for name, block in asked.items()}
+            found[part] = _covariance(self.scales, _distances(some, self.rows)) @ self.weights
+        return np.clip(found, -MOST_CORRECTION, MOST_CORRECTION)
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = {name: np.round(block, 6).tolist() for name, block in self.rows.items()}
+        return {"scales": self.scales.tolist(), "rows": rows, "weights": self.weights.tolist()}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Posterior:
+        weights = np.array(value["weights"], dtype=np.float64)
+        rows = {name: np.array(value["rows"][name], dtype=np.float64).reshape(len(weights), -1) for name in TERMS}
+        scales = np.array(value["scales"], dtype=np.float64)
+        if scales.shape != _prior()[0].shape or weights.ndim != 1 or not len(weights):
+            raise ValueError(f"a posterior must have {len(_prior()[0])} scales and a weight for each row")
+        if not all(np.isfinite(numbers).all() for numbers in (scales, weights, *rows.values())):
+            raise ValueError("numbers of a posterior must be finite")
+        return cls(scales, rows, weights)
+
+
+def fit_posterior(rows: Blocks, residuals: Array, seconds: Array, seed: int = 0) -> Posterior:
+    """Fit to measured ops.
+
+    Args:
+        rows: Columns of the ops by term.
+        residuals: Log of the measured time over what other devices' efficiency says, ``(rows,)``.
+        seconds: Measured, ``(rows,)``: short ops are noisier.
+        seed: Of the choice of rows where there are more than ``MOST_ROWS``.
+    """
+    order = np.random.default_rng(seed).permutation(len(residuals))[:MOST_ROWS]
+    kept, wanted, times = {name: rows[name][order] for name in TERMS}, residuals[order], seconds[order]
+    some = slice(0, ROWS_OF_SCALES)
+    near = {name: block[some] for name, block in kept.items()}
+    scales = _fit_scales(_distances(near, near), wanted[some], times[some])
+    covariance = _covariance(scales, _distances(kept, kept))
+    usual = _noise(scales, times)
+    noise = usual
+    weights = np.zeros(len(wanted))
+    for _ in range(ROBUST_STEPS):
+        inverse = np.linalg.inv(covariance + np.diag(noise))
+        weights = inverse @ wanted
+        left_out = np.abs(weights / np.diag(inverse)) / np.sqrt(usual)  # errors of each row predicted from the others
+        deviation = 1.48 * np.median(left_out) + 1e-9
+        noise = usual * np.maximum(1.0, left_out / (OUTLIER * deviation)) ** 2
+    return Posterior(scales, kept, weights)
+
+
+def choose_rows(candidates: Blocks, wanted: int) -> list[int]:
+    """Which ops to measure first: each lowers the expected squared error over all candidates most (greedily).
+
+    Args:
+        candidates: Columns of ops that could be measured, by term.
+        wanted: How many to choose.
+
+    Returns:
+        Their indices, the most informative first.
+    """
+    scales = _prior()[0]
+    covariance = _covariance(scales, _distances(candidates, candidates))
+    noise = float(np.exp(2 * scales[1]))
+    chosen: list[int] = []
+    for _ in range(min(wanted, len(covariance))):
+        gain = (covariance**2).sum(axis=0) / (np.diag(covariance) + noise)
+        gain[chosen] = -1.0
+        best = int(np.argmax(gain))
+        chosen.append(best)
+        column = covariance[:, best].copy()
+        covariance -= np.outer(column, column) / (column[best] + noise)
+    return chosen
+
+
+def _prior() -> tuple[Array, Array]:
+    """Mean and deviation of the scales' priors."""
+    means, stds = [np.log(CONSTANT), np.log(NOISE)], [AMPLITUDE_STD, NOISE_STD]
+    for amplitude, length in TERMS.values():
+        means.append(np.log(amplitude))
+        stds.append(AMPLITUDE_STD)
+        if length:
+            means.append(np.log(length))
+            stds.append(LENGTH_STD)
+    return np.array([*means, np.log(SHORT)]), np.array([*stds, LENGTH_STD])
+
+
+def _noise(scales: Array, seconds: Array) -> Array:
+    """Variance of each measurement in log units."""
+    more = np.exp(2 * scales[-1]) / (1 + (seconds / SHORT_S) ** 2)
+    return np.asarray(np.exp(2 * scales[1]) * (1 + more))
+
+
+def _distances(left: Blocks, right: Blocks) -> dict[str, Array]:
+    """Products of the linear term's columns, squared distances of the others', ``(left, right)`` each."""
+    found = {}
+    for name in TERMS:
+        one, two = left[name], right[name]
+        products = one @ two.T
+        if name == LINEAR:
+            found[name] = products / max(one.shape[1], 1)
+        else:
+            squares = (one**2).sum(axis=1)[:, None] + (two**2).sum(axis=1)[None, :] - 2 * products
+            found[name] = np.maximum(squares, 0.0)
+    return found
+
+
+def _covariance(scales: Array, distances: Mapping[str, Array]) -> Array:
+    total = np.full(distances[LINEAR].shape, np.exp(2 * scales[0]))
+    at = 2
+    for name, (_, length) in TERMS.items():
+        power = np.exp(2 * scales[at])
+        if length:
+            steps = np.sqrt(3 * distances[name]) * np.exp(-scales[at + 1])
+            total += power * (1 + steps) * np.exp(-steps)
+        else:
+            total += power * distances[name]
+        at += 2 if length else 1
+    return total
+
+
+def _fit_scales(distances: Mapping[str, Array], residuals: Array, seconds: Array) -> Array:
+    from scipy.optimize import minimize
+
+    means, stds = _prior()
+
+    def cost(scales: Array) -> float:
+        covariance = _covariance(scales, distances)
+        covariance[np.diag_indices_from(covariance)] += _noise(scales, seconds) + 1e-9
+        try:
+            root = np.linalg.cholesky(covariance)
+        except np.linalg.LinAlgError:
+            return 1e9
+        white = np.linalg.solve(root, residuals)
+        prior = (((scales - means) / stds) ** 2).sum()
+        return float(0.5 * white @ white + np.log(np.diag(root)).sum() + 0.5 * prior)
+
+    return np.asarray(minimize(cost, means, method="L-BFGS-B", options={"maxiter": STEPS}).x, dtype=np.float64)
