@@ -45,6 +45,7 @@ def _options(
 
 app.command("collect", cls=ScriptCommand)(measuring.collect_command)
 app.command("train")(learning.train_command)
+app.command("plan-profile")(learning.plan_profile_command)
 app.command("predict")(asking.predict_command)
 app.command("explain")(asking.explain_command)
 app.command("search")(asking.search_command)

@@ -1,4 +1,4 @@
-"""Verbs that learn predictors: train."""
+"""Verbs that learn predictors, and that say what to measure for one: train, plan-profile."""
 
 from __future__ import annotations
 
@@ -97,3 +97,55 @@ def train_command(
         predictor = train(sources, out, hardware_name=name, seed=seed, tracking_uri=tracking_uri, progress=True)
     report = training_report(predictor, out)
     answer(report, report["text"], as_json)
+
+
+def plan_profile_command(
+    hardware: Annotated[
+        str, typer.Option(help="The device to measure: a preset, or a .toml or .json file with its facts.")
+    ],
+    minutes: Annotated[float, typer.Option(help="Time to measure in.")] = 5.0,
+    devices: Annotated[
+        int, typer.Option(min=1, help="Devices of the node: from 2 on collectives are measured too.")
+    ] = 1,
+    out: Annotated[Path, typer.Option("--out", "-o", parser=path, help="The plan to write (.json).")] = Path(
+        "plan.json"
+    ),
+    seed: Annotated[int, typer.Option(help="Seed of the choice of candidates.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Choose what to measure first on a device that nobody measured, and write it as a plan for the harness.
+
+    The ops are those of training the catalogue's models, the most informative first: each lowers the expected error
+    over all of them most, given the devices that come with stepsight. Examples:
+
+        stepsight plan-profile --hardware my-gpu.toml --minutes 5 --out plan.json
+        stepsight collect plan.json --out runs/profile
+        stepsight show runs/profile --table mine.parquet
+        stepsight train mine.parquet --hardware my-gpu.toml --out mine
+    """
+    from collections import Counter
+
+    from stepsight.dataset.files import check_output_file, write_json
+    from stepsight.dataset.hardware import HARDWARE, find_hardware
+    from stepsight.training.predictor.predictor import shipped_names, teacher_of
+    from stepsight.training.transfer.profile_plan import profile_plan
+
+    found = find_hardware(hardware)
+    if found is None:
+        raise StepsightError(HARDWARE.unknown(hardware))
+    if out.suffix != ".json":
+        raise StepsightError(f"--out ends in .json, got {str(out)!r:.80}")
+    check_output_file(out)
+    plan = profile_plan(found, [teacher_of(name) for name in shipped_names()], minutes, devices=devices, seed=seed)
+    write_json(out, plan)
+    counts = Counter(f"{item['kind']} {item.get('dtype', '')}".strip() for e in plan["events"] for item in e["ops"])
+    links = sum(len(event["collectives"]) for event in plan["events"])
+    told = {"plan": str(out), "hardware": found.name, "minutes": minutes, "ops": dict(counts), "collectives": links}
+    lines = [f"plan {out}: {counts.total()} ops and {links} collectives to measure on {found.name}"]
+    lines += [f"{count:>6}  {name}" for name, count in counts.most_common()]
+    lines += [
+        f"next: stepsight collect {out} --out runs/profile",
+        "      stepsight show runs/profile --table mine.parquet",
+    ]
+    lines += [f"      stepsight train mine.parquet --hardware {hardware} --out mine"]
+    answer(told, "\n".join(lines), as_json)

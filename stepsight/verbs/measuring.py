@@ -147,27 +147,26 @@ def demo_command(
     answer(summary, text, as_json)
 
 
-EXPERIMENTS = {
-    "box-search": "box_regret",
-    "collectives": "collective_accuracy",
-    "dilated": "dilated",
-    "kernels": "kernel_accuracy",
-    "memory": "memory_accuracy",
-    "one-gpu": "one_gpu",
-    "search": "search_regret",
-    "small-to-large": "small_to_large",
-}  # by name: the module of ``experiments/studies``, which is in a checkout but not in the wheel
+EXPERIMENTS = {  # by name: the module of ``experiments/studies`` (in a checkout, not in the wheel), and what it measures
+    "box-search": ("box_regret", "the strategy that search chooses, run with others on sixteen ranks"),
+    "collectives": ("collective_accuracy", "collectives between nodes, sites held out"),
+    "dilated": ("dilated", "pipelines that sleep, for real"),
+    "kernels": ("kernel_accuracy", "kernels of public tables, shapes held out"),
+    "memory": ("memory_accuracy", "memory against PyTorch's tracker"),
+    "one-gpu": ("one_gpu", "ten minutes of a GPU, judged on what was held out"),
+    "search": ("search_regret", "search against asking about every strategy"),
+    "small-to-large": ("small_to_large", "train on four ranks, predict sixteen"),
+    "transfer": ("transfer_accuracy", "a device from few measurements"),
+}
+_NAMED = "; ".join(f"`{name}`: {what}" for name, (_, what) in EXPERIMENTS.items())
 
 
 def experiment_command(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.")] = "",
+    name: Annotated[str, typer.Argument(help=f"One of {_NAMED}.")] = "",
 ) -> None:
-    """Measure again what the README claims: `box-search` (the strategy that search chooses, run with others on sixteen
-    ranks), `collectives` (between nodes, sites held out), `dilated` (pipelines that sleep, for real), `kernels` (public
-    tables, shapes held out), `memory` (against PyTorch's tracker), `one-gpu` (ten minutes of a GPU, judged on what was
-    held out), `search` (against asking about every strategy) or `small-to-large` (train on four ranks, predict sixteen).
-    Each takes options of its own, `--json` and `--help` among them.
+    """Run a study that measures the accuracy which the README claims. Each study takes options of its own, `--json` and
+    `--help` among them.
 
     Example:
 
@@ -181,7 +180,7 @@ def experiment_command(
     if name not in EXPERIMENTS:
         raise StepsightError(f"experiment must be one of {', '.join(EXPERIMENTS)}, got {name!r:.80}")
     try:
-        study = import_module(f"stepsight.experiments.studies.{EXPERIMENTS[name]}")
+        study = import_module(f"stepsight.experiments.studies.{EXPERIMENTS[name][0]}")
     except ModuleNotFoundError as error:
         if error.name != "stepsight.experiments.studies":
             raise
