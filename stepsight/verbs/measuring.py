@@ -147,7 +147,7 @@ def demo_command(
     answer(summary, text, as_json)
 
 
-EXPERIMENTS = {  # by name: the module of ``experiments/studies`` (in a checkout, not in the wheel), and what it measures
+EXPERIMENTS = {  # by name: the module of ``experiments/studies`` (not in the wheel), and what it measures
     "box-search": ("box_regret", "the strategy that search chooses, run with others on sixteen ranks"),
     "collectives": ("collective_accuracy", "collectives between nodes, sites held out"),
     "dilated": ("dilated", "pipelines that sleep, for real"),
