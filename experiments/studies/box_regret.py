@@ -1,7 +1,7 @@
 """The best strategy that a search finds for sixteen ranks, against what clusters in a box measure of it and of others.
 
-Every legal strategy that the harness can run in the box is predicted.  Those predicted to be fastest and a random sample
-of the others are run for real.
+Every legal strategy that the harness can run in the box is predicted.  Those predicted to be fastest and a random
+sample of the others are run for real.
 """
 
 from __future__ import annotations
