@@ -10,8 +10,14 @@ from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.harness.atomic_files import locked
 
 _SERVER_LOCK = 0x7374657073696768  # number of the advisory lock, of which every PostgreSQL database has its own
-# A server so asks whether the machine of a connection still runs; where it was switched off, the lock is free in 30 s.
-_KEEP_ALIVE_S = {"tcp_keepalives_idle": 10, "tcp_keepalives_interval": 5, "tcp_keepalives_count": 4}
+# By these a server ends the connection of a machine that was switched off, and frees its lock, within half a minute:
+# probes where nothing is under way, else a limit for what is not acknowledged.
+_KEEP_ALIVE = {
+    "tcp_keepalives_idle": "10s",
+    "tcp_keepalives_interval": "5s",
+    "tcp_keepalives_count": "4",
+    "tcp_user_timeout": "30s",
+}
 
 
 @contextmanager
@@ -68,6 +74,6 @@ def _lock_server(url: str, stack: ExitStack) -> None:
     with suppress(SQLAlchemyError, ImportError):
         engine = sqlalchemy.create_engine(url, poolclass=sqlalchemy.NullPool)
         connection = stack.enter_context(engine.connect())
-        settings = ", ".join(f"set_config('{name}', '{value}', false)" for name, value in _KEEP_ALIVE_S.items())
+        settings = ", ".join(f"set_config('{name}', '{value}', false)" for name, value in _KEEP_ALIVE.items())
         connection.execute(sqlalchemy.text(f"SELECT {settings}"))
         connection.execute(sqlalchemy.text("SELECT pg_advisory_lock(:number)"), {"number": _SERVER_LOCK})

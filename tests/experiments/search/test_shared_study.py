@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +17,7 @@ import optuna
 import pytest
 
 from stepsight.experiments.search.shared_study import _open
+from tests.experiments.search.postgres_server import running_postgres
 
 LEGAL = 92  # strategies of the space below
 
@@ -76,44 +74,11 @@ def check(searches: subprocess.Popen[str], storage: str, out: Path, total: int) 
     return results
 
 
-def postgres_programs() -> Path | None:
-    found = [Path(path).resolve().parent for path in [shutil.which("postgres")] if path]
-    found += sorted(Path("/usr/lib/postgresql").glob("*/bin"))
-    return next((folder for folder in reversed(found) if (folder / "initdb").exists()), None)
-
-
 @pytest.fixture
 def postgres() -> Iterator[str]:
     """URL of a PostgreSQL server of our own, which listens on a socket in its folder alone."""
-    programs = postgres_programs()
-    if programs is None:
-        pytest.skip("no PostgreSQL server here (apt-get install postgresql)")
-    pytest.importorskip("psycopg", reason="no driver for PostgreSQL here (pip install 'psycopg[binary]')")
-    owner = pwd.getpwnam("nobody") if os.geteuid() == 0 else pwd.getpwuid(os.geteuid())  # it refuses to run as root
-    folder = Path(tempfile.mkdtemp(prefix="pg", dir="/tmp"))  # short: a socket's path has 107 characters
-    os.chown(folder, owner.pw_uid, owner.pw_gid)
-    rights: dict[str, Any] = {"user": owner.pw_uid, "group": owner.pw_gid, "extra_groups": []}
-    identity = rights if os.geteuid() == 0 else {}
-    data = folder / "data"
-    options = ["-A", "trust", "-U", "postgres", "--no-sync", "-D", str(data)]
-    try:
-        subprocess.run([programs / "initdb", *options], check=True, capture_output=True, cwd=folder, **identity)
-        settings = ["-c", "listen_addresses=", "-c", "fsync=off"]
-        with (folder / "log").open("w") as log:
-            server = subprocess.Popen(
-                [programs / "postgres", "-D", data, "-k", folder, *settings], stderr=log, cwd=folder, **identity
-            )
-        try:
-            deadline = time.monotonic() + 60
-            ready = [programs / "pg_isready", "-q", "-h", folder]
-            while subprocess.run(ready, check=False).returncode and time.monotonic() < deadline:
-                time.sleep(0.1)
-            yield f"postgresql+psycopg://postgres@/postgres?host={folder}"
-        finally:
-            server.send_signal(signal.SIGINT)
-            server.wait(timeout=30)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with running_postgres() as folder:
+        yield f"postgresql+psycopg://postgres@/postgres?host={folder}"
 
 
 @pytest.mark.parametrize(
