@@ -66,12 +66,17 @@ def regret(groups: Sequence[Hashable], predicted: Sequence[float], measured: Seq
         by_group[group].append((seconds, truth))
     costs = []
     for rows in by_group.values():
-        shortest = min(seconds for seconds, _ in rows)
-        if max(seconds for seconds, _ in rows) == shortest:
-            continue
-        chosen = [truth for seconds, truth in rows if seconds == shortest]
-        costs.append(sum(chosen) / len(chosen) / min(truth for _, truth in rows) - 1.0)
+        said, truths = zip(*rows, strict=True)
+        if max(said) > min(said):
+            costs.append(chosen_time(said, truths) / min(truths) - 1.0)
     return 100.0 * sum(costs) / len(costs) if costs else None
+
+
+def chosen_time(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """Measured time of the run with the shortest predicted time; the mean of those predicted alike."""
+    shortest = min(predicted)
+    chosen = [truth for seconds, truth in zip(predicted, measured, strict=True) if seconds == shortest]
+    return sum(chosen) / len(chosen)
 
 
 def share(flags: Sequence[bool]) -> float | None:

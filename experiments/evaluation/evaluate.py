@@ -6,12 +6,14 @@ import fnmatch
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.errors import JobError, PredictorError, StepsightError, TableError
 from stepsight.dataset.frameworks import unknown_frameworks
 from stepsight.dataset.job import Job
+from stepsight.experiments.evaluation.choice_groups import ChoiceGroup, choice_groups, mean_figures
 from stepsight.experiments.evaluation.error_metrics import Errors, errors, regret, share
 from stepsight.experiments.evaluation.naive_references import carried_forward, constant_mfu
 from stepsight.experiments.evaluation.row_jobs import is_copy, job_of
@@ -67,6 +69,11 @@ class Evaluation:
         """Rows with the largest absolute errors, the largest first."""
         return sorted(self.scored, key=lambda row: -abs(row.error))[:most]
 
+    @cached_property
+    def groups(self) -> list[ChoiceGroup]:
+        """Runs that count, of one model on the same devices with the same batch: what choosing between them costs."""
+        return choice_groups(self.scored)
+
     @property
     def warnings(self) -> list[str]:
         """What was taken in place of what nobody knows."""
@@ -96,10 +103,18 @@ class Evaluation:
             "predictions": [row.to_dict() for row in self.scored],
             "kinds": {name: figures(rows) for name, rows in self.by(_kind).items()},
             "references": {**references, "overall": reference_figures(self.scored)},
+            "choices": self._choices(),
+            "groups": [group.to_dict() for group in self.groups],
             "suspect": {**figures(self.suspect), "predictions": [row.to_dict() for row in self.suspect]},
             "worst": [worst_row(row) for row in self.worst()],
             "interval_rows": {name: len(rows) for name, rows in published_widths().sources.items()},
         }
+
+    def _choices(self) -> dict[str, dict[str, float | None]]:
+        """Means over the groups of each source, and over all."""
+        sources = dict.fromkeys(group.source for group in self.groups)
+        by_source = {name: mean_figures([group for group in self.groups if group.source == name]) for name in sources}
+        return {**by_source, "overall": mean_figures(self.groups)}
 
 
 def _source(row: Scored) -> str:

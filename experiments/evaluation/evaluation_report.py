@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stepsight.experiments.evaluation.evaluate import Evaluation
@@ -17,11 +17,21 @@ correlation, 1 at best; regret: how much slower the run that we would choose is 
 devices and batch; coverage: measured times within their intervals; outside: rows that take a fifth of their time
 or more in what was never measured"""
 
+_CHOICE = ("regret", "random_regret", "constant_mfu_regret", "top_shared", "top_order")
+_CHOICE_LEGEND = """\
+a group holds runs of one model on the same devices with the same global batch; regret: how much longer the run takes
+than the fastest that predictions, chance (on average) or constant MFU choose; top 5 found: how many of the five fastest
+runs are among the five predicted to be fastest, in groups of more; top 5 order: how many pairs of the five fastest runs
+are predicted in their order"""
 
-def evaluation_text(result: Evaluation, num_worst: int, calibrated: Mapping[str, Any] | None = None) -> str:
+
+def evaluation_text(
+    result: Evaluation, num_worst: int, calibrated: Mapping[str, Any] | None = None, *, groups: bool = False
+) -> str:
     """Figures per source, per kind and overall; the references; calibrated ones; who was left out; the worst rows.
 
-    ``calibrated`` holds what ``Calibrated.to_dict`` returns, by a description of the rows that were fitted.
+    ``calibrated`` holds what ``Calibrated.to_dict`` returns, by a description of the rows that were fitted;
+    ``groups``: also every group of runs between which one could choose.
     """
     value = result.to_dict()
     used = {name: row for name, row in value["sources"].items() if row["used"]}
@@ -29,6 +39,9 @@ def evaluation_text(result: Evaluation, num_worst: int, calibrated: Mapping[str,
         f"{_figures(used, value['overall'])}\n{_LEGEND}",
         _references({name: value["references"][name] for name in (*used, "overall")}),
     ]
+    if result.groups:
+        parts.append(_choices(value["choices"]))
+        parts += [_groups(value["groups"])] if groups else []
     parts += [_calibrated(words, figures) for words, figures in (calibrated or {}).items()]
     kinds = {name: row for name, row in value["kinds"].items() if name.rsplit(": ", 1)[0] in _several(value["kinds"])}
     if kinds:
@@ -90,6 +103,27 @@ def _references(rows: Mapping[str, Mapping[str, Any]]) -> str:
         carried = row["carried_forward"]
         shown = [_pair(row["constant_mfu"]), _pair(carried), _pair(row["ours_where_carried"])]
         cells.append([_short(name), *shown, carried["used"]])
+    return table(header, cells)
+
+
+def _choices(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """What choosing costs, on average over the groups of a source."""
+    header = ["choosing a run, percent", "groups", "runs", "regret", "by chance", "by constant MFU"]
+    header += ["top 5 found", "top 5 order"]
+    cells = [[_short(name), row["groups"], row["runs"], *(_cell(key, row[key]) for key in _CHOICE)]
+             for name, row in rows.items()]  # fmt: skip
+    return f"{table(header, cells)}\n{_CHOICE_LEGEND}"
+
+
+def _groups(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Every group."""
+    header = ["group", "runs", "fastest s", "chosen s", "place", "regret", "by chance", "by constant MFU"]
+    header += ["top 5 found", "top 5 order"]
+    cells = [
+        [row["name"], row["runs"], Number(row["best_s"], 3), Number(row["chosen_s"], 3), row["place"],
+         *(_cell(key, row[key]) for key in _CHOICE)]
+        for row in rows
+    ]  # fmt: skip
     return table(header, cells)
 
 

@@ -13,6 +13,8 @@ from collections.abc import Hashable, Sequence
 from stepsight.experiments.evaluation.error_metrics import best_scale
 from stepsight.experiments.evaluation.scored_row import Scored
 
+DIGITS = 12  # of a time: what is predicted alike is equal, whatever the last bits of its FLOP are
+
 
 def constant_mfu(rows: Sequence[Scored]) -> list[float]:
     """Seconds of every row, in their order."""
@@ -24,7 +26,7 @@ def constant_mfu(rows: Sequence[Scored]) -> list[float]:
         ideal = [rows[i].ideal_s * _bubble(rows[i]) for i in indices]
         scale = best_scale(ideal, [rows[i].measured_s for i in indices])
         for i, value in zip(indices, ideal, strict=True):
-            seconds[i] = scale * value
+            seconds[i] = float(f"{scale * value:.{DIGITS}g}")
     return seconds
 
 

@@ -28,6 +28,9 @@ def evaluate_command(
         Path | None, typer.Option(parser=path, help="Write predicted against measured times here (.png, .svg).")
     ] = None,
     worst: Annotated[int, typer.Option(min=0, help="Worst rows to show with their breakdown.")] = 5,
+    groups: Annotated[
+        bool, typer.Option("--groups", help="Show every group of runs that differ in their strategy alone.")
+    ] = False,
     fabric: Annotated[
         str | None,
         typer.Option(
@@ -51,7 +54,7 @@ def evaluate_command(
         stepsight evaluate collectives.parquet --fabric cluster.toml
     """
     if runs.suffix == ".parquet":
-        _refuse(runs, {"--calibrate": calibrate, "--plot": plot, "--source": source.strip("*")})
+        _refuse(runs, {"--calibrate": calibrate, "--plot": plot, "--source": source.strip("*"), "--groups": groups})
         _evaluate_table(runs, predictor, fabric, as_json)
         return
     _refuse(runs, {"--fabric": fabric})
@@ -75,7 +78,7 @@ def evaluate_command(
             on_set = progress(f"sources calibrated, {name}")
             value[name] = calibrate_small(result, predictor_by_hardware(loaded), most_gpus, split, on_set).to_dict()
             shown[FITTED_ON[name].format(most_gpus)] = value[name]
-    answer(value, evaluation_text(result, worst, shown), as_json)
+    answer(value, evaluation_text(result, worst, shown, groups=groups), as_json)
 
 
 def _refuse(table: Path, options: dict[str, object]) -> None:
