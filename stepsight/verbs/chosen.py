@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.job import Job
+
+if TYPE_CHECKING:
+    from stepsight.experiments.search.choices import Choice, SearchResult
 
 
 def check_chosen(out: Path | None, to: str) -> None:
@@ -27,16 +30,39 @@ def check_chosen(out: Path | None, to: str) -> None:
         check_output_file(out)
 
 
-def write_chosen(job: Job, out: Path, to: str) -> str:
-    """Write a job; returns what to tell about it."""
+def write_chosen(result: SearchResult, out: Path, to: str) -> str:
+    """Write the best strategy, or the best evaluated one that a format expresses; returns what to tell about it."""
     from stepsight.dataset.configs.job_toml import job_toml
     from stepsight.dataset.configs.writers import write_config
     from stepsight.dataset.files import write_text
     from stepsight.experiments.reports.config_report import written_text
 
     if not to:
-        write_text(out, job_toml(job))
+        write_text(out, job_toml(result.best.job))
         return f"wrote the best strategy to {out}"
-    written = write_config(job, to)
+    choice = expressed(result, to)
+    written = write_config((choice or result.best).job, to)
     write_text(out, written.text)
-    return f"wrote the best strategy to {out}\n{written_text(written, to)}"
+    if choice is None:
+        words = f"wrote the best strategy to {out}; {to} expresses none of those evaluated: see --space"
+    elif choice is result.best:
+        words = f"wrote the best strategy to {out}"
+    else:
+        slower = 100 * (choice.timed[0] / result.best.timed[0] - 1)
+        words = (
+            f"wrote {choice.job.name} to {out}: {to} does not express the best strategy; of those evaluated that it "
+            f"does this is the best ({slower:+.1f} % iteration time)"
+        )
+    return f"{words}\n{written_text(written, to)}"
+
+
+def expressed(result: SearchResult, to: str) -> Choice | None:
+    """The best strategy of a search all of whose degrees and options a format expresses."""
+    from stepsight.dataset.configs.writers import write_config
+    from stepsight.experiments.search.strategies import VARIED
+
+    varied = {f"parallel.{name}" for name in VARIED} | {"batch.micro_batch"}
+    for choice in result.choices:
+        if choice.fits and not varied & {line.partition(" = ")[0] for line in write_config(choice.job, to).ignored}:
+            return choice
+    return None
