@@ -13,9 +13,8 @@ from torch_geometric.data import HeteroData, InMemoryDataset
 
 from stepsight.dataset.errors import StepsightError, TraceError
 from stepsight.dataset.imported.dataset_index import INDEX, read_index, run_parts
-from stepsight.dataset.imported.graph_schema import GraphPart, edge_types
+from stepsight.dataset.imported.graph_collation import collated, to_hetero_data
 from stepsight.dataset.imported.graph_tables import read_tables, write_tables
-from stepsight.dataset.imported.rank_graph import NODE_KINDS
 
 SPLITS = ("run", "model", "strategy", "scale", "hardware")
 
@@ -124,17 +123,18 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
 
     def process(self) -> None:
         """Cut the stored graphs into steps and segments."""
-        graphs = [
-            to_hetero_data(part, about)
-            for run in self._index["runs"]
-            for about, part in run_parts(Path(self.raw_dir) / run["folder"], run)
-        ]
+        parts = [part for run in self._index["runs"] for part in run_parts(Path(self.raw_dir) / run["folder"], run)]
+        if self.pre_filter is None and self.pre_transform is None:
+            _check_some(parts, self.root)
+            data, slices = collated(parts)
+            torch.save((data.to_dict(), slices, HeteroData), self.processed_paths[0])
+            return
+        graphs = [to_hetero_data(part, about) for about, part in parts]
         if self.pre_filter is not None:
             graphs = [graph for graph in graphs if self.pre_filter(graph)]
         if self.pre_transform is not None:
             graphs = [self.pre_transform(graph) for graph in graphs]
-        if not graphs:
-            raise TraceError(f"a dataset must hold at least one traced step, got none in {self.root}")
+        _check_some(graphs, self.root)
         self.save(graphs, self.processed_paths[0])
 
     def to_parquet(self, folder: str | Path) -> None:
@@ -189,6 +189,11 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
         return tuple(self[[place for place, key in enumerate(keys) if key in part]] for part in chosen)
 
 
+def _check_some(graphs: Sequence[Any], root: str) -> None:
+    if not graphs:
+        raise TraceError(f"a dataset must hold at least one traced step, got none in {root}")
+
+
 def _joined(keys: list[str], *groups: Sequence[str | None]) -> list[str]:
     """Keys such that graphs of one group share one: keys that meet in a group (None: in no group) become one."""
     parent = {key: key for key in keys}
@@ -205,25 +210,3 @@ def _joined(keys: list[str], *groups: Sequence[str | None]) -> list[str]:
                 one, other = root(key), root(first.setdefault(label, key))
                 parent[max(one, other)] = min(one, other)
     return [root(key) for key in keys]
-
-
-def to_hetero_data(part: GraphPart, about: dict[str, Any]) -> HeteroData:
-    """A step or a segment as ``HeteroData``."""
-    data = HeteroData()
-    for kind in NODE_KINDS:
-        data[kind].x = torch.from_numpy(part.x[kind])
-        data[kind].y = torch.from_numpy(part.y[kind])
-        data[kind].kind = torch.from_numpy(part.kind[kind])
-        for name in ("node", "signature", "share", "launch"):
-            data[kind][name] = torch.from_numpy(getattr(part, name)[kind])
-    data["stream"].x = torch.from_numpy(part.x["stream"])
-    for edge_type in edge_types():
-        ends, numbers = part.edges[edge_type]
-        data[edge_type].edge_index = torch.from_numpy(ends)
-        data[edge_type].edge_attr = torch.from_numpy(numbers)
-    for name, value in about.items():
-        setattr(data, name, value)
-    data.scope, data.segment, data.step, data.streams = part.scope, part.label, part.step, list(part.streams)
-    data.busy, data.micro_batch, data.stage = part.busy, part.micro_batch, part.stage
-    data.wait_s, data.span_s = part.wait_s, part.span_s
-    return data

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from torch_geometric.data import Batch
+from torch_geometric.data import Batch, InMemoryDataset
 
 from stepsight.dataset import TraceGraphs
 from stepsight.dataset.graph_data import CONCURRENT, RELATIONS
 from stepsight.dataset.imported.call_segments import call_segments
+from stepsight.dataset.imported.graph_collation import collated, to_hetero_data
 from stepsight.dataset.imported.graph_dataset import make_dataset
 from stepsight.dataset.imported.graph_schema import WORK_TYPES, edge_types
 from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.dataset.imported.learning_segments import learning_segments
 from stepsight.dataset.imported.segment_files import read_segments, write_segments
 from stepsight.dataset.imported.segment_parts import SegmentParts
-from stepsight.dataset.imported.trace_graphs import to_hetero_data
 from stepsight.dataset.op import Op
 from stepsight.dataset.program import Program
 from stepsight.dataset.run_folder import read_run
@@ -81,6 +81,18 @@ def test_graphs_batch() -> None:
     batch = Batch.from_data_list([to_hetero_data(part, {}) for part in parts])
     assert batch["op"].num_nodes == 6
     assert batch["op", CONCURRENT, "collective"].edge_index.tolist() == [[1, 4], [0, 1]]
+
+
+def test_graphs_are_stored_as_pytorch_geometric_stores_them() -> None:
+    about = {"run": "one", "rank": 0}
+    programs_of = [overlapped(), Program((overlapped().nodes[0],), label="forward"), overlapped()]
+    parts = SegmentParts([_traced(program) for program in programs_of]).parts()
+    data, slices = collated([(about, part) for part in parts])
+    expected, wanted = InMemoryDataset.collate([to_hetero_data(part, about) for part in parts])
+    assert str(data.to_dict()) == str(expected.to_dict()) and slices is not None and slices.keys() == wanted.keys()
+    for key, names in wanted.items():
+        for name, bounds in names.items() if isinstance(names, dict) else [(None, names)]:
+            assert torch.equal(bounds, slices[key] if name is None else slices[key][name])
 
 
 def test_files_hold_segments(tmp_path: Path) -> None:
