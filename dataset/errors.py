@@ -9,6 +9,7 @@
           +-- TableError         a table of measurements that is malformed
           +-- PredictorError     a folder that is no predictor, or one for another hardware
           +-- CollectError       a collection that cannot lawfully or technically run here
+          +-- CaptureError       a script that cannot be captured, or a folder that is no capture
 
 ``assert`` is for our own bugs.
 """
@@ -68,3 +69,7 @@ class PredictorError(StepsightError):
 
 class CollectError(StepsightError):
     """A collection that cannot run here."""
+
+
+class CaptureError(StepsightError):
+    """A script that cannot be captured, or a folder that is no capture."""

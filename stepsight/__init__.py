@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from stepsight.dataset.configs.drafts import Given
     from stepsight.dataset.configs.writers import write_config
     from stepsight.dataset.errors import (
+        CaptureError,
         CollectError,
         JobError,
         PredictorError,
@@ -56,6 +57,7 @@ __all__ = [
     "CalibrationReport",
     "Choice",
     "ClusterSpec",
+    "CaptureError",
     "CollectError",
     "ConfigJob",
     "Evaluation",
@@ -96,7 +98,15 @@ _MODULES = {
     "dataset.configs.config_job": ("ConfigJob", "read_configs"),
     "dataset.configs.drafts": ("Given",),
     "dataset.configs.writers": ("write_config",),
-    "dataset.errors": ("CollectError", "JobError", "PredictorError", "StepsightError", "TableError", "TraceError"),
+    "dataset.errors": (
+        "CaptureError",
+        "CollectError",
+        "JobError",
+        "PredictorError",
+        "StepsightError",
+        "TableError",
+        "TraceError",
+    ),
     "dataset.harness.scripts.step_marks": ("step",),
     "dataset.job": ("BatchSpec", "ClusterSpec", "Job", "ModelSpec", "OptimizerSpec", "ParallelSpec"),
     "dataset.specs": ("OtherDevices", "SlowLink", "Straggler"),

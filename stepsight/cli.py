@@ -10,7 +10,7 @@ import typer
 
 from stepsight import __version__
 from stepsight.dataset.errors import StepsightError, shorten
-from stepsight.verbs import asking, converting, judging, learning, measuring, tracing, verification
+from stepsight.verbs import asking, capturing, converting, judging, learning, measuring, tracing, verification
 from stepsight.verbs.script_arguments import ScriptCommand
 from stepsight.verbs.streams import finish_stdout, prepare_streams, storage_problem
 
@@ -46,6 +46,7 @@ def _options(
 app.command("collect", cls=ScriptCommand)(measuring.collect_command)
 app.command("train")(learning.train_command)
 app.command("plan-profile")(learning.plan_profile_command)
+app.command("capture", context_settings=capturing.CONTEXT)(capturing.capture_command)
 app.command("predict")(asking.predict_command)
 app.command("explain")(asking.explain_command)
 app.command("search")(asking.search_command)

@@ -184,9 +184,7 @@ def main() -> None:
     torch.cuda.set_device(local_rank())
     device = torch.device("cuda", local_rank())
     rest = dist.get_world_size() // (o.pp * o.tp * o.replicas)
-    mesh = init_device_mesh(
-        "cuda", (o.pp, o.replicas, rest, o.tp), mesh_dim_names=("pp", "replicate", "shard", "tp")
-    )
+    mesh = init_device_mesh("cuda", (o.pp, o.replicas, rest, o.tp), mesh_dim_names=("pp", "replicate", "shard", "tp"))
     torch.set_default_dtype(torch.bfloat16 if o.bf16 else torch.float32)
     train = pipelined if o.pp > 1 else plain
     train(o, mesh, device)

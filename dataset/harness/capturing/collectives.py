@@ -41,6 +41,7 @@ class Collectives:
         where: tuple[str, str, tuple[int, ...]],
         *,
         is_async: bool,
+        direction: str = "",
     ) -> Any:
         """Write a collective down; returns what a wait for it takes.
 
@@ -50,6 +51,7 @@ class Collectives:
             tensors: What it reads, and what it writes.
             where: torch's name of the group, its name for people, and its ranks.
             is_async: Whether it runs on NCCL's own stream, rather than on the current one.
+            direction: Of a message: ``send`` or ``recv``.
         """
         recorder, (name, people, ranks) = self._recorder, where
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in full)
@@ -57,7 +59,7 @@ class Collectives:
             return None
         current = recorder.stream
         if is_async:
-            recorder.stream = self._stream(name, people)
+            recorder.stream = self._stream(name, f"{people} {direction}".strip())
             recorder.wait(recorder.stream, recorder.mark(current))
         try:
             work = recorder.work(("collective", kind, num_bytes, self._group(people, ranks)))

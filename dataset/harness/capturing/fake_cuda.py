@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from . import streams
+from . import device_kernels, streams
 from .fake_tensors import cpu_of
 
 MEMORY_BYTES = 80 * 10**9
@@ -30,8 +30,10 @@ class DevicesOnCpu(TorchFunctionMode):
             args = (args[0], _of_to(args[1]), *args[2:])
         elif func is Tensor.pin_memory:
             return args[0]
-        elif func is torch.rms_norm:
-            return _rms_norm(*args, **kwargs)
+        elif func in (torch.rms_norm, torch.nn.functional.rms_norm):
+            return device_kernels.rms_norm(*args, **kwargs)
+        elif func is torch.nn.functional.dropout:
+            return device_kernels.dropout(*args, **kwargs)
         elif func is torch.nn.functional.scaled_dot_product_attention:
             kwargs, args = {**kwargs, "dropout_p": 0.0}, args[:4] + args[5:]  # dropout is within the device's kernel
         elif func is torch.device and args and isinstance(args[0], int):
@@ -42,12 +44,6 @@ class DevicesOnCpu(TorchFunctionMode):
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
-
-
-def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """The fused kernel that CUDA has."""
-    normed: Tensor = torch.ops.aten._fused_rms_norm(x, list(shape), weight, eps)[0]
-    return normed
 
 
 def _of_to(value: Any) -> Any:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .collectives import Collectives, FunctionalCollectives
+from .device_kernels import FAKE
 from .recorder import OP, Recorder, storage_of
 from .script_lines import script_line
 from .signatures import Signatures
@@ -62,7 +63,7 @@ class FakeWorld(TorchDispatchMode):
                     return func(*args, **kwargs)
         elif func in _VALUES:
             return self._value(func, tensors[0])
-        out = func(*args, **kwargs)
+        out = FAKE.get(func, func)(*args, **kwargs)
         if func.namespace == "_c10d_functional":
             self._functional.record(func, args, kwargs, out)
         else:
@@ -106,7 +107,7 @@ class FakeWorld(TorchDispatchMode):
         """Phase, evaluation of autograd (-1: forward) and autograd's sequence number."""
         node = torch._C._current_autograd_node()
         if node is not None and not torch.is_grad_enabled():
-            sequence = node._sequence_nr()
+            sequence = min(node._sequence_nr(), 2**62)  # the largest number: it has none
             return BACKWARD, self._evaluations.setdefault((id(node), sequence), len(self._evaluations)), sequence
         phase = OPTIMIZER if self.in_optimizer else FORWARD if torch._C._current_graph_task_id() < 0 else BACKWARD
         return phase, -1, torch._C._autograd._get_sequence_nr() - 1
@@ -168,4 +169,3 @@ def cpu_of(device: Any) -> Any:
     if isinstance(device, str) and device.split(":")[0] == "cuda":
         return "cpu"
     return torch.device("cpu") if isinstance(device, torch.device) and device.type == "cuda" else device
-

@@ -208,9 +208,10 @@ class Group(_Base):  # type: ignore[misc]
         own, other = self._ranks[self.rank()], self._ranks[peer]
         name, people, _ = self.where
         line = (own, other) if direction == "send" else (other, own)
-        where = (f"{name} {line}", f"{people} {direction}", line)
+        where = (f"{name} {line}", people, line)
         reads, writes = (tensors, []) if direction == "send" else ([], tensors)
-        mark = self._collectives.issue("send_recv", tensors, (reads, writes), where, is_async=True)
+        both = reads, writes
+        mark = self._collectives.issue("send_recv", tensors, both, where, is_async=True, direction=direction)
         return self._done(mark, tensors)
 
     def _done(self, mark: Any, result: Any) -> Done:

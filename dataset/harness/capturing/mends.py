@@ -11,13 +11,14 @@ import torch.nn.parallel.distributed as ddp
 import torch.utils._foreach_utils as foreach_utils
 from torch.utils.data import DataLoader
 
-from . import module_moves
+from . import device_kernels, module_moves
 from .fake_tensors import FakeWorld
 
 
 def install(world: FakeWorld) -> None:
     """Put everything right."""
     module_moves.install()
+    device_kernels.install()
     _foreach_on_cpu()
     _data_loaders()
     _ddp(world)

@@ -1,0 +1,191 @@
+"""A captured script: the graphs of some of its ranks, saved in a folder and read back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepsight.dataset.bounded import read_parquet
+from stepsight.dataset.capture.record_graph import CapturedRank
+from stepsight.dataset.errors import CaptureError, StepsightError
+from stepsight.dataset.files import new_folder, read_json, write_json
+from stepsight.dataset.imported.graph_files import read_graph, write_graph
+from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, PHASES, RankGraph
+from stepsight.dataset.op import Collective, Op
+
+FORM = 1  # of the folder
+MANIFEST = "capture.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """One training step of a script, on some of its ranks.
+
+    Attributes:
+        script: Its file name and arguments, for people.
+        world_size: Ranks of the job.
+        local_size: Ranks of a node.
+        torch: Version of PyTorch.
+        ranks: The captured ones, by number.
+    """
+
+    script: str
+    world_size: int
+    local_size: int
+    torch: str
+    ranks: tuple[CapturedRank, ...]
+
+    @property
+    def graphs(self) -> tuple[RankGraph, ...]:
+        """Of the captured ranks."""
+        return tuple(each.graph for each in self.ranks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counts of ops, FLOP and collectives of each rank: what ``stepsight capture --json`` prints."""
+        return {
+            "script": self.script,
+            "world_size": self.world_size,
+            "devices_per_node": self.local_size,
+            "torch": self.torch,
+            "ranks": [rank_summary(each) for each in self.ranks],
+        }
+
+
+def rank_summary(captured: CapturedRank) -> dict[str, Any]:
+    """Counts of ops, FLOP and collectives of one rank."""
+    graph = captured.graph
+    works = graph.nodes["work"]
+    ops = [graph.works[work] for work in works[graph.nodes["kind"] == OP].tolist()]
+    is_op = graph.nodes["kind"] == OP
+    return {
+        "rank": graph.rank,
+        "ops": len(ops),
+        "ops_by_kind": dict(Counter(op.kind for op in ops).most_common()),
+        "ops_by_phase": {
+            name: int((is_op & (graph.nodes["phase"] == number)).sum()) for number, name in enumerate(PHASES)
+        },
+        "unknown_ops": int((is_op & (graph.nodes["known"] == 0)).sum()),
+        "flops": compute_flops(graph),
+        "collectives": collective_counts(graph),
+        "streams": list(graph.streams),
+        "host_waits": int((graph.nodes["kind"] == HOST).sum()),
+        "dependencies": dict(graph.dependency_counts()),
+        "peak_bytes": captured.peak_bytes,
+        "warnings": list(graph.warnings),
+    }
+
+
+def compute_flops(graph: RankGraph) -> float:
+    """FLOP of matrix products, convolutions and attention, as ``simulator.flops`` counts them for a job."""
+    counts = np.bincount(graph.nodes["work"][graph.nodes["work"] >= 0], minlength=len(graph.works))
+    return float(
+        sum(
+            count * work.flops
+            for count, work in zip(counts.tolist(), graph.works, strict=True)
+            if isinstance(work, Op) and work.record.bound == "compute"
+        )
+    )
+
+
+def collective_counts(graph: RankGraph) -> list[dict[str, Any]]:
+    """Count and bytes of collectives by kind, group size and bytes of one."""
+    found = Counter(
+        (graph.works[work], graph.groups[group][0] if group >= 0 else "")
+        for work, group in zip(
+            graph.nodes["work"][graph.nodes["kind"] == COLLECTIVE].tolist(),
+            graph.nodes["group"][graph.nodes["kind"] == COLLECTIVE].tolist(),
+            strict=True,
+        )
+    )
+    rows = [(work, group, count) for (work, group), count in found.items() if isinstance(work, Collective)]
+    return [
+        {
+            "kind": work.kind,
+            "group": group,
+            "group_size": work.group_size,
+            "ranks_per_node": work.ranks_per_node,
+            "num_bytes": work.num_bytes,
+            "count": count,
+        }
+        for work, group, count in sorted(rows, key=lambda row: (row[0].kind, row[0].group_size, -row[0].num_bytes))
+    ]
+
+
+def write_captured(captured: Captured, folder: Path) -> None:
+    """Write a folder: ``capture.json``, and for each rank its graph and its memory.
+
+    Raises:
+        StepsightError: If something else than a capture is there.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    check_capture_folder(folder)
+    with new_folder(folder) as part:
+        for each in captured.ranks:
+            write_graph(each.graph, part, f"rank{each.rank}")
+            pq.write_table(pa.table({"live_bytes": each.live_bytes}), part / f"rank{each.rank}.memory.parquet")
+        write_json(
+            part / MANIFEST,
+            {
+                "form": FORM,
+                "script": captured.script,
+                "world_size": captured.world_size,
+                "devices_per_node": captured.local_size,
+                "torch": captured.torch,
+                "ranks": [each.rank for each in captured.ranks],
+            },
+        )
+
+
+def check_capture_folder(folder: Path) -> None:
+    """A capture can be written there.
+
+    Raises:
+        CaptureError: If something else is there.
+    """
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / MANIFEST).is_file())):
+        raise CaptureError(f"--out must be a new or empty folder, or that of an earlier capture, got {folder}")
+
+
+def read_captured(folder: Path) -> Captured:
+    """Read what ``write_captured`` wrote.
+
+    Raises:
+        CaptureError: If it is not that.
+    """
+    folder = Path(folder)
+    try:
+        tree = read_json(folder / MANIFEST)
+        if tree["form"] != FORM:
+            raise ValueError(f"form must be {FORM}, got {tree['form']!r:.40}")
+        world_size, local_size = int(tree["world_size"]), int(tree["devices_per_node"])
+        if not 1 <= local_size <= 2**16 or not 1 <= world_size <= 2**24:
+            raise ValueError(f"world_size and devices_per_node must be sizes, got {world_size} and {local_size}")
+        if not tree["ranks"]:
+            raise ValueError("it must hold at least one rank, got none")
+        ranks = tuple(_read_rank(folder, int(rank), world_size) for rank in tree["ranks"])
+        return Captured(str(tree["script"]), world_size, local_size, str(tree["torch"]), ranks)
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        why = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise CaptureError(f"{folder} must be a folder that `stepsight capture` wrote: {why}") from None
+
+
+def _read_rank(folder: Path, rank: int, world_size: int) -> CapturedRank:
+    graph = read_graph(folder, f"rank{rank}")
+    live = read_parquet(folder / f"rank{rank}.memory.parquet").column("live_bytes").to_numpy().astype(np.int64)
+    if len(live) != len(graph) or (len(live) and live.min() < 0):
+        raise StepsightError(f"live_bytes must be >= 0 for each of {len(graph)} nodes of rank {rank}")
+    if graph.rank != rank or graph.world_size != world_size:
+        raise StepsightError(
+            f"rank {rank} of {world_size} must be in its own files, got rank {graph.rank} of {graph.world_size}"
+        )
+    kinds = [isinstance(work, Op) for work in graph.works]
+    for node, work in zip(graph.nodes["kind"].tolist(), graph.nodes["work"].tolist(), strict=True):
+        if node != HOST and (work < 0 or kinds[work] != (node == OP)):
+            raise StepsightError(f"an op must have an op's signature and a collective a collective's, in rank {rank}")
+    return CapturedRank(graph, live)

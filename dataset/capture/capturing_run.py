@@ -1,0 +1,187 @@
+"""``capture``: runs a script as ranks of a fake world, one process each, and gives their graphs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepsight.dataset.capture.captured import Captured
+from stepsight.dataset.capture.record_graph import CapturedRank, graph_of_record
+from stepsight.dataset.errors import CaptureError
+from stepsight.dataset.files import read_json
+from stepsight.dataset.imported.rank_graph import COLLECTIVE
+
+PACKAGE = "stepsight.dataset.harness.capturing"
+MOST_RANKS = 256  # that one capture may hold
+AUTO = "auto"
+
+Progress = Callable[[int, int | str, str], None]
+
+
+@dataclass(frozen=True)
+class CaptureRequest:
+    """What is to be captured.
+
+    Attributes:
+        script: The user's script.
+        arguments: Its arguments.
+        world_size: Ranks of the job.
+        local_size: Ranks of a node.
+        ranks: Which ranks; empty: rank 0, and those that it passes messages to, on and on: one for each pipeline stage.
+        warm_up: Training steps before the one that is captured.
+        timeout_s: Most seconds for one rank.
+    """
+
+    script: Path
+    arguments: tuple[str, ...]
+    world_size: int
+    local_size: int = 8
+    ranks: tuple[int, ...] = ()
+    warm_up: int = 1
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not self.script.is_file():
+            raise CaptureError(f"the script must be a Python file, got {str(self.script)!r:.200}")
+        if not 1 <= self.world_size <= 2**20:
+            raise CaptureError(f"--world-size must lie within 1 and {2**20}, got {self.world_size}")
+        if not 1 <= self.local_size <= 1024:
+            raise CaptureError(f"--devices-per-node must lie within 1 and 1024, got {self.local_size}")
+        for rank in self.ranks:
+            if not 0 <= rank < self.world_size:
+                raise CaptureError(f"a rank must lie within 0 and {self.world_size - 1}, got {rank}")
+        if not 1 <= self.warm_up <= 100:
+            raise CaptureError(f"--warm-up must lie within 1 and 100 steps, got {self.warm_up}")
+
+
+def capture(request: CaptureRequest, on_rank: Progress | None = None) -> Captured:
+    """Capture one training step of a script.
+
+    Raises:
+        CaptureError: If the script cannot be captured; the message names the script's own line.
+    """
+    runs = _Runs(request)
+    waiting, done = list(request.ranks or (0,)), dict[int, CapturedRank]()
+    while waiting:
+        rank = waiting.pop(0)
+        if rank in done:
+            continue
+        if on_rank is not None:
+            on_rank(len(done), len(done) + 1 + len(waiting), f"rank {rank}")
+        done[rank] = graph_of_record(runs.record(rank), request.local_size)
+        if not request.ranks:
+            waiting += [peer for peer in peers(done[rank]) if peer not in done and peer not in waiting]
+        if len(done) + len(waiting) > MOST_RANKS:
+            raise CaptureError(f"at most {MOST_RANKS} ranks can be captured at once: name some with --ranks 0,1,...")
+    script = " ".join([request.script.name, *request.arguments])
+    ranks = tuple(done[rank] for rank in sorted(done))
+    return Captured(script, request.world_size, request.local_size, runs.torch, ranks)
+
+
+def peers(captured: CapturedRank) -> list[int]:
+    """Ranks that a rank sends messages to or receives them from."""
+    graph = captured.graph
+    groups = np.unique(graph.nodes["group"][graph.nodes["kind"] == COLLECTIVE]).tolist()
+    messages = {
+        int(group)
+        for group, work in zip(graph.nodes["group"].tolist(), graph.nodes["work"].tolist(), strict=True)
+        if group >= 0 and graph.works[work].kind == "send_recv"
+    }
+    found = [rank for group in groups if group in messages for rank in graph.groups[group][1]]
+    return [rank for rank in dict.fromkeys(found) if rank != captured.rank]
+
+
+@dataclass
+class _Runs:
+    """Runs of the script, one process for each rank."""
+
+    request: CaptureRequest
+    torch: str = ""
+    _boundaries: dict[int, Any] = field(default_factory=dict)  # by the rank that has the first stage
+
+    def record(self, rank: int) -> dict[str, Any]:
+        """What one rank does in a step."""
+        boundary = next(iter(self._boundaries.values()), None)
+        record = self._run(rank, boundary=boundary)
+        if "needs_boundary_of" in record:
+            first = record["needs_boundary_of"]
+            self._boundaries[first] = self._run(first, only_boundary=True)["boundary"]
+            record = self._run(rank, boundary=self._boundaries[first])
+        self.torch = record["torch"]
+        return record
+
+    def _run(self, rank: int, **more: Any) -> dict[str, Any]:
+        request = self.request
+        with tempfile.TemporaryDirectory(prefix="stepsight-capture-") as folder:
+            out = Path(folder) / "record.json"
+            asked = {
+                "script": str(request.script.resolve()), "arguments": list(request.arguments), "rank": rank,
+                "world_size": request.world_size, "local_size": request.local_size, "warm_up": request.warm_up,
+                "out": str(out), **more,
+            }  # fmt: skip
+            asked_at = Path(folder) / "request.json"
+            asked_at.write_text(json.dumps(asked), "utf-8")
+            ended = _ended([sys.executable, "-m", PACKAGE, str(asked_at)], request.timeout_s, rank, Path(folder))
+            if not out.is_file():
+                raise CaptureError(
+                    f"rank {rank} of {request.script.name} ended without a record ({ended[0]}): {ended[1]}"
+                )
+            record: dict[str, Any] = read_json(out)
+        if "error" in record:
+            raise CaptureError(_explained(request, rank, record))
+        return record
+
+
+def _ended(command: Sequence[str], timeout_s: float, rank: int, folder: Path) -> tuple[str, str]:
+    """Run a process to its end, all that it started included; returns how it ended, and the last line it wrote."""
+    log = folder / "log.txt"
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise CaptureError(
+                f"rank {rank} did not finish its steps within {timeout_s:g} s: capture a smaller step, or allow more "
+                "with --timeout"
+            ) from None
+        finally:
+            _end_session(process)
+    lines = log.read_text("utf-8", "replace").strip().splitlines()
+    return (f"exit code {code}" if code >= 0 else f"signal {-code}"), (lines[-1][:300] if lines else "no output")
+
+
+def _end_session(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, 9)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+_HINTS = (
+    ("DynamicOutputShape", "the shape of a result depends on values, which are not computed in a fake world"),
+    ("DataDependentOutput", "a result depends on values, which are not computed in a fake world"),
+    ("GuardOnDataDependent", "the script branches on values, which are not computed in a fake world"),
+)
+
+
+def _explained(request: CaptureRequest, rank: int, record: dict[str, Any]) -> str:
+    """What went wrong on a rank, with the script's line."""
+    where = record["line"] or request.script.name
+    if record["error"] == "few steps":
+        return (
+            f"{request.script.name} must take at least {request.warm_up + 1} training steps (calls of an optimizer's "
+            f"step), got {record['steps']} on rank {rank}: let it run for more, or lower --warm-up"
+        )
+    hint = next((f" ({text})" for word, text in _HINTS if word in record["error"]), "")
+    error = record["error"].split("\n")[0]
+    return f"{where}: {error}{hint} [rank {rank} of {request.world_size}, after {record['steps']} steps]"

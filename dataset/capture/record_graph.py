@@ -1,0 +1,180 @@
+"""The graph of one captured rank, from the record that its process wrote."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.capture.op_of_call import op_of_call
+from stepsight.dataset.errors import CaptureError
+from stepsight.dataset.imported.rank_graph import (
+    COLLECTIVE,
+    EDGE_COLUMNS,
+    HOST,
+    NODE_COLUMNS,
+    OP,
+    WHY_NUMBER,
+    RankGraph,
+)
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.program import Dependency
+from stepsight.dataset.readers.classify import Scope, intern_op
+
+FORM = 1  # of records
+_KIND, _WORK, _STREAM, _PHASE, _NAME, _EVALUATION, _SEQUENCE, _NUMBER = range(8)
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedRank:
+    """One captured rank.
+
+    Attributes:
+        graph: What it does in a step; durations are not known and 0.
+        live_bytes: Memory of all tensors when each node is issued, shape ``(n,)``.
+    """
+
+    graph: RankGraph
+    live_bytes: NDArray[np.int64]
+
+    @property
+    def rank(self) -> int:
+        return self.graph.rank
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes of tensors in the step."""
+        return int(self.live_bytes.max(initial=0))
+
+
+def graph_of_record(record: dict[str, Any], local_size: int) -> CapturedRank:
+    """Classify the calls of a record, and join its nodes by their dependencies.
+
+    Args:
+        record: What the process wrote.
+        local_size: Ranks of a node.
+
+    Raises:
+        CaptureError: If it is of another version.
+    """
+    if record.get("form") != FORM:
+        raise CaptureError(f"a record must have form {FORM}, got {record.get('form')!r:.40}: capture again")
+    nodes = _Nodes(record, local_size)
+    kept = nodes.place
+    count = int(kept.max(initial=-1)) + 1
+    first = np.full(count, -1, dtype=np.int64)
+    first[kept[::-1]] = np.arange(len(kept))[::-1]  # the first part of each node
+    rows = np.array(record["nodes"], dtype=np.int64).reshape(-1, 8)[first]
+    columns = {name: np.full(count, -1, dtype=np.int64) for name in NODE_COLUMNS}
+    columns |= {name: np.zeros(count, dtype=np.int64) for name in ("step", "blocks", "threads", "registers")}
+    columns["shared_bytes"] = np.zeros(count, dtype=np.int64)
+    columns |= {"kind": rows[:, _KIND], "stream": rows[:, _STREAM], "phase": rows[:, _PHASE]}
+    columns |= {"name": rows[:, _NAME], "seq": rows[:, _NUMBER]}
+    columns |= {"work": nodes.work[first], "known": nodes.known[first], "group": nodes.group[first]}
+    edges = _edges(record, kept, columns)
+    graph = RankGraph(
+        rank=record["rank"],
+        world_size=record["world_size"],
+        device="cuda",
+        device_name="captured",
+        origin_us=0.0,
+        start_s=np.zeros(count),
+        duration_s=np.zeros(count),
+        nodes=columns,
+        edges={name: edges[:, place] for place, name in enumerate(EDGE_COLUMNS)},
+        delay_s=np.zeros(len(edges)),
+        streams=tuple(record["streams"]),
+        names=tuple(record["names"]),
+        works=tuple(nodes.works),
+        groups=tuple((name, tuple(ranks)) for name, ranks in record["groups"]),
+        steps_s=np.zeros((1, 2)),
+        unrecorded_s=np.zeros(count),
+        warnings=tuple(record["notes"]),
+        events=len(record["nodes"]),
+    )
+    return CapturedRank(graph, np.array(record["live_bytes"], dtype=np.int64)[first])
+
+
+class _Nodes:
+    """The work of each node of a record.
+
+    Attributes:
+        works: Distinct signatures.
+        work, known, group: Of each node of the record.
+        place: Node of the graph that each node of the record is (a part of); what is no work is a part of what came
+            before it on its stream.
+    """
+
+    def __init__(self, record: dict[str, Any], local_size: int) -> None:
+        self.works: dict[Op | Collective, int] = {}
+        rows = record["nodes"]
+        count = len(rows)
+        self.work, self.known = np.full(count, -1, dtype=np.int64), np.ones(count, dtype=np.int64)
+        self.group, self.place = np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.int64)
+        self._signatures, self._groups = record["works"], record["groups"]
+        self._local_size = local_size
+        self._scopes: dict[int, Scope] = {}
+        self._forward: dict[int, tuple[int, ...]] = {}
+        self._plain: dict[int, tuple[Op | None, bool]] = {}
+        newest: dict[int, tuple[int, int, int]] = {}  # by stream: place, work, signature
+        places = 0
+        for index, row in enumerate(rows):
+            if row[_KIND] == OP:
+                op, known = self._op(row)
+                before = newest.get(row[_STREAM])
+                if before is not None and (op is None or self._is_part(op, row[_WORK], before)):
+                    self.place[index] = before[0]
+                    continue
+                self.known[index] = int(known)
+                work: Op | Collective | None = op or intern_op("fill", (1,), "fp32")
+            elif row[_KIND] == COLLECTIVE:
+                work = self._collective(row, index)
+            else:
+                work = None
+            self.place[index] = places
+            self.work[index] = -1 if work is None else self.works.setdefault(work, len(self.works))
+            newest[row[_STREAM]] = (places, int(self.work[index]), row[_WORK])
+            places += 1
+
+    def _is_part(self, op: Op, signature: int, before: tuple[int, int, int]) -> bool:
+        return op.record.in_parts and self.works.get(op) == before[1] and signature != before[2]
+
+    def _op(self, row: list[int]) -> tuple[Op | None, bool]:
+        evaluation, sequence = row[_EVALUATION], row[_SEQUENCE]
+        if evaluation < 0:
+            found = self._plain.get(row[_WORK])
+            if found is None:
+                found = self._plain[row[_WORK]] = op_of_call(self._signatures[row[_WORK]], Scope())
+            if found[0] is not None and found[0].kind == "linear":
+                self._forward[sequence] = found[0].dims
+            return found
+        scope = self._scopes.get(evaluation)
+        if scope is None:
+            scope = self._scopes[evaluation] = Scope("backward", self._forward.get(sequence, ()))
+        return op_of_call(self._signatures[row[_WORK]], scope)
+
+    def _collective(self, row: list[int], index: int) -> Collective:
+        _, kind, num_bytes, group = self._signatures[row[_WORK]]
+        ranks = self._groups[group][1]
+        self.group[index] = group
+        nodes = len({rank // self._local_size for rank in ranks})
+        return Collective(kind, num_bytes, len(ranks), -(-len(ranks) // nodes))
+
+
+def _edges(record: dict[str, Any], place: NDArray[np.int64], columns: dict[str, Any]) -> NDArray[np.int64]:
+    """Source, target and kind of each dependency, those of stream order included; each pair once."""
+    given = record["edges"]
+    source = place[np.array([edge[0] for edge in given], dtype=np.int64)]
+    target = place[np.array([edge[1] for edge in given], dtype=np.int64)]
+    why = np.array([WHY_NUMBER[Dependency(edge[2])] for edge in given], dtype=np.int64)
+    found = [np.stack([source, target, why], axis=1)]
+    for stream in range(len(record["streams"])):
+        nodes = np.flatnonzero((columns["stream"] == stream) & (columns["kind"] != HOST))
+        kind = np.full(len(nodes) - 1 if len(nodes) else 0, WHY_NUMBER[Dependency.STREAM_ORDER])
+        found.append(np.stack([nodes[:-1], nodes[1:], kind], axis=1))
+    edges = np.concatenate(found)
+    edges = edges[edges[:, 0] < edges[:, 1]]
+    _, once = np.unique(edges[:, :2], axis=0, return_index=True)
+    return np.asarray(edges[np.sort(once)])

@@ -1,0 +1,84 @@
+"""What is printed of captured scripts: counts of each rank, and what differs between two captures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stepsight.experiments.reports.text_table import Number, table
+
+
+def capture_text(told: dict[str, Any]) -> str:
+    """A captured script for people."""
+    lines = [f"script     {told['script']}: {told['world_size']} ranks, {told['devices_per_node']} on each node"]
+    for rank in told["ranks"]:
+        phases = ", ".join(f"{count} {phase}" for phase, count in rank["ops_by_phase"].items())
+        lines += [
+            "",
+            f"rank {rank['rank']}: {rank['ops']} ops ({phases}), {rank['flops'] / 1e12:.3f} TFLOP, "
+            f"peak memory {rank['peak_bytes'] / 1e9:.2f} GB, streams {', '.join(rank['streams'])}",
+            table(
+                ["collective", "group", "ranks", "MB each", "count"],
+                [
+                    [c["kind"], c["group"], Number(c["group_size"], 0), Number(c["num_bytes"] / 1e6, 3),
+                     Number(c["count"], 0)]
+                    for c in rank["collectives"]
+                ],
+            ),
+            table(["op", "count"], [[kind, Number(count, 0)] for kind, count in rank["ops_by_kind"].items()]),
+        ]  # fmt: skip
+        lines += [f"warning: {text}" for text in rank["warnings"]]
+    if "out" in told:
+        lines.append(f"\nwrote {told['out']}")
+    return "\n".join(lines)
+
+
+def captures_differ(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Differences of two captures, rank by rank: of FLOP, memory, ops by kind, and collectives."""
+    found = []
+    for left, right in zip(one["ranks"], other["ranks"], strict=False):
+        kinds = sorted(left["ops_by_kind"].keys() | right["ops_by_kind"].keys())
+        counts = {kind: (left["ops_by_kind"].get(kind, 0), right["ops_by_kind"].get(kind, 0)) for kind in kinds}
+        mine, theirs = _by_signature(left), _by_signature(right)
+        collectives = [
+            {**dict(zip(_SIGNATURE, key, strict=True)), "counts": [mine.get(key, 0), theirs.get(key, 0)]}
+            for key in sorted(mine.keys() | theirs.keys())
+            if mine.get(key, 0) != theirs.get(key, 0)
+        ]
+        found.append(
+            {
+                "ranks": [left["rank"], right["rank"]],
+                "flops": [left["flops"], right["flops"]],
+                "peak_bytes": [left["peak_bytes"], right["peak_bytes"]],
+                "ops_by_kind": {kind: list(pair) for kind, pair in counts.items() if pair[0] != pair[1]},
+                "collectives": collectives,
+            }
+        )
+    return {"scripts": [one["script"], other["script"]], "ranks": found}
+
+
+_SIGNATURE = ("kind", "group_size", "num_bytes")
+
+
+def _by_signature(rank: dict[str, Any]) -> dict[tuple[Any, ...], int]:
+    found: dict[tuple[Any, ...], int] = {}
+    for row in rank["collectives"]:
+        key = tuple(row[name] for name in _SIGNATURE)
+        found[key] = found.get(key, 0) + row["count"]
+    return found
+
+
+def difference_text(told: dict[str, Any]) -> str:
+    """The same for people."""
+    lines = [f"A: {told['scripts'][0]}", f"B: {told['scripts'][1]}"]
+    for rank in told["ranks"]:
+        rows = [["TFLOP", *(Number(value / 1e12, 3) for value in rank["flops"])]]
+        rows += [["peak memory, GB", *(Number(value / 1e9, 2) for value in rank["peak_bytes"])]]
+        rows += [[kind, *(Number(value, 0) for value in pair)] for kind, pair in rank["ops_by_kind"].items()]
+        rows += [
+            [f"{c['kind']} of {c['num_bytes'] / 1e6:.3f} MB, {c['group_size']} ranks",
+             *(Number(value, 0) for value in c["counts"])]
+            for c in rank["collectives"]
+        ]  # fmt: skip
+        first, second = rank["ranks"]
+        lines += ["", table([f"rank {first} of A, {second} of B: what differs", "A", "B"], rows)]
+    return "\n".join(lines)

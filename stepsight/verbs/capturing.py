@@ -1,0 +1,77 @@
+"""The verb ``capture``: one training step of a user's script, as ranks of a fake world."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepsight.dataset.errors import StepsightError
+from stepsight.verbs.options import Json, answer, path, progress
+
+# Options stand before the script, and everything behind it is the script's.
+CONTEXT = {"allow_interspersed_args": False}
+
+
+def capture_command(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", parser=path, help="A training script.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS…", help="The script's arguments.")] = None,
+    *,
+    world_size: Annotated[int, typer.Option(help="Ranks of the job.")],
+    out: Annotated[Path, typer.Option("--out", "-o", parser=path, help="Folder to write: a new one.")],
+    rank: Annotated[int | None, typer.Option(help="The rank to capture; as --ranks with one number.")] = None,
+    ranks: Annotated[
+        str,
+        typer.Option(
+            help="Ranks to capture, as 0,8,16. auto: rank 0 and all that it passes messages to, on and on, so that "
+            "every pipeline stage is captured once."
+        ),
+    ] = "auto",
+    devices_per_node: Annotated[int, typer.Option(help="Ranks of a node.")] = 8,
+    warm_up: Annotated[int, typer.Option(help="Training steps before the captured one.")] = 1,
+    timeout: Annotated[float, typer.Option(help="Most seconds for one rank.")] = 600.0,
+    as_json: Json = False,
+) -> None:
+    """Capture a training script as it would run on any number of GPUs, without one.
+
+    The script runs unmodified on this machine, as one rank of the job: no other rank is there, tensors have shapes and
+    no values, and collectives return at once. One training step is written down: ops, collectives, streams and what
+    waits for what. Then:
+
+        stepsight capture --world-size 1024 --out captured train.py --batch 8
+        stepsight predict --program captured --hardware h100-sxm-80gb --fabric dgx-h100
+
+    Values of tensors are not known: a script that reads one is told 1 or False. Compiled regions run uncompiled.
+    """
+    from stepsight.dataset.capture.captured import check_capture_folder, write_captured
+    from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
+    from stepsight.dataset.files import check_writable
+    from stepsight.experiments.reports.capture_reports import capture_text
+
+    if rank is not None and ranks != "auto":
+        raise StepsightError(f"--rank and --ranks exclude each other, got {rank} and {ranks!r:.80}")
+    request = CaptureRequest(
+        script=script,
+        arguments=tuple(arguments or ()),
+        world_size=world_size,
+        local_size=devices_per_node,
+        ranks=(rank,) if rank is not None else _ranks(ranks),
+        warm_up=warm_up,
+        timeout_s=timeout,
+    )
+    check_capture_folder(out)
+    check_writable(out)
+    captured = capture(request, progress("ranks captured"))
+    write_captured(captured, out)
+    told = captured.to_dict() | {"out": str(out)}
+    answer(told, capture_text(told), as_json)
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    if text == "auto":
+        return ()
+    words = text.split(",")
+    if not all(word.strip().isascii() and word.strip().isdigit() for word in words):
+        raise StepsightError(f"--ranks must be auto or numbers separated by commas, got {text!r:.80}")
+    return tuple(dict.fromkeys(map(int, words)))
