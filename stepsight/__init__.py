@@ -55,9 +55,9 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchSpec",
     "CalibrationReport",
+    "CaptureError",
     "Choice",
     "ClusterSpec",
-    "CaptureError",
     "CollectError",
     "ConfigJob",
     "Evaluation",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stepsight.experiments.reports.text_table import Number, table
+from stepsight.training.predictor.prediction_views import seconds_text
 
 
 def capture_text(told: dict[str, Any]) -> str:
@@ -81,4 +82,33 @@ def difference_text(told: dict[str, Any]) -> str:
         ]  # fmt: skip
         first, second = rank["ranks"]
         lines += ["", table([f"rank {first} of A, {second} of B: what differs", "A", "B"], rows)]
+    return "\n".join(lines)
+
+
+def program_text(told: dict[str, Any]) -> str:
+    """The prediction of a captured script for people."""
+    whole = told["iteration_time_s"]
+    memory = told["memory"]
+    ranks = ", ".join(map(str, told["ranks"]))
+    lines = [
+        f"script     {told['job']} on {told['world_size']} x {told['hardware']}, captured ranks {ranks}",
+        f"source     {told['source']}",
+        f"iteration  {seconds_text(whole)}   interval {seconds_text(told['low_s'])} to {seconds_text(told['high_s'])}",
+        table(
+            ["where the time goes", "time", "%"],
+            [
+                [cause, seconds_text(seconds), Number(100 * seconds / whole)]
+                for cause, seconds in told["breakdown"].items()
+                if seconds > 1e-6 * whole
+            ],
+        ),
+        f"speed      MFU {100 * told['mfu']:.1f} %, HFU {100 * told['hfu']:.1f} %",
+        f"memory     {memory['peak_bytes'] / 1e9:.2f} GB of {memory['capacity_bytes'] / 1e9:.2f} GB on the fullest rank",
+    ]
+    lines += [f"warning: {text}" for text in told["warnings"]]
+    if not memory["fits"]:
+        lines.append(f"does not fit: {memory['reason']}")
+    if told["unsupported"]:
+        share = 100 * told["unsupported_share"]
+        lines.append(f"outside    {share:.0f} % of the time was never measured: {told['unsupported'][0]:.100}")
     return "\n".join(lines)

@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.capture.captured import MANIFEST, read_captured
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.event_file import read_event_file
 from stepsight.dataset.files import check_output_file, set_aside
@@ -16,6 +17,7 @@ from stepsight.dataset.job import Job
 from stepsight.dataset.registry import did_you_mean
 from stepsight.dataset.run_folder import read_collection, read_run
 from stepsight.dataset.run_manifest import RunManifest, read_object
+from stepsight.experiments.reports.capture_reports import capture_text
 from stepsight.experiments.reports.describe_facts import describe_facts_file, describe_preset, facts_names
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.reports.trace_reports import trace_summary
@@ -45,6 +47,9 @@ def describe(path: Path) -> dict[str, Any]:
             return describe(path / "summary.json")
         if (path / "runs").is_dir():
             return describe_collection(path)
+        if (path / MANIFEST).is_file():
+            told = read_captured(path).to_dict()
+            return {**told, "text": capture_text(told)}
         if is_imported(path):
             run = run_graphs(path)
             return trace_summary(run.name, run.graphs)

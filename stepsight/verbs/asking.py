@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from stepsight.dataset.errors import StepsightError
+from stepsight.verbs.capturing import predict_program
 from stepsight.verbs.chosen import check_chosen, write_chosen
 from stepsight.verbs.config_options import read_job
 from stepsight.verbs.options import (
@@ -35,10 +36,15 @@ from stepsight.verbs.options import (
 def predict_command(
     context: typer.Context,
     jobs: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(parser=path, help="Job files, or configurations of training frameworks (see `stepsight job`)."),
-    ],
+    ] = None,
     *,
+    program: Annotated[
+        Path | None,
+        typer.Option(parser=path, help="In place of jobs: a script that was captured (see `stepsight capture`)."),
+    ] = None,
+    fabric: Annotated[str, typer.Option(help="Of --program: the links, a name or a file. Default: usual ones.")] = "",
     predictor: PredictorPath = None,
     timeline: Annotated[
         Path | None,
@@ -59,12 +65,20 @@ def predict_command(
     Example:
 
         stepsight predict examples/gpt3-175b-1024.toml --timeline timeline.json
+        stepsight predict --program captured --hardware h100-sxm-80gb --fabric dgx-h100
     """
     from stepsight.dataset.files import new_file
     from stepsight.experiments.reports.verb_reports import prediction_report
     from stepsight.simulator.schedules import write_schedule
     from stepsight.training.predictor.prediction import predict
 
+    if program is not None:
+        refuse_given(context, ("jobs", "schedule", "framework", "nodes", "level"), "is not for --program: leave it out")
+        predict_program(program, predictor, (hardware, fabric), timeline, as_json=as_json)
+        return
+    refuse_given(context, ("fabric",), "is the links of --program: a job file names its own")
+    if not jobs:
+        raise StepsightError("predict needs job files, or a captured script with --program DIR")
     if level not in ("segment", "op"):
         raise StepsightError(f"--level must be segment or op, got {level!r:.80}")
     if timeline is None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from stepsight.dataset.errors import StepsightError
-from stepsight.verbs.options import Json, answer, path, progress
+from stepsight.verbs.options import TIMELINE, Json, answer, check_result, load, path, progress
 
 # Options stand before the script, and everything behind it is the script's.
 CONTEXT = {"allow_interspersed_args": False}
@@ -75,3 +75,22 @@ def _ranks(text: str) -> tuple[int, ...]:
     if not all(word.strip().isascii() and word.strip().isdigit() for word in words):
         raise StepsightError(f"--ranks must be auto or numbers separated by commas, got {text!r:.80}")
     return tuple(dict.fromkeys(map(int, words)))
+
+
+def predict_program(
+    program: Path, predictor: Path | None, cluster: tuple[str, str], timeline: Path | None, *, as_json: bool
+) -> None:
+    """``stepsight predict --program``; ``cluster``: names of the hardware and of the fabric, empty if not given."""
+    from stepsight.dataset.capture.captured import read_captured
+    from stepsight.experiments.reports.capture_reports import program_text
+    from stepsight.simulator.replay.captured_timeline import write_timeline
+    from stepsight.training.predictor.captured_prediction import predict_captured
+
+    if timeline is not None:
+        check_result("--timeline", timeline, TIMELINE)
+    prediction = predict_captured(read_captured(program), *cluster, load(predictor))
+    told = prediction.to_dict()
+    if timeline is not None:
+        memory = [rank.live_bytes for rank in prediction.captured.ranks]
+        write_timeline(prediction.step, memory, timeline, prediction.captured.script)
+    answer(told, program_text(told), as_json)

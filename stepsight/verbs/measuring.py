@@ -262,10 +262,15 @@ def show_command(
         Path,
         typer.Argument(
             parser=path,
-            help="A job file, collection, run folder or summary.json; a predictor (folder or name); hardware, a fabric "
-            "or a framework's profile (file or name).",
+            help="A job file, collection, run folder, captured script or summary.json; a predictor (folder or name); "
+            "hardware, a fabric or a framework's profile (file or name).",
         ),
     ],
+    other: Annotated[
+        Path | None,
+        typer.Argument(parser=path, help="A second captured script: say what differs between the two."),
+    ] = None,
+    *,
     table: Annotated[
         Path | None,
         typer.Option(parser=path, help="Of a collection: write every op and collective measured here (.parquet)."),
@@ -275,6 +280,13 @@ def show_command(
     """Say what a file or folder is and what is in it."""
     from stepsight.experiments.reports.describe import describe, write_table
 
+    if other is not None:
+        from stepsight.dataset.capture.captured import read_captured
+        from stepsight.experiments.reports.capture_reports import captures_differ, difference_text
+
+        told = captures_differ(read_captured(path).to_dict(), read_captured(other).to_dict())
+        answer(told, difference_text(told), as_json)
+        return
     description = describe(path)
     text = description.pop("text")
     if table is not None:

@@ -63,7 +63,11 @@ class Widths:
 
     def half_width(self, job: Job, unsupported_share: float, without: str = "") -> float:
         """Half of a job's interval in log-seconds, by the errors of all sources but ``without``."""
-        key = class_of(job), without
+        return self.half_width_of(class_of(job), unsupported_share, without)
+
+    def half_width_of(self, kind: tuple[str, ...], unsupported_share: float, without: str = "") -> float:
+        """The same for anything of a class, see ``class_of``."""
+        key = kind, without
         if key not in self._known:
             self._known[key] = self._quantile(*key)
         return self._known[key] * stretch(unsupported_share)

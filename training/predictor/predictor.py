@@ -113,8 +113,18 @@ class Predictor:
                 f"got {job.cluster.hardware!r:.80}"
             )
         busy = 1 if alone else min(job.cluster.devices_per_node, job.cluster.num_devices)
-        devices = job.cluster.num_devices if self.hardware.compute_spread and not alone else 1
-        key = (busy, job.fabric, devices)
+        return self.latency_on(job.fabric, busy, 1 if alone else job.cluster.num_devices)
+
+    def latency_on(self, fabric: Fabric, busy: int, num_devices: int) -> LearnedLatency:
+        """The same for any cluster of the predictor's devices.
+
+        Args:
+            fabric: The links.
+            busy: Devices of a node that compute at once.
+            num_devices: That move in step.
+        """
+        devices = num_devices if self.hardware.compute_spread else 1
+        key = (busy, fabric, devices)
         known = self._bound.get(key)
         if known is None:
             self._bound[key] = known = LearnedLatency(
@@ -122,7 +132,7 @@ class Predictor:
                 self.kernel,
                 self.collective,
                 self.context,
-                fabric=job.fabric,
+                fabric=fabric,
                 busy=busy,
                 constants=self.calibration.constants,
                 devices=devices,

@@ -1,0 +1,238 @@
+"""One captured training step, timed: durations of a latency model on the graphs of captured ranks.
+
+The graphs are those that traces become, without times, and the engine is that of replays.  As for a job, an overlapped
+collective takes a part of its time from the computation, and a host that launches ops is a clock of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.errors import CaptureError, TraceError
+from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, PHASES, WHY, WHY_NUMBER, RankGraph
+from stepsight.dataset.op import Op
+from stepsight.dataset.program import Dependency, Program, ProgramBuilder
+from stepsight.simulator.latency_model import LatencyModel
+from stepsight.simulator.replay.joined import Joined, join
+from stepsight.simulator.replay.replay import Walk, walk
+from stepsight.simulator.segment_timing import timer_of
+
+Floats = NDArray[np.float64]
+COMPUTE = 0  # number of the stream on which a script computes
+
+# Axes of groups by words in their names; the rest are replicas.
+_AXES = (("tp", "tp"), ("tensor", "tp"), ("cp", "cp"), ("context", "cp"), ("ep", "ep"), ("expert", "ep"))
+CAUSES = (
+    "compute", "tp_communication", "cp_communication", "ep_communication", "dp_communication", "pp_communication",
+    "bubble", "host", "optimizer",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedStep:
+    """A timed step of some ranks.
+
+    Attributes:
+        walked: When each node starts and ends, the graphs one after the other.
+        graphs: Of the ranks, with durations.
+        alone: Seconds of each distinct signature of each rank, without what overlap and context add.
+    """
+
+    walked: Walk
+    graphs: tuple[RankGraph, ...]
+    alone: tuple[Floats, ...]
+
+    @cached_property
+    def iteration_time_s(self) -> float:
+        """Until the last rank has done everything."""
+        return float(self.walked.end_s.max(initial=0.0))
+
+    def of_rank(self, place: int) -> tuple[Floats, Floats]:
+        """Start and end of each node of one rank."""
+        first = self.walked.joined.first[place]
+        nodes = slice(first, first + len(self.graphs[place]))
+        return self.walked.start_s[nodes], self.walked.end_s[nodes]
+
+    @cached_property
+    def breakdown(self) -> dict[str, float]:
+        """Seconds by what the computation's stream does or waits for, mean over ranks; they add up to the step."""
+        sums = dict.fromkeys(CAUSES, 0.0)
+        for place in range(len(self.graphs)):
+            for cause, seconds in _rank_causes(self, place).items():
+                sums[cause] += seconds / len(self.graphs)
+        return sums
+
+    @cached_property
+    def critical(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Nodes of the critical path from its end: place of the rank, and node."""
+        cause, source = self.walked.cause, self.walked.joined.source
+        first = np.array([*self.walked.joined.first, sum(map(len, self.graphs))])
+        node, found = int(np.argmax(self.walked.end_s)), []
+        while node >= 0:
+            found.append(node)
+            node = int(source[cause[node]]) if cause[node] >= 0 else -1
+        nodes = np.array([each for each in found if each < first[-1]], dtype=np.int64)
+        places = np.searchsorted(first, nodes, "right") - 1
+        return places, nodes - first[places]
+
+
+def time_captured(graphs: Sequence[RankGraph], latency: LatencyModel) -> CapturedStep:
+    """Time one captured step.
+
+    Args:
+        graphs: Of the captured ranks.
+        latency: How long ops and collectives take.
+
+    Raises:
+        CaptureError: If the ranks wait for each other in a circle.
+    """
+    alone = tuple(timer_of(latency).work_seconds(graph.works) for graph in graphs)
+    timed = tuple(_timed(graph, seconds, latency) for graph, seconds in zip(graphs, alone, strict=True))
+    try:
+        joined = join(timed)
+    except TraceError:
+        raise CaptureError(
+            "the captured ranks wait for each other in a circle: they issue their collectives in different orders, or "
+            "are of different scripts"
+        ) from None
+    _add_launches(joined, timed, latency.hardware)
+    return CapturedStep(walk(joined), timed, alone)
+
+
+def program_of(graph: RankGraph) -> Program:
+    """Ops and collectives of a rank as a program."""
+    builder, place = ProgramBuilder("step"), np.full(len(graph), -1, dtype=np.int64)
+    incoming: dict[int, list[tuple[int, Dependency]]] = {}
+    implied = WHY_NUMBER[Dependency.STREAM_ORDER]
+    for source, target, why in zip(*(graph.edges[name].tolist() for name in ("source", "target", "why")), strict=True):
+        if why != implied:
+            incoming.setdefault(target, []).append((source, WHY[why]))
+    for node in np.flatnonzero(graph.on_device).tolist():
+        work = graph.works[graph.nodes["work"][node]]
+        place[node] = builder.add(
+            work, graph.streams[graph.nodes["stream"][node]], graph.names[graph.nodes["name"][node]]
+        )
+    edges = [
+        (int(place[source]), int(place[target]), why)
+        for target, sources in incoming.items()
+        for source, why in sources
+        if place[source] >= 0 and place[target] >= 0
+    ]
+    return Program(builder.build().nodes, tuple(edges), "step")
+
+
+def _timed(graph: RankGraph, alone: Floats, latency: LatencyModel) -> RankGraph:
+    """The graph with durations; with launches after waits of the host."""
+    work = graph.nodes["work"]
+    seconds = np.where(work >= 0, alone[work], 0.0) if len(alone) else np.zeros(len(work))
+    if latency.knows_context:
+        program = program_of(graph)
+        seconds[graph.on_device] = latency.in_context([program], [seconds[graph.on_device]])[0]
+    share = latency.hardware.comm_compute_share
+    if share > 0:
+        seconds = seconds + _taken(graph, seconds, share)
+    graph = replace(graph, duration_s=seconds)
+    waits = np.flatnonzero(graph.nodes["kind"] == HOST)
+    if not latency.hardware.has_host or not len(waits):
+        return graph
+    done = np.cumsum(_launches(graph, latency.hardware))
+    since = np.searchsorted(waits, np.arange(len(graph)), "left") - 1  # the host's newest wait before each node
+    after = np.flatnonzero(since >= 0)
+    return graph.with_edges(waits[since[after]], after, Dependency.LAUNCH, done[after] - done[waits[since[after]]])
+
+
+def _taken(graph: RankGraph, seconds: Floats, share: float) -> Floats:
+    """Seconds that ops lose to collectives beside them: the next op after the issue, unless it waits for it."""
+    taken = np.zeros(len(graph))
+    is_compute = (graph.nodes["kind"] == OP) & (graph.nodes["stream"] == COMPUTE)
+    ops = np.flatnonzero(is_compute)
+    sent = np.flatnonzero((graph.nodes["kind"] == COLLECTIVE) & (graph.nodes["stream"] != COMPUTE))
+    following = np.searchsorted(ops, sent)
+    waits = set(zip(graph.edges["source"].tolist(), graph.edges["target"].tolist(), strict=True))
+    for node, after in zip(sent.tolist(), following.tolist(), strict=True):
+        if after < len(ops) and (node, int(ops[after])) not in waits:
+            taken[ops[after]] += share * seconds[node]
+    return taken
+
+
+def _launches(graph: RankGraph, hardware: Hardware) -> Floats:
+    """What the host takes to launch each node."""
+    each = np.array([hardware.launch_s(work) for work in graph.works])
+    work = graph.nodes["work"]
+    return np.where(work >= 0, each[work], 0.0) if len(each) else np.zeros(len(work))
+
+
+def _add_launches(joined: Joined, graphs: Sequence[RankGraph], hardware: Hardware) -> None:
+    """No node starts before the host has launched it and what came before."""
+    if not hardware.has_host:
+        return
+    for graph, first in zip(graphs, joined.first, strict=True):
+        done = np.cumsum(_launches(graph, hardware))
+        waits = np.flatnonzero(graph.nodes["kind"] == HOST)
+        until = int(waits[0]) + 1 if len(waits) else len(graph)
+        nodes = np.arange(until)
+        targets = np.where(joined.meeting[first + nodes] >= 0, joined.meeting[first + nodes], first + nodes)
+        np.maximum.at(joined.ready, targets, done[:until])
+
+
+def _rank_causes(step: CapturedStep, place: int) -> dict[str, float]:
+    """Seconds of one rank by cause."""
+    graph = step.graphs[place]
+    start, end = step.of_rank(place)
+    found = dict.fromkeys(CAUSES, 0.0)
+    nodes = np.flatnonzero((graph.nodes["stream"] == COMPUTE) & graph.on_device)
+    now = 0.0
+    for node in nodes.tolist():
+        gap = max(0.0, float(start[node]) - now)
+        if gap:
+            _count_gap(step, place, node, gap, found)
+        is_op = graph.nodes["kind"][node] == OP
+        optimizer = PHASES[int(graph.nodes["phase"][node])] == "optimizer"
+        cause = axis_of(graph, node) if not is_op else "optimizer" if optimizer else "compute"
+        found[cause] += float(end[node]) - max(now, float(start[node]))
+        now = max(now, float(end[node]))
+    mine = float(end.max(initial=0.0))
+    if mine > now:
+        found[axis_of(graph, int(np.argmax(end)))] += mine - now
+    found["bubble"] += max(0.0, step.iteration_time_s - max(mine, now))
+    return found
+
+
+def _count_gap(step: CapturedStep, place: int, node: int, gap: float, found: dict[str, float]) -> None:
+    """Add an idle time to what it waited for: back to the newest collective that caused it."""
+    joined, graph, first = step.walked.joined, step.graphs[place], step.walked.joined.first[place]
+    at = first + node
+    while step.walked.cause[at] >= 0:
+        before = int(joined.source[step.walked.cause[at]])
+        if before >= len(joined.meeting) or not first <= before < first + len(graph):
+            at = before
+            continue
+        if graph.nodes["kind"][before - first] == COLLECTIVE:
+            cause = axis_of(graph, before - first)
+            if cause == "pp_communication":
+                message = min(gap, float(joined.seconds[before]))
+                found["pp_communication"] += message
+                found["bubble"] += gap - message
+            else:
+                found[cause] += gap
+            return
+        at = before
+    found["host"] += gap
+
+
+def axis_of(graph: RankGraph, node: int) -> str:
+    """The cause in ``CAUSES`` that a collective's time counts as; of an op, ``dp_communication``."""
+    work = graph.works[graph.nodes["work"][node]] if graph.nodes["work"][node] >= 0 else None
+    if work is None or isinstance(work, Op):
+        return "dp_communication"
+    if work.kind == "send_recv":
+        return "pp_communication"
+    name = graph.groups[graph.nodes["group"][node]][0].lower()
+    axis = next((axis for word, axis in _AXES if word in name.replace("-", "_").split("_")), "dp")
+    return f"{axis}_communication"
