@@ -13,7 +13,7 @@ from stepsight.dataset.harness.atomic_files import locked
 from stepsight.dataset.harness.plan import SCHEMA, check_plan
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.harness.progress import Progress
-from stepsight.dataset.harness.scripts.script_launch import run_ranks
+from stepsight.dataset.harness.scripts.script_launch import Ranks, run_ranks
 from stepsight.dataset.imported.import_ranks import Imported, import_ranks
 from stepsight.dataset.imported.imported_run import write_imported
 from stepsight.dataset.imported.rank_graph import OPAQUE
@@ -124,6 +124,7 @@ def _run(script: Script, folder: Path, log: Path, progress: bool) -> None:
     counts = script.counts
     left = [1] * (counts["warmup"] + counts["rounds"] + 2)  # a script in which a better mark shows up tells more
     bar = Progress(len(left), shown=progress)
+    ranks = Ranks.as_python() if script.ranks is None else Ranks.as_torchrun(script.ranks)
     bar.update(f"starting {script.path.name}")
     settings = {
         "script": str(script.path),
@@ -133,14 +134,12 @@ def _run(script: Script, folder: Path, log: Path, progress: bool) -> None:
     }
     try:
         with new_folder(folder) as part:
-            ranks = run_ranks(
-                settings, part, log, script.ranks, lambda doing: bar.update(doing, left.pop() if left else 0)
-            )
-            write_json(part / FACTS, {**script.facts, **_merged(ranks)})
+            found = run_ranks(settings, part, log, ranks, lambda doing: bar.update(doing, left.pop() if left else 0))
+            write_json(part / FACTS, {**script.facts, **_merged(found)})
     except HarnessError as error:
         bar.end_line()
         raise CollectError(str(error)) from None
-    bar.close(f"{script.path.name}: steps by {ranks[0]['steps_by']}")
+    bar.close(f"{script.path.name}: steps by {found[0]['steps_by']}")
 
 
 def _merged(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:

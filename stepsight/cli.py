@@ -10,7 +10,17 @@ import typer
 
 from stepsight import __version__
 from stepsight.dataset.errors import StepsightError, shorten
-from stepsight.verbs import asking, capturing, converting, judging, learning, measuring, tracing, verification
+from stepsight.verbs import (
+    asking,
+    capturing,
+    converting,
+    emulation,
+    judging,
+    learning,
+    measuring,
+    tracing,
+    verification,
+)
 from stepsight.verbs.script_arguments import ScriptCommand
 from stepsight.verbs.streams import finish_stdout, prepare_streams, storage_problem
 
@@ -61,6 +71,7 @@ app.command(
 app.command("job")(converting.job_command)
 app.command("import")(measuring.import_command)
 app.command("show")(measuring.show_command)
+app.command("emulate", context_settings={"allow_interspersed_args": False})(emulation.emulate_command)
 app.command("replay")(tracing.replay_command)
 app.command("what-if")(tracing.what_if_command)
 app.command("dataset")(tracing.dataset_command)

@@ -17,9 +17,13 @@ class Progress:
         done: Units that an earlier collection did.
         shown: Whether to write anything at all.
         stream: Where to.
+        verb: What goes on, as lines begin.
     """
 
-    def __init__(self, total: int, done: int = 0, *, shown: bool = True, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, total: int, done: int = 0, *, shown: bool = True, stream: TextIO | None = None, verb: str = "collect"
+    ) -> None:
+        self._verb = verb
         self._total, self._done, self._earlier = total, done, done
         self._stream = stream or sys.stderr
         self._shown, self._terminal = shown, self._stream.isatty()
@@ -47,7 +51,7 @@ class Progress:
 
     def _write(self, text: str, *, last: bool = False) -> None:
         percent = 100 * self._done // max(1, self._total)
-        line = f"collect {percent:3d}% {self._left()} {text}"
+        line = f"{self._verb} {percent:3d}% {self._left()} {text}"
         if self._terminal:
             bar = "#" * (percent // 5)
             self._stream.write(f"\r\x1b[K{f'[{bar:<20}] {line}'[:110]}")

@@ -5,9 +5,11 @@ Standard library only.
 
 from __future__ import annotations
 
+import json
 import math
+import threading
 from bisect import bisect_left
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..plan_error import HarnessError
 
@@ -46,3 +48,34 @@ class Delays:
         (small, short), (large, long) = known[after - 1], known[after]
         part = math.log(num_bytes / small) / math.log(large / small)
         return math.exp((1 - part) * math.log(short) + part * math.log(long))
+
+
+class AskedDelays:
+    """Seconds of collectives that another process tells, each signature once.
+
+    Args:
+        questions: Where to ask, a line of JSON for each signature: kind, bytes, group size and ranks per node.
+        answers: Where to read the seconds, a line each; ``{"error": ...}`` in place of what cannot be told.
+    """
+
+    def __init__(self, questions: BinaryIO, answers: BinaryIO) -> None:
+        self._questions, self._answers = questions, answers
+        self._known: dict[tuple[str, int, int, int], float] = {}
+        self._lock = threading.Lock()
+
+    def seconds(self, kind: str, num_bytes: int, group_size: int, ranks_per_node: int) -> float:
+        """Seconds of one collective.
+
+        Raises:
+            HarnessError: If nobody can tell.
+        """
+        key = (kind, num_bytes, group_size, ranks_per_node)
+        with self._lock:
+            if key not in self._known:
+                self._questions.write(json.dumps(key).encode() + b"\n")
+                self._questions.flush()
+                told = json.loads(self._answers.readline() or b'{"error": "who tells delays has ended"}')
+                if isinstance(told, dict):
+                    raise HarnessError(told["error"])
+                self._known[key] = float(told)
+            return self._known[key]

@@ -13,6 +13,7 @@ import gzip
 import os
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -38,14 +39,14 @@ class Training(Protocol):
 class StepClock:
     """Ends of steps: when this rank's device is through."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
+        self._device, self._now = device, now
         self._ends: list[float] = []
 
     def mark(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._ends.append(time.perf_counter())
+        self._ends.append(self._now())
 
     def seconds(self) -> list[float]:
         """Between consecutive marks."""

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -51,12 +51,13 @@ class Workers:
     Args:
         command: What every process runs.
         environments: Whole environment of each process.
+        descriptors: Open files that all of them inherit.
 
     Attributes:
         code: Exit code of the first process that failed (negative: the signal that killed it), 0 if none did.
     """
 
-    def __init__(self, command: list[str], environments: list[dict[str, str]]) -> None:
+    def __init__(self, command: list[str], environments: list[dict[str, str]], descriptors: Sequence[int] = ()) -> None:
         self.code = 0
         self._events: queue.Queue[str | subprocess.Popen[bytes] | None] = queue.Queue()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -65,7 +66,13 @@ class Workers:
         try:
             for environment in environments:
                 process = subprocess.Popen(
-                    command, stdin=held, stdout=into, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                    command,
+                    stdin=held,
+                    stdout=into,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                    pass_fds=descriptors,
                 )
                 self._processes.append(process)
         except BaseException:

@@ -9,7 +9,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,56 @@ from ..running.worker import PROGRESS
 from ..running.workers import WORKER_ENVIRONMENT, Workers, places
 
 SETTINGS = "settings.json"
-_STORE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # names that scripts read; nobody listens there
+PIPES = "STEPSIGHT_DELAYS"  # environment variable of ``emulated_world``
+_TORCHRUN = {  # what scripts read; nobody listens at that address
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "GROUP_RANK": "0",
+    "TORCHELASTIC_RUN_ID": "stepsight",
+}
 _TOLD = 200  # characters of a script's last line
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a script.
+
+    Attributes:
+        environments: What tells each one its place.
+        descriptors: Open files that they inherit.
+    """
+
+    environments: Sequence[Mapping[str, str]]
+    descriptors: Sequence[int] = ()
+
+    @classmethod
+    def as_python(cls) -> Ranks:
+        """One process that knows of no ranks, as ``python train.py`` starts it."""
+        return cls([{}])
+
+    @classmethod
+    def as_torchrun(cls, ranks: int) -> Ranks:
+        """All ranks of this machine, with what scripts read to know that torchrun started them."""
+        return cls([{**_TORCHRUN, **place} for place in places(ranks)])
+
+    @classmethod
+    def emulated(cls, rank: int, world_size: int, devices_per_node: int, pipes: tuple[int, int]) -> Ranks:
+        """One rank of a world; ``pipes`` are where it asks for delays, and where it reads them."""
+        place = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(rank % devices_per_node),
+            "LOCAL_WORLD_SIZE": str(min(world_size, devices_per_node)),
+        }
+        return cls([{**_TORCHRUN, **place, PIPES: ",".join(map(str, pipes))}], pipes)
+
+    @property
+    def numbers(self) -> list[int]:
+        return [int(environment.get("RANK", "0")) for environment in self.environments]
+
+
 def run_ranks(
-    settings: dict[str, Any], folder: Path, log: Path, ranks: int | None, say: Callable[[str], None]
+    settings: dict[str, Any], folder: Path, log: Path, ranks: Ranks, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Run a script on all ranks until its measured steps are through.
 
@@ -33,7 +78,7 @@ def run_ranks(
         settings: Of ``script_worker``, without ``out``.
         folder: An existing folder, where ranks write what they measure.
         log: Where their output goes.
-        ranks: None: one process that knows of no ranks, as ``python train.py`` starts it.
+        ranks: The processes.
         say: Told what goes on.
 
     Returns:
@@ -45,19 +90,20 @@ def run_ranks(
     write_json(folder / SETTINGS, {**settings, "out": str(folder.resolve())})
     package = (__package__ or "harness.scripts").rpartition(".")[0]
     command = [sys.executable, "-P", "-m", f"{package}.scripts.script_worker", str((folder / SETTINGS).resolve())]
-    environment = {**os.environ, **WORKER_ENVIRONMENT, **(_as_torchrun(ranks) if ranks else {})}
+    environment = {**os.environ, **WORKER_ENVIRONMENT}
     parents = [str(Path(__file__).resolve().parents[2])] if "." not in package else []
     if parents:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*parents, os.environ.get("PYTHONPATH", "")]))
     with meeting_file(folder) as meeting:
-        workers = Workers(command, [{**environment, **meeting, **place} for place in _places(ranks)])
+        environments = [{**environment, **meeting, **place} for place in ranks.environments]
+        workers = Workers(command, environments, ranks.descriptors)
         try:
-            _follow(workers, log, say)
+            _follow(workers, log, ranks.numbers[0], say)
         finally:
             workers.stop()
     (folder / SETTINGS).unlink()
     found = []
-    for rank in range(ranks or 1):
+    for rank in ranks.numbers:
         path = folder / f"script_rank{rank}.json"
         if not path.exists():
             raise HarnessError(f"rank {rank} of the script ended without a word; see {log}")
@@ -66,16 +112,7 @@ def run_ranks(
     return found
 
 
-def _places(ranks: int | None) -> list[dict[str, str]]:
-    return [{}] if ranks is None else places(ranks)
-
-
-def _as_torchrun(ranks: int) -> Mapping[str, str]:
-    """What scripts read to know that torchrun started them."""
-    return {**_STORE, "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": f"stepsight-{ranks}"}
-
-
-def _follow(workers: Workers, log: Path, say: Callable[[str], None]) -> None:
+def _follow(workers: Workers, log: Path, first: int, say: Callable[[str], None]) -> None:
     """Log the ranks' output and pass on their progress, until they have ended.
 
     Raises:
@@ -92,7 +129,7 @@ def _follow(workers: Workers, log: Path, say: Callable[[str], None]) -> None:
             if found:
                 told = json.loads(facts)
                 refused = refused or told.get("refused", "")
-                if told.get("rank") == 0:
+                if told.get("rank") == first:
                     say(told["doing"])
     if refused:
         raise HarnessError(f"{refused}; see {log}")

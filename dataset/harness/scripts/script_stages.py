@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,6 +15,7 @@ from .. import annotate
 from ..atomic_files import write_json
 from ..measuring.measure import StepClock, StepTracer
 from ..ranks import barrier
+from .emulated_world import EmulatedWorld
 from .step_marks import StepMarks
 
 RESULT = "script_rank{}.json"  # what one rank writes when it is through
@@ -27,12 +29,19 @@ class Stages:
         rank: Of this process.
         say: Told what goes on.
         leave: Ends the process; called when all is written.
+        world: Of an emulated script, else None.
     """
 
     def __init__(
-        self, settings: dict[str, Any], rank: int, say: Callable[[str], None], leave: Callable[[], None]
+        self,
+        settings: dict[str, Any],
+        rank: int,
+        say: Callable[[str], None],
+        leave: Callable[[], None],
+        world: EmulatedWorld | None = None,
     ) -> None:
-        self._settings, self._rank, self._say, self._leave = settings, rank, say, leave
+        self._settings, self._rank, self._say, self._leave, self._world = settings, rank, say, leave, world
+        self._collectives: list[dict[str, Any]] = []
         self.marks = StepMarks(self.step_ended, self._restart)
         self._step: AbstractContextManager[Any] | None = None
         self._tracer: StepTracer | None = None
@@ -79,10 +88,14 @@ class Stages:
             if len(seconds) < wanted["steps"]:
                 return
             self._rounds.append(seconds)
+            if self._world is not None:
+                self._collectives = self._world.collectives()
         if len(self._rounds) < wanted["rounds"]:
             self._say(f"round {len(self._rounds) + 1}/{wanted['rounds']}")
             barrier()
-            self._clock = StepClock(device())
+            if self._world is not None and not self._rounds:
+                self._world.forget()
+            self._clock = StepClock(device(), self._world.now if self._world is not None else time.perf_counter)
             self._clock.mark()
         elif wanted["profile_steps"]:
             self._say("traced steps")
@@ -123,6 +136,8 @@ class Stages:
             "threads": torch.get_num_threads(),
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None,
         }
+        if self._world is not None:
+            found["collectives"] = self._collectives
         write_json(folder / RESULT.format(self._rank), found)
         barrier()
         self._leave()

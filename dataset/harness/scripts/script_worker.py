@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import cores
+from ..plan_error import HarnessError
 from ..running.worker import PROGRESS
 from .script_lines import line_of_thread, print_own_traceback, told
 from .step_marks import listening, watch_optimizers, watch_profilers
@@ -32,6 +33,7 @@ def main() -> None:
 
     from .. import annotate
     from ..measuring.measure import Profiler
+    from .emulated_world import EmulatedWorld, meet_nobody
     from .script_meeting import meet_through_file
     from .script_stages import Stages
 
@@ -40,9 +42,13 @@ def main() -> None:
         cores.pin(int(os.environ.get("LOCAL_RANK", "0")))
         os.register_at_fork(after_in_child=cores.unpin)
     annotate.install()
-    meet_through_file()
+    world = EmulatedWorld(settings["emulate"]) if "emulate" in settings else None
+    if world is None:
+        meet_through_file()
+    else:
+        meet_nobody()
     rank = int(os.environ.get("RANK", "0"))
-    stages = Stages(settings, rank, lambda doing: report(doing=doing, rank=rank), leave)
+    stages = Stages(settings, rank, lambda doing: report(doing=doing, rank=rank), leave, world)
     watch_optimizers(stages.marks)
     watch_profilers(stages.marks, Profiler)
     script = Path(settings["script"])
@@ -63,6 +69,8 @@ def run_script(script: Path, arguments: list[str]) -> None:
             refuse(f"the script ended itself before its measured steps were through: {error.code!s:.200}")
     except KeyboardInterrupt:
         os._exit(130)
+    except HarnessError as error:
+        refuse(str(error))
     except BaseException as error:
         print_own_traceback(error)
         refuse(told(error, script))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.harness.plan_error import HarnessError
-from stepsight.dataset.harness.scripts.script_launch import run_ranks
+from stepsight.dataset.harness.scripts.script_launch import Ranks, run_ranks
 
 TRAIN = """
 import os, sys, torch
@@ -46,7 +46,11 @@ def script(tmp_path: Path) -> Path:
 def run(script: Path, ranks: int | None, *arguments: str, timeout_s: float = 120) -> list[dict[str, Any]]:
     (script.parent / "out").mkdir(exist_ok=True)
     wanted = settings(script, *arguments, timeout_s=timeout_s)
-    return run_ranks(wanted, script.parent / "out", script.parent / "log", ranks, lambda doing: None)
+    return run_ranks(wanted, script.parent / "out", script.parent / "log", _ranks(ranks), lambda doing: None)
+
+
+def _ranks(count: int | None) -> Ranks:
+    return Ranks.as_python() if count is None else Ranks.as_torchrun(count)
 
 
 def test_two_ranks_of_a_script_that_never_ends_are_timed_and_traced(script: Path) -> None:
@@ -73,8 +77,8 @@ def test_nothing_runs_on_when_the_launcher_ends(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     code = (
         "import sys; from pathlib import Path\n"
-        "from stepsight.dataset.harness.scripts.script_launch import run_ranks\n"
-        f"run_ranks({settings(script)!r}, Path('out'), Path('log'), None, print)"
+        "from stepsight.dataset.harness.scripts.script_launch import Ranks, run_ranks\n"
+        f"run_ranks({settings(script)!r}, Path('out'), Path('log'), Ranks.as_python(), print)"
     )
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.DEVNULL)
     mark = f"{600 + os.getpid() % 100}.5"

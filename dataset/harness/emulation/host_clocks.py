@@ -1,0 +1,208 @@
+"""When collectives of an emulated world are over: on a real clock, on which waits take time, or on a virtual one.
+
+On the virtual clock nobody waits.  Each stream of the script has a virtual time of its own.  What the script computes
+moves the time of its current stream on, by the seconds that its thread computes; ``time.sleep`` by what it asks for; a
+wait for an event, a stream or a collective moves it to when that is over.  So streams overlap as on a device, although
+one thread does all the work.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+Effect = Callable[[], object] | None
+Tensors = list[Tensor]
+
+
+class HostClock(Protocol):
+    """What collectives ask of a clock; times are seconds."""
+
+    def now(self) -> float: ...
+
+    def wait_until(self, end: float) -> None: ...
+
+    def future(self, end: float, result: Tensors) -> torch.futures.Future[Tensors]:
+        """A future that has its result at a time."""
+
+
+class RealClock:
+    """The performance counter."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def wait_until(self, end: float) -> None:
+        time.sleep(max(0.0, end - time.perf_counter()))
+
+    def future(self, end: float, result: Tensors) -> torch.futures.Future[Tensors]:
+        future: torch.futures.Future[Tensors] = torch.futures.Future()
+        timer = threading.Timer(max(0.0, end - time.perf_counter()), future.set_result, (result,))
+        timer.daemon = True
+        timer.start()
+        return future
+
+
+class Stream:
+    """A stream with a virtual time, in place of ``torch.cpu.Stream``."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+        self.time = 0.0
+
+    def wait_stream(self, stream: Stream) -> None:
+        with self._clock.settled():
+            self.time = max(self.time, stream.time)
+
+    def wait_event(self, event: Event) -> None:
+        with self._clock.settled():
+            self.time = max(self.time, event.time)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self._clock)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self._clock.wait_until(self.time)
+
+
+class Event:
+    """An event with a virtual time, in place of ``torch.cpu.Event``."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+        self.time = 0.0
+
+    def query(self) -> bool:
+        return True
+
+    def record(self, stream: Stream | None = None) -> None:
+        with self._clock.settled():
+            self.time = (stream or self._clock.stream).time
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self._clock.stream).wait_event(self)
+
+    def synchronize(self) -> None:
+        self._clock.wait_until(self.time)
+
+
+class VirtualClock:
+    """Virtual times of the streams of this thread.
+
+    Attributes:
+        stream: The current stream.
+    """
+
+    def __init__(self) -> None:
+        self.main = self.stream = Stream(self)
+        self._late: list[float] = []
+        self._last = time.thread_time()
+        self._sleep, self._thread = time.sleep, threading.get_ident()
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """What was computed until now counts for the current stream; what the block computes counts for none."""
+        self.stream.time += max(0.0, time.thread_time() - self._last)
+        try:
+            yield
+        finally:
+            self._last = time.thread_time()
+
+    def now(self) -> float:
+        with self.settled():
+            return self.stream.time
+
+    def wait_until(self, end: float) -> None:
+        with self.settled():
+            self.stream.time = max(self.stream.time, end)
+
+    def sleep(self, seconds: float) -> None:
+        """In place of ``time.sleep``; other threads sleep as ever."""
+        if threading.get_ident() != self._thread:
+            self._sleep(seconds)
+            return
+        with self.settled():
+            self.stream.time += max(0.0, seconds)
+
+    def future(self, end: float, result: Tensors) -> torch.futures.Future[Tensors]:
+        """Done at once; who waits for it in Python, or ends a backward pass, waits until ``end``.
+
+        DDP waits for its futures in C++ at the end of the backward pass.
+        """
+        with self.settled():
+            future = _VirtualFuture(self, end)
+            future.set_result(result)
+            self._late.append(end)
+            try:
+                Variable._execution_engine.queue_callback(self._end_backward)
+            except RuntimeError:  # no backward pass: whoever asked waits himself
+                self._late.pop()
+        return future
+
+    def _end_backward(self) -> None:
+        late, self._late = self._late, []
+        self.wait_until(max(late, default=0.0))
+
+    @contextmanager
+    def current(self, stream: Stream | None) -> Iterator[None]:
+        """In place of ``torch.cpu.stream``."""
+        before = self.stream
+        with self.settled():
+            self.stream = stream or before
+        try:
+            yield
+        finally:
+            with self.settled():
+                self.stream = before
+
+    def install(self) -> None:
+        """Take the place of the host's sleep and of the CPU's streams and events, for the rest of the process."""
+        cpu: Any = torch.cpu
+        time.sleep = self.sleep  # type: ignore[assignment]
+        cpu.Stream = lambda *_, **__: Stream(self)
+        cpu.Event = lambda *_, **__: Event(self)
+        cpu.stream = self.current
+        cpu.current_stream = lambda device=None: self.stream
+
+
+class _VirtualFuture(torch.futures.Future):  # type: ignore[type-arg]
+    """A future that is done, but at a virtual time."""
+
+    def __init__(self, clock: VirtualClock, end: float) -> None:
+        super().__init__()
+        self._clock, self._end = clock, end
+
+    def wait(self) -> Any:
+        self._clock.wait_until(self._end)
+        return super().wait()
+
+
+class HostLine:
+    """A link of which the host knows when it is free."""
+
+    def __init__(self, clock: HostClock) -> None:
+        self._clock = clock
+        self._free = 0.0
+
+    def issue(self, seconds: float, effect: Effect) -> float:
+        """When it will be over, on the clock."""
+        begin = max(self._free, self._clock.now())
+        if effect is not None:
+            effect()
+        self._free = begin + seconds
+        return self._free
+
+    def wait(self, end: float) -> None:
+        self._clock.wait_until(end)
+
+    def future(self, end: float, result: Tensors) -> torch.futures.Future[Tensors]:
+        return self._clock.future(end, result)

@@ -1,0 +1,99 @@
+"""A user's script as one rank of a world of which no other rank runs: see ``emulation.stand_in``."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ..emulation.delays import AskedDelays
+from ..emulation.host_clocks import HostClock, RealClock, VirtualClock
+from ..emulation.spinning import Spinner
+from ..emulation.stand_in import enter
+from ..emulation.stand_in_group import DelayModel, World
+from ..ranks import STAND_IN
+from .script_launch import PIPES
+
+
+class EmulatedWorld:
+    """The world of an emulated script, and what its rank communicates in it.
+
+    Args:
+        settings: ``devices_per_node`` and ``virtual``.
+        delays: Of collectives; None: who started this process tells them.
+
+    Attributes:
+        clock: Of the world.
+    """
+
+    def __init__(self, settings: dict[str, Any], delays: DelayModel | None = None) -> None:
+        self._delays = delays or _asked()
+        self.clock: HostClock = RealClock()
+        if settings["virtual"]:
+            virtual = VirtualClock()
+            virtual.install()
+            self.clock = virtual
+        self._calls: Counter[tuple[str, int, int, int]] = Counter()
+        cuda = torch.cuda.is_available() and not settings["virtual"]
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        enter(World(self, settings["devices_per_node"], device, self.clock, Spinner() if cuda else None))
+        c10d._new_process_group_helper = _in_this_world(c10d._new_process_group_helper)
+
+    def seconds(self, kind: str, num_bytes: int, group_size: int, ranks_per_node: int) -> float:
+        """Seconds of one collective, which is counted."""
+        self._calls[kind, num_bytes, group_size, ranks_per_node] += 1
+        return self._delays.seconds(kind, num_bytes, group_size, ranks_per_node)
+
+    def now(self) -> float:
+        """Time of the stream on which a step ends."""
+        if isinstance(self.clock, VirtualClock):
+            self.clock.now()
+            return self.clock.main.time
+        return self.clock.now()
+
+    def forget(self) -> None:
+        """Count collectives anew."""
+        self._calls.clear()
+
+    def collectives(self) -> list[dict[str, Any]]:
+        """What was counted: ``calls``, and the modelled ``seconds`` of each."""
+        names = ("kind", "num_bytes", "group_size", "ranks_per_node")
+        return [
+            {**dict(zip(names, key, strict=True)), "calls": calls, "seconds": self._delays.seconds(*key)}
+            for key, calls in self._calls.most_common()
+        ]
+
+
+def _asked() -> AskedDelays:
+    questions, answers = map(int, os.environ[PIPES].split(","))
+    return AskedDelays(os.fdopen(questions, "wb"), os.fdopen(answers, "rb"))
+
+
+def _in_this_world(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Whatever backend a script asks for, its groups are of this world."""
+
+    @functools.wraps(original)
+    def made(size: int, rank: int, ranks: list[int], backend: Any, *args: Any, **options: Any) -> Any:
+        options |= {"backend_options": None, "device_id": None}
+        return original(size, rank, ranks, dist.Backend(STAND_IN), *args, **options)
+
+    return made
+
+
+def meet_nobody() -> None:
+    """Have ``init_process_group`` of a script wait for no other rank."""
+    from torch.distributed.rendezvous import _rendezvous_handlers
+
+    def handler(url: str, **_: Any) -> Any:
+        store: Any = dist.HashStore()  # type: ignore[attr-defined]
+        yield store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        raise RuntimeError("an emulated rank meets nobody")
+
+    for scheme in ("env", "tcp", "file"):
+        _rendezvous_handlers[scheme] = handler

@@ -1,0 +1,88 @@
+"""``stepsight emulate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepsight.verbs.options import Json, answer, path
+
+
+def emulate_command(
+    script: Annotated[Path, typer.Argument(parser=path, metavar="SCRIPT", help="Your training script, unmodified.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS…", help="The script's own: options of emulate stand before it.")
+    ] = None,
+    *,
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks of the world.")],
+    rank: Annotated[int, typer.Option(min=0, help="The rank that runs for real.")] = 0,
+    devices_per_node: Annotated[int, typer.Option(min=1, help="Ranks that share a node.")] = 8,
+    delays: Annotated[
+        str,
+        typer.Option(
+            help="How long collectives take: `alpha-beta` (latency and bandwidth of --fabric), `predictor`, or a "
+            "Python file of yours, which is run: seconds(kind, num_bytes, group_size, ranks_per_node)."
+        ),
+    ] = "alpha-beta",
+    fabric: Annotated[str, typer.Option(help="Links of the world: a name or a file.")] = "",
+    predictor: Annotated[
+        Path | None,
+        typer.Option(
+            "--predictor",
+            "-p",
+            parser=path,
+            help="Of `--delays predictor`: a folder, or one that comes with stepsight.",
+        ),
+    ] = None,
+    extra_ms: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WHAT=MS",
+            help="What if these took longer: `all`, a kind as all_reduce, group:RANKS or bytes:AT_LEAST. Repeatable.",
+        ),
+    ] = None,
+    virtual: Annotated[
+        bool,
+        typer.Option(
+            "--virtual",
+            help="On a virtual clock: nothing waits, streams overlap as on a device, and only the CPU time of the "
+            "script's thread and what it sleeps count as computation.",
+        ),
+    ] = False,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before the first round.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of timed steps.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per round.")] = 4,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout-s", min=1, help="Within which its measured steps must be through.")
+    ] = 600.0,
+    as_json: Json = False,
+) -> None:
+    """Run one rank of your script for real, and let modelled delays stand in for all other ranks.
+
+    DDP, FSDP2, tensor parallel and pipelines run as they are; each collective is over when its delay has passed, in
+    order, while the script computes on. Values of other ranks are made up. Examples:
+
+        stepsight emulate --world-size 256 --fabric dgx-h100 train.py --lr 0.1
+        stepsight emulate --world-size 256 --delays my_delays.py --extra-ms all_reduce=5 --virtual train.py
+    """
+    from stepsight.dataset.hardware import find_fabric
+    from stepsight.experiments.emulating import Emulation, emulate
+    from stepsight.experiments.emulation_delays import Extra, delays_of
+    from stepsight.training.predictor.predictor import Predictor
+
+    learned = Predictor.load(predictor) if predictor is not None else None
+    links = find_fabric(fabric) if fabric else None
+    asked = Emulation(
+        path=script,
+        arguments=arguments or [],
+        world_size=world_size,
+        rank=rank,
+        devices_per_node=devices_per_node,
+        virtual=virtual,
+        counts={"warmup": warmup, "rounds": rounds, "steps": steps},
+        timeout_s=timeout_s,
+    )
+    found = emulate(asked, delays_of(delays, links, learned, [Extra.parse(text) for text in extra_ms or ()]))
+    answer(found, found["text"], as_json)
