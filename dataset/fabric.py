@@ -69,9 +69,45 @@ def fabric_from_dict(name: str, table: dict[str, Any]) -> Fabric:
 FASTEST_INTRA, FASTEST_INTER = 900e9, 100e9
 
 
-def suspicious_links(fabric: Fabric, devices_per_node: int) -> tuple[str, ...]:
-    """Bandwidths that look like those of a whole node, or in bits, where those of one device in bytes are asked for."""
+CLOSE = 0.05  # part by which a bandwidth may differ from a multiple of the usual one to be taken for it
+
+
+def _looks_like(link: Link, usual: Link, devices_per_node: int) -> str:
+    """What a bandwidth looks like beside the usual one of the device; empty if it looks like one device's."""
+    times = link.bandwidth_bytes_per_s / usual.bandwidth_bytes_per_s
+    kinds = [(2.0, "both directions together"), (8.0, "in Gbit/s")]
+    if devices_per_node > 2:
+        kinds.insert(0, (float(devices_per_node), f"a node's, of {devices_per_node} devices"))
+        kinds.append((2.0 * devices_per_node, f"both directions of a node's {devices_per_node} devices"))
+    return " or ".join(what for factor, what in kinds if abs(times / factor - 1) <= CLOSE)
+
+
+def suspicious_links(fabric: Fabric, devices_per_node: int, usual: Fabric | None = None) -> tuple[str, ...]:
+    """Bandwidths that look like those of a whole node, of both directions, or in bits.
+
+    Args:
+        fabric: Links as stated, which are to be one device's, in one direction, in bytes.
+        devices_per_node: Of the cluster.
+        usual: The usual links of the device, if they are known: multiples of them are suspicious.
+
+    Returns:
+        What looks wrong, for people.
+    """
     found = []
+    if usual is not None:
+        for name, link, own in (
+            ("intra_node", fabric.intra_node, usual.intra_node),
+            ("inter_node", fabric.inter_node, usual.inter_node),
+        ):
+            what = _looks_like(link, own, devices_per_node)
+            speed, known = link.bandwidth_bytes_per_s / 1e9, own.bandwidth_bytes_per_s / 1e9
+            if what:
+                found.append(
+                    f"fabric.{name}.bandwidth_gbytes_per_s is per device and per direction, in Gbyte/s; {speed:g} is "
+                    f"{speed / known:.3g} times what these devices usually have ({known:g}): is it {what}?"
+                )
+        if found:
+            return tuple(found)
     for name, link, fastest in (
         ("intra_node", fabric.intra_node, FASTEST_INTRA),
         ("inter_node", fabric.inter_node, FASTEST_INTER),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
 from stepsight.dataset.caching import cached
+from stepsight.dataset.device_words import preset_of
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.fabric import Fabric as Fabric
 from stepsight.dataset.fabric import Link as Link
@@ -21,10 +23,15 @@ from stepsight.dataset.registry import Registry, instance_of
 
 
 @cached(1)
+def _preset_tables() -> dict[str, Any]:
+    text = resources.files("stepsight.dataset").joinpath("presets/hardware.toml").read_text("utf-8")
+    return tomllib.loads(text)
+
+
+@cached(1)
 def _presets() -> tuple[Mapping[str, Hardware], Mapping[str, Fabric]]:
     """Hardware and fabrics that come with the package."""
-    text = resources.files("stepsight.dataset").joinpath("presets/hardware.toml").read_text("utf-8")
-    return _from_tables(tomllib.loads(text))
+    return _from_tables(_preset_tables())
 
 
 def _from_tables(tables: Mapping[str, Any]) -> tuple[Mapping[str, Hardware], Mapping[str, Fabric]]:
@@ -59,7 +66,40 @@ def find_hardware(name: str) -> Hardware | None:
     Raises:
         JobError: If the file cannot be read, or is not a file of one hardware.
     """
+    if name.startswith("{"):
+        return _stated(name)
     return _hardware_file(name)[0] if is_facts_file(name) else HARDWARE.get(name)
+
+
+def canonical_hardware(name: str) -> str:
+    """The preset that usual words mean (``H100``, ``A100-SXM4-80GB``); every other name as it is."""
+    if not name or name.startswith("{") or is_facts_file(name) or name in HARDWARE:
+        return name
+    return preset_of(name, HARDWARE, _preset_tables()["alias"])
+
+
+def stated_hardware(table: Mapping[str, Any]) -> str:
+    """The table ``[cluster.hardware]`` of a job as the text that stands for it in a ``Job``.
+
+    Raises:
+        JobError: If it holds something that no text can.
+    """
+    try:
+        return json.dumps({"name": "custom", **table}, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise JobError(f"cluster.hardware must be a table of numbers and texts: {error}") from None
+
+
+@cached(64)
+def _stated(text: str) -> Hardware:
+    """The hardware that a job states itself."""
+    try:
+        found = hardware_from_dict(json.loads(text))
+    except ValueError as error:
+        raise JobError(f"cluster.hardware: {error}") from None
+    if found.name in HARDWARE:
+        raise JobError(f"cluster.hardware.name: {found.name!r} is the name of a known hardware: choose another name")
+    return found
 
 
 def hardware_name(name: str) -> str:
@@ -68,6 +108,8 @@ def hardware_name(name: str) -> str:
     Raises:
         JobError: As ``find_hardware``.
     """
+    if name.startswith("{"):
+        return _stated(name).name
     return _hardware_file(name)[0].name if is_facts_file(name) else name
 
 
@@ -118,7 +160,12 @@ def _read_facts(path: str, version: tuple[int, int]) -> tuple[Mapping[str, Hardw
 # Words of a hardware's name, and the fabric of its vendor's own systems; the first that fits.
 _USUAL_FABRICS = {
     ("h100", "pcie"): "pcie-gen5",
+    ("rtx", "5090"): "pcie-gen5",
+    ("rtx", "pro"): "pcie-gen5",
+    ("rtx", "4090"): "pcie-gen4",
     ("pcie",): "pcie-gen4",
+    ("mi300x",): "mi300x-platform",
+    ("gaudi3",): "gaudi3-node",
     ("a100",): "dgx-a100",
     ("h100",): "dgx-h100",
     ("h200",): "dgx-h100",

@@ -27,6 +27,7 @@ _RANGES = {
     "host_memory_bandwidth_bytes_per_s": _RATE,
     "reserved_bytes": (0.0, 1e18),
     "fragmentation": (0.0, 100.0),
+    "power_w": (0.0, 1e6),
 }
 
 
@@ -56,6 +57,7 @@ class Hardware:
         host_memory_bandwidth_bytes_per_s: Of the host's memory, a device's part of it.
         reserved_bytes: Memory that no tensor can have: context, libraries, communication buffers.
         fragmentation: Part of what tensors take that the allocator needs on top.
+        power_w: Board power in watts, as the vendor states it; 0: unknown.
         source: Where the numbers come from, with a date.
     """
 
@@ -78,6 +80,7 @@ class Hardware:
     host_memory_bandwidth_bytes_per_s: float = 25e9
     reserved_bytes: float = 0.0
     fragmentation: float = 0.0
+    power_w: float = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -125,7 +128,7 @@ class Hardware:
         return self.peak_flops[dtype]
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "host_kinds_s" or value}
+        return {name: value for name, value in asdict(self).items() if name not in ("host_kinds_s", "power_w") or value}
 
 
 def launch_units(work: Op | Collective) -> float:

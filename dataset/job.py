@@ -15,10 +15,13 @@ from stepsight.dataset.facts_file import SUFFIXES, is_facts_file
 from stepsight.dataset.files import parse_json
 from stepsight.dataset.frameworks import Framework, find_framework
 from stepsight.dataset.hardware import (
+    FABRICS,
     Fabric,
+    canonical_hardware,
     fabric_from_dict,
     find_fabric,
     hardware_name,
+    stated_hardware,
     suspicious_links,
     usual_fabric,
 )
@@ -78,6 +81,7 @@ class Job:
             raise JobError("; ".join(problems))
         if self.framework and not is_facts_file(self.framework):
             find_framework(self.framework)
+        object.__setattr__(self, "cluster", _named_cluster(self.cluster))
         object.__setattr__(self, "model", _filled_model(self.model))
         object.__setattr__(self, "parallel", _filled_parallel(self.parallel, self.cluster.num_devices))
         problems = broken_rules(self)
@@ -110,7 +114,14 @@ class Job:
     @cached_property
     def warnings(self) -> tuple[str, ...]:
         """What is allowed but looks like a mistake."""
-        return suspicious_links(self.fabric, self.cluster.devices_per_node)
+        stated = self.cluster.fabric
+        if not stated or (isinstance(stated, str) and stated in FABRICS):
+            return suspicious_links(self.fabric, self.cluster.devices_per_node)
+        try:
+            usual = find_fabric(usual_fabric(self.cluster.hardware))
+        except JobError:  # nothing is known to compare with
+            usual = None
+        return suspicious_links(self.fabric, self.cluster.devices_per_node, usual)
 
     @property
     def model_name(self) -> str:
@@ -134,7 +145,7 @@ class Job:
         return " ".join(words)
 
     def __repr__(self) -> str:
-        return f"Job({self.name} on {self.cluster.num_devices} x {self.cluster.hardware})"
+        return f"Job({self.name} on {self.cluster.num_devices} x {self.hardware_name})"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain tables that ``from_dict`` reads back to an equal job; ``execution`` only where it states an engine."""
@@ -197,6 +208,8 @@ class Job:
                         f"model.name must be one of {', '.join(MODELS)} or come with sizes, got {table['name']!r:.80}"
                     )
                     continue
+            if section == "cluster" and isinstance(table.get("hardware"), Mapping):
+                table["hardware"] = stated_hardware(table["hardware"])
             stated[section] = table
         if habits is not None:
             filled = habits.fill(stated)
@@ -269,6 +282,15 @@ def _filled_model(model: ModelSpec) -> ModelSpec:
         expert_ffn=model.expert_ffn or model.ffn or 4 * model.hidden,
         gated_mlp=model.family == "llama" if model.gated_mlp is None else model.gated_mlp,
     )
+
+
+def _named_cluster(cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with devices by the names of their presets."""
+    hardware = canonical_hardware(cluster.hardware)
+    mixed = tuple(replace(other, hardware=canonical_hardware(other.hardware)) for other in cluster.mixed)
+    if hardware == cluster.hardware and mixed == cluster.mixed:
+        return cluster
+    return replace(cluster, hardware=hardware, mixed=mixed)
 
 
 def _filled_parallel(p: ParallelSpec, num_devices: int) -> ParallelSpec:

@@ -15,7 +15,7 @@ import numpy as np
 
 from stepsight.dataset.errors import JobError, TableError
 from stepsight.dataset.files import digest
-from stepsight.dataset.hardware import find_fabric, usual_fabric
+from stepsight.dataset.hardware import canonical_hardware, find_fabric, usual_fabric
 from stepsight.dataset.tables import Measurements
 from stepsight.training.collectives.collective_models import label_of
 from stepsight.training.predictor.predictor import SHIPPED, Predictor, shipped_names, teacher_of
@@ -167,6 +167,7 @@ def _usual(*hardware: str) -> str:
 
 def _predictor_named(name: str) -> str:
     """The predictor of the package of that name, or of that hardware."""
+    name = canonical_hardware(name)
     for own, recipe in RECIPES.items():
         if name in (own, recipe.hardware, *recipe.twins):
             return own

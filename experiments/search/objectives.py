@@ -10,6 +10,7 @@ from typing import Any
 
 from stepsight.dataset.bounded import read_toml
 from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.hardware import find_hardware
 from stepsight.dataset.job import Job
 from stepsight.experiments.search.record import Seconds
 
@@ -110,7 +111,11 @@ class Goal:
 
     def power(self, job: Job) -> float | None:
         """Watts of a device; None: not known."""
-        return self.power_w.get(job.hardware_name, POWER_W.get(job.hardware_name))
+        known = self.power_w.get(job.hardware_name, POWER_W.get(job.hardware_name))
+        if known is None:
+            facts = find_hardware(job.cluster.hardware)
+            known = facts.power_w if facts is not None and facts.power_w else None
+        return known
 
     def objectives(self, job: Job, seconds: Seconds | None) -> dict[str, Any]:
         """Plain values for tables: what the job runs on, and all objectives; None: not known.

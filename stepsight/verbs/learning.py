@@ -126,11 +126,11 @@ def plan_profile_command(
     from collections import Counter
 
     from stepsight.dataset.files import check_output_file, write_json
-    from stepsight.dataset.hardware import HARDWARE, find_hardware
+    from stepsight.dataset.hardware import HARDWARE, canonical_hardware, find_hardware
     from stepsight.training.predictor.predictor import shipped_names, teacher_of
     from stepsight.training.transfer.profile_plan import profile_plan
 
-    found = find_hardware(hardware)
+    found = find_hardware(canonical_hardware(hardware))
     if found is None:
         raise StepsightError(HARDWARE.unknown(hardware))
     if out.suffix != ".json":

@@ -26,7 +26,7 @@ from stepsight.dataset.bounded import read_unpacked, reason
 from stepsight.dataset.caching import Memo, cached
 from stepsight.dataset.errors import PredictorError
 from stepsight.dataset.files import new_folder, set_aside, write_json
-from stepsight.dataset.hardware import Fabric, Hardware, hardware_from_dict
+from stepsight.dataset.hardware import Fabric, Hardware, canonical_hardware, hardware_from_dict
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
 from stepsight.features.collective_features import COLLECTIVE_AXES, COLLECTIVE_FEATURES, COLLECTIVE_TERMS
@@ -106,7 +106,7 @@ class Predictor:
         Raises:
             PredictorError: If the job runs on other hardware.
         """
-        if job.hardware_name != self.hardware.name:
+        if job.hardware_name not in (self.hardware.name, canonical_hardware(self.hardware.name)):
             raise PredictorError(
                 f"the predictor {self.manifest.get('name', self.hardware.name)} serves its own hardware: "
                 f"cluster.hardware must be {self.hardware.name!r:.80}, "

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import TableError
-from stepsight.dataset.hardware import FABRICS, Fabric, Hardware, find_fabric, find_hardware
+from stepsight.dataset.hardware import FABRICS, Fabric, Hardware, canonical_hardware, find_fabric, find_hardware
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.tables import Measurements
 from stepsight.training.collectives.collective_models import label_of
@@ -120,7 +120,7 @@ def find_own_hardware(table: Measurements, stated: str, like: str) -> Hardware:
     """
     devices = sorted({device for device in table.device if device})
     if stated:
-        found = find_hardware(stated)
+        found = find_hardware(canonical_hardware(stated))
         if found is None:
             raise TableError(
                 f"--hardware must name a preset or a .toml or .json file of hardware facts, got {stated!r:.80}"
@@ -132,7 +132,7 @@ def find_own_hardware(table: Measurements, stated: str, like: str) -> Hardware:
         raise TableError(
             f"a table of several devices, or of none that is named, needs --hardware NAME; got {', '.join(devices)}"
         )
-    found = find_hardware(devices[0])
+    found = find_hardware(canonical_hardware(devices[0]))
     if found is None and like:
         alike = find_hardware(like)
         if alike is not None:
