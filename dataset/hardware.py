@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from stepsight.dataset.caching import cached
-from stepsight.dataset.device_words import preset_of
+from stepsight.dataset.device_words import device_words, preset_of
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.fabric import Fabric as Fabric
 from stepsight.dataset.fabric import Link as Link
@@ -19,7 +19,7 @@ from stepsight.dataset.facts_file import file_version, is_facts_file, only_one, 
 from stepsight.dataset.hardware_facts import Hardware as Hardware
 from stepsight.dataset.hardware_facts import hardware_from_dict as hardware_from_dict
 from stepsight.dataset.hardware_facts import launch_units as launch_units
-from stepsight.dataset.registry import Registry, instance_of
+from stepsight.dataset.registry import Registry, did_you_mean, instance_of
 
 
 @cached(1)
@@ -76,6 +76,14 @@ def canonical_hardware(name: str) -> str:
     if not name or name.startswith("{") or is_facts_file(name) or name in HARDWARE:
         return name
     return preset_of(name, HARDWARE, _preset_tables()["alias"])
+
+
+def unknown_hardware(name: str) -> str:
+    """The message for a name that is not known: the rule, the value, and what was probably meant."""
+    message = HARDWARE.unknown(name)
+    return (
+        message if "did you mean" in message else message + did_you_mean(device_words(name), _preset_tables()["alias"])
+    )
 
 
 def stated_hardware(table: Mapping[str, Any]) -> str:
@@ -191,7 +199,7 @@ def usual_fabric(hardware: str) -> str:
     found = next((fabric for needed, fabric in _USUAL_FABRICS.items() if words.issuperset(needed)), None)
     if found is None and find_hardware(hardware) is None:
         raise JobError(
-            f"cluster.{HARDWARE.unknown(hardware)}; for hardware that only a predictor knows, state cluster.fabric too"
+            f"cluster.{unknown_hardware(hardware)}; for hardware that only a predictor knows, state cluster.fabric too"
         )
     if found is None:
         beside = "a [fabric.NAME] in its file, " if is_facts_file(hardware) else ""

@@ -126,13 +126,13 @@ def plan_profile_command(
     from collections import Counter
 
     from stepsight.dataset.files import check_output_file, write_json
-    from stepsight.dataset.hardware import HARDWARE, canonical_hardware, find_hardware
+    from stepsight.dataset.hardware import canonical_hardware, find_hardware, unknown_hardware
     from stepsight.training.predictor.predictor import shipped_names, teacher_of
     from stepsight.training.transfer.profile_plan import profile_plan
 
     found = find_hardware(canonical_hardware(hardware))
     if found is None:
-        raise StepsightError(HARDWARE.unknown(hardware))
+        raise StepsightError(unknown_hardware(hardware))
     if out.suffix != ".json":
         raise StepsightError(f"--out ends in .json, got {str(out)!r:.80}")
     check_output_file(out)

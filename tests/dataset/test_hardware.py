@@ -228,3 +228,8 @@ def test_bad_hardware(change: dict[str, object]) -> None:
     }
     with pytest.raises(JobError):
         hardware_from_dict({**table, **change})
+
+
+def test_a_near_miss_of_the_usual_words() -> None:
+    with pytest.raises(JobError, match="'H10O' .did you mean 'h100'"):
+        predict(_job("H10O", fabric="dgx-h100"))

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.errors import JobError, PredictorError
-from stepsight.dataset.hardware import HARDWARE, find_hardware
+from stepsight.dataset.hardware import find_hardware, unknown_hardware
 from stepsight.dataset.job import Job, JobLike
 from stepsight.simulator.explain import Sensitivity, explain
 from stepsight.simulator.flops import iteration_flops
@@ -363,7 +363,7 @@ def latency_of_facts(job: Job) -> RooflineLatency:
     latency = preset_latency(job.cluster.hardware, job.fabric)
     if latency is None:
         raise JobError(
-            f"without a predictor, cluster.{HARDWARE.unknown(job.cluster.hardware)}: train a predictor, or "
+            f"without a predictor, cluster.{unknown_hardware(job.cluster.hardware)}: train a predictor, or "
             "state its facts in a .toml file"
         )
     return latency
