@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
 from types import FunctionType
 from typing import Any, ClassVar, Generic, ParamSpec
 
 P = ParamSpec("P")
 
 PATIENCE_S = 0.1  # of a core: a crowded machine too answers a single question without numba
+COLD_PATIENCE_S = 3.0  # the same where nothing compiled is on disk: compiling takes longer than any question
 
 
 class compiled(Generic[P]):  # noqa: N801  (a decorator)
     """A loop over arrays that is interpreted at first, and compiled by numba later.
 
-    It is compiled once all such loops together took ``PATIENCE_S`` of a core.
+    It is compiled once all such loops together took ``PATIENCE_S`` of a core.  Where none of its compiled code is on
+    disk, as right after installing, that is ``COLD_PATIENCE_S``, and it says so on stderr.
 
     Loading numba costs more than a handful of predictions do, so a single question is answered sooner without.  The
     compiled code is kept on disk where a folder can be written.  Either way the results are the same.
@@ -25,6 +31,7 @@ class compiled(Generic[P]):  # noqa: N801  (a decorator)
     """
 
     spent_s: ClassVar[float] = 0.0  # interpreting, all kernels together
+    said: ClassVar[bool] = False  # that something is compiled
 
     def __init__(self, function: Callable[P, None]) -> None:
         self.function = function
@@ -34,12 +41,30 @@ class compiled(Generic[P]):  # noqa: N801  (a decorator)
     @property
     def is_compiled(self) -> bool:
         """Whether the next call runs machine code."""
-        return self._native is not None or compiled.spent_s > PATIENCE_S
+        return self._native is not None or compiled.spent_s > self._patience_s
+
+    @property
+    def _patience_s(self) -> float:
+        return PATIENCE_S if compiled.spent_s <= PATIENCE_S or self._kept else COLD_PATIENCE_S
+
+    @cached_property
+    def _kept(self) -> bool:
+        """Whether compiled code of the function is on disk, where numba keeps it by default or was told to."""
+        file = Path(self.function.__code__.co_filename)
+        name = f"{file.stem}.{self.function.__qualname__}-*.nbi"
+        told = os.environ.get("NUMBA_CACHE_DIR")
+        try:
+            if told:
+                return any(Path(told).rglob(name))
+            return any((file.parent / "__pycache__").glob(name)) or any((Path.home() / ".cache/numba").rglob(name))
+        except (OSError, RuntimeError):  # a folder that cannot be read, or no home
+            return False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
         if self._native is not None:
             self._native(*args, **kwargs)
-        elif compiled.spent_s > PATIENCE_S:
+        elif compiled.spent_s > self._patience_s:
+            self._announce()
             self._native = self.compile()
             try:
                 self._native(*args, **kwargs)
@@ -50,6 +75,13 @@ class compiled(Generic[P]):  # noqa: N801  (a decorator)
             begin = time.thread_time()
             self.function(*args, **kwargs)
             compiled.spent_s += time.thread_time() - begin
+
+    def _announce(self) -> None:
+        """Say once that loops are compiled, where that takes long."""
+        if not self._kept and not compiled.said:
+            compiled.said = True
+            told = "stepsight: compiling with numba, once after installing: some ten seconds"
+            print(told, file=sys.stderr, flush=True)
 
     def compile(self, *, keep: bool = True) -> Callable[P, None]:
         """The function, and the functions of its module that it calls, as machine code.

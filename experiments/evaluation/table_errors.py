@@ -151,8 +151,8 @@ def _trained_on(measured: Measurements, predictor_of: PredictorOf) -> NDArray[np
 
 def _links(named: str, predictor: Predictor | None) -> Fabric | None:
     """The known fabric of a name; for rows that name none, the usual one of the predictor's hardware."""
-    if named in FABRICS or named or predictor is None:
-        return FABRICS.get(named)
+    if named or predictor is None:
+        return next((FABRICS[name] for name in [named] if name in FABRICS), None)
     try:
         return find_fabric(usual_fabric(predictor.hardware.name))
     except JobError:

@@ -231,5 +231,5 @@ def test_bad_hardware(change: dict[str, object]) -> None:
 
 
 def test_a_near_miss_of_the_usual_words() -> None:
-    with pytest.raises(JobError, match="'H10O' .did you mean 'h100'"):
+    with pytest.raises(JobError, match=r"'H10O' \(did you mean 'h100'"):
         predict(_job("H10O", fabric="dgx-h100"))

@@ -19,6 +19,7 @@ def test_a_loop_is_interpreted_until_all_together_took_long(monkeypatch: pytest.
         now[0] += 0.04
 
     loops = [compiled(slow), compiled(slow)]
+    monkeypatch.setattr(compiled, "_kept", True)
     for at, loop in enumerate(loops):
         monkeypatch.setattr(loop, "compile", lambda at=at, **_: lambda which: calls.append(10 * at + which))
     for which in (1, 2, 3, 4, 5):
@@ -64,7 +65,7 @@ def test_code_of_an_earlier_version_is_compiled_anew(monkeypatch: pytest.MonkeyP
         return load
 
     monkeypatch.setattr(numba, "njit", stale)
-    monkeypatch.setattr(compiled, "spent_s", 1.0)
+    monkeypatch.setattr(compiled, "spent_s", 4.0)
 
     @compiled
     def double(x: np.ndarray) -> None:
@@ -75,3 +76,18 @@ def test_code_of_an_earlier_version_is_compiled_anew(monkeypatch: pytest.MonkeyP
     assert x.tolist() == [2.0, 2.0]
     double(x)
     assert x.tolist() == [4.0, 4.0]
+
+
+def test_right_after_installing_it_waits_longer_and_says_that_it_compiles(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No compiled code of a function in a test is on disk."""
+    loop = compiled(lambda: None)
+    monkeypatch.setattr(loop, "compile", lambda **_: lambda: None)
+    monkeypatch.setattr(compiled, "said", False)
+    monkeypatch.setattr(compiled, "spent_s", compiling.COLD_PATIENCE_S - 1)
+    loop()
+    assert not loop.is_compiled and not capsys.readouterr().err
+    monkeypatch.setattr(compiled, "spent_s", compiling.COLD_PATIENCE_S + 1)
+    loop()
+    assert loop.is_compiled and "compiling with numba" in capsys.readouterr().err

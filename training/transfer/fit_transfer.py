@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from stepsight.training.transfer.transferred import Teacher, Transfer, measured_
 
 Array = NDArray[np.float64]
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 ENOUGH = 4000  # rows of a label from which trees of its own are nearer than a transfer
 FEWEST = 5  # rows of a label and software from which a correction is fitted
@@ -100,7 +102,7 @@ def fit_links_of(rows: CollectiveRows, lender: Predictor, *, seed: int) -> Colle
     model = fit_collectives(within.collectives, within.fabrics, within.seconds, seed=seed, nccl=True)
     own, base = model.regressor, other.regressor
 
-    def both(mine: Mapping[str, object], lent: Mapping[str, object]) -> dict[str, object]:
+    def both(mine: Mapping[str, T], lent: Mapping[str, T]) -> dict[str, T]:
         return {**{name: part for name, part in lent.items() if name not in own.physics}, **mine}
 
     regressor = replace(

@@ -70,7 +70,7 @@ class OwnTable:
 
     def shapes(self) -> list[Hashable]:
         """Every shape that is here."""
-        return [shape_of(work) for work in (*self.ops.ops, *self.collectives.collectives)]
+        return [*map(shape_of, self.ops.ops), *map(shape_of, self.collectives.collectives)]
 
 
 def shape_of(work: Op | Collective) -> Hashable:

@@ -111,7 +111,8 @@ def _measurable(op: Op, hardware: Hardware) -> bool:
 
 
 def _jobs(hardware: Hardware) -> Iterator[Job]:
-    precisions = [name for name in ("bf16", "fp8", "fp16") if name in hardware.peak_flops][:2] or ["fp32"]
+    wanted: list[str] = [name for name in ("bf16", "fp8", "fp16") if name in hardware.peak_flops]
+    precisions = wanted[:2] or ["fp32"]
     for model in MODELS:
         for tp, micro_batch in ((1, 1), (1, 4), (2, 2), (4, 1), (8, 2)):
             for precision in precisions:
