@@ -131,7 +131,12 @@ def __getattr__(name: str) -> Any:
         return import_module(f"stepsight.{name}")
     for module, names in _MODULES.items():
         if name in names:
-            value = globals()[name] = getattr(import_module(f"stepsight.{module}"), name)
+            try:
+                value = globals()[name] = getattr(import_module(f"stepsight.{module}"), name)
+            except ModuleNotFoundError as error:
+                from stepsight.dataset.extras import missing_extra
+
+                raise ModuleNotFoundError(missing_extra(error) or str(error), name=error.name) from None
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -10,6 +10,7 @@ import typer
 
 from stepsight import __version__
 from stepsight.dataset.errors import StepsightError, shorten
+from stepsight.dataset.extras import missing_extra
 from stepsight.verbs import (
     asking,
     capturing,
@@ -96,6 +97,11 @@ def main() -> None:
         code = app(standalone_mode=False)
     except (StepsightError, OSError) as error:  # OSError: a file or folder that cannot be read or written
         _fail(storage_problem(error) or str(error))
+    except ModuleNotFoundError as error:
+        problem = missing_extra(error)
+        if not problem:
+            raise
+        _fail(problem)
     except _USAGE as error:
         text: str = error.format_message()
         if type(error).__name__ == "NoArgsIsHelpError":

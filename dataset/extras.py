@@ -1,0 +1,31 @@
+"""Libraries that only some verbs need, and the extras of the package that bring them."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+# By top-level module; of those in several extras the smallest.
+EXTRAS = MappingProxyType(
+    {
+        "lightgbm": "train",
+        "matplotlib": "search",
+        "mlflow": "train",
+        "optuna": "search",
+        "pandas": "search",
+        "plotly": "search",
+        "pyarrow": "tables",
+        "scipy": "train",
+        "sqlalchemy": "search",
+        "torch": "collect",
+        "torch_geometric": "train",
+    }
+)
+
+
+def missing_extra(error: ImportError) -> str:
+    """What to install, in one line; empty if the error is about something else."""
+    module = (error.name or "").split(".")[0]
+    if module not in EXTRAS:
+        return ""
+    extra = EXTRAS[module]
+    return f'this needs {module}, which is not installed: pip install "stepsight[{extra}]", or "stepsight[all]"'
