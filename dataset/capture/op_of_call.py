@@ -14,7 +14,21 @@ from stepsight.dataset.readers.classify import DTYPES, Scope, call_table, intern
 
 _FILLS = frozenset(
     f"aten::{name}"
-    for name in (["zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full", "scalar_tensor", "eye"])
+    for name in (
+        [
+            "zeros",
+            "zeros_like",
+            "new_zeros",
+            "ones",
+            "ones_like",
+            "new_ones",
+            "full",
+            "full_like",
+            "new_full",
+            "scalar_tensor",
+            "eye",
+        ]
+    )
 )
 _COPIES = ("aten::_to_copy", "aten::copy_", "aten::clone")
 _CAST = {"bf16": "bf16", "fp16": "fp16"}
