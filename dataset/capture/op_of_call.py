@@ -15,21 +15,10 @@ from stepsight.dataset.readers.classify import DTYPES, Scope, call_table, intern
 _FILLS = frozenset(
     f"aten::{name}"
     for name in (
-        [
-            "zeros",
-            "zeros_like",
-            "new_zeros",
-            "ones",
-            "ones_like",
-            "new_ones",
-            "full",
-            "full_like",
-            "new_full",
-            "scalar_tensor",
-            "eye",
-        ]
+        "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full",
+        "scalar_tensor", "eye",
     )
-)
+)  # fmt: skip
 _COPIES = ("aten::_to_copy", "aten::copy_", "aten::clone")
 _CAST = {"bf16": "bf16", "fp16": "fp16"}
 
@@ -63,8 +52,8 @@ def op_of_call(signature: Sequence[Any], scope: Scope) -> tuple[Op | None, bool]
     if known is not None and found is None:
         return None, True
     if found is None or not _is_whole(found):
-        sizes = [count(shape) for shape in dims if shape]
-        return _op("elementwise", (max([*sizes, out_numel]),), (dtype, weight)), False
+        largest = max([*(count(shape) for shape in dims if shape), out_numel])
+        return _op("elementwise", (largest,), (dtype, weight)), False
     kind, sizes = found
     if len(sizes) == 1:
         sizes = (max(sizes[0], out_numel if made and made[2] == 1 else 0),)

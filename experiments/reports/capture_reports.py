@@ -88,7 +88,7 @@ def difference_text(told: dict[str, Any]) -> str:
 def program_text(told: dict[str, Any]) -> str:
     """The prediction of a captured script for people."""
     whole = told["iteration_time_s"]
-    memory = told["memory"]
+    memory, needed = told["memory"], told["memory"]["peak_bytes"] / 1e9
     ranks = ", ".join(map(str, told["ranks"]))
     lines = [
         f"script     {told['job']} on {told['world_size']} x {told['hardware']}, captured ranks {ranks}",
@@ -103,7 +103,7 @@ def program_text(told: dict[str, Any]) -> str:
             ],
         ),
         f"speed      MFU {100 * told['mfu']:.1f} %, HFU {100 * told['hfu']:.1f} %",
-        f"memory     {memory['peak_bytes'] / 1e9:.2f} GB of {memory['capacity_bytes'] / 1e9:.2f} GB on the fullest rank",
+        f"memory     {needed:.2f} GB of {memory['capacity_bytes'] / 1e9:.2f} GB on the fullest rank",
     ]
     lines += [f"warning: {text}" for text in told["warnings"]]
     if not memory["fits"]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from .recorder import COLLECTIVE, Recorder, storage_of
+
+_c10d: Any = dist.distributed_c10d
 
 Scope = Callable[[], tuple[int, int, int]]
 
@@ -100,15 +103,9 @@ def people_name(description: str, ranks: Sequence[int]) -> str:
     return description.removeprefix("mesh_").removeprefix("mesh")
 
 
-class FunctionalCollectives:
-    """Collectives that are ops (``_c10d_functional``), as DTensor issues them: each runs on NCCL's stream until it is
-    waited for.
-
-    Args:
-        collectives: Where to write them down.
-    """
-
-    _KINDS = {
+# The kind of each functional collective, and the side whose bytes count.
+_KINDS = MappingProxyType(
+    {
         "all_reduce": ("all_reduce", "in"),
         "all_reduce_": ("all_reduce", "in"),
         "all_reduce_coalesced": ("all_reduce", "in"),
@@ -123,6 +120,16 @@ class FunctionalCollectives:
         "broadcast": ("broadcast", "in"),
         "broadcast_": ("broadcast", "in"),
     }
+)
+
+
+class FunctionalCollectives:
+    """Collectives that are ops (``_c10d_functional``), as DTensor issues them: each runs on NCCL's stream until it is
+    waited for.
+
+    Args:
+        collectives: Where to write them down.
+    """
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
@@ -139,14 +146,14 @@ class FunctionalCollectives:
         if name == "wait_tensor":
             self._collectives.wait(self._marks.pop(storage_of(args[0])._cdata, None))
             return
-        if name not in self._KINDS:
+        if name not in _KINDS:
             raise RuntimeError(f"the functional collective {name} is not supported")
-        kind, side = self._KINDS[name]
+        kind, side = _KINDS[name]
         inputs = list(args[0]) if isinstance(args[0], list | tuple) else [args[0]]
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
         group = {**given, **kwargs}["group_name"]
         if isinstance(group, str):
-            group = dist.distributed_c10d._resolve_process_group(group)
+            group = _c10d._resolve_process_group(group)
         full = inputs if side == "in" else outputs
         mark = self._collectives.issue(kind, full, (inputs, outputs), group.where, is_async=True)
         if mark is not None:

@@ -25,7 +25,7 @@ class _RMSNorm(torch.autograd.Function):
         return y, rstd
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
         x, rstd, weight = ctx.saved_tensors
         needed = [ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[2]]
         dx, dweight = _aten._fused_rms_norm_backward.default(gradient.contiguous(), x, ctx.shape, rstd, weight, needed)

@@ -1,4 +1,4 @@
-"""A CUDA device that is not there: ``torch.cuda`` answers as if it were, and tensors stay on the CPU under fake tensors.
+"""A CUDA device that is not there: ``torch.cuda`` answers as if it were, and fake tensors stay on the CPU.
 
 Kernels of the CPU stand for those of the device: shapes and types are what counts.
 """
@@ -15,8 +15,14 @@ from torch.overrides import TorchFunctionMode
 
 from . import device_kernels, streams
 from .fake_tensors import cpu_of
+from .patching import patch
 
 MEMORY_BYTES = 80 * 10**9
+_SILENT = (
+    "set_device", "init", "_lazy_init", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all",
+    "reset_max_memory_allocated", "ipc_collect", "set_per_process_memory_fraction", "seed", "seed_all",
+    "set_rng_state", "set_rng_state_all",
+)  # fmt: skip  # functions of ``torch.cuda`` that do nothing
 
 
 class DevicesOnCpu(TorchFunctionMode):
@@ -78,29 +84,23 @@ def install(local_size: int) -> None:
         "memory_summary": "",
         "utilization": 0,
     }
-    for name, value in answers.items():
-        setattr(torch.cuda, name, _always(value))
-    for name in ("set_device", "init", "_lazy_init", "empty_cache", "reset_peak_memory_stats", "manual_seed",
-                 "manual_seed_all", "reset_max_memory_allocated", "ipc_collect", "set_per_process_memory_fraction",
-                 "seed", "seed_all", "set_rng_state", "set_rng_state_all"):  # fmt: skip
-        setattr(torch.cuda, name, _always(None))
-    torch.cuda.memory_stats = lambda *args, **kwargs: _Zeros()  # type: ignore[assignment]
-    torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()  # type: ignore[assignment]
-    torch.cuda.get_rng_state_all = lambda: [torch.get_rng_state()]  # type: ignore[assignment]
-    torch.cuda.device = _NoContext  # type: ignore[assignment,misc]
-    torch.cuda.device_of = _NoContext  # type: ignore[assignment,misc]
-    torch.version.cuda = "12.8"  # type: ignore[assignment]
-    for module in (torch.cuda, torch.cpu):
-        module.Stream, module.Event = streams.Stream, streams.Event  # type: ignore[misc,assignment]
-        module.stream = module.StreamContext = streams.StreamContext  # type: ignore[misc,assignment]
-        module.current_stream, module.synchronize = streams.current_stream, streams.synchronize  # type: ignore
-        module.default_stream = streams.default_stream  # type: ignore[attr-defined,assignment]
-    torch.Stream, torch.Event = streams.Stream, streams.Event  # type: ignore[misc,assignment]
-    torch._C._get_accelerator = lambda *args: torch.device("cuda", local_rank)  # type: ignore[assignment]
-    torch.accelerator.current_stream = streams.current_stream  # type: ignore[assignment]
-    torch.accelerator.synchronize = streams.synchronize  # type: ignore[assignment]
-    Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
-    Tensor.is_pinned = lambda self, device=None: False  # type: ignore[method-assign]
+    patch(torch.cuda, **{name: _always(value) for name, value in answers.items()})
+    patch(torch.cuda, **dict.fromkeys(_SILENT, _always(None)))
+    patch(torch.cuda, memory_stats=lambda *args, **kwargs: _Zeros(), device=_NoContext, device_of=_NoContext)
+    patch(torch.cuda, get_rng_state=lambda *args, **kwargs: torch.get_rng_state())
+    patch(torch.cuda, get_rng_state_all=lambda: [torch.get_rng_state()])
+    patch(torch.version, cuda="12.8")
+    followed = {
+        "Stream": streams.Stream, "Event": streams.Event, "stream": streams.StreamContext,
+        "StreamContext": streams.StreamContext, "current_stream": streams.current_stream,
+        "default_stream": streams.default_stream, "synchronize": streams.synchronize,
+    }  # fmt: skip
+    patch(torch.cuda, **followed)
+    patch(torch.cpu, **followed)
+    patch(torch, Stream=streams.Stream, Event=streams.Event)
+    patch(torch._C, _get_accelerator=lambda *args: torch.device("cuda", local_rank))
+    patch(torch.accelerator, current_stream=streams.current_stream, synchronize=streams.synchronize)
+    patch(Tensor, record_stream=lambda self, stream: None, is_pinned=lambda self, device=None: False)
 
 
 class _NoContext:

@@ -6,33 +6,35 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.parallel.distributed as ddp
 import torch.utils._foreach_utils as foreach_utils
 from torch.utils.data import DataLoader
 
-from . import device_kernels, module_moves
+from . import device_kernels, module_moves, shards
 from .fake_tensors import FakeWorld
+from .patching import patch
 
 
 def install(world: FakeWorld) -> None:
     """Put everything right."""
     module_moves.install()
     device_kernels.install()
+    shards.install()
     _foreach_on_cpu()
     _data_loaders()
     _ddp(world)
     _scalers(world)
     _storages(world)
-    torch.autocast = _autocast_on_cpu(torch.autocast)  # type: ignore[misc,assignment]
-    torch.amp.autocast = torch.amp.autocast_mode.autocast = torch.autocast  # type: ignore[misc]
+    autocast = _autocast_on_cpu(torch.autocast)
+    for module in (torch, torch.amp, torch.amp.autocast_mode):
+        patch(module, autocast=autocast)
 
 
 def _foreach_on_cpu() -> None:
     """Optimizers take their fused and foreach forms, as for tensors of a device."""
     devices = foreach_utils._get_foreach_kernels_supported_devices()
     for module in (foreach_utils, sys.modules[torch.optim.Optimizer.__module__]):
-        module._get_foreach_kernels_supported_devices = lambda: [*devices, "cpu"]  # type: ignore
+        patch(module, _get_foreach_kernels_supported_devices=lambda: [*devices, "cpu"])
 
 
 def _data_loaders() -> None:
@@ -45,12 +47,13 @@ def _data_loaders() -> None:
         kwargs = {name: off.get(name, value) for name, value in kwargs.items()}
         make(self, *args, **kwargs)
 
-    DataLoader.__init__ = init  # type: ignore[method-assign]
+    patch(DataLoader, __init__=init)
 
 
 def _ddp(world: FakeWorld) -> None:
     """DDP takes modules on the CPU with ``device_ids``; what it does once, at the second step, is not a step's work."""
-    make, rebuild = ddp.DistributedDataParallel.__init__, dist.Reducer._rebuild_buckets
+    reducer: Any = torch._C._distributed_c10d.Reducer
+    make, rebuild = ddp.DistributedDataParallel.__init__, reducer._rebuild_buckets
 
     def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any) -> None:
         make(self, module, None, None, *args, **kw)
@@ -62,8 +65,8 @@ def _ddp(world: FakeWorld) -> None:
         finally:
             world.recorder.active = active
 
-    ddp.DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
-    dist.Reducer._rebuild_buckets = rebuild_buckets
+    patch(ddp.DistributedDataParallel, __init__=init)
+    patch(reducer, _rebuild_buckets=rebuild_buckets)
 
 
 def _scalers(world: FakeWorld) -> None:
@@ -78,13 +81,14 @@ def _scalers(world: FakeWorld) -> None:
         world.recorder.wait_on_host(world.recorder.stream, "overflow found?", world.scope()[0])
         return optimizer.step(*args, **kwargs)
 
-    scaler.__init__, scaler._maybe_opt_step = init, step  # type: ignore[method-assign]
+    patch(scaler, __init__=init, _maybe_opt_step=step)
 
     class CudaScaler(scaler):  # type: ignore[valid-type,misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__("cuda", *args, **kwargs)
 
-    torch.cuda.amp.GradScaler = torch.cuda.amp.grad_scaler.GradScaler = CudaScaler  # type: ignore[misc]
+    patch(torch.cuda.amp, GradScaler=CudaScaler)
+    patch(torch.cuda.amp.grad_scaler, GradScaler=CudaScaler)
 
 
 def _storages(world: FakeWorld) -> None:
@@ -96,7 +100,7 @@ def _storages(world: FakeWorld) -> None:
         world.recorder.resized(self)
         return found
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+    patch(torch.UntypedStorage, resize_=resize_)
 
 
 def _autocast_on_cpu(autocast: Any) -> Any:

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .patching import patch
+
 _NEW = "_captured_as"  # attribute of a parameter that another one replaced, for modules that share it
 
 
 def install() -> None:
     """Let modules apply functions to their parameters in this way."""
-    nn.Module._apply = _apply  # type: ignore[method-assign,assignment]
+    patch(nn.Module, _apply=_apply)
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

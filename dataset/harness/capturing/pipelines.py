@@ -18,6 +18,7 @@ from torch.distributed.pipelining._utils import (
     _TensorMeta,
 )
 
+from .patching import patch
 from .recorder import Recorder
 
 Boundary = list[dict[str, Any]]  # of each tensor that passes between stages: shape, stride, dtype, requires_grad
@@ -67,8 +68,7 @@ def install(recorder: Recorder, boundary: Boundary | None, *, only_boundary: boo
             raise NeedsBoundary(self._resolve_peer_global_rank(0))
         return _StageForwardMeta(forward_metas=tuple(_TensorMeta(**_restored(each)) for each in known[0]))
 
-    stages.PipelineStage._send_meta = send_meta  # type: ignore[method-assign]
-    stages.PipelineStage._recv_meta = receive_meta  # type: ignore[method-assign]
+    patch(stages.PipelineStage, _send_meta=send_meta, _recv_meta=receive_meta)
 
 
 def _described(meta: Any) -> dict[str, Any]:

@@ -41,7 +41,13 @@ class Recorder:
         self._launched: Clock = {}  # newest wait of the host that each stream is known to come after
         self._storages: dict[int, _Storage] = {}
         self._bytes = 0
+        self._made = 0  # streams that the script made
         self._starts = 0  # marks of before the last start mean nothing
+
+    def new_stream(self) -> str:
+        """Name of a stream that the script makes."""
+        self._made += 1
+        return f"stream {self._made}"
 
     def start(self) -> None:
         """Forget what was written down, and write down what comes."""

@@ -1,7 +1,8 @@
 """Runs a user's script as one rank of a fake world, and writes down one of its steps.
 
 A request is a JSON object: ``script``, ``arguments``, ``rank``, ``world_size``, ``local_size``, ``warm_up`` and
-``out``, the file to write; for stages of a pipeline ``boundary`` and ``only_boundary`` (``pipelines``).  What is written is a JSON object: either ``error`` with the script's line, or the record.
+``out``, the file to write; for stages of a pipeline ``boundary`` and ``only_boundary`` (``pipelines``).  What is
+written is a JSON object: either ``error`` with the script's line, or the record.
 """
 
 from __future__ import annotations

@@ -17,13 +17,9 @@ def follow_streams(recorder: Recorder) -> None:
 class Stream:
     """In the place of ``torch.cuda.Stream``."""
 
-    _made: list[str] = []
-
     def __init__(self, device: Any = None, priority: int = 0, *, name: str = "", **more: Any) -> None:
-        self.name = name or f"stream {len(self._made) + 1}"
-        if not name:
-            self._made.append(self.name)
-        self.priority, self.device, self.cuda_stream, self.stream_id = priority, device, len(self._made), id(self)
+        self.name = name or _worlds[0].new_stream()
+        self.priority, self.device, self.cuda_stream, self.stream_id = priority, device, id(self), id(self)
         self._outer: list[str] = []
 
     def wait_stream(self, other: Stream) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .collectives import Collectives
 from .groups import BACKEND, Group
+from .patching import patch
 
 
 def set_environment(rank: int, world_size: int, local_size: int) -> None:
@@ -45,14 +46,15 @@ def install(rank: int, world_size: int, collectives: Collectives) -> None:
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         if not dist.is_initialized():
-            initialise(BACKEND, store=dist.HashStore(), rank=rank, world_size=world_size)
+            store: Any = torch._C._distributed_c10d.HashStore()
+            initialise(BACKEND, store=store, rank=rank, world_size=world_size)
 
     def init_mesh(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         mesh_made(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
-    c10d._new_process_group_helper = new_group
-    c10d.init_process_group = dist.init_process_group = init_process_group
-    DeviceMesh.__init__ = init_mesh  # type: ignore[method-assign]
+    patch(c10d, _new_process_group_helper=new_group, init_process_group=init_process_group)
+    patch(dist, init_process_group=init_process_group)
+    patch(DeviceMesh, __init__=init_mesh)
     for name in ("is_nccl_available", "is_gloo_available"):
         for module in (c10d, dist):
             setattr(module, name, lambda: True)
@@ -79,8 +81,3 @@ def _install_objects(world_size: int) -> None:
     for function in (all_gather_object, gather_object, broadcast_object_list, scatter_object_list):
         for module in (c10d, dist):
             setattr(module, function.__name__, function)
-
-
-def is_default_group_there() -> bool:
-    """Whether the script made its process group."""
-    return bool(dist.is_initialized()) and torch.distributed.is_available()
