@@ -71,25 +71,39 @@ def study(
     ranked = [choice for job, choice in fitting.items() if id(job) in can_run]
     runs = chosen(ranked, most, slowest, seed)
     verified = verify([choice.job for choice in runs], out / name, predictor, counts=COUNTS, box=box, progress=True)
-    rows = verified["runs"]
-    measured, predicted = [row["measured_s"] for row in rows], [row["predicted_s"] for row in rows]
-    best, by_time = min(measured, default=0.0), sorted(measured)
-    first = next((row for row in rows if row["name"] == runs[0].job.name), None)
-    figures = errors(predicted, measured)
     return {
         "model": name,
         "legal": found.legal,
         "runnable": len(ranked),
-        "faster_not_runnable": found.choices.index(ranked[0]),
-        "measured": len(rows),
-        "chosen": None if first is None else first["name"],
-        "place": None if first is None else by_time.index(first["measured_s"]) + 1,
-        "regret_percent": None if first is None else 100 * (first["measured_s"] / best - 1),
-        "random_regret_percent": 100 * (sum(measured) / len(measured) / best - 1) if rows else None,
+        "run": len(runs),
+        **judged([choice.job.name for choice in runs], verified["runs"]),
+        "text": verified["text"],
+    }
+
+
+def judged(fastest_first: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The fastest strategy, as predicted, whose run counts, among all whose runs count.
+
+    Args:
+        fastest_first: Names of the strategies that were run, as predicted.
+        rows: What was measured; runs that kept the cores too busy are missing.
+    """
+    by_name = {row["name"]: row for row in rows}
+    counting = [by_name[name] for name in fastest_first if name in by_name]
+    measured, predicted = [row["measured_s"] for row in counting], [row["predicted_s"] for row in counting]
+    if not counting:
+        return {"measured": 0, "chosen": None, "place": None, "regret_percent": None, "runs": []}
+    best, figures = min(measured), errors(predicted, measured)
+    return {
+        "measured": len(counting),
+        "chosen": counting[0]["name"],
+        "faster_too_busy": fastest_first.index(counting[0]["name"]),
+        "place": 1 + sum(seconds < measured[0] for seconds in measured),
+        "regret_percent": 100 * (measured[0] / best - 1),
+        "random_regret_percent": 100 * (sum(measured) / len(measured) / best - 1),
         "mape": figures.mape,
         "spearman": figures.spearman,
-        "runs": rows,
-        "text": verified["text"],
+        "runs": counting,
     }
 
 
@@ -98,19 +112,18 @@ def study_text(rows: Sequence[dict[str, Any]]) -> str:
     parts = []
     for row in rows:
         lines = [
-            f"{row['model']}: {row['runnable']} of {row['legal']} legal strategies can run in the box, "
-            f"{row['measured']} were measured",
+            f"{row['model']}: {row['runnable']} of {row['legal']} legal strategies can run in the box; "
+            f"{row['run']} ran, {row['measured']} of them kept the cores idle enough to count",
             row["text"],
-            f"chosen: {row['chosen']}; {row['faster_not_runnable']} that the box cannot run were predicted faster",
         ]
-        if row["place"] is not None:
-            lines.append(
-                f"place {row['place']} of {row['measured']} measured, regret {row['regret_percent']:.1f} %; "
-                f"a random one of them: {row['random_regret_percent']:.1f} %"
-            )
-        if row["mape"] is not None:
+        if row["measured"]:
             rank = "-" if row["spearman"] is None else f"{row['spearman']:.3f}"
-            lines.append(f"iteration times: MAPE {row['mape']:.1f} %, Spearman {rank}")
+            lines += [
+                f"chosen: {row['chosen']}; of those predicted to be faster {row['faster_too_busy']} do not count",
+                f"place {row['place']} of {row['measured']} measured, regret {row['regret_percent']:.1f} %; "
+                f"a random one of them: {row['random_regret_percent']:.1f} %",
+                f"iteration times: MAPE {row['mape']:.1f} %, Spearman {rank}",
+            ]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
