@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from types import MappingProxyType
+
+from stepsight.dataset.errors import StepsightError
 
 # By top-level module; of those in several extras the smallest.
 EXTRAS = MappingProxyType(
@@ -27,5 +30,19 @@ def missing_extra(error: ImportError) -> str:
     module = (error.name or "").split(".")[0]
     if module not in EXTRAS:
         return ""
+    return _advice(module)
+
+
+def need(module: str) -> None:
+    """Check that a library is installed, before work that another process would break off for want of it.
+
+    Raises:
+        StepsightError: If it is not; the message says what to install.
+    """
+    if find_spec(module) is None:
+        raise StepsightError(_advice(module))
+
+
+def _advice(module: str) -> str:
     extra = EXTRAS[module]
     return f'this needs {module}, which is not installed: pip install "stepsight[{extra}]", or "stepsight[all]"'

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.extras import need
 from stepsight.verbs.options import Box, Json, answer, path, refuse_given
 from stepsight.verbs.script_arguments import WORDS
 from stepsight.verbs.tracing import TRACES, import_traces
@@ -95,6 +96,8 @@ def collect_command(
     from stepsight.dataset.box_spec import read_box
     from stepsight.experiments.collecting import collect_jobs, is_plan
 
+    if not plan_only:
+        need("torch")
     if len(jobs) == 1 and is_plan(jobs[0]):
         stated = ("role", "rounds", "steps", "warmup", "profile_steps", "event_seconds")
         refuse_given(context, stated, f"is for job files: the plan {jobs[0]} states its own")
@@ -143,6 +146,8 @@ def demo_command(
     cores."""
     from stepsight.experiments.demo.demo import run_demo
 
+    for module in ("torch", "lightgbm", "mlflow", "optuna"):
+        need(module)
     summary, text = run_demo(out)
     answer(summary, text, as_json)
 
