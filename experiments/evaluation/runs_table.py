@@ -13,6 +13,7 @@ from pathlib import Path
 
 from stepsight.dataset.bounded import read_unpacked, reason
 from stepsight.dataset.errors import JobError, TableError
+from stepsight.experiments.evaluation.run_columns import read_header
 
 MOST = 1e18  # of any number: beyond, it is a slip of the pen
 SHORTEST_S, LONGEST_S = 1e-6, 1e7  # of an iteration
@@ -148,14 +149,29 @@ def read_runs_table(path: Path) -> list[Row]:
 def _rows(path: Path) -> Iterator[Row]:
     with io.StringIO(read_unpacked(path).decode("utf-8-sig"), newline="") as stream:
         reader = csv.DictReader(stream)
-        reader.fieldnames = names = [name.strip().lower() for name in reader.fieldnames or ()]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise TableError(f"a table has a column once, {path} has twice {', '.join(twice)}")
+        try:
+            found = read_header(reader.fieldnames or ())
+        except TableError as error:
+            raise TableError(f"{path}: {error}") from None
+        reader.fieldnames = names = [name for name, _ in found]
+        factors = {name: factor for name, factor in found if factor != 1.0}
         missing = [name for name in NEEDED if name not in names]
         if missing:
-            raise TableError(f"a table of runs has columns {', '.join(NEEDED)}; {path} lacks {', '.join(missing)}")
+            raise TableError(
+                f"a table of runs has columns {', '.join(NEEDED)}; {path} lacks {', '.join(missing)}: "
+                "`stepsight evaluate --explain-columns` says what else they may be called"
+            )
         for cells in reader:
             if None in cells or None in cells.values():
                 raise TableError(f"{path}, line {reader.line_num}: more or fewer cells than columns")
+            for name, factor in factors.items():
+                cells[name] = _scaled(cells[name], factor)
             yield Row(cells if (cells.get("row_id") or "").strip() else {**cells, "row_id": str(reader.line_num)})
+
+
+def _scaled(cell: str, factor: float) -> str:
+    """A number in the column's own unit; what is no number stays as it is, for who reads it to refuse."""
+    try:
+        return repr(float(cell) * factor) if cell.strip() else cell
+    except ValueError:
+        return cell

@@ -12,6 +12,23 @@ from stepsight.dataset.errors import StepsightError
 from stepsight.verbs.options import Json, PredictorPath, Runs, Source, answer, check_plot, load, path, progress
 
 
+def _explain_columns(wanted: bool) -> None:
+    if wanted:
+        from stepsight.experiments.evaluation.run_columns import explanation
+        from stepsight.experiments.evaluation.runs_table import NEEDED
+
+        typer.echo(explanation(NEEDED))
+        raise typer.Exit
+
+
+def _print_template(wanted: bool) -> None:
+    if wanted:
+        from stepsight.experiments.evaluation.run_columns import template
+
+        typer.echo(template())
+        raise typer.Exit
+
+
 def evaluate_command(
     runs: Runs,
     *,
@@ -38,6 +55,18 @@ def evaluate_command(
             "Default: the fabric that each row names."
         ),
     ] = None,
+    explain_columns: Annotated[
+        bool,
+        typer.Option(
+            "--explain-columns", callback=_explain_columns, is_eager=True, help="Say which columns a table of runs has."
+        ),
+    ] = False,
+    template: Annotated[
+        bool,
+        typer.Option(
+            "--template", callback=_print_template, is_eager=True, help="Print a table of runs to fill in, with one."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Compare predictions with measured runs: errors, ranks, regret and coverage per source.
