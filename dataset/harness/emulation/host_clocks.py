@@ -22,6 +22,9 @@ Effect = Callable[[], object] | None
 Tensors = list[Tensor]
 
 
+_SPIN_S = 5e-4
+
+
 class HostClock(Protocol):
     """What collectives ask of a clock; times are seconds."""
 
@@ -40,7 +43,9 @@ class RealClock:
         return time.perf_counter()
 
     def wait_until(self, end: float) -> None:
-        time.sleep(max(0.0, end - time.perf_counter()))
+        time.sleep(max(0.0, end - time.perf_counter() - _SPIN_S))
+        while time.perf_counter() < end:  # a sleep ends late
+            pass
 
     def future(self, end: float, result: Tensors) -> torch.futures.Future[Tensors]:
         future: torch.futures.Future[Tensors] = torch.futures.Future()

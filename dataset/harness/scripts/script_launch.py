@@ -38,10 +38,12 @@ class Ranks:
     Attributes:
         environments: What tells each one its place.
         descriptors: Open files that they inherit.
+        box: Whose ranks they are, started by one process; None outside of a box.
     """
 
     environments: Sequence[Mapping[str, str]]
     descriptors: Sequence[int] = ()
+    box: Mapping[str, Any] | None = None
 
     @classmethod
     def as_python(cls) -> Ranks:
@@ -64,8 +66,15 @@ class Ranks:
         }
         return cls([{**_TORCHRUN, **place, PIPES: ",".join(map(str, pipes))}], pipes)
 
+    @classmethod
+    def in_box(cls, box: Mapping[str, Any]) -> Ranks:
+        """All ranks of a box, a plan's table."""
+        return cls([_TORCHRUN], box=box)
+
     @property
     def numbers(self) -> list[int]:
+        if self.box is not None:
+            return list(range(self.box["nodes"] * self.box["ranks_per_node"]))
         return [int(environment.get("RANK", "0")) for environment in self.environments]
 
 
@@ -87,9 +96,11 @@ def run_ranks(
     Raises:
         HarnessError: If a rank failed, or the script cannot be measured; with the script's own line.
     """
-    write_json(folder / SETTINGS, {**settings, "out": str(folder.resolve())})
+    boxed = {"box": dict(ranks.box)} if ranks.box is not None else {}
+    write_json(folder / SETTINGS, {**settings, **boxed, "out": str(folder.resolve())})
     package = (__package__ or "harness.scripts").rpartition(".")[0]
-    command = [sys.executable, "-P", "-m", f"{package}.scripts.script_worker", str((folder / SETTINGS).resolve())]
+    module = f"{package}.scripts.script_box_worker" if boxed else f"{package}.scripts.script_worker"
+    command = [sys.executable, "-P", "-m", module, str((folder / SETTINGS).resolve())]
     environment = {**os.environ, **WORKER_ENVIRONMENT}
     parents = [str(Path(__file__).resolve().parents[2])] if "." not in package else []
     if parents:

@@ -28,6 +28,11 @@ def main() -> None:
     """Entry of one rank; its place comes from the environment."""
     settings = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     _watch_launcher()
+    run_rank(settings)
+
+
+def run_rank(settings: dict[str, Any]) -> NoReturn:
+    """Run the script as one rank, and end the process."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     import torch
 
@@ -38,7 +43,12 @@ def main() -> None:
     from .script_stages import Stages
 
     torch.set_num_threads(1)
-    if not torch.cuda.is_available():
+    if "emulate" in settings:
+        cores.go_first()  # it must not be late because others compute
+    if "box" in settings:
+        cores.hurry_communication()
+        cores.go_first()
+    elif not torch.cuda.is_available():
         cores.pin(int(os.environ.get("LOCAL_RANK", "0")))
         os.register_at_fork(after_in_child=cores.unpin)
     annotate.install()

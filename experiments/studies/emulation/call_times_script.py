@@ -1,0 +1,39 @@
+"""A script that times calls of all-reduce one by one: ``python call_times_script.py OUT VALUES…``.
+
+Rank 0 writes the seconds of each call, by number of values, to ``OUT`` after every step.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import stepsight
+
+
+def main() -> None:
+    """Call without end."""
+    dist.init_process_group("gloo")
+    out, sizes = Path(sys.argv[1]), [int(size) for size in sys.argv[2:]]
+    found: dict[int, list[float]] = {size: [] for size in sizes}
+    while True:
+        for size in sizes:
+            values = torch.zeros(size)
+            dist.barrier()
+            begin = time.perf_counter()
+            dist.all_reduce(values)
+            found[size].append(time.perf_counter() - begin)
+        if dist.get_rank() == 0:
+            new = out.with_suffix(".new")
+            new.write_text(json.dumps(found))
+            new.replace(out)
+        stepsight.step()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The step of a script on rank 0 of 256 over the time of its communication: hidden at first, then exposed.
+
+The sweep of NeuronaBox's Figure 4, on layers that sleep: what a step must take is known in closed form.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stepsight.experiments.emulating import Emulation, emulate
+
+SCRIPT = Path(__file__).parent / "sleeping_script.py"
+WORLD, LAYERS, VALUES = 256, 8, 300_000  # a bucket holds the gradient of a layer
+SHARES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)  # of the time of the backward pass
+
+
+def ddp_seconds(forward_s: float, backward_s: float, bucket_s: float) -> float:
+    """Step of DDP in closed form: each layer's gradient is reduced when it is there and the link is free.
+
+    Args:
+        forward_s: Of a layer.
+        backward_s: Of a layer.
+        bucket_s: Of one all-reduce.
+    """
+    now, free = LAYERS * forward_s, 0.0
+    for _ in range(LAYERS):
+        now += backward_s
+        free = max(free, now) + bucket_s
+    return max(now, free)
+
+
+def fsdp2_seconds(forward_s: float, backward_s: float, collective_s: float) -> float:
+    """Step of FSDP2 in closed form, where each all-gather and reduce-scatter takes the same time.
+
+    One link carries both in the order in which the host issues them.  Forward, the all-gather of the next layer runs
+    beside a layer.  Backward, a layer waits for its all-gather, which follows the reduce-scatter before it in line, and
+    the all-gather of the next layer is issued before the layer computes.
+    """
+    link, computed, before = 0.0, 0.0, 0.0
+    for _ in range(LAYERS):
+        link = max(link, before) + collective_s
+        before, computed = computed, max(computed, link) + forward_s
+    gathered = max(link, computed) + collective_s  # of the last layer
+    for layer in range(LAYERS):
+        begin = max(computed, gathered)
+        link = gathered
+        if layer < LAYERS - 1:
+            link = gathered = max(link, begin) + collective_s
+        computed = begin + backward_s
+        link = max(link, computed) + collective_s
+        if layer < LAYERS - 1:
+            gathered = max(gathered, 0.0)
+    return max(computed, link)
+
+
+def sweep(mode: str, *, virtual: bool, forward_s: float) -> list[dict[str, Any]]:
+    """Steps by share of communication, measured and in closed form.
+
+    Args:
+        mode: Of ``sleeping_script``.
+        virtual: On a virtual clock.
+        forward_s: Of a layer; its backward takes twice as long.
+    """
+    backward_s = 2 * forward_s
+    rows = []
+    for share in SHARES:
+        per_layer = share * backward_s / (1 if mode == "ddp" else 3)  # FSDP2: two all-gathers and a reduce-scatter
+        words = [mode, str(LAYERS), str(forward_s), str(backward_s), str(VALUES)]
+        asked = Emulation(
+            path=SCRIPT,
+            arguments=words,
+            world_size=WORLD,
+            virtual=virtual,
+            counts={"warmup": 2, "rounds": 1, "steps": 3},
+        )
+        found = emulate(asked, lambda collective, seconds=per_layer: seconds, progress=False)  # type: ignore[misc]
+        closed = (ddp_seconds if mode == "ddp" else fsdp2_seconds)(forward_s, backward_s, per_layer)
+        communication = sum(each["seconds"] * each["calls_per_step"] for each in found["collectives"])
+        rows.append(
+            {
+                "communication_s": communication,
+                "step_s": found["iteration_s"],
+                "closed_form_s": closed,
+                "error_percent": 100 * (found["iteration_s"] / closed - 1),
+            }
+        )
+    return rows

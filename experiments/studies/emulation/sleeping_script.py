@@ -1,0 +1,67 @@
+"""A training script whose layers sleep: what it communicates is real or emulated, what it computes takes known time.
+
+``python sleeping_script.py ddp|fsdp2 LAYERS FORWARD_S BACKWARD_S VALUES``: ``VALUES`` are parameters of a layer.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class Sleep(torch.autograd.Function):
+    """Takes seconds forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.seconds = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        return grad, None, None
+
+
+class Layer(nn.Module):
+    """Parameters whose gradient is there once the layer's backward has slept."""
+
+    def __init__(self, forward_s: float, backward_s: float, values: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(values))
+        self._seconds = forward_s, backward_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        slept: Tensor = Sleep.apply(x * (1 + self.weight[:1]), *self._seconds)  # type: ignore[no-untyped-call]
+        return slept
+
+
+def main() -> None:
+    """Train without end."""
+    mode, layers, values = sys.argv[1], int(sys.argv[2]), int(sys.argv[5])
+    forward_s, backward_s = float(sys.argv[3]), float(sys.argv[4])
+    dist.init_process_group("gloo")
+    model: nn.Module = nn.Sequential(*(Layer(forward_s, backward_s, values) for _ in range(layers)))
+    if mode == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.children():
+            fully_shard(layer)
+        fully_shard(model)
+    else:
+        model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
+    while True:
+        optimizer.zero_grad()
+        model(torch.ones(1, requires_grad=True)).sum().backward()
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    main()
