@@ -67,9 +67,9 @@ class State(NamedTuple):
     before: Floats
 
 
-def at_rest(num_ranks: int, num_messages: int, num_clocks: int, period: int = 0) -> State:
+def at_rest(num_ranks: int, num_messages: int, num_clocks: int, period: int) -> State:
     """The state in which every run begins; ``period``: entries of a period, 0 if nothing repeats."""
-    shape = num_ranks, num_clocks
+    shape = (num_ranks, num_clocks)
     return State(np.zeros(shape), np.empty((num_messages, 2)), np.empty((2, period)), np.empty(shape))
 
 
@@ -84,6 +84,19 @@ class Outside(NamedTuple):
     transition: Floats
     message: Floats
     state: State
+
+
+class OutsideRuns(NamedTuple):
+    """The same for some runs; arrays have a first axis of runs.
+
+    Attributes:
+        transition, message: Of those of ``Durations``.
+        clocks: Of the clocks; 0 at the start.
+    """
+
+    transition: Floats
+    message: Floats
+    clocks: Floats
 
 
 class Log(NamedTuple):
@@ -219,26 +232,28 @@ run_entries = compiled(advance)
 
 
 @compiled
-def run_periods(entries: Entries, durations: Durations, state: State, outside: Outside | None, steady: Steady) -> None:
+def run_periods(
+    entries: Entries, durations: Durations, clocks: Floats, outside: OutsideRuns | None, steady: Steady
+) -> None:
     """Let all entries happen in some runs that differ in durations alone, but for periods that repeat the one before.
 
     Args:
         entries: What happens.
         durations: What it takes; ``transition`` and ``message`` have a first axis of runs.
-        state: Where each run begins and, filled, where it ends; ``clocks`` has a first axis of runs.
-        outside: Moved on beside the state, if it is wanted; likewise.
+        clocks: Of each rank in each run, 0 at the start, shape ``(num_runs, num_ranks, K)``; filled.
+        outside: Likewise, if it is wanted.
         steady: What repeats.
     """
     segment, transition, message, host, numbers = durations
-    clocks, posted, after, before = state
+    state = at_rest(len(host), message.shape[1], len(numbers), steady.length)
+    parts = at_rest(len(host), message.shape[1] if outside is not None else 0, len(numbers), steady.length)
     for run in range(len(clocks)):
         own = None
         if outside is not None:
-            beside = outside.state
-            of_clocks = State(beside.clocks[run], beside.posted, beside.after, beside.before)
+            of_clocks = State(outside.clocks[run], parts.posted, parts.after, parts.before)
             own = Outside(outside.transition[run], outside.message[run], of_clocks)
         takes = Durations(segment, transition[run], message[run], host, numbers)
-        _run_periods(entries, takes, State(clocks[run], posted, after, before), own, steady)
+        _run_periods(entries, takes, State(clocks[run], state.posted, state.after, state.before), own, steady)
 
 
 def _run_periods(entries: Entries, durations: Durations, state: State, outside: Outside | None, steady: Steady) -> None:

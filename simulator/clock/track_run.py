@@ -13,7 +13,7 @@ from stepsight.simulator.clock.kernel import (
     APART,
     Durations,
     Log,
-    Outside,
+    OutsideRuns,
     Uses,
     at_rest,
     new_log,
@@ -88,7 +88,7 @@ def run_track(
         host_action_s: What the host takes before each action.
         host_message_s: What it takes to post a side of a message.
     """
-    state = at_rest(track.num_stages, track.num_messages, transition.shape[1])
+    state = at_rest(track.num_stages, track.num_messages, transition.shape[1], 0)
     log = new_log(track.num_actions, track.num_messages, transition.shape[1])
     durations = _durations(track, segment, transition, message_seconds, (host_action_s, host_message_s))
     run_entries(track.unsigned, durations, state, log, None, (0, len(track.entries.op), APART))
@@ -140,20 +140,15 @@ def many_clocks(
         The clocks, shape ``(num_runs, num_stages, K)``; and the parts of them outside of what was measured.
     """
     durations = _durations(track, segment, takes.transition, takes.message, host)
-    steady = steady_state(track)
-    shape = (len(takes.message), track.num_stages, takes.transition.shape[-1])
-    state = at_rest(track.num_stages, track.num_messages, shape[-1], steady.length)._replace(clocks=np.zeros(shape))
-    outside = None
-    if far is not None:
-        beside = at_rest(track.num_stages, track.num_messages, shape[-1], steady.length)
-        outside = Outside(far.transition, far.message, beside._replace(clocks=np.zeros(shape)))
-    run_periods(track.unsigned, durations, state, outside, steady)
-    return state.clocks, None if outside is None else outside.state.clocks
+    clocks = np.zeros((len(takes.message), track.num_stages, takes.transition.shape[-1]))
+    outside = None if far is None else OutsideRuns(far.transition, far.message, np.zeros(clocks.shape))
+    run_periods(track.unsigned, durations, clocks, outside, steady_state(track))
+    return clocks, None if outside is None else outside.clocks
 
 
 def end_clocks(entries: Entries, durations: Durations) -> Floats:
     """The clocks of all ranks after any entries, shape ``(num_ranks, K)``."""
-    state = at_rest(len(durations.host), len(durations.message), len(durations.clocks))
+    state = at_rest(len(durations.host), len(durations.message), len(durations.clocks), 0)
     run_entries(entries.unsigned(), durations, state, None, None, (0, len(entries.op), APART))
     return state.clocks
 

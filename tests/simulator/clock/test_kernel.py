@@ -11,6 +11,8 @@ from stepsight.simulator.clock.kernel import (
     APART,
     Durations,
     Log,
+    Outside,
+    OutsideRuns,
     State,
     Steady,
     Uses,
@@ -41,24 +43,24 @@ def durations(
     )
 
 
-def full_run(what: Entries, takes: Durations) -> tuple[State, Log]:
+def full_run(what: Entries, takes: Durations, outside: Outside | None = None) -> tuple[State, Log]:
     """All entries, logged."""
     ranks, clocks = len(takes.host), len(takes.clocks)
-    state = at_rest(ranks, len(takes.message), clocks)
+    state = at_rest(ranks, len(takes.message), clocks, 0)
     log = new_log(len(takes.segment), len(takes.message), clocks)
-    run_entries(what.unsigned(), takes, state, log, None, (0, len(what.op), APART))
+    run_entries(what.unsigned(), takes, state, log, outside, (0, len(what.op), APART))
     return state, log
 
 
-def skipping_run(what: Entries, takes: Durations, steady: Steady) -> State:
-    """All entries but those of periods that repeat; posts that are never made are NaN."""
-    ranks, clocks = len(takes.host), len(takes.clocks)
-    state = at_rest(ranks, len(takes.message), clocks, steady.length)
-    state.posted[:] = np.nan
-    one = state._replace(clocks=state.clocks[None])
+def skipping_run(
+    what: Entries, takes: Durations, steady: Steady, far: Durations | None = None
+) -> tuple[Floats, Floats]:
+    """The clocks after all entries but those of periods that repeat, and their parts outside."""
+    clocks, parts = np.zeros((2, 1, len(takes.host), len(takes.clocks)))
+    outside = None if far is None else OutsideRuns(far.transition[None], far.message[None], parts)
     given = takes._replace(transition=takes.transition[None], message=takes.message[None])
-    run_periods(what.unsigned(), given, one, None, steady)
-    return state
+    run_periods(what.unsigned(), given, clocks, outside, steady)
+    return clocks[0], parts[0]
 
 
 # Two ranks; rank 0 runs action 0 and sends message 0, which rank 1 waits for before action 1.
@@ -190,15 +192,27 @@ def test_skipping_what_repeats_ends_where_running_it_ends(
     all_periods = head + periods + tail
     what = pipeline(all_periods)
     takes = alternating(transition, all_periods, float(random.uniform(0, 2)), random.uniform(0, 0.1, (2, 2)).tolist())
-    state, _ = full_run(what, takes)
-    skipped = skipping_run(what, takes, Steady(5 * head, 5, periods, lag))
-    assert skipped.clocks == pytest.approx(state.clocks, rel=1e-9)
+    far = takes._replace(
+        transition=np.where(none, 0.0, transition * random.random(transition.shape)), message=0.5 * takes.message
+    )
+    outside = Outside(far.transition, far.message, at_rest(2, all_periods, num_clocks, 0))
+    state, log = full_run(what, takes, outside)
+    for rank, clock in np.ndindex(2, num_clocks):
+        uses = Uses(np.zeros(transition.shape), np.zeros(all_periods), np.zeros(2))
+        trace_path(what.unsigned(), takes.segment, log, (rank, clock), uses)
+        part = (uses.transition * far.transition).sum() + uses.message @ far.message
+        assert outside.state.clocks[rank, clock] == pytest.approx(part, rel=1e-9)
+    steady = Steady(5 * head, 5, periods, lag)
+    clocks, parts = skipping_run(what, takes, steady, far)
+    assert clocks == pytest.approx(state.clocks, rel=1e-9)
+    assert parts == pytest.approx(outside.state.clocks, rel=1e-9)
+    assert skipping_run(what, takes, steady)[0] == pytest.approx(state.clocks, rel=1e-9)
     assert end_clocks(what, takes) == pytest.approx(state.clocks, rel=1e-12)
 
 
 @pytest.mark.parametrize(("num_clocks", "runs"), [(1, True), (HOST + 1, True), (2, False)])
 def test_a_steady_state_is_skipped(num_clocks: int, runs: bool) -> None:
-    """Posts in the middle are never made; with a stream that moves on, nothing is skipped."""
+    """What the middle takes does not matter; with a stream that moves on, nothing is skipped."""
     transition = np.full((2, num_clocks, num_clocks), -np.inf)
     transition[:, range(num_clocks), range(num_clocks)] = 0.0
     transition[:, 0, 0] = 2.0, 1.0  # the second rank waits for the first
@@ -207,9 +221,24 @@ def test_a_steady_state_is_skipped(num_clocks: int, runs: bool) -> None:
     if num_clocks == 2:
         transition[:, 1, 1] = 0.5
     what, takes = pipeline(PERIODS), alternating(transition, PERIODS, 0.25, [[0.0, 0.0], [0.0, 0.0]])
-    state = skipping_run(what, takes, Steady(0, 5, PERIODS, 1))
-    assert np.isnan(state.posted[10:-2]).all() == runs
-    assert state.clocks == pytest.approx(full_run(what, takes)[0].clocks)
+    end = full_run(what, takes)[0].clocks
+    assert skipping_run(what, takes, Steady(0, 5, PERIODS, 1))[0] == pytest.approx(end)
+    takes.message[PERIODS // 2] = 1e6
+    assert (skipping_run(what, takes, Steady(0, 5, PERIODS, 1))[0].max() == pytest.approx(end.max())) == runs
+
+
+def test_a_part_outside_that_does_not_repeat_is_not_skipped() -> None:
+    """All times repeat in each period, the part of them outside of what was measured in every third alone."""
+    what, takes = pipeline(PERIODS), alternating(np.ones((2, 1, 1)), PERIODS, 0.0, [[0.0, 0.0], [0.0, 0.0]])
+    segment = takes.segment.copy()
+    segment[::6] = 2  # the first rank's, in every third period
+    takes = takes._replace(segment=segment, transition=np.ones((3, 1, 1)))
+    far = takes._replace(transition=np.array([0.0, 0.25, 0.5]).reshape(3, 1, 1))
+    outside = Outside(far.transition, far.message, at_rest(2, PERIODS, 1, 0))
+    full_run(what, takes, outside)
+    parts = skipping_run(what, takes, Steady(0, 5, PERIODS, 1), far)[1]
+    assert parts == pytest.approx(outside.state.clocks)
+    assert parts[0, 0] == 0.5 * PERIODS / 3
 
 
 def test_a_host_that_falls_behind_is_not_skipped() -> None:
@@ -219,6 +248,6 @@ def test_a_host_that_falls_behind_is_not_skipped() -> None:
     transition[:, 0, 0] = 1.0
     transition[:, 0, HOST], transition[:, HOST, HOST] = -20.0, 2.0
     what, takes = pipeline(PERIODS), alternating(transition, PERIODS, 0.0, [[0.0, 0.0], [0.0, 0.0]])
-    state = skipping_run(what, takes, Steady(0, 5, PERIODS, 1))
-    assert state.clocks == pytest.approx(full_run(what, takes)[0].clocks)
-    assert state.clocks[0, 0] > PERIODS + 10
+    clocks, _ = skipping_run(what, takes, Steady(0, 5, PERIODS, 1))
+    assert clocks == pytest.approx(full_run(what, takes)[0].clocks)
+    assert clocks[0, 0] > PERIODS + 10
