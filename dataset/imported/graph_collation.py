@@ -39,7 +39,8 @@ def collated(parts: Sequence[tuple[About, GraphPart]]) -> tuple[HeteroData, dict
     if len(parts) == 1:
         return to_hetero_data(parts[0][1], parts[0][0]), None
     arrays = [_arrays(part) for _, part in parts]
-    data, slices = HeteroData(), {}
+    data = HeteroData()
+    slices: dict[Any, Any] = {}
     for key, names in arrays[0].items():
         store, slices[key] = data[key], {}
         for name in names:
