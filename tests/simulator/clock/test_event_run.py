@@ -93,6 +93,7 @@ def test_passages_run_whole_in_part_and_several_times() -> None:
     assert run(WHOLE).transition[0, 0] == 7.0
     assert run((RUN, 0, 0, 3, 5)).transition[0, 0] == 35.0
     assert run(LAST_TWO).transition[0, 0] == 6.0
+    assert run((RUN, 0, 1, 2, 1)).transition[0, 0] == 2.0
     assert run((RUN, 0, 0, 1, 1), (RUN, 1, 0, 1, 1)).transition[0, 0] == 9.0
     assert run((RUN, 0, 0, 3, 5)).by_stream.tolist() == [25.0, 10.0]
     assert run(LAST_TWO, (RUN, 1, 0, 1, 1)).by_stream.tolist() == [4.0, 10.0]
@@ -140,6 +141,7 @@ def test_what_is_sent_takes_its_share_of_the_next_run() -> None:
     paths = run(*sends, WHOLE, WHOLE, share=0.5)
     assert paths.transition[0, 0] == 14.0 + 6.5
     assert run(*sends, (WAIT, 1), WHOLE, share=0.5).transition[0, 0] == 3.0 + 5.0 + 7.0
+    assert run(*sends, (WAIT, 0), WHOLE, share=0.5).transition[0, 0] == 10.0 + 1.5 + 7.0
     assert run(*sends, WHOLE, (WAIT, 0), WHOLE, share=0.5).transition[0, 0] == 13.5 + 7.0
     assert run(WHOLE, *sends, share=0.5).transition[0, 0] == 7.0  # nothing runs beside it
     assert run((BLOCK, 0, DATA), (WAIT, 0), WHOLE, share=0.5).transition[0, 0] == 17.0
@@ -150,6 +152,7 @@ def test_all_clocks_end_together_where_they_are_joined() -> None:
     assert run(*rows).transition[:, 0].tolist() == [7.0, 17.0, -INF]
     assert run(*rows, joined=True).transition[:, 0].tolist() == [17.0, 17.0, 17.0]
     assert run(*rows, joined=True).carried[:3, 2].tolist() == [0.0, 0.0, 0.0]
+    assert run(WHOLE, joined=True, launch=1.0).carried[HOST].tolist() == [-INF, -INF, -INF, 3.0]
 
 
 def test_the_host_launches_nodes_one_after_the_other() -> None:
@@ -160,6 +163,9 @@ def test_the_host_launches_nodes_one_after_the_other() -> None:
         assert paths.carried[[0, HOST], HOST].tolist() == [13.0, 9.0]
         assert paths.carried[[0, HOST], 0].tolist() == [7.0, -INF]
         assert paths.host == 6.0
+        assert np.isneginf(paths.carried[DATA : SECOND + 1, [0, HOST]]).all()
+    assert run(launch=1.0).carried[:, HOST].tolist() == [-INF, -INF, -INF, 0.0]
+    assert run((RUN, 0, 0, 3, 4), launch=0.5).transition[0, 0] == 4 * 7.0 + 0.5
     assert run((RUN, 0, 0, 3, 4), launch=3.0).transition[0, 0] == 3 * 9.0 + 13.0  # the host decides
     assert run((RUN, 0, 0, 3, 4), launch=1.0).transition[0, 0] == 4 * 7.0 + 1.0  # the computation does
     assert run((RUN, 0, 0, 3, 4), launch=1.0).host == 1.0
