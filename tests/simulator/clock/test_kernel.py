@@ -229,12 +229,13 @@ def test_a_steady_state_is_skipped(num_clocks: int, runs: bool) -> None:
 
 def test_a_part_outside_that_does_not_repeat_is_not_skipped() -> None:
     """All times repeat in each period, the part of them outside of what was measured in every third alone."""
-    what, takes = pipeline(PERIODS), alternating(np.ones((2, 1, 1)), PERIODS, 0.0, [[0.0, 0.0], [0.0, 0.0]])
-    segment = takes.segment.copy()
-    segment[::6] = 2  # the first rank's, in every third period
-    takes = takes._replace(segment=segment, transition=np.ones((3, 1, 1)))
-    far = takes._replace(transition=np.array([0.0, 0.25, 0.5]).reshape(3, 1, 1))
-    outside = Outside(far.transition, far.message, at_rest(2, PERIODS, 1, 0))
+    transition = np.full((3, 2, 2), -np.inf)
+    transition[:, 0, 0], transition[:, 1, 1] = 1.0, 0.0
+    what, takes = pipeline(PERIODS), alternating(transition, PERIODS, 0.0, [[0.0, 0.0], [0.0, 0.0]])
+    takes.segment[::6] = 2  # the first rank's, in every third period
+    far = takes._replace(transition=np.zeros((3, 2, 2)))
+    far.transition[:, 0, 0] = 0.0, 0.25, 0.5
+    outside = Outside(far.transition, far.message, at_rest(2, PERIODS, 2, 0))
     full_run(what, takes, outside)
     parts = skipping_run(what, takes, Steady(0, 5, PERIODS, 1), far)[1]
     assert parts == pytest.approx(outside.state.clocks)
