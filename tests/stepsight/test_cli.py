@@ -66,7 +66,7 @@ def test_search_and_show(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["best"]["fits"] and plot.stat().st_size > 1000
     table, strategies = tmp_path / "strategies.csv", ("--space", tmp_path / "space.toml", "--robust")
     (tmp_path / "space.toml").write_text('schedules = ["1f1b"]\nmicro_batches = [1]\n')
-    told = json.loads(run("search", EXAMPLE, *strategies, "--csv", table, "--json").stdout)
+    told = json.loads(run("search", EXAMPLE, *strategies, "--workers", 2, "--csv", table, "--json").stdout)
     keys = {"best", "evaluated", "legal", "own", "top", "gap_percent", "front", "rivals"}
     assert keys <= set(told) and told["gap_percent"] == 0 and told["front"][0]["fits"]
     assert len(table.read_text().splitlines()) == told["evaluated"] + (told["own"]["fits"] and 1) + 1
