@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +32,7 @@ from stepsight.training.measured.measured import (
     runs_digest,
 )
 from stepsight.training.measured.runtime_costs import fit_host
+from stepsight.training.measured.stand_in_runs import predict_run
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.predictor_manifest import check_output
 from stepsight.training.regression.regressor import UNKNOWN
@@ -97,7 +98,7 @@ def train(
         predictor = replace(predictor, manifest=manifest)
         predictor.save(out)
         say("tracking in MLflow")
-        _track(run, predictor, out)
+        _track(run, predictor, out, folders)
     say(f"done: {out}")
     return Predictor.load(out)
 
@@ -258,7 +259,27 @@ def _manifest(
     }
 
 
-def _track(run: TrackedRun, predictor: Predictor, out: Path) -> None:
+def _compared(predictor: Predictor, folders: Sequence[Path]) -> Callable[[Predictor], tuple[float, float] | None]:
+    """How a predictor is compared with the champion: on held-out runs, else on the same runs held back in turn."""
+
+    def compare(champion: Predictor) -> tuple[float, float] | None:
+        whole = [run for run in read_runs(folders, ("heldout",)) if run.manifest.whole]
+        trained = {*predictor.manifest["runs"], *champion.manifest.get("runs", ())}
+        if whole and not trained & {run.manifest.name for run in whole}:
+            measured = np.array([run.manifest.iteration_time_s for run in whole])
+            own, its = (
+                _mape(np.array([predict_run(run.manifest, p).iteration_time_s for run in whole]), measured)
+                for p in (predictor, champion)
+            )
+            return own, its
+        same = champion.manifest.get("data_digests", {}).get("runs") == predictor.manifest["data_digests"]["runs"] != ""
+        errors = [p.manifest.get("metrics", {}).get("mape_percent") for p in (predictor, champion)]
+        return (errors[0], errors[1]) if same and None not in errors else None
+
+    return compare
+
+
+def _track(run: TrackedRun, predictor: Predictor, out: Path, folders: Sequence[Path]) -> None:
     manifest = predictor.manifest
     kernel = predictor.kernel.regressor
     params = {
@@ -280,4 +301,4 @@ def _track(run: TrackedRun, predictor: Predictor, out: Path) -> None:
     for name, value in manifest["data_digests"].items():
         if value:
             run.log_data(name, value, "training")
-    run.publish(out, predictor.hardware.name, tags)
+    run.publish(out, predictor.hardware.name, tags, _compared(predictor, folders))

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sqlite3
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
 from stepsight.dataset.errors import PredictorError, StepsightError
 from stepsight.dataset.files import check_output_file
+from stepsight.dataset.hardware import canonical_hardware
 from stepsight.dataset.processes import is_gone, process_name
 from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.predictor_manifest import MANIFEST
+from stepsight.training.served_model import ANSWERS, JOB
 from stepsight.training.store_lock import store_lock
 
 EXPERIMENT = "stepsight"
-ALIAS = "champion"
+ALIAS, CHALLENGER = "champion", "challenger"
 ARTIFACT = "predictor"
+MODELS = "models:/"
+Compare = Callable[[Predictor], tuple[float, float] | None]
 PROCESS = "stepsight.process"  # tag: which process wrote a run
 PATIENCE_S = 5
 _EXISTS = "RESOURCE_ALREADY_EXISTS"
@@ -65,11 +73,28 @@ class TrackedRun:
         tag = InputTag("mlflow.data.context", context)
         self._client.log_inputs(self.run_id, [DatasetInput(dataset, [tag])])
 
-    def publish(self, folder: Path, hardware: str, tags: Mapping[str, str]) -> str:
-        """Store a predictor's folder and make it the hardware's champion; returns its version."""
+    def publish(
+        self, folder: Path, hardware: str, tags: Mapping[str, str], compare: Compare = lambda champion: None
+    ) -> str:
+        """Store a predictor as a model that ``mlflow.pyfunc.load_model`` serves, and register it.
+
+        The first of a hardware becomes its champion.  A later one becomes the champion only if it is better than the
+        champion on the same data, which neither saw; else it is the challenger.
+
+        Args:
+            folder: The saved predictor.
+            hardware: What it is for.
+            tags: Of the version.
+            compare: Errors of this predictor and of the champion on the same held-out data; None if there is none.
+
+        Returns:
+            The version's number.
+        """
         from mlflow.exceptions import MlflowException
 
-        self._client.log_artifacts(self.run_id, str(folder), ARTIFACT)
+        with TemporaryDirectory() as place:
+            _save_model(folder, Path(place) / ARTIFACT)
+            self._client.log_artifacts(self.run_id, str(Path(place) / ARTIFACT), ARTIFACT)
         name = model_name(hardware)
         source = f"{self._client.get_run(self.run_id).info.artifact_uri}/{ARTIFACT}"
         with store_lock(self._uri):  # versions are numbered one after the other
@@ -79,8 +104,59 @@ class TrackedRun:
                 if error.error_code != _EXISTS:
                     raise
             version = self._client.create_model_version(name, source, self.run_id, dict(tags))
-            self._client.set_registered_model_alias(name, ALIAS, version.version)
+            alias, told = _alias_of_new(self._client, name, compare)
+            for key, value in told.items():
+                self._client.set_model_version_tag(name, version.version, key, value)
+            self._client.set_registered_model_alias(name, alias, version.version)
         return str(version.version)
+
+
+def _alias_of_new(client: Any, name: str, compare: Compare) -> tuple[str, dict[str, str]]:
+    """Whether a new version is the champion or the challenger, and how it was judged."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        champion = _download(client, client.get_model_version_by_alias(name, ALIAS))
+    except (MlflowException, OSError, PredictorError):  # none yet, or one that this version cannot read
+        return ALIAS, {}
+    errors = compare(champion)
+    if errors is None:
+        return CHALLENGER, {"judged": "nothing that both can be judged by"}
+    own, its = errors
+    told = {"error_percent": f"{own:.3f}", "champion_error_percent": f"{its:.3f}"}
+    return (ALIAS if own < its else CHALLENGER), told
+
+
+def _save_model(folder: Path, out: Path) -> None:
+    """Write a predictor in MLflow's own form, with its signature; loading it imports a module of the package."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from mlflow import pyfunc
+        from mlflow.models import ModelSignature
+        from mlflow.types import ColSpec, DataType, Schema
+
+        signature = ModelSignature(
+            inputs=Schema([ColSpec(DataType.string, JOB)]),
+            outputs=Schema([ColSpec(DataType.double, answer) for answer in ANSWERS]),
+        )
+        pyfunc.save_model(
+            str(out),
+            loader_module="stepsight.training.served_model",
+            data_path=str(folder),
+            signature=signature,
+            pip_requirements=[f"stepsight=={version('stepsight')}"],
+        )
+
+
+def _download(client: Any, version: Any) -> Predictor:
+    """The predictor of a registered version."""
+    from mlflow.models import Model
+
+    folder = Path(client.download_artifacts(version.run_id, ARTIFACT))
+    if (folder / MANIFEST).is_file():  # as versions before this form were stored
+        return Predictor.load(folder)
+    flavor = Model.load(str(folder)).flavors["python_function"]
+    return Predictor.load(folder / str(flavor["data"]))
 
 
 @contextmanager
@@ -222,18 +298,50 @@ def load_registered(hardware: str, uri: str, alias: str = ALIAS) -> Predictor:
 
     client = _client(uri)
     try:
-        version = client.get_model_version_by_alias(model_name(hardware), alias)
-        folder = client.download_artifacts(version.run_id, ARTIFACT)
+        return _download(client, client.get_model_version_by_alias(model_name(hardware), alias))
     except (MlflowException, OSError) as error:
         raise PredictorError(
             f"the registry at {uri} must hold {model_name(hardware)}@{alias}, got: {_first_line(error)}"
         ) from None
-    return Predictor.load(folder)
+
+
+def load_model_uri(uri: str) -> Predictor:
+    """Load a registered predictor by MLflow's words: ``models:/h100@champion``, ``models:/stepsight-h100-sxm-80gb/3``.
+
+    The name is a registered model's, or a hardware's.  The registry is the one that ``MLFLOW_REGISTRY_URI`` or
+    ``MLFLOW_TRACKING_URI`` names, else ``mlflow.db`` in the current folder.
+
+    Raises:
+        PredictorError: If there is no registry, or it holds no such version.
+    """
+    from mlflow.exceptions import MlflowException
+
+    parts = re.fullmatch(r"models:/+([^@/]+)(?:([@/])([^@/]+))?", uri)
+    if parts is None:
+        raise PredictorError(f"a registered predictor is models:/NAME@ALIAS or models:/NAME/VERSION, got {uri!r:.80}")
+    name, mark, which = parts.groups()
+    store = os.environ.get("MLFLOW_REGISTRY_URI") or os.environ.get("MLFLOW_TRACKING_URI")
+    if not store:
+        if not Path("mlflow.db").is_file():
+            raise PredictorError(f"{uri} needs a registry: set MLFLOW_TRACKING_URI, as sqlite:///runs/mlflow.db")
+        store = "sqlite:///mlflow.db"
+    check_store(store)
+    client, tried = _client(store), dict.fromkeys([name, model_name(name), model_name(canonical_hardware(name))])
+    problem = ""
+    for registered in tried:
+        try:
+            if mark == "/":
+                return _download(client, client.get_model_version(registered, which))
+            return _download(client, client.get_model_version_by_alias(registered, which or ALIAS))
+        except (MlflowException, OSError) as error:
+            problem = problem or _first_line(error)
+    raise PredictorError(f"the registry at {store} must hold {uri} ({' or '.join(tried)}), got: {problem}")
 
 
 def _client(uri: str) -> Any:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import mlflow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
@@ -22,9 +22,9 @@ from stepsight.training.predictor.predictor import SHIPPED, Predictor, shipped_n
 from stepsight.training.predictor.predictor_manifest import check_output
 from stepsight.training.shipped.catalogue import RECIPES
 from stepsight.training.tracking import check_store, default_uri, tracked
-from stepsight.training.transfer.family_figures import family_figures, pack_shapes
+from stepsight.training.transfer.family_figures import family_figures, pack_shapes, trained_on
 from stepsight.training.transfer.fit_transfer import fit_links_of, fit_ops, label_of_work, nearest_links
-from stepsight.training.transfer.own_table import OwnTable, find_own_hardware, own_table, renamed
+from stepsight.training.transfer.own_table import OwnTable, find_own_hardware, own_table, renamed, shape_of
 
 Say = Callable[[str], None]
 FEWEST_TO_SPLIT = 25  # rows from which a fifth of the shapes is held out to judge by
@@ -105,7 +105,7 @@ def train_tables(
         }
         predictor = replace(predictor, manifest=manifest)
         predictor.save(out)
-        _track(run, predictor, out)
+        _track(run, predictor, out, whole)
     say(f"done: {out}")
     return Predictor.load(out)
 
@@ -195,7 +195,33 @@ def _manifest(used: OwnTable, predictor: Predictor, seed: int, like: str) -> dic
     }
 
 
-def _track(run: Any, predictor: Predictor, out: Path) -> None:
+def _compared(predictor: Predictor, whole: OwnTable) -> Callable[[Predictor], tuple[float, float] | None]:
+    """How a predictor is compared with the champion: on rows that neither saw, else on the same shapes held out."""
+
+    def compare(champion: Predictor) -> tuple[float, float] | None:
+        unseen = []
+        for works in (whole.ops.ops, whole.collectives.collectives):
+            shapes = [shape_of(work) for work in works]
+            seen = trained_on(predictor.manifest, shapes) | trained_on(champion.manifest, shapes)
+            unseen.append(np.flatnonzero(~seen))
+        rows = whole.take(*unseen)
+        if len(rows.ops) + len(rows.collectives) >= FEWEST_TO_SPLIT and "trained_shapes" in champion.manifest:
+            return _mean(judge_own_table(predictor, rows)), _mean(judge_own_table(champion, rows))
+        own, its = predictor.manifest, champion.manifest
+        same = all(own[key] == its.get(key) for key in ("sources", "seed"))
+        if not (same and own["held_out"] and its.get("held_out")):
+            return None
+        return _mean(predictor.manifest["held_out"]), _mean(champion.manifest["held_out"])
+
+    return compare
+
+
+def _mean(figures: Mapping[str, Any]) -> float:
+    """Mean error in percent over the rows of all families."""
+    return float(np.average([f["mape"] for f in figures.values()], weights=[f["rows"] for f in figures.values()]))
+
+
+def _track(run: Any, predictor: Predictor, out: Path, whole: OwnTable) -> None:
     manifest = predictor.manifest
     params = {key: manifest[key] for key in ("seed", "samples", "num_ops", "num_collectives", "like")}
     tags = {"hardware": predictor.hardware.name, "digest": manifest["digest"]}
@@ -207,4 +233,4 @@ def _track(run: Any, predictor: Predictor, out: Path) -> None:
     run.log({"hardware": predictor.hardware.name, **params}, metrics, tags)
     for name, file in list(manifest["sources"].items())[:50]:
         run.log_data(name[:200], file["digest"], "training")
-    run.publish(out, predictor.hardware.name, tags)
+    run.publish(out, predictor.hardware.name, tags, _compared(predictor, whole))

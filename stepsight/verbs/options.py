@@ -41,9 +41,9 @@ PredictorPath = Annotated[
         "--predictor",
         "-p",
         parser=path,
-        help="Folder of a trained predictor, the name of one that comes with stepsight, as a100-sxm, or "
-        "`roofline`. Without it the one that comes with stepsight for the job's hardware answers, and a roofline from "
-        "hardware facts only where there is none; the answer says which.",
+        help="Folder of a trained predictor, the name of one that comes with stepsight, as a100-sxm, a registered one, as "
+        "models:/h100@champion, or `roofline`. Without it the one that comes with stepsight for the job's hardware "
+        "answers, and a roofline from hardware facts only where there is none; the answer says which.",
     ),
 ]
 Trials = Annotated[
@@ -120,6 +120,10 @@ def load(path: Path | None) -> Predictor | str | None:
 
     if str(path) == ROOFLINE and not path.exists():
         return ROOFLINE
+    if str(path).startswith("models:/"):
+        from stepsight.training.tracking import load_model_uri
+
+        return load_model_uri(str(path))
     from stepsight.training.predictor.predictor import Predictor
 
     return Predictor.load(path)

@@ -4,15 +4,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlflow
+import pandas
 import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from stepsight.dataset.errors import PredictorError
+from stepsight.dataset.errors import JobError, PredictorError
+from stepsight.dataset.job import Job
 from stepsight.dataset.op import Op
 from stepsight.dataset.processes import process_name
+from stepsight.training.predictor.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.tracking import default_uri, load_registered, reopened, tracked
+from stepsight.training.served_model import ServedModel
+from stepsight.training.tracking import default_uri, load_model_uri, load_registered, reopened, tracked
+
+JOB = {
+    "model": {"family": "gpt", "layers": 2, "hidden": 256, "heads": 4, "vocab": 1024, "seq_len": 128},
+    "batch": {"micro_batch": 1, "global_batch": 2, "precision": "fp32"},
+    "cluster": {"nodes": 1, "devices_per_node": 1, "fabric": "loopback"},
+}
 
 
 def test_a_predictor_comes_back_from_the_registry(predictor: Predictor, tmp_path: Path) -> None:
@@ -31,6 +42,46 @@ def test_a_predictor_comes_back_from_the_registry(predictor: Predictor, tmp_path
         load_registered("other", uri)
     with pytest.raises(RuntimeError, match="broken"), tracked(uri, "toy"):
         raise RuntimeError("broken")
+
+
+def test_mlflow_serves_a_predictor(predictor: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame of jobs in, times and intervals out, by a module of the package: nothing is unpickled."""
+    uri = default_uri(tmp_path / "p")
+    predictor.save(tmp_path / "p")
+    with tracked(uri, "toy") as run:
+        run.publish(tmp_path / "p", "toy", {})
+    client = MlflowClient(uri, uri)
+    folder = client.download_artifacts(client.get_model_version("stepsight-toy", "1").run_id, "predictor")
+    assert not list(Path(folder).rglob("*.pkl"))
+    served = mlflow.pyfunc.load_model(folder)
+    assert served.metadata.signature.inputs.input_names() == ["job"]
+    job = Job.of({**JOB, "cluster": {**JOB["cluster"], "hardware": "toy"}})
+    answer = served.predict(pandas.DataFrame({"job": [job.to_json(), job.to_json()]}))
+    expected = predict(job, predictor)
+    assert answer["iteration_time_s"].tolist() == pytest.approx([expected.iteration_time_s] * 2, rel=1e-6)
+    assert (answer["low_s"] < answer["high_s"]).all()
+    with pytest.raises(JobError, match="row 0: a job needs a table"):
+        ServedModel(predictor).predict(pandas.DataFrame({"job": ["{}"]}))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    for name in ("models:/toy@champion", "models:/stepsight-toy/1", "models:/toy"):
+        assert load_model_uri(name).hardware == predictor.hardware
+    with pytest.raises(PredictorError, match="must hold models:/other@champion"):
+        load_model_uri("models:/other@champion")
+
+
+def test_the_champion_is_who_was_better_on_the_same_data(predictor: Predictor, tmp_path: Path) -> None:
+    """The first is the champion; another one needs a lower error, and without anything to judge by it is challenger."""
+    uri = default_uri(tmp_path / "p")
+    predictor.save(tmp_path / "p")
+    client = MlflowClient(uri, uri)
+    holders = []
+    with tracked(uri, "toy") as run:
+        for errors in (None, None, (5.0, 4.0), (3.0, 4.0), (3.0, 3.0)):
+            run.publish(tmp_path / "p", "toy", {}, lambda champion, errors=errors: errors)
+            holders.append(int(client.get_model_version_by_alias("stepsight-toy", "champion").version))
+    assert holders == [1, 1, 1, 4, 4]
+    assert client.get_model_version_by_alias("stepsight-toy", "challenger").tags["error_percent"] == "3.000"
+    assert client.get_model_version("stepsight-toy", "3").tags["champion_error_percent"] == "4.000"
 
 
 @pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "https://127.0.0.1:9/x", "postgresql://me@127.0.0.1:9/db"])

@@ -1,0 +1,73 @@
+"""A predictor as MLflow serves it: a frame of jobs in, a frame of times and intervals out.
+
+``mlflow.pyfunc.load_model`` imports this module by its name and hands it the predictor's folder, so that nothing is
+unpickled and no code of the model's own runs.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepsight.dataset.errors import JobError
+from stepsight.dataset.job import Job
+from stepsight.training.predictor.ask_many import predict_many
+from stepsight.training.predictor.predictor import Predictor
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+JOB = "job"  # the column that is read: a job's tables as JSON, as ``Job.to_json`` writes them
+ANSWERS = ("iteration_time_s", "low_s", "high_s", "tokens_per_s", "peak_memory_bytes")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What ``mlflow.pyfunc.load_model`` returns inside.
+
+    Attributes:
+        predictor: Answers.
+    """
+
+    predictor: Predictor
+
+    def predict(self, model_input: DataFrame, params: dict[str, Any] | None = None) -> DataFrame:
+        """Predict jobs.
+
+        Args:
+            model_input: A row for each job; its column ``job`` holds the job's tables as JSON.
+            params: None are known.
+
+        Returns:
+            A row for each job: seconds of an iteration, the 90 % interval, tokens per second and bytes of the fullest
+            stage, all as floats.
+
+        Raises:
+            JobError: If the column is missing, or a job breaks a rule.
+        """
+        import pandas
+
+        if JOB not in model_input:
+            raise JobError(
+                f"the frame must have a column {JOB!r} of jobs as JSON, got {', '.join(map(str, model_input))}"
+            )
+        jobs = [_job(text, index) for index, text in enumerate(model_input[JOB])]
+        rows = [
+            (p.iteration_time_s, p.low_s, p.high_s, p.tokens_per_s, float(p.memory.peak_bytes))
+            for p in predict_many(jobs, self.predictor)
+        ]
+        return pandas.DataFrame(rows, columns=list(ANSWERS), index=model_input.index)
+
+
+def _job(text: Any, index: int) -> Job:
+    try:
+        return Job.from_dict(json.loads(text) if isinstance(text, str) else text)
+    except (JobError, ValueError, TypeError, AttributeError) as error:
+        raise JobError(f"row {index}: {error}") from None
+
+
+def _load_pyfunc(data_path: str) -> ServedModel:
+    """Called by MLflow with the path of the predictor's folder."""
+    return ServedModel(Predictor.load(Path(data_path)))
