@@ -41,8 +41,8 @@ PredictorPath = Annotated[
         "--predictor",
         "-p",
         parser=path,
-        help="Folder of a trained predictor, the name of one that comes with stepsight, as a100-sxm, a registered one, as "
-        "models:/h100@champion, or `roofline`. Without it the one that comes with stepsight for the job's hardware "
+        help="Folder of a trained predictor, the name of one that comes with stepsight, as a100-sxm, a registered one, "
+        "as models:/h100@champion, or `roofline`. Without it the one that comes with stepsight for the job's hardware "
         "answers, and a roofline from hardware facts only where there is none; the answer says which.",
     ),
 ]
