@@ -23,6 +23,7 @@ registry              entry points' group             a part is a
 ``COLLECTIVE_KINDS``  ``stepsight.collective_kinds``  ``CollectiveKind``
 ``TRACE_READERS``     ``stepsight.trace_readers``     function: path, ``Placement`` -> ``RankTrace``
 ``TABLE_READERS``     ``stepsight.table_readers``     ``Format``, which reads a file into ``Rows``
+``LATENCIES``         ``stepsight.latencies``         function of ``Hardware`` and ``Fabric``: makes durations
 ====================  ==============================  ==============================================
 
 ``HARDWARE.names()`` lists all names, ``HARDWARE.unregister`` removes what was registered, and
@@ -49,6 +50,8 @@ from stepsight.dataset.tables.rows import Rows
 from stepsight.dataset.trace import RankTrace
 from stepsight.simulator import blocks
 from stepsight.simulator.blocks.family import Family
+from stepsight.simulator.given_latency import LATENCIES, GivenLatency
+from stepsight.simulator.latency_model import LatencyModel
 
 __all__ = [
     "COLLECTIVE_KINDS",
@@ -56,6 +59,7 @@ __all__ = [
     "FAMILIES",
     "FRAMEWORKS",
     "HARDWARE",
+    "LATENCIES",
     "OP_KINDS",
     "SCHEDULES",
     "TABLE_READERS",
@@ -66,7 +70,9 @@ __all__ = [
     "Family",
     "Format",
     "Framework",
+    "GivenLatency",
     "Hardware",
+    "LatencyModel",
     "Link",
     "Op",
     "OpKind",

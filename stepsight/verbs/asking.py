@@ -18,6 +18,7 @@ from stepsight.verbs.options import (
     FrameworkName,
     HardwareName,
     Json,
+    LatencyName,
     Nodes,
     PredictorPath,
     Storage,
@@ -25,6 +26,7 @@ from stepsight.verbs.options import (
     answer,
     check_plot,
     check_result,
+    find_modules_here,
     load,
     numbers,
     path,
@@ -46,6 +48,7 @@ def predict_command(
     ] = None,
     fabric: Annotated[str, typer.Option(help="Of --program: the links, a name or a file. Default: usual ones.")] = "",
     predictor: PredictorPath = None,
+    latency: LatencyName = "",
     timeline: Annotated[
         Path | None,
         typer.Option(parser=path, help="Write the predicted timeline here; open it at ui.perfetto.dev. One job only."),
@@ -73,7 +76,11 @@ def predict_command(
     from stepsight.training.predictor.prediction import predict
 
     if program is not None:
-        refuse_given(context, ("jobs", "schedule", "framework", "nodes", "level"), "is not for --program: leave it out")
+        refuse_given(
+            context,
+            ("jobs", "schedule", "framework", "nodes", "level", "latency"),
+            "is not for --program: leave it out",
+        )
         predict_program(program, predictor, (hardware, fabric), timeline, as_json=as_json)
         return
     refuse_given(context, ("fabric",), "is the links of --program: a job file names its own")
@@ -88,9 +95,12 @@ def predict_command(
             raise StepsightError(f"{name} takes one job, got {len(jobs)}")
         if wanted is not None:
             check_result(name, wanted, kind)
+    if latency:
+        refuse_given(context, ("predictor",), "is another source of durations than --latency: leave one out")
+        find_modules_here()
     loaded = load(predictor)
     read = [read_job(path, framework, hardware, nodes) for path in jobs]
-    predictions = [predict(job, loaded) for job in read]
+    predictions = [predict(job, loaded, latency=latency) for job in read]
     reports = [prediction_report(job, prediction) for job, prediction in zip(read, predictions, strict=True)]
     if timeline is not None:
         with new_file(timeline) as part, part.open("wb") as file:
@@ -102,8 +112,11 @@ def predict_command(
 
 
 def explain_command(
+    context: typer.Context,
     job: Annotated[Path, typer.Argument(parser=path, help="Job file, or a training framework's configuration.")],
+    *,
     predictor: PredictorPath = None,
+    latency: LatencyName = "",
     framework: FrameworkName = "",
     hardware: HardwareName = "",
     nodes: Nodes = None,
@@ -119,8 +132,12 @@ def explain_command(
     from stepsight.experiments.reports.verb_reports import explanation_report
     from stepsight.training.predictor.prediction import predict
 
+    if latency:
+        refuse_given(context, ("predictor",), "is another source of durations than --latency: leave one out")
+        find_modules_here()
     read = read_job(job, framework, hardware, nodes)
-    report = explanation_report(read, predict(read, load(predictor)), top)
+    prediction = predict(read, load(predictor), latency=latency)
+    report = explanation_report(read, prediction, top)
     answer(report, report.pop("text"), as_json)
 
 

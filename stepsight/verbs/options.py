@@ -46,6 +46,14 @@ PredictorPath = Annotated[
         "answers, and a roofline from hardware facts only where there is none; the answer says which.",
     ),
 ]
+LatencyName = Annotated[
+    str,
+    typer.Option(
+        "--latency",
+        help="Durations from elsewhere in place of a predictor: a registered name or module:function, which makes an "
+        "object with op_seconds(ops) from a Hardware and a Fabric. It runs the module's code.",
+    ),
+]
 Trials = Annotated[
     int | None,
     typer.Option(
@@ -127,6 +135,12 @@ def load(path: Path | None) -> Predictor | str | None:
     from stepsight.training.predictor.predictor import Predictor
 
     return Predictor.load(path)
+
+
+def find_modules_here() -> None:
+    """Let modules of the current folder be imported, as ``python -m`` does: the user names one."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
 
 
 def check_plot(plot: Path | None) -> None:

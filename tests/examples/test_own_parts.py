@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.registries import OP_KINDS, OpKind, ScheduleKind
-from stepsight.testing import OpKindContract, ScheduleContract
+from stepsight.registries import FABRICS, HARDWARE, OP_KINDS, GivenLatency, OpKind, ScheduleKind
+from stepsight.testing import LatencyModelContract, OpKindContract, ScheduleContract
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCHEDULE = runpy.run_path(str(EXAMPLES / "own_schedule.py"))
+LATENCY = runpy.run_path(str(EXAMPLES / "own_latency.py"))
 OP_KIND = runpy.run_path(str(EXAMPLES / "own_op_kind.py"))
 
 
@@ -30,6 +31,13 @@ class TestOwnOpKinds(OpKindContract):
     def kind(self, request: pytest.FixtureRequest) -> Iterator[OpKind]:
         with OP_KINDS.registered("short_conv", OP_KIND["SHORT_CONV"]):  # the base of the other one
             yield OP_KIND[request.param]
+
+
+class TestOwnLatency(LatencyModelContract):
+    @pytest.fixture
+    def latency(self) -> GivenLatency:
+        hardware, fabric = HARDWARE["a100-sxm-80gb"], FABRICS["dgx-a100"]
+        return GivenLatency(LATENCY["vendor_table"](hardware, fabric), hardware, fabric)
 
 
 def printed_ms(example: str) -> list[float]:

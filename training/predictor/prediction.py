@@ -14,6 +14,7 @@ from stepsight.dataset.hardware import find_hardware, unknown_hardware
 from stepsight.dataset.job import Job, JobLike
 from stepsight.simulator.explain import Sensitivity, explain
 from stepsight.simulator.flops import iteration_flops
+from stepsight.simulator.given_latency import GivenLatency, named_latency
 from stepsight.simulator.latency_model import RooflineLatency, preset_latency
 from stepsight.simulator.memory import Memory, estimate_memory
 from stepsight.simulator.simulate import Simulation, simulate
@@ -48,6 +49,7 @@ class Prediction:
         predictor: The predictor that answered; None: hardware facts.
         software: The framework that is said to run the job.
         share: Computes ``unsupported_share``, where jobs were predicted together.
+        given: Durations from elsewhere, which answered.
     """
 
     job: Job
@@ -57,13 +59,16 @@ class Prediction:
     predictor: Predictor | None = None
     software: str = ""
     share: Callable[[], float] | None = field(default=None, compare=False)
+    given: GivenLatency | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         return one_line(self)
 
     @property
-    def latency(self) -> LearnedLatency | RooflineLatency:
+    def latency(self) -> LearnedLatency | RooflineLatency | GivenLatency:
         """The durations that the prediction is made of."""
+        if self.given is not None:
+            return self.given
         return latency_of_facts(self.job) if self.predictor is None else self.predictor.latency(self.job)
 
     @cached_property
@@ -265,7 +270,9 @@ def half_width(
     return predictor.calibration.half_width_log(job, software, half, judged=judged)
 
 
-def predict(job: JobLike, predictor: Predictor | str | None = None, *, software: str = "") -> Prediction:
+def predict(
+    job: JobLike, predictor: Predictor | str | None = None, *, software: str = "", latency: str = ""
+) -> Prediction:
     """Predict one training iteration of a job.
 
     Args:
@@ -275,6 +282,8 @@ def predict(job: JobLike, predictor: Predictor | str | None = None, *, software:
             roofline from the preset's facts where there is none; ``source`` of the answer says which.
         software: The framework that runs the job, in the words of the runs that a predictor was calibrated on (their
             column ``framework``); by default the job's ``framework``.  Only calibrated predictors use it.
+        latency: In place of a predictor: durations from elsewhere, by their name in ``registries.LATENCIES`` or as
+            ``module:function``.
 
     Returns:
         Iteration time, interval, breakdown, memory and timeline.
@@ -289,6 +298,8 @@ def predict(job: JobLike, predictor: Predictor | str | None = None, *, software:
     """
     if not isinstance(job, Job):
         job = Job.of(job)
+    if latency:
+        return _predict_given(job, latency)
     asked = asked_predictor(job.cluster.hardware, predictor)
     if asked is None:
         return _from_facts(job)
@@ -297,6 +308,26 @@ def predict(job: JobLike, predictor: Predictor | str | None = None, *, software:
     simulation = simulate(job, latency)
     seconds = simulation.iteration_time_s * asked.calibration.factor(job, software)
     return Prediction(job, seconds, asked.source, simulation, asked, software)
+
+
+def _predict_given(job: Job, name: str) -> Prediction:
+    """Predict one training iteration of a job from somebody else's durations.
+
+    Args:
+        job: What to run, on hardware whose facts are known: they answer for what the durations do not know.
+        name: Of a latency; see ``simulator.given_latency.named_latency``.
+
+    Raises:
+        JobError: If nothing is known of the hardware.
+        PredictorError: If there is no such latency, or it fails.
+    """
+    hardware = find_hardware(job.cluster.hardware)
+    if hardware is None:
+        raise JobError(f"with --latency, cluster.{unknown_hardware(job.cluster.hardware)}")
+    given = named_latency(name, hardware, job.fabric)
+    simulation = simulate(job, given)
+    source = f"latency {name}, with facts of {job.hardware_name} for what it does not know"
+    return Prediction(job, simulation.iteration_time_s, source, simulation, given=given)
 
 
 def asked_predictor(hardware: str, predictor: Predictor | str | None) -> Predictor | None:

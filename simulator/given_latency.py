@@ -1,0 +1,107 @@
+"""Latency from elsewhere: a user's or another package's durations, named by ``--latency``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import numpy as np
+
+from stepsight.dataset.errors import PredictorError, StepsightError
+from stepsight.dataset.hardware import Fabric, Hardware
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.program import Program
+from stepsight.dataset.registry import Registry, check_takes
+from stepsight.simulator.latency_model import RooflineLatency, Seconds
+
+LatencyMaker = Callable[[Hardware, Fabric], Any]
+
+
+def _maker(name: str, thing: Any) -> LatencyMaker:
+    check_takes(f"latency {name}", thing, ("hardware", "fabric"), PredictorError)
+    return thing  # type: ignore[no-any-return]
+
+
+LATENCIES: Registry[LatencyMaker] = Registry(
+    "latency",
+    group="stepsight.latencies",
+    check=_maker,
+    error=PredictorError,
+    more="module:function",
+)
+
+
+class GivenLatency:
+    """Durations that somebody else's object gives, completed by hardware facts.
+
+    The object has ``op_seconds(ops)``, and if it can ``collective_seconds(collectives)`` and ``in_context``, as
+    ``LatencyModel`` says.  Where it answers NaN, or has no such method, hardware facts answer.
+
+    Args:
+        given: The object.
+        hardware, fabric: What it was made for.
+        name: For messages.
+    """
+
+    def __init__(self, given: Any, hardware: Hardware, fabric: Fabric, name: str = "") -> None:
+        if not callable(getattr(given, "op_seconds", None)):
+            raise PredictorError(f"latency {name} must make an object with op_seconds(ops), got {given!r:.80}")
+        self.hardware = hardware
+        self.knows_context = bool(getattr(given, "knows_context", False))
+        self.name = name
+        self._given = given
+        self._facts = RooflineLatency(hardware, fabric)
+
+    def op_seconds(self, ops: Sequence[Op]) -> Seconds:
+        return self._complete("op_seconds", ops, self._facts.op_seconds)
+
+    def collective_seconds(self, collectives: Sequence[Collective]) -> Seconds:
+        return self._complete("collective_seconds", collectives, self._facts.collective_seconds)
+
+    def in_context(self, programs: Sequence[Program], seconds: Sequence[Seconds]) -> Sequence[Seconds]:
+        return self._given.in_context(programs, seconds) if self.knows_context else seconds  # type: ignore[no-any-return]
+
+    def _complete(self, method: str, works: Sequence[Any], facts: Callable[[Sequence[Any]], Seconds]) -> Seconds:
+        ask = getattr(self._given, method, None)
+        if ask is None or not works:
+            return facts(works)
+        try:
+            seconds = np.array(ask(list(works)), dtype=np.float64)
+        except StepsightError:
+            raise
+        except Exception as error:
+            raise PredictorError(f"{method} of latency {self.name} failed: {type(error).__name__}: {error}") from error
+        known = ~np.isnan(seconds)
+        if seconds.shape != (len(works),) or not (np.isfinite(seconds[known]) & (seconds[known] > 0)).all():
+            raise PredictorError(
+                f"{method} of latency {self.name} must give {len(works)} positive numbers, or NaN where it does not "
+                f"know, got {seconds!r:.80}"
+            )
+        missing = np.flatnonzero(~known).tolist()
+        if missing:
+            seconds[missing] = facts([works[index] for index in missing])
+        return seconds
+
+
+def named_latency(name: str, hardware: Hardware, fabric: Fabric) -> GivenLatency:
+    """The latency of a name, for a hardware and its links.
+
+    Args:
+        name: One that is registered or brought by an installed package, or ``module:function``; the function takes a
+            ``Hardware`` and a ``Fabric``.
+        hardware, fabric: Of the job.
+
+    Raises:
+        PredictorError: If there is none, or what it makes gives no durations.
+    """
+    if ":" in name and name not in LATENCIES:
+        try:
+            maker = _maker(name, EntryPoint(name, name, LATENCIES.group).load())
+        except (ImportError, AttributeError, ValueError, SyntaxError) as error:
+            raise PredictorError(
+                f"--latency {name!r:.80} must be module:function that can be imported: {error}"
+            ) from None
+    else:
+        maker = LATENCIES[name]
+    return GivenLatency(maker(hardware, fabric), hardware, fabric, name)
