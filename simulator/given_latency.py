@@ -60,7 +60,10 @@ class GivenLatency:
         return self._complete("collective_seconds", collectives, self._facts.collective_seconds)
 
     def in_context(self, programs: Sequence[Program], seconds: Sequence[Seconds]) -> Sequence[Seconds]:
-        return self._given.in_context(programs, seconds) if self.knows_context else seconds  # type: ignore[no-any-return]
+        if not self.knows_context:
+            return seconds
+        inside: Sequence[Seconds] = self._given.in_context(programs, seconds)
+        return inside
 
     def _complete(self, method: str, works: Sequence[Any], facts: Callable[[Sequence[Any]], Seconds]) -> Seconds:
         ask = getattr(self._given, method, None)

@@ -304,8 +304,7 @@ def predict(
     if asked is None:
         return _from_facts(job)
     software = software or job.framework
-    latency = asked.latency(job)
-    simulation = simulate(job, latency)
+    simulation = simulate(job, asked.latency(job))
     seconds = simulation.iteration_time_s * asked.calibration.factor(job, software)
     return Prediction(job, seconds, asked.source, simulation, asked, software)
 

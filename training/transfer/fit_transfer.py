@@ -19,7 +19,7 @@ from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.regression.regressor import Regressor
 from stepsight.training.shipped.from_tables import CollectiveRows
 from stepsight.training.transfer.own_table import OwnTable
-from stepsight.training.transfer.posterior import Posterior, fit_posterior
+from stepsight.training.transfer.posterior import Correction, fit_correction
 from stepsight.training.transfer.transferred import Teacher, Transfer, measured_range, name_of
 
 Array = NDArray[np.float64]
@@ -73,7 +73,7 @@ def _groups(own: OwnTable, names: NDArray[np.object_], few: NDArray[np.bool_]) -
     return {name: index for name, index in found.items() if len(index) >= FEWEST}
 
 
-def _correct(transfer: Transfer, ops: Sequence[Op], seconds: Array, seed: int) -> Posterior:
+def _correct(transfer: Transfer, ops: Sequence[Op], seconds: Array, seed: int) -> Correction:
     """The correction of ops of one label, whatever precision each is in."""
     roofline = np.array([roofline_seconds(op, transfer.hardware) for op in ops])
     residuals, blocks = np.log(seconds / roofline), []
@@ -85,7 +85,7 @@ def _correct(transfer: Transfer, ops: Sequence[Op], seconds: Array, seed: int) -
         blocks.append(rows)
         order += index
     rows = {term: np.concatenate([block[term] for block in blocks]) for term in blocks[0]}
-    return fit_posterior(rows, residuals[order], seconds[order], seed)
+    return fit_correction(rows, residuals[order], seconds[order], seed)
 
 
 def fit_links_of(rows: CollectiveRows, lender: Predictor, *, seed: int) -> CollectiveModel:

@@ -24,6 +24,7 @@ TERMS = {LINEAR: (0.3, 0.0), "shape": (0.15, 2.0), "tiles": (0.1, 1.0), "rooflin
 CONSTANT, NOISE = 0.5, 0.06
 SHORT, SHORT_S = 0.7, 20e-6  # noise of the shortest ops on top, over that of long ones; time at which it has halved
 AMPLITUDE_STD, LENGTH_STD, NOISE_STD = 1.0, 0.7, 0.5  # of the priors' logarithms
+BLEND_S = 30e-6  # time of an op for which both posteriors of a correction count alike
 ROWS_OF_SCALES = 250  # rows from which amplitudes and lengths are found: the cost is cubic
 MOST_ROWS = 800
 STEPS = 25
@@ -98,6 +99,46 @@ def fit_posterior(rows: Blocks, residuals: Array, seconds: Array, seed: int = 0)
         deviation = 1.48 * np.median(left_out) + 1e-9
         noise = usual * np.maximum(1.0, left_out / (OUTLIER * deviation)) ** 2
     return Posterior(scales, kept, weights)
+
+
+@dataclass(frozen=True, eq=False)
+class Correction:
+    """Two posteriors of the same measured ops, blended by how long an op takes.
+
+    Short ops scatter more.  A posterior that knows it is nearer for long ops, but smooths away what is really different
+    about short ones; for those one is taken that believes every measurement alike.
+
+    Attributes:
+        long: With more noise in short ops.
+        short: With the same noise in all.
+    """
+
+    long: Posterior
+    short: Posterior
+
+    def mean(self, asked: Blocks, seconds: Array) -> Array:
+        """Expected correction of each op in log units, ``(asked,)``.
+
+        Args:
+            asked: Columns of the ops by term.
+            seconds: Of each op before it is corrected, ``(asked,)``.
+        """
+        one, two = self.long.mean(asked), self.short.mean(asked)
+        part = 1 / (1 + (BLEND_S / (seconds * np.exp((one + two) / 2))) ** 2)
+        return np.asarray(part * one + (1 - part) * two)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"long": self.long.to_dict(), "short": self.short.to_dict()}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Correction:
+        return cls(Posterior.from_dict(value["long"]), Posterior.from_dict(value["short"]))
+
+
+def fit_correction(rows: Blocks, residuals: Array, seconds: Array, seed: int = 0) -> Correction:
+    """Fit both posteriors; arguments as of ``fit_posterior``."""
+    alike = np.full(len(seconds), np.inf)
+    return Correction(fit_posterior(rows, residuals, seconds, seed), fit_posterior(rows, residuals, alike, seed))
 
 
 def choose_rows(candidates: Blocks, wanted: int) -> list[int]:

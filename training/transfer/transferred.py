@@ -22,7 +22,7 @@ from stepsight.dataset.physics import roofline_seconds
 from stepsight.features.named_columns import columns_of
 from stepsight.features.op_features import op_feature_names, op_features
 from stepsight.training.kernels.kernel_models import OUTSIDE, KernelModel, label
-from stepsight.training.transfer.posterior import LINEAR, Posterior
+from stepsight.training.transfer.posterior import LINEAR, Correction
 
 Array = NDArray[np.float64]
 _COLUMNS = {
@@ -77,7 +77,7 @@ class Transfer:
     hardware: Hardware
     teachers: tuple[Teacher, ...]
     like: str = ""
-    posteriors: Mapping[str, Posterior] = field(default_factory=dict)
+    posteriors: Mapping[str, Correction] = field(default_factory=dict)
     support: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)
     columns: Mapping[str, tuple[str, ...]] = field(default_factory=own_columns)
 
@@ -95,8 +95,9 @@ class Transfer:
             groups.setdefault((self._posterior_name(op, variant), op.dtype), []).append(index)
         for (name, _), members in groups.items():
             base, rows = self.rows_of([ops[index] for index in members])
-            correction = self.posteriors[name].mean(rows) if name in self.posteriors else 0.0
-            seconds[members] *= np.exp(base + correction)
+            seconds[members] *= np.exp(base)
+            if name in self.posteriors:
+                seconds[members] *= np.exp(self.posteriors[name].mean(rows, seconds[members]))
         return seconds
 
     def rows_of(self, ops: Sequence[Op]) -> tuple[Array, dict[str, Array]]:
@@ -150,13 +151,13 @@ class Transfer:
                 raise PredictorError(
                     f"this predictor was trained with another version of {teacher.name}: train it again from its table"
                 )
-        posteriors = {str(name): Posterior.from_dict(table) for name, table in value["posteriors"].items()}
+        posteriors = {str(name): Correction.from_dict(table) for name, table in value["posteriors"].items()}
         support = {
             str(name): (np.array(low, dtype=np.float64), np.array(high, dtype=np.float64))
             for name, (low, high) in value["support"].items()
         }
         if set(support) != set(posteriors) or any(
-            p.rows[LINEAR].shape[1] != len(teachers) + 1 for p in posteriors.values()
+            p.long.rows[LINEAR].shape[1] != len(teachers) + 1 for p in posteriors.values()
         ):
             raise PredictorError("every correction must have a range and a column for each teacher")
         columns = {term: tuple(map(str, value["columns"][term])) for term in _COLUMNS}
