@@ -156,6 +156,7 @@ EXPERIMENTS = {  # by name: the module of ``experiments/studies`` (not in the wh
     "box-search": ("box_regret", "the strategy that search chooses, run with others on sixteen ranks"),
     "collectives": ("collective_accuracy", "collectives between nodes, sites held out"),
     "dilated": ("dilated", "pipelines that sleep, for real"),
+    "emulate": ("emulation", "emulated ranks, against closed forms and real ranks"),
     "kernels": ("kernel_accuracy", "kernels of public tables, shapes held out"),
     "memory": ("memory_accuracy", "memory against PyTorch's tracker"),
     "one-gpu": ("one_gpu", "ten minutes of a GPU, judged on what was held out"),

@@ -33,25 +33,25 @@ def ddp_seconds(forward_s: float, backward_s: float, bucket_s: float) -> float:
 def fsdp2_seconds(forward_s: float, backward_s: float, collective_s: float) -> float:
     """Step of FSDP2 in closed form, where each all-gather and reduce-scatter takes the same time.
 
-    One link carries both in the order in which the host issues them.  Forward, the all-gather of the next layer runs
-    beside a layer.  Backward, a layer waits for its all-gather, which follows the reduce-scatter before it in line, and
-    the all-gather of the next layer is issued before the layer computes.
+    One link carries both, in the order in which the host issues them.  Forward, the all-gather of a layer runs beside
+    the layer before it; that of the last layer's backward runs beside its forward.  Backward, the all-gather of the
+    next layer is issued when a layer begins, and the reduce-scatter when it ends; a layer ends when the reduce-scatter
+    before it has.
     """
-    link, computed, before = 0.0, 0.0, 0.0
+    link, now, begins = 0.0, 0.0, [0.0, 0.0]
     for _ in range(LAYERS):
-        link = max(link, before) + collective_s
-        before, computed = computed, max(computed, link) + forward_s
-    gathered = max(link, computed) + collective_s  # of the last layer
-    for layer in range(LAYERS):
-        begin = max(computed, gathered)
-        link = gathered
-        if layer < LAYERS - 1:
-            link = gathered = max(link, begin) + collective_s
-        computed = begin + backward_s
-        link = max(link, computed) + collective_s
-        if layer < LAYERS - 1:
-            gathered = max(gathered, 0.0)
-    return max(computed, link)
+        link = max(link, begins[-2]) + collective_s
+        begins.append(max(now, link))
+        now = begins[-1] + forward_s
+    link += collective_s
+    gathered, scattered = link, 0.0
+    for layer in reversed(range(LAYERS)):
+        begin = max(now, gathered)
+        if layer:
+            gathered = link = max(link, begin) + collective_s
+        now = max(begin + backward_s, scattered)
+        scattered = link = max(link, now) + collective_s
+    return max(now, link)
 
 
 def sweep(mode: str, *, virtual: bool, forward_s: float) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ LAYERS, FORWARD_S, BACKWARD_S = 8, 0.08, 0.16
 COUNTS = {"warmup": 2, "rounds": 2, "steps": 3}
 
 
-def compare(box: Box) -> dict[str, Any]:
+def compare(box: Box) -> list[dict[str, Any]]:
     """Seconds of calls and of training steps, real and emulated with the delays that the calls really took."""
     calls = _calls(box)
     delays = {4 * int(values): statistics.median(seconds) for values, seconds in calls.items()}
@@ -47,7 +47,7 @@ def compare(box: Box) -> dict[str, Any]:
                 "emulated_s": found["iteration_s"],
             }
         )
-    return {"box": box.name, "rows": [{**row, "error_percent": _error(row)} for row in rows]}
+    return [{"box": box.name, **row, "error_percent": _error(row)} for row in rows]
 
 
 def _error(row: dict[str, Any]) -> float:
