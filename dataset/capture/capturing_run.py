@@ -117,6 +117,8 @@ class _Runs:
             first = record["needs_boundary_of"]
             self._boundaries[first] = self._run(first, only_boundary=True)["boundary"]
             record = self._run(rank, boundary=self._boundaries[first])
+        if record["boundary"] is not None:
+            self._boundaries.setdefault(rank, record["boundary"])
         self.torch = record["torch"]
         return record
 

@@ -40,13 +40,16 @@ class FoundBoundary(BaseException):
         self.boundary = boundary
 
 
-def install(recorder: Recorder, boundary: Boundary | None, *, only_boundary: bool) -> None:
+def install(recorder: Recorder, boundary: Boundary | None, *, only_boundary: bool) -> list[Boundary]:
     """Let stages know their neighbours' shapes.
 
     Args:
         recorder: For notes.
         boundary: What passes between stages, if it is known.
         only_boundary: Stop as soon as it is known here.
+
+    Returns:
+        What passes between stages, in a list that is empty until it is known.
     """
     known: list[Boundary] = [] if boundary is None else [boundary]
 
@@ -69,6 +72,7 @@ def install(recorder: Recorder, boundary: Boundary | None, *, only_boundary: boo
         return _StageForwardMeta(forward_metas=tuple(_TensorMeta(**_restored(each)) for each in known[0]))
 
     patch(stages.PipelineStage, _send_meta=send_meta, _recv_meta=receive_meta)
+    return known
 
 
 def _described(meta: Any) -> dict[str, Any]:

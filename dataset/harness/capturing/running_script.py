@@ -49,7 +49,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     fake_cuda.install(request["local_size"])
     world.install(request["rank"], request["world_size"], fake.collectives)
     mends.install(fake)
-    pipelines.install(recorder, request.get("boundary"), only_boundary=request.get("only_boundary", False))
+    boundary = pipelines.install(recorder, request.get("boundary"), only_boundary=request.get("only_boundary", False))
     steps = Steps(fake, request["warm_up"])
     sys.argv = [str(script), *request["arguments"]]
     sys.path.insert(0, str(script.resolve().parent))
@@ -91,6 +91,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
             for name, ranks in zip(fake.collectives.group_names, fake.collectives.groups, strict=True)
         ],
         "notes": list(recorder.notes),
+        "boundary": boundary[0] if boundary else None,
     }
 
 

@@ -1,0 +1,136 @@
+"""Scripts captured as they are: what is written down agrees with hand calculation; what cannot be captured is said."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from stepsight.dataset.capture.captured import Captured, read_captured, write_captured
+from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
+from stepsight.dataset.errors import CaptureError
+
+pytest.importorskip("torch")
+
+WORLD, ROWS, WIDTH, LAYERS = 1024, 32, 512, 6
+
+DDP = f"""
+    import os, torch, torch.distributed as dist
+    from torch import nn
+    dist.init_process_group("nccl")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    layers = [nn.Linear({WIDTH}, {WIDTH}) for _ in range({LAYERS})]
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers).to(device), [device.index], bucket_cap_mb=2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(5):
+        loss = model(torch.randn({ROWS}, {WIDTH}, device=device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(loss.item())
+"""
+PIPELINE = """
+    import torch, torch.distributed as dist
+    from torch import nn
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    layer = nn.Linear(64, 64).cuda()
+    stage = PipelineStage(layer, rank, dist.get_world_size(), torch.device("cuda"))
+    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    for step in range(3):
+        x = torch.randn(32, 64, device="cuda")
+        schedule.step(*([x] if rank == 0 else []), **({"target": x} if rank == dist.get_world_size() - 1 else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    script = folder / "train.py"
+    script.write_text(textwrap.dedent(text), "utf-8")
+    return script
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> Captured:
+    script = written(tmp_path_factory.mktemp("ddp"), DDP)
+    return capture(CaptureRequest(script, (), WORLD))
+
+
+def test_ddp_reduces_every_gradient_once_in_buckets(ddp: Captured) -> None:
+    """The buckets are the Reducer's own, and their bytes are those of the parameters."""
+    (rank,) = ddp.to_dict()["ranks"]
+    assert {row["kind"] for row in rank["collectives"]} == {"all_reduce"}
+    assert {row["group_size"] for row in rank["collectives"]} == {WORLD}
+    assert sum(row["count"] for row in rank["collectives"]) > 1
+    total = sum(row["count"] * row["num_bytes"] for row in rank["collectives"])
+    assert total == 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
+
+
+def test_flop_are_those_of_the_products(ddp: Captured) -> None:
+    """The first layer has no gradient of its input."""
+    (rank,) = ddp.to_dict()["ranks"]
+    assert rank["flops"] == 2 * ROWS * WIDTH * WIDTH * (3 * LAYERS - 1)
+    kinds = rank["ops_by_kind"]
+    assert (kinds["linear"], kinds["linear_wgrad"], kinds["linear_dgrad"]) == (LAYERS, LAYERS, LAYERS - 1)
+
+
+def test_reductions_run_beside_the_computation_and_are_waited_for(ddp: Captured) -> None:
+    (graph,) = ddp.graphs
+    collectives = {node for node in range(len(graph)) if graph.kind_of(node) == "all_reduce"}
+    assert {graph.streams[graph.nodes["stream"][node]] for node in collectives} == {"world"}
+    waits = {
+        source
+        for source, target in zip(graph.edges["source"].tolist(), graph.edges["target"].tolist(), strict=True)
+        if source in collectives and target not in collectives
+    }
+    assert waits == collectives
+
+
+def test_a_value_that_is_read_is_noted_with_its_line(ddp: Captured) -> None:
+    assert any(text.startswith("train.py:15 reads a value") for text in ddp.graphs[0].warnings)
+
+
+def test_a_capture_is_read_back_as_it_was_written(ddp: Captured, tmp_path: Path) -> None:
+    write_captured(ddp, tmp_path / "captured")
+    again = read_captured(tmp_path / "captured")
+    assert again.to_dict() == ddp.to_dict()
+    (tmp_path / "captured" / "rank0.json").write_text("{}", "utf-8")
+    with pytest.raises(CaptureError, match="a folder that `stepsight capture` wrote"):
+        read_captured(tmp_path / "captured")
+
+
+def test_every_stage_of_a_pipeline_is_captured_and_meets_its_neighbours(tmp_path: Path) -> None:
+    captured = capture(CaptureRequest(written(tmp_path, PIPELINE), (), 2))
+    assert [graph.rank for graph in captured.graphs] == [0, 1]
+    for graph in captured.graphs:
+        assert {ranks for _, ranks in graph.groups} == {(0, 1), (1, 0)}
+        sent = [graph.works[work] for work in graph.nodes["work"].tolist() if graph.works[work].kind == "send_recv"]
+        assert [work.num_bytes for work in sent] == [8 * 64 * 4] * 8
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import torch\ntorch.zeros(4).view(3, 7)", "train.py:2: RuntimeError"),
+        ("import torch", "must take at least 2 training steps"),
+    ],
+)
+def test_what_cannot_be_captured_is_said_with_the_line(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=said):
+        capture(CaptureRequest(written(tmp_path, text), (), 8))
+
+
+def test_a_script_that_does_not_end_is_ended(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match="did not finish its steps within 1 s"):
+        capture(CaptureRequest(written(tmp_path, "while True: pass"), (), 8, timeout_s=1.0))
+
+
+@pytest.mark.parametrize(("world", "ranks"), [(0, ()), (8, (8,)), (8, (-1,))])
+def test_a_world_has_its_ranks(world: int, ranks: tuple[int, ...], tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match="must lie within"):
+        CaptureRequest(written(tmp_path, ""), (), world, ranks=ranks)

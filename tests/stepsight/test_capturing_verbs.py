@@ -1,0 +1,61 @@
+"""Capturing and predicting a script, as programs call the verbs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from stepsight.cli import app
+from stepsight.dataset.errors import StepsightError
+
+pytest.importorskip("torch")
+
+SCRIPT = """
+import sys, torch
+width = int(sys.argv[sys.argv.index("--width") + 1])
+model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU(), torch.nn.Linear(width, 8)).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+for step in range(4):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(torch.randn(64, width, device="cuda")).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def ask(*arguments: object) -> dict[str, Any]:
+    result = CliRunner().invoke(app, [str(each) for each in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_from_a_script_to_a_prediction(tmp_path: Path) -> None:
+    """Options behind the script are the script's own."""
+    script, out = tmp_path / "train.py", tmp_path / "captured"
+    script.write_text(SCRIPT, "utf-8")
+    told = ask("capture", "--json", "--world-size", 8, "--out", out, script, "--width", 256)
+    (rank,) = told["ranks"]
+    assert rank["ops_by_kind"]["adamw"] == 1 and rank["ops_by_kind"]["gelu"] == 1
+    assert rank["flops"] == 2 * 64 * 256 * 256 * 2 + 2 * 64 * 256 * 8 * 3
+    assert ask("show", out, "--json")["ranks"] == told["ranks"]
+    assert ask("show", out, out, "--json")["ranks"][0]["collectives"] == []
+    timeline = tmp_path / "timeline.json"
+    asked = ("--hardware", "h100-sxm-80gb", "--fabric", "dgx-h100", "--json")
+    program = ask("predict", "--program", out, *asked, "--timeline", timeline)
+    job = ask("predict", "examples/gpt3-175b-1024.toml", "--predictor", "roofline", "--json")
+    assert set(job) <= set(program)
+    assert sum(program["breakdown"].values()) == pytest.approx(program["iteration_time_s"])
+    events = json.loads(timeline.read_text("utf-8"))["traceEvents"]
+    assert {"X", "C"} <= {event["ph"] for event in events}
+
+
+def test_a_program_is_asked_about_alone(tmp_path: Path) -> None:
+    for arguments in (["predict"], ["predict", "--program", tmp_path, "job.toml"]):
+        with pytest.raises(StepsightError):
+            ask(*arguments)
