@@ -24,6 +24,7 @@ from stepsight.dataset.program import Dependency
 from stepsight.dataset.readers.classify import Scope, intern_op
 
 FORM = 1  # of records
+COMPOSITE = "stepsight::op"  # begins the signature of an op that the harness annotates
 _KIND, _WORK, _STREAM, _PHASE, _NAME, _EVALUATION, _SEQUENCE, _NUMBER = range(8)
 
 
@@ -143,6 +144,9 @@ class _Nodes:
 
     def _op(self, row: list[int]) -> tuple[Op | None, bool]:
         evaluation, sequence = row[_EVALUATION], row[_SEQUENCE]
+        signature = self._signatures[row[_WORK]]
+        if signature[0] == COMPOSITE:
+            return intern_op(signature[1], tuple(signature[2]), signature[3]), True
         if evaluation < 0:
             found = self._plain.get(row[_WORK])
             if found is None:

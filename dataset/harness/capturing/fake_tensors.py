@@ -45,6 +45,7 @@ class FakeWorld(TorchDispatchMode):
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.recorder = recorder
         self.in_optimizer = 0
+        self.composite: tuple[list[Any], list[Any], list[Any]] | None = None  # one op's reads, writes and scopes
         self.signatures = Signatures()
         self.collectives = Collectives(recorder, self.scope, rank)
         self._functional = FunctionalCollectives(self.collectives)
@@ -128,6 +129,11 @@ class FakeWorld(TorchDispatchMode):
         writes += [storage_of(tensor) for tensor in mutated(func, args, kwargs)]
         if not writes:
             return  # a view
+        if self.composite is not None:
+            self.composite[0].extend(reads)
+            self.composite[1].extend(writes)
+            self.composite[2].append(self.scope())
+            return
         scope = self.scope()
         work = self.recorder.work(self.signatures.of(func, args, kwargs, outputs))
         self.recorder.add((OP, work, -1, name), reads, writes, scope)

@@ -38,7 +38,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     set_environment(request["rank"], request["world_size"], request["local_size"])
     import torch
 
-    from . import fake_cuda, mends, pipelines, streams, world
+    from . import composite_ops, fake_cuda, mends, pipelines, streams, world
     from .fake_tensors import FakeWorld
     from .recorder import Recorder
     from .steps import Captured, Steps
@@ -49,6 +49,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     fake_cuda.install(request["local_size"])
     world.install(request["rank"], request["world_size"], fake.collectives)
     mends.install(fake)
+    composite_ops.install(fake)
     boundary = pipelines.install(recorder, request.get("boundary"), only_boundary=request.get("only_boundary", False))
     steps = Steps(fake, request["warm_up"])
     sys.argv = [str(script), *request["arguments"]]

@@ -15,6 +15,7 @@ _TYPES = {
     torch.float8_e5m2: "c10::Float8_e5m2",
 }  # fmt: skip
 
+COMPOSITE = "stepsight::op"  # then kind, dims and type of an op
 Signature = tuple[Any, ...]  # name, dims, types, strides, literals, dims and type of the first output
 
 

@@ -1,0 +1,182 @@
+"""Compare two roads to a prediction: a job that is lowered, and the same model and strategy captured from a script.
+
+    stepsight experiment capture [--only PATTERN] [--json]
+
+The script trains the harness' own model of the job. Both are timed with the same durations. The table shows, for each
+strategy, whether all collectives agree in kind, bytes, group size and count, by how much FLOP differ, and by how much
+the predicted times differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepsight.dataset.capture.captured import Captured, collective_counts, compute_flops
+from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
+from stepsight.dataset.job import Job
+from stepsight.dataset.op import Collective
+from stepsight.experiments.reports.text_table import Number, table
+from stepsight.simulator.flops import segment_flops
+from stepsight.simulator.lowering.lower import Lowered
+from stepsight.simulator.replay.captured_step import time_captured
+from stepsight.simulator.simulate import simulate
+from stepsight.training.predictor.prediction import asked_predictor
+
+SCRIPT = Path(__file__).with_name("captured_job.py")
+HARDWARE = "h100-sxm-80gb"
+Counts = Counter[tuple[str, int, int]]  # by kind, bytes and group size
+
+_GPT: dict[str, Any] = {"family": "gpt", "layers": 4, "hidden": 2048, "heads": 16, "vocab": 32000, "seq_len": 2048}
+_LLAMA: dict[str, Any] = {**_GPT, "family": "llama", "kv_heads": 8, "ffn": 5632}
+_BERT: dict[str, Any] = {**_GPT, "family": "bert", "seq_len": 512}
+STRATEGIES: Mapping[str, dict[str, Any]] = {
+    "gpt, one device": {**_GPT},
+    "gpt, two micro-batches": {**_GPT, "micro_batches": 2},
+    "llama, one device": {**_LLAMA},
+    "llama, recomputed": {**_LLAMA, "recompute": "full"},
+    "gpt, ddp 8": {**_GPT, "dp": 8},
+    "gpt, ddp 64": {**_GPT, "dp": 64},
+    "llama, ddp 16, two micro-batches": {**_LLAMA, "dp": 16, "micro_batches": 2},
+    "bert, ddp 8": {**_BERT, "dp": 8},
+    "gpt, fsdp 8": {**_GPT, "dp": 8, "zero_stage": 3},
+    "llama, fsdp 64": {**_LLAMA, "dp": 64, "zero_stage": 3},
+    "llama, fsdp 16, recomputed": {**_LLAMA, "dp": 16, "zero_stage": 3, "recompute": "full"},
+    "llama, fsdp 8, two micro-batches": {**_LLAMA, "dp": 8, "zero_stage": 3, "micro_batches": 2},
+    "gpt, tp 2": {**_GPT, "tp": 2},
+    "llama, tp 4": {**_LLAMA, "tp": 4},
+    "gpt, tp 4, sequence parallel": {**_GPT, "tp": 4, "sequence_parallel": True},
+    "llama, tp 8, sequence parallel": {**_LLAMA, "tp": 8, "sequence_parallel": True},
+    "gpt, tp 2 x ddp 4": {**_GPT, "tp": 2, "dp": 4},
+    "llama, tp 2 x fsdp 8": {**_LLAMA, "tp": 2, "dp": 8, "zero_stage": 3, "sequence_parallel": True},
+    "gpt, pp 2": {**_GPT, "pp": 2, "micro_batches": 4},
+    "llama, pp 4": {**_LLAMA, "pp": 4, "micro_batches": 8},
+    "gpt, pp 4, gpipe": {**_GPT, "pp": 4, "micro_batches": 4, "schedule": "gpipe"},
+    "llama, pp 2 x tp 2": {**_LLAMA, "pp": 2, "tp": 2, "micro_batches": 4, "sequence_parallel": True},
+    "gpt, pp 2 x dp 2": {**_GPT, "pp": 2, "dp": 2, "micro_batches": 4},
+    "llama, pp 2 x dp 2 x tp 2": {**_LLAMA, "pp": 2, "dp": 2, "tp": 2, "micro_batches": 4},
+}
+
+
+def job_of(values: Mapping[str, Any]) -> Job:
+    """A job from sizes and degrees."""
+    merged = {"tp": 1, "pp": 1, "dp": 1, "micro_batches": 1, **values}
+    many = merged.pop("micro_batches")
+    model = {key: merged.pop(key) for key in (*_LLAMA,) if key in merged}
+    ranks = merged["tp"] * merged["pp"] * merged["dp"]
+    if merged["pp"] > 1:  # as the harness runs pipelines: torch's runtime, and gradients after the schedule
+        merged |= {"runtime": "torch", "overlap_grad_reduce": False}
+    return Job.from_dict(
+        {
+            "model": model,
+            "parallel": merged,
+            "batch": {"micro_batch": 1, "global_batch": many * merged["dp"], "precision": "pure-bf16"},
+            "cluster": {"hardware": HARDWARE, "nodes": -(-ranks // 8), "devices_per_node": min(ranks, 8)},
+        }
+    )
+
+
+def lowered_counts(lowered: Lowered, stage: int) -> tuple[Counts, float]:
+    """Collectives and FLOP of one rank of a stage."""
+    found: Counts = Counter()
+    flops = 0.0
+    track = lowered.track
+    segments = [*lowered.segment[track.stage == stage].tolist(), int(lowered.optimizer[stage])]
+    for index in segments:
+        segment = lowered.segments[index]
+        flops += segment_flops(segment)
+        lost = {node for node, taken in enumerate(segment.graph.taken) if taken}
+        for node, of in enumerate(segment.program.nodes):
+            if isinstance(of.work, Collective) and node not in lost:
+                found[of.work.kind, of.work.num_bytes, of.work.group_size] += 1
+    for message, source, target in zip(lowered.message, track.source, track.target, strict=True):
+        if stage in (track.stage[source], track.stage[target]):
+            work = lowered.messages[message]
+            found[work.kind, work.num_bytes, work.group_size] += 1
+    return found, flops
+
+
+def captured_counts(captured: Captured, place: int) -> tuple[Counts, float]:
+    """The same of a captured rank."""
+    graph = captured.graphs[place]
+    found: Counts = Counter()
+    for row in collective_counts(graph):
+        found[row["kind"], row["num_bytes"], row["group_size"]] += row["count"]
+    return found, compute_flops(graph)
+
+
+def compare(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """One strategy by both roads."""
+    job = job_of(values)
+    predictor = asked_predictor(job.cluster.hardware, None)
+    assert predictor is not None
+    latency = predictor.latency(job)
+    simulation = simulate(job, latency)
+    asked = CaptureRequest(SCRIPT, (json.dumps(job.to_dict()),), job.cluster.num_devices, job.cluster.devices_per_node)
+    captured = capture(asked)
+    step = time_captured(captured.graphs, latency)
+    per_stage = job.cluster.num_devices // job.parallel.pp
+    differences, flops = [], []
+    for place, graph in enumerate(captured.graphs):
+        stage = graph.rank // per_stage
+        (mine, lowered_flops), (theirs, done) = lowered_counts(simulation.lowered, stage), captured_counts(
+            captured, place
+        )  # fmt: skip
+        flops.append(abs(lowered_flops / done - 1.0))
+        differences += [
+            {"stage": stage, "kind": key[0], "num_bytes": key[1], "group_size": key[2], "lowered": mine[key],
+             "captured": theirs[key]}
+            for key in sorted(mine.keys() | theirs.keys())
+            if mine[key] != theirs[key]
+        ]  # fmt: skip
+    return {
+        "strategy": name,
+        "ranks": job.cluster.num_devices,
+        "captured_ranks": len(captured.graphs),
+        "collectives": int(sum(sum(captured_counts(captured, place)[0].values()) for place in range(len(step.graphs)))),
+        "differences": differences,
+        "flops_off_percent": 100.0 * max(flops),
+        "lowered_s": simulation.iteration_time_s,
+        "captured_s": step.iteration_time_s,
+        "time_off_percent": 100.0 * (simulation.iteration_time_s / step.iteration_time_s - 1.0),
+        "breakdowns": [simulation.breakdown, step.breakdown],
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="stepsight experiment capture", description=__doc__)
+    parser.add_argument("--only", default="*", help="strategies whose names match, as '*fsdp*'")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    rows = []
+    for name, values in STRATEGIES.items():
+        if fnmatch.fnmatch(name, options.only):
+            print(f"capturing {name}", file=sys.stderr)
+            rows.append(compare(name, values))
+    if options.json:
+        print(json.dumps({"rows": rows}))
+        return 0
+    cells = [
+        [row["strategy"], Number(row["ranks"], 0), Number(row["collectives"], 0),
+         "all" if not row["differences"] else f"{len(row['differences'])} differ", Number(row["flops_off_percent"], 2),
+         Number(1e3 * row["lowered_s"], 3), Number(1e3 * row["captured_s"], 3), Number(row["time_off_percent"], 2)]
+        for row in rows
+    ]  # fmt: skip
+    header = ["strategy", "ranks", "collectives", "agree", "FLOP off, %", "job, ms", "script, ms", "time off, %"]
+    print(table(header, cells))
+    off = [abs(row["time_off_percent"]) for row in rows]
+    print(f"\ntime off by {np.mean(off):.2f} % on average, {max(off):.2f} % at most, over {len(rows)} strategies")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
