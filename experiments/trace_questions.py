@@ -16,6 +16,8 @@ from stepsight.dataset.job import Job
 from stepsight.dataset.tables.device_names import device_name
 from stepsight.simulator.latency_model import LatencyModel, RooflineLatency
 from stepsight.simulator.replay import changes
+from stepsight.simulator.replay.gradient_buckets import with_buckets
+from stepsight.simulator.replay.pace import as_timed
 from stepsight.simulator.replay.replay import replay
 
 Change = Callable[[Sequence[RankGraph], changes.Tally], list[RankGraph]]
@@ -55,17 +57,23 @@ class Questions:
 def what_if(path: Path, questions: Questions) -> dict[str, Any]:
     """Answer for one run: the replayed step as it was, after each change, and with all of them.
 
+    Where a step was timed without a profiler too, changes are to that step (``unprofiled_s``).
+
     Raises:
         StepsightError: If nothing is asked, the run is not one, or the hardware must be named.
     """
     folders = run_folders(path)
     if len(folders) != 1:
         raise StepsightError(f"what-if takes one run, got {len(folders)} in {path}: name one of its runs/")
-    name, job, graphs, _ = run_graphs(folders[0])
-    asked = _changes(questions, graphs, job)
+    run = run_graphs(folders[0])
+    graphs: Sequence[RankGraph] = run.graphs
+    asked = _changes(questions, graphs, run.job)
     if not asked:
         raise StepsightError("what-if needs at least one change, as --faster gemm=1.5 or --no-host")
-    before = replay(graphs)
+    profiled = before = replay(graphs)
+    if run.iteration_s:
+        graphs = as_timed(graphs, run.iteration_s)
+        before = replay(graphs)
     each = []
     for title, change in asked:
         alone = replay(change(graphs, changes.Tally())).replayed_s
@@ -76,9 +84,10 @@ def what_if(path: Path, questions: Questions) -> dict[str, Any]:
     after = replay(changed)
     device = sum(graph.device_time_s for graph in graphs) or 1.0
     return {
-        "run": name,
-        "measured_s": before.measured_s,
-        "replayed_s": before.replayed_s,
+        "run": run.name,
+        "measured_s": profiled.measured_s,
+        "replayed_s": profiled.replayed_s,
+        "unprofiled_s": before.replayed_s,
         "changed_s": after.replayed_s,
         "speedup": before.replayed_s / after.replayed_s if after.replayed_s else 0.0,
         "changes": each,
@@ -108,9 +117,7 @@ def _changes(asked: Questions, graphs: Sequence[RankGraph], job: Job | None) -> 
             found.append((f"{times} x ranks", lambda g, tally: changes.with_replicas(g, times, now, tally)))
         if asked.bucket_mb:
             size = asked.bucket_mb * 1e6
-            found.append(
-                (f"buckets of {asked.bucket_mb:g} MB", lambda g, tally: changes.with_buckets(g, size, now, tally))
-            )
+            found.append((f"buckets of {asked.bucket_mb:g} MB", lambda g, tally: with_buckets(g, size, now, tally)))
         if asked.fabric or asked.hardware:
             other = find_fabric(asked.fabric) if asked.fabric else fabric
             device = preset_name(asked.hardware) if asked.hardware else name

@@ -68,6 +68,19 @@ def annotated_phase(name: str) -> int | None:
     return {"forward": FORWARD, "backward": BACKWARD, "optimizer": OPTIMIZER, "optimizer_step": OPTIMIZER}.get(bare)
 
 
+def annotated_phases(marks: list[Annotation], at: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Phase of the innermost annotation around each moment, -1 for none; ``(n,)`` each, in microseconds."""
+    order = np.argsort(at, kind="stable")
+    moments, found = at[order], np.full(len(at), -1, dtype=np.int64)
+    for mark in marks:  # in order of start, so the inner ones come later
+        phase = annotated_phase(mark.name)
+        if phase is not None:
+            found[slice(*np.searchsorted(moments, (mark.start, mark.end)))] = phase
+    phases = np.empty(len(at), dtype=np.int64)
+    phases[order] = found
+    return phases
+
+
 def is_evaluation(name: str) -> bool:
     """Whether a call evaluates one node of autograd's graph."""
     return name.startswith(_EVALUATE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.imported.assembly import Assembly, Edges
-from stepsight.dataset.imported.call_tree import CallTree
+from stepsight.dataset.imported.call_tree import CallTree, annotated_phases
 from stepsight.dataset.imported.event_columns import Interned, RankEvents
 from stepsight.dataset.imported.host_chain import HostCalls, chain
 from stepsight.dataset.imported.kernel_kinds import named_kind
@@ -29,6 +29,8 @@ from stepsight.dataset.readers.sweep import Work, sweep
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+_MOST_AT_ONCE = 64  # collectives of one stream that may be under way
+_LAST = 2**62  # beyond the number of any collective
 _MOST_EARLY_US = 1000.0  # by which a wait may end before what it waits for, as the clocks of threads tell it
 
 
@@ -102,17 +104,19 @@ def _around(host: _Host, calls: HostCalls, kind: Ints, item: Ints) -> list[Edges
     issue[item[issues]] = issues
     launches: list[float] = []
     ordered: list[tuple[int, int, float]] = []
-    last: dict[Any, int] = {}
+    ended: dict[Any, list[tuple[float, int]]] = {}  # by stream: ends of the newest collectives before, in order
     for number, work in enumerate(host.collectives):
-        before = last.get(work.stream, -1)
-        queued = before >= 0 and work.issue < host.collectives[before].end <= work.start
-        if before >= 0 and host.collectives[before].end <= work.start:
-            gap = work.start - host.collectives[before].end if queued else 0.0
-            ordered.append((base + before, base + number, gap))
+        before = ended.setdefault(work.stream, [])
+        place = bisect_left(before, (work.start, _LAST)) - 1  # several are sent at once: the queue is for a free thread
+        queued = place >= 0 and before[place][0] > work.issue
+        if place >= 0:
+            end, other = before[place]
+            ordered.append((base + other, base + number, work.start - end if queued else 0.0))
         at = calls.end[issue[number]]
         launches.append(0.0 if queued else work.start - at)
-        last[work.stream] = number
-    waits = []
+        insort(before, (work.end, number))
+        del before[:-_MOST_AT_ONCE]
+    found: dict[int, dict[int, float]] = {}  # by what waits: delays after what it waits for
     numbers = {id(work): number for number, work in enumerate(host.collectives)}
     mains = np.flatnonzero(calls.thread == host.main)
     starts = calls.start[mains].tolist()
@@ -121,9 +125,15 @@ def _around(host: _Host, calls: HostCalls, kind: Ints, item: Ints) -> list[Edges
         number = numbers.get(id(wait.work), -1)
         if place < len(mains) and number >= 0:
             target = int(mains[place])
-            delay = float(calls.start[target]) - wait.work.end
+            held = wait.work.end > wait.start or wait.end > wait.start  # else it had ended before anybody waited
+            delay = float(calls.start[target]) - wait.work.end if held else 0.0
             if delay > -_MOST_EARLY_US and host.collectives[number].start <= calls.start[target]:
-                waits.append((base + number, target, delay))
+                found.setdefault(target, {})[base + number] = delay
+    waits = [
+        (source, target, delay if source == max(delays, key=lambda each: host.collectives[each - base].end) else 0.0)
+        for target, delays in found.items()
+        for source, delay in delays.items()
+    ]  # of several, the one that ends last is waited for; the others had ended
     everyone = np.arange(len(host.collectives), dtype=np.int64)
     return [
         (issue, base + everyone, Dependency.LAUNCH, np.array(launches, dtype=np.float64)),
@@ -185,4 +195,6 @@ def _assemble(
         built.meet(node, work.meets)
     called_rows = nodes["call"] >= 0
     nodes["phase"][called_rows] = tree.phase[nodes["call"][called_rows]]
+    work = (nodes["kind"] != HOST) & ~called_rows  # what no call of the framework did: collectives, ops that sleep
+    nodes["phase"][work] = annotated_phases(events.annotations, built.issued)[work]
     return built.graph("cpu", "cpu", events.num_events)

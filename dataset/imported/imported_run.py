@@ -165,12 +165,21 @@ def run_folders(path: Path) -> list[Path]:
 
 
 class TracedRun(NamedTuple):
-    """A run with the graphs of its ranks; ``role`` is ``heldout`` for one that must never train."""
+    """A run with the graphs of its ranks.
+
+    Attributes:
+        name: Of the run.
+        job: What ran, None if nobody said.
+        graphs: Of its ranks, in order.
+        role: ``heldout`` for one that must never train.
+        iteration_s: A step without a profiler; 0 if nobody timed one.
+    """
 
     name: str
     job: Job | None
     graphs: list[RankGraph]
     role: str
+    iteration_s: float = 0.0
 
 
 def has_traces(folder: Path) -> bool:
@@ -195,7 +204,8 @@ def run_graphs(folder: Path) -> TracedRun:
     if not manifest.traces:
         raise TraceError(f"a run must have traces to be read, got none in {manifest.folder}")
     graphs = [_traced(manifest, rank) for rank in sorted(manifest.traces)]
-    return TracedRun(manifest.name, manifest.job, graphs, manifest.role)
+    timed = manifest.iteration_time_s if manifest.whole else 0.0
+    return TracedRun(manifest.name, manifest.job, graphs, manifest.role, timed)
 
 
 def _traced(manifest: RunManifest, rank: int) -> RankGraph:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,8 @@ def host_collectives(
             waits.append(Wait(awaited, wait.start, wait.end))
             if awaited.end > wait.end or awaited.end == awaited.start:
                 awaited.end, awaited.own = wait.end, max(wait.end - awaited.start, 0.0)
+    known = {id(wait.work) for wait in waits}  # a communication hook of DDP is waited for where nothing records it
+    implicit += [work for work in by_key.values() if id(work) not in known and not work.is_message]
     _end_with_segments(implicit, swept)
     waits.extend(_invisible_waits(implicit, swept.threads.get(main, [])))
     return works, waits
@@ -116,23 +119,24 @@ class _Carriers:
 def _invisible_waits(works: list[Work], calls: list[tuple[float, float]]) -> list[Wait]:
     """Waits that nothing records: an end of a collective that falls between two calls of the main thread.
 
-    All of them are awaited at the same place (the end of DDP's backward), so each synchronises there.
+    All of a step are awaited at the same place (the end of DDP's backward), so each synchronises there: where the next
+    wait that can be seen ends.
     """
     if not works or not calls:
         return []
     starts, ends = np.array(calls).T
     out: list[Wait] = []
-    batch: list[Work] = []
     for work in works:
-        batch.append(work)
         at = int(np.searchsorted(starts, work.end, "right")) - 1
         if at >= 0 and ends[at] < work.end:
             begin = max(float(ends[at]), work.issue)
             out.append(Wait(work, begin, max(begin, work.end)))
-    if out:
-        until = max(wait.end for wait in out)
-        seen = {id(wait.work) for wait in out}
-        out.extend(Wait(work, until, until) for work in batch if id(work) not in seen and work.end <= until)
+    until = sorted(wait.end for wait in out)
+    seen = {id(wait.work) for wait in out}
+    for work in works:
+        place = bisect_left(until, work.end)
+        if id(work) not in seen and place < len(until):
+            out.append(Wait(work, until[place], until[place]))
     return out
 
 

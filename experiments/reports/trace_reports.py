@@ -106,7 +106,8 @@ def what_if_text(told: dict[str, Any]) -> str:
         cells.append(["all of them", Number(1e3 * told["changed_s"], 3), Number(told["speedup"], 3)])
     lines = [
         f"run {told['run']}: step measured {1e3 * told['measured_s']:.3f} ms, replayed "
-        f"{1e3 * told['replayed_s']:.3f} ms",
+        f"{1e3 * told['replayed_s']:.3f} ms"
+        + (f", without a profiler {1e3 * told['unprofiled_s']:.3f} ms" if told["unprofiled_s"] else ""),
         table(["change", "step ms", "speed-up"], cells),
         f"durations changed by a predictor for {told['predicted_percent']:.1f} %, by a plain factor for "
         f"{told['scaled_percent']:.1f} % of device time",

@@ -56,7 +56,7 @@ def faster(graphs: Sequence[RankGraph], what: str, factor: float, tally: Tally) 
     if not factor > 0:
         raise StepsightError(f"a factor must be > 0, got {what}={factor:g}")
     if what == ANY_HOST:
-        return [_host_scaled(graph, 1.0 / factor) for graph in graphs]
+        return [host_scaled(graph, 1.0 / factor) for graph in graphs]
     out, found = [], False
     for graph in graphs:
         chosen = _named(graph, what)
@@ -86,7 +86,7 @@ def _named(graph: RankGraph, what: str) -> NDArray[np.bool_]:
     return np.asarray(by_name & (kinds != HOST))
 
 
-def _host_scaled(graph: RankGraph, factor: float, loading: float | None = None) -> RankGraph:
+def host_scaled(graph: RankGraph, factor: float, loading: float | None = None) -> RankGraph:
     """A graph whose host works ``factor`` times as long; loading of data ``loading`` times, as the rest for None."""
     factors = np.full(len(graph), factor)
     if loading is not None:
@@ -104,13 +104,13 @@ def _host_scaled(graph: RankGraph, factor: float, loading: float | None = None) 
 def without_host(graphs: Sequence[RankGraph]) -> list[RankGraph]:
     """The host takes no time at all."""
     _need_device(graphs, "--no-host")
-    return [_host_scaled(graph, 0.0) for graph in graphs]
+    return [host_scaled(graph, 0.0) for graph in graphs]
 
 
 def as_device_graph(graphs: Sequence[RankGraph]) -> list[RankGraph]:
     """Launches cost nothing, as in a CUDA graph that is launched once a step; loading of data remains."""
     _need_device(graphs, "--cuda-graph")
-    return [_host_scaled(graph, 0.0, loading=1.0) for graph in graphs]
+    return [host_scaled(graph, 0.0, loading=1.0) for graph in graphs]
 
 
 def _need_device(graphs: Sequence[RankGraph], option: str) -> None:
@@ -139,7 +139,7 @@ def without_straggler(graphs: Sequence[RankGraph]) -> list[RankGraph]:
             duration[chosen] *= min(float(np.median(like)) / seconds, 1.0)
     host = _host_work(graph)
     ratio = min(float(np.median([_host_work(other) for other in others])) / host, 1.0) if host else 1.0
-    changed = _host_scaled(replace(graph, duration_s=duration), ratio)
+    changed = host_scaled(replace(graph, duration_s=duration), ratio)
     return [changed if place == slowest else each for place, each in enumerate(graphs)]
 
 
@@ -248,7 +248,7 @@ def _scaled(
         if not chosen:
             continue
         old, new = ([pairs[place][side] for place in chosen] for side in range(2))
-        ratios[chosen] = _seconds(models[1], new) / np.maximum(_seconds(models[0], old), 1e-12)
+        ratios[chosen] = seconds_of(models[1], new) / np.maximum(seconds_of(models[0], old), 1e-12)
         known[chosen] = True
     collective = [place for place, (work, _) in enumerate(pairs) if isinstance(work, Collective) and not known[place]]
     ratios[collective] = 1.0  # of unknown size
@@ -267,53 +267,7 @@ def _can_know(work: Op | Collective, models: Sequence[LatencyModel]) -> bool:
     return sized and all(work.dtype in model.hardware.peak_flops for model in models)
 
 
-def _seconds(model: LatencyModel, works: Sequence[Op | Collective]) -> Floats:
+def seconds_of(model: LatencyModel, works: Sequence[Op | Collective]) -> Floats:
     if isinstance(works[0], Op):
         return model.op_seconds([work for work in works if isinstance(work, Op)])
     return model.collective_seconds([work for work in works if isinstance(work, Collective)])
-
-
-def with_buckets(graphs: Sequence[RankGraph], num_bytes: float, latency: LatencyModel, tally: Tally) -> list[RankGraph]:
-    """Gradient all-reduces of a step joined to buckets of at least so many bytes.
-
-    Each bucket runs when its last part was ready, in what the latency model says one message takes beside its parts.
-
-    Raises:
-        StepsightError: If there are no gradient all-reduces, or they are larger already.
-    """
-    out, joined = [], 0
-    for graph in graphs:
-        duration = graph.duration_s.copy()
-        for bucket in _buckets(graph, num_bytes):
-            parts = [graph.works[graph.nodes["work"][node]] for node in bucket]
-            last = parts[-1]
-            assert isinstance(last, Collective)
-            whole = replace(last, num_bytes=sum(part.num_bytes for part in parts if isinstance(part, Collective)))
-            ratio = float(_seconds(latency, [whole])[0] / _seconds(latency, parts).sum())
-            seconds = float(duration[bucket].sum())
-            duration[bucket[:-1]], duration[bucket[-1]] = 0.0, seconds * ratio
-            tally.add(seconds, True)
-            joined += 1
-        out.append(replace(graph, duration_s=duration))
-    if not joined:
-        raise StepsightError(f"--bucket-mb joins gradient all-reduces, got none smaller than {num_bytes / 1e6:g} MB")
-    return out
-
-
-def _buckets(graph: RankGraph, num_bytes: float) -> list[list[int]]:
-    """Runs of all-reduces in backward that are joined, each of at least two."""
-    kinds = np.array([*(work.kind == "all_reduce" for work in graph.works), False], dtype=np.bool_)
-    nodes = np.flatnonzero(kinds[graph.nodes["work"]] & (graph.nodes["phase"] == 1) & (graph.nodes["step"] >= 0))
-    found: list[list[int]] = []
-    current: list[int] = []
-    size = 0.0
-    for node in nodes.tolist():
-        work = graph.works[graph.nodes["work"][node]]
-        before = current[-1] if current else node
-        if graph.nodes["step"][before] != graph.nodes["step"][node]:
-            found, current, size = [*found, current], [], 0.0
-        current.append(node)
-        size += work.num_bytes
-        if size >= num_bytes:
-            found, current, size = [*found, current], [], 0.0
-    return [bucket for bucket in [*found, current] if len(bucket) > 1]

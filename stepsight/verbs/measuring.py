@@ -164,6 +164,7 @@ EXPERIMENTS = {  # by name: the module of ``experiments/studies`` (not in the wh
     "search": ("search_regret", "search against asking about every strategy"),
     "small-to-large": ("small_to_large", "train on four ranks, predict sixteen"),
     "transfer": ("transfer_accuracy", "a device from few measurements"),
+    "what-if": ("what_if_accuracy", "changes predicted from one trace, against runs with the change"),
 }
 _NAMED = "; ".join(f"`{name}`: {what}" for name, (_, what) in EXPERIMENTS.items())
 

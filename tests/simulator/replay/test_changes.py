@@ -13,6 +13,8 @@ from stepsight.dataset.imported.rank_graph import RankGraph
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.replay import changes
 from stepsight.simulator.replay.changes import Tally
+from stepsight.simulator.replay.gradient_buckets import with_buckets
+from stepsight.simulator.replay.pace import as_timed
 from stepsight.simulator.replay.replay import replay
 from tests.dataset.traced_jobs import GpuJob, two_ranks
 
@@ -88,7 +90,7 @@ def test_twice_the_batch_scales_what_batches_scale(single: list[RankGraph]) -> N
 def test_buckets_join_only_what_is_smaller(pair: list[RankGraph]) -> None:
     latency = RooflineLatency(HARDWARE["a100-sxm-80gb"], find_fabric("dgx-a100"))
     with pytest.raises(StepsightError, match="none smaller"):
-        changes.with_buckets(pair, 1e6, latency, Tally())
+        with_buckets(pair, 1e6, latency, Tally())
 
 
 def test_more_ranks_make_collectives_of_all_ranks_longer(pair: list[RankGraph]) -> None:

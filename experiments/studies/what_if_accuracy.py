@@ -1,0 +1,174 @@
+"""What-if on a trace, measured: each change is predicted from one traced run, and run for real.
+
+Ranks sleep in a cluster in a box, so that what changes is the change: half the rate of the links, micro-batches twice
+as large, other gradient buckets, a straggler that is gone.  All runs of a box take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepsight.dataset.box_spec import HARDWARE, Box, read_box
+from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.files import write_json
+from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.run_manifest import RunManifest, read_manifest
+from stepsight.dataset.specs import Straggler
+from stepsight.experiments.collecting import run_plan
+from stepsight.experiments.reports.text_table import Number, table
+from stepsight.experiments.studies.small_to_large.boxes import sleeping
+from stepsight.experiments.trace_questions import Questions, what_if
+from stepsight.training.measured.box_plans import box_plan
+
+MODEL = ModelSpec(family="bert", layers=4, seq_len=128, hidden=256, heads=16, vocab=2048)
+BOX = "4x1@200mbit"
+MICRO_BATCHES = 2  # of each replica
+BUCKET_MB, OTHER_BUCKET_MB = 2.0, 8.0
+SLOWDOWN = 1.5
+COUNTS = {"rounds": 3, "steps": 2, "warmup": 1, "profile_steps": 2}
+TRACED, STRAGGLER = "traced", "straggler"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question.
+
+    Attributes:
+        name: Of the run that has the change.
+        change: For people.
+        trace: Name of the run whose trace answers.
+        asked: The question.
+    """
+
+    name: str
+    change: str
+    trace: str
+    asked: Questions
+
+
+def slower_links(box: Box) -> Box:
+    """The box with links of half the rate."""
+    return replace(box, mbits_per_s=tuple(rate / 2 for rate in box.mbits_per_s))
+
+
+def jobs_of(box: Box) -> dict[str, Job]:
+    """Every run on the box by name: the traced one, one with a straggler, and those with a change."""
+    cluster = ClusterSpec(hardware=HARDWARE, nodes=box.nodes, devices_per_node=box.ranks_per_node, fabric=box.fabric)
+    batch = BatchSpec(micro_batch=1, global_batch=MICRO_BATCHES * box.num_ranks, precision="fp32")
+    parallel = ParallelSpec(dp=box.num_ranks, bucket_mbytes=BUCKET_MB)
+    base = Job(model=MODEL, parallel=parallel, batch=batch, cluster=cluster)
+    slow = replace(cluster, stragglers=(Straggler(rank=box.num_ranks - 1, slowdown=SLOWDOWN),))
+    larger = replace(batch, micro_batch=2, global_batch=2 * batch.global_batch)
+    return {
+        TRACED: base,
+        STRAGGLER: replace(base, cluster=slow),
+        "batch": replace(base, batch=larger),
+        "buckets": replace(base, parallel=replace(parallel, bucket_mbytes=OTHER_BUCKET_MB)),
+    }
+
+
+def cases(box: Box, out: Path) -> list[Case]:
+    """The questions; ``out`` holds the file of the slower links."""
+    fabric = out / "slower-links.json"
+    write_json(fabric, {"fabric": {"slower-links": slower_links(box).fabric}})
+    return [
+        Case("links", "half the rate of the links", TRACED, Questions(fabric=str(fabric))),
+        Case("batch", "micro-batches twice as large", TRACED, Questions(batch=2.0)),
+        Case("buckets", f"buckets of {OTHER_BUCKET_MB:g} MB", TRACED, Questions(bucket_mb=OTHER_BUCKET_MB * 1.048576)),
+        Case(TRACED, "no straggler", STRAGGLER, Questions(remove_straggler=True)),
+    ]
+
+
+def measure(box: Box, out: Path, *, progress: bool) -> dict[str, RunManifest]:
+    """Run what is not there yet; manifests by name.
+
+    Raises:
+        CollectError: If a run failed, or kept the cores too busy.
+    """
+    own = [(name, "train", job, COUNTS) for name, job in jobs_of(box).items()]
+    run_plan(box_plan(box, own, sleeping(box)), out / "box", progress=progress)
+    other = slower_links(box)
+    links = [("links", "train", jobs_of(other)[TRACED], {**COUNTS, "profile_steps": 0})]
+    run_plan(box_plan(other, links, sleeping(other)), out / "slower", progress=progress)
+    folders = {name: out / "box" / "runs" / name for name, *_ in own} | {"links": out / "slower" / "runs" / "links"}
+    for name, folder in folders.items():
+        if not (folder / "manifest.json").is_file():
+            raise StepsightError(
+                f"run {name} must be there, got none in {folder}: it kept the cores too busy; run again"
+            )
+    return {name: read_manifest(folder) for name, folder in folders.items()}
+
+
+def spread_percent(run: RunManifest) -> float:
+    """By how much the rounds of a run differ: half the range of their medians."""
+    medians = [float(np.median(steps)) for steps in run.rounds if steps]
+    return 50.0 * (max(medians) / min(medians) - 1.0)
+
+
+def study(box: Box, out: Path, *, progress: bool = True) -> dict[str, Any]:
+    """Measure, ask, compare."""
+    out.mkdir(parents=True, exist_ok=True)
+    asked, runs = cases(box, out), measure(box, out, progress=progress)
+    rows = []
+    for case in asked:
+        before, after = runs[case.trace], runs[case.name]
+        told = what_if(before.folder, case.asked)
+        ratio = told["changed_s"] / told["unprofiled_s"]
+        measured = after.iteration_time_s / before.iteration_time_s
+        rows.append(
+            {
+                "change": case.change,
+                "before_s": before.iteration_time_s,
+                "after_s": after.iteration_time_s,
+                "measured_change_percent": 100 * (measured - 1),
+                "predicted_change_percent": 100 * (ratio - 1),
+                "error_percent": 100 * (ratio / measured - 1),
+                "spread_percent": max(spread_percent(before), spread_percent(after)),
+                "replay_error_percent": 100 * (told["replayed_s"] / told["measured_s"] - 1),
+            }
+        )
+    return {"box": box.name, "rows": rows, "worst_percent": max(abs(row["error_percent"]) for row in rows)}
+
+
+def study_text(told: dict[str, Any]) -> str:
+    """The report for people."""
+    header = ["change", "before, s", "after, s", "measured, %", "predicted, %", "error, %", "spread, %"]
+    rows: list[list[str | Number]] = [
+        [
+            row["change"],
+            Number(row["before_s"], 3),
+            Number(row["after_s"], 3),
+            Number(row["measured_change_percent"], 1),
+            Number(row["predicted_change_percent"], 1),
+            Number(row["error_percent"], 1),
+            Number(row["spread_percent"], 1),
+        ]
+        for row in told["rows"]
+    ]
+    return f"{table(header, rows)}\n\nbox {told['box']}; worst error {told['worst_percent']:.1f} %"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="stepsight experiment what-if", description="What-if answers from one trace, against runs with the change."
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/what-if"), help="Folder of the runs.")
+    parser.add_argument("--box", default=BOX, help=f"Nodes x ranks @ rate; by default {BOX}.")
+    parser.add_argument("--json", action="store_true", help="Print the result as JSON.")
+    options = parser.parse_args(arguments)
+    try:
+        told = study(read_box(options.box), options.out, progress=True)
+    except StepsightError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(told) if options.json else study_text(told))
+    return 0
