@@ -117,3 +117,30 @@ def test_other_folders_are_not_replaced(tmp_path: Path) -> None:
         make_dataset([collection(tmp_path)], tmp_path / "mine")
     with pytest.raises(TraceError, match="stepsight dataset"):
         TraceGraphs(tmp_path / "mine")
+
+
+def many_ops(first: int, last: int, seed: int) -> KinetoFile:
+    """Steps of twelve ops each, which last as long as the numbers of the step and of the seed say."""
+    file = KinetoFile()
+    for step in range(first, last):
+        begin = 10_000.0 * (step + 1)
+        file.note(f"ProfilerStep#{step}", begin, 9_000)
+        for place in range(12):
+            start, length = begin + 10 + 700.0 * place, 50.0 + (37 * place + 101 * step + 13 * seed) % 499
+            file.call("aten::gelu", start, length, [4, 6 + place])
+    return file
+
+
+def test_two_excerpts_of_one_trace_are_in_one_part(tmp_path: Path) -> None:
+    """No digest of a graph occurs on both sides of a split, whatever it goes by."""
+    for name, file in {"whole": many_ops(0, 3, 1), "excerpt": many_ops(1, 2, 1), "other": many_ops(0, 2, 5)}.items():
+        add_run(tmp_path, name, file)
+    make_dataset([tmp_path / "col"], tmp_path / "data")
+    graphs = TraceGraphs(tmp_path / "data")
+    assert len(set(graphs.values("group"))) == 3
+    digests = [each for each in graphs.values("digest") if each]
+    assert len(set(digests)) < len(digests)
+    for seed in range(4):
+        one, other = graphs.split("run", (0.5, 0.5), seed=seed)
+        assert not {graph.digest for graph in one} & {graph.digest for graph in other} - {""}
+        assert {len({graph.run for graph in part}) for part in (one, other)} == {1, 2}
