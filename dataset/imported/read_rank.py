@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.errors import StepsightError, TraceError
 from stepsight.dataset.imported.assembly import MICROSECOND, Assembly
+from stepsight.dataset.imported.busy_time import covered
 from stepsight.dataset.imported.call_tree import CallTree, call_tree
 from stepsight.dataset.imported.collective_nodes import CollectiveNodes, Met, mask_of
 from stepsight.dataset.imported.data_edges import read_execution_trace, with_sequence_edges, with_tensor_edges
@@ -268,9 +269,4 @@ def _busy(graph: RankGraph, begin: Floats, end: Floats) -> Floats:
     """Seconds of each span in which any stream of the device runs something but copies from or to the host."""
     copies = np.array([*(work.kind in ("from_host", "to_host") for work in graph.works), True], dtype=np.bool_)
     nodes = np.flatnonzero(graph.on_device & ~copies[graph.nodes["work"]])
-    nodes = nodes[np.argsort(graph.start_s[nodes], kind="stable")]
-    reached = np.maximum.accumulate(np.concatenate([[-np.inf], graph.end_s[nodes]]))
-    start, finish = np.maximum(graph.start_s[nodes], reached[:-1]), reached[1:]
-    length = np.concatenate([[0.0], np.cumsum(np.maximum(finish - start, 0.0))])
-    moments, spent = np.ravel(np.column_stack([start, finish])), np.repeat(length, 2)[1:-1]
-    return np.asarray(np.interp(end, moments, spent) - np.interp(begin, moments, spent))
+    return covered(graph.start_s[nodes], graph.end_s[nodes], begin, end)

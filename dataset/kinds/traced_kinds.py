@@ -18,14 +18,17 @@ _BAG = ("indices", "hidden", "bags")
 _Calls = Mapping[str, Callable[[Args], Dims | None]]
 
 
-def _conv_dims(index: int, out: int | None = None, transposed: bool = False) -> Callable[[Args], Dims]:
-    """Dims of a convolution of input ``index`` with the weight after it; ``out``: input that is shaped as the output.
+def _conv_dims(
+    index: int, out: int | None = None, transposed: bool = False, kernel: int | None = None
+) -> Callable[[Args], Dims]:
+    """Dims of a convolution of input ``index`` with the weight ``kernel`` (the input after it, if None); ``out``: input
+    that is shaped as the output.
 
     Without it, the output's positions are those of the input divided by the stride.
     """
 
     def dims(args: Args) -> Dims:
-        image, weight = shape_of(args, index), shape_of(args, index + 1)
+        image, weight = shape_of(args, index), shape_of(args, index + 1 if kernel is None else kernel)
         if len(image) < 3 or len(weight) < 3:
             return (0,) * 5
         result = shape_of(args, out) if out is not None else []
@@ -144,7 +147,8 @@ KINDS = (
         2,
         {
             **_calls("convolution_backward", _conv_dims(1, out=0)),
-            **_calls("cudnn_convolution_backward mkldnn_convolution_backward", _conv_dims(0, out=1)),
+            **_calls("cudnn_convolution_backward miopen_convolution_backward", _conv_dims(0, out=1, kernel=2)),
+            **_calls("mkldnn_convolution_backward", _conv_dims(0, out=1, kernel=2)),
         },
     ),
     _batch_norm(

@@ -28,6 +28,7 @@ def predictor_text(path: Path, predictor: Predictor) -> str:
         ("context", _context(predictor)),
         ("held back", _held_back(manifest.get("metrics", {}))),
         *_calibration(predictor),
+        ("traces", _traces(manifest.get("calibrated_traces", {}))),
         ("interval", _interval(predictor)),
         ("made", _made(manifest)),
     ]
@@ -87,6 +88,22 @@ def _calibration(predictor: Predictor) -> list[tuple[str, str]]:
         text = f"{judged} {before['mape']:.1f} % before, {after['mape']:.1f} % after; begun from {told['predictor']}"
         lines.append(("", text))
     return lines
+
+
+def _traces(told: Mapping[str, Any]) -> str:
+    """What imported traces changed."""
+    if not told:
+        return ""
+    all_ops, kinds = told["evidence"]["all"], told["kinds"]
+    before, after = (all_ops[key]["mape"] for key in ("before", "after"))
+    text = f"{len(told['runs'])} imported"
+    if kinds:
+        text += f"; {len(kinds)} kinds corrected, ops left out {before:.1f} % off before, {after:.1f} % after"
+    if told["host_kinds_s"]:
+        text += f"; launches of {len(told['host_kinds_s'])} kinds"
+    if told["overlap"] is not None:
+        text += f"; {100 * told['overlap']['share']:.0f} % of overlapped time lost"
+    return f"{text}; begun from {told['predictor']}"
 
 
 def _interval(predictor: Predictor) -> str:

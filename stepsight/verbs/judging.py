@@ -114,8 +114,9 @@ def _refuse(table: Path, options: dict[str, object]) -> None:
     """Refuse options that mean nothing for the table that was given."""
     given = ", ".join(name for name, value in options.items() if value)
     if given:
-        kind = "ops and collectives (.parquet)" if table.suffix == ".parquet" else "runs"
-        raise StepsightError(f"{given} must be left out for a table of {kind}, got {table}")
+        kind = "a table of ops and collectives (.parquet)" if table.suffix == ".parquet" else "a table of runs"
+        kind = "a folder of imported traces" if table.is_dir() else kind
+        raise StepsightError(f"{given} must be left out for {kind}, got {table}")
 
 
 def _evaluate_table(path: Path, predictor: Path | None, fabric: str | None, as_json: bool) -> None:
@@ -159,14 +160,20 @@ def calibrate_command(
     simulator, and what is left for jobs that are alike.
 
     A table of collectives, as `stepsight import` writes it (.parquet), corrects how NCCL behaves between the nodes of
-    the cluster that it was measured on.
+    the cluster that it was measured on. A collection of imported traces (a folder) corrects kernels by kind, what
+    launches cost and what compute loses beside collectives; ops that were left out judge it.
 
     The larger runs of the table judge it; where there are none, sizes or runs left out in turn. It is written only if
     it predicts those better than before (else exit code 2), and never judged by rows that it was fitted on. Example:
 
         stepsight calibrate runs.csv --predictor a100-sxm --out mine
         stepsight calibrate collectives.parquet --predictor h100-sxm --fabric cluster.toml --out mine
+        stepsight calibrate runs/theirs --predictor h100-sxm --out mine
     """
+    if runs.is_dir():
+        _refuse(runs, {"--source": source.strip("*"), "--fabric": fabric, "--max-devices": max_devices})
+        _calibrate_traces(runs, predictor, out, as_json)
+        return
     if runs.suffix == ".parquet":
         _refuse(runs, {"--source": source.strip("*")})
         _calibrate_links(runs, predictor, fabric, out, max_devices or 64, as_json)
@@ -180,6 +187,18 @@ def calibrate_command(
     answer(report.to_dict(), calibration_text(report), as_json)
     if not report.released:
         print(f"error: a calibration must predict {report.evidence.by} better than before: refused", file=sys.stderr)
+        raise typer.Exit(2)
+
+
+def _calibrate_traces(path: Path, predictor: Path, out: Path, as_json: bool) -> None:
+    """Correct a predictor by a collection of imported traces."""
+    from stepsight.experiments.evaluation.calibrate_traces import calibrate_traces, traces_text
+    from stepsight.training.predictor.predictor import Predictor
+
+    report = calibrate_traces([path], Predictor.load(predictor), out)
+    answer(report.to_dict(), traces_text(report), as_json)
+    if not report.released:
+        print("error: traces must teach launches, overlap or kernels: refused", file=sys.stderr)
         raise typer.Exit(2)
 
 

@@ -163,6 +163,7 @@ EXPERIMENTS = {  # by name: the module of ``experiments/studies`` (not in the wh
     "one-gpu": ("one_gpu", "ten minutes of a GPU, judged on what was held out"),
     "search": ("search_regret", "search against asking about every strategy"),
     "small-to-large": ("small_to_large", "train on four ranks, predict sixteen"),
+    "traced": ("traced_accuracy", "ops of traces, by other steps and by other traces of the device"),
     "transfer": ("transfer_accuracy", "a device from few measurements"),
     "what-if": ("what_if_accuracy", "changes predicted from one trace, against runs with the change"),
 }

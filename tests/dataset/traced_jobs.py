@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from stepsight.dataset.imported.import_ranks import import_ranks
+from stepsight.dataset.imported.imported_run import write_imported
 from tests.dataset.kineto_files import MAIN, KinetoFile
 
 BACKWARD = 300  # the thread on which autograd evaluates
@@ -112,3 +116,20 @@ def two_ranks(steps: int = 2) -> list[KinetoFile]:
             job.now = begin
             job.step(3 + number, reduced_at=begin + 3_000.0)
     return [job.file for job in jobs]
+
+
+def many_sizes(collection: Path) -> None:
+    """Import one traced run whose additions of many sizes take twice as long as an A100's memory allows, with launches
+    of 20 microseconds each."""
+    file, free = KinetoFile(), 0.0
+    file.header["deviceProperties"] = [{"id": 0, "name": "NVIDIA A100-SXM4-80GB"}]
+    for number in range(48):
+        size, at = 2 ** (14 + number % 12), 1000.0 + 20.0 * number
+        file.call("aten::add", at, 15.0, [size], [size])
+        file.launch(at + 4, number + 1)
+        length = 2e6 * 12 * size / 2.0e12 + 4.0
+        free = max(at + 12, free + 1.0)
+        file.kernel("elementwise_kernel", free, length, COMPUTE, number + 1)
+        free += length
+    found = import_ranks([file.write(collection.parent / "sizes.json")])
+    write_imported(found.graphs, found.sources, collection, None, ())

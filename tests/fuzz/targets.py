@@ -20,6 +20,8 @@ from stepsight.dataset.box_spec import read_box
 from stepsight.dataset.configs.config_job import read_configs
 from stepsight.dataset.configs.writers import write_config
 from stepsight.dataset.event_file import read_event_file
+from stepsight.dataset.imported.import_ranks import import_ranks
+from stepsight.dataset.imported.import_ranks import summary as import_summary
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.readers.kineto import read_kineto
@@ -29,8 +31,10 @@ from stepsight.experiments.collecting import read_plan
 from stepsight.experiments.evaluation.evaluate import evaluate
 from stepsight.experiments.evaluation.evaluation_report import evaluation_text
 from stepsight.experiments.reports.search_report import search_report
+from stepsight.experiments.reports.trace_reports import trace_summary
 from stepsight.experiments.reports.verb_reports import prediction_report
 from stepsight.experiments.search.search import search
+from stepsight.simulator.replay.replay import replay
 from stepsight.simulator.schedules import read_schedule, write_schedule
 from stepsight.training.predictor.prediction import POSSIBLE_MFU, predict
 from stepsight.training.predictor.predictor import Predictor
@@ -100,6 +104,19 @@ def _kineto(path: Path) -> None:
     assert all(seconds >= 0 for seconds in trace.step_s)
     for node in trace.program.nodes:
         assert node.work.num_bytes >= 0
+
+
+def _imported(path: Path) -> None:
+    """One rank as ``import`` reads it, what it prints, where the time goes, and its replay."""
+    found = import_ranks([path])
+    json.dumps(import_summary(found), allow_nan=False)
+    graph = found.graphs[0]
+    for values in (graph.start_s, graph.duration_s, graph.delay_s, graph.unrecorded_s, graph.steps_s):
+        assert np.isfinite(values).all()
+    assert (graph.duration_s >= 0).all() and (graph.unrecorded_s >= 0).all()
+    assert (graph.edges["source"] < graph.edges["target"]).all()
+    json.dumps(trace_summary("fuzzed", found.graphs), allow_nan=False)
+    json.dumps(replay(found.graphs).to_dict(), allow_nan=False)
 
 
 _NAMES = {"vtrain": "AR_GPU8_1M_1024M_LUT", "vidur": "mlp.csv"}  # of files whose name says what they are
@@ -309,6 +326,7 @@ TARGETS = {
         Target("config_registry", _config, mutated_text, ".py"),
         Target("runs", _runs, mutated_csv, ".csv"),
         Target("kineto", _kineto, mutated_json, ".json"),
+        Target("import_kineto", _imported, mutated_json, ".json"),
         *(
             Target(f"table_{name}", partial(_table, name), _MUTATE.get(name, mutated_text), _suffix(name))
             for name in FORMATS

@@ -51,6 +51,12 @@ def dtype_class(op: Op, hardware: Hardware) -> str:
     return op.dtype if products and hardware.kind == "gpu" and DTYPE_BYTES[op.dtype] != 2 else ""
 
 
+def label(name: str, op: Op, hardware: Hardware) -> str:
+    """Kind or family, with the precision where it makes kernels of their own."""
+    precision = dtype_class(op, hardware)
+    return f"{name}/{precision}" if precision else name
+
+
 def base_of(op: Op, hardware: Hardware) -> Op | None:
     """The op whose efficiency tells most about one of a kind that was not measured; None: nothing but the roofline."""
     if dtype_class(op, hardware):

@@ -14,7 +14,8 @@ from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.op import OP_KINDS, Op, OpKind
 from stepsight.dataset.physics import roofline_seconds
 from stepsight.features.op_features import OP_TERMS, op_feature_names, op_features, op_position, op_terms
-from stepsight.training.kernels.derived_kinds import Ratio, as_run, base_of, dtype_class, least_seconds
+from stepsight.training.kernels.derived_kinds import Ratio, as_run, base_of, label, least_seconds
+from stepsight.training.kernels.traced_kinds import TracedKind, log_factors
 from stepsight.training.regression.fitted_physics import Bounds
 from stepsight.training.regression.regressor import Regressor, SignatureRows, fit_regressor
 
@@ -39,12 +40,6 @@ def op_rows(
         op_features(ops, hardware, busy, variants),
         op_feature_names(),
     )
-
-
-def label(name: str, op: Op, hardware: Hardware) -> str:
-    """Kind or family, with the precision where it makes kernels of their own."""
-    precision = dtype_class(op, hardware)
-    return f"{name}/{precision}" if precision else name
 
 
 def num_axes(label: str) -> int:
@@ -97,6 +92,7 @@ class KernelModel:
         derives: Whether this comes from tables of a device on its own: then kinds that were not measured take the
             efficiency of others (see ``derived``) instead of the roofline, and busy neighbours do not count.
         ratios: By kind that was not measured here, what others measured of it against its base.
+        traced: By kind, what traces of real steps add.
         serves: Another device with the same chip that is asked about: ops take as much longer as its roofline says.
         transfer: Answers for ops that the regressor says nothing of; None: they run at the roofline.
         software: What ran the measured ops, by label, the one to predict for first.
@@ -107,6 +103,7 @@ class KernelModel:
     left_out: bool = False
     derives: bool = False
     ratios: Mapping[str, Ratio] = field(default_factory=dict)
+    traced: Mapping[str, TracedKind] = field(default_factory=dict)
     serves: Hardware | None = None
     transfer: OtherDevices | None = None
     software: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -122,7 +119,11 @@ class KernelModel:
         if not ops:
             return np.zeros(0)
         variants = np.array([self.variant(op, name) for op, name in zip(ops, software, strict=bool(software))] or [0])
-        variants = np.broadcast_to(variants, (len(ops),))
+        seconds = self._untraced(ops, busy, np.broadcast_to(variants, (len(ops),)))
+        return np.asarray(seconds * np.exp(log_factors(self.traced, ops, self.hardware))) if self.traced else seconds
+
+    def _untraced(self, ops: Sequence[Op], busy: int, variants: NDArray[np.int64]) -> Array:
+        """Seconds of each op without what traces add."""
         if self.transfer is None:
             return self._by_regressor(ops, busy, variants)
         own = np.array([self._measured(self._traced(op)[0]) for op in ops])
@@ -213,7 +214,8 @@ class KernelModel:
 
         A kind with a ratio that was measured elsewhere counts as measured; so does what a box's ranks sleep.
         """
-        if self._slept:
+        own = self.traced.get(label(op.kind, op, self.hardware))
+        if self._slept or (own is not None and own.holds(op)):
             return ""
         base, _, evident = self._traced(op)
         if not self._measured(base):

@@ -38,6 +38,7 @@ from stepsight.training.collectives.collective_models import BOUNDS, NCCL_BOUNDS
 from stepsight.training.intervals.conformal import Intervals
 from stepsight.training.kernels.derived_kinds import Ratio
 from stepsight.training.kernels.kernel_models import KernelModel, num_axes, op_bounds
+from stepsight.training.kernels.traced_kinds import TracedKind
 from stepsight.training.predictor.learned_latency import LearnedLatency
 from stepsight.training.predictor.predictor_manifest import (
     MANIFEST,
@@ -261,6 +262,7 @@ class Predictor:
         collective = read_part(folder / "collective.json", partial(_collective_regressor, folder))
         derives, ratios = read_part(folder / "kernel.json", _derived)
         transfer, software = read_part(folder / "kernel.json", partial(_transfer, hardware))
+        traced = read_part(folder / "kernel.json", _traced)
         nccl, carried, between = read_part(folder / "collective.json", _library)
         tables = read_part(folder / "intervals.json", dict)
         context = None
@@ -270,7 +272,9 @@ class Predictor:
             context = ContextWeights.load(folder)
         return cls(
             hardware,
-            KernelModel(hardware, kernel, derives=derives, ratios=ratios, transfer=transfer, software=software),
+            KernelModel(
+                hardware, kernel, derives=derives, ratios=ratios, traced=traced, transfer=transfer, software=software
+            ),
             CollectiveModel(collective, nccl=nccl, carried=carried, between=between),
             context,
             made(folder / "intervals.json", Calibration.from_dict, tables.get("calibration")),
@@ -346,6 +350,8 @@ def _derived_to_dict(kernel: KernelModel) -> dict[str, Any]:
         table["software"] = {label: list(names) for label, names in kernel.software.items()}
     if isinstance(kernel.transfer, Transfer):
         table["transfer"] = kernel.transfer.to_dict()
+    if kernel.traced:
+        table["traced"] = {label: kind.to_dict() for label, kind in kernel.traced.items()}
     return table
 
 
@@ -355,6 +361,12 @@ def _transfer(hardware: Hardware, table: dict[str, Any]) -> tuple[Transfer | Non
     if "transfer" not in table:
         return None, software
     return Transfer.from_dict(table["transfer"], hardware, teacher_of), software
+
+
+def _traced(table: dict[str, Any]) -> dict[str, TracedKind]:
+    """What ``_derived_to_dict`` wrote of traces; none in a predictor that was never calibrated by any."""
+    found = table.get("traced", {}).items()
+    return {label: TracedKind.from_dict(kind, num_axes(label)) for label, kind in found}
 
 
 def _derived(table: dict[str, Any]) -> tuple[bool, dict[str, Ratio]]:

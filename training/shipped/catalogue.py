@@ -23,8 +23,7 @@ from stepsight.dataset.files import digest
 from stepsight.dataset.hardware import Hardware, find_hardware
 from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS
 from stepsight.dataset.tables import Measurements
-from stepsight.training.kernels.derived_kinds import Ratio
-from stepsight.training.kernels.kernel_models import label
+from stepsight.training.kernels.derived_kinds import Ratio, label
 from stepsight.training.kernels.quantized import products_alone
 from stepsight.training.predictor.predictor import SHIPPED, Predictor, shipped_names
 from stepsight.training.shipped.from_tables import (

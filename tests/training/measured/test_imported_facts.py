@@ -1,0 +1,37 @@
+"""What traces tell of launches and of compute beside collectives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stepsight.dataset.imported.busy_time import covered
+from stepsight.dataset.imported.read_rank import read_rank
+from stepsight.training.measured.imported_facts import launch_seconds, overlap_of
+from tests.dataset.kineto_files import KinetoFile
+
+
+def test_covered_time_counts_once() -> None:
+    start, end = np.array([0.0, 1.0, 5.0]), np.array([2.0, 3.0, 6.0])
+    found = covered(start, end, np.array([0.0, 2.5, 4.0, 7.0]), np.array([10.0, 5.5, 5.0, 8.0]))
+    assert found == pytest.approx([4.0, 1.0, 0.0, 0.0])
+
+
+def test_compute_beside_collectives_says_what_is_lost(tmp_path: Path) -> None:
+    file, correlation = KinetoFile(0, 2), 0
+    for number in range(120):
+        at, beside = 1000.0 * number, number % 2
+        if beside:
+            file.launch(at, correlation := correlation + 1)
+            file.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", at + 10, 800.0, 20, correlation)
+        file.call("aten::add", at + 15, 20.0, [1024, 1024], [1024, 1024])
+        file.launch(at + 20, correlation := correlation + 1)
+        file.kernel("elementwise_kernel", at + 40, 150.0 if beside else 100.0, 7, correlation)
+    graph = read_rank(file.write(tmp_path / "trace.json"))
+    overlap = overlap_of([graph])
+    assert overlap is not None and overlap.share == pytest.approx(1 / 3, rel=0.05)
+    assert overlap.slowdown == pytest.approx(1.5, rel=0.05)
+    assert overlap_of([read_rank(KinetoFile().call("aten::add", 0, 5, [8]).write(tmp_path / "host.json"))]) is None
+    assert set(launch_seconds([graph])) >= {"add"}
