@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -49,20 +49,48 @@ def replay_command(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", parser=path, help="A run folder, or a collection: each run of it.")
     ],
+    job: Annotated[
+        Path | None,
+        typer.Option(parser=path, help="Job file of the run: compare the traced step with the program of the job."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Replay traced steps from durations and dependencies alone, and compare them with what was measured.
 
     No recorded start is used: a small error says that the dependencies of the graph are right. Time in which a stream
-    idles and no dependency says why is reported as unexplained. Example:
+    idles and no dependency says why is reported as unexplained.
+
+    With --job, ops and collectives of the traced step stand beside those of the job's program: what is missing, extra,
+    or different in dims or bytes, with counts and seconds. A job that cannot be that of the trace is refused. Example:
 
         stepsight import kineto traces/ --out runs/theirs
         stepsight replay runs/theirs
+        stepsight replay runs/theirs --job job.toml
     """
     from stepsight.experiments.reports.trace_reports import replay_runs, replay_text
 
     told = replay_runs(run)
-    answer(told, replay_text(told), as_json)
+    text = replay_text(told)
+    if job is not None:
+        compared, shown = _beside(run, job)
+        told, text = {**told, "job": compared}, f"{text}\n\n{shown}"
+    answer(told, text, as_json)
+
+
+def _beside(run: Path, job: Path) -> tuple[dict[str, Any], str]:
+    """A run beside the program of its job, as JSON and as text."""
+    from stepsight.dataset.imported.imported_run import run_folders, run_graphs
+    from stepsight.dataset.job import Job
+    from stepsight.experiments.measured_program import compare, comparison_text
+    from stepsight.experiments.reports.side_by_side import check_job
+
+    folders = run_folders(run)
+    if len(folders) != 1:
+        raise StepsightError(f"--job is the job of one run, got {len(folders)} in {run}: name one of its runs/")
+    read, graphs = Job.from_file(job), run_graphs(folders[0]).graphs
+    check_job(read, graphs)
+    compared = compare(read, graphs)
+    return compared, comparison_text(compared)
 
 
 def dataset_command(

@@ -27,7 +27,7 @@ def test_a_factor_of_a_kind_is_learned_and_fades_outside_its_sizes() -> None:
 
 def test_what_helps_nothing_and_what_is_beyond_belief_teach_nothing() -> None:
     predicted = np.array([op.num_bytes / 1e12 for op in OPS])
-    noise = np.exp(np.resize([0.2, -0.2, -0.2, 0.2], len(OPS)))
+    noise = np.exp(np.resize([0.2, -0.2], len(OPS)))
     assert fit_traced(OPS, predicted, predicted * noise, A100)[0] == {}
     assert fit_traced(OPS, predicted, predicted * np.exp(MOST_LOG + 1), A100)[0] == {}
 
