@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.errors import TraceError
+from stepsight.dataset.imported.chakra_graph import read_chakra
 from stepsight.dataset.imported.meetings import meetings, numbered_alike
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, RankGraph
 from stepsight.dataset.imported.read_rank import read_rank
@@ -16,6 +17,7 @@ from stepsight.dataset.program import Dependency
 from stepsight.dataset.readers.placement import Placement
 
 _SUFFIXES = (".json", ".json.gz")
+_CHAKRA = (".et", ".et.gz", *_SUFFIXES)
 _RANK = re.compile(r"(?:rank|worker|gpu|proc|node)[-_.]?(\d+)|[-_.](\d+)(?=[-_.]|$)", re.IGNORECASE)
 _MOST_TOLD = 8  # ranks that a message names
 _LEAST_ALIKE = 0.5  # of the collectives of two ranks of a job that are of one kind
@@ -32,8 +34,8 @@ class Imported:
     warnings: tuple[str, ...]
 
 
-def trace_files(paths: Sequence[Path]) -> list[Path]:
-    """The files named, and those of folders named: all that end in ``.json`` or ``.json.gz``.
+def trace_files(paths: Sequence[Path], suffixes: tuple[str, ...] = _SUFFIXES) -> list[Path]:
+    """The files named, and those of folders named: all that end in one of the suffixes.
 
     Raises:
         TraceError: If there are none, or one is named twice.
@@ -41,9 +43,9 @@ def trace_files(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(each for each in path.iterdir() if each.name.endswith(_SUFFIXES) and each.is_file())
+            inside = sorted(each for each in path.iterdir() if each.name.endswith(suffixes) and each.is_file())
             if not inside:
-                raise TraceError(f"a folder of traces must hold files that end in {' or '.join(_SUFFIXES)}: {path}")
+                raise TraceError(f"a folder of traces must hold files that end in {' or '.join(suffixes)}: {path}")
             found += inside
         else:
             found.append(path)
@@ -89,6 +91,25 @@ def import_ranks(
     return Imported(tuple(ordered), tuple(files[place] for place in order), (*warnings, *_check_ranks(ordered)))
 
 
+def import_chakra(paths: Sequence[Path], on_file: Progress | None = None) -> Imported:
+    """Read the Chakra execution traces of one job's ranks; a rank is the number in its file's name.
+
+    Raises:
+        TraceError: If a file is no whole trace, two are of one rank, or the ranks do not fit together.
+    """
+    files = trace_files(paths, _CHAKRA)
+    named = [_rank_in(path) for path in files]
+    ranks = [int(rank or 0) for rank in named] if None not in named else list(range(len(files)))
+    twice = {rank for rank in ranks if ranks.count(rank) > 1}
+    if twice:
+        raise TraceError(f"every rank must have one trace, got rank {min(twice)} twice: name files as chakra.0.et")
+    order = sorted(range(len(files)), key=lambda place: ranks[place])
+    ordered = [files[place] for place in order]
+    graphs = read_chakra(ordered, [ranks[place] for place in order], on_file)
+    told = [f"rank {graph.rank}: {each}" if len(graphs) > 1 else each for graph in graphs for each in graph.warnings]
+    return Imported(tuple(graphs), tuple(ordered), (*told, *_check_ranks(graphs)))
+
+
 def _execution_of(files: Sequence[Path], executions: Sequence[Path]) -> dict[Path, Path]:
     """Execution trace of each file: by the rank in their names, else by their order."""
     if not executions:
@@ -113,7 +134,7 @@ def _execution_of(files: Sequence[Path], executions: Sequence[Path]) -> dict[Pat
 
 def _rank_in(path: Path) -> int | None:
     """Rank that a file's name says."""
-    match = _RANK.search(path.name.split(".json")[0])
+    match = _RANK.search(re.sub(r"\.(json|et)(\.gz)?$", "", path.name))
     return int(match[1] or match[2]) if match else None
 
 

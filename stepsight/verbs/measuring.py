@@ -204,8 +204,9 @@ def import_command(
     format: Annotated[
         str,
         typer.Argument(
-            help="kineto: traces of PyTorch's profiler. Or a table: aiconfigurator, neusight, vidur, simumax, "
-            "nccl-tests (logs or parsed), vtrain, aicb, or csv: a table of your own with columns op, dims "
+            help="kineto: traces of PyTorch's profiler; chakra: execution traces with durations (.et or JSON). Or a "
+            "table: aiconfigurator, neusight, vidur, simumax, nccl-tests (logs or parsed), vtrain, aicb, or csv: a "
+            "table of your own with columns op, dims "
             "(4096x4096x1024), dtype, microseconds."
         ),
     ],
@@ -243,6 +244,7 @@ def import_command(
     with stepsight are learned from tables read so (`python -m stepsight.training.shipped.catalogue`). Examples:
 
         stepsight import kineto rank0.json.gz rank1.json.gz --out runs/theirs
+        stepsight import chakra traces/chakra.*.et --out runs/theirs
         stepsight import nccl-tests logs/ --out collectives.parquet
     """
     if format in TRACES:

@@ -10,15 +10,15 @@ import typer
 from stepsight.dataset.errors import StepsightError
 from stepsight.verbs.options import Json, answer, path, progress
 
-TRACES = ("kineto",)  # formats of traces; every other format is a table of measurements
+TRACES = ("kineto", "chakra")  # formats of traces; every other format is a table of measurements
 
 
 def import_traces(
     format: str, paths: list[Path], out: Path | None, executions: list[Path], job: Path | None, as_json: bool
 ) -> None:
-    """``stepsight import kineto``."""
+    """``stepsight import kineto``, and ``stepsight import chakra``."""
     from stepsight.dataset.files import check_writable
-    from stepsight.dataset.imported.import_ranks import import_ranks, summary
+    from stepsight.dataset.imported.import_ranks import import_chakra, import_ranks, summary
     from stepsight.dataset.imported.imported_run import write_imported
     from stepsight.dataset.job import Job
     from stepsight.dataset.readers.placement import Placement
@@ -34,7 +34,10 @@ def import_traces(
     if read is not None:
         degrees = read.parallel
         placement = Placement(devices_per_node=read.cluster.devices_per_node, tp=degrees.tp, dp=degrees.dp)
-    found = import_ranks(paths, executions, placement, progress("traces read"))
+    if format == "chakra" and executions:
+        raise StepsightError("import chakra takes no --et: a Chakra trace is an execution trace with durations")
+    told_of = progress("traces read")
+    found = import_chakra(paths, told_of) if format == "chakra" else import_ranks(paths, executions, placement, told_of)
     told = summary(found)
     if read is not None:
         from stepsight.experiments.reports.side_by_side import check_job

@@ -20,7 +20,7 @@ from stepsight.dataset.box_spec import read_box
 from stepsight.dataset.configs.config_job import read_configs
 from stepsight.dataset.configs.writers import write_config
 from stepsight.dataset.event_file import read_event_file
-from stepsight.dataset.imported.import_ranks import import_ranks
+from stepsight.dataset.imported.import_ranks import Imported, import_chakra, import_ranks
 from stepsight.dataset.imported.import_ranks import summary as import_summary
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
@@ -106,9 +106,16 @@ def _kineto(path: Path) -> None:
         assert node.work.num_bytes >= 0
 
 
+def _chakra(path: Path) -> None:
+    _check_import(import_chakra([path]))
+
+
 def _imported(path: Path) -> None:
+    _check_import(import_ranks([path]))
+
+
+def _check_import(found: Imported) -> None:
     """One rank as ``import`` reads it, what it prints, where the time goes, and its replay."""
-    found = import_ranks([path])
     json.dumps(import_summary(found), allow_nan=False)
     graph = found.graphs[0]
     for values in (graph.start_s, graph.duration_s, graph.delay_s, graph.unrecorded_s, graph.steps_s):
@@ -327,6 +334,8 @@ TARGETS = {
         Target("runs", _runs, mutated_csv, ".csv"),
         Target("kineto", _kineto, mutated_json, ".json"),
         Target("import_kineto", _imported, mutated_json, ".json"),
+        Target("import_chakra", _chakra, mutated_bytes, ".et"),
+        Target("import_chakra_json", _chakra, mutated_json, ".json"),
         *(
             Target(f"table_{name}", partial(_table, name), _MUTATE.get(name, mutated_text), _suffix(name))
             for name in FORMATS

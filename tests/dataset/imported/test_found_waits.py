@@ -8,6 +8,7 @@ import pytest
 
 from stepsight.dataset.imported.rank_graph import RankGraph
 from stepsight.dataset.imported.read_rank import lateness, read_rank
+from stepsight.dataset.op import Op
 from stepsight.simulator.replay.replay import replay
 from tests.dataset.kineto_files import MAIN, KinetoFile
 
@@ -74,7 +75,7 @@ def test_names_of_old_versions_tell_backward_and_steps(tmp_path: Path) -> None:
     graph = read_rank(file.write(tmp_path / "trace.json"))
     assert len(graph.steps_s) == 3
     assert set(graph.nodes["phase"][graph.on_device].tolist()) == {0, 1}
-    assert any(work.kind == "linear" and work.dims == (64, 64, 64) for work in graph.works)
+    assert any(isinstance(work, Op) and work.dims == (64, 64, 64) for work in graph.works)
 
 
 def test_a_trace_without_kernels_of_an_accelerator_says_so(tmp_path: Path) -> None:

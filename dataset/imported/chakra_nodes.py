@@ -1,0 +1,257 @@
+"""Nodes of a Chakra execution trace (MLCommons): protobuf (``.et``) or JSON.
+
+The protobuf form is a sequence of messages, each after its length: one ``GlobalMetadata``, then ``Node`` after ``Node``
+(``schema/protobuf/et_def.proto`` of mlcommons/chakra).  The JSON forms are a table with ``workload_graph``, and nodes
+one after the other as protobuf prints them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.bounded import read_unpacked
+from stepsight.dataset.errors import TraceError
+
+COMP, COMM = "COMP_NODE", "COMM_COLL_NODE"
+NODE_TYPES = ("INVALID_NODE", "METADATA_NODE", "MEM_LOAD_NODE", "MEM_STORE_NODE", COMP, "COMM_SEND_NODE",
+              "COMM_RECV_NODE", COMM)  # fmt: skip
+COMM_TYPES = ("all_reduce", "reduce", "all_gather", "gather", "scatter", "broadcast", "all_to_all", "reduce_scatter",
+              "reduce_scatter", "barrier")  # fmt: skip
+_MOST_US = 2**53
+_TEXTS, _BOOLS = (29,), (27,)  # fields of AttributeProto
+_SIGNED, _ZIGZAG = (7, 9), (15, 17)
+_KEYS = {
+    "Id": "id", "Name": "name", "NodeType": "type", "runtime": "duration", "durationMicros": "duration",
+    "duration_micros": "duration", "dataDeps": "data_deps",
+    "ctrlDeps": "ctrl_deps", "inputs": "inputs",
+}  # fmt: skip
+
+
+@dataclass
+class ChakraNode:
+    """One node.
+
+    Attributes:
+        id: Of the node.
+        name: Of the call, kernel or collective.
+        type: One of ``NODE_TYPES``.
+        data_deps: Nodes that end before it begins.
+        duration_us: Microseconds.
+        shapes, types: Of the inputs, as text.
+        attrs: Named attributes.
+    """
+
+    id: int
+    name: str = ""
+    type: str = NODE_TYPES[0]
+    data_deps: tuple[int, ...] = ()
+    duration_us: float = 0.0
+    shapes: str = ""
+    types: str = ""
+    attrs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.duration_us < _MOST_US:
+            raise ValueError(f"a duration must be from 0 to {_MOST_US:g} us, got {self.duration_us} of node {self.id}")
+        if self.type not in NODE_TYPES:
+            raise ValueError(
+                f"the type of node {self.id} must be one of {', '.join(NODE_TYPES)}, got {self.type!r:.40}"
+            )
+
+
+def read_nodes(path: Path) -> list[ChakraNode]:
+    """Read the nodes of one rank's trace.
+
+    Raises:
+        TraceError: If it is none, is cut off, or holds a node twice, a negative duration or a number out of range.
+    """
+    try:
+        data = read_unpacked(path)
+    except (OSError, ValueError) as error:
+        raise TraceError(f"a Chakra trace must be readable, got {path}: {error}") from None
+    try:
+        nodes = list(_json_nodes(data) if data.lstrip()[:1] in (b"{", b"[") else _wire_nodes(data))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        raise TraceError(f"{path} must be a whole Chakra execution trace (protobuf or JSON): {error}") from None
+    seen: set[int] = set()
+    for node in nodes:
+        if node.id in seen:
+            raise TraceError(f"every node of a Chakra trace must have an id of its own, got {node.id} twice in {path}")
+        seen.add(node.id)
+    if not nodes:
+        raise TraceError(f"a Chakra trace must hold nodes, got none in {path}")
+    return nodes
+
+
+def _wire_nodes(data: bytes) -> Iterator[ChakraNode]:
+    at, first = 0, True
+    while at < len(data):
+        length, at = _varint(data, at)
+        if at + length > len(data):
+            raise ValueError(f"a message of {length} bytes begins {len(data) - at} bytes before the end")
+        message, at = data[at : at + length], at + length
+        if not first:
+            yield _wire_node(message)
+        first = False
+
+
+def _wire_node(message: bytes) -> ChakraNode:
+    node: dict[str, Any] = {"id": 0, "attrs": {}}
+    deps: list[int] = []
+    for number, value in _fields(message):
+        if number == 1:
+            node["id"] = _whole(value)
+        elif number == 2:
+            node["name"] = _text(value)
+        elif number == 3:
+            kind = _whole(value)
+            node["type"] = NODE_TYPES[kind] if kind < len(NODE_TYPES) else str(kind)
+        elif number == 5:
+            deps += [value] if isinstance(value, int) else _packed(value)
+        elif number == 7:
+            node["duration_us"] = _whole(value)
+        elif number == 8:
+            told = {place: _text(text) for place, text in _fields(_bytes(value))}
+            node["shapes"], node["types"] = told.get(2, ""), told.get(3, "")
+        elif number == 10:
+            name, attr = _attribute(_bytes(value))
+            node["attrs"][name] = attr
+    return ChakraNode(data_deps=tuple(deps), **node)
+
+
+def _attribute(message: bytes) -> tuple[str, Any]:
+    name = ""
+    found: Any = None
+    for number, value in _fields(message):
+        if number == 1:
+            name = _text(value)
+        elif number in _TEXTS:
+            found = _text(value)
+        elif number in _BOOLS:
+            found = bool(value)
+        elif number > 2 and isinstance(value, int):
+            found = value - 2**64 if number in _SIGNED and value >= 2**63 else value
+            found = (value >> 1) ^ -(value & 1) if number in _ZIGZAG else found
+    return name, found
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    at = 0
+    while at < len(message):
+        key, at = _varint(message, at)
+        number, wire = key >> 3, key & 7
+        if wire == 0:
+            value, at = _varint(message, at)
+            yield number, value
+            continue
+        if wire not in (1, 2, 5):
+            raise ValueError(f"a field must be of wire type 0, 1, 2 or 5, got {wire}")
+        length = {1: 8, 5: 4}.get(wire, 0)
+        if wire == 2:
+            length, at = _varint(message, at)
+        if at + length > len(message):
+            raise ValueError(f"field {number} of {length} bytes goes beyond its message")
+        yield number, message[at : at + length]
+        at += length
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        if at >= len(data) or shift > 63:
+            raise ValueError("the file ends within a number, or a number has more than 64 bits")
+        byte = data[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return value, at
+
+
+def _packed(value: bytes) -> list[int]:
+    out, at = [], 0
+    while at < len(value):
+        number, at = _varint(value, at)
+        out.append(number)
+    return out
+
+
+def _whole(value: int | bytes) -> int:
+    if not isinstance(value, int):
+        raise ValueError(f"a number must be a varint, got {len(value)} bytes")
+    return value
+
+
+def _bytes(value: int | bytes) -> bytes:
+    if isinstance(value, int):
+        raise ValueError(f"a message must be bytes, got the number {value}")
+    return value
+
+
+def _text(value: int | bytes) -> str:
+    return _bytes(value).decode("utf-8")
+
+
+def _json_nodes(data: bytes) -> Iterator[ChakraNode]:
+    for table in _tables(data.decode("utf-8")):
+        if "workload_graph" in table:
+            yield from map(_json_node, table["workload_graph"])
+        elif "name" in table and "id" in table:
+            yield _json_node(table)
+        elif not ({"version", "attr"} & set(table)) and table:
+            raise ValueError(f"a table must be a node, the metadata or hold workload_graph, got {sorted(table)[:4]}")
+
+
+def _tables(text: str) -> Iterator[Mapping[str, Any]]:
+    """JSON tables one after the other, or in one list."""
+    decoder, at = json.JSONDecoder(), 0
+    while at < len(text) and text[at:].strip():
+        at += len(text[at:]) - len(text[at:].lstrip())
+        found, at = decoder.raw_decode(text, at)
+        for table in found if isinstance(found, list) else [found]:
+            if not isinstance(table, dict):
+                raise ValueError(f"a trace must hold tables, got {table!r:.40}")
+            yield table
+
+
+def _json_node(table: Mapping[str, Any]) -> ChakraNode:
+    named: dict[str, Any] = {_KEYS.get(key, key): value for key, value in table.items()}
+    kind = named.get("type", COMP)
+    kind = NODE_TYPES[kind] if isinstance(kind, int) and 0 <= kind < len(NODE_TYPES) else str(kind)
+    attrs = {str(each["name"]): _json_value(each) for each in named.get("attr", ())}
+    known = {
+        "id",
+        "name",
+        "type",
+        "duration",
+        "startTimeMicros",
+        "start_time_micros",
+        "data_deps",
+        "ctrl_deps",
+        "inputs",
+        "outputs",
+        "attr",
+    }
+    attrs |= {key: value for key, value in named.items() if key not in known}
+    inputs = named.get("inputs") or {}
+    return ChakraNode(
+        int(str(named["id"])),
+        str(named.get("name", "")),
+        kind,
+        tuple(int(dep) for dep in named.get("data_deps", ())),
+        float(named.get("duration", 0)),
+        str(inputs.get("shapes", "")),
+        str(inputs.get("types", "")),
+        attrs,
+    )
+
+
+def _json_value(attr: Mapping[str, Any]) -> Any:
+    value = next((value for key, value in attr.items() if key not in ("name", "docString", "doc_string")), None)
+    if not isinstance(value, str) or {"stringVal", "string_val"} & set(attr):
+        return value
+    return int(value) if re.fullmatch(r"-?\d{1,20}", value) else value  # protobuf prints 64 bits as text
