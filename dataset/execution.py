@@ -14,7 +14,7 @@ from types import MappingProxyType
 from stepsight.dataset.caching import cached
 from stepsight.dataset.hashed_once import hashed_once
 from stepsight.dataset.job import Job
-from stepsight.dataset.specs import PURE, BatchSpec, OptimizerSpec, ParallelSpec
+from stepsight.dataset.specs import PURE, BatchSpec, OptimizerSpec
 
 COMPUTE_DTYPE: Mapping[str, str] = MappingProxyType(
     {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16", **PURE}
@@ -163,7 +163,11 @@ def semantics_of(job: Job, device_kind: str = "gpu") -> ExecutionSemantics:
     """
     m = job.model
     habits = (m.eager_kernels, m.norms_again, m.token_metrics)
-    return _semantics((job.execution.engine, device_kind == "cpu"), habits, job.parallel, job.batch, job.optimizer)
+    on_cpu, p = device_kind == "cpu", job.parallel
+    unsummed = on_cpu and p.pp > 1 and p.zero_stage == 0  # until the schedule is over
+    gradients = p.gradient_dtype, p.reduce_scatter, p.zero_stage < 3, p.overlap_grad_reduce and not unsummed
+    overlap = p.overlap_tp, p.overlap_param_gather, p.prefetch, p.reshard_after_forward, p.bucket_mbytes, p.runtime
+    return _semantics((job.execution.engine, on_cpu), habits, gradients, overlap, job.batch, job.optimizer)
 
 
 @cached(1024)
@@ -202,27 +206,39 @@ def _states(engine: str, precision: str, stated: str, holds_gradients: bool, sca
     )
 
 
-@cached(4096)
+@cached(1024)
 def _semantics(
     where: tuple[str, bool],
     habits: tuple[bool, bool, bool],
-    p: ParallelSpec,
+    gradients: tuple[str, bool, bool, bool],
+    traffic: tuple[str, bool, int, bool, float, str],
     batch: BatchSpec,
     optimizer: OptimizerSpec,
 ) -> ExecutionSemantics:
-    """``where``: the engine as the job states it, and whether it runs on CPUs; ``habits``: of the model's kernels."""
+    """The semantics of all strategies that are alike in what these depend on.
+
+    Args:
+        where: The engine as the job states it, and whether it runs on CPUs.
+        habits: Of the model's kernels.
+        gradients: ``gradient_dtype`` and ``reduce_scatter``; whether a rank has whole gradients (ZeRO below 3); whether
+            these travel while backward runs.
+        traffic: ``overlap_tp``, ``overlap_param_gather``, ``prefetch``, ``reshard_after_forward``, ``bucket_mbytes``
+            and ``runtime`` as the job states them.
+        batch, optimizer: Of the job.
+    """
     engine, on_cpu = where[0] or default_engine(batch.precision), where[1]
-    whole = p.zero_stage < 3  # a rank has whole gradients
-    kernels = _kernels(engine, batch.precision, habits, p.gradient_dtype if whole else "", batch.fp8_scaling)
-    states = _states(engine, batch.precision, p.gradient_dtype, whole, p.reduce_scatter)
+    dtype, scatters, whole, overlapped = gradients
+    kernels = _kernels(engine, batch.precision, habits, dtype if whole else "", batch.fp8_scaling)
+    states = _states(engine, batch.precision, dtype, whole, scatters)
+    overlap_tp, parameters, prefetch, reshard, bucket_mbytes, runtime = traffic
     overlap = _overlap(
-        tensor_parallel=p.overlap_tp,
-        gradients=p.overlap_grad_reduce and not (on_cpu and p.pp > 1 and p.zero_stage == 0),
-        parameters=p.overlap_param_gather,
-        prefetch=p.prefetch,
-        reshard=p.reshard_after_forward,
-        bucket_bytes=p.bucket_mbytes * 2**20,
-        runtime=p.runtime or ("torch" if on_cpu else "asynchronous"),
+        tensor_parallel=overlap_tp,
+        gradients=overlapped,
+        parameters=parameters,
+        prefetch=prefetch,
+        reshard=reshard,
+        bucket_bytes=bucket_mbytes * 2**20,
+        runtime=runtime or ("torch" if on_cpu else "asynchronous"),
         reads_norm=optimizer.clip_grad_norm,
     )
     form = "host" if optimizer.offload else "fused" if optimizer.fused else "foreach"

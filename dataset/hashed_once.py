@@ -23,10 +23,14 @@ def hashed_once(cls: T) -> T:
     compute: Any = cls.__hash__
 
     def remembered(self: Any) -> int:
-        known: int | None = self.__dict__.get("_hash")
-        if known is None:
-            known = self.__dict__["_hash"] = compute(self)
-        return known
+        try:
+            return self._hash  # type: ignore[no-any-return]
+        except AttributeError:
+            known: int = compute(self)
+            object.__setattr__(self, "_hash", known)
+            return known
 
+    # Each class has code of its own: the interpreter remembers where one class keeps an attribute, not where many do.
+    remembered.__code__ = remembered.__code__.replace()
     cls.__hash__ = remembered  # type: ignore[assignment]
     return cls

@@ -137,11 +137,11 @@ def _check_arrays(name: str, made: Schedule) -> None:
         ("placement", made.placement, 2),
     ):
         right = isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.shape[1] == columns and len(rows) > 0
-        if not right or not np.issubdtype(rows.dtype, np.integer):
+        if not right or rows.dtype.kind not in "iu":
             told = f"{rows.dtype} of shape {rows.shape}" if isinstance(rows, np.ndarray) else f"{rows!r:.80}"
             raise JobError(f"schedule {name}: {what} must be whole numbers of shape (n, {columns}), got {told}")
     places = made.placement
-    if places.min() < 0 or places[:, 0].max() >= made.num_stages or len(np.unique(places, axis=0)) < len(places):
+    if places.min() < 0 or places[:, 0].max() >= made.num_stages or len(set(map(tuple, places.tolist()))) < len(places):
         raise JobError(
             f"schedule {name}: placement must give every part a stage < {made.num_stages} and a chunk >= 0 of its own, "
             f"got {places.tolist()!s:.80}"

@@ -22,7 +22,6 @@ from stepsight.dataset.hashed_once import hashed_once
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
-from stepsight.dataset.specs import ParallelSpec
 from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.clock.track import FIRST, LAST, Track, find_track
 from stepsight.simulator.clock.track import track as order_entries
@@ -129,13 +128,24 @@ def lower(job: Job, hardware: Hardware) -> Lowered:
     return _lower(_asked(job, hardware))
 
 
+class _Strategy(NamedTuple):
+    """Fields of ``ParallelSpec`` that nothing else of ``_Asked`` depends on, and the micro-batches of a replica."""
+
+    schedule: str
+    pp: int
+    virtual_stages: int
+    zero_stage: int
+    recompute: str
+    recompute_every: int
+    num_micro_batches: int
+
+
 class _Asked(NamedTuple):
     """All that a lowered job depends on; jobs that are alike in it share one."""
 
-    parallel: ParallelSpec
+    strategy: _Strategy
     semantics: ExecutionSemantics
     optimizer: str
-    num_micro_batches: int
     shape: RankShape
     parts: Parts
     groups: Groups
@@ -146,12 +156,12 @@ class _Asked(NamedTuple):
 
 def _asked(job: Job, hardware: Hardware) -> _Asked:
     beside, share = hardware.kind != "cpu", hardware.comm_compute_share
-    semantics = semantics_of(job, hardware.kind)
+    semantics, p = semantics_of(job, hardware.kind), job.parallel
+    recompute = p.recompute, p.recompute_every
     return _Asked(
-        job.parallel,
+        _Strategy(p.schedule, p.pp, p.virtual_stages, p.zero_stage, *recompute, job.num_micro_batches),
         semantics,
         job.optimizer.kind,
-        job.num_micro_batches,
         rank_shape(job, share if beside else 0.0, semantics),
         part_shapes(job),
         groups_of(job),
@@ -163,9 +173,10 @@ def _asked(job: Job, hardware: Hardware) -> _Asked:
 
 @cached(512)
 def _lower(asked: _Asked) -> Lowered:
-    p, shape, parts, overlap = asked.parallel, asked.shape, asked.parts, asked.semantics.overlap
-    replicas = replicas_of(p, asked.groups, asked.semantics, beside=asked.beside, share=asked.share)
-    track = _find_track(p, asked.num_micro_batches, overlap.runtime)
+    p, shape, parts, overlap = asked.strategy, asked.shape, asked.parts, asked.semantics.overlap
+    zero = p.zero_stage, p.pp > 1
+    replicas = replicas_of(zero, asked.groups, asked.semantics, beside=asked.beside, share=asked.share)
+    track = _find_track(p, overlap.runtime)
     held = _held(track, parts)
     passes = _passes(track)
     calls = calls_of(shape.kernels, replicas, (p.recompute, p.recompute_every), passes.passes)
@@ -273,12 +284,12 @@ def _passes(track: Track) -> _Passes:
 _shared_passes = cached(512)(_Passes)
 
 
-def _find_track(p: ParallelSpec, num_micro_batches: int, runtime: str) -> Track:
+def _find_track(p: _Strategy, runtime: str) -> Track:
     if p.schedule.endswith(".csv"):
         path = Path(p.schedule)
         changed = path.stat().st_mtime_ns if path.is_file() else 0
-        return _read_track(path, changed, p.pp, num_micro_batches, p.virtual_stages, runtime)
-    return find_track(p.schedule, p.pp, num_micro_batches, p.virtual_stages, runtime)
+        return _read_track(path, changed, p.pp, p.num_micro_batches, p.virtual_stages, runtime)
+    return find_track(p.schedule, p.pp, p.num_micro_batches, p.virtual_stages, runtime)
 
 
 @cached(64)

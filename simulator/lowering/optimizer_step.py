@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from stepsight.dataset.caching import cached
 from stepsight.dataset.execution import StateSemantics
+from stepsight.dataset.hashed_once import HashedTuple
 from stepsight.dataset.op import DTYPE_BYTES, Op
 from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.clock.codes import DATA, SECOND
@@ -47,15 +48,13 @@ def optimizer_segment(
     builder = SegmentBuilder("optimizer")
     if shape.sequence_parallel:
         shards = replicas.shards if replicas.fully_sharded else 1
-        _sum_replicated(builder, shape, sum(t.times * -(-t.numel // shards) for t in tensors if t.replicated))
+        _sum_replicated(builder, shape, _elements(tensors, (shards, shards), replicated=True)[0])
     if tied.size > 1:
         table = shape.model.vocab // shape.vocab_tp * shape.model.hidden
         builder.block(tied.collective("all_reduce", table * replicas.gradient_bytes), DATA, "tied_embedding")
     if replicas.size > 1 and replicas.zero_stage < 2 and not replicas.overlap_gradients:
         _sum_buckets(builder, shape, parts, replicas)
-    each = (replicas.shards, replicas.expert_shards)
-    numel = sum(t.times * -(-t.numel // each[t.expert]) for t in tensors)
-    num_tensors = sum(t.times for t in tensors)
+    numel, num_tensors = _elements(tensors, (replicas.shards, replicas.expert_shards))
     if habits.states.scales_loss and numel:
         builder.items(_unscaled(shape, habits.states, numel), "unscale")
     if habits.clips:
@@ -121,8 +120,21 @@ class _Tensors(NamedTuple):
     times: int
 
 
+@cached(8192)
+def _elements(tensors: HashedTuple[_Tensors], shards: tuple[int, int], *, replicated: bool = False) -> tuple[int, int]:
+    """Elements of a rank's share of some tensors, and their number.
+
+    Args:
+        tensors: Which.
+        shards: Over how many ranks others' and experts' are divided.
+        replicated: Whether those alone count that all tensor-parallel ranks hold.
+    """
+    counted = [t for t in tensors if t.replicated or not replicated]
+    return sum([t.times * -(-t.numel // shards[t.expert]) for t in counted]), sum([t.times for t in counted])
+
+
 @cached(4096)
-def _tensors_of(shape: RankShape, parts: Parts) -> tuple[_Tensors, ...]:
+def _tensors_of(shape: RankShape, parts: Parts) -> HashedTuple[_Tensors]:
     """Distinct parameter tensors of some parts."""
     found: dict[tuple[int, bool, bool], int] = {}
     for part in parts:
@@ -131,7 +143,7 @@ def _tensors_of(shape: RankShape, parts: Parts) -> tuple[_Tensors, ...]:
                 for numel in step.parameters:
                     key = numel, step.expert, step.replicated
                     found[key] = found.get(key, 0) + unit.times
-    return tuple([_Tensors(*key, count) for key, count in found.items()])
+    return HashedTuple([_Tensors(*key, count) for key, count in found.items()])
 
 
 def _sum_replicated(builder: SegmentBuilder, shape: RankShape, numel: int) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.caching import cached
 from stepsight.dataset.job import Job
-from stepsight.dataset.specs import ParallelSpec, hashed_once
+from stepsight.dataset.specs import hashed_once
 from stepsight.simulator.blocks.shape import Group
 
 Strides = tuple[tuple[int, int], ...]  # (stride, size) of each axis of a group, fastest first
@@ -115,15 +115,15 @@ class Layout:
 
 def layout_of(job: Job) -> Layout:
     """The layout of a job."""
-    return _layout(job.parallel, job.cluster.devices_per_node)
+    p = job.parallel
+    return _layout(p.order, (p.tp, p.cp, p.dp, p.pp), job.cluster.devices_per_node)
 
 
 @cached(4096)
-def _layout(p: ParallelSpec, devices_per_node: int) -> Layout:
-    return _layout_along(tuple([(axis, getattr(p, axis)) for axis in p.order.split("-")]), devices_per_node)
-
-
-_layout_along = cached(4096)(Layout)  # equal layouts are one object, as they are keys of other caches
+def _layout(order: str, degrees: tuple[int, int, int, int], devices_per_node: int) -> Layout:
+    """Equal layouts are one object, as they are keys of other caches."""
+    size = dict(zip(("tp", "cp", "dp", "pp"), degrees, strict=True))
+    return Layout(tuple([(axis, size[axis]) for axis in order.split("-")]), devices_per_node)
 
 
 def _joined(strides: list[tuple[int, int]]) -> Strides:

@@ -167,26 +167,19 @@ def gathering_of(p: ParallelSpec, overlap: OverlapSemantics, *, beside: bool = T
     return Gathering(overlap.prefetch, overlap.reshard, reduce_once=p.zero_stage == 3 and p.pp > 1 and beside)
 
 
+@cached(4096)
 def replicas_of(
-    p: ParallelSpec, groups: Groups, semantics: ExecutionSemantics, *, beside: bool, share: float
+    zero: tuple[int, bool], groups: Groups, semantics: ExecutionSemantics, *, beside: bool, share: float
 ) -> Replicas:
     """How the replicas of a rank agree.
 
     Args:
-        p: Which strategy.
+        zero: The ZeRO stage, and whether there is a pipeline.
         groups: Who the replicas are.
         semantics: What executes the job.
         beside: Whether the hardware runs collectives beside the computation.
         share: Part of their time that the computation then loses.
     """
-    return _replicas((p.zero_stage, p.pp > 1), groups, semantics, beside, share)
-
-
-@cached(4096)
-def _replicas(
-    zero: tuple[int, bool], groups: Groups, semantics: ExecutionSemantics, beside: bool, share: float
-) -> Replicas:
-    """``zero``: the stage, and whether there is a pipeline."""
     states, overlap = semantics.states, semantics.overlap
     zero_stage, pipelined = zero
     return Replicas(

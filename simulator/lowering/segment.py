@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
 from stepsight.simulator.blocks.step import Item
@@ -238,7 +239,7 @@ class SegmentBuilder:
         return self._names.setdefault(name, len(self._names))
 
     def build(self) -> Segment:
-        rows = np.array(self._rows, dtype=np.int32).reshape(-1, NUM_COLUMNS)
+        rows = _events(tuple(self._rows))
         return Segment(
             self._label,
             tuple(self._passages),
@@ -252,6 +253,12 @@ class SegmentBuilder:
     def _add(self, row: _Row) -> int:
         self._rows.append(row)
         return self.num_events - 1
+
+
+@cached(4096)
+def _events(rows: tuple[_Row, ...]) -> NDArray[np.int32]:
+    """Rows as an array, which segments with the same events share."""
+    return np.array(rows, dtype=np.int32).reshape(-1, NUM_COLUMNS)
 
 
 def _write_out(segment: Segment) -> tuple[Program, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

@@ -190,5 +190,10 @@ def _bucket_run(shape: RankShape, part: PartShape, every: int, spec: BackwardSpe
 
 def _spec_for(unit: Unit, spec: BackwardSpec) -> BackwardSpec:
     if spec.recompute == "full" and (unit.root or not unit.again):
-        return replace(spec, recompute="none", whole=False)
+        return _without_recompute(spec)
     return spec
+
+
+@cached(512)
+def _without_recompute(spec: BackwardSpec) -> BackwardSpec:
+    return replace(spec, recompute="none", whole=False)
