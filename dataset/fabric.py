@@ -7,7 +7,8 @@ from typing import Any
 
 from stepsight.dataset.errors import JobError
 
-MOST_NUMBER = 1e100
+# In the units of a job file: what a link can have.
+_RANGES = {"bandwidth_gbytes_per_s": (1e-6, 1e6), "latency_us": (0.0, 1e9), "burst_bytes": (0.0, 1e12)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,11 @@ def fabric_from_dict(name: str, table: dict[str, Any]) -> Fabric:
         for field_name, number in link.items():
             if isinstance(number, bool) or not isinstance(number, int | float):
                 raise JobError(f"fabric.{key}.{field_name} must be a number, got {number!r:.80}")
-            if not -MOST_NUMBER < number < MOST_NUMBER:
-                raise JobError(f"fabric.{key}.{field_name} must be a number of less than {MOST_NUMBER:g}")
+            least, most = _RANGES[field_name]
+            if not least <= number <= most:
+                raise JobError(
+                    f"fabric.{key}.{field_name} must be a number from {least:g} to {most:g}, got {number!r:.80}"
+                )
         links[key] = Link(link["bandwidth_gbytes_per_s"] * 1e9, link["latency_us"] * 1e-6, link.get("burst_bytes", 0.0))
     unknown = set(table) - set(links) - {"source"}
     if unknown:

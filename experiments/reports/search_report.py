@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +11,7 @@ from stepsight.dataset.job import Job
 from stepsight.experiments.reports.plots import plot_front, plot_search
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.search.front import cost_axis
+from stepsight.experiments.search.objectives import INTERVAL
 from stepsight.training.predictor.prediction_views import seconds_text
 
 if TYPE_CHECKING:
@@ -54,8 +57,15 @@ def _verdict(result: SearchResult) -> str:
     if result.gap_percent is None:
         return "how far the best is from the optimum is not known"
     better = "is faster" if result.goal.objective == "iteration_time" else f"is better by {result.goal.objective}"
-    if result.goal.robust:
+    if result.goal.robust == INTERVAL:
         better += " at the upper end of its interval"
+    if result.regrets:
+        regret = f"least expected regret of the {len(result.regrets)} fastest ({result.regrets[0]:.2g} %)"
+        if result.gap_percent == 0:
+            return f"{regret}; it is also the fastest: by this predictor, no other legal strategy that fits {better}"
+        return (
+            f"{regret}; by this predictor, no legal strategy that fits {better} by more than {result.gap_percent:.2g} %"
+        )
     if result.gap_percent == 0:
         return f"optimal: by this predictor, no other legal strategy that fits {better}"
     return f"{result.proof}: by this predictor, no legal strategy that fits {better} by more than this"
@@ -138,6 +148,8 @@ def _table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
     """Header and cells; columns that say nothing are left out."""
     optional = [axis for axis in ("cp", "ep") if any(row[axis] > 1 for row in rows)]
     ordered = len({row["order"] for row in rows}) > 1
+    uneven = any(row["stage_layers"] for row in rows)
+    regret = any("expected_regret_percent" in row for row in rows)
     header = ["#", "tp", *optional, "pp", "dp", "mb", "schedule", "zero", "recompute", "sp"]
     cells = [
         [
@@ -148,13 +160,26 @@ def _table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
             _recompute(row),
             "yes" if row["sequence_parallel"] else "no",
             *([row["order"]] if ordered else []),
+            *([_layers(row["stage_layers"])] if uneven else []),
             *_times(row),
+            *([_percent(row["expected_regret_percent"])] if regret else []),
             Number(row["memory_bytes"] / 1e9, 2),
             "yes" if row["fits"] else "NO",
         ]
         for number, row in enumerate(rows, start=1)
     ]
-    return [*header, *(["order"] if ordered else []), "iteration", "interval", "GB", "fits"], cells
+    header += [name for name, shown in (("order", ordered), ("layers per stage", uneven)) if shown]
+    return [*header, "iteration", "interval", *(["regret %"] if regret else []), "GB", "fits"], cells
+
+
+def _layers(counts: Sequence[int]) -> str:
+    """Layers of each part of the model, as ``11 14*12 13``; even ones as ``even``."""
+    runs = [(count, len(list(run))) for count, run in itertools.groupby(counts)]
+    return " ".join(f"{times}*{count}" if times > 1 else str(count) for count, times in runs) or "even"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _schedule(row: dict[str, Any]) -> str:

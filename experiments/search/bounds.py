@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.execution import semantics_of
 from stepsight.dataset.hardware import Hardware
 from stepsight.experiments.search.grid import Grid
+from stepsight.experiments.search.mixed_bounds import best_devices
 from stepsight.experiments.search.schedule_bounds import in_flight, is_split, placement_of, stage_sums, stage_times
 from stepsight.experiments.search.shape_table import ShapeTable
 from stepsight.experiments.search.strategies import build
@@ -61,7 +62,7 @@ def grid_bounds(grid: Grid, timer: Timer, hardware: Hardware, predictor: Predict
         predictor: What predicts; None: hardware facts.
     """
     if grid.job.cluster.mixed:  # other devices may be faster, or have more memory
-        return Bounds(np.zeros(len(grid)), np.zeros(len(grid)))
+        timer, hardware = best_devices(grid.job, timer, hardware)
     table = ShapeTable(grid, timer, hardware)
     sent = Collectives(timer)
     blocks = [_Block(grid, number, table, sent, hardware) for number in range(len(grid.layouts))]

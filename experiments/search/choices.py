@@ -148,6 +148,7 @@ class SearchResult:
             optimal.  None: not known, or no strategy that was evaluated fits.
         undecided: Number of strategies that were not evaluated and that bounds do not exclude.
         rivals: With ``robust``, strategies that the predictor cannot tell from the best.
+        regrets: With ``robust`` by regret, the expected regret of the first choices, in percent.
         goal: What is sought.
         plans: The best strategy of each scenario that has one, best first; empty: there is one scenario, the job's.
         skipped: Scenarios without a legal strategy, each with the reason.
@@ -160,6 +161,7 @@ class SearchResult:
     gap_percent: float | None = None
     undecided: int = 0
     rivals: Sequence[Rival] = ()
+    regrets: tuple[float, ...] = ()
     goal: Goal = field(default_factory=Goal)
     plans: Sequence[Choice] = ()
     skipped: tuple[str, ...] = ()
@@ -205,9 +207,17 @@ class SearchResult:
     def _row(self, choice: Choice) -> dict[str, Any]:
         return {**choice.to_dict(), **self.goal.objectives(choice.job, choice.seconds)}
 
+    @property
+    def _rows(self) -> list[dict[str, Any]]:
+        rows = [self._row(choice) for choice in self.choices]
+        if self.regrets:
+            for at, row in enumerate(rows):
+                row["expected_regret_percent"] = self.regrets[at] if at < len(self.regrets) else None
+        return rows
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; ``best`` is None if no strategy fits in memory."""
-        rows = [self._row(choice) for choice in self.choices]
+        rows = self._rows
         return {
             "best": rows[0] if rows and rows[0]["fits"] else None,
             "evaluated": self.evaluated,
@@ -224,8 +234,9 @@ class SearchResult:
     def to_frame(self) -> DataFrame:
         """A pandas table with a row for each strategy, best first.
 
-        Its columns are the keys of ``Choice.to_dict``, and the objectives of the goal.
+        Its columns are the keys of ``Choice.to_dict``, and the objectives of the goal; with ``robust`` by regret, the
+        expected regret too.
         """
         from pandas import DataFrame
 
-        return DataFrame([self._row(choice) for choice in self.choices])
+        return DataFrame(self._rows)

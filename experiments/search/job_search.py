@@ -20,9 +20,9 @@ from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.experiments.search.choosers import BestFirst, InOrder, Tpe
 from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.mapped import MapFn, ask_mapped
-from stepsight.experiments.search.objectives import Goal
+from stepsight.experiments.search.objectives import REGRET, Goal
 from stepsight.experiments.search.record import Choose, Found, Memory, Record, Seconds
-from stepsight.experiments.search.risk import find_rivals
+from stepsight.experiments.search.risk import MOST_RIVALS, by_expected_regret, find_rivals
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import VARIED
 from stepsight.simulator.memory import estimate_memory
@@ -60,6 +60,11 @@ class Manner:
     study_name: str | None = None
     on_trial: OnTrial | None = None
     map_fn: MapFn | None = None
+
+    @property
+    def sought(self) -> int:
+        """So many of the best strategies are sought and proved: ``top``, or all whose regrets are compared."""
+        return max(self.top, 1 + MOST_RIVALS) if self.goal.robust == REGRET else self.top
 
     def __post_init__(self) -> None:
         _check_numbers(seed=self.seed, trials=self.trials, top=self.top)
@@ -163,7 +168,7 @@ class _Engine:
     def _to_beat(self, done: dict[int, Seconds | None]) -> float:
         """What a bound must be below to be worth asking about."""
         self._learn(done)
-        known, wanted = self._shortest, self._manner.top
+        known, wanted = self._shortest, self._manner.sought
         return known[wanted - 1] / (1.0 + self._manner.gap / 100.0) if len(known) >= wanted else math.inf
 
     @property
@@ -185,7 +190,7 @@ class _Engine:
         for index, seconds in list(done.items())[self._seen :]:
             if seconds is not None and (index != self.first or not self.own.fits):
                 bisect.insort(self._shortest, self._goal.judged(seconds))
-                del self._shortest[self._manner.top :]
+                del self._shortest[self._manner.sought :]
         self._seen = len(done)
 
     def evaluate(self, claimed: list[int], record: Record) -> None:
@@ -233,10 +238,23 @@ class _Engine:
         if self.own.fits and self.first not in done:
             choices.append(self.own)
         ranked = sorted(choices, key=lambda choice: choice.rank(self._goal))
+        ranked, regrets = by_expected_regret(ranked) if self._goal.robust == REGRET else (ranked, ())
         rivals = find_rivals(ranked) if self._goal.robust else ()
         gap_percent, undecided = self._proof(done)
+        if regrets and gap_percent is not None:  # the strategy with the least regret may not be the fastest
+            gap_percent = max(
+                0.0, 100.0 * ((1.0 + gap_percent / 100.0) * ranked[0].timed[0] / self.shortest(done) - 1.0)
+            )
         return SearchResult(
-            ranked, len(done), len(self._grid), self.own, gap_percent, undecided, rivals=rivals, goal=self._goal
+            ranked,
+            len(done),
+            len(self._grid),
+            self.own,
+            gap_percent,
+            undecided,
+            rivals=rivals,
+            regrets=regrets,
+            goal=self._goal,
         )
 
     def _elsewhere(self, index: int, seconds: Seconds | None) -> Choice:

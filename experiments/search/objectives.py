@@ -15,6 +15,7 @@ from stepsight.dataset.job import Job
 from stepsight.experiments.search.record import Seconds
 
 OBJECTIVES = ("iteration_time", "tokens_per_s_per_device", "training_time", "cost", "energy")
+ROBUST = INTERVAL, REGRET = "interval", "regret"
 TOKENS = 1e9  # that training costs are told for, if nothing is stated
 MOST = 1e30
 # Board power in watts as the vendors' datasheets state it (V100 2020, A100 2021, A40 2022, H100 2023, L40S 2023, H200
@@ -46,11 +47,13 @@ class Goal:
             ``tokens``.
         tokens: Tokens to train on.
         critical_batch: Global batch, in sequences, at which training needs twice the tokens that a small batch needs:
-            ``tokens * (1 + global_batch / critical_batch)`` are processed (McCandlish et al. 2018, arXiv:1812.06162).
+            training takes ``tokens * (1 + global_batch / critical_batch)`` (McCandlish et al. 2018, arXiv:1812.06162).
             0: the batch size makes no difference.
         prices: Price of a device-hour by hardware, in any currency.
         power_w: Watts of a device by hardware, in place of ``POWER_W``.
-        robust: Whether to judge by the upper end of the prediction interval.
+        robust: How the errors of predictions count.  False: not at all.  ``interval`` (or True): the upper end of the
+            prediction interval is judged.  ``regret``: of the fastest strategies, the one is best that takes least
+            longer, on average over the errors, than the fastest turns out to take (see ``risk``).
 
     Raises:
         StepsightError: If a value is not allowed.
@@ -61,9 +64,15 @@ class Goal:
     critical_batch: float = 0.0
     prices: Mapping[str, float] = field(default_factory=dict)
     power_w: Mapping[str, float] = field(default_factory=dict)
-    robust: bool = False
+    robust: bool | str = False
 
     def __post_init__(self) -> None:
+        if self.robust is True:
+            object.__setattr__(self, "robust", INTERVAL)
+        if self.robust not in (False, *ROBUST):
+            raise StepsightError(f"robust must be one of {', '.join(ROBUST)}, got {self.robust!r:.80}")
+        if self.robust == REGRET and self.objective not in ("iteration_time", "tokens_per_s_per_device"):
+            raise StepsightError(f"robust {REGRET} is about the iteration time, got objective {self.objective}")
         if self.objective not in OBJECTIVES:
             raise StepsightError(f"objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r:.80}")
         numbers = {"tokens": self.tokens, "critical_batch": self.critical_batch or 1.0}
@@ -71,7 +80,8 @@ class Goal:
         numbers |= {f"the power of {name}": value for name, value in self.power_w.items()}
         for name, value in numbers.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST:
-                raise StepsightError(f"{name} must be a number > 0, got {value!r:.80}")
+                rule = "a number of sequences > 0, or 0 for no penalty" if name == "critical_batch" else "a number > 0"
+                raise StepsightError(f"{name} must be {rule}, got {value!r:.80}")
 
     def scale(self, job: Job) -> float:
         """Score of a job over its iteration time; the least score is best.
@@ -98,7 +108,7 @@ class Goal:
 
     def judged(self, seconds: Seconds) -> float:
         """Seconds of an iteration that count."""
-        return seconds[2] if self.robust else seconds[0]
+        return seconds[2] if self.robust == INTERVAL else seconds[0]
 
     def iterations(self, job: Job) -> float:
         """Iterations of training on ``tokens``."""

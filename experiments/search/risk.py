@@ -10,10 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
 
 from stepsight.dataset.op import Collective, Op
 from stepsight.experiments.search.choices import Choice, Rival
 
+Floats = NDArray[np.float64]
+COVERAGE = 0.9  # of prediction intervals
+DRAWS = 4096  # of errors; their number decides the last digit of a regret, not the order of strategies that differ
 MOST_RIVALS = 24  # strategies that are compared with the best: each comparison takes a whole prediction
 
 
@@ -30,10 +37,8 @@ def find_rivals(choices: Sequence[Choice]) -> tuple[Rival, ...]:
     if not fitting:
         return ()
     best = fitting[0]
-    assert best.seconds is not None
-    time_s, _, high_s = best.seconds
-    own = seconds_by_kind(best)
-    size = math.log(high_s / time_s) / (_norm(list(own.values())) / time_s)  # relative error of each kind
+    own, time_s = seconds_by_kind(best), best.timed[0]
+    size = _error_of_kinds(best, own)
     found = []
     for choice in fitting[1 : 1 + MOST_RIVALS]:
         assert choice.seconds is not None
@@ -44,6 +49,53 @@ def find_rivals(choices: Sequence[Choice]) -> tuple[Rival, ...]:
             measure = max(more, key=lambda kind: abs(more[kind]))
             found.append(Rival(choice, 100.0 * slower, 100.0 * error, measure, more[measure]))
     return tuple(found)
+
+
+def by_expected_regret(choices: Sequence[Choice]) -> tuple[list[Choice], tuple[float, ...]]:
+    """Put the fastest strategies in the order of their expected regret.
+
+    The regret of a strategy is how much longer it takes than the fastest of them turns out to take.  The errors of
+    kinds of ops and collectives are drawn; strategies share them.
+
+    Args:
+        choices: The fastest first.
+
+    Returns:
+        All choices, and the expected regret in percent of the first of them: ``1 + MOST_RIVALS`` strategies at most.
+    """
+    fitting = [choice for choice in choices if choice.fits and choice.seconds is not None][: 1 + MOST_RIVALS]
+    if not fitting:
+        return list(choices), ()
+    spent = [seconds_by_kind(choice) for choice in fitting]
+    kinds = list(dict.fromkeys(kind for one in spent for kind in one))
+    seconds = np.array([[one.get(kind, 0.0) for kind in kinds] for one in spent])
+    size = _error_of_kinds(fitting[0], spent[0]) / NormalDist().inv_cdf((1.0 + COVERAGE) / 2.0)
+    rest = np.array([choice.timed[0] for choice in fitting]) - seconds.sum(axis=1)  # launches
+    regrets = expected_regrets(seconds, rest, size)
+    order = np.argsort(regrets, kind="stable").tolist()
+    first = {id(choice) for choice in fitting}
+    ranked = [*(fitting[at] for at in order), *(choice for choice in choices if id(choice) not in first)]
+    return ranked, tuple((100.0 * regrets[order]).tolist())
+
+
+def expected_regrets(seconds: Floats, rest: Floats, size: float) -> Floats:
+    """How much longer each strategy takes, on average, than the fastest turns out to take; relative, shape ``(n,)``.
+
+    Args:
+        seconds: Of each strategy by kind of op and collective, shape ``(n, kinds)``.
+        rest: Seconds that have no error, shape ``(n,)``.
+        size: Standard deviation of the logarithm of each kind's error, whose mean is 1.
+    """
+    half = np.random.default_rng(0).standard_normal((DRAWS // 2, seconds.shape[1]))
+    errors = np.exp(size * np.concatenate([half, -half]) - size**2 / 2.0)
+    times = errors @ seconds.T + rest
+    return np.asarray((times / times.min(axis=1, keepdims=True)).mean(axis=0) - 1.0)
+
+
+def _error_of_kinds(best: Choice, own: dict[str, float]) -> float:
+    """Relative error of each kind that makes up half of the interval of a strategy (its coverage is the interval's)."""
+    time_s, _, high_s = best.timed
+    return math.log(high_s / time_s) / (_norm(list(own.values())) / time_s)
 
 
 def seconds_by_kind(choice: Choice) -> dict[str, float]:

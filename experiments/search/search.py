@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.job import Job, JobLike
 from stepsight.experiments.search.choices import SearchResult
 from stepsight.experiments.search.job_search import Manner, OnTrial, search_job
 from stepsight.experiments.search.mapped import MapFn
-from stepsight.experiments.search.objectives import Goal
+from stepsight.experiments.search.objectives import REGRET, Goal
 from stepsight.experiments.search.scenarios import Scenarios, search_scenarios
 from stepsight.experiments.search.space import Space
 
@@ -46,7 +47,7 @@ def search(
         predictor: As in ``predict``.
         space: Choices to try: a ``Space``, or what ``Space.of`` takes; by default those of ``Space()``.
         trials: Total of strategies evaluated in the study at the end, by earlier searches and other processes too;
-            None: as many as it takes (``tpe`` and ``random``: ``TRIALS``).
+            None: as many as it takes (``tpe`` and ``random``: ``TRIALS``).  Each scenario is a study of its own.
         timeout_s: No strategy is asked about after so many seconds; None: no limit.
         gap: How much longer than the optimum the best strategy may take, in percent.
         top: So many of the best strategies are sought and proved, not the best alone.
@@ -80,6 +81,8 @@ def search(
     )  # fmt: skip
     if scenarios is None or scenarios.is_empty:
         return search_job(job, predictor, manner)
+    if manner.goal.robust == REGRET:
+        raise StepsightError(f"robust {REGRET} is for one cluster and batch: search the best scenario again with it")
     return search_scenarios(job, predictor, manner, scenarios)
 
 

@@ -82,7 +82,7 @@ def distinct_pipelines(job: Job, latency: LatencyModel) -> tuple[Pipeline, ...]:
     kind = np.zeros(len(ranks), dtype=np.int64)
     for number, other in enumerate(cluster.mixed):
         kind[np.isin(nodes, other.nodes)] = number + 1
-    others = [_other_latency(other.hardware, job) for other in cluster.mixed]
+    others = [other_latency(other.hardware, job) for other in cluster.mixed]
     stage = ranks // layout.stride("pp") % stages
     replica = ranks // layout.stride("dp") % job.parallel.dp
     in_step = _in_step(job, layout, beside=latency.hardware.kind != "cpu")
@@ -117,7 +117,12 @@ def _in_step(job: Job, layout: Layout, *, beside: bool) -> int:
     return lcm(parameters, layout.together(axes, p.ep, "dp"))
 
 
-def _other_latency(name: str, job: Job) -> RooflineLatency:
+def other_latency(name: str, job: Job) -> RooflineLatency:
+    """Latency model of the devices of ``cluster.mixed``.
+
+    Raises:
+        JobError: If nothing is known of them.
+    """
     latency = preset_latency(name, job.fabric)
     if latency is None:
         raise JobError(f"cluster.mixed: {HARDWARE.unknown(name)}: nothing is known of it")

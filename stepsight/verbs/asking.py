@@ -27,6 +27,7 @@ from stepsight.verbs.options import (
     check_plot,
     check_result,
     find_modules_here,
+    listed,
     load,
     numbers,
     path,
@@ -180,20 +181,24 @@ def search_command(
         ),
     ] = "auto",
     robust: Annotated[
-        bool,
-        typer.Option(
-            "--robust",
-            help="Rank by the upper end of the interval, and list the strategies that cannot be told from the best.",
-        ),
-    ] = False,
-    hardware: HardwareName = "",
-    nodes: Annotated[str, typer.Option(help="Numbers of nodes to compare, as 16,32,64.")] = "",
-    clusters: Annotated[
         str,
-        typer.Option(help="Hardware to compare, each with @fabric or its usual one, as h100-sxm-80gb,a100-sxm-80gb."),
+        typer.Option(
+            metavar="interval|regret",
+            help="Rank by how wrong predictions may be, and list the strategies that cannot be told from the best. "
+            "interval: by the upper end of the interval. regret: of the 25 fastest, by how much longer each takes on "
+            "average than the fastest turns out to take, errors of kinds of ops and collectives being shared by all.",
+        ),
     ] = "",
-    global_batches: Annotated[str, typer.Option(help="Global batches to compare, in sequences, as 512,1024.")] = "",
-    seq_lens: Annotated[str, typer.Option(help="Sequence lengths to compare, in tokens, as 4096,8192.")] = "",
+    hardware: HardwareName = "",
+    nodes: Annotated[str | None, typer.Option(help="Numbers of nodes to compare, as 16,32,64.")] = None,
+    clusters: Annotated[
+        str | None,
+        typer.Option(help="Hardware to compare, each with @fabric or its usual one, as h100-sxm-80gb,a100-sxm-80gb."),
+    ] = None,
+    global_batches: Annotated[
+        str | None, typer.Option(help="Global batches to compare, in sequences, as 512,1024.")
+    ] = None,
+    seq_lens: Annotated[str | None, typer.Option(help="Sequence lengths to compare, in tokens, as 4096,8192.")] = None,
     objective: Annotated[
         str,
         typer.Option(
@@ -201,12 +206,18 @@ def search_command(
             "Default: iteration_time; training_time where clusters, batches or lengths are compared."
         ),
     ] = "",
-    tokens: Annotated[float, typer.Option(help="Tokens to train on: for training time, cost and energy.")] = 1e9,
+    tokens: Annotated[
+        float,
+        typer.Option(
+            help="Tokens to train on, for training time, cost and energy; with a small batch, if "
+            "--critical-batch is given."
+        ),
+    ] = 1e9,
     critical_batch: Annotated[
         float,
         typer.Option(
-            help="Global batch G* at which training takes twice the tokens: tokens * (1 + global batch / G*); "
-            "0: no penalty."
+            help="Critical batch G, in sequences: training with a global batch of B sequences takes --tokens times "
+            "(1 + B / G), so twice the tokens at B = G. 0: the batch makes no difference."
         ),
     ] = 0.0,
     prices: Annotated[
@@ -254,13 +265,13 @@ def search_command(
     from stepsight.dataset.files import write_text
     from stepsight.experiments.reports.search_report import plot_result, search_report
     from stepsight.experiments.search.mapped import local_map
-    from stepsight.experiments.search.objectives import Goal, read_prices
+    from stepsight.experiments.search.objectives import REGRET, Goal, read_prices
     from stepsight.experiments.search.scenarios import Scenarios
     from stepsight.experiments.search.search import search
     from stepsight.experiments.search.stage_layers import with_uneven_stages
 
     check_plot(plot)
-    check_chosen(out, to)
+    check_chosen(out, to, job)
     if csv is not None:
         check_result("--csv", csv, STRATEGIES)
     if study is not None and storage is None:
@@ -268,12 +279,14 @@ def search_command(
     read = read_job(job, framework, hardware)
     scenarios = Scenarios(
         nodes=numbers("--nodes", nodes),
-        clusters=tuple(filter(None, clusters.split(","))),
+        clusters=listed("--clusters", clusters, "hardware, or hardware@fabric"),
         global_batches=numbers("--global-batches", global_batches),
         seq_lens=numbers("--seq-lens", seq_lens),
     )
     if uneven and not scenarios.is_empty:
         raise StepsightError("--uneven is for one cluster and batch: search the best scenario again with it")
+    if uneven and robust == REGRET:
+        raise StepsightError(f"--uneven does not go with --robust {REGRET}: give one of them")
     price, power = ({}, {}) if prices is None else read_prices(prices)
     goal = Goal(
         objective=objective or ("iteration_time" if scenarios.is_empty else "training_time"),
@@ -281,7 +294,7 @@ def search_command(
         critical_batch=critical_batch,
         prices=price,
         power_w=power,
-        robust=robust,
+        robust=robust or False,
     )
     loaded = load(predictor)
     tell, evaluated = progress("strategies"), 0

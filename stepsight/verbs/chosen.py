@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from stepsight.experiments.search.choices import Choice, SearchResult
 
 
-def check_chosen(out: Path | None, to: str) -> None:
-    """Before the work: a file that can be written, of a known format.
+def check_chosen(out: Path | None, to: str, asked: Path) -> None:
+    """Before the work: a file that can be written, of a known format, which is not the one that is asked about.
 
     Raises:
         StepsightError: If not.
@@ -27,6 +27,8 @@ def check_chosen(out: Path | None, to: str) -> None:
     if out is not None:
         if not to and out.suffix != ".toml":
             raise StepsightError(f"--out ends in .toml, got {str(out)!r:.80}; or name a format with --to")
+        if out.exists() and asked.exists() and out.samefile(asked):
+            raise StepsightError(f"--out must not be the file that is searched, got {str(out)!r:.80}: name a new file")
         check_output_file(out)
 
 

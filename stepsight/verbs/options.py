@@ -59,7 +59,7 @@ Trials = Annotated[
     typer.Option(
         min=1,
         help="Total of strategies evaluated in the study at the end, those of earlier searches and of other "
-        "processes included; default: as many as it takes.",
+        "processes included; default: as many as it takes. Where scenarios are compared, so many for each of them.",
     ),
 ]
 Storage = Annotated[
@@ -112,12 +112,26 @@ def refuse_given(context: typer.Context, names: Sequence[str], why: str) -> None
             raise StepsightError(f"--{name.replace('_', '-')} {why}")
 
 
-def numbers(option: str, text: str) -> tuple[int, ...]:
-    """Whole numbers that are separated by commas."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not all(word.isascii() and word.isdigit() for word in words):
-        raise StepsightError(f"{option} must be whole numbers, separated by commas, got {text!r:.80}")
+def numbers(option: str, text: str | None) -> tuple[int, ...]:
+    """Whole numbers that are separated by commas; None: the option is not given."""
+    words = listed(option, text, "whole numbers > 0")
+    if not all(word.isascii() and word.isdigit() and int(word) for word in words):
+        raise StepsightError(f"{option} must be whole numbers > 0, separated by commas, got {text!r:.80}")
     return tuple(map(int, words))
+
+
+def listed(option: str, text: str | None, what: str) -> tuple[str, ...]:
+    """Words that are separated by commas; None: the option is not given.
+
+    Raises:
+        StepsightError: If one is empty.
+    """
+    if text is None:
+        return ()
+    words = tuple(word.strip() for word in text.split(","))
+    if not all(words):
+        raise StepsightError(f"{option} must be {what}, separated by commas, got {text!r:.80}")
+    return words
 
 
 def load(path: Path | None) -> Predictor | str | None:

@@ -180,6 +180,12 @@ def test_all_nics_of_a_node_work_for_a_group() -> None:
     assert seconds == pytest.approx([seconds[0] / n for n in (1, 2, 4, 4)])
 
 
+def test_a_link_is_refused_in_the_units_that_the_user_wrote() -> None:
+    link = {"bandwidth_gbytes_per_s": 0, "latency_us": 5}
+    with pytest.raises(JobError, match=r"fabric.intra_node.bandwidth_gbytes_per_s must be .* from 1e-06 .*, got 0"):
+        fabric_from_dict("f", {"intra_node": link, "inter_node": link})
+
+
 def test_of_an_all_to_all_only_what_is_for_other_nodes_leaves_a_node() -> None:
     """8 of 16 parts over the network, or 7 of 16 within the node if these take longer."""
     link = {"latency_us": 0}

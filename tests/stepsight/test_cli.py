@@ -64,7 +64,7 @@ def test_search_and_show(tmp_path: Path) -> None:
     done = run("search", EXAMPLE, "--trials", 30, "--sampler", "random", "--plot", plot, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["best"]["fits"] and plot.stat().st_size > 1000
-    table, strategies = tmp_path / "strategies.csv", ("--space", tmp_path / "space.toml", "--robust")
+    table, strategies = tmp_path / "strategies.csv", ("--space", tmp_path / "space.toml", "--robust", "interval")
     (tmp_path / "space.toml").write_text('schedules = ["1f1b"]\nmicro_batches = [1]\n')
     told = json.loads(run("search", EXAMPLE, *strategies, "--workers", 2, "--csv", table, "--json").stdout)
     keys = {"best", "evaluated", "legal", "own", "top", "gap_percent", "front", "rivals"}
@@ -135,6 +135,9 @@ def test_a_rejected_run_is_an_exit_code(
         (("search", EXAMPLE, "--study", "s"), "needs --storage"),
         (("search", EXAMPLE, "--storage", "s9.db", "--study", "s"), "write sqlite:///s9.db"),
         (("search", EXAMPLE, "--nodes", "1;2"), "--nodes must be whole numbers"),
+        (("search", EXAMPLE, "--nodes", ""), "--nodes must be whole numbers > 0, separated by commas, got ''"),
+        (("search", EXAMPLE, "--robust", "best"), "robust must be one of interval, regret"),
+        (("search", EXAMPLE, "--out", EXAMPLE), "--out must not be the file that is searched"),
         (("search", EXAMPLE, "--space", "huge"), "a space must be usual, wide"),
         (("search", EXAMPLE, "--objective", "cost"), "price of a100-sxm-80gb is not known"),
         (("search", EXAMPLE, "--plot", "notes.txt/a.png"), "needs a folder that can be written to"),

@@ -94,5 +94,6 @@ def test_a_search_writes_what_it_found(script: Path) -> None:
     assert list(job.parallel.stage_layers) == best["stage_layers"]
     done = run.invoke(app, [*options, "--out", str(again), "--to", "megatron-script"])
     assert "torchrun" in again.read_text() and f" to {again}" in done.stdout
+    assert ("layers per stage" in done.stdout) == bool(best["stage_layers"])
     refused = run.invoke(app, [*options, "--to", "megatron"])
     assert "needs --out" in str(refused.exception)

@@ -76,23 +76,47 @@ def test_pruning_loses_nothing(seed: int) -> None:
     assert found.gap_percent in (0, None)
 
 
-def test_other_devices_have_no_bound() -> None:
-    """Devices of other kinds may be faster: then every strategy is asked about."""
-    tables = answerable(Random(1)).to_dict()
-    tables["cluster"] |= {
-        "hardware": "a100-sxm-80gb",
-        "nodes": 2,
-        "stragglers": [],
-        "slow_links": [],
-        "fabric": "dgx-a100",
-    }
-    tables["cluster"]["mixed"] = [{"hardware": "h100-sxm-80gb", "nodes": [1]}]
-    tables["parallel"] = {}
-    tables["batch"] |= {"precision": "bf16"}
-    job = Job.from_dict(tables)
-    given, grid = predict(job), Grid(job, Space())
+def mixed_job(random: Random) -> Job:
+    """A random job on nodes of two kinds, with a legal strategy."""
+    while True:
+        tables = random_job(random, most_nodes=1).to_dict()
+        main, other = random.sample(["a100-sxm-80gb", "h100-sxm-80gb", "v100-sxm-32gb", "b200-sxm-180gb"], 2)
+        tables["cluster"] |= {"hardware": main, "nodes": 2, "fabric": "dgx-a100", "stragglers": [], "slow_links": []}
+        tables["cluster"]["mixed"] = [{"hardware": other, "nodes": [random.randrange(2)]}]
+        tables["parallel"] |= {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 2 * tables["cluster"]["devices_per_node"]}
+        try:
+            job = Job.from_dict(tables)
+            predict(job)
+        except JobError:
+            continue
+        return job
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_bounds_hold_on_mixed_nodes(seed: int) -> None:
+    """On nodes of two kinds too, nothing is predicted faster than its bound, and what fits is not excluded."""
+    random = Random(seed)
+    job = mixed_job(random)
+    given, grid = predict(job), Grid(job, MANY_AXES)
     bounds = grid_bounds(grid, given.simulation.timer, given.simulation.hardware, given.predictor)
-    assert not bounds.seconds.any() and bounds.may_fit.all()
+    for index in random.sample(range(len(grid)), 6):
+        prediction = predict(grid.strategy(index))
+        assert 0 < bounds.seconds[index] <= prediction.iteration_time_s
+        assert bounds.may_fit[index] or not prediction.memory.fits
+
+
+def test_pruning_loses_nothing_on_mixed_nodes() -> None:
+    """The search by bounds finds the time of the full enumeration on nodes of two kinds."""
+    space = Space(micro_batches=(1, 4), schedules=("1f1b",), zero_stages=(1, 3), cp=(1,), recompute=("none", "full"))
+    saved = 0
+    for seed in (11, 12):
+        job = mixed_job(Random(seed))
+        found, all_of_them = search(job, space=space), search(job, space=space, sampler="enumerate")
+        times = [[choice.timed for choice in one.choices if choice.fits][:1] for one in (found, all_of_them)]
+        assert times[0] == [pytest.approx(time) for time in times[1]]
+        assert found.gap_percent in (0, None)
+        saved += all_of_them.evaluated - found.evaluated
+    assert saved > 0
 
 
 def test_a_correction_widens_bounds() -> None:

@@ -1,14 +1,16 @@
 """Which strategies cannot be told from the best, and why."""
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from stepsight.dataset.job import Job
 from stepsight.experiments.reports.search_report import search_report
 from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.experiments.search.objectives import Goal
-from stepsight.experiments.search.risk import find_rivals, seconds_by_kind
+from stepsight.experiments.search.risk import by_expected_regret, expected_regrets, find_rivals, seconds_by_kind
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.space import Space
 
@@ -54,6 +56,30 @@ def test_rivals_are_within_their_error(found: SearchResult) -> None:
     assert find_rivals([best, slow]) == ()
     half = math.log(best.seconds[2] / best.seconds[0])
     assert all(rival.error_percent < 100 * 3 * half for rival in found.rivals)
+
+
+def test_expected_regrets() -> None:
+    """Errors that strategies share make no regret; of equally fast strategies the surest has the least."""
+    seconds = np.array([[6.0, 4.0, 0.0], [6.0, 4.0, 0.0], [6.6, 4.4, 0.0]])
+    assert expected_regrets(seconds, np.zeros(3), 0.3) == pytest.approx([0.0, 0.0, 0.1])
+    unlike = np.array([[10.0, 0.0, 0.0], [0.0, 10.0, 0.0], [5.0, 5.0, 0.0]])
+    first, second, both = expected_regrets(unlike, np.zeros(3), 0.2)
+    assert 0 < both < min(first, second) and first == pytest.approx(second, rel=0.1)
+    assert expected_regrets(unlike, np.zeros(3), 0.0) == pytest.approx([0.0, 0.0, 0.0])
+    assert (expected_regrets(unlike, np.full(3, 10.0), 0.2) < [first, second, both]).all()
+
+
+def test_a_search_by_regret(found: SearchResult) -> None:
+    """The fastest are put in the order of their regrets, which the report shows; what is slower follows."""
+    goal = Goal(robust="regret")
+    by_regret = search(found.best.job, space=Space(schedules=("1f1b",), recompute=("none",)), goal=goal)
+    regrets = by_regret.regrets
+    assert list(regrets) == sorted(regrets) and regrets[0] >= 0 and by_regret.best is by_regret.choices[0]
+    fastest = min(choice.timed[0] for choice in by_regret.choices if choice.fits)
+    assert by_regret.gap_percent == pytest.approx(100 * (by_regret.best.timed[0] / fastest - 1))
+    report = search_report(found.best.job, by_regret, 3)
+    assert report["top"][0]["expected_regret_percent"] == regrets[0] and "least expected regret" in report["text"]
+    assert by_expected_regret([replace(found.best, seconds=None)])[1] == ()
 
 
 def test_rivals_are_reported(found: SearchResult) -> None:

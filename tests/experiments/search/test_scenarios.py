@@ -37,6 +37,11 @@ def found(job: Job) -> SearchResult:
     return search(job, space=SMALL, goal=goal, scenarios=scenarios)
 
 
+def test_regret_is_of_one_scenario(job: Job) -> None:
+    with pytest.raises(StepsightError, match="robust regret is for one cluster"):
+        search(job, space=SMALL, goal=Goal(robust="regret"), scenarios=Scenarios(nodes=(1, 2)))
+
+
 def test_each_scenario_has_its_best(job: Job, found: SearchResult) -> None:
     """A plan is what a search of its scenario alone finds; three nodes do not divide the batch into whole replicas."""
     assert len(found.plans) + len(found.skipped) == 12 and found.gap_percent == 0

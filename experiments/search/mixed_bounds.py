@@ -1,0 +1,65 @@
+"""Bounds where nodes have devices of several kinds: every op on the fastest device, in the largest memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.job import Job
+from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.program import Program
+from stepsight.simulator.latency_model import LatencyModel, Seconds
+from stepsight.simulator.lowering.distinct_pipelines import other_latency
+from stepsight.simulator.segment_timing import Timer
+
+
+class FastestDevice:
+    """A latency model that no device of a cluster beats: an op takes the least time that any kind of device takes.
+
+    Args:
+        own: Of the job's own hardware, whose collectives all devices share.
+        others: Of the other devices.
+    """
+
+    knows_context = False
+
+    def __init__(self, own: LatencyModel, others: Sequence[LatencyModel]) -> None:
+        self.hardware = own.hardware
+        self._own, self._others = own, others
+
+    def op_seconds(self, ops: Sequence[Op]) -> Seconds:
+        return np.asarray(np.min([model.op_seconds(ops) for model in (self._own, *self._others)], axis=0))
+
+    def collective_seconds(self, collectives: Sequence[Collective]) -> Seconds:
+        return self._own.collective_seconds(collectives)
+
+    def in_context(self, programs: Sequence[Program], seconds: Sequence[Seconds]) -> Sequence[Seconds]:
+        return seconds
+
+
+def best_devices(job: Job, timer: Timer, hardware: Hardware) -> tuple[Timer, Hardware]:
+    """What bounds of a job with ``cluster.mixed`` are made of.
+
+    Args:
+        job: Whose nodes have devices of several kinds.
+        timer: Of the latency model that predicts.
+        hardware: That of the latency model.
+
+    Returns:
+        A timer of the fastest device for every op, and the hardware with the largest memory and the least overhead.
+
+    Raises:
+        JobError: If nothing is known of the devices of some nodes.
+    """
+    others = [other_latency(other.hardware, job) for other in job.cluster.mixed]
+    devices = [hardware, *(model.hardware for model in others)]
+    roomy = replace(
+        hardware,
+        memory_bytes=max(device.memory_bytes for device in devices),
+        reserved_bytes=min(device.reserved_bytes for device in devices),
+        fragmentation=min(device.fragmentation for device in devices),
+    )
+    return Timer(FastestDevice(timer.latency, others)), roomy
