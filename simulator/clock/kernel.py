@@ -159,16 +159,12 @@ class Uses(NamedTuple):
     host: Floats
 
 
+Span = tuple[int, int, int]  # see ``advance``
 APART = -1  # in place of 0 or 1, the turn of a period: entries that are part of none
 
 
 def advance(
-    entries: Entries,
-    durations: Durations,
-    state: State,
-    log: Log | None,
-    outside: Outside | None,
-    span: tuple[int, int, int],
+    entries: Entries, durations: Durations, state: State, log: Log | None, outside: Outside | None, span: Span
 ) -> None:
     """Let some entries happen: all rules of the clock.
 
