@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import stepsight
+from stepsight.dataset.harness.scripts.step_marks import step
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
             new = out.with_suffix(".new")
             new.write_text(json.dumps(found))
             new.replace(out)
-        stepsight.step()
+        step()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.replay import changes
 from stepsight.simulator.replay.changes import Tally
 from stepsight.simulator.replay.gradient_buckets import with_buckets
-from stepsight.simulator.replay.pace import as_timed
 from stepsight.simulator.replay.replay import replay
 from tests.dataset.traced_jobs import GpuJob, two_ranks
 

@@ -1,4 +1,4 @@
-"""A host that computes waits for the gradients that a hook sends: two at once, others queued, all before the optimizer."""
+"""A computing host waits for the gradients that a hook sends: two at once, others queued, all before optimizers."""
 
 from __future__ import annotations
 
