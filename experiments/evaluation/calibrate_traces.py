@@ -17,7 +17,7 @@ from stepsight.dataset.imported.imported_run import MANIFEST, is_imported, read_
 from stepsight.dataset.op import Op
 from stepsight.experiments.evaluation.error_metrics import Errors, errors
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.training.kernels.traced_kinds import fit_traced
+from stepsight.training.kernels.traced_corrections import fit_traced
 from stepsight.training.measured.imported_facts import Overlap, launch_seconds, overlap_of
 from stepsight.training.measured.imported_ops import HELDOUT, ImportedTimes, imported_times, read_imported_segments
 from stepsight.training.predictor.prediction import named_predictor

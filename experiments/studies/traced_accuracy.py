@@ -29,7 +29,7 @@ from stepsight.dataset.physics import roofline_seconds
 from stepsight.dataset.tables.device_names import device_name
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.training.kernels.kernel_models import fit_kernels
-from stepsight.training.kernels.traced_kinds import fit_traced, log_factors
+from stepsight.training.kernels.traced_corrections import fit_traced, log_factors
 from stepsight.training.predictor.prediction import asked_predictor
 
 Array = NDArray[np.float64]

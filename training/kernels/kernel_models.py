@@ -16,7 +16,7 @@ from stepsight.dataset.physics import roofline_seconds
 from stepsight.features.op_features import OP_TERMS, op_feature_names, op_features, op_position, op_terms
 from stepsight.training.kernels.derived_kinds import Ratio, as_run, base_of, least_seconds
 from stepsight.training.kernels.derived_kinds import label as label
-from stepsight.training.kernels.traced_kinds import TracedKind, log_factors
+from stepsight.training.kernels.traced_corrections import TracedKind, log_factors
 from stepsight.training.regression.fitted_physics import Bounds
 from stepsight.training.regression.regressor import Regressor, SignatureRows, fit_regressor
 

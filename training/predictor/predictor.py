@@ -38,7 +38,7 @@ from stepsight.training.collectives.collective_models import BOUNDS, NCCL_BOUNDS
 from stepsight.training.intervals.conformal import Intervals
 from stepsight.training.kernels.derived_kinds import Ratio
 from stepsight.training.kernels.kernel_models import KernelModel, num_axes, op_bounds
-from stepsight.training.kernels.traced_kinds import TracedKind
+from stepsight.training.kernels.traced_corrections import TracedKind
 from stepsight.training.predictor.learned_latency import LearnedLatency
 from stepsight.training.predictor.predictor_manifest import (
     MANIFEST,

@@ -10,7 +10,7 @@ import pytest
 
 from stepsight.dataset.hardware import HARDWARE
 from stepsight.dataset.op import Op
-from stepsight.training.kernels.traced_kinds import MOST_LOG, TracedKind, fit_traced, log_factors
+from stepsight.training.kernels.traced_corrections import MOST_LOG, TracedKind, fit_traced, log_factors
 
 A100 = HARDWARE["a100-sxm-80gb"]
 OPS = [Op("add", (2**power,), "bf16") for power in range(16, 28)]
