@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from stepsight.dataset.bounded import read_file
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.processes import is_gone, process_name
+from stepsight.experiments.search.database_trials import add_finished
 from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.journal import BatchedJournal
 from stepsight.experiments.search.record import Choose, Found, Seconds
@@ -118,11 +119,13 @@ class SharedStudy:
         """Record what was found of strategies that this process claimed."""
         with self._lock():
             self._look()
+            # What is done already was another process's to evaluate: the claim was void.
+            trials = [self._trial(one) for one in found if one.strategy not in self.done]
             with self._batch():
-                for one in found:
-                    if one.strategy not in self.done:  # the claim was void, and another process evaluated it
-                        self._storage.create_new_trial(self._id, self._trial(one))
-                        self._evaluated += 1
+                if not add_finished(self._storage, self._id, trials):
+                    for trial in trials:
+                        self._storage.create_new_trial(self._id, trial)
+                self._evaluated += len(trials)
                 self._hold([])
             self._look()
 
@@ -185,7 +188,7 @@ class SharedStudy:
 
     @contextmanager
     def _batch(self) -> Iterator[None]:
-        """Write to a journal once, at the end; a database writes at once."""
+        """Write to a journal once, at the end."""
         backend = getattr(self._storage, "_backend", None)
         with backend.batch() if isinstance(backend, BatchedJournal) else nullcontext():
             yield
