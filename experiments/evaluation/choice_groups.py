@@ -55,7 +55,8 @@ class ChoiceGroup:
 def choice_groups(rows: Sequence[Scored]) -> list[ChoiceGroup]:
     """The groups of some rows, in their order.
 
-    Those whose runs are all predicted alike leave no choice and are left out.
+    Groups without a choice are left out: those of one strategy, which ran on two clusters, say, or with two versions of
+    the software, and those whose runs are all predicted alike.
     """
     naive = _by_source(rows)
     groups: dict[Hashable, list[int]] = defaultdict(list)
@@ -64,8 +65,16 @@ def choice_groups(rows: Sequence[Scored]) -> list[ChoiceGroup]:
     return [
         _group([rows[i] for i in indices], [naive[i] for i in indices])
         for indices in groups.values()
-        if len({rows[i].predicted_s for i in indices}) > 1
+        if len({rows[i].predicted_s for i in indices}) > 1 and len({_strategy(rows[i]) for i in indices}) > 1
     ]
+
+
+def _strategy(row: Scored) -> Hashable:
+    """What somebody chooses who has the model, the devices and the batch."""
+    p, micro_batch = row.job.parallel, row.job.batch.micro_batch
+    degrees = (p.tp, p.cp, p.pp, p.ep, p.dp, p.schedule, p.virtual_stages, p.stage_layers, p.order)
+    memory = (p.zero_stage, p.dp_shard, p.recompute, p.recompute_every, p.sequence_parallel, p.offload_activations)
+    return degrees, memory, micro_batch
 
 
 def _by_source(rows: Sequence[Scored]) -> list[float]:

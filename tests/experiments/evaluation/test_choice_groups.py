@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from stepsight.dataset.job import ParallelSpec
 from stepsight.experiments.evaluation.choice_groups import ChoiceGroup, choice_groups, mean_figures
 from stepsight.experiments.evaluation.naive_references import constant_mfu
 from stepsight.experiments.evaluation.scored_row import Scored
@@ -21,16 +22,19 @@ class Part:
 def rows(predicted: list[float], measured: list[float], ideal: list[float] | None = None) -> list[Scored]:
     """Runs of one group without a pipeline, alike but for their times."""
     row = Part(source="s", gpus=8, text=lambda name: "m")
-    job = Part(
-        cluster=Part(hardware="h"),
-        batch=Part(precision="bf16", global_batch=64),
-        parallel=Part(pp=1, virtual_stages=1),
-        num_micro_batches=1,
-    )
+
+    def job(micro_batch: int) -> Part:
+        return Part(
+            cluster=Part(hardware="h"),
+            batch=Part(precision="bf16", global_batch=64, micro_batch=micro_batch),
+            parallel=ParallelSpec(),
+            num_micro_batches=1,
+        )
+
     ideal = ideal or [1.0] * len(measured)
     return [
-        cast(Scored, Part(row=row, job=job, choice="g", predicted_s=one, measured_s=two, ideal_s=three))
-        for one, two, three in zip(predicted, measured, ideal, strict=True)
+        cast(Scored, Part(row=row, job=job(number), choice="g", predicted_s=one, measured_s=two, ideal_s=three))
+        for number, (one, two, three) in enumerate(zip(predicted, measured, ideal, strict=True))
     ]
 
 
@@ -61,6 +65,13 @@ def test_runs_predicted_alike() -> None:
     group = one_group([1.0, 1.0, 2.0], [1.0, 2.0, 9.0])
     assert (group.chosen_s, group.regret, group.place) == (1.5, pytest.approx(50.0), 2)
     assert group.top_order == pytest.approx(250 / 3)
+
+
+def test_runs_of_one_strategy() -> None:
+    """Nobody chooses between them."""
+    one, two = rows([1.0, 2.0], [1.0, 2.0])
+    two.__dict__["job"] = one.job
+    assert choice_groups([one, two]) == []
 
 
 def test_constant_mfu_does_not_depend_on_the_last_bits() -> None:
