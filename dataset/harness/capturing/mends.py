@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.parallel.distributed as ddp
+import torch.nn.utils.clip_grad as clip_grad
 import torch.utils._foreach_utils as foreach_utils
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader
 
 from . import device_kernels, module_moves, shards
@@ -33,7 +35,11 @@ def install(world: FakeWorld) -> None:
 def _foreach_on_cpu() -> None:
     """Optimizers take their fused and foreach forms, as for tensors of a device."""
     devices = foreach_utils._get_foreach_kernels_supported_devices()
-    for module in (foreach_utils, sys.modules[torch.optim.Optimizer.__module__]):
+    optimizers: Any = sys.modules[torch.optim.Optimizer.__module__]
+    patch(optimizers, _foreach_supported_types=[*optimizers._foreach_supported_types, FakeTensor])
+    for module in (foreach_utils, clip_grad):
+        patch(module, _has_foreach_support=lambda tensors, device: True)
+    for module in (foreach_utils, optimizers):
         patch(module, _get_foreach_kernels_supported_devices=lambda: [*devices, "cpu"])
 
 
