@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.errors import PredictorError, StepsightError
-from stepsight.dataset.hardware import Fabric, Hardware
+from stepsight.dataset.errors import JobError, PredictorError, StepsightError
+from stepsight.dataset.hardware import Fabric, Hardware, find_hardware, unknown_hardware
+from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
 from stepsight.dataset.registry import Registry, check_takes
@@ -52,6 +53,11 @@ class GivenLatency:
         self.name = name
         self._given = given
         self._facts = RooflineLatency(hardware, fabric)
+
+    @property
+    def source(self) -> str:
+        """Where the durations come from, for people."""
+        return f"latency {self.name}, with facts of {self.hardware.name} for what it does not know"
 
     def op_seconds(self, ops: Sequence[Op]) -> Seconds:
         return self._complete("op_seconds", ops, self._facts.op_seconds)
@@ -108,3 +114,16 @@ def named_latency(name: str, hardware: Hardware, fabric: Fabric) -> GivenLatency
     else:
         maker = LATENCIES[name]
     return GivenLatency(maker(hardware, fabric), hardware, fabric, name)
+
+
+def latency_of_job(job: Job, name: str) -> GivenLatency:
+    """The latency of a name for a job, on hardware whose facts answer for what it does not know.
+
+    Raises:
+        JobError: If nothing is known of the hardware.
+        PredictorError: If there is no such latency, or it fails.
+    """
+    hardware = find_hardware(job.cluster.hardware)
+    if hardware is None:
+        raise JobError(f"with --latency, cluster.{unknown_hardware(job.cluster.hardware)}")
+    return named_latency(name, hardware, job.fabric)

@@ -71,43 +71,46 @@ def train_tables(
     Example:
         >>> predictor = train_tables(["gb200.parquet"], "gb200", like="b200-sxm")  # doctest: +SKIP
     """
-    paths, out = [Path(path) for path in tables], Path(out)
+    paths, out, say = [Path(path) for path in tables], Path(out), _reporter(progress)
+    uri = tracking_uri or default_uri(out)
+    check_output(out)
+    check_store(uri)
+    alike = _predictor_named(like) if like else ""
+    table, whole = _read(paths, alike, hardware=hardware, software=software, fabric=fabric)
+    say(f"{whole.hardware.name}: {len(whole.ops)} ops, {len(whole.collectives)} collectives")
+    used = whole.sample(samples, seed) if samples else whole
+    with tracked(uri, f"train {whole.hardware.name}") as run:
+        held_out = _held_out(whole, used, alike, bool(samples), seed, say)
+        predictor = fit_own_table(used, alike, seed=seed, say=say)
+        told = {"tables": [str(path.resolve()) for path in paths], "samples": samples, "seed": seed, "like": alike}
+        told |= {"held_out": held_out, "mlflow_run_id": run.run_id, "mlflow_uri": uri}
+        predictor = replace(predictor, manifest={**_manifest(table, whole, used, software), **told})
+        predictor.save(out)
+        _track(run, predictor, out, whole)
+    say(f"done: {out}")
+    return Predictor.load(out)
+
+
+def _reporter(progress: bool) -> Say:
+    """Say what is done on stderr, with the seconds since the beginning."""
     started = time.monotonic()
 
     def say(text: str) -> None:
         if progress:
             print(f"  train: [{time.monotonic() - started:4.1f} s] {text}", file=sys.stderr, flush=True)
 
-    uri = tracking_uri or default_uri(out)
-    check_output(out)
-    check_store(uri)
+    return say
+
+
+def _read(
+    paths: Sequence[Path], like: str, *, hardware: str, software: str, fabric: str
+) -> tuple[Measurements, OwnTable]:
+    """All rows of some files, and those of the device that they are about; see ``train_tables``."""
     table = Measurements.concat(Measurements.from_parquet(path) for path in paths)
-    alike = _predictor_named(like) if like else ""
-    device = find_own_hardware(table, hardware, RECIPES[alike].hardware if alike else "")
-    usual = fabric or _usual(hardware, device.name, RECIPES[alike].hardware if alike else "")
-    whole = own_table(renamed(table, device), device, software, usual)
-    say(f"{device.name}: {len(whole.ops)} ops, {len(whole.collectives)} collectives")
-    used = whole.sample(samples, seed) if samples else whole
-    with tracked(uri, f"train {device.name}") as run:
-        held_out = _held_out(whole, used, alike, bool(samples), seed, say)
-        predictor = fit_own_table(used, alike, seed=seed, say=say)
-        files = {name: {"digest": file.digest, "licence": file.licence} for name, file in table.files.items()}
-        manifest = {
-            **_manifest(used, predictor, seed, alike),
-            "sources": files,
-            "tables": [str(path.resolve()) for path in paths],
-            "skipped": dict(whole.skipped),
-            "samples": samples,
-            "held_out": held_out,
-            "mlflow_run_id": run.run_id,
-            "mlflow_uri": uri,
-            "digest": digest(*(file.digest for file in table.files.values()), str(seed), str(samples), like, software),
-        }
-        predictor = replace(predictor, manifest=manifest)
-        predictor.save(out)
-        _track(run, predictor, out, whole)
-    say(f"done: {out}")
-    return Predictor.load(out)
+    preset = RECIPES[like].hardware if like else ""
+    device = find_own_hardware(table, hardware, preset)
+    usual = fabric or _usual(hardware, device.name, preset)
+    return table, own_table(renamed(table, device), device, software, usual)
 
 
 def fit_own_table(
@@ -177,19 +180,23 @@ def _predictor_named(name: str) -> str:
     )
 
 
-def _manifest(used: OwnTable, predictor: Predictor, seed: int, like: str) -> dict[str, Any]:
+def _manifest(table: Measurements, whole: OwnTable, used: OwnTable, software: str) -> dict[str, Any]:
+    """What the predictor was trained on; ``train_tables`` adds how."""
+    digests = [file.digest for file in table.files.values()]
+    shapes = pack_shapes(used.shapes())
     return {
+        "digest": digest(*digests, shapes, software, version("stepsight")),
+        "sources": {name: {"digest": f.digest, "licence": f.licence} for name, f in table.files.items()},
+        "skipped": dict(whole.skipped),
         "num_ops": len(used.ops),
         "num_collectives": len(used.collectives),
         "software": {name: list(names) for name, names in used.software.items()},
         "collective_library": used.library,
-        "like": like,
         "kinds_measured": sorted({op.kind for op in used.ops.ops}),
         "collectives_measured": sorted({label_of(work) for work in used.collectives.collectives}),
-        "trained_shapes": pack_shapes(used.shapes()),
+        "trained_shapes": shapes,
         "fitted_rows": [],
         "versions": {name: version(name) for name in ("stepsight", "lightgbm", "numpy")},
-        "seed": seed,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "metrics": {},
     }

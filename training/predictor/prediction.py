@@ -14,7 +14,7 @@ from stepsight.dataset.hardware import find_hardware, unknown_hardware
 from stepsight.dataset.job import Job, JobLike
 from stepsight.simulator.explain import Sensitivity, explain
 from stepsight.simulator.flops import iteration_flops
-from stepsight.simulator.given_latency import GivenLatency, named_latency
+from stepsight.simulator.given_latency import GivenLatency, latency_of_job
 from stepsight.simulator.latency_model import RooflineLatency, preset_latency
 from stepsight.simulator.memory import Memory, estimate_memory
 from stepsight.simulator.simulate import Simulation, simulate
@@ -299,7 +299,9 @@ def predict(
     if not isinstance(job, Job):
         job = Job.of(job)
     if latency:
-        return _predict_given(job, latency)
+        given = latency_of_job(job, latency)
+        simulation = simulate(job, given)
+        return Prediction(job, simulation.iteration_time_s, given.source, simulation, given=given)
     asked = asked_predictor(job.cluster.hardware, predictor)
     if asked is None:
         return _from_facts(job)
@@ -307,26 +309,6 @@ def predict(
     simulation = simulate(job, asked.latency(job))
     seconds = simulation.iteration_time_s * asked.calibration.factor(job, software)
     return Prediction(job, seconds, asked.source, simulation, asked, software)
-
-
-def _predict_given(job: Job, name: str) -> Prediction:
-    """Predict one training iteration of a job from somebody else's durations.
-
-    Args:
-        job: What to run, on hardware whose facts are known: they answer for what the durations do not know.
-        name: Of a latency; see ``simulator.given_latency.named_latency``.
-
-    Raises:
-        JobError: If nothing is known of the hardware.
-        PredictorError: If there is no such latency, or it fails.
-    """
-    hardware = find_hardware(job.cluster.hardware)
-    if hardware is None:
-        raise JobError(f"with --latency, cluster.{unknown_hardware(job.cluster.hardware)}")
-    given = named_latency(name, hardware, job.fabric)
-    simulation = simulate(job, given)
-    source = f"latency {name}, with facts of {job.hardware_name} for what it does not know"
-    return Prediction(job, simulation.iteration_time_s, source, simulation, given=given)
 
 
 def asked_predictor(hardware: str, predictor: Predictor | str | None) -> Predictor | None:
