@@ -155,6 +155,20 @@ def test_a_collection_listens_on_loopback(tmp_path: Path, second_address: str) -
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_collected_script_listens_on_loopback(tmp_path: Path, second_address: str) -> None:
+    """Its ranks would meet at an address of all networks, as torchrun has it."""
+    script = tmp_path / "train.py"
+    place = "'tcp://0.0.0.0:29555', rank=int(os.environ['RANK']), world_size=2"
+    script.write_text(
+        f"import os, time, torch\ntorch.distributed.init_process_group('gloo', {place})\ntime.sleep(60)\n"
+    )
+    words = ["--out", str(tmp_path / "out"), "--nproc-per-node", "2", "--script", str(script)]
+    seen = watch([sys.executable, "-m", "stepsight", "collect", *words], second_address, lambda seen: len(seen) >= 2)
+    check(seen)
+    assert len(seen) >= 2
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_nodes_listen_at_the_address_given(tmp_path: Path, second_address: str) -> None:
     """Two launches that meet at 127.0.0.1 run one plan; neither listens elsewhere."""
     plan = jobs.plan([jobs.run("dp", jobs.job(dp=2), rounds=1, profile_steps=0)])

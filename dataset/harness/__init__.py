@@ -6,6 +6,7 @@ cluster as ``harness`` and run ``python -m harness plan.json --out DIR`` there. 
 Each room imports only rooms below it:
 
 ====================  ==================================================================================
+``scripts/``          a user's own training script: its steps found, timed and traced, or emulated
 ``running/``          ``launch.collect(plan, out)`` checks, starts workers, shows progress, resumes; ``worker`` is one
                       rank, ``box_worker`` all ranks of a box; ``collection`` goes through runs and events in rounds
 ``box/``              a cluster in a box: network namespaces, ranks whose computation is slept

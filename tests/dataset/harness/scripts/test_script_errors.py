@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.harness.scripts.script_lines import line_of_thread, told
+from stepsight.dataset.harness.scripts.script_errors import line_of_thread, told
 
 
 def _error(path: Path, text: str) -> BaseException:

@@ -1,0 +1,36 @@
+"""Emulated scripts against closed forms."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepsight.experiments.emulating import Emulation, emulate
+from stepsight.experiments.studies.emulation.delay_sweep import (
+    LAYERS,
+    SCRIPT,
+    VALUES,
+    ddp_seconds,
+    fsdp2_seconds,
+)
+
+FORWARD_S, BACKWARD_S = 0.5, 1.0
+
+
+@pytest.mark.parametrize(("mode", "closed", "seconds"), [("ddp", ddp_seconds, 1.5), ("fsdp2", fsdp2_seconds, 0.7)])
+def test_virtual_steps_take_what_the_closed_form_says(mode: str, closed: object, seconds: float) -> None:
+    """Rank 3 of 64; what the host computes itself comes on top."""
+    words = [mode, str(LAYERS), str(FORWARD_S), str(BACKWARD_S), str(VALUES)]
+    counts = {"warmup": 2, "rounds": 1, "steps": 2}
+    asked = Emulation(path=SCRIPT, arguments=words, world_size=64, rank=3, virtual=True, counts=counts)
+    found = emulate(asked, lambda collective: seconds, progress=False)
+    assert callable(closed)
+    assert found["iteration_s"] == pytest.approx(closed(FORWARD_S, BACKWARD_S, seconds), rel=0.03)
+    kinds = {each["kind"]: each["calls_per_step"] for each in found["collectives"]}
+    assert kinds == ({"all_reduce": 8} if mode == "ddp" else {"all_gather": 16, "reduce_scatter": 8})
+
+
+def test_ddp_hides_communication_until_it_outlasts_the_backward_pass() -> None:
+    """Flat, but for the last bucket, and then with slope 1; the knee is where the backward pass ends."""
+    backward = LAYERS * BACKWARD_S
+    steps = [ddp_seconds(FORWARD_S, BACKWARD_S, total / LAYERS) for total in (0, backward, 2 * backward)]
+    assert steps == pytest.approx([12, 13, 21])

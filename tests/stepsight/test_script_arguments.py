@@ -1,0 +1,60 @@
+"""Which words of a command line are the script's."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from stepsight.dataset.errors import StepsightError
+from stepsight.verbs.script_arguments import WORDS, ScriptCommand
+
+app = typer.Typer()
+
+
+@app.command(cls=ScriptCommand)
+def command(
+    context: typer.Context, script: str = "", nproc_per_node: str = "", out: str = "", as_json: bool = False
+) -> None:
+    """Print what came."""
+    typer.echo(json.dumps([script, nproc_per_node, out, as_json, context.meta.get(WORDS)]))
+
+
+def parsed(line: str) -> Any:
+    result = CliRunner().invoke(app, line.split())
+    if result.exception is not None:
+        raise result.exception
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("--out R --script t.py --lr 0.1", ["t.py", "", "R", False, ["--lr", "0.1"]]),
+        ("--script t.py --lr 0.1 --out R", ["t.py", "", "R", False, ["--lr", "0.1"]]),
+        ("--script=t.py x --out R --as-json", ["t.py", "", "", False, ["x", "--out", "R", "--as-json"]]),
+        ("--out R --script t.py --out theirs", ["t.py", "", "R", False, ["--out", "theirs"]]),
+        ("--out R --nproc_per_node=2 --standalone --script t.py", ["t.py", "2", "R", False, []]),
+        ("--script --rdzv-backend c10d --nproc-per-node 2 --nnodes=1 t.py --out x", ["t.py", "2", "x", False, []]),
+        ("--out R", ["", "", "R", False, None]),
+    ],
+)
+def test_what_follows_the_file_is_the_scripts(line: str, found: list[Any]) -> None:
+    assert parsed(line) == found
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--script", "--script takes a Python file"),
+        ("--script --lr 3", "--script takes a Python file"),
+        ("--script -m train", "torchrun's -m"),
+        ("--nnodes 2 --script t.py", "--nnodes must be 1"),
+    ],
+)
+def test_what_cannot_be_collected_is_refused(line: str, message: str) -> None:
+    with pytest.raises(StepsightError, match=message):
+        parsed(line)
