@@ -75,8 +75,12 @@ def test_an_emulated_rank_asks_once_for_each_signature(tmp_path: Path) -> None:
             raise CollectError("nobody knows")
         return 0.25
 
-    with telling(delay) as (questions, answers):
-        asked = AskedDelays(os.fdopen(os.dup(questions), "wb"), os.fdopen(os.dup(answers), "rb"))
+    with (
+        telling(delay) as (questions, answers),
+        os.fdopen(os.dup(questions), "wb") as ask,
+        os.fdopen(os.dup(answers), "rb") as read,
+    ):
+        asked = AskedDelays(ask, read)
         assert [asked.seconds("all_reduce", 1000, 16, 8) for _ in range(3)] == [0.25] * 3
         with pytest.raises(HarnessError, match="nobody knows"):
             asked.seconds("broadcast", 1, 2, 2)
