@@ -1,0 +1,36 @@
+"""Imported runs teach ops in their context; opaque kernels, and collectives of unknown length, teach nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stepsight.dataset.imported.import_ranks import import_ranks
+from stepsight.dataset.imported.imported_run import write_imported
+from stepsight.training.context.examples import make_examples
+from stepsight.training.context.fit_context import fit_context, node_weights, op_error
+from stepsight.training.measured.measured import read_imported_runs
+from stepsight.training.predictor.predictor import Predictor
+from tests.dataset.traced_jobs import two_ranks
+
+
+def test_what_nobody_knows_teaches_nothing(tmp_path: Path, predictor: Predictor) -> None:
+    paths = [file.write(tmp_path / f"{place}.json") for place, file in enumerate(two_ranks())]
+    for name, some in (("both", paths), ("one", paths[:1])):
+        found = import_ranks(some)
+        write_imported(found.graphs, found.sources, tmp_path / name, None, found.warnings)
+    known = {}
+    for name in ("both", "one"):
+        examples = make_examples(read_imported_runs([tmp_path / name]), predictor)
+        pairs = [(node.work.kind, bool(k)) for e in examples for node, k in zip(e.program.nodes, e.known, strict=True)]
+        known[name] = {kind for kind, taught in pairs if taught}
+        assert {kind for kind, taught in pairs if not taught} >= {"opaque"}
+        assert all((example.alone > 0).all() for example in examples)
+        assert len(node_weights(examples)) == sum(int(example.known.sum()) for example in examples)
+    assert known["both"] - known["one"] == {"all_reduce"} and "linear" in known["one"]
+    context = fit_context(examples, [], predictor.hardware, epochs=2)
+    assert op_error(examples, context, predictor.hardware) > 0
+    assert sum(node_weights(examples)) == pytest.approx(1.0)
+    assert not np.isnan(context.tensors["direct.weight"]).any()
