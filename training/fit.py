@@ -15,11 +15,13 @@ import numpy as np
 from stepsight.dataset.errors import JobError, TraceError
 from stepsight.dataset.files import digest, read_json
 from stepsight.dataset.hardware import Fabric, Hardware, find_fabric, usual_fabric
+from stepsight.dataset.imported.imported_run import read_imported
 from stepsight.training.calibration.corrections import fit_scale
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.intervals.conformal import Intervals, fit_intervals
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.measured.host_launches import fit_launches, launches_alone
+from stepsight.training.measured.imported_facts import launch_seconds, overlap_of, with_facts
 from stepsight.training.measured.imported_ops import ImportedSegments
 from stepsight.training.measured.measured import (
     MeasuredRun,
@@ -90,7 +92,7 @@ def train(
     _check_measured(profile, runs, roles, folders)
     check_hardware(runs, hardware_name)
     device = next((str(run.manifest.fingerprint.get("device", "cpu")) for run in runs), profile.device or "cpu")
-    hardware = with_host(profile.hardware(hardware_name, device), runs)
+    hardware = with_imported(with_host(profile.hardware(hardware_name, device), runs), imported)
     with tracked(uri, f"train {hardware_name}") as run:
         predictor = _learn(profile, runs, imported, hardware, seed, say)
         tracking = {"mlflow_run_id": run.run_id, "mlflow_uri": uri}
@@ -134,6 +136,12 @@ def with_host(hardware: Hardware, runs: Sequence[MeasuredRun]) -> Hardware:
     if not host_action_s and not host_message_s:
         return hardware
     return replace(hardware, host_action_s=host_action_s, host_message_s=host_message_s)
+
+
+def with_imported(hardware: Hardware, imported: Sequence[ImportedSegments]) -> Hardware:
+    """The hardware with launches and overlap as imported traces of a GPU say, where they tell."""
+    graphs = [graph for run in imported if run.device != "cpu" for graph in read_imported(run.folder).graphs()]
+    return with_facts(hardware, launch_seconds(graphs), overlap_of(graphs))
 
 
 def _learn(

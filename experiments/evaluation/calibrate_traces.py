@@ -18,7 +18,7 @@ from stepsight.dataset.op import Op
 from stepsight.experiments.evaluation.error_metrics import Errors, errors
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.training.kernels.traced_corrections import fit_traced
-from stepsight.training.measured.imported_facts import Overlap, launch_seconds, overlap_of
+from stepsight.training.measured.imported_facts import Overlap, launch_seconds, overlap_of, with_facts
 from stepsight.training.measured.imported_ops import HELDOUT, ImportedTimes, imported_times, read_imported_segments
 from stepsight.training.predictor.prediction import named_predictor
 from stepsight.training.predictor.predictor import Predictor
@@ -123,7 +123,7 @@ def calibrate_traces(paths: Sequence[Path], predictor: Predictor | str, out: Pat
         out,
     )
     kernel = replace(start.kernel, traced={**start.kernel.traced, **traced}) if report.kernels_better else start.kernel
-    hardware = _with_facts(start.hardware, report)
+    hardware = with_facts(start.hardware, report.launches, report.overlap)
     calibrated = replace(start, hardware=hardware, kernel=replace(kernel, hardware=hardware))
     report = replace(report, calibrated=calibrated)
     if report.released:
@@ -143,21 +143,6 @@ def errors_by_family(ops: Sequence[Op], predicted: Array, measured: Array) -> di
     for index, op in enumerate(ops):
         families.setdefault(op.family, []).append(index)
     return {name: errors(predicted[rows].tolist(), measured[rows].tolist()) for name, rows in families.items()}
-
-
-def _with_facts(hardware: Hardware, report: TracesReport) -> Hardware:
-    """The hardware with launches and overlap as traces say, and where they come from."""
-    changes: dict[str, Any] = {}
-    if report.launches:
-        kinds = {**hardware.host_kinds_s, **report.launches}
-        changes = {"host_kinds_s": kinds, "host_op_s": hardware.host_op_s or float(np.median(list(kinds.values())))}
-    if report.overlap is not None:
-        changes["comm_compute_share"] = report.overlap.share
-    told = f"{hardware.source}; {' and '.join(_NAMED[name] for name in changes if name in _NAMED)} by imported traces"
-    return replace(hardware, **changes, source=told) if changes else hardware
-
-
-_NAMED = {"host_kinds_s": "launches", "comm_compute_share": "overlap"}
 
 
 def _save(report: TracesReport, folders: Sequence[Path]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.hardware import launch_units
+from stepsight.dataset.hardware import Hardware, launch_units
 from stepsight.dataset.imported.busy_time import covered
 from stepsight.dataset.imported.device_graph import is_wait
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph
@@ -39,6 +40,21 @@ class Overlap:
     ops: int
     seconds: float
     slowdown: float
+
+
+def with_facts(hardware: Hardware, launches: Mapping[str, float], overlap: Overlap | None) -> Hardware:
+    """The hardware with launches and overlap as traces say, and a source that says so."""
+    changes: dict[str, Any] = {}
+    if launches:
+        kinds = {**hardware.host_kinds_s, **launches}
+        changes = {"host_kinds_s": kinds, "host_op_s": hardware.host_op_s or float(np.median(list(kinds.values())))}
+    if overlap is not None:
+        changes["comm_compute_share"] = overlap.share
+    told = " and ".join(name for key, name in _NAMED.items() if key in changes)
+    return replace(hardware, **changes, source=f"{hardware.source}; {told} by imported traces") if changes else hardware
+
+
+_NAMED = {"host_kinds_s": "launches", "comm_compute_share": "overlap"}
 
 
 def overlap_of(graphs: Sequence[RankGraph]) -> Overlap | None:

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from stepsight.dataset.hardware import HARDWARE
 from stepsight.dataset.imported.busy_time import covered
 from stepsight.dataset.imported.read_rank import read_rank
-from stepsight.training.measured.imported_facts import launch_seconds, overlap_of
+from stepsight.training.measured.imported_facts import launch_seconds, overlap_of, with_facts
 from tests.dataset.kineto_files import KinetoFile
 
 
@@ -34,4 +35,9 @@ def test_compute_beside_collectives_says_what_is_lost(tmp_path: Path) -> None:
     assert overlap is not None and overlap.share == pytest.approx(1 / 3, rel=0.05)
     assert overlap.slowdown == pytest.approx(1.5, rel=0.05)
     assert overlap_of([read_rank(KinetoFile().call("aten::add", 0, 5, [8]).write(tmp_path / "host.json"))]) is None
-    assert set(launch_seconds([graph])) >= {"add"}
+    launches = launch_seconds([graph])
+    assert set(launches) >= {"add"}
+    taught = with_facts(HARDWARE["a100-sxm-80gb"], launches, overlap)
+    assert taught.comm_compute_share == overlap.share and taught.host_kinds_s["add"] == launches["add"]
+    assert taught.source.endswith("launches and overlap by imported traces")
+    assert with_facts(taught, {}, None) is taught
