@@ -19,10 +19,10 @@ or more in what was never measured"""
 
 _CHOICE = ("regret", "random_regret", "constant_mfu_regret", "top_shared", "top_order")
 _CHOICE_LEGEND = """\
-a group holds several strategies of one model on the same devices with the same global batch; regret: how much longer the
-run takes than the fastest that predictions, chance (on average) or constant MFU choose; top 5 found: how many of the
-five fastest runs are among the five predicted to be fastest, in groups of more; top 5 order: how many pairs of the five
-fastest runs are predicted in their order"""
+a group holds several strategies of one model on the same devices with the same global batch; regret: how much longer
+the run takes than the fastest that predictions, chance (on average) or constant MFU choose; top 5 found: how many of
+the five fastest runs are among the five predicted to be fastest, in groups of more; top 5 order: how many pairs of the
+five fastest runs are predicted in their order"""
 
 
 def evaluation_text(
