@@ -42,8 +42,7 @@ def search(
     until none is below the best time found.  The job's own strategy counts too: ``best`` is never slower than the job.
 
     Args:
-        job: A ``Job``, the tables of one, or the path of a job file.  It gives the model, global batch and cluster;
-            what the space does not vary stays as the job has it.
+        job: As in ``predict``: its model, global batch and cluster are kept, and what the space does not vary.
         predictor: As in ``predict``.
         space: Choices to try: a ``Space``, or what ``Space.of`` takes; by default those of ``Space()``.
         trials: Total of strategies evaluated in the study at the end, by earlier searches and other processes too;
@@ -55,12 +54,10 @@ def search(
         scenarios: Clusters, batches and sequence lengths to compare; by default those of the job alone.
         sampler: ``auto`` (by bounds), ``enumerate`` (every legal strategy), ``tpe`` or ``random``.
         seed: Of the sampler, 0 to ``MOST_SEED``.
-        storage: None (in memory), a database URL, or the path of a journal file.  Several processes may share a study
-            in SQLite, PostgreSQL or a journal: each evaluates other strategies.
+        storage: None (in memory), a database URL, or the path of a journal file; several processes may share a study.
         study_name: Name of the study in the storage; a stored study of that name goes on.
         on_trial: Called after each strategy with the number of those before it and the shortest time, in seconds.
-        map_fn: Has strategies predicted in other processes: calls a function with each of several lists and returns
-            the results in order, as ``concurrent.futures.Executor.map`` does.  None: this process predicts.
+        map_fn: Has other processes predict, as ``concurrent.futures.Executor.map``; None: this process does.
 
     Returns:
         The strategies, best first: ``.best``, ``.gap_percent``, ``.choices``, ``.to_frame()``, ``.to_dict()``.
@@ -70,15 +67,12 @@ def search(
         StepsightError: If an option has no legal value, or the stored study answers another question.
 
     Example:
-        >>> result = search("examples/gpt3-175b-1024.toml")  # doctest: +SKIP
-        >>> result.best.job.parallel, result.best.seconds[0], result.proof  # doctest: +SKIP
+        >>> search("examples/gpt3-175b-1024.toml").best.job.parallel  # doctest: +SKIP
     """
     job = Job.of(job)
     manner = Manner(
         space=Space.of(space), goal=goal or Goal(), trials=trials, timeout_s=timeout_s, gap=gap, top=top,
-        sampler=sampler, seed=seed, storage=storage, study_name=study_name, on_trial=on_trial,
-        map_fn=map_fn,
-    )  # fmt: skip
+        sampler=sampler, seed=seed, storage=storage, study_name=study_name, on_trial=on_trial, map_fn=map_fn)  # fmt: skip
     if scenarios is None or scenarios.is_empty:
         return search_job(job, predictor, manner)
     if manner.goal.robust == REGRET:
