@@ -71,8 +71,8 @@ def search(
     """
     job = Job.of(job)
     manner = Manner(
-        space=Space.of(space), goal=goal or Goal(), trials=trials, timeout_s=timeout_s, gap=gap, top=top,
-        sampler=sampler, seed=seed, storage=storage, study_name=study_name, on_trial=on_trial, map_fn=map_fn)  # fmt: skip
+        space=Space.of(space), goal=goal or Goal(), trials=trials, timeout_s=timeout_s, gap=gap, top=top, seed=seed,
+        sampler=sampler, storage=storage, study_name=study_name, on_trial=on_trial, map_fn=map_fn)  # fmt: skip
     if scenarios is None or scenarios.is_empty:
         return search_job(job, predictor, manner)
     if manner.goal.robust == REGRET:
