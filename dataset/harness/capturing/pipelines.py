@@ -72,7 +72,21 @@ def install(recorder: Recorder, boundary: Boundary | None, *, only_boundary: boo
         return _StageForwardMeta(forward_metas=tuple(_TensorMeta(**_restored(each)) for each in known[0]))
 
     patch(stages.PipelineStage, _send_meta=send_meta, _recv_meta=receive_meta)
+    patch(stages.PipelineStage, _warmup_forward_vote=_vote, _warmup_backward_result=_result)
     return known
+
+
+def _vote(self: Any, has_backward: bool, received_acc: Any = None) -> torch.Tensor:
+    """Whether this stage states all shapes itself (1) or asks its neighbours (0): the others do as it does."""
+    asks = stages.InferenceMode.needs_dynamic(self._user_meta, has_backward)
+    self._captured_vote = torch.tensor([0 if asks else 1], dtype=torch.int32)
+    vote: torch.Tensor = self._captured_vote
+    return vote
+
+
+def _result(self: Any, received_result: Any = None) -> torch.Tensor:
+    vote: torch.Tensor = self._captured_vote
+    return vote
 
 
 def _described(meta: Any) -> dict[str, Any]:
