@@ -30,7 +30,7 @@ JOB = "gpt3-175b-1024"
 PEERS = {
     f"predict {JOB}": "Calculon 13 ms, SimuMax 80-120 ms",
     f"predict {JOB}-interleaved": "SimuMax 14,000-17,000 ms",
-    "predict_many": "Calculon 77, SimuMax 8-12 jobs/s",
+    "predict_many": "Calculon 280-370, SimuMax 8-12 jobs/s",
 }
 SPACE = Space(schedules=(("1f1b", 1), ("gpipe", 1)))  # of the jobs for ``predict_many``
 
