@@ -83,6 +83,7 @@ class _Calls:
         np.minimum.at(self._start, self._call[own], graph.start_s[own])
         np.maximum.at(self._end, self._call[own], graph.end_s[own])
         self._edges = self._all_edges()
+        self._place = np.full(count, -1, dtype=np.int64)  # of each call in the segment at hand
 
     def _host_gaps(self) -> Floats:
         """``(n,)``: seconds of the host before each op of a host that computes; zeros for a device."""
@@ -122,23 +123,28 @@ class _Calls:
     def segments(self, run: str, shared: dict[object, Program]) -> list[TracedSegment]:
         graph = self._graph
         step, phase = graph.nodes["step"][self._first], graph.nodes["phase"][self._first]
+        key = step * (len(PHASES) + 1) + np.where(phase < 0, len(PHASES), phase)  # in the order of the labels
+        order, keys = np.argsort(key, kind="stable"), np.arange(len(graph.steps_s) * (len(PHASES) + 1) + 1)
+        bounds = np.searchsorted(key[order], keys)
+        owner = np.where(key[self._edges[0]] == key[self._edges[1]], key[self._edges[0]], -1)
+        by_key = np.argsort(owner, kind="stable")
+        edge_bounds = np.searchsorted(owner[by_key], keys)
         found = []
-        for number in range(len(graph.steps_s)):
-            for index, label in (*enumerate(PHASES), (-1, OTHER)):
-                calls = np.flatnonzero((step == number) & (phase == index))
-                if len(calls):
-                    found.append(self._segment(calls, label, number, run, shared))
+        for number in np.flatnonzero(np.diff(bounds)).tolist():
+            calls = order[bounds[number] : bounds[number + 1]]
+            edges = self._edges[:, by_key[edge_bounds[number] : edge_bounds[number + 1]]]
+            step_number, index = divmod(number, len(PHASES) + 1)
+            label = (*PHASES, OTHER)[index]
+            found.append(self._segment(calls, edges, (label, step_number, run), shared))
         return found
 
-    def _segment(self, calls: Ints, label: str, step: int, run: str, shared: dict[object, Program]) -> TracedSegment:
-        graph = self._graph
-        place = np.full(len(self._first), -1, dtype=np.int64)
+    def _segment(
+        self, calls: Ints, ends: Ints, about: tuple[str, int, str], shared: dict[object, Program]
+    ) -> TracedSegment:
+        graph, place, (label, step, run) = self._graph, self._place, about
         place[calls] = np.arange(len(calls))
-        source, target, why = self._edges
-        inside = (place[source] >= 0) & (place[target] >= 0)
-        edges = zip(
-            *(each.tolist() for each in (place[source[inside]], place[target[inside]], why[inside])), strict=True
-        )
+        source, target, why = ends
+        edges = zip(*(each.tolist() for each in (place[source], place[target], why)), strict=True)
         works, streams = (graph.nodes[name][self._first[calls]].tolist() for name in ("work", "stream"))
         nodes = tuple(Node(graph.works[w], graph.streams[s]) for w, s in zip(works, streams, strict=True))
         program = Program(nodes, tuple((a, b, WHY[each]) for a, b, each in edges), label)

@@ -48,6 +48,8 @@ class RankParts:
         self._position = _positions(graph.nodes["stream"])
         self._alone = _seconds_alone(graph)
         self._features = self._all_features()
+        self._within = np.full(len(graph), -1, dtype=np.int64)  # of each node within its type, in the part at hand
+        self._by_step, self._edge_bounds = self._edges_by_step()
 
     def parts(self) -> list[GraphPart]:
         """Every step in which a device, or a host that computes, did something."""
@@ -61,6 +63,14 @@ class RankParts:
                 found.append(self._part(nodes, number))
         return found
 
+    def _edges_by_step(self) -> tuple[Ints, Ints]:
+        """Edges within steps in the order of these, and where those of each begin: a long trace has thousands."""
+        step = self._graph.nodes["step"]
+        source, target = step[self._graph.edges["source"]], step[self._graph.edges["target"]]
+        own = np.flatnonzero((source == target) & (source >= 0))
+        order = own[np.argsort(source[own], kind="stable")]
+        return order, np.searchsorted(source[order], np.arange(len(self._graph.steps_s) + 1))
+
     def _all_features(self) -> NDArray[np.float32]:
         nodes = self._graph.nodes
         launch = np.stack([nodes[name] for name in ("blocks", "threads", "registers", "shared_bytes")], axis=1)
@@ -69,7 +79,7 @@ class RankParts:
     def _part(self, nodes: Ints, step: int) -> GraphPart:
         graph = self._graph
         part = GraphPart("step", "step", step)
-        place = np.full(len(graph), -1, dtype=np.int64)
+        place = self._within
         kind = graph.nodes["kind"][nodes]
         work = graph.nodes["work"][nodes]
         with np.errstate(divide="ignore"):
@@ -85,17 +95,17 @@ class RankParts:
             part.signature[name] = self._signatures[work[kind == number]]
             part.share[name] = np.ones(len(chosen))
             part.launch[name] = np.zeros((len(chosen), 2))
-        self._add_edges(part, nodes, place)
-        self._add_streams(part, place)
+        inside = self._by_step[self._edge_bounds[step] : self._edge_bounds[step + 1]]
+        self._add_edges(part, nodes, place, inside)
+        self._add_streams(part, nodes)
         self._add_peers(part)
         return part
 
-    def _add_edges(self, part: GraphPart, nodes: Ints, place: Ints) -> None:
+    def _add_edges(self, part: GraphPart, nodes: Ints, place: Ints, inside: Ints) -> None:
         graph = self._graph
-        source, target, why = (graph.edges[name] for name in ("source", "target", "why"))
-        inside = np.flatnonzero((place[source] >= 0) & (place[target] >= 0))
-        pairs = [(source[inside], target[inside], why[inside], graph.delay_s[inside])]
-        beside = concurrent_pairs(graph, nodes, self._position)
+        source, target, why = (graph.edges[name][inside] for name in ("source", "target", "why"))
+        pairs = [(source, target, why, graph.delay_s[inside])]
+        beside = concurrent_pairs(graph, nodes, inside, self._position)
         pairs.append((*beside, np.full(len(beside[0]), len(WHY)), np.zeros(len(beside[0]))))
         source, target, why, delay = (np.concatenate(each) for each in zip(*pairs, strict=True))
         numbers = self._edge_numbers(source, target, delay)
@@ -117,9 +127,9 @@ class RankParts:
         distance = np.where(same, self._position[target] - self._position[source], 0)
         return np.stack([np.maximum(overlap, 0.0), moved, distance, delay], axis=1).astype(np.float32)
 
-    def _add_streams(self, part: GraphPart, place: Ints) -> None:
+    def _add_streams(self, part: GraphPart, nodes: Ints) -> None:
         stream = self._graph.nodes["stream"]
-        used = np.unique(stream[place >= 0])
+        used = np.unique(stream[nodes])
         number = np.zeros(len(self._graph.streams), dtype=np.int64)
         number[used] = np.arange(len(used))
         part.streams = tuple(self._graph.streams[each] for each in used.tolist())
@@ -203,29 +213,34 @@ def _seconds_alone(graph: RankGraph) -> Floats:
     return out
 
 
-def concurrent_pairs(graph: RankGraph, nodes: Ints, position: Ints) -> tuple[Ints, Ints]:
+def concurrent_pairs(graph: RankGraph, nodes: Ints, inside: Ints, position: Ints) -> tuple[Ints, Ints]:
     """Nodes of different device streams of which neither precedes the other, both ways, a few nearest each.
 
     A vector clock for each node says how far each stream is that the node follows.
+
+    Args:
+        graph: Of the rank.
+        nodes: Those of a part, in order.
+        inside: Edges between them.
+        position: Place of each node of the rank on its stream.
     """
     stream = graph.nodes["stream"]
     work = nodes[graph.on_device[nodes]]
     columns = {int(each): number for number, each in enumerate(np.unique(stream[work]))}
     if len(columns) < 2:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    clocks = _clocks(graph, nodes, columns, position)
+    clocks = _clocks(graph, nodes, inside, columns, position)
     pairs = []
     for one in columns:
         for other in columns:
             if one < other:
                 pairs.append(_beside(graph, work[stream[work] == one], work[stream[work] == other]))
     first, second = (np.concatenate(each) for each in zip(*pairs, strict=True))
-    at = np.full(len(graph), 0, dtype=np.int64)
-    at[nodes] = np.arange(len(nodes))
     column = np.zeros(len(graph.streams), dtype=np.int64)
     column[list(columns)] = list(columns.values())
-    follows = clocks[at[first], column[stream[second]]] > position[second]
-    precedes = clocks[at[second], column[stream[first]]] > position[first]
+    at = (np.searchsorted(nodes, first), np.searchsorted(nodes, second))
+    follows = clocks[at[0], column[stream[second]]] > position[second]
+    precedes = clocks[at[1], column[stream[first]]] > position[first]
     free = ~follows & ~precedes
     first, second = first[free], second[free]
     return np.concatenate([first, second]), np.concatenate([second, first])
@@ -240,24 +255,19 @@ def _beside(graph: RankGraph, one: Ints, other: Ints) -> tuple[Ints, Ints]:
     return left, other[places[valid]]
 
 
-def _clocks(graph: RankGraph, nodes: Ints, columns: dict[int, int], position: Ints) -> Ints:
-    inside = np.zeros(len(graph), dtype=np.bool_)
-    inside[nodes] = True
+def _clocks(graph: RankGraph, nodes: Ints, inside: Ints, columns: dict[int, int], position: Ints) -> Ints:
     source, target = graph.edges["source"], graph.edges["target"]
-    chosen = np.flatnonzero(inside[source] & inside[target])
-    order = chosen[np.argsort(target[chosen], kind="stable")]
-    at = np.zeros(len(graph), dtype=np.int64)
-    at[nodes] = np.arange(len(nodes))
+    order = inside[np.argsort(target[inside], kind="stable")]
     clocks = np.zeros((len(nodes), len(columns)), dtype=np.int64)
-    stream, device = graph.nodes["stream"].tolist(), graph.on_device.tolist()
+    stream, device = graph.nodes["stream"][nodes].tolist(), (graph.nodes["kind"][nodes] != HOST).tolist()
+    places = position[nodes].tolist()
     rows = [row.tolist() for row in clocks]
-    ends = (source[order].tolist(), at[source[order]].tolist(), at[target[order]].tolist())
-    for a, x, y in zip(*ends, strict=True):
+    for x, y in zip(*(np.searchsorted(nodes, each[order]).tolist() for each in (source, target)), strict=True):
         mine, theirs = rows[y], rows[x]
         for column, value in enumerate(theirs):
             if value > mine[column]:
                 mine[column] = value
-        if device[a]:
-            column = columns[stream[a]]
-            mine[column] = max(mine[column], int(position[a]) + 1)
+        if device[x]:
+            column = columns[stream[x]]
+            mine[column] = max(mine[column], places[x] + 1)
     return np.array(rows, dtype=np.int64).reshape(len(nodes), len(columns))
