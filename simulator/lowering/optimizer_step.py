@@ -163,7 +163,7 @@ def _sum_buckets(builder: SegmentBuilder, shape: RankShape, parts: Parts, replic
         for step in unit.block[::-1] * unit.times
     ]
     for expert in (False, True):
-        tensors = [n for step in steps if step.expert == expert for n in reversed(step.parameters)]
+        tensors = [n for step in steps if step.expert == expert for n in step.parameters]
         buckets: list[int] = []
         held = 0
         for tensor in tensors:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .recorder import COLLECTIVE, Recorder, storage_of
+from .recorder import COLLECTIVE, SYNCHRONISATION, Recorder, storage_of
 
 _c10d: Any = dist.distributed_c10d
 
@@ -31,10 +31,12 @@ class Collectives:
         self.group_names: list[str] = []
         self._streams: dict[str, str] = {}  # of NCCL, by torch's name of the group
         self._numbers: dict[tuple[int, ...], int] = {}
+        self._newest: dict[str, int] = {}  # node by torch's name of the group
 
     def start(self) -> None:
         """Number the collectives of each group from 0."""
         self._numbers.clear()
+        self._newest.clear()
 
     def issue(
         self,
@@ -69,7 +71,11 @@ class Collectives:
             number = self._numbers.get(ranks, 0)
             self._numbers[ranks] = number + 1
             reads, writes = ([storage_of(tensor) for tensor in part] for part in tensors)
-            recorder.add((COLLECTIVE, work, number, kind), reads, writes, self._scope())
+            node = recorder.add((COLLECTIVE, work, number, kind), reads, writes, self._scope())
+            if not direction:  # NCCL runs what a communicator is given one after the other, whatever the streams
+                if name in self._newest:
+                    recorder.edges.setdefault((self._newest[name], node), SYNCHRONISATION)
+                self._newest[name] = node
             return recorder.mark(recorder.stream)
         finally:
             recorder.stream = current

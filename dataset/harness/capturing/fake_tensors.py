@@ -32,6 +32,7 @@ FORWARD, BACKWARD, OPTIMIZER = range(3)
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _REAL_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _aten = torch.ops.aten
+_WRITES_INPUTS = ("fsdp::all_gather_copy_in",)  # and return parts of them, which their schemas do not say
 _NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided",
               "aten::set_", "aten::resize_", "aten::detach_", "aten::lift_fresh", "aten::lift", "prim::device",
               "aten::_assert_async", "aten::record_stream")  # fmt: skip
@@ -125,6 +126,8 @@ class FakeWorld(TorchDispatchMode):
             return
         reads = [storage_of(tensor) for tensor in tensors]
         held = {storage._cdata for storage in reads}
+        if name in _WRITES_INPUTS:
+            held = set()
         writes = [storage for storage in map(storage_of, outputs) if storage._cdata not in held]
         writes += [storage_of(tensor) for tensor in mutated(func, args, kwargs)]
         if not writes:
