@@ -18,7 +18,7 @@ from stepsight.dataset.files import digest
 from stepsight.dataset.hardware import canonical_hardware, find_fabric, usual_fabric
 from stepsight.dataset.tables import Measurements
 from stepsight.training.collectives.collective_models import label_of
-from stepsight.training.predictor.predictor import SHIPPED, Predictor, shipped_names, teacher_of
+from stepsight.training.predictor.predictor import Predictor, shipped_by_name, shipped_names, teacher_of
 from stepsight.training.predictor.predictor_manifest import check_output
 from stepsight.training.shipped.catalogue import RECIPES
 from stepsight.training.tracking import check_store, default_uri, tracked
@@ -131,7 +131,7 @@ def fit_own_table(
     links = own.collectives.fabrics[0] if len(own.collectives) else None
     if links is None and (usual := _usual(own.hardware.name)):
         links = find_fabric(usual)
-    lenders = [Predictor.load(SHIPPED / name) for name in ([like] if like else names)]
+    lenders = [shipped_by_name(name) for name in ([like] if like else names)]
     lender = lenders[0] if links is None else nearest_links(links, lenders)
     return Predictor(own.hardware, kernel, fit_links_of(own.collectives, lender, seed=seed))
 

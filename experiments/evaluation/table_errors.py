@@ -48,6 +48,7 @@ class TableErrors:
         families: By family of ops with its precision, and by kind of collective: rows, mape, median, p90.
         skipped: Number of rows that were not judged, by reason.
         doubts: What contradicts the links that were stated for all rows.
+        note: How else than by these rows it was judged; empty: it was not.
     """
 
     groups: tuple[tuple[str, str, str, Errors], ...]
@@ -55,11 +56,13 @@ class TableErrors:
     skipped: dict[str, int]
     families: dict[str, dict[str, float | int | None]] = field(default_factory=dict)
     doubts: tuple[str, ...] = ()
+    note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         groups = [{"kind": k, "size": s, "ranks": r, **e.to_dict()} for k, s, r, e in self.groups]
         told: dict[str, Any] = {"families": self.families, "overall": asdict(self.overall)}
         told |= {"skipped": self.skipped, "doubts": list(self.doubts)}
+        told |= {"note": self.note} if self.note else {}
         return {"groups": groups, **told}
 
 
@@ -76,6 +79,8 @@ def judge_table(measured: Measurements, predictor_of: PredictorOf, fabric: Fabri
     """
     predicted, skipped = predict_table(measured, predictor_of, fabric)
     known = np.flatnonzero(np.isfinite(predicted))
+    if not len(known) and (held_out := _held_out(measured, predictor_of, skipped)) is not None:
+        return held_out
     if not len(known):
         reasons = "; ".join(f"{count}: {why}" for why, count in skipped.items()) or "the table is empty"
         raise TableError(f"a table must have rows that can be predicted, got none ({reasons})")
@@ -91,6 +96,20 @@ def judge_table(measured: Measurements, predictor_of: PredictorOf, fabric: Fabri
         family_figures(names, predicted[known], measured.seconds[known]),
         _doubts(measured, fabric),
     )
+
+
+def _held_out(measured: Measurements, predictor_of: PredictorOf, skipped: dict[str, int]) -> TableErrors | None:
+    """Errors on shapes that were held out while a predictor was trained on every row; None if they are not known."""
+    predictors = [predictor_of(device) for device in dict.fromkeys(measured.device)]
+    manifest = predictors[0].manifest if len(predictors) == 1 and predictors[0] is not None else {}
+    families = manifest.get("held_out", {})
+    sources = {file["digest"] for file in manifest.get("sources", {}).values()}
+    if not families or not {file.digest for file in measured.files.values()} <= sources:
+        return None
+    rows = [int(found["rows"]) for found in families.values()]
+    mean = float(np.average([found["mape"] for found in families.values()], weights=rows))
+    note = "the predictor was trained on all these shapes: errors are of a fifth of them, held out while it was trained"
+    return TableErrors((), Errors(sum(rows), mape=mean), skipped, families, note=note)
 
 
 def family_of(work: Op | Collective) -> str:
@@ -213,6 +232,8 @@ def table_errors_text(result: TableErrors) -> str:
     ]
     by_family = table(["family", "rows", "mean error %", "median", "p90"], families)
     left_out = [f"left out {count}: {why}" for why, count in result.skipped.items()]
+    if result.note:
+        return f"{by_family}\n\n{result.note}"
     return "\n\n".join(
         [by_family, table(header, lines), legend, *(f"doubt: {text}" for text in result.doubts), *left_out]
     )

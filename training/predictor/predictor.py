@@ -329,6 +329,12 @@ def _regressor(folder: Path, table: dict[str, Any], features: tuple[str, ...]) -
     return Regressor.from_dict(table, trees)
 
 
+@cached(8)
+def shipped_by_name(name: str) -> Predictor:
+    """A predictor that comes with the package, by its own name."""
+    return Predictor.load(SHIPPED / name)
+
+
 def teacher_of(name: str) -> Teacher:
     """A predictor that comes with the package, as one whose efficiencies count for other devices.
 
@@ -339,7 +345,7 @@ def teacher_of(name: str) -> Teacher:
         raise PredictorError(
             f"{name!r:.80} must be a predictor that comes with stepsight ({', '.join(shipped_names())})"
         )
-    loaded = Predictor.load(SHIPPED / name)
+    loaded = shipped_by_name(name)
     return Teacher(name, str(loaded.manifest["digest"]), loaded.kernel)
 
 

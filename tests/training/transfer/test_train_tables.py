@@ -108,3 +108,19 @@ def test_a_predictor_whose_teacher_changed_is_refused(trained: tuple[Path, Path]
     saved["teachers"]["a100-sxm"] = "0"
     with pytest.raises(PredictorError, match="another version of a100-sxm"):
         Transfer.from_dict(saved, GPU, teacher_of)
+
+
+def test_a_table_that_was_trained_on_whole_is_judged_by_what_was_held_out(tmp_path: Path) -> None:
+    """A fifth of the shapes is held out before the fit on all; evaluate says those errors, never errors of the fit."""
+    table = _table().take([i for i, work in enumerate(_table().works) if isinstance(work, Collective)])
+    table.to_parquet(tmp_path / "links.parquet")
+    command = ["train", str(tmp_path / "links.parquet"), "--out", str(tmp_path / "mine"), "--json"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    held_out = json.loads(done.stdout)["held_out"]
+    done = CliRunner().invoke(
+        app, ["evaluate", str(tmp_path / "links.parquet"), "-p", str(tmp_path / "mine"), "--json"]
+    )
+    told = json.loads(done.stdout)
+    assert told["families"] == held_out and held_out["all_reduce/intra"]["rows"] == len(table) // 5
+    assert "held out while it was trained" in told["note"]
