@@ -11,6 +11,7 @@ Each room imports only rooms below it:
                       rank, ``box_worker`` all ranks of a box; ``collection`` goes through runs and events in rounds
 ``box/``              a cluster in a box: network namespaces, ranks whose computation is slept
 ``emulation/``        one process in the place of a rank of a larger job, its collectives replaced by delays
+``capturing/``        one rank of a user's script in a fake world: tensors without values, every kernel written down
 ``measuring/``        steps, ops and collectives timed; hardware facts; a GPU's clocks beside all that
 ``models/``           a job as a sharded model, schedule and optimizer: ``parallel`` is the training step
 ``ops/``              one op by its signature made callable, and the composite ops that models run

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from . import device_kernels, streams
+from . import fake_streams, fused_kernels
 from .fake_tensors import cpu_of
 from .patching import patch
 
@@ -37,9 +37,9 @@ class DevicesOnCpu(TorchFunctionMode):
         elif func is Tensor.pin_memory:
             return args[0]
         elif func in (torch.rms_norm, torch.nn.functional.rms_norm):
-            return device_kernels.rms_norm(*args, **kwargs)
+            return fused_kernels.rms_norm(*args, **kwargs)
         elif func is torch.nn.functional.dropout:
-            return device_kernels.dropout(*args, **kwargs)
+            return fused_kernels.dropout(*args, **kwargs)
         elif func is torch.nn.functional.scaled_dot_product_attention:
             kwargs, args = {**kwargs, "dropout_p": 0.0}, args[:4] + args[5:]  # dropout is within the device's kernel
         elif func is torch.device and args and isinstance(args[0], int):
@@ -91,15 +91,15 @@ def install(local_size: int) -> None:
     patch(torch.cuda, get_rng_state_all=lambda: [torch.get_rng_state()])
     patch(torch.version, cuda="12.8")
     followed = {
-        "Stream": streams.Stream, "Event": streams.Event, "stream": streams.StreamContext,
-        "StreamContext": streams.StreamContext, "current_stream": streams.current_stream,
-        "default_stream": streams.default_stream, "synchronize": streams.synchronize,
+        "Stream": fake_streams.Stream, "Event": fake_streams.Event, "stream": fake_streams.StreamContext,
+        "StreamContext": fake_streams.StreamContext, "current_stream": fake_streams.current_stream,
+        "default_stream": fake_streams.default_stream, "synchronize": fake_streams.synchronize,
     }  # fmt: skip
     patch(torch.cuda, **followed)
     patch(torch.cpu, **followed)
-    patch(torch, Stream=streams.Stream, Event=streams.Event)
+    patch(torch, Stream=fake_streams.Stream, Event=fake_streams.Event)
     patch(torch._C, _get_accelerator=lambda *args: torch.device("cuda", local_rank))
-    patch(torch.accelerator, current_stream=streams.current_stream, synchronize=streams.synchronize)
+    patch(torch.accelerator, current_stream=fake_streams.current_stream, synchronize=fake_streams.synchronize)
     patch(Tensor, record_stream=lambda self, stream: None, is_pinned=lambda self, device=None: False)
 
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .collectives import Collectives, FunctionalCollectives
-from .device_kernels import FAKE
+from .fused_kernels import FAKE
 from .recorder import OP, Recorder, storage_of
 from .script_lines import script_line
 from .signatures import Signatures

@@ -12,7 +12,7 @@ import torch.utils._foreach_utils as foreach_utils
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader
 
-from . import device_kernels, module_moves, shards
+from . import fused_kernels, module_moves, shards
 from .fake_tensors import FakeWorld
 from .patching import patch
 
@@ -20,7 +20,7 @@ from .patching import patch
 def install(world: FakeWorld) -> None:
     """Put everything right."""
     module_moves.install()
-    device_kernels.install()
+    fused_kernels.install()
     shards.install()
     _foreach_on_cpu()
     _data_loaders()

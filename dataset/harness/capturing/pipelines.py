@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.pipelining import stage as stages
+from torch.distributed.pipelining import stage as _stage
 from torch.distributed.pipelining._utils import (
     _derive_grad_metas,
     _StageBackwardMeta,
@@ -20,6 +20,8 @@ from torch.distributed.pipelining._utils import (
 
 from .patching import patch
 from .recorder import Recorder
+
+_stages: Any = _stage
 
 Boundary = list[dict[str, Any]]  # of each tensor that passes between stages: shape, stride, dtype, requires_grad
 
@@ -71,14 +73,14 @@ def install(recorder: Recorder, boundary: Boundary | None, *, only_boundary: boo
             raise NeedsBoundary(self._resolve_peer_global_rank(0))
         return _StageForwardMeta(forward_metas=tuple(_TensorMeta(**_restored(each)) for each in known[0]))
 
-    patch(stages.PipelineStage, _send_meta=send_meta, _recv_meta=receive_meta)
-    patch(stages.PipelineStage, _warmup_forward_vote=_vote, _warmup_backward_result=_result)
+    patch(_stages.PipelineStage, _send_meta=send_meta, _recv_meta=receive_meta)
+    patch(_stages.PipelineStage, _warmup_forward_vote=_vote, _warmup_backward_result=_result)
     return known
 
 
 def _vote(self: Any, has_backward: bool, received_acc: Any = None) -> torch.Tensor:
     """Whether this stage states all shapes itself (1) or asks its neighbours (0): the others do as it does."""
-    asks = stages.InferenceMode.needs_dynamic(self._user_meta, has_backward)
+    asks = _stages.InferenceMode.needs_dynamic(self._user_meta, has_backward)
     self._captured_vote = torch.tensor([0 if asks else 1], dtype=torch.int32)
     vote: torch.Tensor = self._captured_vote
     return vote

@@ -8,10 +8,9 @@ written is a JSON object: either ``error`` with the script's line, or the record
 from __future__ import annotations
 
 import json
-import resource
 import runpy
 import sys
-import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +37,14 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     set_environment(request["rank"], request["world_size"], request["local_size"])
     import torch
 
-    from . import composite_ops, fake_cuda, mends, pipelines, streams, world
+    from . import composite_ops, fake_cuda, fake_streams, mends, pipelines, world
     from .fake_tensors import FakeWorld
     from .recorder import Recorder
     from .steps import Captured, Steps
 
     recorder = Recorder()
     fake = FakeWorld(recorder, request["rank"])
-    streams.follow_streams(recorder)
+    fake_streams.follow_streams(recorder)
     fake_cuda.install(request["local_size"])
     world.install(request["rank"], request["world_size"], fake.collectives)
     mends.install(fake)
@@ -55,51 +54,43 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     sys.argv = [str(script), *request["arguments"]]
     sys.path.insert(0, str(script.resolve().parent))
     torch.set_num_threads(1)
-    began = time.process_time()
     try:
         with fake_cuda.DevicesOnCpu(), fake.fake, fake:
             runpy.run_path(str(script), run_name="__main__")
     except Captured:
-        pass
+        told = {"rank": request["rank"], "world_size": request["world_size"], "torch": torch.__version__}
+        return told | {"boundary": boundary[0] if boundary else None, **_record(fake)}
     except pipelines.NeedsBoundary as needs:
         return {"needs_boundary_of": needs.rank}
     except pipelines.FoundBoundary as found:
         return {"boundary": found.boundary}
-    except SystemExit as end:
-        if not recorder.active:
-            return _failure(f"the script ended with exit code {end.code!r:.80}", end, steps.seen)
     except BaseException as error:
-        return _failure(f"{type(error).__name__}: {error}", error, steps.seen)
-    if not recorder.nodes:
-        return {"error": "few steps", "line": "", "steps": steps.seen, "trace": ""}
-    usage = resource.getrusage(resource.RUSAGE_SELF)
+        if not isinstance(error, SystemExit) or error.code:
+            return _failure(error, steps.seen)
+    return {"error": "few steps", "line": "", "steps": steps.seen, "trace": ""}
+
+
+def _record(fake: Any) -> dict[str, Any]:
+    """What was written down, as plain values."""
+    recorder, collectives = fake.recorder, fake.collectives
+    groups = zip(collectives.group_names, collectives.groups, strict=True)
     return {
         "form": FORM,
-        "rank": request["rank"],
-        "world_size": request["world_size"],
-        "torch": torch.__version__,
-        "steps": steps.seen,
-        "seconds": time.process_time() - began,
-        "peak_rss_bytes": usage.ru_maxrss * 1024,
         "works": list(recorder.works),
         "names": list(recorder.names),
         "streams": list(recorder.streams),
         "nodes": recorder.nodes,
         "live_bytes": recorder.live_bytes,
         "edges": [[*ends, why] for ends, why in recorder.edges.items()],
-        "groups": [
-            [name, list(ranks)]
-            for name, ranks in zip(fake.collectives.group_names, fake.collectives.groups, strict=True)
-        ],
+        "groups": [[name, list(ranks)] for name, ranks in groups],
         "notes": list(recorder.notes),
-        "boundary": boundary[0] if boundary else None,
     }
 
 
-def _failure(what: str, error: BaseException, steps: int) -> dict[str, Any]:
-    import traceback
-
+def _failure(error: BaseException, steps: int) -> dict[str, Any]:
+    """An error with the script's line."""
     from .script_lines import error_line
 
+    what = f"{type(error).__name__}: {error}"
     text = "".join(traceback.format_exception(error))
     return {"error": what[:2000], "line": error_line(error), "steps": steps, "trace": text[-20000:]}

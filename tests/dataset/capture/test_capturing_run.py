@@ -48,6 +48,8 @@ PIPELINE = """
         optimizer.zero_grad()
 """
 
+ONE_STEP = "import torch\noptimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(4))], 0.1)"
+
 
 def written(folder: Path, text: str) -> Path:
     script = folder / "train.py"
@@ -117,7 +119,7 @@ def test_every_stage_of_a_pipeline_is_captured_and_meets_its_neighbours(tmp_path
     ("text", "said"),
     [
         ("import torch\ntorch.zeros(4).view(3, 7)", "train.py:2: RuntimeError"),
-        ("import torch", "must take at least 2 training steps"),
+        (f"{ONE_STEP}\noptimizer.step()", "must take at least 2 training steps"),
     ],
 )
 def test_what_cannot_be_captured_is_said_with_the_line(text: str, said: str, tmp_path: Path) -> None:
