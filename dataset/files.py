@@ -132,15 +132,17 @@ def _put(new: Path, path: Path) -> None:
     if not path.exists():
         new.replace(path)
         return
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent, ignore_cleanup_errors=True) as aside:
-        old = Path(aside) / path.name
-        try:
-            path.replace(old)
-            new.replace(path)
-        except BaseException:
-            if old.exists():
-                old.replace(path)
-            raise
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    old = aside / path.name
+    try:
+        path.replace(old)
+        new.replace(path)
+    except BaseException:
+        if old.exists():
+            old.replace(path)  # where this fails too, the old folder stays in ``aside``: ``set_aside`` finds it
+        aside.rmdir()
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def set_aside(path: Path) -> Path | None:

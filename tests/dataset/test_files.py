@@ -62,6 +62,24 @@ def test_an_old_folder_stays_until_the_new_one_stands(tmp_path: Path) -> None:
     assert (tmp_path / "b" / "file").read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["b"]
 
 
+def test_an_old_folder_that_cannot_come_back_is_kept_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk on which every rename but the first fails."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "file").write_text("old")
+    rename, renamed = Path.replace, []
+
+    def replace(self: Path, target: Path) -> Path:
+        renamed.append(target)
+        if len(renamed) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+        return rename(self, target)
+
+    with pytest.raises(OSError, match="No space left"), new_folder(tmp_path / "b"):
+        monkeypatch.setattr(Path, "replace", replace)
+    old = set_aside(tmp_path / "b")
+    assert len(renamed) == 3 and old is not None and (old / "file").read_text() == "old"
+
+
 KILLED = """
 import os, pathlib, signal, sys
 from stepsight.dataset.files import new_folder
