@@ -6,7 +6,9 @@ work as they are.  Where a script reads a value of a fake tensor it is told 1.0,
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +23,10 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..script_lines import own_place
 from .collectives import Collectives, FunctionalCollectives
 from .fused_kernels import FAKE
 from .recorder import OP, Recorder, storage_of
-from .script_lines import script_line
 from .signatures import Signatures
 
 MOST_REAL = 2**20  # elements of a tensor that may stay real
@@ -41,8 +43,9 @@ _NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty
 class FakeWorld(TorchDispatchMode):
     """Runs ops under fake tensors and writes kernels down."""
 
-    def __init__(self, recorder: Recorder, rank: int) -> None:
+    def __init__(self, recorder: Recorder, rank: int, script: Path) -> None:
         super().__init__()
+        self._script = script
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.recorder = recorder
         self.in_optimizer = 0
@@ -94,7 +97,7 @@ class FakeWorld(TorchDispatchMode):
 
     def _value(self, func: Any, tensor: Tensor) -> Any:
         """What a script is told of a value that nobody knows."""
-        line = script_line()
+        line = own_place(traceback.extract_stack(), self._script)
         if self.recorder.active:
             self.recorder.wait_on_host(self.recorder.stream, "item", self.scope()[0])
         if func is _aten.equal.default:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..atomic_files import parse_json
+from ..script_lines import own_place
 
 FORM = 1  # of the record
 
@@ -29,11 +30,9 @@ def main(path: str) -> int:
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
     """Run a script until its step is written down; returns the record, or what went wrong."""
-    from . import script_lines
     from .world import set_environment
 
     script = Path(request["script"])
-    script_lines.set_script(script)
     set_environment(request["rank"], request["world_size"], request["local_size"])
     import torch
 
@@ -43,7 +42,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     from .steps import Captured, Steps
 
     recorder = Recorder()
-    fake = FakeWorld(recorder, request["rank"])
+    fake = FakeWorld(recorder, request["rank"], script)
     fake_streams.follow_streams(recorder)
     fake_cuda.install(request["local_size"])
     world.install(request["rank"], request["world_size"], fake.collectives)
@@ -66,7 +65,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         return {"boundary": found.boundary}
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
-            return _failure(error, steps.seen)
+            return _failure(error, script, steps.seen)
     return {"error": "few steps", "line": "", "steps": steps.seen, "trace": ""}
 
 
@@ -87,10 +86,13 @@ def _record(fake: Any) -> dict[str, Any]:
     }
 
 
-def _failure(error: BaseException, steps: int) -> dict[str, Any]:
+def _failure(error: BaseException, script: Path, steps: int) -> dict[str, Any]:
     """An error with the script's line."""
-    from .script_lines import error_line
-
     what = f"{type(error).__name__}: {error}"
     text = "".join(traceback.format_exception(error))
-    return {"error": what[:2000], "line": error_line(error), "steps": steps, "trace": text[-20000:]}
+    return {
+        "error": what[:2000],
+        "line": own_place(traceback.extract_tb(error.__traceback__), script),
+        "steps": steps,
+        "trace": text[-20000:],
+    }

@@ -20,7 +20,8 @@ from typing import Any, NoReturn
 from .. import cores
 from ..plan_error import HarnessError
 from ..running.worker import PROGRESS
-from .script_errors import line_of_thread, print_own_traceback, told
+from ..script_lines import line_of_thread
+from .script_errors import print_own_traceback, told
 from .step_marks import listening, watch_optimizers, watch_profilers
 
 

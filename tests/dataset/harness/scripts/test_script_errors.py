@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.harness.scripts.script_errors import line_of_thread, told
+from stepsight.dataset.harness.script_lines import line_of_thread
+from stepsight.dataset.harness.scripts.script_errors import told
 
 
 def _error(path: Path, text: str) -> BaseException:

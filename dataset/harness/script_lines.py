@@ -1,0 +1,64 @@
+"""The line of a user's own script at which something happens."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import FrameType
+
+PACKAGE = str(Path(__file__).resolve().parent)  # its frames are not the user's
+_LIBRARIES = tuple(str(Path(path).resolve()) for path in sysconfig.get_paths().values())
+
+
+def own_line(frames: Sequence[traceback.FrameSummary], script: Path) -> str:
+    """``train.py:12: x = model(batch)``: the innermost line that is the user's own, "" if there is none.
+
+    Args:
+        frames: Outermost first.
+        script: Its folder holds what is the user's own.
+    """
+    for frame in _own_frames(frames, script):
+        source = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
+        return f"{_place(frame, script)}: {source}"
+    return ""
+
+
+def own_place(frames: Sequence[traceback.FrameSummary], script: Path) -> str:
+    """``train.py:12``: as ``own_line``, without the text of the line."""
+    return next((_place(frame, script) for frame in _own_frames(frames, script)), "")
+
+
+def _own_frames(frames: Sequence[traceback.FrameSummary], script: Path) -> Iterable[traceback.FrameSummary]:
+    """Frames in the script's folder, then others that are no library's, each innermost first."""
+    home = script.resolve().parent
+    own = [frame for frame in reversed(frames) if not frame.filename.startswith("<") and _is_users(frame.filename)]
+    return sorted(own, key=lambda frame: not Path(frame.filename).resolve().is_relative_to(home))
+
+
+def _place(frame: traceback.FrameSummary, script: Path) -> str:
+    path, home = Path(frame.filename), script.resolve().parent
+    return f"{path.relative_to(home) if path.is_relative_to(home) else path}:{frame.lineno}"
+
+
+def _is_users(filename: str) -> bool:
+    path = str(Path(filename).resolve())
+    return Path(path).exists() and not path.startswith((*_LIBRARIES, PACKAGE))
+
+
+def line_of(error: BaseException, script: Path) -> str:
+    """The user's own line that raised an error."""
+    return own_line(traceback.extract_tb(error.__traceback__), script)
+
+
+def line_of_frame(frame: FrameType | None, script: Path) -> str:
+    """The user's own line that a frame is at."""
+    return own_line(traceback.extract_stack(frame), script) if frame is not None else ""
+
+
+def line_of_thread(thread: int, script: Path) -> str:
+    """The user's own line that a thread is at now."""
+    return line_of_frame(sys._current_frames().get(thread), script)
