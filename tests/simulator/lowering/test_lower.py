@@ -252,8 +252,8 @@ def test_jobs_that_cannot_be(changes: dict[str, dict[str, Any]], message: str) -
 @pytest.mark.parametrize(
     ("links", "words"),
     [
-        ((300.0, 200.0), ["fabric.inter_node", "(4 devices: 50 each)"]),
-        ((2400.0, 25.0), ["fabric.intra_node", "(4 devices: 600 each)"]),
+        ((300.0, 200.0), ["fabric.inter_node", "both directions of a node's 4 devices"]),
+        ((2400.0, 25.0), ["fabric.intra_node", "both directions of a node's 4 devices"]),
         ((300.0, 25.0), []),
     ],
 )
