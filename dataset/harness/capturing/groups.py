@@ -1,7 +1,7 @@
 """Process groups of the fake world: no other rank is there, and every collective is over at once.
 
-Values mean nothing: an all-gather repeats this rank's shard where it is real (meshes, object collectives), and what is
-received is left as it is.
+Values mean nothing: a collective has its effect on real tensors (meshes, counts, object collectives), and none on fake
+ones.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from ..one_rank_group import LISTS, Call, OneRankGroup
 from .collectives import Collectives, people_name
 
 BACKEND = "captured"
@@ -61,11 +62,8 @@ class Awaited(torch.futures.Future):  # type: ignore[type-arg]
         return super().wait()
 
 
-_Base: Any = dist.ProcessGroup  # each of its methods has several signatures; torch calls one of them
-
-
-class Group(_Base):  # type: ignore[misc]
-    """A process group of which only this rank is there.
+class Group(OneRankGroup):
+    """A process group of the fake world.
 
     Args:
         rank: In the group.
@@ -75,14 +73,10 @@ class Group(_Base):  # type: ignore[misc]
     """
 
     def __init__(self, rank: int, ranks: list[int], name: str, collectives: Collectives) -> None:
-        super().__init__(rank, len(ranks))
-        self._ranks, self._name, self._collectives = tuple(ranks), name, collectives
+        super().__init__(rank, ranks, name)
+        self._collectives = collectives
         self._batch: list[Done] | None = None
         self._description = ""
-
-    @property
-    def group_name(self) -> str:
-        return self._name
 
     @property
     def group_desc(self) -> str:
@@ -101,74 +95,6 @@ class Group(_Base):  # type: ignore[misc]
     def where(self) -> tuple[str, str, tuple[int, ...]]:
         """torch's name of the group, its name for people, and its ranks."""
         return self._name, people_name(self._description, self._ranks), self._ranks
-
-    def allreduce(self, tensors: Any, opts: Any = None) -> Done:
-        tensors = _listed(tensors)
-        return self._issue("all_reduce", tensors, (tensors, tensors), opts)
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Done:
-        return self._issue("all_reduce", tensors, (tensors, tensors), opts)
-
-    def reduce(self, tensors: Any, root: int = 0, op: Any = None, *rest: Any) -> Done:
-        tensors = _listed(tensors)
-        return self._issue("all_reduce", tensors, (tensors, tensors), root)
-
-    def broadcast(self, tensors: Any, opts: Any = None, *rest: Any) -> Done:
-        tensors = _listed(tensors)
-        return self._issue("broadcast", tensors, (tensors, tensors), opts)
-
-    def all_gather_single(self, output: Tensor, shard: Tensor, opts: Any = None) -> Done:
-        _repeat(list(output.view(self.size(), -1)), shard)
-        return self._issue("all_gather", [output], ([shard], [output]), opts)
-
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
-        parts = outputs[0] if isinstance(outputs[0], list) else outputs
-        own = inputs[0] if isinstance(inputs, list) else inputs
-        _repeat(parts, own)
-        return self._issue("all_gather", parts, ([own], parts), opts)
-
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Done:
-        return self._issue("all_gather", outputs, (inputs, outputs), opts)
-
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Done:
-        flat = [part for parts in outputs for part in parts]
-        return self._issue("all_gather", flat, (inputs, flat), opts)
-
-    def reduce_scatter_single(self, shard: Tensor, full: Tensor, opts: Any = None) -> Done:
-        return self._issue("reduce_scatter", [full], ([full], [shard]), opts)
-
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
-        full = inputs[0] if isinstance(inputs[0], list) else inputs
-        return self._issue("reduce_scatter", full, (full, _listed(outputs)), opts)
-
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Done:
-        return self._issue("reduce_scatter", inputs, (inputs, outputs), opts)
-
-    def all_to_all_single(self, output: Tensor, given: Tensor, *rest: Any) -> Done:
-        return self._issue("all_to_all", [given], ([given], [output]), rest[-1] if rest else None)
-
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Done:
-        return self._issue("all_to_all", inputs, (inputs, outputs), opts)
-
-    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
-
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
-        own, parts = _listed(inputs), [part for each in outputs or [] for part in _listed(each)]
-        _repeat(parts, own[0])
-        return self._issue("all_gather", parts or own * self.size(), (own, parts), opts)
-
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
-        got = _listed(outputs)
-        return self._issue("broadcast", got, (got, got), opts)
-
-    def send(self, tensors: Any, peer: int, tag: int = 0) -> Done:
-        return self._message("send", _listed(tensors), peer)
-
-    def recv(self, tensors: Any, peer: int, tag: int = 0) -> Done:
-        return self._message("recv", _listed(tensors), peer)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Done:
         raise RuntimeError("a receive from any rank cannot be captured: name the rank that sends")
@@ -199,37 +125,25 @@ class Group(_Base):  # type: ignore[misc]
 
     abort = shutdown
 
-    def _issue(self, kind: str, full: Any, tensors: Any, opts: Any) -> Done:
-        is_async = getattr(opts, "asyncOp", True) is not False
-        mark = self._collectives.issue(kind, full, tensors, self.where, is_async=is_async)
-        return self._done(mark, tensors[1])
-
-    def _message(self, direction: str, tensors: list[Tensor], peer: int) -> Done:
-        own, other = self._ranks[self.rank()], self._ranks[peer]
-        name, people, _ = self.where
-        line = (own, other) if direction == "send" else (other, own)
-        where = (f"{name} {line}", people, line)
-        reads, writes = (tensors, []) if direction == "send" else ([], tensors)
-        both = reads, writes
-        mark = self._collectives.issue("send_recv", tensors, both, where, is_async=True, direction=direction)
-        return self._done(mark, tensors)
-
-    def _done(self, mark: Any, result: Any) -> Done:
-        done = Done(self._collectives, mark, list(result))
+    def _issue(self, call: Call) -> Done:
+        if call.effect is not None and not any(isinstance(each, FakeTensor) for each in (*call.reads, *call.writes)):
+            with unset_fake_temporarily(), torch.no_grad():
+                call.effect()
+        kind = "all_gather" if call.kind == LISTS else call.kind
+        tensors = call.reads, call.writes
+        mark = self._collectives.issue(
+            kind, call.full, tensors, self._place_of(call), is_async=not call.waits, direction=call.direction
+        )
+        done = Done(self._collectives, mark, list(call.writes))
         if self._batch is not None:
             self._batch.append(done)
         return done
 
-
-def _listed(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _repeat(parts: list[Tensor], own: Tensor) -> None:
-    """Give every rank's place this rank's values, where they are real."""
-    if any(isinstance(each, FakeTensor) for each in (*parts, own)):
-        return
-    with unset_fake_temporarily(), torch.no_grad():
-        for part in parts:
-            if part.numel() == own.numel():
-                part.view(-1).copy_(own.reshape(-1))
+    def _place_of(self, call: Call) -> tuple[str, str, tuple[int, ...]]:
+        """As ``where``; a message joins two ranks."""
+        name, people, ranks = self.where
+        if not call.direction:
+            return name, people, ranks
+        own, other = ranks[self.rank()], ranks[call.peer]
+        line = (own, other) if call.direction == "send" else (other, own)
+        return f"{name} {line}", people, line

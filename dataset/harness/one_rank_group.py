@@ -1,0 +1,224 @@
+"""A process group of which one rank is there: torch's calls as collectives, for captured and for emulated scripts.
+
+Of each collective it says the kind, the tensors whose bytes count, what is read and written, and its effect on this
+rank's tensors: an all-gather repeats the rank's own part, a reduce-scatter keeps it, an all-to-all returns what is
+sent, and what is received is small random numbers.  What becomes of a collective is its subclasses' business.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+Effect = Callable[[], object] | None
+LISTS = "gather"  # the kind of an all-gather of lists of tensors, which torch's own classes use before the first step
+_Base: Any = dist.ProcessGroup  # each of its methods has several signatures; torch calls one of them
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A collective as this rank calls it.
+
+    Attributes:
+        kind: Of a collective, or ``gather``.
+        full: Tensors whose bytes count.
+        reads, writes: This rank's tensors.
+        effect: What it does with them.
+        waits: Whether it runs on the stream that issues it.
+        direction: Of a message: ``send`` or ``recv``.
+        peer: Of a message: a rank of the group.
+    """
+
+    kind: str
+    full: Sequence[Tensor]
+    reads: Sequence[Tensor]
+    writes: Sequence[Tensor]
+    effect: Effect = None
+    waits: bool = False
+    direction: str = ""
+    peer: int = -1
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.full)
+
+
+class OneRankGroup(_Base):  # type: ignore[misc]
+    """A process group of which only this rank is there.
+
+    Args:
+        rank: In the group.
+        ranks: Of the job, in the order of the group.
+        name: torch's.
+    """
+
+    def __init__(self, rank: int, ranks: list[int], name: str) -> None:
+        super().__init__(rank, len(ranks))
+        self._ranks, self._name = tuple(ranks), name
+        self._filled: set[int] = set()
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @abstractmethod
+    def _issue(self, call: Call) -> Any:
+        """Start a collective; returns its ``Work``."""
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        tensors = listed(tensors)
+        return self._issue(Call("all_reduce", tensors, tensors, tensors, waits=_waits(opts)))
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
+        tensors = listed(tensors)
+        return self._issue(Call("broadcast", tensors, tensors, tensors, waits=_waits(opts)))
+
+    def reduce(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
+        return self.broadcast(tensors, opts)  # the same way back
+
+    def all_gather_single(self, output: Tensor, shard: Tensor, opts: Any = None) -> Any:
+        def effect() -> None:
+            self._repeat(output, shard)
+
+        return self._issue(Call("all_gather", [output], [shard], [output], effect, _waits(opts)))
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], shards: list[Tensor], opts: Any = None) -> Any:
+        def effect() -> None:
+            for output, shard in zip(outputs, shards, strict=True):
+                self._repeat(output, shard)
+
+        return self._issue(Call("all_gather", outputs, shards, outputs, effect, _waits(opts)))
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        given = listed(inputs)
+        lists = outputs if isinstance(outputs[0], list) else [outputs]
+
+        def effect() -> None:
+            for parts, own in zip(lists, given, strict=True):
+                for part in parts:
+                    tile(part, own)
+
+        flat = [part for parts in lists for part in parts]
+        return self._issue(Call(LISTS, flat, given, flat, effect, _waits(opts)))
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self.allgather(outputs, inputs, opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        if outputs:
+            return self.allgather(outputs, inputs, opts)
+        own = listed(inputs)
+        return self._issue(Call("all_gather", own * self.size(), own, [], waits=_waits(opts)))
+
+    def reduce_scatter_single(self, shard: Tensor, full: Tensor, opts: Any = None) -> Any:
+        def effect() -> None:
+            self._take(shard, full)
+
+        return self._issue(Call("reduce_scatter", [full], [full], [shard], effect, _waits(opts)))
+
+    def reduce_scatter_single_coalesced(self, shards: list[Tensor], fulls: list[Tensor], opts: Any = None) -> Any:
+        def effect() -> None:
+            for shard, full in zip(shards, fulls, strict=True):
+                self._take(shard, full)
+
+        return self._issue(Call("reduce_scatter", fulls, fulls, shards, effect, _waits(opts)))
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        got = listed(outputs)
+        lists = inputs if isinstance(inputs[0], list) else [inputs]
+
+        def effect() -> None:
+            for output, parts in zip(got, lists, strict=True):
+                output.copy_(parts[self.rank()])
+
+        flat = [part for parts in lists for part in parts]
+        return self._issue(Call("reduce_scatter", flat, flat, got, effect, _waits(opts)))
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        if inputs:
+            return self.reduce_scatter(outputs, inputs, opts)
+        got = listed(outputs)
+
+        def effect() -> None:
+            self._fill(got[0])
+
+        return self._issue(Call("reduce_scatter", got * self.size(), [], got, effect, _waits(opts)))
+
+    def all_to_all_single(self, output: Tensor, given: Tensor, *rest: Any) -> Any:
+        def effect() -> None:
+            tile(output, given)
+
+        waits = _waits(rest[-1] if rest else None)
+        return self._issue(Call("all_to_all", [given], [given], [output], effect, waits))
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        def effect() -> None:
+            for output, own in zip(outputs, inputs, strict=True):
+                tile(output, own)
+
+        return self._issue(Call("all_to_all", inputs, inputs, outputs, effect, _waits(opts)))
+
+    # Names until torch 2.12
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
+        tensors = listed(tensors)
+        return self._issue(Call("send_recv", tensors, tensors, [], direction="send", peer=peer))
+
+    def recv(self, tensors: Any, peer: int, tag: int = 0) -> Any:
+        tensors = listed(tensors)
+
+        def effect() -> None:
+            for tensor in tensors:
+                self._fill(tensor)
+
+        return self._issue(Call("send_recv", tensors, [], tensors, effect, direction="recv", peer=peer))
+
+    def _repeat(self, output: Tensor, shard: Tensor) -> None:
+        """Give every rank's place in the output this rank's values."""
+        rows, rank = output.view(self.size(), -1), self.rank()
+        if rows[rank].data_ptr() != shard.data_ptr():
+            rows[rank].copy_(shard.reshape(-1))
+        rows[:rank].copy_(rows[rank])
+        rows[rank + 1 :].copy_(rows[rank])
+
+    def _take(self, shard: Tensor, full: Tensor) -> None:
+        shard.view(-1).copy_(full.view(self.size(), -1)[self.rank()])
+
+    def _fill(self, tensor: Tensor) -> None:
+        """Whole numbers are votes of stages on what all of them know: for."""
+        if tensor.data_ptr() not in self._filled:
+            self._filled.add(tensor.data_ptr())
+            tensor.normal_(std=0.02) if tensor.is_floating_point() else tensor.fill_(1)
+
+
+def _waits(opts: Any) -> bool:
+    return getattr(opts, "asyncOp", True) is False
+
+
+def listed(tensors: Any) -> list[Tensor]:
+    """One tensor or several as a list."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def tile(output: Tensor, own: Tensor) -> None:
+    """Fill a tensor with this rank's own values, again and again."""
+    if not output.numel():
+        return
+    flat = own.reshape(-1)
+    if not flat.numel():
+        output.zero_()
+        return
+    times = -(-output.numel() // flat.numel())
+    output.copy_(flat.repeat(times)[: output.numel()].view(output.shape))
