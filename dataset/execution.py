@@ -14,7 +14,7 @@ from types import MappingProxyType
 from stepsight.dataset.caching import cached
 from stepsight.dataset.hashed_once import hashed_once
 from stepsight.dataset.job import Job
-from stepsight.dataset.specs import PURE, BatchSpec, OptimizerSpec
+from stepsight.dataset.specs import PURE, REENTRANT, BatchSpec, OptimizerSpec
 
 COMPUTE_DTYPE: Mapping[str, str] = MappingProxyType(
     {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16", **PURE}
@@ -38,6 +38,8 @@ class KernelSemantics:
             rank's own part, which it gathers again.
         whole_layers_again: Whether full recomputation repeats all of a layer, rather than stop after the last step that
             keeps something.  FSDP always stops.
+        last_product_again: Whether full recomputation repeats a product that ends a layer.  PyTorch's non-reentrant
+            checkpoint stops when the last tensor is kept, and a product keeps its inputs before it runs.
         accumulation: How gradients of several micro-batches are summed: ``autograd`` (one ``add`` for each parameter
             tensor), ``product`` (within the product that computes them, at no cost), ``buffer`` (the product or a
             kernel of its own adds to a buffer), or ``cast`` (one kernel casts, another one adds).
@@ -51,6 +53,7 @@ class KernelSemantics:
     joins_heads: bool = True
     keeps_gathered_input: bool = False
     whole_layers_again: bool = True
+    last_product_again: bool = True
     accumulation: str = "product"
     fp8_dynamic: bool = False
 
@@ -137,7 +140,11 @@ ENGINE_SEMANTICS: Mapping[str, ExecutionSemantics] = MappingProxyType(
     {
         "eager-pytorch": ExecutionSemantics(
             kernels=KernelSemantics(
-                joins_heads=False, keeps_gathered_input=True, whole_layers_again=False, accumulation="autograd"
+                joins_heads=False,
+                keeps_gathered_input=True,
+                whole_layers_again=False,
+                last_product_again=False,
+                accumulation="autograd",
             ),
             states=StateSemantics(main_copy=False, gradient_buffers=False, bucket_copies=True),
         ),
@@ -167,14 +174,19 @@ def semantics_of(job: Job, device_kind: str = "gpu") -> ExecutionSemantics:
     unsummed = on_cpu and p.pp > 1 and p.zero_stage == 0  # until the schedule is over
     gradients = p.gradient_dtype, p.reduce_scatter, p.zero_stage < 3, p.overlap_grad_reduce and not unsummed
     overlap = p.overlap_tp, p.overlap_param_gather, p.prefetch, p.reshard_after_forward, p.bucket_mbytes, p.runtime
-    return _semantics((job.execution.engine, on_cpu), habits, gradients, overlap, job.batch, job.optimizer)
+    return _semantics(
+        (job.execution.engine, job.execution.checkpoint, on_cpu), habits, gradients, overlap, job.batch, job.optimizer
+    )
 
 
 @cached(1024)
 def _kernels(
-    engine: str, precision: str, habits: tuple[bool, bool, bool], sums: str, fp8_scaling: str
+    engine: tuple[str, str], precision: str, habits: tuple[bool, bool, bool], sums: str, fp8_scaling: str
 ) -> KernelSemantics:
-    kernels = ENGINE_SEMANTICS[engine].kernels
+    kernels = ENGINE_SEMANTICS[engine[0]].kernels
+    if engine[1]:
+        whole = engine[1] == REENTRANT
+        kernels = replace(kernels, whole_layers_again=whole, last_product_again=whole)
     separate, norms_again, metrics = habits
     modules = kernels.accumulation == "autograd"  # these are measured whole, as their autograd is
     accumulation = {"": "product", "fp32-cast": "cast"}.get(sums, "buffer")
@@ -208,7 +220,7 @@ def _states(engine: str, precision: str, stated: str, holds_gradients: bool, sca
 
 @cached(1024)
 def _semantics(
-    where: tuple[str, bool],
+    where: tuple[str, str, bool],
     habits: tuple[bool, bool, bool],
     gradients: tuple[str, bool, bool, bool],
     traffic: tuple[str, bool, int, bool, float, str],
@@ -218,7 +230,7 @@ def _semantics(
     """The semantics of all strategies that are alike in what these depend on.
 
     Args:
-        where: The engine as the job states it, and whether it runs on CPUs.
+        where: Engine and checkpoint as the job states them, and whether it runs on CPUs.
         habits: Of the model's kernels.
         gradients: ``gradient_dtype`` and ``reduce_scatter``; whether a rank has whole gradients (ZeRO below 3); whether
             these travel while backward runs.
@@ -226,9 +238,9 @@ def _semantics(
             and ``runtime`` as the job states them.
         batch, optimizer: Of the job.
     """
-    engine, on_cpu = where[0] or default_engine(batch.precision), where[1]
+    engine, on_cpu = where[0] or default_engine(batch.precision), where[2]
     dtype, scatters, whole, overlapped = gradients
-    kernels = _kernels(engine, batch.precision, habits, dtype if whole else "", batch.fp8_scaling)
+    kernels = _kernels((engine, where[1]), batch.precision, habits, dtype if whole else "", batch.fp8_scaling)
     states = _states(engine, batch.precision, dtype, whole, scatters)
     overlap_tp, parameters, prefetch, reshard, bucket_mbytes, runtime = traffic
     overlap = _overlap(

@@ -16,7 +16,7 @@ from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.facts_file import file_version, is_facts_file, only_one, read_facts
 from stepsight.dataset.registry import Registry, instance_of
-from stepsight.dataset.specs import ENGINES, FP8_SCALING, OVERLAP_TP, RUNTIMES
+from stepsight.dataset.specs import CHECKPOINTS, ENGINES, FP8_SCALING, OVERLAP_TP, RUNTIMES
 
 SELECTIVE = ("attention", "every-2nd-layer")
 GRADIENTS = ("model", "fp32", "fp32-cast")
@@ -34,6 +34,7 @@ class Framework:
         source: Where this is known from, with a date.
         engine: As in ``ExecutionSpec``: whose kernels, autograd and optimizer these are; empty: not known, so that the
             default of the precision is taken.
+        checkpoint: As in ``ExecutionSpec``; empty: as the engine does.
         overlap_grad_reduce, overlap_param_gather, bucket_mbytes, prefetch, reshard_after_forward: As in
             ``ParallelSpec``.
         attention: One of ``ATTENTION``: three ops with a score matrix, or a generation of fused kernels (``flash-3``:
@@ -58,6 +59,7 @@ class Framework:
     words: tuple[str, ...] = ()
     source: str = ""
     engine: str = ""
+    checkpoint: str = ""
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = False
     bucket_mbytes: float = 25.0
@@ -84,6 +86,7 @@ class Framework:
     def __post_init__(self) -> None:
         for key, value, allowed in (
             ("engine", self.engine, ("", *ENGINES)),
+            ("checkpoint", self.checkpoint, ("", *CHECKPOINTS)),
             ("selective", self.selective, SELECTIVE),
             ("gradients", self.gradients, GRADIENTS),
             ("runtime", self.runtime, ("", *RUNTIMES)),
@@ -152,7 +155,7 @@ class Framework:
             },
             "batch": {"fp8_scaling": self.fp8_scaling},
             "optimizer": {"fused": self.fused_optimizer, "clip_grad_norm": self.clip_grad_norm},
-            "execution": {"engine": self.engine},
+            "execution": {"engine": self.engine, "checkpoint": self.checkpoint},
         }
         stated = {**tables, "model": model, "parallel": parallel}
         return {name: {**habits.get(name, {}), **stated.get(name, {})} for name in {**stated, **habits}}

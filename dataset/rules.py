@@ -22,6 +22,7 @@ from stepsight.dataset.specs import (
     ATTENTION_KERNELS,
     ATTENTIONS,
     AXES,
+    CHECKPOINTS,
     CONTEXT_PARALLEL,
     ENGINES,
     FAMILIES,
@@ -143,6 +144,7 @@ def _choices(rules: Rules, job: JobTables) -> None:
         ("batch.fp8_scaling", job.batch.fp8_scaling, FP8_SCALING),
         ("optimizer.kind", job.optimizer.kind, OPTIMIZERS),
         ("execution.engine", job.execution.engine, ("", *ENGINES)),
+        ("execution.checkpoint", job.execution.checkpoint, ("", *CHECKPOINTS)),
     ):
         if value not in allowed:
             names: Iterable[object] = allowed.names() if isinstance(allowed, Registry) else allowed

@@ -32,6 +32,8 @@ OVERLAP_TP = ("", "backward", "split")
 RUNTIMES = ("asynchronous", "torch", "deepspeed")
 OPTIMIZERS = ("adam", "adamw")
 ENGINES = ("eager-pytorch", "megatron")  # what each does: ``execution.ENGINE_SEMANTICS``
+REENTRANT, EARLY_STOP = "reentrant", "early-stop"  # checkpoints of Megatron and DeepSpeed, and PyTorch's own
+CHECKPOINTS = (REENTRANT, EARLY_STOP)
 AXES = ("tp", "cp", "dp", "pp")
 
 
@@ -131,9 +133,12 @@ class ExecutionSpec:
 
     Attributes:
         engine: One of ``ENGINES``; empty: the default of the precision (``execution.default_engine``).
+        checkpoint: How recomputation of a layer ends: ``reentrant`` runs all of it again, ``early-stop`` stops when the
+            last tensor that backward needs is there; empty: as the engine does.
     """
 
     engine: str = ""
+    checkpoint: str = ""
 
 
 SECTIONS: MappingProxyType[str, type] = MappingProxyType(

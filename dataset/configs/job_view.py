@@ -13,7 +13,7 @@ from stepsight.dataset.models import MODELS
 from stepsight.dataset.specs import SECTIONS
 
 # Facts about machines and models' names, which no configuration of a framework states.
-_NOT_ASKED = ("cluster.hardware", "cluster.fabric", "model.name", "execution.engine")
+_NOT_ASKED = ("cluster.hardware", "cluster.fabric", "model.name", "execution.engine", "execution.checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)

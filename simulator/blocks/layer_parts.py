@@ -29,8 +29,13 @@ def column_linear(shape: RankShape, name: str, n: int, k: int, *, keeps: str = "
 
 
 def row_linear(shape: RankShape, name: str, n: int, k: int) -> Step:
-    """A row-parallel linear; with ranks that share its bias, the bias's gradient arrives last."""
-    return linear(shape, name, n, k, shape.rows, bias_first=shape.tp.size == 1)
+    """A row-parallel linear; with ranks that share its bias, the bias's gradient arrives last.
+
+    With such a bias it is a function of its own, which keeps its inputs when it has run.
+    """
+    step = linear(shape, name, n, k, shape.rows, bias_first=shape.tp.size == 1)
+    whole = shape.kernels.last_product_again or shape.precision == "fp8"
+    return replace(step, ends_unneeded=not whole and not (shape.model.has_bias and shape.tp.size > 1))
 
 
 def linear(
@@ -201,7 +206,9 @@ def left(shape: RankShape, linear: Step) -> Block:
     num_bytes = _full_bytes(shape)
     last, forward = _split(shape, "reduce_scatter", num_bytes, linear.forward)
     first, backward = _split(shape, "all_gather", num_bytes, linear.backward)
-    return replace(linear, forward=forward, backward=backward, weight_grad_first=False), Step("tp", last, first)
+    return replace(linear, forward=forward, backward=backward, weight_grad_first=False, ends_unneeded=False), Step(
+        "tp", last, first
+    )
 
 
 def _beside(shape: RankShape, kind: str, num_bytes: int) -> tuple[Item, ...]:

@@ -92,6 +92,8 @@ class Step:
         temporary_bytes: What forward or backward needs for a moment beside what its ops read and write; negative where
             they say too much.
         attention_core: Whether selective recomputation repeats this step.
+        ends_unneeded: Whether a recomputation that ends with this step leaves out its last op, since the step keeps its
+            inputs alone.
     """
 
     name: str
@@ -105,6 +107,7 @@ class Step:
     saved: tuple[Saved, ...] = ()
     temporary_bytes: int = 0
     attention_core: bool = False
+    ends_unneeded: bool = False
 
     @property
     def saved_bytes(self) -> int:

@@ -6,7 +6,7 @@ When a passage is over, all of its streams are: what runs across blocks (``dp``)
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -192,7 +192,7 @@ def backward_passage(block: Block, spec: BackwardSpec) -> Passage:
     """Backward of a block: all of it, or the input's or the weights' gradients alone."""
     items: list[tuple[Item, str]] = []
     gradients: list[Gradient] = []
-    again = _needed_again(block, spec) if spec.recompute == "full" and spec.part != WEIGHT else ()
+    last, again = _needed_again(block, spec) if spec.recompute == "full" and spec.part != WEIGHT else (-1, ())
     cores = _attention_cores(block) if spec.recompute == "selective" and spec.part != WEIGHT else {}
     num_nodes = 0
 
@@ -202,8 +202,9 @@ def backward_passage(block: Block, spec: BackwardSpec) -> Passage:
             items.append((item, name))
             num_nodes += not isinstance(item, Join)
 
-    for step in reversed(block):
-        if again and step is again[-1]:
+    for place in reversed(range(len(block))):
+        step = block[place]
+        if place == last:
             for before in again:
                 add(before.forward, f"again.{before.name}")
         for before in cores.get(id(step), ()):
@@ -247,13 +248,16 @@ def _gradient_items(step: Step, part: str) -> tuple[Item, ...]:
     return {BACKWARD: step.full_backward, INPUT: step.backward, WEIGHT: step.weight_grad}[part]
 
 
-def _needed_again(block: Block, spec: BackwardSpec) -> Block:
-    """What full recomputation runs again, just before the backward of its last step.
+def _needed_again(block: Block, spec: BackwardSpec) -> tuple[int, Block]:
+    """The last step that full recomputation comes to, and what it runs again, just before the backward of that step.
 
     PyTorch's checkpoint (not ``whole``) stops at the last step that keeps something for its backward.
     """
     last = max((index for index, step in enumerate(block) if spec.whole or step.saved), default=-1)
-    return block[: last + 1]
+    again = block[: last + 1]
+    if again and not spec.whole and again[-1].ends_unneeded:
+        again = (*again[:-1], replace(again[-1], forward=again[-1].forward[:-1]))
+    return last, again
 
 
 @cached(8192)

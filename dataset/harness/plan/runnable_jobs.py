@@ -95,6 +95,7 @@ def _check_choices(rules: Rules, job: dict[str, Any]) -> None:
         (parallel, "virtual_stages", (1,), "virtual_stages = 1"),
         (parallel, "runtime", ("", "torch"), "PyTorch's own pipeline runtime"),
         (job.get("execution", {}), "engine", ENGINES, "the engine eager-pytorch"),
+        (job.get("execution", {}), "checkpoint", ("", "early-stop"), "PyTorch's non-reentrant checkpoint"),
     ):
         value = table.get(key, allowed[0])
         rules.require(value in allowed, f"the harness runs {words}, got {value!r:.80}")

@@ -1,4 +1,5 @@
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -6,7 +7,7 @@ import pytest
 
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.hardware import Hardware, find_fabric, find_hardware
-from stepsight.dataset.job import Job
+from stepsight.dataset.job import ExecutionSpec, Job
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
 from stepsight.simulator.latency_model import RooflineLatency
@@ -112,6 +113,18 @@ def test_torch_stops_recomputing_early(make_job: JobMaker, cpu: Hardware) -> Non
     """The last all-reduce and the residual after it keep nothing for the backward."""
     none, full = (kinds(lower(make_job(tp=2, recompute=how), cpu).program("backward")) for how in ("none", "full"))
     assert full - none == {"layer_norm": 8, "linear": 16, "attention": 4, "add": 4, "gelu": 4, "all_reduce": 4}
+
+
+@pytest.mark.parametrize(("checkpoint", "products"), [("", 3), ("early-stop", 3), ("reentrant", 4)])
+def test_torch_does_not_run_the_last_product_again(
+    make_job: JobMaker, cpu: Hardware, checkpoint: str, products: int
+) -> None:
+    """It keeps its inputs before it runs, and nothing in a layer of 4 products is kept later."""
+    asked = [
+        replace(make_job(recompute=how), execution=ExecutionSpec(checkpoint=checkpoint)) for how in ("none", "full")
+    ]
+    none, full = (kinds(lower(job, cpu).program("backward")) for job in asked)
+    assert (full - none)["linear"] == products * asked[0].model.layers
 
 
 def test_pipeline_stages_hold_what_they_should(make_job: JobMaker, cpu: Hardware) -> None:
