@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from stepsight.dataset.capture.captured import Captured
 from stepsight.dataset.capture.record_graph import CapturedRank, graph_of_record
 from stepsight.dataset.errors import CaptureError
@@ -37,7 +35,8 @@ class CaptureRequest:
         arguments: Its arguments.
         world_size: Ranks of the job.
         local_size: Ranks of a node.
-        ranks: Which ranks; empty: rank 0, and those that it passes messages to, on and on: one for each pipeline stage.
+        ranks: Which ranks; empty: rank 0, and its ``peers``, on and on: one for each pipeline stage, and the first and
+            the last of the ranks that exchange rows with an all-to-all.
         warm_up: Training steps before the one that is captured.
         timeout_s: Most seconds for one rank.
     """
@@ -89,16 +88,18 @@ def capture(request: CaptureRequest, on_rank: Progress | None = None) -> Capture
 
 
 def peers(captured: CapturedRank) -> list[int]:
-    """Ranks that a rank sends messages to or receives them from."""
+    """Ranks that do other work: those that a rank exchanges messages with, and the last of each all-to-all's group.
+
+    An all-to-all's ranks hold different experts; if these are not divided evenly, the last rank has fewest.
+    """
     graph = captured.graph
-    groups = np.unique(graph.nodes["group"][graph.nodes["kind"] == COLLECTIVE]).tolist()
-    messages = {
-        int(group)
-        for group, work in zip(graph.nodes["group"].tolist(), graph.nodes["work"].tolist(), strict=True)
-        if group >= 0 and graph.works[work].kind == "send_recv"
-    }
-    found = [rank for group in groups if group in messages for rank in graph.groups[group][1]]
-    return [rank for rank in dict.fromkeys(found) if rank != captured.rank]
+    chosen = graph.nodes["kind"] == COLLECTIVE
+    pairs = zip(graph.nodes["group"][chosen].tolist(), graph.nodes["work"][chosen].tolist(), strict=True)
+    found: dict[int, None] = {}
+    for group, work in sorted(set(pairs)):
+        ranks, kind = graph.groups[group][1], graph.works[work].kind
+        found |= dict.fromkeys(ranks if kind == "send_recv" else ranks[-1:] if kind == "all_to_all" else ())
+    return [rank for rank in found if rank != captured.rank]
 
 
 @dataclass

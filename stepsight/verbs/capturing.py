@@ -25,7 +25,8 @@ def capture_command(
         str,
         typer.Option(
             help="Ranks to capture, as 0,8,16. auto: rank 0 and all that it passes messages to, on and on, so that "
-            "every pipeline stage is captured once."
+            "every pipeline stage is captured once; of ranks that exchange rows with an all-to-all (experts) also the "
+            "last."
         ),
     ] = "auto",
     devices_per_node: Annotated[int, typer.Option(help="Ranks of a node.")] = 8,

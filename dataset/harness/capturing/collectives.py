@@ -13,6 +13,8 @@ from .recorder import COLLECTIVE, SYNCHRONISATION, Recorder, storage_of
 
 _c10d: Any = dist.distributed_c10d
 
+WHOLE = "default_pg"  # torch's description of the group of all ranks
+
 Scope = Callable[[], tuple[int, int, int]]
 
 
@@ -104,8 +106,8 @@ class Collectives:
 
 def people_name(description: str, ranks: Sequence[int]) -> str:
     """A group's name for people: the dimension of its mesh, or what torch calls it."""
-    if description in ("default_pg", "undefined", ""):
-        return "world" if description == "default_pg" else f"group of {len(ranks)}"
+    if description in (WHOLE, "undefined", ""):
+        return "world" if description == WHOLE else f"group of {len(ranks)}"
     return description.removeprefix("mesh_").removeprefix("mesh")
 
 

@@ -18,6 +18,7 @@ from .fake_tensors import cpu_of
 from .patching import patch
 
 MEMORY_BYTES = 80 * 10**9
+ATTENTION = torch.nn.functional.scaled_dot_product_attention  # context parallelism puts another in its place
 _SILENT = (
     "set_device", "init", "_lazy_init", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all",
     "reset_max_memory_allocated", "ipc_collect", "set_per_process_memory_fraction", "seed", "seed_all",
@@ -40,8 +41,8 @@ class DevicesOnCpu(TorchFunctionMode):
             return fused_kernels.rms_norm(*args, **kwargs)
         elif func is torch.nn.functional.dropout:
             return fused_kernels.dropout(*args, **kwargs)
-        elif func is torch.nn.functional.scaled_dot_product_attention:
-            kwargs, args = {**kwargs, "dropout_p": 0.0}, args[:4] + args[5:]  # dropout is within the device's kernel
+        elif func is ATTENTION:
+            return fused_kernels.attention(func, args, kwargs)
         elif func is torch.device and args and isinstance(args[0], int):
             return torch.device("cpu")
         device = kwargs.get("device")

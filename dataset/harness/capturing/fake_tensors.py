@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..script_lines import own_place
 from .collectives import Collectives, FunctionalCollectives
+from .even_spread import RESULTS, follow
 from .fused_kernels import FAKE
 from .recorder import OP, Recorder, storage_of
 from .signatures import Signatures
@@ -68,7 +69,10 @@ class FakeWorld(TorchDispatchMode):
                     return func(*args, **kwargs)
         elif func in _VALUES:
             return self._value(func, tensors[0])
-        out = FAKE.get(func, func)(*args, **kwargs)
+        out = RESULTS[func](*args, **kwargs) if is_fake and func in RESULTS else None
+        if out is None:
+            out = FAKE.get(func, func)(*args, **kwargs)
+            follow(func, args, out)
         if func.namespace == "_c10d_functional":
             self._functional.record(func, args, kwargs, out)
         else:

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 _aten = torch.ops.aten
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _library = torch.library.Library("aten", "IMPL")
 
 
@@ -66,6 +68,21 @@ def rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | N
     """``torch.nn.functional.rms_norm`` by the fused kernel."""
     normed: Tensor = _aten._fused_rms_norm.default(x, list(shape), weight, eps)[0]
     return normed
+
+
+def attention(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """``scaled_dot_product_attention``: dropout is within the device's kernel.
+
+    DTensors, as context parallelism makes them, take the device's flash kernel, which DTensor knows.
+    """
+    named = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs, "dropout_p": 0.0}
+    q, k, v = (named.pop(name) for name in _ATTENTION[:3])
+    if type(q) is DTensor and named.get("attn_mask") is None:
+        causal, scale = named.get("is_causal", False), named.get("scale")
+        y: Tensor = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[0]
+        return y
+    found: Tensor = func(q, k, v, **named)
+    return found
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -10,6 +10,7 @@ import torch.nn.parallel.distributed as ddp
 import torch.nn.utils.clip_grad as clip_grad
 import torch.utils._foreach_utils as foreach_utils
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import _sharding_prop
 from torch.utils.data import DataLoader
 
 from . import fused_kernels, module_moves, shards
@@ -27,6 +28,7 @@ def install(world: FakeWorld) -> None:
     _ddp(world)
     _scalers(world)
     _storages(world)
+    _shardings(world)
     autocast = _autocast_on_cpu(torch.autocast)
     for module in (torch, torch.amp, torch.amp.autocast_mode):
         patch(module, autocast=autocast)
@@ -64,15 +66,29 @@ def _ddp(world: FakeWorld) -> None:
     def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any) -> None:
         make(self, module, None, None, *args, **kw)
 
-    def rebuild_buckets(self: Any) -> Any:
+    patch(ddp.DistributedDataParallel, __init__=init)
+    patch(reducer, _rebuild_buckets=_unrecorded(world, rebuild))
+
+
+def _unrecorded(world: FakeWorld, function: Any) -> Any:
+    """A function that runs without being written down."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
         active, world.recorder.active = world.recorder.active, False
         try:
-            return rebuild(self)
+            return function(*args, **kwargs)
         finally:
             world.recorder.active = active
 
-    patch(ddp.DistributedDataParallel, __init__=init)
-    patch(reducer, _rebuild_buckets=rebuild_buckets)
+    return run
+
+
+def _shardings(world: FakeWorld) -> None:
+    """DTensor runs ops on tensors of the whole size to find shapes: once for each, and it is no step's work."""
+    shapes = "_propagate_tensor_meta_non_cached"
+    patch(_sharding_prop, _are_we_tracing=lambda: False)
+    propagator = _sharding_prop.ShardingPropagator
+    patch(propagator, **{shapes: _unrecorded(world, getattr(propagator, shapes))})
 
 
 def _scalers(world: FakeWorld) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from .collectives import Collectives
+from .collectives import WHOLE, Collectives
 from .groups import BACKEND, Group
 from .patching import patch
 
@@ -51,6 +51,9 @@ def install(rank: int, world_size: int, collectives: Collectives) -> None:
 
     def init_mesh(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         mesh_made(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+        whole: Any = dist.group.WORLD
+        if self.mesh_dim_names and self.shape == (world_size,) and whole.group_desc == WHOLE:
+            whole._set_group_desc(f"mesh_{self.mesh_dim_names[0]}")  # such a mesh takes the group of all ranks
 
     patch(c10d, _new_process_group_helper=new_group, init_process_group=init_process_group)
     patch(dist, init_process_group=init_process_group)
