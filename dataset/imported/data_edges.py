@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from stepsight.dataset.bounded import read_unpacked
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.imported.event_columns import RankEvents
+from stepsight.dataset.imported.event_structs import parse
 from stepsight.dataset.imported.rank_graph import HOST, RankGraph
 from stepsight.dataset.program import Dependency
 
@@ -45,7 +45,7 @@ def read_execution_trace(path: Path) -> list[TensorCall]:
         TraceError: If it is no execution trace.
     """
     try:
-        tree = orjson.loads(read_unpacked(path))
+        tree = parse(read_unpacked(path))
     except OSError as error:
         raise TraceError(f"an execution trace must be a readable file, got {path} ({error.strerror})") from None
     except ValueError as error:

@@ -1,23 +1,20 @@
-"""Kineto files to lists of event dictionaries, a block of the file at a time.
+"""Kineto files to lists of events, a block of the file at a time.
 
-A trace of a gigabyte becomes ten gigabytes of dictionaries if it is parsed whole.  Its events are one long list, so
+A trace of a gigabyte becomes several gigabytes of objects if it is parsed whole.  Its events are one long list, so
 the text can be cut between any two of them: a block that begins at an event and is whole JSON ends at one too.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from stepsight.dataset.bounded import unpacked_blocks
 from stepsight.dataset.errors import TraceError
+from stepsight.dataset.imported.event_structs import Event, event_of, events_of, parse, tolerant
 
-Event = dict[str, Any]
 BLOCK = 2**20  # bytes that are parsed at once
 _MOST_HEADER = 64 * 2**20  # bytes before the first event
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")
@@ -75,6 +72,8 @@ class EventBlocks:
             events, text = self._cut(text)
             if events:
                 yield events
+        events, text = self._cut(text)  # the last event is parsed with the keys that follow it
+        yield events
         opening = b"[" if listed else b'{"traceEvents":['
         tree = self._parse(opening + text)
         last = tree if listed else tree.pop("traceEvents", None)
@@ -82,7 +81,7 @@ class EventBlocks:
             raise TraceError(f"a Kineto trace must hold a list traceEvents, got {type(last).__name__} in {self._path}")
         if not listed:
             self.header.update(tree)
-        yield last
+        yield [event_of(event) for event in last]
 
     def _first(self, parts: Iterator[bytes]) -> tuple[bytes, bool]:
         """Text from the first event on, and whether the file is a bare list of events."""
@@ -112,13 +111,12 @@ class EventBlocks:
         ends = [found.start() + 1 for found in _BETWEEN.finditer(text, window)]
         for end in ends[: -_MOST_CUTS - 1 : -1]:
             try:
-                events: list[Event] = orjson.loads(b"[" + text[:end] + b"]")
+                return events_of(b"[" + text[:end] + b"]"), text[text.index(b",", end) + 1 :]
             except ValueError:
                 continue
-            return events, text[text.index(b",", end) + 1 :]
         for end in ends[-1:]:
             try:
-                events = _tolerant(b"[" + text[:end] + b"]")
+                events = [event_of(event) for event in tolerant(b"[" + text[:end] + b"]")]
             except ValueError:
                 continue
             self._warn()
@@ -127,11 +125,11 @@ class EventBlocks:
 
     def _parse(self, text: bytes) -> Any:
         try:
-            return orjson.loads(text)
+            return parse(text)
         except ValueError:
             pass
         try:
-            tree = _tolerant(text)
+            tree = tolerant(text)
         except RecursionError:
             raise TraceError(f"{self._path} must be events, got tables nested thousands deep") from None
         except ValueError as error:
@@ -146,7 +144,3 @@ class EventBlocks:
         if told not in self.warnings:
             self.warnings.append(told)
 
-
-def _tolerant(text: bytes) -> Any:
-    """Parse what Python takes for JSON: with NaN, control characters in names and bytes that are not UTF-8."""
-    return json.loads(text.decode("utf-8", "replace"), strict=False)

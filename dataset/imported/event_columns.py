@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import TraceError
-from stepsight.dataset.imported.event_blocks import Event, EventBlocks
+from stepsight.dataset.imported.event_blocks import EventBlocks
+from stepsight.dataset.imported.event_structs import NO_TEXT, CallArgs, Event, KernelArgs, OpArgs, args_of
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -21,7 +22,8 @@ Ints = NDArray[np.int64]
 _MOST_US = 2.0**53  # clocks count microseconds since 1970 at most; beyond, a float skips some
 _HOST, _RUNTIME, _DEVICE, _SYNC, _ANNOTATION = range(5)
 _OTHER = "mtia"  # categories of accelerators whose events have a form of their own
-_NOTHING: dict[str, Any] = {}
+_NO_DIMS = (b"null", b"[]")
+_COMMUNICATION = "record_param_comms"
 _MARKS = ("ProfilerStep#", "Optimizer.", "enumerate(DataLoader)")  # annotations that PyTorch 1.8 writes as operators
 _CATEGORIES = {
     "cpu_op": _HOST,
@@ -41,6 +43,16 @@ _CATEGORIES = {
     "memset": _DEVICE,
     "cuda_sync": _SYNC,
 }
+
+
+class _Numbers(dict[Any, int]):
+    """Numbers of distinct things, in order of first use: a new thing gets the next number when it is looked up."""
+
+    def __missing__(self, thing: Any) -> int:
+        if UNSET in (thing if isinstance(thing, tuple) else (thing,)):
+            raise ValueError("no name or no tid")
+        number = self[thing] = len(self)
+        return number
 
 
 class Interned:
@@ -93,11 +105,11 @@ class _Rows:
         self.parts: list[Floats] = []
         self.count = 0
 
-    def add(self, rows: list[Any]) -> None:
-        if rows:
-            flat = np.array(list(chain.from_iterable(rows)), dtype=np.float64)  # twice as quick as from tuples
-            self.parts.append(flat.reshape(len(rows), -1))
-            self.count += len(rows)
+    def add(self, events: list[Event], *columns: list[Any]) -> None:
+        """Add events, each with its number in every column."""
+        times = ([event.ts for event in events], [event.dur for event in events])
+        self.parts.append(np.array((*times, *columns), dtype=np.float64).T)
+        self.count += len(events)
 
     def table(self, what: str, path: Path, warnings: list[str]) -> Table:
         rows = np.concatenate([np.zeros((0, 2 + len(self.names))), *self.parts])
@@ -135,7 +147,7 @@ class RankEvents:
         runtime: Calls of the device's runtime: ``name``, ``thread``, ``correlation`` and ``external``.
         device: Kernels and copies: ``kernel`` (number of the launch), ``stream``, ``correlation``, ``external`` and
             ``bytes`` of a copy.
-        syncs: ``cuda_sync`` events as in the file.
+        syncs: Arguments of ``cuda_sync`` events.
         annotations: Annotations of users and libraries in order of start.
         comms: Recorded communication calls in order of start.
         collective_args: What a kernel says of the collective that it is, by row of ``device``.
@@ -154,7 +166,7 @@ class RankEvents:
     ops: Table
     runtime: Table
     device: Table
-    syncs: list[Event]
+    syncs: list[dict[str, Any]]
     annotations: list[Annotation]
     comms: list[Annotation]
     collective_args: dict[int, dict[str, Any]]
@@ -205,92 +217,99 @@ class _Reader:
         self._ops = _Rows("name", "signature", "thread", "sequence", "record", "external")
         self._runtime = _Rows("name", "thread", "correlation", "external")
         self._device = _Rows("kernel", "stream", "correlation", "external", "bytes")
-        self._syncs: list[Event] = []
+        self._syncs: list[dict[str, Any]] = []
         self._annotations: list[Annotation] = []
         self._comms: list[Annotation] = []
         self._collectives: dict[int, dict[str, Any]] = {}
-        self._names, self._signatures, self._kernels = Interned(), Interned(), Interned()
-        self._threads, self._streams = Interned(), Interned()
+        self._names, self._signatures, self._kernels = _Numbers(), _Numbers(), _Numbers()
+        self._threads, self._streams = _Numbers(), _Numbers()
         self._kinds: dict[Any, int] = {}
+        self._named: dict[int, str] = {}  # names of ops that are annotations or communication calls, by number
 
     def add(self, events: list[Event]) -> None:
         """Add the events of a block, by category."""
         kinds = self._kinds
         sorted_out: list[list[Event]] = [[] for _ in range(6)]
+        add = [each.append for each in sorted_out]
         for event in events:
-            if event["ph"] == "X" and "dur" in event:
-                category = event.get("cat")
+            if event.ph == "X" and event.dur is not UNSET:
+                category = event.cat
                 kind = kinds.get(category)
                 if kind is None:
                     kind = kinds[category] = _CATEGORIES.get(str(category).lower(), -1)
-                sorted_out[kind].append(event)
+                add[kind](event)
         self.complete += sum(map(len, sorted_out))
         self._add_ops(sorted_out[_HOST])
         self._add_calls(sorted_out[_RUNTIME])
         self._add_kernels(sorted_out[_DEVICE])
-        self._syncs += sorted_out[_SYNC]
+        self._syncs += [event.table() for event in sorted_out[_SYNC]]
         self._annotations += [self._stretch(event) for event in sorted_out[_ANNOTATION]]
 
     def _add_ops(self, events: list[Event]) -> None:
-        names, signatures, threads = self._names.numbers, self._signatures.numbers, self._threads.numbers
-        dumps = orjson.dumps
-        rows: list[tuple[Any, ...]] = []
-        for event in events:
-            name = event["name"]
-            args = event.get("args") or _NOTHING
-            get = args.get
-            if name == "record_param_comms":
+        signatures, threads = self._signatures, self._threads
+        numbers = self._numbers(events)
+        if self._named and not self._named.keys().isdisjoint(numbers):
+            events, numbers = self._set_apart(events, numbers)
+        args = args_of(OpArgs, events)
+        signature = [
+            signatures[number]
+            if each.dims is NO_TEXT and each.dims_1_8 is NO_TEXT
+            else signatures[(number, *_sizes(each))]
+            for number, each in zip(numbers, args, strict=True)
+        ]
+        thread = [threads[event.pid, event.tid] for event in events]
+        more = ([each.sequence for each in args], [each.record for each in args], [each.external for each in args])
+        self._ops.add(events, numbers, signature, thread, *more)
+
+    def _numbers(self, events: list[Event]) -> list[int]:
+        """Numbers of the events' names."""
+        names = self._names
+        before = len(names)
+        numbers = [names[event.name] for event in events]
+        for number, name in enumerate(islice(names, before, None), before):
+            if name.startswith((_COMMUNICATION, *_MARKS)):
+                self._named[number] = name
+        return numbers
+
+    def _set_apart(self, events: list[Event], numbers: list[int]) -> tuple[list[Event], list[int]]:
+        """What of the events are ops; annotations and communication calls among them are kept apart."""
+        kept: list[tuple[Event, int]] = []
+        for event, number in zip(events, numbers, strict=True):
+            name = self._named.get(number, "")
+            if name == _COMMUNICATION:
                 self._comms.append(self._stretch(event))
             elif name.startswith(_MARKS):
                 self._annotations.append(self._stretch(event))
                 continue
-            number = names.setdefault(name, len(names))
-            dims = get("Input Dims") or get("Input dims")  # as PyTorch 1.8 writes it
-            if dims is None:
-                text = b""
-            else:
-                text = dumps((dims, get("Input type"), get("Input Strides"), get("Concrete Inputs")))
-            signature = signatures.setdefault((number, text), len(signatures))
-            thread = threads.setdefault((event.get("pid"), event["tid"]), len(threads))
-            sequence, record = get("Sequence number", -1), get("Record function id", 0)
-            external = get("External id", -1)
-            rows.append((event["ts"], event["dur"], number, signature, thread, sequence, record, external))
-        self._ops.add(rows)
+            kept.append((event, number))
+        return [event for event, _ in kept], [number for _, number in kept]
 
     def _add_calls(self, events: list[Event]) -> None:
-        names, threads = self._names.numbers, self._threads.numbers
-        rows: list[tuple[Any, ...]] = []
-        for event in events:
-            get = (event.get("args") or _NOTHING).get
-            name = event["name"]
-            number = names.setdefault(name, len(names))
-            thread = threads.setdefault((event.get("pid"), event["tid"]), len(threads))
-            external = get("External id", -1)
-            rows.append((event["ts"], event["dur"], number, thread, get("correlation", -1), external))
-        self._runtime.add(rows)
+        threads = self._threads
+        args = args_of(CallArgs, events)
+        thread = [threads[event.pid, event.tid] for event in events]
+        more = ([each.correlation for each in args], [each.external for each in args])
+        self._runtime.add(events, self._numbers(events), thread, *more)
 
     def _add_kernels(self, events: list[Event]) -> None:
-        kernels, streams = self._kernels.numbers, self._streams.numbers
-        dumps = orjson.dumps
-        rows: list[tuple[Any, ...]] = []
-        for event in events:
-            args = event.get("args") or _NOTHING
-            get = args.get
-            if "Collective name" in args:
-                self._collectives[self._device.count + len(rows)] = args
-            launch = dumps((get("grid"), get("block"), get("registers per thread"), get("shared memory")))
-            kernel = kernels.setdefault((event["cat"], event["name"], launch), len(kernels))
-            place = (get("device", event.get("pid")), get("stream", event.get("tid")))
-            stream, correlation = streams.setdefault(place, len(streams)), get("correlation", -1)
-            numbers = (kernel, stream, correlation, get("External id", -1), get("bytes", -1))
-            rows.append((event["ts"], event["dur"], *numbers))
-        self._device.add(rows)
+        kernels, streams = self._kernels, self._streams
+        args = args_of(KernelArgs, events)
+        kernel: list[int] = []
+        stream: list[int] = []
+        for event, each in zip(events, args, strict=True):
+            if each.collective is not NO_TEXT:
+                self._collectives[self._device.count + len(kernel)] = event.table()
+            launch = (bytes(each.grid), bytes(each.block), bytes(each.registers), bytes(each.shared_bytes))
+            kernel.append(kernels[event.cat, event.name, launch])
+            device = event.pid if each.device is UNSET else each.device
+            stream.append(streams[device, event.tid if each.stream is UNSET else each.stream])
+        more = ([each.correlation for each in args], [each.external for each in args], [each.num_bytes for each in args])
+        self._device.add(events, kernel, stream, *more)
 
     def _stretch(self, event: Event) -> Annotation:
-        start = float(event["ts"])
-        thread = self._threads((event.get("pid"), event["tid"]))
-        end = start + max(float(event["dur"]), 0.0)
-        return Annotation(str(event["name"]), start, end, thread, event.get("args") or {})
+        start, length = float(event.ts), float(event.dur)  # type: ignore[arg-type]  # UNSET is a TypeError
+        thread = self._threads[event.pid, event.tid]
+        return Annotation(str(event.name), start, start + max(length, 0.0), thread, event.table())
 
     def _unread_devices(self, kernels: int, header: dict[str, Any]) -> list[str]:
         """A warning if the trace is that of an accelerator, and holds nothing of it that can be read."""
@@ -316,13 +335,33 @@ class _Reader:
             annotations=sorted(self._annotations, key=lambda each: (each.start, -each.end)),
             comms=sorted(self._comms, key=lambda each: (each.start, -each.end)),
             collective_args={rows[row]: args for row, args in self._collectives.items()},
-            names=self._names.things,
-            signatures=self._signatures.things,
-            kernels=[(str(category).lower(), name, launch) for category, name, launch in self._kernels.things],
-            threads=self._threads.things,
-            streams=self._streams.things,
+            names=list(self._names),
+            signatures=[_signature(key) for key in self._signatures],
+            kernels=[(str(category).lower(), name, _json(launch)) for category, name, launch in self._kernels],
+            threads=list(self._threads),
+            streams=list(self._streams),
             header=blocks.header,
             num_events=count,
             num_bytes=blocks.num_bytes,
             warnings=warnings,
         )
+
+
+def _sizes(args: OpArgs) -> tuple[bytes, ...]:
+    """Dims, types, strides and literals as JSON text; nothing without dims."""
+    dims = bytes(args.dims)
+    if dims in _NO_DIMS:
+        dims = bytes(args.dims_1_8)
+        if dims in _NO_DIMS:
+            return ()
+    return dims, bytes(args.types), bytes(args.strides), bytes(args.literals)
+
+
+def _signature(key: int | tuple[Any, ...]) -> tuple[int, bytes]:
+    if isinstance(key, int):
+        return key, b""
+    return key[0], _json(key[1:]) if len(key) > 1 else b""
+
+
+def _json(parts: tuple[bytes, ...]) -> bytes:
+    return b"[" + b",".join(parts) + b"]"

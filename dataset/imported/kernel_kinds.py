@@ -7,10 +7,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from stepsight.dataset.imported.call_tree import CallTree, is_evaluation
 from stepsight.dataset.imported.event_columns import RankEvents
+from stepsight.dataset.imported.event_structs import parse
 from stepsight.dataset.op import OP_KINDS, Op
 from stepsight.dataset.readers.classify import Scope, call_table, classify, classify_unknown, intern_op
 
@@ -85,7 +84,7 @@ def launches(events: RankEvents) -> list[Launch]:
 
 
 def _launch(category: str, name: str, config: bytes) -> Launch:
-    grid, block, registers, shared = orjson.loads(config)
+    grid, block, registers, shared = parse(config)
     return Launch(name, category, _product(grid), _product(block), _whole(registers), _whole(shared))
 
 
@@ -171,7 +170,7 @@ class KernelKinds:
         args = self._args.get(number)
         if args is None:
             text = self._events.signatures[number][1]
-            dims, types, strides, literals = orjson.loads(text) if text else (None, None, None, None)
+            dims, types, strides, literals = parse(text) if text else (None, None, None, None)
             given = {"Input Dims": dims, "Input type": types, "Input Strides": strides, "Concrete Inputs": literals}
             args = self._args[number] = {name: value for name, value in given.items() if value is not None}
         return args

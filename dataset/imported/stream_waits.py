@@ -117,8 +117,7 @@ class StreamWaits:
         devices = [device for device, _ in events.streams]
         rows = {int(c): row for row, c in enumerate(events.runtime["correlation"].tolist())}
         found = False
-        for event in events.syncs:
-            args = event.get("args") or {}
+        for args in events.syncs:
             if "wait_on_stream" not in args or args.get("stream", -1) == -1:
                 continue
             found = True
@@ -262,7 +261,7 @@ class StreamWaits:
         for row, runtime in enumerate(parts.row.tolist()):
             if runtime >= 0:
                 own[runtime] = row
-        said = {(event.get("args") or {}).get("correlation"): event.get("args") or {} for event in events.syncs}
+        said = {args.get("correlation"): args for args in events.syncs}
         sources: list[int] = []
         targets: list[int] = []
         for call in parts.waits.tolist():

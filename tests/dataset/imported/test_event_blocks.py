@@ -9,6 +9,7 @@ import pytest
 
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.imported.event_blocks import EventBlocks
+from stepsight.dataset.imported.event_structs import event_of
 from tests.dataset.kineto_files import KinetoFile, tiny_step
 
 
@@ -19,7 +20,10 @@ def test_blocks_of_any_size_hold_the_same_events(tmp_path: Path, layout: str, bl
     file.call('a name with }, { and "quotes"', 2000, 5)
     blocks = EventBlocks(file.write(tmp_path / "t.json", layout), block)
     events = [event for part in blocks for event in part]
-    assert events == json.loads(file.text("compact"))["traceEvents"]
+    written = [event_of(table) for table in json.loads(file.text("compact"))["traceEvents"]]
+    assert [event.table() for event in events] == [event.table() for event in written]
+    fields = ("ph", "name", "cat", "ts", "dur", "pid", "tid")
+    assert [[getattr(e, f) for f in fields] for e in events] == [[getattr(e, f) for f in fields] for e in written]
     assert blocks.header["schemaVersion"] == 1 and "traceEvents" not in blocks.header
 
 
