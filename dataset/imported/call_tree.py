@@ -13,6 +13,8 @@ from stepsight.dataset.imported.event_columns import Annotation, RankEvents
 Ints = NDArray[np.int64]
 
 FORWARD, BACKWARD, OPTIMIZER = range(3)
+_MARK, _OP, _CALL = range(3)
+_CARRIED = ("phase", "backward", "sequence")  # from a call to those within it
 _EVALUATE = "autograd::engine::evaluate_function: "
 _BACKWARDS = ("autograd::engine::", "torch::autograd::AccumulateGrad")
 _NODE = re.compile(r"Backward\d*$")  # of autograd's graph
@@ -95,43 +97,70 @@ def _named_phase(name: str) -> int:
 
 
 def _nest(events: RankEvents, tree: CallTree, thread: int, phases: list[int], marks: list[Annotation]) -> None:
-    """Nest what one thread did: a walk in order of start, with a stack of what is still open."""
+    """Nest what one thread did."""
     ops = np.flatnonzero(events.ops["thread"] == thread)
     calls = np.flatnonzero(events.runtime["thread"] == thread)
     start = np.concatenate([[mark.start for mark in marks], events.ops.start[ops], events.runtime.start[calls]])
     end = np.concatenate([[mark.end for mark in marks], events.ops.end[ops], events.runtime.end[calls]])
-    what = np.concatenate([np.full(len(marks), 2), np.zeros(len(ops), int), np.ones(len(calls), int)])
-    row = np.concatenate([np.arange(len(marks)), ops, calls]).astype(np.int64)
-    order = np.lexsort((what == 1, -end, start))
-    columns = (start[order].tolist(), end[order].tolist(), what[order].tolist(), row[order].tolist())
-    names, sequences = events.ops["name"].tolist(), events.ops["sequence"].tolist()
-    evaluations = [is_evaluation(name) for name in events.names]
-    stack: list[tuple[float, int, int, int, int]] = [(np.inf, -1, FORWARD, -1, -1)]
-    owned: list[tuple[int, int]] = []  # by call, in order; writing to arrays one by one is slow
-    nested: list[tuple[int, int, int, int]] = []  # by op
-    for begin, until, kind, at in zip(*columns, strict=True):
-        while stack[-1][0] <= begin:
-            stack.pop()
-        above, parent, phase, backward, sequence = stack[-1]
-        if kind == 1:
-            owned.append((parent, phase))
-        elif kind == 2:
-            stack.append((until, parent, annotated_phase(marks[at].name) or FORWARD, backward, sequence))
-        else:
-            if until > above:
-                tree.crossed += 1
-            name = names[at]
-            phase = phases[name] if phases[name] >= 0 and phase != OPTIMIZER else phase
-            backward = at if evaluations[name] else backward
-            sequence = sequences[at] if sequences[at] >= 0 else sequence
-            nested.append((parent, phase, backward, sequence))
-            stack.append((until, at, phase, backward, sequence))
-    in_order, kinds = row[order], what[order]
-    columns_of = (tree.parent, tree.phase, tree.backward, tree.sequence)
-    for rows, found, arrays in (
-        (in_order[kinds == 1], owned, (tree.owner, tree.call_phase)),
-        (in_order[kinds == 0], nested, columns_of),
+    what = np.repeat([_MARK, _OP, _CALL], [len(marks), len(ops), len(calls)])
+    named = np.array([annotated_phase(mark.name) or FORWARD for mark in marks], dtype=np.int64)
+    name, nothing = events.ops["name"][ops], np.full(len(calls), -1)
+    evaluated = np.array([is_evaluation(each) for each in events.names], dtype=np.bool_)[name]
+    own = {
+        "row": np.concatenate([np.full(len(marks), -1), ops, nothing]),
+        "phase": np.concatenate([named, np.array(phases, dtype=np.int64)[name], nothing]),
+        "backward": np.concatenate([np.full(len(marks), -1), np.where(evaluated, ops, -1), nothing]),
+        "sequence": np.concatenate([np.full(len(marks), -1), events.ops["sequence"][ops], nothing]),
+    }
+    order = np.lexsort((what == _CALL, -end, start))
+    above, depth = _enclosing(start[order], end[order], what[order] != _CALL)
+    found = _inherited({key: values[order] for key, values in own.items()}, what[order] == _MARK, above, depth)
+    around = found["row"][above]
+    what, ends = what[order], np.append(end[order], np.inf)
+    tree.crossed += int((ends[:-1] > ends[above])[what == _OP].sum())
+    for kind, rows, columns in (
+        (_CALL, calls, ((tree.owner, around), (tree.call_phase, found["phase"][:-1]))),
+        (_OP, ops, ((tree.parent, around), *((getattr(tree, key), found[key][:-1]) for key in _CARRIED))),
     ):
-        values = np.array(found, dtype=np.int64).reshape(len(found), len(arrays))
-        for column, array in enumerate(arrays):
-            array[rows] = values[:, column]
+        first = {_CALL: len(marks) + len(ops), _OP: len(marks)}[kind]
+        chosen = np.flatnonzero(what == kind)
+        for array, values in columns:
+            array[rows[order[chosen] - first]] = values[chosen]
+
+
+def _enclosing(start: NDArray[np.float64], end: NDArray[np.float64], opens: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """Which stretch of time lies directly around each, -1 for none, and how many do; ``(n,)`` each, in order of start.
+
+    Args:
+        start, end: ``(n,)``.
+        opens: ``(n,)``: which of them may lie around others.
+    """
+    above: list[int] = []
+    depth: list[int] = []
+    ends, inside = [np.inf], [-1]  # of what is open
+    for place, (begin, until, is_open) in enumerate(zip(start.tolist(), end.tolist(), opens.tolist(), strict=True)):
+        while ends[-1] <= begin:
+            ends.pop()
+            inside.pop()
+        above.append(inside[-1])
+        depth.append(len(inside))
+        if is_open:
+            ends.append(until)
+            inside.append(place)
+    return np.array(above, dtype=np.int64), np.array(depth, dtype=np.int64)
+
+
+def _inherited(own: dict[str, Ints], marks: NDArray[np.bool_], above: Ints, depth: Ints) -> dict[str, Ints]:
+    """What holds within each: its own value, or that of what lies around it; the last row is outside of everything."""
+    found = {key: np.append(values, FORWARD if key == "phase" else -1) for key, values in own.items()}
+    order = np.argsort(depth, kind="stable")
+    bounds = np.searchsorted(depth[order], np.arange(1, int(depth.max(initial=0)) + 2))
+    for level in range(len(bounds) - 1):
+        places = order[bounds[level] : bounds[level + 1]]
+        for key, values in found.items():
+            mine, outer = own[key][places], values[above[places]]
+            kept = mine >= 0
+            if key == "phase":  # what an optimizer calls is the optimizer, unless an annotation says otherwise
+                kept &= (outer != OPTIMIZER) | marks[places]
+            values[places] = np.where(kept, mine, outer)
+    return found

@@ -106,7 +106,7 @@ def _matching(wanted: Ints, given: Ints) -> Ints:
 def tie(events: RankEvents, tree: CallTree, steps: Steps, rows: Ints) -> Parts:
     """Tie a rank's host calls and device events together by host order, launches and stream order."""
     waits = [is_wait(name) for name in events.names]
-    waiting = np.array([waits[name] for name in events.runtime["name"]], dtype=np.bool_)
+    waiting = np.array(waits, dtype=np.bool_)[events.runtime["name"]]
     launching = np.zeros(len(events.runtime), dtype=np.bool_)
     launching[rows[rows >= 0]] = True
     blocked = _blocked_copies(events, rows)

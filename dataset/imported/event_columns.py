@@ -273,16 +273,18 @@ class _Reader:
 
     def _set_apart(self, events: list[Event], numbers: list[int]) -> tuple[list[Event], list[int]]:
         """What of the events are ops; annotations and communication calls among them are kept apart."""
-        kept: list[tuple[Event, int]] = []
-        for event, number in zip(events, numbers, strict=True):
-            name = self._named.get(number, "")
-            if name == _COMMUNICATION:
-                self._comms.append(self._stretch(event))
-            elif name.startswith(_MARKS):
-                self._annotations.append(self._stretch(event))
-                continue
-            kept.append((event, number))
-        return [event for event, _ in kept], [number for _, number in kept]
+        marks: list[int] = []
+        for row, number in enumerate(numbers):
+            if number in self._named:
+                if self._named[number] == _COMMUNICATION:
+                    self._comms.append(self._stretch(events[row]))
+                else:
+                    self._annotations.append(self._stretch(events[row]))
+                    marks.append(row)
+        if not marks:
+            return events, numbers
+        kept = sorted({*range(len(events))}.difference(marks))
+        return [events[row] for row in kept], [numbers[row] for row in kept]
 
     def _add_calls(self, events: list[Event]) -> None:
         threads = self._threads

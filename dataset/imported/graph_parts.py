@@ -261,7 +261,7 @@ def _clocks(graph: RankGraph, nodes: Ints, inside: Ints, columns: dict[int, int]
     clocks = np.zeros((len(nodes), len(columns)), dtype=np.int64)
     stream, device = graph.nodes["stream"][nodes].tolist(), (graph.nodes["kind"][nodes] != HOST).tolist()
     places = position[nodes].tolist()
-    rows = [row.tolist() for row in clocks]
+    rows = clocks.tolist()
     for x, y in zip(*(np.searchsorted(nodes, each[order]).tolist() for each in (source, target)), strict=True):
         mine, theirs = rows[y], rows[x]
         for column, value in enumerate(theirs):

@@ -69,33 +69,41 @@ class HostEdges:
 
 def chain(calls: HostCalls, events: RankEvents) -> HostEdges:
     """Order the calls of each thread, and across threads where one waits for another."""
-    source: list[int] = []
-    target: list[int] = []
-    delay: list[float] = []
-    begins = {int(t): np.sort(events.ops.start[events.ops["thread"] == t]) for t in np.unique(calls.thread)}
-    start, end = calls.start, calls.end
-    for thread, busy in begins.items():
-        own = np.flatnonzero(calls.thread == thread)
-        last = -1
-        for node in own.tolist():
-            since = end[last] if last >= 0 else -np.inf
-            other = _awaited(calls, busy, since, node) if start[node] - since > _LEAST_WAIT_US else -1
-            if other >= 0:
-                source.append(other)
-                target.append(node)
-                delay.append(float(start[node] - end[other]))
-            if last >= 0:
-                source.append(last)
-                target.append(node)
-                delay.append(0.0 if other >= 0 else float(start[node] - since))
-            last = node
-    ends = [np.array(each, dtype=np.int64) for each in (source, target)]
-    return HostEdges(ends[0], ends[1], np.array(delay, dtype=np.float64))
+    found = [_chain_of(calls, int(thread), events) for thread in np.unique(calls.thread)]
+    source, target, delay = (np.concatenate([each[column] for each in found]) for column in range(3)) if found else (
+        np.zeros(0, dtype=np.int64),
+        np.zeros(0, dtype=np.int64),
+        np.zeros(0),
+    )
+    return HostEdges(source, target, delay)
+
+
+def _chain_of(calls: HostCalls, thread: int, events: RankEvents) -> tuple[Ints, Ints, Floats]:
+    """Edges to the calls of one thread, in the order of these: from the one before, and from what it waited for."""
+    own = np.flatnonzero(calls.thread == thread)
+    busy = np.sort(events.ops.start[events.ops["thread"] == thread])
+    since = np.concatenate([[-np.inf], calls.end[own[:-1]]])
+    gap = calls.start[own] - since
+    low = np.searchsorted(calls.start, since)
+    others = (own - low) > np.arange(len(own)) - np.searchsorted(own, low)  # calls of other threads in the gap
+    waited = {
+        place: other
+        for place in np.flatnonzero((gap > _LEAST_WAIT_US) & others).tolist()
+        if (other := _awaited(calls, busy, float(since[place]), int(own[place]))) >= 0
+    }
+    places = np.array([*waited], dtype=np.int64)
+    awaited = np.array([*waited.values()], dtype=np.int64)
+    gap[places] = 0.0
+    source = np.concatenate([awaited, own[:-1]])
+    target = np.concatenate([own[places], own[1:]])
+    delay = np.concatenate([calls.start[own[places]] - calls.end[awaited], gap[1:]])
+    order = np.argsort(target, kind="stable")
+    return source[order], target[order], delay[order]
 
 
 def _awaited(calls: HostCalls, busy: Floats, since: float, node: int) -> int:
     """The call of another thread that a thread waited for before ``node``, -1: none."""
-    low, high = np.searchsorted(calls.start, since), node
+    low, high = int(np.searchsorted(calls.start, since)), node
     while high > low and calls.end[high - 1] > calls.start[node]:
         high -= 1
     own = calls.thread[low:high] == calls.thread[node]

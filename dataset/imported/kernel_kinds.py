@@ -11,7 +11,7 @@ from stepsight.dataset.imported.call_tree import CallTree, is_evaluation
 from stepsight.dataset.imported.event_columns import RankEvents
 from stepsight.dataset.imported.event_structs import parse
 from stepsight.dataset.op import OP_KINDS, Op
-from stepsight.dataset.readers.classify import Scope, call_table, classify, classify_unknown, intern_op
+from stepsight.dataset.readers.classify import Scope, call_table, classify, classify_unknown, depends_on_scope, intern_op
 
 _MOST_THREADS = 2**31
 
@@ -114,6 +114,7 @@ class KernelKinds:
         self._forward_dims: dict[int, tuple[int, ...]] = {}
         self._by_name: dict[str, Op | None] = {}
         self._args: dict[int, dict[str, Any]] = {}
+        self._by_signature: dict[int, Op | None] = {}  # of calls that are the same in every scope
 
     def find(self, launch: Launch, owner: int, num_bytes: int) -> tuple[Op, int, bool]:
         """Op of a kernel, the call that it belongs to (-1: unknown) and whether its kind is known.
@@ -152,18 +153,27 @@ class KernelKinds:
         return result
 
     def _classified(self, call: int) -> Op | None:
-        events, tree = self._events, self._tree
+        tree, number = self._tree, self._signature[call]
         evaluation, sequence = int(tree.backward[call]), int(tree.sequence[call])
-        scope = Scope()
-        if evaluation >= 0:
-            if evaluation not in self._scopes:
-                name = events.names[self._names[evaluation]].split(": ")[-1]
-                self._scopes[evaluation] = Scope(name, self._forward_dims.get(sequence, ()))
-            scope = self._scopes[evaluation]
-        op = classify(events.names[self._names[call]], self._arguments(call), scope)
+        if number in self._by_signature:
+            op = self._by_signature[number]
+        else:
+            name = self._events.names[self._names[call]]
+            op = classify(name, self._arguments(call), self._scope(evaluation, sequence))
+            if not depends_on_scope(name):
+                self._by_signature[number] = op
         if op is not None and op.kind == "linear" and sequence >= 0 and evaluation < 0:
             self._forward_dims[sequence] = op.dims
         return op
+
+    def _scope(self, evaluation: int, sequence: int) -> Scope:
+        """What lies around a call: the node of autograd's graph that is evaluated, or nothing in forward."""
+        if evaluation < 0:
+            return Scope()
+        if evaluation not in self._scopes:
+            name = self._events.names[self._names[evaluation]].split(": ")[-1]
+            self._scopes[evaluation] = Scope(name, self._forward_dims.get(sequence, ()))
+        return self._scopes[evaluation]
 
     def _arguments(self, call: int) -> dict[str, Any]:
         number = self._signature[call]

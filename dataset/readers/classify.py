@@ -122,6 +122,11 @@ _BY_SCOPE: Mapping[str, Classify] = MappingProxyType(
 )
 
 
+def depends_on_scope(name: str) -> bool:
+    """Whether what a call is depends on what encloses it."""
+    return name in _BY_SCOPE
+
+
 def call_table() -> Mapping[str, Classify]:
     """What each known call is, by its name."""
     return _call_table(kinds_version())
