@@ -22,6 +22,7 @@ from stepsight.dataset.imported.rank_graph import COLLECTIVE
 PACKAGE = "stepsight.dataset.harness.capturing"
 MOST_RANKS = 256  # that one capture may hold
 AUTO = "auto"
+DEVICES = ("cuda", "cpu")
 
 Progress = Callable[[int, int | str, str], None]
 
@@ -38,6 +39,7 @@ class CaptureRequest:
         ranks: Which ranks; empty: rank 0, and its ``peers``, on and on: one for each pipeline stage, and the first and
             the last of the ranks that exchange rows with an all-to-all.
         warm_up: Training steps before the one that is captured.
+        device: ``cuda``, or ``cpu``: the script finds no GPU, and its ops are those of the host.
         timeout_s: Most seconds for one rank.
     """
 
@@ -47,6 +49,7 @@ class CaptureRequest:
     local_size: int = 8
     ranks: tuple[int, ...] = ()
     warm_up: int = 1
+    device: str = "cuda"
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -59,6 +62,8 @@ class CaptureRequest:
         for rank in self.ranks:
             if not 0 <= rank < self.world_size:
                 raise CaptureError(f"a rank must lie within 0 and {self.world_size - 1}, got {rank}")
+        if self.device not in DEVICES:
+            raise CaptureError(f"--device must be one of {', '.join(DEVICES)}, got {self.device!r:.80}")
         if not 1 <= self.warm_up <= 100:
             raise CaptureError(f"--warm-up must lie within 1 and 100 steps, got {self.warm_up}")
 
@@ -130,7 +135,7 @@ class _Runs:
             asked = {
                 "script": str(request.script.resolve()), "arguments": list(request.arguments), "rank": rank,
                 "world_size": request.world_size, "local_size": request.local_size, "warm_up": request.warm_up,
-                "out": str(out), **more,
+                "device": request.device, "out": str(out), **more,
             }  # fmt: skip
             asked_at = Path(folder) / "request.json"
             asked_at.write_text(json.dumps(asked), "utf-8")

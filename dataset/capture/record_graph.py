@@ -78,7 +78,7 @@ def graph_of_record(record: dict[str, Any], local_size: int) -> CapturedRank:
     graph = RankGraph(
         rank=record["rank"],
         world_size=record["world_size"],
-        device="cuda",
+        device=record.get("device", "cuda"),
         device_name="captured",
         origin_us=0.0,
         start_s=np.zeros(count),

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 
 _real_time = False
 _ALLOWED = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+_NICENESS = os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def pin(local_rank: int) -> None:
@@ -26,6 +27,15 @@ def unpin() -> None:
     """Let the calling thread run on every core that the process was given."""
     if _ALLOWED:
         os.sched_setaffinity(0, _ALLOWED)
+
+
+def as_started() -> None:
+    """Let the calling thread run on every core, and wait for its turn as others do: what a rank starts computes nothing
+    that is timed.
+    """
+    unpin()
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def may_hurry() -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from stepsight.dataset.kinds import (
     attention_kinds,
     collective_kinds,
+    convolution_kinds,
     elementwise_kinds,
     expert_kinds,
     gemm_kinds,
@@ -44,6 +45,7 @@ _FAMILIES = (
     elementwise_kinds,
     expert_kinds,
     optimizer_kinds,
+    convolution_kinds,
     traced_kinds,
     transfer_kinds,
 )

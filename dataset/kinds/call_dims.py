@@ -12,6 +12,12 @@ from typing import Any
 
 Args = Mapping[str, Any]
 Dims = tuple[int, ...]
+DimsOf = Callable[[Args], Dims | None]
+
+
+def named_calls(names: str, dims: DimsOf) -> dict[str, DimsOf]:
+    """One way to find dims for calls by their names; those without a namespace are PyTorch's."""
+    return {name if "::" in name else f"aten::{name}": dims for name in names.split()}
 
 
 def all_shapes(args: Args) -> list[Any]:

@@ -1,54 +1,32 @@
-"""Ops of traced jobs that no built-in model family has: convolutions, pooling, embedding bags, fused kernels.
+"""Ops of jobs that no built-in model family has: batch norms, pooling, embedding bags, recurrence, fused kernels.
 
-The harness has no callables for them: their times come from traces.
+The harness has no callables for some of them: their times come from traces alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from stepsight.dataset.kinds.call_dims import Args, count, largest, shape_of, tensors
-from stepsight.dataset.kinds.op_kind import Dims, OpKind
+from stepsight.dataset.kinds.call_dims import (
+    Args,
+    Dims,
+    DimsOf,
+    count,
+    largest,
+    literal_of,
+    named_calls,
+    shape_of,
+    tensors,
+)
+from stepsight.dataset.kinds.op_kind import OpKind
 
-_CONV = ("batch", "in_channels", "out_channels", "out_positions", "window")
 _POOL = ("batch_channels", "in_positions", "out_positions")
-_BAG = ("indices", "hidden", "bags")
-_Calls = Mapping[str, Callable[[Args], Dims | None]]
-
-
-def _conv_dims(
-    index: int, out: int | None = None, transposed: bool = False, kernel: int | None = None
-) -> Callable[[Args], Dims]:
-    """Dims of a convolution of input ``index`` with the weight ``kernel`` (the input after it, if None); ``out``: input
-    that is shaped as the output.
-
-    Without it, the output's positions are those of the input divided by the stride.
-    """
-
-    def dims(args: Args) -> Dims:
-        image, weight = shape_of(args, index), shape_of(args, index + 1 if kernel is None else kernel)
-        if len(image) < 3 or len(weight) < 3:
-            return (0,) * 5
-        result = shape_of(args, out) if out is not None else []
-        positions = math.prod(result[2:]) if result else _strided(args, index, image[2:])
-        ins, outs = (weight[0], weight[1]) if transposed else (weight[1], weight[0])
-        return image[0], ins, outs, positions, math.prod(weight[2:])
-
-    return dims
-
-
-def _strided(args: Args, index: int, size: list[int]) -> int:
-    literals = args.get("Concrete Inputs") or []
-    lists = [_numbers(text) for text in literals[index + 2 :]]
-    stride = next((found for found in lists if len(found) == len(size)), [1])
-    return math.prod(max(-(-length // max(step, 1)), 1) for length, step in zip(size, stride * len(size), strict=False))
-
-
-def _numbers(text: Any) -> list[int]:
-    words = str(text).strip("[]() ").split(",")
-    return [int(word) for word in words] if all(word.strip().isdigit() for word in words) else []
+_BAG = ("indices", "hidden", "bags", "rows")
+_RECURRENT = ("steps", "batch", "input", "hidden", "gates")  # gates: outputs of the product of one step
+_Calls = Mapping[str, DimsOf]
 
 
 def _batch_normed(index: int) -> Callable[[Args], Dims]:
@@ -70,41 +48,41 @@ def _pooled(index: int, out: int | None = None) -> Callable[[Args], Dims]:
     return dims
 
 
-def _bag(weight: int, indices: int, offsets: int) -> Callable[[Args], Dims]:
+def _bag(args: Args) -> Dims:
+    table, indices = shape_of(args, 0), shape_of(args, 1)
+    bags = indices[0] if len(indices) == 2 else count(shape_of(args, 2))
+    return count(indices), table[-1] if table else 0, bags, table[0] if len(table) == 2 else 0
+
+
+def _bag_backward(rows_at: int) -> DimsOf:
+    """``rows_at``: argument that says how many rows the table has."""
+
     def dims(args: Args) -> Dims:
-        table = shape_of(args, weight)
-        return count(shape_of(args, indices)), table[-1] if table else 0, count(shape_of(args, offsets))
+        grad, rows = shape_of(args, 0), literal_of(args, rows_at)
+        return (
+            count(shape_of(args, 1)), grad[-1] if grad else 0, grad[0] if grad else 0,
+            int(rows) if rows.isdigit() else 0,
+        )  # fmt: skip
 
     return dims
 
 
+def _recurrent(weight: int, args: Args) -> Dims:
+    """Of one layer in one direction: the input, and two weights that follow each other."""
+    steps, into, back = shape_of(args, 0), shape_of(args, weight), shape_of(args, weight + 1)
+    if len(steps) != 3 or len(into) != 2 or len(back) != 2:
+        return (0,) * len(_RECURRENT)
+    return steps[0], steps[1], steps[2], back[1], into[0]
+
+
 def _kind(name: str, family: str, dim_names: tuple[str, ...], calls: _Calls, **more: Any) -> OpKind:
-    return OpKind(name=name, family=family, dim_names=dim_names, calls=calls, in_harness=False, **more)
-
-
-def _conv(name: str, products: int, calls: _Calls) -> OpKind:
-    """A convolution, or its backward of two ``products``."""
-    return _kind(
-        name,
-        "conv",
-        _CONV,
-        calls,
-        flops=lambda b, i, o, p, w: 2.0 * products * b * o * p * i * w,
-        elements=lambda b, i, o, p, w: float(products * (b * p * (i + o) + i * o * w)),
-        bound="compute",
-        base="linear",
-        base_dims=lambda b, i, o, p, w: (products * b * p, o, i * w),
-    )
+    return OpKind(name=name, family=family, dim_names=dim_names, calls=calls, **{"in_harness": False, **more})
 
 
 def _streaming(name: str, calls: _Calls, flops: float, moved: float) -> OpKind:
     return _kind(
         name, name, ("numel",), calls, flops=lambda n: flops * n, elements=lambda n: moved * n, streams=True
     )  # fmt: skip
-
-
-def _calls(names: str, dims: Callable[[Args], Dims | None]) -> _Calls:
-    return {name if "::" in name else f"aten::{name}": dims for name in names.split()}
 
 
 def _batch_norm(name: str, flops: float, moved: float, calls: _Calls) -> OpKind:
@@ -116,6 +94,7 @@ def _batch_norm(name: str, flops: float, moved: float, calls: _Calls) -> OpKind:
         flops=lambda p, c: flops * p * c,
         elements=lambda p, c: moved * p * c,
         base_dims=lambda p, c: (p * c,),
+        in_harness=True,
     )
 
 
@@ -132,30 +111,11 @@ def _pool(name: str, calls: _Calls) -> OpKind:
 
 
 KINDS = (
-    _conv(
-        "conv",
-        1,
-        {
-            **_calls("convolution _convolution conv2d conv1d conv3d", _conv_dims(0)),
-            **_calls("cudnn_convolution miopen_convolution mkldnn_convolution slow_conv2d_forward", _conv_dims(0)),
-            **_calls("_conv_depthwise2d cudnn_convolution_add_relu cudnn_convolution_relu", _conv_dims(0)),
-            **_calls("cudnn_convolution_transpose miopen_convolution_transpose", _conv_dims(0, transposed=True)),
-        },
-    ),
-    _conv(
-        "conv_backward",
-        2,
-        {
-            **_calls("convolution_backward", _conv_dims(1, out=0)),
-            **_calls("cudnn_convolution_backward miopen_convolution_backward", _conv_dims(0, out=1, kernel=2)),
-            **_calls("mkldnn_convolution_backward", _conv_dims(0, out=1, kernel=2)),
-        },
-    ),
     _batch_norm(
         "batch_norm",
         6.0,
         2.0,
-        _calls(
+        named_calls(
             "native_batch_norm cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index batch_norm "
             "_native_batch_norm_legit _batch_norm_with_update native_group_norm instance_norm",
             _batch_normed(0),
@@ -166,13 +126,15 @@ KINDS = (
         11.0,
         3.0,
         {
-            **_calls("cudnn_batch_norm_backward miopen_batch_norm_backward", _batch_normed(0)),
-            **_calls("native_batch_norm_backward batch_norm_backward native_group_norm_backward", _batch_normed(1)),
+            **named_calls("cudnn_batch_norm_backward miopen_batch_norm_backward", _batch_normed(0)),
+            **named_calls(
+                "native_batch_norm_backward batch_norm_backward native_group_norm_backward", _batch_normed(1)
+            ),
         },
     ),
     _pool(
         "pool",
-        _calls(
+        named_calls(
             "max_pool2d_with_indices max_pool2d avg_pool2d adaptive_avg_pool2d _adaptive_avg_pool2d "
             "adaptive_max_pool2d max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d "
             "upsample_nearest2d upsample_bilinear2d upsample_nearest1d upsample_bicubic2d",
@@ -182,45 +144,75 @@ KINDS = (
     _pool(
         "pool_backward",
         {
-            **_calls("max_pool2d_with_indices_backward avg_pool2d_backward", _pooled(1, 0)),
-            **_calls("_adaptive_avg_pool2d_backward adaptive_avg_pool2d_backward", _pooled(1, 0)),
-            **_calls("upsample_nearest2d_backward upsample_bilinear2d_backward", _pooled(0)),
+            **named_calls("max_pool2d_with_indices_backward avg_pool2d_backward", _pooled(1, 0)),
+            **named_calls("_adaptive_avg_pool2d_backward adaptive_avg_pool2d_backward", _pooled(1, 0)),
+            **named_calls("upsample_nearest2d_backward upsample_bilinear2d_backward", _pooled(0)),
         },
     ),
     _kind(
         "embedding_bag",
         "embedding_bag",
         _BAG,
-        {
-            **_calls("embedding_bag _embedding_bag _embedding_bag_forward_only", _bag(0, 1, 2)),
-            **_calls("fbgemm::split_embedding_codegen_lookup_function", _bag(0, 1, 2)),
-        },
-        flops=lambda n, h, b: float(n * h),
-        elements=lambda n, h, b: float((n + b) * h),
-        base_dims=lambda n, h, b: ((n + b) * h,),
+        named_calls(
+            "embedding_bag _embedding_bag _embedding_bag_forward_only fbgemm::split_embedding_codegen_lookup_function",
+            _bag,
+        ),
+        flops=lambda n, h, b, r: float(n * h),
+        elements=lambda n, h, b, r: float((n + b) * h),
+        base_dims=lambda n, h, b, r: ((n + b) * h,),
+        in_harness=True,
     ),
-    _kind(
+    _kind(  # a gradient of the whole table
         "embedding_bag_backward",
         "embedding_bag",
         _BAG,
-        _calls("_embedding_bag_dense_backward _embedding_bag_backward _embedding_bag_sparse_backward", _bag(0, 1, 2)),
-        flops=lambda n, h, b: float(n * h),
-        elements=lambda n, h, b: float(2 * (n + b) * h),
-        base_dims=lambda n, h, b: (2 * (n + b) * h,),
+        {
+            **named_calls("_embedding_bag_dense_backward", _bag_backward(5)),
+            **named_calls("_embedding_bag_backward", _bag_backward(6)),
+        },
+        flops=lambda n, h, b, r: float(n * h),
+        elements=lambda n, h, b, r: float((2 * n + b + r) * h),
+        base_dims=lambda n, h, b, r: ((2 * n + b + r) * h,),
+        in_harness=True,
+    ),
+    _kind(
+        "recurrent",
+        "recurrent",
+        _RECURRENT,
+        named_calls("mkldnn_rnn_layer", partial(_recurrent, 1)),
+        flops=lambda t, n, i, h, g: 2.0 * t * n * g * (i + h),
+        elements=lambda t, n, i, h, g: float(t * (g * h + n * (i + g + 2 * h)) + g * i),
+        units=lambda t, n, i, h, g: float(t),
+        bound="compute",
+        base="linear",
+        base_dims=lambda t, n, i, h, g: (t * n, g, i + h),
+        in_harness=True,
+    ),
+    _kind(
+        "recurrent_backward",
+        "recurrent",
+        _RECURRENT,
+        named_calls("mkldnn_rnn_layer_backward", partial(_recurrent, 1)),
+        flops=lambda t, n, i, h, g: 4.0 * t * n * g * (i + h),
+        elements=lambda t, n, i, h, g: float(2 * t * (g * h + n * (i + g + 2 * h)) + 2 * g * i),
+        units=lambda t, n, i, h, g: float(t),
+        bound="compute",
+        base="recurrent",
+        in_harness=True,
     ),
     _streaming(
         "sort",
-        _calls("sort topk argsort msort searchsorted bucketize nonzero unique _unique2 kthvalue", largest),
+        named_calls("sort topk argsort msort searchsorted bucketize nonzero unique _unique2 kthvalue", largest),
         16.0,
         6.0,
     ),
-    _streaming("random", _calls("randperm randint rand randn multinomial", largest), 8.0, 1.0),
+    _streaming("random", named_calls("randperm randint rand randn multinomial", largest), 8.0, 1.0),
     _streaming("fused", {}, 4.0, 2.0),  # a compiler's kernel, as Triton's of Inductor
     _kind(
         "foreach",
         "optimizer",
         ("numel", "tensors"),
-        _calls(
+        named_calls(
             "_fused_sgd_ _fused_adagrad_ _foreach_norm _foreach_pow _foreach_addcdiv _foreach_lerp _foreach_maximum_ "
             "_foreach_sub _foreach_sub_ _foreach_div _foreach_neg _foreach_reciprocal _foreach_sigmoid _foreach_abs "
             "_foreach_clamp_max_ _foreach_max _foreach_addcmul _foreach_sqrt_",

@@ -31,6 +31,9 @@ def capture_command(
     ] = "auto",
     devices_per_node: Annotated[int, typer.Option(help="Ranks of a node.")] = 8,
     warm_up: Annotated[int, typer.Option(help="Training steps before the captured one.")] = 1,
+    device: Annotated[
+        str, typer.Option(help="cuda, or cpu: the script finds no GPU and runs the ops of a CPU.")
+    ] = "cuda",
     timeout: Annotated[float, typer.Option(help="Most seconds for one rank.")] = 600.0,
     as_json: Json = False,
 ) -> None:
@@ -59,6 +62,7 @@ def capture_command(
         local_size=devices_per_node,
         ranks=(rank,) if rank is not None else _ranks(ranks),
         warm_up=warm_up,
+        device=device,
         timeout_s=timeout,
     )
     check_capture_folder(out)

@@ -153,6 +153,7 @@ def demo_command(
 
 
 EXPERIMENTS = {  # by name: the module of ``experiments/studies`` (not in the wheel), and what it measures
+    "architectures": ("architectures", "scripts of model families that no trace had"),
     "box-search": ("box_regret", "the strategy that search chooses, run with others on sixteen ranks"),
     "capture": ("capture_agreement", "lowered jobs against captured scripts"),
     "collectives": ("collective_accuracy", "collectives between nodes, sites held out"),

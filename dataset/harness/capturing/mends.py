@@ -18,12 +18,18 @@ from .fake_tensors import FakeWorld
 from .patching import patch
 
 
-def install(world: FakeWorld) -> None:
-    """Put everything right."""
+def install(world: FakeWorld, *, on_host: bool = False) -> None:
+    """Put everything right.
+
+    Args:
+        world: What records.
+        on_host: Whether the script finds no GPU: then the CPU's own kernels are what runs.
+    """
     module_moves.install()
-    fused_kernels.install()
     shards.install()
-    _foreach_on_cpu()
+    if not on_host:
+        fused_kernels.install()
+        _foreach_on_cpu()
     _data_loaders()
     _ddp(world)
     _scalers(world)

@@ -1,12 +1,14 @@
 """Runs a user's script as one rank of a fake world, and writes down one of its steps.
 
-A request is a JSON object: ``script``, ``arguments``, ``rank``, ``world_size``, ``local_size``, ``warm_up`` and
-``out``, the file to write; for stages of a pipeline ``boundary`` and ``only_boundary`` (``pipelines``).  What is
-written is a JSON object: either ``error`` with the script's line, or the record.
+A request is a JSON object: ``script``, ``arguments``, ``rank``, ``world_size``, ``local_size``, ``warm_up``,
+``device`` (``cuda``, or ``cpu``: the host computes) and ``out``, the file to write; for stages of a pipeline
+``boundary`` and ``only_boundary`` (``pipelines``).  What is written is a JSON object: either ``error`` with the
+script's line, or the record.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import runpy
 import sys
@@ -44,9 +46,11 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     recorder = Recorder()
     fake = FakeWorld(recorder, request["rank"], script)
     fake_streams.follow_streams(recorder)
-    fake_cuda.install(request["local_size"])
+    on_host = request["device"] == "cpu"
+    if not on_host:
+        fake_cuda.install(request["local_size"])
     world.install(request["rank"], request["world_size"], fake.collectives)
-    mends.install(fake)
+    mends.install(fake, on_host=on_host)
     composite_ops.install(fake)
     boundary = pipelines.install(recorder, request.get("boundary"), only_boundary=request.get("only_boundary", False))
     steps = Steps(fake, request["warm_up"])
@@ -54,10 +58,11 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     sys.path.insert(0, str(script.resolve().parent))
     torch.set_num_threads(1)
     try:
-        with fake_cuda.DevicesOnCpu(), fake.fake, fake:
+        with contextlib.nullcontext() if on_host else fake_cuda.DevicesOnCpu(), fake.fake, fake:
             runpy.run_path(str(script), run_name="__main__")
     except Captured:
         told = {"rank": request["rank"], "world_size": request["world_size"], "torch": torch.__version__}
+        told["device"] = request["device"]
         return told | {"boundary": boundary[0] if boundary else None, **_record(fake)}
     except pipelines.NeedsBoundary as needs:
         return {"needs_boundary_of": needs.rank}

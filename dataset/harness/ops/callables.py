@@ -5,10 +5,20 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from ..plan_error import HarnessError
-from . import op_attention, op_elementwise, op_experts, op_narrow, op_optimizer, op_products, op_rows, op_transfer
+from . import (
+    op_attention,
+    op_convolutions,
+    op_elementwise,
+    op_experts,
+    op_narrow,
+    op_optimizer,
+    op_products,
+    op_rows,
+    op_transfer,
+)
 from .input_pool import Call, Maker, Pool
 
-_THEMES = (op_products, op_attention, op_rows, op_elementwise, op_experts, op_optimizer, op_transfer)
+_THEMES = (op_products, op_attention, op_convolutions, op_rows, op_elementwise, op_experts, op_optimizer, op_transfer)
 _MAKERS: MappingProxyType[str, Maker] = MappingProxyType(
     {kind: make for theme in _THEMES for kind, make in theme.MAKERS.items()}
 )

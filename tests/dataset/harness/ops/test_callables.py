@@ -27,7 +27,11 @@ DIMS = {
     "transfer": [96],
     "grouped_gemm": [3, 10, 6, 4],
     "host": [1000, 7],
+    "batch_norm": [60, 8],
+    "embedding_bag": [12, 8, 4, 32],
+    "recurrent": [3, 2, 5, 4, 16],
 }
+CONV = [2, 4, 8, 36, 9, 1, 36, 2]  # 3 x 3 over 6 x 6
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +44,25 @@ def test_op_runs_twice_on_uneven_sizes(kind: str, pool: Pool) -> None:
     call = op_call(kind, DIMS[OP_KINDS[kind].family], pool)
     for _ in range(2):
         call.run(*call.inputs())
+
+
+@pytest.mark.parametrize(
+    ("dims", "made"),
+    [
+        (CONV, (2, 8, 6, 6)),
+        ([2, 4, 8, 9, 9, 1, 36, 2], (2, 8, 3, 3)),  # a stride of 2
+        ([2, 1, 4, 36, 9, 4, 36, 2], (2, 4, 6, 6)),  # depthwise
+        ([2, 4, 8, 64, 16, 1, 16, 2], (2, 8, 8, 8)),  # transposed
+        ([2, 4, 8, 20, 3, 1, 20, 1], (2, 8, 20)),
+        ([1, 4, 8, 64, 27, 1, 64, 3], (1, 8, 4, 4, 4)),
+    ],
+)
+def test_a_convolution_makes_what_its_dims_say(dims: list[int], made: tuple[int, ...], pool: Pool) -> None:
+    call = op_call("conv", dims, pool)
+    assert call.run(*call.inputs()).shape == made
+    for wanted in (0, 1):
+        backward = op_call("conv_backward", [*dims, wanted], pool)
+        assert (backward.run(*backward.inputs())[0] is not None) == bool(wanted)
 
 
 def test_gemm_is_the_models_product(pool: Pool) -> None:
