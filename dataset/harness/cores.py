@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 
 _real_time = False
 _ALLOWED = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-_NICENESS = os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def pin(local_rank: int) -> None:
@@ -29,13 +28,15 @@ def unpin() -> None:
         os.sched_setaffinity(0, _ALLOWED)
 
 
-def as_started() -> None:
-    """Let the calling thread run on every core, and wait for its turn as others do: what a rank starts computes nothing
-    that is timed.
+def compute_in_real_time() -> None:
+    """Let the calling thread go before all others of the machine from now on, where that is allowed.
+
+
+    For a process that computes alone: one that waits for others by polling would keep them from running. What it starts
+    goes as others do.
     """
-    unpin()
-    with suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
+    with suppress(AttributeError, PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
 
 
 def may_hurry() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .. import annotate
+from .. import annotate, cores
 from ..atomic_files import write_json
 from ..measuring.measure import StepClock, StepTracer
 from ..ranks import barrier
@@ -41,6 +42,7 @@ class Stages:
         world: EmulatedWorld | None = None,
     ) -> None:
         self._settings, self._rank, self._say, self._leave, self._world = settings, rank, say, leave, world
+        self._alone = world is None and "box" not in settings and "WORLD_SIZE" not in os.environ
         self._collectives: list[dict[str, Any]] = []
         self.marks = StepMarks(self.step_ended, self._restart)
         self._step: AbstractContextManager[Any] | None = None
@@ -93,6 +95,8 @@ class Stages:
         if len(self._rounds) < wanted["rounds"]:
             self._say(f"round {len(self._rounds) + 1}/{wanted['rounds']}")
             barrier()
+            if not self._rounds and self._alone:
+                cores.compute_in_real_time()
             if self._world is not None and not self._rounds:
                 self._world.forget()
             self._clock = StepClock(device(), self._world.now if self._world is not None else time.perf_counter)

@@ -51,8 +51,7 @@ def run_rank(settings: dict[str, Any]) -> NoReturn:
         cores.go_first()
     elif not torch.cuda.is_available():
         cores.pin(int(os.environ.get("LOCAL_RANK", "0")))
-        cores.go_first()
-        os.register_at_fork(after_in_child=cores.as_started)
+        os.register_at_fork(after_in_child=cores.unpin)
     annotate.install()
     world = EmulatedWorld(settings["emulate"]) if "emulate" in settings else None
     if world is None:
