@@ -31,7 +31,6 @@ def unpin() -> None:
 def compute_in_real_time() -> None:
     """Let the calling thread go before all others of the machine from now on, where that is allowed.
 
-
     For a process that computes alone: one that waits for others by polling would keep them from running. What it starts
     goes as others do.
     """
