@@ -6,13 +6,14 @@ MINUTES ?= 20
 JOBS_TRIED ?= 10000
 SAMPLE ?= 0.2
 
-.PHONY: help setup demo test storm check bench fuzz crash invariants mutants lowest lock clean
+.PHONY: help setup demo test storm check docs bench fuzz crash invariants mutants lowest lock clean
 
 help:
 	@echo "make demo        measure this machine, train, predict held-out runs, search (about 5 minutes)"
 	@echo "make test        all tests"
 	@echo "make storm       tests of many processes at once, some killed (minutes; PostgreSQL where it is installed)"
 	@echo "make check       ruff, mypy and who imports whom"
+	@echo "make docs        build the documentation in site/, check its links, and run its tutorials"
 	@echo "make bench       speed figures, printed and written to bench.json"
 	@echo "make fuzz        mutated inputs for every reader, for MINUTES=20"
 	@echo "make crash       fail every write of the commands that write, one after the other (about an hour)"
@@ -51,6 +52,10 @@ check: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	@cd .types && PYTHONPATH=.. ../$(BIN)/lint-imports --config ../pyproject.toml --no-cache --no-logo
+
+docs: .venv/.installed
+	$(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python -m pytest -m tutorial tests/docs
 
 bench: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m stepsight.experiments.studies.bench --out bench.json

@@ -10,46 +10,48 @@ from stepsight.dataset.hashed_once import hashed_once
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A transformer.  Zeros stand for what follows from the others.
+    """A transformer model.  Zero means: derived from the other sizes.
 
-    ``gpt``: LayerNorm, biases, GELU, learned positions.  ``llama``: RMSNorm, no biases, gated MLP with SiLU, rotary
-    positions.  ``bert``: an encoder with GPT's parts after which tokens are predicted.  ``t5``: encoder and decoder
-    with cross-attention.  ``vit``: an encoder over patches of an image with a classifier.  ``experts`` turns the MLPs
-    of ``gpt`` and ``llama`` into mixtures.
+    Families: ``gpt`` (LayerNorm, biases, GELU, learned positions), ``llama`` (RMSNorm, no biases, gated MLP with SiLU,
+    rotary positions), ``bert`` (an encoder with GPT's parts, which predicts tokens), ``t5`` (encoder and decoder with
+    cross-attention), ``vit`` (an encoder over patches of an image, with a classifier).  ``experts`` turns the MLPs of
+    ``gpt`` and ``llama`` into mixtures of experts.
 
     Attributes:
-        name: For people, or of the catalogue.
-        family: A key of the blocks.
-        layers: Decoder layers (encoder layers of ``bert`` and ``vit``).
-        hidden, heads, ffn: Sizes; ``ffn`` 0 is four times hidden.
-        kv_heads: Key-value heads (grouped-query attention); 0: as many as heads.
-        head_dim: 0: ``hidden / heads``.
-        vocab: Tokens, or classes of ``vit``.
-        seq_len: Tokens of a sequence (patches and the class token of an image; the decoder's of ``t5``).
-        gated_mlp: None: as the family has it.
-        tied_embeddings: Whether logits use the embedding's table.
+        name: A model of the catalogue (``dataset/models.py``), or any name for people to read.
+        family: One of the families above, or one that you registered.
+        layers: Decoder layers; of ``bert`` and ``vit`` encoder layers.
+        hidden: Size of the hidden state.
+        heads: Attention heads.
+        ffn: Inner size of the MLP; 0: four times ``hidden``.
+        kv_heads: Key-value heads (grouped-query attention); 0: as many as ``heads``.
+        head_dim: Size of a head; 0: ``hidden / heads``.
+        vocab: Size of the vocabulary; of ``vit`` number of classes.
+        seq_len: Tokens of a sequence; of ``t5`` those of the decoder, of ``vit`` patches and the class token.
+        gated_mlp: Whether the MLP is gated; unset: as the family has it.
+        tied_embeddings: Whether logits use the table of the embedding.
         fused_attention: Whether attention is one kernel that keeps no score matrix.
         attention_kernels: Generation of fused attention: ``flash-1``, ``flash-2`` or ``flash-3`` (cuDNN's too); empty:
             the one that was measured on the device.
-        dropout: Probability with which attention scores and what residuals take are dropped; 0: none.
-        eager_kernels: Whether norms, rotary positions, gated activations and the loss are PyTorch's own, one kernel for
-            each of their operations, rather than one each (Apex, Transformer Engine, a compiler).
-        norms_again: Whether norms work on fp32 copies and run again in backward, with the residual before them, rather
-            than keep their input.
-        token_metrics: Whether accuracy and perplexity of every token are worked out from the logits.
-        attention: ``mha`` (with grouped queries too), or ``mla``: DeepSeek's latent attention.
-        q_lora_rank, kv_lora_rank, rope_head_dim, v_head_dim: Of ``mla``; ``head_dim`` is then the part without rotary
-            positions.
-        experts: Routed experts of a layer, 0: dense.
-        experts_per_token: Routed experts that a token visits.
+        dropout: Dropout probability of attention scores and of residual branches; 0: no dropout.
+        eager_kernels: Whether norms, rotary positions, gated activations and the loss run as PyTorch's own kernels, one
+            for each operation; otherwise each is one fused kernel (Apex, Transformer Engine, a compiler).
+        norms_again: Whether norms work on fp32 copies and are recomputed in backward, with the residual before them;
+            otherwise their input is kept.
+        token_metrics: Whether accuracy and perplexity of every token are computed from the logits.
+        attention: ``mha`` (multi-head, also with grouped queries) or ``mla`` (DeepSeek's latent attention).
+        q_lora_rank, kv_lora_rank, rope_head_dim, v_head_dim: Sizes of ``mla``; with it ``head_dim`` is the part without
+            rotary positions.
+        experts: Routed experts of a layer; 0: a dense MLP.
+        experts_per_token: Routed experts that process each token.
         expert_ffn: Inner size of an expert; 0: ``ffn``.
-        shared_experts: Experts that every token visits.
-        dense_layers: First layers without experts.
-        moe_every: Every n-th of the other layers has experts.
-        capacity_factor: Tokens an expert takes at most, of the mean; 0: all that come.
-        imbalance: Tokens of the busiest rank, of the mean.
-        encoder_layers, encoder_seq_len: Of ``t5``.
-        patch_dim: Values of a patch of ``vit``.
+        shared_experts: Experts that process every token.
+        dense_layers: Number of first layers without experts.
+        moe_every: Every n-th of the remaining layers has experts.
+        capacity_factor: Most tokens that an expert takes, as a multiple of the mean; 0: no limit.
+        imbalance: Tokens of the busiest rank, as a multiple of the mean.
+        encoder_layers, encoder_seq_len: Layers and sequence length of the encoder of ``t5``.
+        patch_dim: Values of one patch of ``vit``.
     """
 
     name: str = ""

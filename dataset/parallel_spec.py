@@ -10,42 +10,48 @@ from stepsight.dataset.hashed_once import hashed_once
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class ParallelSpec:
-    """Parallel degrees and how each is done.
+    """Parallel degrees, and how each kind of parallelism works.
 
     Attributes:
-        tp, cp, pp, ep: Tensor-, context-, pipeline- and expert-parallel degree.  Expert-parallel groups lie within the
-            data- and context-parallel ones (and the tensor-parallel ones where ``expert_tp`` is 1).
+        tp: Tensor-parallel degree.
+        cp: Context-parallel degree.
+        pp: Pipeline-parallel degree.
+        ep: Expert-parallel degree.  Expert-parallel groups lie within the data- and context-parallel groups, and with
+            ``expert_tp`` of 1 also within the tensor-parallel groups.
         dp: Replicas; 0: what remains of the cluster.
-        order: Ranks' order on the nodes, fastest axis first.
-        sequence_parallel: Norms and residuals hold ``1 / tp`` of the tokens.
-        vocab_parallel: Whether tensor-parallel ranks share embedding, logits and loss.
-        expert_tp: Tensor-parallel degree of experts, 0: ``tp``.
-        context_parallel: ``ring`` passes keys and values around beside the computation, ``all_gather`` fetches all.
-        zero_stage: 0 all-reduces gradients; 1 shards the optimizer, 2 gradients too, 3 parameters too (FSDP).
-        dp_shard: Replicas over which ``zero_stage`` shards; 0: all (fewer: hybrid sharding, HSDP).
-        overlap_tp: Which tensor-parallel collectives run beside the products: none; those of the ``backward`` of
-            column-parallel linears (Megatron's asynchronous ones: the input is gathered again beside the gradient of
-            the input, whose sum travels beside that of the weights); or also all others, ``split`` so that a product
-            begins with the first part (Transformer Engine's user buffers, PyTorch's asynchronous tensor parallelism).
-        overlap_grad_reduce: Whether gradients travel while backward runs.
+        order: Order of ranks on the nodes, fastest axis first.
+        sequence_parallel: Whether norms and residuals hold ``1 / tp`` of the tokens on each tensor-parallel rank.
+        vocab_parallel: Whether embedding, logits and loss are split over the tensor-parallel ranks.
+        expert_tp: Tensor-parallel degree of experts; 0: ``tp``.
+        context_parallel: ``ring`` (keys and values travel beside the computation) or ``all_gather``.
+        zero_stage: 0: gradients are all-reduced; 1: the optimizer is sharded; 2: gradients too; 3: parameters too
+            (FSDP).
+        dp_shard: Replicas over which ``zero_stage`` shards; 0: all; fewer: hybrid sharding (HSDP).
+        overlap_tp: Which tensor-parallel collectives overlap with matrix products.  Empty: none.  ``backward``: those
+            of the backward of column-parallel linears (Megatron: the input is gathered again beside the gradient of the
+            input, and that gradient is summed beside the gradient of the weights).  ``split``: also all others, in
+            parts, so that a product begins with the first part (Transformer Engine's user buffers, PyTorch's
+            asynchronous tensor parallelism).
+        overlap_grad_reduce: Whether gradients are reduced while backward runs.
         overlap_param_gather: ZeRO 1 and 2: whether parameters are gathered while the next forward runs.
-        prefetch: FSDP: layers that are gathered ahead of their use.
+        prefetch: FSDP: number of layers that are gathered ahead of their use.
         reshard_after_forward: FSDP: whether backward gathers parameters again.
-        bucket_mbytes: Size of a gradient bucket.
-        gradient_dtype: Of the buffers in which gradients of micro-batches are summed, and of what replicas exchange:
-            ``model`` (that of the weights), ``fp32``, or ``fp32-cast`` (as ``fp32``, but kernels of their own cast and
-            add what products write); empty: as the execution engine does by default (``execution``).
-        reduce_scatter: ZeRO 1: whether a rank is sent the sums of its own share alone, rather than all sums.
-        schedule: A key of ``schedules.SCHEDULES``, or a ``.csv`` file of actions.
-        virtual_stages: Chunks of the model on each rank.
-        stage_layers: Layers of every part of the model in its order; empty: even.
-        scatter_p2p: Whether each tensor-parallel rank passes on its part of an activation alone, which is gathered
-            where it arrives (with ``sequence_parallel`` nothing else is there; FSDP passes all on).
-        runtime: ``asynchronous``, ``torch`` or ``deepspeed``: how pipeline messages wait; empty: as the device's kind
-            has it.
-        recompute: ``none``, ``selective`` (the attention core) or ``full`` layers again in backward.
-        recompute_every: With ``full``: only every n-th layer.
-        offload_activations: Whether kept activations wait in the host's memory.
+        bucket_mbytes: Size of a gradient bucket in megabytes.
+        gradient_dtype: Type of the buffers that sum gradients of micro-batches and that replicas exchange: ``model``
+            (that of the weights), ``fp32``, or ``fp32-cast`` (fp32, but separate kernels cast and add the gradients);
+            empty: the default of the execution engine.
+        reduce_scatter: ZeRO 1: whether gradients are reduce-scattered; otherwise they are all-reduced.
+        schedule: ``gpipe``, ``1f1b`` (with ``virtual_stages`` interleaved), ``looped-bfs``, ``zb-h1``,
+            ``interleaved-zb``, ``zbv``, ``dualpipev``, one that you registered, or a ``.csv`` file of actions.
+        virtual_stages: Parts of the model on each pipeline rank.
+        stage_layers: Number of layers of each part of the model, in order; empty: evenly split.
+        scatter_p2p: Whether each tensor-parallel rank sends only its part of an activation to the next stage, where it
+            is gathered.  With ``sequence_parallel`` this is always so; with FSDP never.
+        runtime: How pipeline messages wait: ``asynchronous``, ``torch`` or ``deepspeed``; empty: the default of the
+            kind of device.
+        recompute: What backward recomputes: ``none``, ``selective`` (the attention core) or ``full`` (whole layers).
+        recompute_every: With ``full``: recompute only every n-th layer.
+        offload_activations: Whether activations that are kept for backward are moved to host memory.
     """
 
     tp: int = 1

@@ -39,13 +39,16 @@ AXES = ("tp", "cp", "dp", "pp")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSpec:
-    """Sizes in sequences; ``global_batch`` is split over dp replicas and their micro-batches.
+    """Batch sizes and precision.
 
     Attributes:
-        precision: One of ``MIXED``, or of ``PURE``: parameters, gradients, moments and loss all in 16 bits.
+        micro_batch: Sequences of one micro-batch on one replica.
+        global_batch: Sequences of one optimizer step on all replicas; a multiple of ``micro_batch * dp``.
+        precision: ``fp32``, ``bf16``, ``fp16`` or ``fp8`` (mixed precision: main parameters, moments and loss in fp32),
+            or ``pure-bf16`` or ``pure-fp16`` (parameters, gradients, moments and loss in 16 bits).
         fp8_scaling: With ``fp8``: ``delayed`` (scales of earlier iterations, weights cast once an iteration:
-            Transformer Engine) or ``dynamic`` (the largest value of each operand is looked for first, and operands are
-            cast where they are used, weights too: torchao).
+            Transformer Engine) or ``dynamic`` (each operand is scaled by its largest value and cast where it is used,
+            weights too: torchao).
     """
 
     micro_batch: int
@@ -61,13 +64,13 @@ class BatchSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSpec:
-    """What follows the backward pass.
+    """The optimizer step.
 
     Attributes:
         kind: ``adam`` or ``adamw``.
-        fused: One kernel; else one per operation over all tensors (foreach).
-        clip_grad_norm: Whether the norm of all gradients is computed, and they are scaled.
-        offload: Whether states and step are on the host.
+        fused: Whether the step is one fused kernel; otherwise one kernel for each operation over all tensors (foreach).
+        clip_grad_norm: Whether gradients are clipped by their global norm.
+        offload: Whether optimizer states and step are on the host.
     """
 
     kind: str = "adamw"
@@ -78,7 +81,12 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Straggler:
-    """A rank whose computation takes ``slowdown`` times as long."""
+    """A slow rank.
+
+    Attributes:
+        rank: The rank.
+        slowdown: Its computation takes this many times as long.
+    """
 
     rank: int
     slowdown: float
@@ -86,7 +94,12 @@ class Straggler:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlowLink:
-    """A node whose way to other nodes has ``1 / slowdown`` of the bandwidth."""
+    """A node with a slow link to the other nodes.
+
+    Attributes:
+        node: The node.
+        slowdown: Its bandwidth is ``1 / slowdown`` of the fabric's.
+    """
 
     node: int
     slowdown: float
@@ -94,9 +107,13 @@ class SlowLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherDevices:
-    """Nodes that have another device than the rest.
+    """Nodes with another device than the rest.
 
-    What collectives take of the computation beside them stays that of the cluster's own devices.
+    How much a collective slows the computation beside it is taken from the cluster's own devices.
+
+    Attributes:
+        nodes: The nodes.
+        hardware: Their device: a preset's name or a file.
     """
 
     nodes: tuple[int, ...]
@@ -105,13 +122,17 @@ class OtherDevices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterSpec:
-    """Devices and how they are joined.
+    """Devices and the links between them.
 
     Attributes:
-        hardware: A preset's or a predictor's.
-        nodes, devices_per_node: Sizes.
-        fabric: A preset's name or a table of links; empty: as its vendor's own systems with this hardware have it.
-        stragglers, slow_links, mixed: What is not alike.
+        hardware: The device: a preset's name, a file, a table of facts, or the name that a predictor was trained for.
+        nodes: Number of nodes.
+        devices_per_node: Devices of each node.
+        fabric: The links: a preset's name, a file, or a table of links; empty: those of the vendor's own systems with
+            this hardware.
+        stragglers: Slow ranks.
+        slow_links: Nodes with a slow link.
+        mixed: Nodes with another device.
     """
 
     hardware: str
@@ -129,10 +150,11 @@ class ClusterSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutionSpec:
-    """What executes a job.
+    """The engine that executes the job.
 
     Attributes:
-        engine: One of ``ENGINES``; empty: the default of the precision (``execution.default_engine``).
+        engine: ``megatron`` (fused kernels, main parameters and gradients in fp32) or ``eager-pytorch`` (autograd's own
+            kernels); empty: ``eager-pytorch`` for fp32 and pure 16 bits, ``megatron`` for mixed precision.
         checkpoint: How recomputation of a layer ends: ``reentrant`` runs all of it again, ``early-stop`` stops when the
             last tensor that backward needs is there; empty: as the engine does.
     """

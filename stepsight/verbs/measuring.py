@@ -175,8 +175,8 @@ def experiment_command(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help=f"One of {_NAMED}.")] = "",
 ) -> None:
-    """Run a study that measures the accuracy which the README claims. Each study takes options of its own, `--json` and
-    `--help` among them.
+    """Run a study that measures the accuracy that the documentation claims. Each study has its own options, also
+    `--json` and `--help`.
 
     Example:
 

@@ -31,8 +31,8 @@ Runs = Annotated[
     Path,
     typer.Argument(
         parser=path,
-        help="Table of measured runs (.csv or .csv.gz), a row for each; examples/runs.csv is one, and the README "
-        "explains its columns.",
+        help="Table of measured runs (.csv or .csv.gz), one row for each run, as examples/runs.csv; "
+        "`evaluate --explain-columns` lists its columns.",
     ),
 ]
 PredictorPath = Annotated[
