@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.box_spec import Box
 from stepsight.dataset.errors import CollectError, JobError
+from stepsight.dataset.files import read_json
+from stepsight.dataset.harness.plan import MOST_CPU
 from stepsight.dataset.job import BatchSpec, Job, ParallelSpec
 from stepsight.dataset.run_folder import read_collection
 from stepsight.experiments.collecting import available_ranks, plan_in_box, run_plan
@@ -124,7 +126,7 @@ def verify(
     runs = []
     for name in held:
         if name not in manifests:
-            not_run[name] = "the run was rejected, or needs more memory"
+            not_run[name] = why_no_run(out, name)
             continue
         manifest = manifests[name]
         prediction = predict(manifest.job, predictor)
@@ -139,6 +141,17 @@ def verify(
             )
         )
     return _report(runs, not_run)
+
+
+def why_no_run(out: Path, name: str) -> str:
+    """Why a collection holds no run of this name: it ran and does not count, or was refused before it ran."""
+    path = out / "rejected" / name / "manifest.json"
+    if not path.exists():
+        return "the collection ended before it ran"
+    manifest = read_json(path)
+    if reason := manifest.get("rejected"):
+        return str(reason)
+    return f"it ran, but its ranks took more than {100 * MOST_CPU:.0f} % of the cores' time, so its times do not count"
 
 
 def runnable(jobs: Sequence[Job], most: int | None, box: Box | None) -> tuple[dict[str, Job], dict[str, str]]:

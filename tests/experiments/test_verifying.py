@@ -66,3 +66,13 @@ def test_runs_stand_beside_their_predictions(tmp_path: Path, monkeypatch: pytest
     assert run["error_percent"] == pytest.approx(100 * (run["predicted_s"] / run["measured_s"] - 1))
     (reason,) = value["not_run"].values()
     assert "ranks <= 1 here, got 2" in reason and "predicted ms" in value["text"]
+
+
+def test_a_run_that_does_not_count_says_why(tmp_path: Path) -> None:
+    for name, manifest in (("busy", {}), ("large", {"rejected": "it needs 3 GB, this machine has 2"})):
+        folder = tmp_path / "rejected" / name
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert "took more than" in verifying.why_no_run(tmp_path, "busy")
+    assert verifying.why_no_run(tmp_path, "large") == "it needs 3 GB, this machine has 2"
+    assert "ended before" in verifying.why_no_run(tmp_path, "never")
