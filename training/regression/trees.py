@@ -74,7 +74,9 @@ _NAMES = "feature_names="
 _DIGITS = 7  # of thresholds and leaves: far below any noise, and a third of the text
 
 
-def fit_trees(features: Array, targets: Array, names: tuple[str, ...], seed: int) -> Trees:
+def fit_trees(
+    features: Array, targets: Array, names: tuple[str, ...], seed: int, weights: Array | None = None
+) -> Trees:
     """Fit trees to log-residuals: small and strongly regularised ones, larger ones to many rows."""
     import lightgbm
 
@@ -83,7 +85,7 @@ def fit_trees(features: Array, targets: Array, names: tuple[str, ...], seed: int
         parameters = PARAMETERS_OF_MANY
         rounds = ROUNDS_OF_MANY if len(targets) < VERY_MANY_ROWS else ROUNDS_OF_VERY_MANY
     binning = {"verbosity": -1, "max_bin": parameters["max_bin"]}
-    data = lightgbm.Dataset(features, targets, feature_name=list(names), params=binning)
+    data = lightgbm.Dataset(features, targets, weight=weights, feature_name=list(names), params=binning)
     booster = lightgbm.train({**parameters, "seed": seed}, data, num_boost_round=rounds)
     return Trees(_without_history(booster.model_to_string()))
 

@@ -1,0 +1,1 @@
+"""Compiled regions: what Inductor fuses, read from its own scheduler."""

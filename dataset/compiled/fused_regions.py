@@ -1,0 +1,234 @@
+"""Regions as Inductor fuses them, read from its scheduler; compiling is optional.
+
+Inductor lowers a graph to loops and its scheduler decides which loops one kernel holds.  That takes a fraction of a
+second.  Generating and compiling code, which takes many seconds, is what ``read_regions`` leaves out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+from unittest import mock
+
+import torch
+from torch._inductor import scheduler as inductor
+from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.dependencies import MemoryDep
+from torch._inductor.ir import NopKernel
+from torch._inductor.virtualized import V
+
+from stepsight.dataset.compiled.region_record import Access, FrameworkOp, Loop, Region
+from stepsight.dataset.errors import StepsightError
+
+Compiled: TypeAlias = Callable[..., Any]
+OnRegion = Callable[[Region, Any], None]
+
+
+class _Read(Exception):
+    """The scheduler was read, and no code is wanted."""
+
+
+def read_regions(function: Callable[..., Any], inputs: Sequence[Any], *, training: bool = False) -> list[Region]:
+    """Regions of a function as Inductor would fuse them, without compiling.
+
+    Args:
+        function: What ``torch.compile`` would be given.
+        inputs: Its arguments.  Their sizes count; the ops run once, eagerly, on these values.
+        training: Whether its backward region is read too: the gradient of the sum of all float outputs.
+
+    Raises:
+        StepsightError: If this version of PyTorch cannot be asked.
+    """
+    found: list[Region] = []
+    run_regions(function, inputs, lambda region, _: found.append(region), training=training, compiled=False)
+    return found
+
+
+def run_regions(
+    function: Callable[..., Any],
+    inputs: Sequence[Any],
+    on_region: OnRegion,
+    *,
+    training: bool = False,
+    compiled: bool = True,
+) -> None:
+    """Run a function under Inductor; ``on_region`` gets each region, and what Inductor made of it (None: nothing).
+
+    Args:
+        function, inputs, training: As for ``read_regions``.
+        on_region: Called for every region in the order of compilation.
+        compiled: Whether code is generated and compiled; otherwise the regions run eagerly.
+    """
+
+    def inner(graph: Any, example_inputs: Any, **options: Any) -> Any:
+        backward = bool(options.get("is_backward"))
+        direction = "backward" if backward else "forward" if training else "inference"
+        read: list[Region] = []
+        try:
+            with _hooks(read, direction, stop=not compiled):
+                made = compile_fx_inner(graph, example_inputs, **options)
+        except Exception as error:
+            if compiled or not read:
+                raise StepsightError(
+                    f"Inductor of PyTorch {torch.__version__} could not be asked: {error!s:.200}"
+                ) from error
+            on_region(read[0], None)
+            return _eager(graph)
+        if read:
+            on_region(read[0], made)
+        return made
+
+    torch._dynamo.reset()
+    settings = {"force_disable_caches": True, "compile_threads": 1}
+    with torch._inductor.config.patch(settings):
+        run = torch.compile(function, backend=lambda g, i: compile_fx(g, i, inner_compile=inner), dynamic=False)
+        outputs = run(*inputs)
+        if training:
+            total = [each.float().sum() for each in _tensors(outputs) if each.requires_grad]
+            if total:
+                torch.stack(total).sum().backward()
+
+
+def _eager(graph: Any) -> Compiled:
+    def call(arguments: list[Any]) -> Any:
+        return graph(*arguments)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
+
+
+@contextmanager
+def _hooks(read: list[Region], direction: str, *, stop: bool) -> Iterator[None]:
+    """Record what the scheduler decides; with ``stop`` no code is made of it."""
+    codegen, define = inductor.Scheduler.codegen, CppScheduling.define_kernel
+    calls: dict[str, str] = {}
+
+    def record(scheduler: Any) -> Any:
+        if V.graph.graph_id is None or not read:  # a graph within a graph is part of the first
+            if stop:
+                read.append(_region(scheduler, direction, {}))
+                raise _Read
+            result = codegen(scheduler)
+            read.append(_region(scheduler, direction, calls))
+            return result
+        return codegen(scheduler)
+
+    def name(scheduling: Any, source: str, nodes: Any, *rest: Any, **options: Any) -> Any:
+        kernel = define(scheduling, source, nodes, *rest, **options)
+        for node in nodes:
+            calls.update({each.get_name(): kernel for each in node.get_nodes()})
+        return kernel
+
+    with (
+        mock.patch.object(inductor.Scheduler, "codegen", record),
+        mock.patch.object(CppScheduling, "define_kernel", name),
+    ):
+        yield
+
+
+def _region(scheduler: Any, direction: str, calls: dict[str, str]) -> Region:
+    graph = V.graph
+    numbers = {node: number for number, node in enumerate(n for n in graph.orig_gm.graph.nodes if n.op != "output")}
+    names = {node.name: number for node, number in numbers.items()}
+    loops = []
+    for kernel, group in enumerate(scheduler.nodes):
+        for node in group.get_nodes():
+            if not isinstance(node.node, NopKernel):
+                loops.append(_loop(node, kernel, calls.get(node.get_name(), ""), names))
+    sizes = {name: _buffer_bytes(name) for name in {a.buffer for each in loops for a in (*each.reads, *each.writes)}}
+    return Region(
+        direction,
+        _framework_ops(graph.orig_gm.graph, numbers),
+        tuple(loops),
+        sizes,
+        tuple(graph.graph_inputs),
+        tuple(graph.get_output_names()),
+    )
+
+
+def _framework_ops(graph: Any, numbers: dict[Any, int]) -> tuple[FrameworkOp, ...]:
+    returned = {each for node in graph.nodes if node.op == "output" for each in node.all_input_nodes}
+    ops = []
+    for node in numbers:
+        made = next(_tensors(node.meta.get("val")), None)
+        ops.append(
+            FrameworkOp(
+                str(node.target) if node.op == "call_function" else node.op,
+                tuple(int(dim) for dim in made.shape) if made is not None else (),
+                made.element_size() if made is not None else 0,
+                tuple(numbers[each] for each in node.all_input_nodes),
+                node in returned,
+            )
+        )
+    return tuple(ops)
+
+
+def _loop(node: Any, kernel: int, call: str, names: dict[str, int]) -> Loop:
+    origins = sorted(names[each.name] for each in getattr(node.node, "origins", ()) if each.name in names)
+    body = getattr(node, "_body", None)
+    extern = "" if body is not None else str(getattr(node.node, "op_overload", None) or type(node.node).__name__)
+    outer, reduced = (1, 1)
+    if body is not None:
+        ranges = node.get_ranges()
+        outer, reduced = (math.prod(_int(each) for each in part) for part in ranges)
+    outputs = node.get_outputs()
+    element = outputs[0].node.get_dtype().itemsize if outputs and outputs[0].node.has_tensor_output() else 0
+    return Loop(
+        node.get_name(),
+        kernel,
+        call,
+        extern,
+        outer,
+        reduced,
+        element,
+        dict(body.op_counts) if body is not None else {},
+        _accesses(node.read_writes.reads),
+        _accesses(node.read_writes.writes),
+        tuple(origins),
+    )
+
+
+def _accesses(dependencies: Any) -> tuple[Access, ...]:
+    found = []
+    for each in sorted(dependencies, key=str):
+        if each.name not in V.graph.name_to_buffer and each.name not in V.graph.graph_inputs:
+            continue
+        whole = _buffer_bytes(each.name)
+        if not isinstance(each, MemoryDep):
+            found.append(Access(each.name, whole, "contiguous"))
+            continue
+        touched = min(whole, _int(each.get_numel()) * V.graph.get_dtype(each.name).itemsize)
+        stride = _inner_stride(each)
+        mode = "indirect" if each.is_indirect() else {0: "broadcast", 1: "contiguous"}.get(stride, "strided")
+        found.append(Access(each.name, touched, mode, stride if mode == "strided" else 0))
+    return tuple(found)
+
+
+def _inner_stride(access: Any) -> int:
+    """Elements between two steps of the innermost loop that has any; 1 without loops."""
+    strides = V.graph.sizevars.stride_hints(access.index, access.var_names)
+    sizes = [_int(each) for each in access.size]
+    inner = [abs(int(stride)) for stride, size in zip(strides, sizes, strict=True) if size > 1]
+    return inner[-1] if inner else 1
+
+
+def _buffer_bytes(name: str) -> int:
+    try:
+        return _int(V.graph.get_numel(name)) * int(V.graph.get_dtype(name).itemsize)
+    except (KeyError, AttributeError, NotImplementedError):  # no tensor: a generator, or several outputs
+        return 0
+
+
+def _int(value: Any) -> int:
+    return int(V.graph.sizevars.optimization_hint(value, fallback=1))

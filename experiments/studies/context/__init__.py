@@ -1,0 +1,63 @@
+"""Compare the context network with simpler models, task by task, on groups that taught none of them.
+
+    stepsight experiment context [--task regions] [--seeds 3] [--folds 3] [--data DIR] [--collect 18] [--json]
+
+Each task has graphs with measured seconds and groups (families, traces, runs) that a split never parts.  The table
+shows the error of every model on groups held out: a roofline, the regressors, a table by kind and phase, trees on
+features of a node and of its neighbours, a sum over nodes without edges, and networks that pass messages, with and
+without each kind of edge and each kind of label.  A task is won when the network beats the best other model by more
+than two standard errors of their paired difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from stepsight.dataset.errors import StepsightError
+from stepsight.experiments.studies.context.benchmark import judge, outcome_dict, outcome_text
+from stepsight.experiments.studies.context.context_task import ContextTask
+from stepsight.experiments.studies.context.region_collecting import collect
+from stepsight.experiments.studies.context.regions_task import regions_task
+
+TASKS: dict[str, Callable[[Path], ContextTask]] = {"regions": regions_task}
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="stepsight experiment context", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--task", choices=sorted(TASKS), help="one task; all whose data are there, if left out")
+    parser.add_argument("--data", type=Path, default=Path("runs/context"), help="folder with a folder for each task")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--folds", type=int, default=3)
+    parser.add_argument("--only", action="append", default=[], help="models whose names hold this word (repeatable)")
+    parser.add_argument("--no-variants", action="store_true", help="leave out networks without each kind of edge")
+    parser.add_argument(
+        "--collect", type=int, metavar="N", help="first measure N functions of each family of regions on this machine"
+    )
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    try:
+        if options.collect is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                collect(options.data / "regions", options.collect)
+        names = [options.task] if options.task else [name for name in TASKS if (options.data / name).exists()]
+        if not names:
+            raise StepsightError(f"{options.data} must hold a folder for a task ({', '.join(TASKS)}), got none")
+        outcomes = []
+        for name in names:
+            task = TASKS[name](options.data / name)
+            wanted = {"only": options.only, "variants": not options.no_variants}
+            outcomes.append(judge(task, seeds=options.seeds, folds=options.folds, **wanted))
+    except StepsightError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps([outcome_dict(each) for each in outcomes]))
+    else:
+        print("\n\n".join(outcome_text(each) for each in outcomes))
+    return 0

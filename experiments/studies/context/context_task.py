@@ -1,0 +1,96 @@
+"""A task of the benchmark: graphs with measured seconds, groups that a split keeps together, and a baseline."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch_geometric.data import HeteroData
+
+from stepsight.dataset.errors import TraceError
+
+Array = NDArray[np.float64]
+LEAST_GROUPS = 3
+
+
+@dataclass(frozen=True)
+class ContextTask:
+    """What is to be predicted from what.
+
+    Attributes:
+        name: Of the task.
+        about: What is judged, in a sentence.
+        graphs: Each with nodes of type ``readout`` that have ``x``, ``baseline`` (seconds), ``roofline`` (seconds) and
+            ``key`` (kind and phase as one number); ``seconds`` (NaN: unknown) and ``weight`` where nodes were measured,
+            ``total`` where the whole graph was.  All graphs have the same types of nodes and edges.
+        groups: Family, run or site of each graph; a split never parts graphs of one group.
+        readout: Type of the nodes whose seconds make up the answer.
+        simple: Type of the nodes that models without knowledge of the graph see.
+        whole: Whether whole graphs are judged (``total``), else nodes.
+        head: ``factor`` or ``slowdown``, see ``NetworkForm``.
+        floor: Mean |log| between two measurements, where that is known.
+        designs: Networks that are tried: what they read out and which relations they hear.
+        edgeless: Types of nodes that sums without edges read out.
+        notes: What was left out.
+    """
+
+    name: str
+    about: str
+    graphs: Sequence[HeteroData]
+    groups: Sequence[str]
+    readout: str = "op"
+    simple: str = "op"
+    whole: bool = False
+    head: str = "factor"
+    floor: float | None = None
+    designs: dict[str, Design] = field(default_factory=dict)
+    edgeless: tuple[str, ...] = ("op",)
+    notes: tuple[str, ...] = ()
+
+    def folds(self, count: int, seed: int) -> list[tuple[list[int], list[int]]]:
+        """Places of graphs that teach and that judge; every group judges once.
+
+        Raises:
+            TraceError: If there are too few groups.
+        """
+        names = sorted(set(self.groups))
+        if len(names) < LEAST_GROUPS:
+            raise TraceError(f"task {self.name} needs graphs of {LEAST_GROUPS} groups, got {len(names)}: collect more")
+        random.Random(seed).shuffle(names)
+        folds = []
+        for part in range(min(count, len(names))):
+            out = set(names[part :: min(count, len(names))])
+            judged = [place for place, group in enumerate(self.groups) if group in out]
+            folds.append(([p for p in range(len(self.groups)) if self.groups[p] not in out], judged))
+        return folds
+
+    def weights(self) -> Array:
+        """How much each graph counts, ``(graphs,)``: whole graphs alike, nodes by their time, every group alike."""
+        if self.whole:
+            return np.ones(len(self.graphs))
+        spent = np.array([float(torch.nansum(graph[self.readout].seconds)) for graph in self.graphs])
+        totals: dict[str, float] = {}
+        for group, seconds in zip(self.groups, spent.tolist(), strict=True):
+            totals[group] = totals.get(group, 0.0) + seconds
+        return np.array([s / totals[g] if totals[g] > 0 else 0.0 for g, s in zip(self.groups, spent, strict=True)])
+
+
+@dataclass(frozen=True)
+class Design:
+    """A network with edges.
+
+    Attributes:
+        readout: Type of the nodes whose seconds it answers.
+        node_types: Types of nodes that it sees; None: all.
+        relations: Types of edges that it hears; None: all between these nodes.
+        layers: Rounds of messages.
+    """
+
+    readout: str = "op"
+    node_types: tuple[str, ...] | None = None
+    relations: tuple[str, ...] | None = None
+    layers: int = 2

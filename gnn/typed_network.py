@@ -1,0 +1,131 @@
+"""Seconds of nodes from a graph with typed nodes and edges: messages with edge features, non-negative answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch_geometric.data import Batch, HeteroData
+from torch_geometric.nn import HeteroConv, ResGatedGraphConv
+from torch_geometric.transforms import ToUndirected
+from torch_geometric.utils import scatter
+
+EdgeType = tuple[str, str, str]
+HEADS = ("factor", "slowdown")
+
+
+@dataclass(frozen=True)
+class NetworkForm:
+    """What a network reads and how large it is.
+
+    Attributes:
+        readout: Type of the nodes whose seconds it answers.
+        nodes: Features of each type of node.
+        edges: Features of each type of edge, reverse edges (``rev_...``) included.  None: a sum over nodes.
+        head: ``factor`` of the seconds that are given, or ``slowdown``: a factor of at least 1.
+        channels: Width.
+        layers: Rounds of messages.
+        bound: Largest absolute logarithm of the factor.
+        rest: Whether a graph takes seconds that belong to no node.
+    """
+
+    readout: str
+    nodes: Mapping[str, int]
+    edges: Mapping[EdgeType, int]
+    head: str = "factor"
+    channels: int = 32
+    layers: int = 2
+    bound: float = 4.0
+    rest: bool = False
+
+
+def both_directions(graph: HeteroData) -> HeteroData:
+    """The graph with every edge in the other direction too, under a type of its own."""
+    return ToUndirected(merge=False)(graph)
+
+
+class TypedNetwork(nn.Module):
+    """Seconds of the nodes of one type.
+
+    Untrained, it answers the seconds that are given (``baseline``), or twice as much with the head ``slowdown``.
+    """
+
+    def __init__(self, form: NetworkForm) -> None:
+        super().__init__()
+        self.form = form
+        width = form.channels
+        self.encode = nn.ModuleDict({name: nn.Linear(count, width) for name, count in form.nodes.items()})
+        self.rounds = nn.ModuleList(self._round() for _ in range(form.layers if form.edges else 0))
+        self.norms = nn.ModuleList(
+            nn.ModuleDict({name: nn.LayerNorm(width) for name in form.nodes}) for _ in self.rounds
+        )
+        self.between = nn.Linear(width, width)
+        self.decode = nn.Linear(width, 1)
+        self.direct = nn.Linear(form.nodes[form.readout], 1)
+        self.log_rest = nn.Parameter(torch.tensor(-12.0))
+        for name, count in form.nodes.items():
+            self._constants(f"node_{name}", count)
+        for kind, count in form.edges.items():
+            self._constants("edge_" + "__".join(kind), count)
+        for head in (self.decode, self.direct):
+            nn.init.zeros_(head.weight)
+            nn.init.zeros_(head.bias)
+
+    def _round(self) -> HeteroConv:
+        width = self.form.channels
+        return HeteroConv(
+            {
+                kind: ResGatedGraphConv((width, width), width, edge_dim=max(count, 1), root_weight=False, aggr="mean")
+                for kind, count in self.form.edges.items()
+            },
+            aggr="sum",
+        )
+
+    def _constants(self, name: str, count: int) -> None:
+        for part, value in (("mean", 0.0), ("scale", 1.0), ("low", -torch.inf), ("high", torch.inf)):
+            self.register_buffer(f"{name}_{part}", torch.full((count,), value))
+
+    def set_support(self, graphs: HeteroData) -> None:
+        """Remember mean, spread and range of the training's features; beyond the range, the edge of it counts."""
+        named = {f"node_{name}": graphs[name].x for name in self.form.nodes}
+        named |= {"edge_" + "__".join(kind): graphs[kind].edge_attr for kind in self.form.edges}
+        for name, values in named.items():
+            if not len(values):
+                continue
+            spread = values.std(dim=0, unbiased=False)
+            constants = values.mean(dim=0), torch.where(spread > 1e-6, spread, 1.0), values.amin(0), values.amax(0)
+            for part, value in zip(("mean", "scale", "low", "high"), constants, strict=True):
+                setattr(self, f"{name}_{part}", value)
+
+    def _scaled(self, name: str, values: Tensor) -> Tensor:
+        values = values.clamp(getattr(self, f"{name}_low"), getattr(self, f"{name}_high"))
+        return (values - getattr(self, f"{name}_mean")) / getattr(self, f"{name}_scale")
+
+    def forward(self, graphs: HeteroData) -> Tensor:
+        """Seconds of every node of type ``readout``, ``(n,)``."""
+        form = self.form
+        scaled = {name: self._scaled(f"node_{name}", graphs[name].x) for name in form.nodes}
+        hidden = {name: functional.silu(self.encode[name](values)) for name, values in scaled.items()}
+        if self.rounds:
+            where = {kind: graphs[kind].edge_index for kind in form.edges}
+            about = {kind: self._scaled("edge_" + "__".join(kind), graphs[kind].edge_attr) for kind in form.edges}
+            for messages, norms in zip(self.rounds, self.norms, strict=True):
+                heard = messages(hidden, where, about)
+                hidden = {
+                    name: own + functional.silu(norms[name](heard[name])) if name in heard else own
+                    for name, own in hidden.items()
+                }
+        own = functional.silu(self.between(hidden[form.readout]))
+        raw = (self.decode(own) + self.direct(scaled[form.readout]))[:, 0]
+        baseline: Tensor = graphs[form.readout].baseline
+        if form.head == "slowdown":
+            return baseline * (1.0 + functional.softplus(raw) / 0.6931471805599453)
+        return baseline * torch.exp(form.bound * torch.tanh(raw / form.bound))
+
+    def totals(self, graphs: Batch, seconds: Tensor) -> Tensor:
+        """Seconds of every graph, ``(graphs,)``: the sum over its nodes, and the rest."""
+        total = scatter(seconds, graphs[self.form.readout].batch, dim=0, dim_size=graphs.num_graphs, reduce="sum")
+        return total + self.log_rest.exp() if self.form.rest else total
