@@ -157,6 +157,7 @@ EXPERIMENTS = {  # by name: the module of ``experiments/studies`` (not in the wh
     "box-search": ("box_regret", "the strategy that search chooses, run with others on sixteen ranks"),
     "capture": ("capture_agreement", "lowered jobs against captured scripts"),
     "collectives": ("collective_accuracy", "collectives between nodes, sites held out"),
+    "context": ("context", "the context network against simpler models, task by task"),
     "dilated": ("dilated", "pipelines that sleep, for real"),
     "emulate": ("emulation", "emulated ranks, against closed forms and real ranks"),
     "kernels": ("kernel_accuracy", "kernels of public tables, shapes held out"),

@@ -21,10 +21,11 @@ from pathlib import Path
 from stepsight.dataset.errors import StepsightError
 from stepsight.experiments.studies.context.benchmark import judge, outcome_dict, outcome_text
 from stepsight.experiments.studies.context.context_task import ContextTask
+from stepsight.experiments.studies.context.overlap_task import overlap_task
 from stepsight.experiments.studies.context.region_collecting import collect
 from stepsight.experiments.studies.context.regions_task import regions_task
 
-TASKS: dict[str, Callable[[Path], ContextTask]] = {"regions": regions_task}
+TASKS: dict[str, Callable[[Path], ContextTask]] = {"regions": regions_task, "overlap": overlap_task}
 
 
 def main(arguments: Sequence[str]) -> int:

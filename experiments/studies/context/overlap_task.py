@@ -1,0 +1,224 @@
+"""Task *overlap*: kernels beside collectives, copies and other kernels, in traces of GPUs; jobs held out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch_geometric.data import HeteroData
+
+from stepsight.dataset.errors import TraceError
+from stepsight.dataset.imported.import_ranks import import_ranks
+from stepsight.dataset.imported.rank_graph import COLLECTIVE, OP, RankGraph
+from stepsight.dataset.op import Collective, Op
+from stepsight.experiments.studies.context.context_task import ContextTask, Design
+
+Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
+CLASSES = ("product", "attention", "reduction", "copy", "optimizer", "other")
+BESIDE = ("collective", "copy", "op")  # what may run beside a kernel
+ALONE, OVERLAPPED = 0.02, 0.1  # shares of a kernel's time: below, it runs alone; above, it is judged
+_WORDS = {
+    "product": ("linear", "matmul", "conv", "gemm", "bmm", "expert"),
+    "attention": ("attention",),
+    "reduction": ("norm", "softmax", "reduce", "loss", "sum", "pool"),
+    "copy": ("copy", "transfer", "fill", "cast", "concat"),
+    "optimizer": ("foreach", "adam", "optimizer", "sgd"),
+}
+_NO_SIZES = (0.0, 0.0)
+
+
+def overlap_task(folder: Path) -> ContextTask:
+    """The task, from a folder for each job, with the Kineto traces of its ranks.
+
+    Raises:
+        TraceError: If no kernel of them runs beside another and also alone.
+    """
+    graphs, groups, notes = [], [], []
+    for job in sorted(path for path in folder.iterdir() if path.is_dir()):
+        ranks = [graph for path in sorted(job.glob("*.json*")) for graph in import_ranks([path]).graphs]
+        found = job_graphs(ranks)
+        judged = sum(int(torch.isfinite(graph["op"].seconds).sum()) for graph in found)
+        notes.append(f"{job.name}: {len(ranks)} ranks, {judged} kernels beside others whose time alone is known")
+        graphs += found
+        groups += [job.name] * len(found)
+    if not graphs:
+        raise TraceError(f"{folder} must hold traces with kernels that run beside others and also alone, got none")
+    return ContextTask(
+        "overlap",
+        "time-weighted |log| error of kernels that run beside others, jobs held out",
+        graphs,
+        groups,
+        head="slowdown",
+        designs={
+            "overlap and order edges": Design("op"),
+            "overlap edges": Design("op", None, ("beside",)),
+            "overlap edges, three rounds": Design("op", None, ("beside",), layers=3),
+        },
+        notes=tuple(notes),
+    )
+
+
+def job_graphs(ranks: Sequence[RankGraph]) -> list[HeteroData]:
+    """One graph for each rank and step that has kernels to judge; time alone is a median over the job."""
+    beside = [_Beside.of(rank) for rank in ranks]
+    times: dict[tuple[object, ...], list[float]] = defaultdict(list)
+    for rank, each in zip(ranks, beside, strict=True):
+        for node in each.ops[each.share[each.ops].sum(axis=1) < ALONE].tolist():
+            times[_signature(rank, node)].append(float(rank.duration_s[node]))
+    alone = {signature: float(np.median(found)) for signature, found in times.items()}
+    graphs = []
+    for rank, each in zip(ranks, beside, strict=True):
+        for step in np.unique(rank.nodes["step"][each.ops]).tolist():
+            graph = _step_graph(rank, each, step, alone)
+            if graph is not None:
+                graphs.append(graph)
+    return graphs
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What runs at the same time on a device.
+
+    Attributes:
+        ops: Nodes that are kernels.
+        pairs: ``(2, e)``: a node, and a kernel that it runs beside.
+        seconds: ``(e,)`` in which both run.
+        share: ``(n, 3)``: part of each node's time in which some of ``BESIDE`` runs too.
+        what: ``(n,)``: index of ``BESIDE``.
+    """
+
+    ops: Ints
+    pairs: Ints
+    seconds: Array
+    share: Array
+    what: Ints
+
+    @classmethod
+    def of(cls, rank: RankGraph) -> _Beside:
+        device = np.flatnonzero(rank.on_device & (rank.duration_s > 0))
+        start, end, stream = rank.start_s, rank.end_s, rank.nodes["stream"]
+        pairs, seconds = [], []
+        order = device[np.argsort(start[device], kind="stable")]
+        active: list[int] = []
+        for node in order.tolist():
+            active = [other for other in active if end[other] > start[node]]
+            for other in active:
+                if stream[other] != stream[node]:
+                    both = min(end[other], end[node]) - start[node]
+                    pairs += [(other, node), (node, other)]
+                    seconds += [both, both]
+            active.append(node)
+        table = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        spent = np.array(seconds)
+        what = np.array([_what(rank, node) for node in range(len(rank))])
+        share = np.zeros((len(rank), len(BESIDE)))
+        if len(spent):
+            np.add.at(share, (table[1], what[table[0]]), spent / rank.duration_s[table[1]])
+        keep = rank.nodes["kind"][table[1]] == OP if len(spent) else np.zeros(0, bool)
+        ops = device[rank.nodes["kind"][device] == OP]
+        return cls(ops, table[:, keep], spent[keep], np.minimum(share, 1.0), what)
+
+
+def _what(rank: RankGraph, node: int) -> int:
+    if rank.nodes["kind"][node] == COLLECTIVE:
+        return 0
+    return 1 if _class(rank.kind_of(node)) == CLASSES.index("copy") else 2
+
+
+def _class(kind: str) -> int:
+    for name, words in _WORDS.items():
+        if any(word in kind for word in words):
+            return CLASSES.index(name)
+    return CLASSES.index("other")
+
+
+def _signature(rank: RankGraph, node: int) -> tuple[object, ...]:
+    nodes = rank.nodes
+    work = int(nodes["work"][node])
+    name = rank.names[nodes["name"][node]] if nodes["name"][node] >= 0 else ""
+    return name, rank.works[work] if work >= 0 else None, int(nodes["blocks"][node]), int(nodes["threads"][node])
+
+
+def _step_graph(
+    rank: RankGraph, beside: _Beside, step: int, alone: dict[tuple[object, ...], float]
+) -> HeteroData | None:
+    ops = beside.ops[rank.nodes["step"][beside.ops] == step]
+    others = np.setdiff1d(beside.pairs[0][np.isin(beside.pairs[1], ops)], ops)
+    seconds, total = rank.duration_s[ops], beside.share[ops].sum(axis=1)
+    usual = np.array([alone.get(_signature(rank, node), np.nan) for node in ops.tolist()])
+    known = np.isfinite(usual) & (total > OVERLAPPED)
+    if not known.any():
+        return None
+    baseline = np.where(np.isfinite(usual), usual, seconds)
+    graph = HeteroData()
+    kinds = np.array([_class(rank.kind_of(node)) for node in ops.tolist()])
+    _fill(graph, "op", _rows(rank, beside, ops, baseline))
+    graph["op"].baseline = torch.from_numpy(baseline).float()
+    graph["op"].roofline = graph["op"].baseline
+    graph["op"].key = torch.from_numpy(kinds)
+    graph["op"].seconds = torch.from_numpy(np.where(known, seconds, np.nan)).float()
+    graph["op"].weight = torch.from_numpy(np.where(known, seconds, 0.0) / seconds[known].sum()).float()
+    _fill(graph, "other", _rows(rank, beside, others, rank.duration_s[others]))
+    for name, nodes in (("op", ops), ("other", others)):
+        keep = np.isin(beside.pairs[0], nodes) & np.isin(beside.pairs[1], ops)
+        pairs, both = beside.pairs[:, keep], beside.seconds[keep]
+        about = [
+            np.log(np.maximum(both, 1e-8)),
+            both / rank.duration_s[pairs[0]],
+            both / rank.duration_s[pairs[1]],
+            np.log1p(_sizes(rank, pairs[0])[:, 0]),
+            np.clip(rank.nodes["blocks"][pairs[0]] / 132.0, 0, 4),
+        ]
+        index = np.stack([np.searchsorted(nodes, pairs[0]), np.searchsorted(ops, pairs[1])])
+        _edge(graph, (name, "beside", "op"), index, np.stack(about, axis=1))
+    before = np.flatnonzero(np.diff(rank.nodes["stream"][ops]) == 0)
+    gap = np.log(np.maximum(rank.start_s[ops][before + 1] - rank.end_s[ops][before], 1e-8))
+    _edge(graph, ("op", "order", "op"), np.stack([before, before + 1]), gap[:, None])
+    return graph
+
+
+def _rows(rank: RankGraph, beside: _Beside, nodes: Ints, baseline: Array) -> Array:
+    """Features of nodes, ``(n, f)``."""
+    kinds = np.array([_class(rank.kind_of(node)) for node in nodes.tolist()], dtype=np.int64)
+    launch = np.stack([rank.nodes[name][nodes] for name in ("blocks", "threads", "registers", "shared_bytes")], axis=1)
+    sizes = _sizes(rank, nodes)
+    return np.concatenate(
+        [
+            np.eye(len(CLASSES))[kinds],
+            np.eye(len(BESIDE))[beside.what[nodes]],
+            beside.share[nodes],
+            np.log(np.maximum(baseline, 1e-8))[:, None],
+            np.log1p(np.maximum(launch, 0)),
+            np.log1p(sizes),
+            np.log1p(sizes[:, 1:] / np.maximum(sizes[:, :1], 1.0)),
+        ],
+        axis=1,
+    )
+
+
+def _sizes(rank: RankGraph, nodes: Ints) -> Array:
+    """Bytes and FLOP of nodes, ``(n, 2)``; zeros where sizes are not known."""
+    found = []
+    for work in rank.nodes["work"][nodes].tolist():
+        each: Op | Collective | None = rank.works[work] if work >= 0 else None
+        if isinstance(each, Op):
+            found.append((float(each.num_bytes), float(each.flops)))
+        else:
+            found.append(_NO_SIZES if each is None else (float(each.num_bytes), 0.0))
+    return np.array(found).reshape(-1, 2)
+
+
+def _fill(graph: HeteroData, name: str, rows: Array) -> None:
+    graph[name].x = torch.from_numpy(rows).float()
+    graph[name].num_nodes = len(rows)
+
+
+def _edge(graph: HeteroData, kind: tuple[str, str, str], index: Ints, about: Array) -> None:
+    graph[kind].edge_index = torch.from_numpy(index.reshape(2, -1).astype(np.int64))
+    graph[kind].edge_attr = torch.from_numpy(about).float()
