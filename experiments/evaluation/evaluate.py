@@ -172,8 +172,8 @@ def evaluate(
     A row counts if a job can describe it and the predictor was not fitted on it; the others are counted by reason.
 
     Args:
-        runs: Table of measured runs (.csv or .csv.gz), one row each; `stepsight evaluate --explain-columns` lists its
-            columns.
+        runs: Table of measured runs (.csv or .csv.gz), one row for each run; ``stepsight evaluate --explain-columns``
+            lists its columns.
         predictor: A ``Predictor``, the name of one that comes with the package, or ``"roofline"``; None: for each row
             the package's predictor for its hardware, and hardware facts where there is none.
         source: Only rows whose source matches this pattern or, if none does, contains it; case does not matter.
