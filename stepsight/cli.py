@@ -22,6 +22,7 @@ from stepsight.verbs import (
     tracing,
     verification,
 )
+from stepsight.verbs.help_texts import keep_examples
 from stepsight.verbs.script_arguments import ScriptCommand
 from stepsight.verbs.streams import finish_stdout, prepare_streams, storage_problem
 
@@ -30,8 +31,8 @@ _USAGE: Any = typer.BadParameter.__base__  # click's UsageError, which newer ver
 app = typer.Typer(
     name="stepsight",
     help="Predict the time of one training iteration of a large hybrid-parallel job.\n\n"
-    "A usual session: collect traces, train a predictor, predict jobs, search a strategy. "
-    "`stepsight demo` does all of it on this machine.",
+    "Start with `stepsight predict JOB`. To predict for your own hardware: collect traces, train a predictor, "
+    "predict jobs, search a strategy; `stepsight demo` does all of it on this machine.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -76,14 +77,15 @@ app.command("emulate", context_settings={"allow_interspersed_args": False})(emul
 app.command("replay")(tracing.replay_command)
 app.command("what-if")(tracing.what_if_command)
 app.command("dataset")(tracing.dataset_command)
+keep_examples(app)
 
-# What an interrupted verb leaves behind.
+# What is left after an interrupt, by verb.
 _LEAVES = {
-    "verify": ": what is complete is kept; the same command goes on where it stopped",
-    "collect": ": what is complete is kept; the same command goes on where it stopped",
-    "demo": ": what is measured is kept; the same command goes on where it stopped",
+    "verify": ": completed runs are kept; run the same command again to continue",
+    "collect": ": completed runs are kept; run the same command again to continue",
+    "demo": ": measurements are kept; run the same command again to continue",
     "train": ": no predictor was written",
-    "search": ": with --storage and --study, the same command goes on where it stopped",
+    "search": ": with --storage and --study, run the same command again to continue",
 }
 _INTERRUPTED = 130
 MOST_LINE = 2000  # characters of an error: a job may break many rules

@@ -104,7 +104,7 @@ def _help(text: str) -> str:
     """Paragraphs of a help text; those that are indented are examples."""
     parts = []
     for paragraph in inspect.cleandoc(text).replace("\b\n", "").split("\n\n"):
-        if paragraph.startswith("    "):
+        if paragraph.startswith("    "):  # a command or code
             parts.append(f"```console\n{textwrap.dedent(paragraph)}\n```")
         else:
             parts.append(_escaped(paragraph))

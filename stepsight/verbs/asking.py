@@ -45,19 +45,25 @@ def predict_command(
     *,
     program: Annotated[
         Path | None,
-        typer.Option(parser=path, help="In place of jobs: a script that was captured (see `stepsight capture`)."),
+        typer.Option(parser=path, help="Predict a captured script instead of jobs (see `stepsight capture`)."),
     ] = None,
-    fabric: Annotated[str, typer.Option(help="Of --program: the links, a name or a file. Default: usual ones.")] = "",
+    fabric: Annotated[
+        str, typer.Option(help="With --program: the fabric, a name or a file. Default: the usual one.")
+    ] = "",
     predictor: PredictorPath = None,
     latency: LatencyName = "",
     timeline: Annotated[
         Path | None,
-        typer.Option(parser=path, help="Write the predicted timeline here; open it at ui.perfetto.dev. One job only."),
+        typer.Option(
+            parser=path, help="Write the predicted timeline to this file; it opens at ui.perfetto.dev. One job only."
+        ),
     ] = None,
     level: Annotated[str, typer.Option(help="Detail of the timeline: `segment` or `op`.")] = "segment",
     schedule: Annotated[
         Path | None,
-        typer.Option(parser=path, help="Write the pipeline schedule here, as torch's table of actions. One job only."),
+        typer.Option(
+            parser=path, help="Write the pipeline schedule to this file, as a table of actions of torch. One job only."
+        ),
     ] = None,
     framework: FrameworkName = "",
     hardware: HardwareName = "",
@@ -80,17 +86,17 @@ def predict_command(
         refuse_given(
             context,
             ("jobs", "schedule", "framework", "nodes", "level", "latency"),
-            "is not for --program: leave it out",
+            "does not go with --program: leave it out",
         )
         predict_program(program, predictor, (hardware, fabric), timeline, as_json=as_json)
         return
-    refuse_given(context, ("fabric",), "is the links of --program: a job file names its own")
+    refuse_given(context, ("fabric",), "belongs to --program: a job file names its own fabric")
     if not jobs:
         raise StepsightError("predict needs job files, or a captured script with --program DIR")
     if level not in ("segment", "op"):
         raise StepsightError(f"--level must be segment or op, got {level!r:.80}")
     if timeline is None:
-        refuse_given(context, ("level",), "is the detail of a timeline: say where to write it with --timeline FILE")
+        refuse_given(context, ("level",), "sets the detail of a timeline: name the file with --timeline FILE")
     for name, wanted, kind in (("--timeline", timeline, TIMELINE), ("--schedule", schedule, SCHEDULE)):
         if wanted is not None and len(jobs) != 1:
             raise StepsightError(f"{name} takes one job, got {len(jobs)}")
@@ -124,7 +130,7 @@ def explain_command(
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 10,
     as_json: Json = False,
 ) -> None:
-    """Say which ops and collectives the iteration time depends on, and what halving each would save.
+    """List the ops and collectives that decide the iteration time, and what halving each would save.
 
     Example:
 
@@ -145,117 +151,132 @@ def explain_command(
 def search_command(
     job: Annotated[
         Path,
-        typer.Argument(parser=path, help="Job file or configuration: its model, global batch and cluster are kept."),
+        typer.Argument(parser=path, help="Job file or configuration; its model, global batch and cluster are kept."),
     ],
     *,
     predictor: PredictorPath = None,
     framework: FrameworkName = "",
     uneven: Annotated[
-        bool, typer.Option("--uneven", help="Give the best strategies with a pipeline the best layers per stage.")
+        bool,
+        typer.Option(
+            "--uneven", help="Also choose the number of layers of each pipeline stage, for the best strategies."
+        ),
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", parser=path, help="Write the best strategy here, as a job file (.toml)."),
+        typer.Option("--out", "-o", parser=path, help="Write the best strategy to this job file (.toml)."),
     ] = None,
     to: Annotated[
-        str, typer.Option(metavar="FORMAT", help="Write --out as a configuration: a FORMAT of `stepsight job --to`.")
+        str,
+        typer.Option(
+            metavar="FORMAT", help="Write --out as a framework's configuration: a FORMAT of `stepsight job --to`."
+        ),
     ] = "",
     space: Annotated[
         str,
         typer.Option(
-            help="Choices to try: usual, wide (all axes), or a .toml file with the attributes of stepsight.Space."
+            help="Search space: usual, wide (all axes), or a .toml file with the attributes of stepsight.Space."
         ),
     ] = "usual",
     gap: Annotated[
-        float, typer.Option(min=0.0, help="Stop once the best is within so many percent of the optimum.")
+        float,
+        typer.Option(
+            min=0.0, help="Stop when the best strategy is proved to be within this many percent of the optimum."
+        ),
     ] = 0.0,
     trials: Trials = None,
-    timeout_s: Annotated[
-        float | None, typer.Option(help="Ask about no further strategy after so many seconds.")
-    ] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="Stop after this many seconds.")] = None,
     sampler: Annotated[
         str,
         typer.Option(
-            help="auto: by bounds, until the best is proved. enumerate: every legal strategy. tpe, random: Optuna's "
-            "sampler, or by chance; they stop after 200 strategies unless --trials says otherwise."
+            help="auto: by lower bounds, until the best is proved. enumerate: every legal strategy. tpe: Optuna's "
+            "sampler. random: at random. tpe and random stop after 200 strategies unless --trials is given."
         ),
     ] = "auto",
     robust: Annotated[
         str,
         typer.Option(
             metavar="interval|regret",
-            help="Rank by how wrong predictions may be, and list the strategies that cannot be told from the best. "
-            "interval: by the upper end of the interval. regret: of the 25 fastest, by how much longer each takes on "
-            "average than the fastest turns out to take, errors of kinds of ops and collectives being shared by all.",
+            help="Take prediction errors into account, and list the strategies that cannot be distinguished from the "
+            "best. interval: rank by the upper end of the interval. regret: rank the 25 fastest by how much "
+            "longer each "
+            "takes, on average over possible errors, than the one that turns out to be the fastest.",
         ),
     ] = "",
     hardware: HardwareName = "",
-    nodes: Annotated[str | None, typer.Option(help="Numbers of nodes to compare, as 16,32,64.")] = None,
+    nodes: Annotated[str | None, typer.Option(help="Numbers of nodes to compare, for example 16,32,64.")] = None,
     clusters: Annotated[
         str | None,
-        typer.Option(help="Hardware to compare, each with @fabric or its usual one, as h100-sxm-80gb,a100-sxm-80gb."),
+        typer.Option(
+            help="Hardware to compare, for example h100-sxm-80gb,a100-sxm-80gb; NAME@FABRIC names the fabric too."
+        ),
     ] = None,
     global_batches: Annotated[
-        str | None, typer.Option(help="Global batches to compare, in sequences, as 512,1024.")
+        str | None, typer.Option(help="Global batches to compare, in sequences, for example 512,1024.")
     ] = None,
-    seq_lens: Annotated[str | None, typer.Option(help="Sequence lengths to compare, in tokens, as 4096,8192.")] = None,
+    seq_lens: Annotated[
+        str | None, typer.Option(help="Sequence lengths to compare, in tokens, for example 4096,8192.")
+    ] = None,
     objective: Annotated[
         str,
         typer.Option(
-            help="iteration_time, tokens_per_s_per_device, or of training on --tokens: training_time, cost, energy. "
-            "Default: iteration_time; training_time where clusters, batches or lengths are compared."
+            help="What to minimise: iteration_time, training_time, cost or energy; or tokens_per_s_per_device to "
+            "maximise. Default: iteration_time; training_time if clusters, batches or lengths are compared."
         ),
     ] = "",
     tokens: Annotated[
         float,
         typer.Option(
-            help="Tokens to train on, for training time, cost and energy; with a small batch, if "
-            "--critical-batch is given."
+            help="Tokens to train on, for training time, cost and energy; with --critical-batch: for a small batch."
         ),
     ] = 1e9,
     critical_batch: Annotated[
         float,
         typer.Option(
-            help="Critical batch G, in sequences: training with a global batch of B sequences takes --tokens times "
-            "(1 + B / G), so twice the tokens at B = G. 0: the batch makes no difference."
+            help="Critical batch G, in sequences: training with a global batch of B sequences takes (1 + B / G) times "
+            "--tokens. 0: the number of tokens does not depend on the batch."
         ),
     ] = 0.0,
     prices: Annotated[
         Path | None,
         typer.Option(
             parser=path,
-            help="A .toml file with a table [price_per_device_hour] by hardware, and if wanted [power_w] in place of "
-            "the datasheets' watts.",
+            help="A .toml file with a table [price_per_device_hour] by hardware, and optionally [power_w], which "
+            "replaces the watts of the datasheets.",
         ),
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="Rows of the table: so many of the best are sought.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="Number of best strategies to find and show.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the sampler.")] = 0,
     storage: Storage = None,
-    study: Annotated[str | None, typer.Option(help="Name of the study in the storage; goes on if it exists.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes of this machine that predict strategies.")] = 1,
+    study: Annotated[
+        str | None, typer.Option(help="Name of the study in the storage; an existing study continues.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes on this machine that predict strategies.")] = 1,
     plot: Annotated[
         Path | None,
         typer.Option(
             parser=path,
-            help="Write time against memory of all strategies here (.png, .svg); of several scenarios, against cost.",
+            help="Plot time over memory of all strategies to this file (.png, .svg); for several scenarios, "
+            "time over cost.",
         ),
     ] = None,
     csv: Annotated[
-        Path | None, typer.Option(parser=path, help="Write all strategies that were evaluated here, a row for each.")
+        Path | None, typer.Option(parser=path, help="Write all evaluated strategies to this file, one row each.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Find the parallel strategy with the shortest predicted iteration that fits in memory.
 
-    It varies the degrees of all axes, micro-batch, schedule and virtual stages, ZeRO stage, recomputation and sequence
-    parallelism (with --space wide also hybrid sharding, recomputation of every n-th layer, offloading and the order of
-    ranks); everything else stays as the job has it. Every strategy has lower bounds of its time and memory. Strategies
-    are asked about in the order of these bounds until none can be faster than the best, which is then optimal. What
-    does not fit in memory is not timed. In the table mb is the micro-batch, zero the ZeRO stage (3/8: over 8 replicas),
-    sp sequence parallelism, and GB the memory of the fullest pipeline stage.
+    The search varies the degrees of all axes, micro-batch, schedule and virtual stages, ZeRO stage, recomputation and
+    sequence parallelism. With --space wide it also varies hybrid sharding, recomputation of every n-th layer,
+    offloading and the order of ranks. Everything else stays as in the job. Every strategy has lower bounds of its time
+    and memory. The search predicts strategies in the order of these bounds until no remaining one can be faster than
+    the best; the best is then optimal. Strategies that do not fit in memory are not timed. In the table, mb is the
+    micro-batch, zero the ZeRO stage (3/8: over 8 replicas), sp sequence parallelism, and GB the memory of the fullest
+    pipeline stage.
 
-    With --nodes, --clusters, --global-batches or --seq-lens every combination is searched, and their best strategies
-    are compared: by time, throughput, cost and energy (an estimate from the devices' rated power).
+    With --nodes, --clusters, --global-batches or --seq-lens every combination is searched. Their best strategies are
+    compared by time, throughput, cost and energy (an estimate from the rated power of the devices).
 
     Example:
 
@@ -275,7 +296,9 @@ def search_command(
     if csv is not None:
         check_result("--csv", csv, STRATEGIES)
     if study is not None and storage is None:
-        raise StepsightError(f"a study is kept in a storage: --study {study!r:.80} needs --storage")
+        raise StepsightError(
+            f"--study {study!r:.80} needs --storage: name the journal or database that holds the study"
+        )
     read = read_job(job, framework, hardware)
     scenarios = Scenarios(
         nodes=numbers("--nodes", nodes),

@@ -19,34 +19,33 @@ def capture_command(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS…", help="The script's arguments.")] = None,
     *,
     world_size: Annotated[int, typer.Option(help="Ranks of the job.")],
-    out: Annotated[Path, typer.Option("--out", "-o", parser=path, help="Folder to write: a new one.")],
-    rank: Annotated[int | None, typer.Option(help="The rank to capture; as --ranks with one number.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", parser=path, help="New folder to write.")],
+    rank: Annotated[int | None, typer.Option(help="Rank to capture; the same as --ranks with one number.")] = None,
     ranks: Annotated[
         str,
         typer.Option(
-            help="Ranks to capture, as 0,8,16. auto: rank 0 and all that it passes messages to, on and on, so that "
-            "every pipeline stage is captured once; of ranks that exchange rows with an all-to-all (experts) also the "
-            "last."
+            help="Ranks to capture, for example 0,8,16. auto: rank 0, every rank that it reaches by messages (so that "
+            "each pipeline stage is captured once), and the last rank of each all-to-all group (experts)."
         ),
     ] = "auto",
-    devices_per_node: Annotated[int, typer.Option(help="Ranks of a node.")] = 8,
+    devices_per_node: Annotated[int, typer.Option(help="Ranks on each node.")] = 8,
     warm_up: Annotated[int, typer.Option(help="Training steps before the captured one.")] = 1,
     device: Annotated[
         str, typer.Option(help="cuda, or cpu: the script finds no GPU and runs the ops of a CPU.")
     ] = "cuda",
-    timeout: Annotated[float, typer.Option(help="Most seconds for one rank.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Time limit for one rank, in seconds.")] = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Capture a training script as it would run on any number of GPUs, without one.
+    """Capture a training script as it would run on any number of GPUs; needs no GPU.
 
-    The script runs unmodified on this machine, as one rank of the job: no other rank is there, tensors have shapes and
-    no values, and collectives return at once. One training step is written down: ops, collectives, streams and what
-    waits for what. Then:
+    The script runs unmodified on this machine, as one rank of the job. No other rank exists, tensors have shapes but no
+    values, and collectives return at once. One training step is recorded: ops, collectives, streams and dependencies.
+    Example:
 
         stepsight capture --world-size 1024 --out captured train.py --batch 8
         stepsight predict --program captured --hardware h100-sxm-80gb --fabric dgx-h100
 
-    Values of tensors are not known: a script that reads one is told 1 or False. Compiled regions run uncompiled.
+    Values of tensors are not known: a script that reads a value gets 1 or False. Compiled regions run uncompiled.
     """
     from stepsight.dataset.capture.captured import check_capture_folder, write_captured
     from stepsight.dataset.capture.capturing_run import CaptureRequest, capture

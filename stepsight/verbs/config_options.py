@@ -62,7 +62,7 @@ def read_job(path: Path, framework: str = "", hardware: str = "", nodes: int | N
     read = read_configs([path], given_of(hardware, nodes, framework=framework))
     job = read.job
     assumed = ", ".join(f"{key} = {read.assumed[key]}" for key in _TOLD if key in read.assumed)
-    told = f"{path}: read as {read.formats[0]}; assumed {assumed or 'nothing of weight'}: `stepsight job` lists all"
+    told = f"{path}: read as {read.formats[0]}; assumed {assumed or 'nothing important'}; `stepsight job` lists all"
     typer.echo(told, err=True)
     return job
 

@@ -17,23 +17,25 @@ def job_command(
         typer.Argument(
             parser=path,
             metavar="FROM...",
-            help="Configuration files: one that states the model, and others, as DeepSpeed's JSON; or a job file.",
+            help="Configuration files: one that states the model, and others such as DeepSpeed's JSON; or a job file.",
         ),
     ],
     *,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", parser=path, help="Write the job file (.toml) or configuration here.")
+        Path | None, typer.Option("--out", "-o", parser=path, help="Job file (.toml) or configuration to write.")
     ] = None,
-    hardware: Annotated[str, typer.Option(help="Name of the devices, which configurations do not state.")] = "",
+    hardware: Annotated[str, typer.Option(help="Name of the devices; configurations do not state it.")] = "",
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None,
     devices_per_node: Annotated[int | None, typer.Option(min=1, help="Devices of a node.")] = None,
     given: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A value of the job, as model.seq_len=4096. May be repeated."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Set a key of the job, for example model.seq_len=4096. Repeatable."
+        ),
     ] = None,
     define: Annotated[
         list[str] | None,
-        typer.Option("--define", metavar="NAME=VALUE", help="A variable of a shell script. May be repeated."),
+        typer.Option("--define", metavar="NAME=VALUE", help="Set a variable of a shell script. Repeatable."),
     ] = None,
     to: Annotated[
         str,
@@ -43,14 +45,16 @@ def job_command(
             "huggingface, nanotron or maxtext.",
         ),
     ] = "",
-    pick: Annotated[str, typer.Option(help="Which configuration of a file with several, as llama3_8b.")] = "",
+    pick: Annotated[
+        str, typer.Option(help="Configuration to read from a file with several, for example llama3_8b.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Turn the configuration of a training framework into a job, or a job into a configuration.
 
-    Says what was mapped, what was assumed and what no key expresses. Reads Megatron-LM (shell scripts, arguments, YAML
-    of Megatron-Core and NeMo), torchtitan (TOML, Python registry), Hugging Face (config.json, Accelerate, DeepSpeed),
-    Nanotron and MaxText (YAML). Nothing is executed. Examples:
+    The answer lists what was mapped, what was assumed and what no key of a job expresses. Formats: Megatron-LM (shell
+    scripts, arguments, YAML of Megatron-Core and NeMo), torchtitan (TOML, Python registry), Hugging Face (config.json,
+    Accelerate, DeepSpeed), Nanotron and MaxText (YAML). Nothing is executed. Examples:
 
         stepsight job pretrain_gpt.sh --hardware h100-sxm-80gb --nodes 16 --out job.toml
         stepsight job config.json ds_config.json --set model.seq_len=4096 --nodes 2

@@ -13,7 +13,10 @@ from stepsight.verbs.options import Json, answer, path
 def emulate_command(
     script: Annotated[Path, typer.Argument(parser=path, metavar="SCRIPT", help="Your training script, unmodified.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS…", help="The script's own: options of emulate stand before it.")
+        list[str] | None,
+        typer.Argument(
+            metavar="ARGS…", help="Arguments of the script. Options of emulate must come before the script."
+        ),
     ] = None,
     *,
     world_size: Annotated[int, typer.Option(min=1, help="Ranks of the world.")],
@@ -22,47 +25,48 @@ def emulate_command(
     delays: Annotated[
         str,
         typer.Option(
-            help="How long collectives take: `alpha-beta` (latency and bandwidth of --fabric), `predictor`, or a "
-            "Python file of yours, which is run: seconds(kind, num_bytes, group_size, ranks_per_node)."
+            help="Model of the delays of collectives: `alpha-beta` (latency and bandwidth of --fabric), "
+            "`predictor`, or "
+            "a Python file of yours, which is run: seconds(kind, num_bytes, group_size, ranks_per_node)."
         ),
     ] = "alpha-beta",
-    fabric: Annotated[str, typer.Option(help="Links of the world: a name or a file.")] = "",
+    fabric: Annotated[str, typer.Option(help="Fabric of the world: a name or a file.")] = "",
     predictor: Annotated[
         Path | None,
         typer.Option(
             "--predictor",
             "-p",
             parser=path,
-            help="Of `--delays predictor`: a folder, or one that comes with stepsight.",
+            help="With `--delays predictor`: a folder, or a predictor that comes with stepsight.",
         ),
     ] = None,
     extra_ms: Annotated[
         list[str] | None,
         typer.Option(
             metavar="WHAT=MS",
-            help="What if these took longer: `all`, a kind as all_reduce, group:RANKS or bytes:AT_LEAST. Repeatable.",
+            help="Make collectives take longer: `all`, a kind (all_reduce), group:RANKS or bytes:AT_LEAST. Repeatable.",
         ),
     ] = None,
     virtual: Annotated[
         bool,
         typer.Option(
             "--virtual",
-            help="On a virtual clock: nothing waits, streams overlap as on a device, and only the CPU time of the "
-            "script's thread and what it sleeps count as computation.",
+            help="Use a virtual clock: nothing waits, and streams overlap as on a device. Only the CPU time of the "
+            "script's thread and its sleeps count as computation.",
         ),
     ] = False,
     warmup: Annotated[int, typer.Option(min=1, help="Steps before the first round.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of timed steps.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps per round.")] = 4,
     timeout_s: Annotated[
-        float, typer.Option("--timeout-s", min=1, help="Within which its measured steps must be through.")
+        float, typer.Option("--timeout-s", min=1, help="Time within which the measured steps must be done.")
     ] = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Run one rank of your script for real, and let modelled delays stand in for all other ranks.
+    """Run one rank of your script for real; modelled delays replace all other ranks.
 
-    DDP, FSDP2, tensor parallel and pipelines run as they are; each collective is over when its delay has passed, in
-    order, while the script computes on. Values of other ranks are made up. Examples:
+    DDP, FSDP2, tensor parallel and pipelines run unmodified. Each collective completes when its modelled delay has
+    passed, in order, while the script continues to compute. Values of other ranks are made up. Examples:
 
         stepsight emulate --world-size 256 --fabric dgx-h100 train.py --lr 0.1
         stepsight emulate --world-size 256 --delays my_delays.py --extra-ms all_reduce=5 --virtual train.py

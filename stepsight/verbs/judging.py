@@ -37,46 +37,52 @@ def evaluate_command(
     calibrate: Annotated[
         str | None,
         typer.Option(
-            help="Also fit every source's runs of at most so many devices (as in 8gpus), or the smallest ones of "
-            "series that have none, and judge by the larger ones."
+            help="Also calibrate on each source's runs of at most this many devices (for example 8gpus), or on the "
+            "smallest runs of each series, and judge by the larger runs."
         ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(parser=path, help="Write predicted against measured times here (.png, .svg).")
+        Path | None, typer.Option(parser=path, help="Plot predicted over measured times to this file (.png, .svg).")
     ] = None,
-    worst: Annotated[int, typer.Option(min=0, help="Worst rows to show with their breakdown.")] = 5,
+    worst: Annotated[int, typer.Option(min=0, help="Number of worst rows to show with their breakdown.")] = 5,
     groups: Annotated[
-        bool, typer.Option("--groups", help="Show every group of runs that differ in their strategy alone.")
+        bool, typer.Option("--groups", help="Show every group of runs that differ only in strategy.")
     ] = False,
     fabric: Annotated[
         str | None,
         typer.Option(
-            help="For a table of collectives: the links that they ran on, as the name of a fabric or a .toml file. "
-            "Default: the fabric that each row names."
+            help="For a table of collectives: the fabric that they ran on, a name or a .toml file. Default: the fabric "
+            "that each row names."
         ),
     ] = None,
     explain_columns: Annotated[
         bool,
         typer.Option(
-            "--explain-columns", callback=_explain_columns, is_eager=True, help="Say which columns a table of runs has."
+            "--explain-columns",
+            callback=_explain_columns,
+            is_eager=True,
+            help="Explain the columns of a table of runs.",
         ),
     ] = False,
     template: Annotated[
         bool,
         typer.Option(
-            "--template", callback=_print_template, is_eager=True, help="Print a table of runs to fill in, with one."
+            "--template",
+            callback=_print_template,
+            is_eager=True,
+            help="Print a table of runs to fill in, with an example row.",
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Compare predictions with measured runs: errors, ranks, regret and coverage per source.
 
-    A table of ops and collectives, as `stepsight import` writes it (.parquet), is compared by kind, size and ranks.
+    A table of ops and collectives that `stepsight import` wrote (.parquet) is compared by kind, size and ranks.
 
-    Without a predictor each row is answered by the one for its hardware, or from hardware facts where there is none.
-    Two naive references stand beside: one utilisation fitted to each source, and the smallest run of a series carried
-    forward. Rows that cannot be said as a job, and rows that the predictor was fitted on, are left out and counted by
-    their reason; where nothing remains that is an error (exit code 2). Examples:
+    Without --predictor, each row is predicted by the predictor for its hardware, or from hardware facts. Two naive
+    references are printed too: one utilisation fitted to each source, and the smallest run of a series scaled up. Rows
+    that cannot be expressed as a job, and rows that the predictor was fitted on, are left out and counted by reason. If
+    no row remains, that is an error (exit code 2). Examples:
 
         stepsight evaluate published_runs.csv.gz --source "*megatron*" --plot runs.png
         stepsight evaluate published_runs.csv.gz --calibrate 8gpus
@@ -137,7 +143,10 @@ def calibrate_command(
     predictor: Annotated[
         Path,
         typer.Option(
-            "--predictor", "-p", parser=path, help="To start from: a folder, or one that comes with stepsight by name."
+            "--predictor",
+            "-p",
+            parser=path,
+            help="Predictor to correct: a folder, or a name that comes with stepsight.",
         ),
     ],
     *,
@@ -146,25 +155,25 @@ def calibrate_command(
         int | None,
         typer.Option(
             min=1,
-            help="Fit runs of at most so many devices (default: 8), or a source's smallest size. Of a table of "
-            "collectives: groups of at most so many ranks (default: 64).",
+            help="Fit runs of at most this many devices (default: 8), or a source's smallest size. For a table of "
+            "collectives: groups of at most this many ranks (default: 64).",
         ),
     ] = None,
     fabric: Annotated[
         str | None,
-        typer.Option(help="Of a table of collectives: the cluster's links as stated, as a name or a .toml file."),
+        typer.Option(help="For a table of collectives: the fabric of the cluster as stated, a name or a .toml file."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Correct a predictor by the iteration times of small runs: factors of what is slow, by gradient through the
-    simulator, and what is left for jobs that are alike.
+    """Correct a predictor with the iteration times of small runs.
 
-    A table of collectives, as `stepsight import` writes it (.parquet), corrects how NCCL behaves between the nodes of
-    the cluster that it was measured on. A collection of imported traces (a folder) corrects kernels by kind, what
-    launches cost and what compute loses beside collectives; ops that were left out judge it.
+    Calibration fits factors for compute, memory, host and links by gradient through the simulator, and corrects similar
+    jobs by what remains. A table of collectives that `stepsight import` wrote (.parquet) corrects how NCCL behaves
+    between the nodes of the measured cluster. A collection of imported traces (a folder) corrects kernels by kind, the
+    cost of launches and the slowdown of compute beside collectives; held-out ops judge it.
 
-    The larger runs of the table judge it; where there are none, sizes or runs left out in turn. It is written only if
-    it predicts those better than before (else exit code 2), and never judged by rows that it was fitted on. Example:
+    The larger runs of the table judge the calibration; if there are none, sizes or runs are held out in turn. The new
+    predictor is written only if it predicts them better than before; otherwise the exit code is 2. Examples:
 
         stepsight calibrate runs.csv --predictor a100-sxm --out mine
         stepsight calibrate collectives.parquet --predictor h100-sxm --fabric cluster.toml --out mine
@@ -186,7 +195,10 @@ def calibrate_command(
     report = calibrate(runs, loaded, out, source=source, max_devices=max_devices or 8)
     answer(report.to_dict(), calibration_text(report), as_json)
     if not report.released:
-        print(f"error: a calibration must predict {report.evidence.by} better than before: refused", file=sys.stderr)
+        print(
+            f"error: the calibration must predict {report.evidence.by} better than before: no predictor was written",
+            file=sys.stderr,
+        )
         raise typer.Exit(2)
 
 
@@ -198,7 +210,9 @@ def _calibrate_traces(path: Path, predictor: Path, out: Path, as_json: bool) -> 
     report = calibrate_traces([path], Predictor.load(predictor), out)
     answer(report.to_dict(), traces_text(report), as_json)
     if not report.released:
-        print("error: traces must teach launches, overlap or kernels: refused", file=sys.stderr)
+        print(
+            "error: the traces improve neither launches, overlap nor kernels: no predictor was written", file=sys.stderr
+        )
         raise typer.Exit(2)
 
 
@@ -217,6 +231,12 @@ def _calibrate_links(
     answer(report.to_dict(), links_text(report), as_json)
     if not report.released:
         print(
-            "error: " + (report.doubts[0] if report.doubts else "it predicts nothing better: refused"), file=sys.stderr
+            "error: "
+            + (
+                report.doubts[0]
+                if report.doubts
+                else "the calibration predicts nothing better than before: no predictor was written"
+            ),
+            file=sys.stderr,
         )
         raise typer.Exit(2)

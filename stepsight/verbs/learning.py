@@ -28,42 +28,44 @@ def train_command(
     hardware: Annotated[
         str | None,
         typer.Option(
-            help="Of collections: the name that jobs give this hardware in [cluster] hardware (default: local-cpu). Of "
-            "tables: a preset, or a .toml or .json file with the device's facts; default: the device of the rows."
+            help="Collections: the name of this hardware in [cluster] hardware of jobs (default: local-cpu). Tables: a "
+            "preset, or a .toml or .json file with the device's facts (default: the device of the rows)."
         ),
     ] = None,
     like: Annotated[
         str,
         typer.Option(
-            help="Of tables: the predictor that comes with stepsight, as b200-sxm, of the device that is most alike. "
-            "Without it all of them count."
+            help="Tables: the most similar device among the predictors that come with stepsight, for example b200-sxm. "
+            "Default: all of them."
         ),
     ] = "",
     software: Annotated[
         str,
-        typer.Option(help="Of tables: the software to predict for, a part of its name; default: what ran most rows."),
+        typer.Option(
+            help="Tables: the software to predict for, or a part of its name. Default: the software of most rows."
+        ),
     ] = "",
     fabric: Annotated[
-        str, typer.Option(help="Of tables: the links of collectives whose rows name none, as a name or a .toml file.")
+        str, typer.Option(help="Tables: the fabric of collectives whose rows name none, a name or a .toml file.")
     ] = "",
     samples: Annotated[
         int,
         typer.Option(
-            min=0, help="Of tables: learn from at most so many shapes of each family, drawn at random. 0: from all."
+            min=0, help="Tables: learn from at most this many shapes of each family, drawn at random. 0: all shapes."
         ),
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     tracking_uri: Annotated[
-        str | None, typer.Option(help="MLflow tracking URI; by default sqlite beside the predictor.")
+        str | None, typer.Option(help="MLflow tracking URI. Default: SQLite in the folder of the predictor.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Learn a predictor from collections, or from tables of a device's ops and collectives; track it in MLflow.
+    """Train a predictor on collections, or on tables of a device's ops and collectives; record it in MLflow.
 
-    Collections teach regressors for ops and collectives and a graph neural network that corrects them in context.
-    Tables teach ops and collectives alone: a family with thousands of rows is learned from its own rows, one with fewer
-    from the efficiency of the devices that come with stepsight, corrected by its rows. A fifth of the shapes is held
-    out to judge it (`held_out` in --json). Examples:
+    Collections train regressors for ops and collectives, and a graph neural network that corrects them in context.
+    Tables train regressors alone. A family of ops with thousands of rows is learned from its own rows. With fewer rows,
+    the efficiency of the devices that come with stepsight is the starting point, and the rows correct it. A fifth of
+    the shapes is held out to judge the predictor (`held_out` in --json). Examples:
 
         stepsight train runs/mine --out runs/predictor
         stepsight import aiconfigurator data/gb200 --out gb200.parquet
@@ -74,7 +76,7 @@ def train_command(
 
     tables = [source for source in sources if source.suffix == ".parquet"]
     if tables and len(tables) < len(sources):
-        raise StepsightError("train takes collections or tables (.parquet), got both: train a predictor from each")
+        raise StepsightError("train takes collections or tables (.parquet), got both: train one predictor on each")
     if tables:
         from stepsight.training.train_tables import train_tables
 
@@ -92,7 +94,7 @@ def train_command(
     else:
         from stepsight.training.fit import train
 
-        refuse_given(context, _OF_TABLES, "is for tables (.parquet), got collections")
+        refuse_given(context, _OF_TABLES, "is for tables (.parquet), got collections: leave it out")
         name = "local-cpu" if hardware is None else hardware
         predictor = train(sources, out, hardware_name=name, seed=seed, tracking_uri=tracking_uri, progress=True)
     report = training_report(predictor, out)
@@ -101,22 +103,22 @@ def train_command(
 
 def plan_profile_command(
     hardware: Annotated[
-        str, typer.Option(help="The device to measure: a preset, or a .toml or .json file with its facts.")
+        str, typer.Option(help="Device to measure: a preset, or a .toml or .json file with its facts.")
     ],
-    minutes: Annotated[float, typer.Option(help="Time to measure in.")] = 5.0,
+    minutes: Annotated[float, typer.Option(help="Measuring time.")] = 5.0,
     devices: Annotated[
-        int, typer.Option(min=1, help="Devices of the node: from 2 on collectives are measured too.")
+        int, typer.Option(min=1, help="Devices of the node; with 2 or more, collectives are measured too.")
     ] = 1,
     out: Annotated[Path, typer.Option("--out", "-o", parser=path, help="The plan to write (.json).")] = Path(
         "plan.json"
     ),
-    seed: Annotated[int, typer.Option(help="Seed of the choice of candidates.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Choose what to measure first on a device that nobody measured, and write it as a plan for the harness.
+    """Choose what to measure first on a new device, and write it as a plan for the harness.
 
-    The ops are those of training the catalogue's models, the most informative first: each lowers the expected error
-    over all of them most, given the devices that come with stepsight. Examples:
+    The candidates are the ops of training the catalogue's models. The plan lists the most informative ones first: those
+    that lower the expected error over all candidates most, given the devices that come with stepsight. Examples:
 
         stepsight plan-profile --hardware my-gpu.toml --minutes 5 --out plan.json
         stepsight collect plan.json --out runs/profile

@@ -23,60 +23,65 @@ def collect_command(
     ] = None,
     *,
     out: Annotated[
-        Path, typer.Option("--out", "-o", parser=path, help="Collection folder. A killed collection resumes there.")
+        Path,
+        typer.Option("--out", "-o", parser=path, help="Collection folder. A collection that was killed resumes there."),
     ],
     role: Annotated[
-        str, typer.Option(help="What the runs are for: only `train` runs may train a predictor.")
+        str, typer.Option(help="Purpose of the runs. Only runs with the role `train` can train a predictor.")
     ] = "train",
-    rounds: Annotated[int, typer.Option(min=1, help="Repeats, interleaved over the runs so that drift shows.")] = 3,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Repeats, interleaved over the runs so that drift becomes visible.")
+    ] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps per round, without a profiler.")] = 4,
     warmup: Annotated[
         int | None,
-        typer.Option(min=1, help="Steps before each round's timing: 2 or more, in a box 1.", show_default="2"),
+        typer.Option(min=1, help="Warm-up steps of each round: at least 2; in a box 1.", show_default="2"),
     ] = None,
     profile_steps: Annotated[
-        int | None, typer.Option(min=0, help="Profiled steps in the last round; in a box none.", show_default="2")
+        int | None, typer.Option(min=0, help="Profiled steps in the last round; in a box 0.", show_default="2")
     ] = None,
     event_seconds: Annotated[
-        float, typer.Option(min=0, help="Time for measuring every distinct op and collective once; 0: none.")
+        float, typer.Option(min=0, help="Time for measuring each distinct op and collective; 0: do not measure them.")
     ] = 30.0,
     box: Box = None,
     plan_only: Annotated[
-        bool, typer.Option(help="Only write plan.json, to be run elsewhere with the harness folder alone.")
+        bool, typer.Option(help="Only write plan.json; the harness folder alone can run it elsewhere.")
     ] = False,
     script: Annotated[
         Path | None,
         typer.Option(
             parser=path,
             metavar="FILE ARGS…",
-            help="In place of jobs: your own training script, run unmodified until its measured steps are through. "
-            "The last option: what follows the file are its arguments (but --out and --json at the very end).",
+            help="Run your own training script instead of jobs, unmodified, until its measured steps are done. Must be "
+            "the last option: what follows the file are its arguments (except --out and --json at the very end).",
         ),
     ] = None,
     nproc_per_node: Annotated[
         str | None,
         typer.Option(
             "--nproc-per-node",
-            help="Of a script: its ranks, started as torchrun starts them; `auto`: one for each core or GPU. Without "
-            "it the script is one process that knows of no ranks.",
+            help="With --script: number of ranks, started as torchrun does; `auto`: one for each core or GPU. "
+            "Without it "
+            "the script runs as one process without ranks.",
         ),
     ] = None,
     timeout_s: Annotated[
-        float, typer.Option("--timeout-s", min=1, help="Of a script: within which its measured steps must be through.")
+        float,
+        typer.Option("--timeout-s", min=1, help="With --script: time within which its measured steps must be done."),
     ] = 600.0,
     as_json: Json = False,
 ) -> None:
     """Run jobs for real as processes of torch.distributed, time and trace them, and measure their ops one by one.
 
-    Needs one core (or GPU) per rank; in a box sixteen ranks share two cores, and runs that compute too much for their
-    times to mean anything are rejected (exit code 2). Examples:
+    Needs one core (or GPU) for each rank. In a box sixteen ranks share two cores; a run that needs too much of the
+    cores for valid times is rejected (exit code 2). Examples:
 
         stepsight collect examples/local-gpt-tp2.toml --out runs/mine
         stepsight collect examples/box-gpt-pp4.toml --box 4x1@200mbit --out runs/box
         stepsight collect --out runs/script --nproc-per-node 2 --script train.py --lr 0.1
     """
     if script is not None:
-        refuse_given(context, ("box", "plan_only", "jobs"), "is for job files, and not for a script")
+        refuse_given(context, ("box", "plan_only", "jobs"), "is for job files, not for a script")
         counts = _counts(False, rounds=rounds, steps=steps, warmup=warmup, profile_steps=profile_steps)
         _collect_script(
             context,
@@ -137,9 +142,7 @@ def _counts(in_box: bool, **stated: int | None) -> dict[str, int]:
 
 
 def demo_command(
-    out: Annotated[Path, typer.Option("--out", "-o", parser=path, help="Where everything is written.")] = Path(
-        "runs/demo"
-    ),
+    out: Annotated[Path, typer.Option("--out", "-o", parser=path, help="Output folder.")] = Path("runs/demo"),
     as_json: Json = False,
 ) -> None:
     """Measure this machine, train a predictor, predict held-out runs and search a strategy: about five minutes on two
@@ -206,10 +209,9 @@ def import_command(
     format: Annotated[
         str,
         typer.Argument(
-            help="kineto: traces of PyTorch's profiler; chakra: execution traces with durations (.et or JSON). Or a "
-            "table: aiconfigurator, neusight, vidur, simumax, nccl-tests (logs or parsed), vtrain, aicb, or csv: a "
-            "table of your own with columns op, dims "
-            "(4096x4096x1024), dtype, microseconds."
+            help="Traces: kineto (PyTorch's profiler) or chakra (execution traces with durations, .et or JSON). "
+            "Tables: aiconfigurator, neusight, vidur, simumax, nccl-tests (logs or parsed), vtrain, aicb, or csv (your "
+            "own, with columns op, dims (4096x4096x1024), dtype, microseconds)."
         ),
     ],
     paths: Annotated[
@@ -217,33 +219,29 @@ def import_command(
         typer.Argument(
             metavar="PATH…",
             parser=path,
-            help="Files of that format, or a folder: of traces one for each rank, of tables a single one.",
+            help="Files of that format, or a folder. Traces: one file for each rank. Tables: a single file.",
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
-            parser=path, help="Of traces: the collection to write. Of a table: write all measurements here (.parquet)."
-        ),
+        typer.Option(parser=path, help="Traces: the collection to write. Tables: the file to write (.parquet)."),
     ] = None,
     et: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--et", parser=path, help="Of traces: execution trace of a rank, for data dependencies. Repeatable."
-        ),
+        typer.Option("--et", parser=path, help="Traces: execution trace of a rank, for data dependencies. Repeatable."),
     ] = None,
     job: Annotated[
         Path | None,
-        typer.Option(parser=path, help="Of traces: the job that ran, where you have its file; it must match."),
+        typer.Option(parser=path, help="Traces: job file of the run, if you have it; it must match."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Read traces of any PyTorch job into a collection, or measurements that others published into one table.
+    """Import traces of any PyTorch job into a collection, or published measurements into a table.
 
-    Traces become graphs of ops, streams and dependencies, which `replay`, `show`, `dataset` and `train` take. A trace
-    needs no annotations, and no job file. Tables are for looking before believing: which ops, sizes, devices and
-    software a table really holds, in one set of units and names, and what was left out of it. Predictors that come
-    with stepsight are learned from tables read so (`python -m stepsight.training.shipped.catalogue`). Examples:
+    Traces become graphs of ops, streams and dependencies, which `replay`, `show`, `dataset` and `train` read. A trace
+    needs no annotations and no job file. For a table, the summary shows which ops, sizes, devices and software it
+    holds, in one set of units and names, and what was left out. The predictors that come with stepsight are trained on
+    such tables (`python -m stepsight.training.shipped.catalogue`). Examples:
 
         stepsight import kineto rank0.json.gz rank1.json.gz --out runs/theirs
         stepsight import chakra traces/chakra.*.et --out runs/theirs
@@ -281,16 +279,18 @@ def show_command(
     ],
     other: Annotated[
         Path | None,
-        typer.Argument(parser=path, help="A second captured script: say what differs between the two."),
+        typer.Argument(parser=path, help="A second captured script: show what differs."),
     ] = None,
     *,
     table: Annotated[
         Path | None,
-        typer.Option(parser=path, help="Of a collection: write every op and collective measured here (.parquet)."),
+        typer.Option(
+            parser=path, help="For a collection: write every measured op and collective to this file (.parquet)."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a file or folder is and what is in it."""
+    """Describe a file or folder: what it is and what it contains."""
     from stepsight.experiments.reports.describe import describe, write_table
 
     if other is not None:

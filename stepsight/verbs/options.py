@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def path(text: str) -> Path:
-    """A path that a user names: not the empty one, which would be the current folder."""
+    """Read a path that a user names; refuse the empty path, which would mean the current folder."""
     if not text:
         raise typer.BadParameter("a path must not be empty, got ''")
     return Path(text)
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON, and nothing else, on stdout.")]
-Source = Annotated[str, typer.Option(help="Only rows whose source matches this pattern, or holds it.")]
+Source = Annotated[str, typer.Option(help="Use only rows whose source contains this text or matches this pattern.")]
 Runs = Annotated[
     Path,
     typer.Argument(
@@ -41,25 +41,26 @@ PredictorPath = Annotated[
         "--predictor",
         "-p",
         parser=path,
-        help="Folder of a trained predictor, the name of one that comes with stepsight, as a100-sxm, a registered one, "
-        "as models:/h100@champion, or `roofline`. Without it the one that comes with stepsight for the job's hardware "
-        "answers, and a roofline from hardware facts only where there is none; the answer says which.",
+        help="Folder of a trained predictor, name of one that comes with stepsight (a100-sxm), a registered one "
+        "(models:/h100@champion), or `roofline`. Default: the predictor that comes with stepsight for the job's "
+        "hardware; if there is none, a roofline from hardware facts. The answer names its source.",
     ),
 ]
 LatencyName = Annotated[
     str,
     typer.Option(
         "--latency",
-        help="Durations from elsewhere in place of a predictor: a registered name or module:function, which makes an "
-        "object with op_seconds(ops) from a Hardware and a Fabric. It runs the module's code.",
+        help="Take durations from your own latency model instead of a predictor: a registered name, or "
+        "module:function, which gets a Hardware and a Fabric and returns an object with op_seconds(ops). This runs the "
+        "module's code.",
     ),
 ]
 Trials = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Total of strategies evaluated in the study at the end, those of earlier searches and of other "
-        "processes included; default: as many as it takes. Where scenarios are compared, so many for each of them.",
+        help="Stop when the study holds this many evaluated strategies, including those of earlier searches and "
+        "other processes. Default: no limit. If scenarios are compared, the limit holds for each of them.",
     ),
 ]
 Storage = Annotated[
@@ -73,21 +74,22 @@ FrameworkName = Annotated[
     str,
     typer.Option(
         "--framework",
-        help="What runs the job, as megatron-core or torchtitan: its habits fill what the job file leaves open. In "
-        "place of the file's own `framework`.",
+        help="Framework that runs the job, for example megatron-core or torchtitan. Its profile fills what the job "
+        "file leaves open. Overrides `framework` of the file.",
     ),
 ]
 Box = Annotated[
     str | None,
     typer.Option(
-        help="Run in a cluster in a box: nodes x ranks per node @ link rate, as in 4x1@200mbit, or a .toml file. "
-        "Computation is slept. Needs root and iproute2.",
+        help="Run in a cluster made of network namespaces: nodes x ranks per node @ link rate, for example "
+        "4x1@200mbit, "
+        "or a .toml file. Sleeping replaces computation. Needs root and iproute2.",
     ),
 ]
 HardwareName = Annotated[
-    str, typer.Option(help="Name of the devices, in place of the file's: configurations of frameworks state none.")
+    str, typer.Option(help="Name of the devices; overrides the file. Configurations of frameworks do not state it.")
 ]
-Nodes = Annotated[int | None, typer.Option(min=1, help="Number of nodes, in place of the file's.")]
+Nodes = Annotated[int | None, typer.Option(min=1, help="Number of nodes; overrides the file.")]
 
 
 def answer(value: dict[str, Any], text: str, as_json: bool) -> None:

@@ -50,21 +50,23 @@ def import_traces(
 
 def replay_command(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", parser=path, help="A run folder, or a collection: each run of it.")
+        Path, typer.Argument(metavar="RUN", parser=path, help="A run folder, or a collection: all of its runs.")
     ],
     job: Annotated[
         Path | None,
-        typer.Option(parser=path, help="Job file of the run: compare the traced step with the program of the job."),
+        typer.Option(
+            parser=path, help="Job file of the run: also compare the traced step with the program of the job."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Replay traced steps from durations and dependencies alone, and compare them with what was measured.
+    """Replay traced steps from durations and dependencies alone, and compare them with the measured steps.
 
-    No recorded start is used: a small error says that the dependencies of the graph are right. Time in which a stream
-    idles and no dependency says why is reported as unexplained.
+    The replay uses no recorded start times, so a small error shows that the dependencies of the graph are right. Idle
+    time that no dependency explains is reported as unexplained.
 
-    With --job, ops and collectives of the traced step stand beside those of the job's program: what is missing, extra,
-    or different in dims or bytes, with counts and seconds. A job that cannot be that of the trace is refused. Example:
+    With --job, ops and collectives of the traced step are compared with those of the job's program: missing, extra, or
+    different in dims or bytes, with counts and seconds. A job that cannot have produced the trace is refused. Examples:
 
         stepsight import kineto traces/ --out runs/theirs
         stepsight replay runs/theirs
@@ -89,7 +91,7 @@ def _beside(run: Path, job: Path) -> tuple[dict[str, Any], str]:
 
     folders = run_folders(run)
     if len(folders) != 1:
-        raise StepsightError(f"--job is the job of one run, got {len(folders)} in {run}: name one of its runs/")
+        raise StepsightError(f"--job takes one run, got {len(folders)} in {run}: name one folder of its runs/")
     read, graphs = Job.from_file(job), run_graphs(folders[0]).graphs
     check_job(read, graphs)
     compared = compare(read, graphs)
@@ -98,14 +100,14 @@ def _beside(run: Path, job: Path) -> tuple[dict[str, Any], str]:
 
 def dataset_command(
     collections: Annotated[
-        list[Path], typer.Argument(metavar="DIR…", parser=path, help="Collections, or run folders, with traces.")
+        list[Path], typer.Argument(metavar="DIR…", parser=path, help="Collections or run folders with traces.")
     ],
     out: Annotated[Path, typer.Option("--out", "-o", parser=path, help="Folder of the dataset to write.")],
     as_json: Json = False,
 ) -> None:
     """Make a graph dataset of traced runs: one graph for each rank and step, and one for each segment.
 
-    The folder is the root of a PyTorch Geometric dataset, with a data card (`README.md`) and the graphs as Parquet:
+    The folder is a PyTorch Geometric dataset with a data card (`README.md`) and the graphs as Parquet files:
 
         from stepsight.dataset import TraceGraphs
         graphs = TraceGraphs("data/mine")
@@ -128,32 +130,34 @@ def what_if_command(
         list[str] | None,
         typer.Option(
             metavar="WHAT=FACTOR",
-            help="Kind or family of ops, kind of collective, `communication`, `host` or part of a kernel's name, and "
-            "how many times as fast: gemm=1.5. Repeatable; a factor below 1 is slower.",
+            help="Make these faster by a factor, for example gemm=1.5; below 1 is slower. WHAT is a kind or family of "
+            "ops, a kind of collective, `communication`, `host`, or part of a kernel's name. Repeatable.",
         ),
     ] = None,
     no_host: Annotated[bool, typer.Option("--no-host", help="The host takes no time.")] = False,
     cuda_graph: Annotated[
-        bool, typer.Option("--cuda-graph", help="Launches take no time, loading of data does.")
+        bool, typer.Option("--cuda-graph", help="Launches take no time; loading data still does.")
     ] = False,
     remove_straggler: Annotated[
         bool, typer.Option("--remove-straggler", help="The slowest rank computes like the median of the others.")
     ] = False,
-    batch: Annotated[str, typer.Option(help="Size of micro-batches beside that of the trace, as in 2x.")] = "1x",
+    batch: Annotated[str, typer.Option(help="Size of micro-batches relative to the trace, for example 2x.")] = "1x",
     replicas: Annotated[
-        int, typer.Option(min=1, help="So many times as many ranks: collectives of all ranks grow with them.")
+        int, typer.Option(min=1, help="Multiply the number of ranks by this; collectives over all ranks grow with it.")
     ] = 1,
-    bucket_mb: Annotated[float, typer.Option(min=0, help="Join gradient all-reduces to buckets of so many MB.")] = 0.0,
-    fabric: Annotated[str, typer.Option(help="Another fabric: a name or a file.")] = "",
-    hardware: Annotated[str, typer.Option(help="Another device: a name, the beginning of one, or a file.")] = "",
-    on: Annotated[str, typer.Option(help="The traced device, where the trace does not say a known one.")] = "",
+    bucket_mb: Annotated[
+        float, typer.Option(min=0, help="Merge gradient all-reduces into buckets of this many MB.")
+    ] = 0.0,
+    fabric: Annotated[str, typer.Option(help="Replace the fabric: a name or a file.")] = "",
+    hardware: Annotated[str, typer.Option(help="Replace the device: a name, the beginning of one, or a file.")] = "",
+    on: Annotated[str, typer.Option(help="The traced device, if the trace does not name a known one.")] = "",
     on_fabric: Annotated[str, typer.Option(help="The traced fabric, if it is not the device's usual one.")] = "",
     as_json: Json = False,
 ) -> None:
     """Replay a traced step with changes: faster kernels, no host, another batch, bucket size, scale, fabric or device.
 
-    Durations that change with sizes or devices are multiplied by a ratio that a predictor gives for both; the answer
-    says for how much of the device's time that was possible, and how much was scaled by a plain factor. Examples:
+    Durations that depend on sizes or devices are multiplied by a ratio that a predictor gives. The answer shows for how
+    much of the device's time this was possible, and how much was scaled by a constant factor. Examples:
 
         stepsight what-if runs/theirs --faster gemm=1.5 --cuda-graph
         stepsight what-if runs/theirs --hardware h100-sxm --batch 2x

@@ -14,30 +14,33 @@ from stepsight.verbs.options import Box, Json, PredictorPath, answer, load, path
 
 def verify_command(
     jobs: Annotated[
-        list[Path], typer.Argument(parser=path, help="Job files to run, or one job whose best strategies are run.")
+        list[Path], typer.Argument(parser=path, help="Job files to run, or one job whose best strategies to run.")
     ],
     *,
     out: Annotated[
-        Path, typer.Option("--out", "-o", parser=path, help="Collection folder. A killed collection resumes there.")
+        Path,
+        typer.Option("--out", "-o", parser=path, help="Collection folder. A collection that was killed resumes there."),
     ],
     search: Annotated[
         Path | None,
-        typer.Option(parser=path, help="Strategies to run, as `stepsight search JOB --json` printed them into a file."),
+        typer.Option(parser=path, help="File with strategies to run: the output of `stepsight search JOB --json`."),
     ] = None,
     top: Annotated[
         int | None,
-        typer.Option(min=1, help="How many of the best strategies to run. Without --search they are searched first."),
+        typer.Option(min=1, help="Number of best strategies to run. Without --search, a search finds them first."),
     ] = None,
     predictor: PredictorPath = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Repeats, interleaved over the runs so that drift shows.")] = 3,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Repeats, interleaved over the runs so that drift becomes visible.")
+    ] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps per round.")] = 4,
     box: Box = None,
     as_json: Json = False,
 ) -> None:
     """Run the best strategies of a search, or job files, for real, and print predicted beside measured times.
 
-    Runs as `stepsight collect` does: one core or GPU for each rank on this machine, or asleep in a cluster in a box.
-    Strategies that the harness cannot run are left out and named. Examples:
+    Runs work as in `stepsight collect`: one core or GPU for each rank on this machine, or a box, where sleeping
+    replaces computation. Strategies that the harness cannot run are left out and named. Examples:
 
         stepsight verify job.toml --top 3 --out runs/verified --predictor runs/predictor
         stepsight search job.toml --json > found.json
@@ -50,7 +53,7 @@ def verify_command(
     held = None if box is None else read_box(box)
     check_writable(out)
     if len(jobs) > 1 and (search is not None or top is not None):
-        raise StepsightError(f"--search and --top are about one job, got {len(jobs)}")
+        raise StepsightError(f"--search and --top take one job, got {len(jobs)}")
     read, loaded = [read_job(job) for job in jobs], load(predictor)
     if held is not None:
         read = [held.holds(job) for job in read]

@@ -129,7 +129,7 @@ def test_a_rejected_run_is_an_exit_code(
         (("predict", "empty.json"), "is not valid JSON"),
         (("predict", EXAMPLE, "--predictor", "."), "predictor"),
         (("predict", EXAMPLE, "--level", "atom"), "--level must be segment or op"),
-        (("predict", EXAMPLE, "--level", "op"), "--level is the detail of a timeline"),
+        (("predict", EXAMPLE, "--level", "op"), "--level sets the detail of a timeline"),
         (("search", "bad.toml"), "must equal"),
         (("search", EXAMPLE, "--sampler", "magic"), "sampler"),
         (("search", EXAMPLE, "--study", "s"), "needs --storage"),
@@ -190,7 +190,7 @@ def test_an_interrupted_collection_says_how_to_go_on(tmp_path: Path) -> None:
         process.terminate()
         last = process.communicate(timeout=60)[1].splitlines()[-1]
     assert process.returncode == 130
-    assert last == "interrupted: what is complete is kept; the same command goes on where it stopped"
+    assert last == "interrupted: completed runs are kept; run the same command again to continue"
 
 
 def test_measurements_as_a_table(tmp_path: Path) -> None:
