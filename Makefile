@@ -12,7 +12,7 @@ help:
 	@echo "make demo        measure this machine, train, predict held-out runs, search (about 5 minutes)"
 	@echo "make test        all tests"
 	@echo "make storm       tests of many processes at once, some killed (minutes; PostgreSQL where it is installed)"
-	@echo "make check       ruff, mypy and who imports whom"
+	@echo "make check       ruff, mypy, who imports whom, and the English of docs and docstrings"
 	@echo "make docs        build the documentation in site/, check its links, and run its tutorials"
 	@echo "make bench       speed figures, printed and written to bench.json"
 	@echo "make fuzz        mutated inputs for every reader, for MINUTES=20"
@@ -52,6 +52,7 @@ check: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	@cd .types && PYTHONPATH=.. ../$(BIN)/lint-imports --config ../pyproject.toml --no-cache --no-logo
+	$(BIN)/python -m tests.prose
 
 docs: .venv/.installed
 	$(BIN)/python -m mkdocs build --strict --quiet

@@ -34,7 +34,7 @@ def missing_extra(error: ImportError) -> str:
 
 
 def need(module: str) -> None:
-    """Check that a library is installed, before work that another process would break off for want of it.
+    """Check that a library is installed, before work starts that would fail without it in another process.
 
     Raises:
         StepsightError: If it is not; the message says what to install.

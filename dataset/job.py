@@ -229,7 +229,7 @@ class Job:
 
         Paths in it, of a schedule's table or of a file of hardware, fabric or framework, are relative to its folder.
 
-        ``framework``, if not empty, is taken in place of the file's own.
+        ``framework``, if not empty, overrides the one in the file.
         """
         path = Path(path)
         if path.suffix not in (".toml", ".json"):

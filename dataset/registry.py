@@ -214,7 +214,7 @@ class Registry(dict[str, T]):
         points = _entry_points(self.group)[name]
         origin = " and ".join(f"{point.value} of package {_package(point)}" for point in points)
         if len(points) > 1:
-            raise self._error(f"{self.noun} {name!r} is brought by {origin}: uninstall all but one of them")
+            raise self._error(f"{self.noun} {name!r} is brought by {origin}: uninstall all except one")
         try:
             thing = points[0].load() if self._check is None else self._check(name, points[0].load())
         except Exception as error:

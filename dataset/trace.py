@@ -107,7 +107,7 @@ class TracedSegment:
 
     Attributes:
         program: Its nodes and the edges among them; ``program.label`` is the label too.
-        slot_s: ``(n,)``, in-context seconds of each node, profiling overhead removed; NaN where nobody knows them.
+        slot_s: ``(n,)``, in-context seconds of each node, profiling overhead removed; NaN where unknown.
         label: ``forward``, ``backward`` or ``optimizer``.
         rank: Which rank.
         busy: Ranks that compute at the same time on the node.
@@ -121,7 +121,7 @@ class TracedSegment:
         span_s: Seconds from begin to end; compute slots + waits, profiling overhead removed.
         start_s, end_s: ``(n,)``, when each node ran, on the rank's clock; empty if that is not known.
         alone_s: ``(n,)``, measured seconds of each node's signature where nothing ran beside it, NaN where that never
-            was; empty if nobody looked.
+            was; empty if not looked for.
     """
 
     program: Program

@@ -111,7 +111,7 @@ def plan_in_box(
 ) -> dict[str, Any]:
     """A plan of jobs asleep in a box.
 
-    Events are what is real there: collectives, and the ops that cost so little that nobody sleeps for them.
+    Events that are real in a box are measured: collectives, and the ops that are too short to be replaced by sleeping.
     """
     hardware = find_hardware(HARDWARE)
     assert hardware is not None

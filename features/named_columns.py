@@ -1,6 +1,6 @@
 """Names and version of features: a model says which features it reads, and gets those columns.
 
-A name means one formula for ever: a feature that is computed otherwise gets another name.  ``FEATURE_VERSION`` goes up
+A name always means one formula: a feature with another formula gets another name.  ``FEATURE_VERSION`` goes up
 only where that cannot be, and then predictors of earlier versions are refused.
 """
 

@@ -29,7 +29,7 @@ class ImportedRun:
         folder: The run folder.
         name: Of the run.
         ranks: Stem of the graph's files by rank.
-        job: What ran, None if nobody said.
+        job: The job that ran; None if unknown.
         sources: Names of the traces.
         warnings: About all ranks.
         role: ``train``, ``heldout`` or what else the user called it.
@@ -107,7 +107,7 @@ def write_imported(
         graphs: Of all ranks.
         sources: Their traces.
         collection: The folder.
-        job: What ran, None if nobody said.
+        job: The job that ran; None if unknown.
         warnings: About all ranks.
         name: Of the run; without one the traces' names and contents give it.
         more: What else the manifest says, such as ``rounds``: seconds of steps that were timed without a profiler.
@@ -169,10 +169,10 @@ class TracedRun(NamedTuple):
 
     Attributes:
         name: Of the run.
-        job: What ran, None if nobody said.
+        job: The job that ran; None if unknown.
         graphs: Of its ranks, in order.
         role: ``heldout`` for one that must never train.
-        iteration_s: A step without a profiler; 0 if nobody timed one.
+        iteration_s: A step without a profiler; 0 if not timed.
     """
 
     name: str

@@ -102,7 +102,7 @@ class SegmentParts:
 
 
 def _overlap(segment: TracedSegment, pairs: Ints) -> Floats:
-    """Seconds in which the nodes of each pair ran at once; 0 where nobody knows when they ran."""
+    """Seconds in which the nodes of each pair ran at once; 0 where their times are unknown."""
     if not len(segment.start_s):
         return np.zeros(pairs.shape[1])
     starts, ends = segment.start_s[pairs], segment.end_s[pairs]

@@ -48,7 +48,7 @@ class Work:
         stream: Host thread, device stream or group.
         known: False for a call of no known kind.
         meets: Of a collective.
-        blocks: Of a collective: the host waited for it on the spot.
+        blocks: Of a collective: the host waited for it immediately.
         issued: Of device work: when the host had launched all of it.
     """
 

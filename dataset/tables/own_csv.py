@@ -1,4 +1,4 @@
-"""A table of one's own: CSV with one row for each measurement, microseconds.
+"""A user's own table: CSV with one row for each measurement, microseconds.
 
 Columns ``op, dims, dtype, microseconds`` for ops (dims as ``4096x4096x1024``, in the order of the kind's sizes), and
 ``op, num_bytes, group_size, ranks_per_node, microseconds`` for collectives; both may stand in one file, what does not

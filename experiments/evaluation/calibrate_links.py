@@ -87,7 +87,7 @@ def calibrate_links(
         predictor: To start from.
         fabric: The cluster's links, as stated.
         out: Folder of the predictor to write.
-        max_devices: Groups of at most so many ranks are fitted; larger ones judge.  Without any, layouts are left out
+        max_devices: Groups of at most this many ranks are fitted; larger ones judge.  Without any, layouts are left out
             in turn.
 
     Raises:

@@ -130,7 +130,7 @@ def calibrate(
         predictor: The predictor to start from, or the name of one that comes with the package.
         out: Folder of the predictor to write.
         source: Only rows whose source matches this pattern or, if none does, contains it.
-        max_devices: Runs of at most so many devices are fitted, or those of a source's smallest size; larger ones
+        max_devices: Runs of at most this many devices are fitted, or those of a source's smallest size; larger ones
             judge.
 
     Returns:

@@ -76,7 +76,7 @@ class Evaluation:
 
     @property
     def warnings(self) -> list[str]:
-        """What was taken in place of what nobody knows."""
+        """Assumptions that replace unknown values."""
         unknown = unknown_frameworks(dict.fromkeys(row.row.software for row in (*self.scored, *self.suspect)))
         return [unknown] if unknown else []
 

@@ -35,7 +35,7 @@ class Record(Protocol):
     done: dict[int, Seconds | None]
 
     def claim(self, total: int, choose: Choose, most: int) -> list[int]:
-        """Claim strategies that nobody has evaluated or claimed; empty: there is nothing left to do."""
+        """Claim strategies that are neither evaluated nor claimed; empty: nothing is left to do."""
 
     def finish(self, found: Sequence[Found]) -> None:
         """Record what was found of strategies that were claimed."""
@@ -48,7 +48,7 @@ class Record(Protocol):
 
 
 class Memory:
-    """The record of a search that nobody else takes part in."""
+    """The record of a search with a single process."""
 
     def __init__(self, grid: Grid) -> None:
         self.done: dict[int, Seconds | None] = {}

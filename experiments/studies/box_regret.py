@@ -144,7 +144,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", action="append", choices=MODELS, help="only this one (repeatable)")
     parser.add_argument("--box", default=BOX, help=f"as of collect; default {BOX}")
     parser.add_argument("--most", type=int, default=24, help="strategies to run of a model")
-    parser.add_argument("--slowest", type=float, default=3.0, help="draw none predicted to take so many times the best")
+    parser.add_argument(
+        "--slowest",
+        type=float,
+        default=3.0,
+        help="draw only strategies predicted to take at most this many times the best",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args(arguments)

@@ -71,7 +71,7 @@ _BUILT_IN = {
 
 
 def register_family(name: str, family: Family) -> None:
-    """Make a family of one's own known to jobs: ``[model] family = name``.
+    """Register a family of your own, so that jobs can say ``[model] family = name``.
 
     Raises:
         JobError: If the name is taken, or ``family`` is no ``Family``.

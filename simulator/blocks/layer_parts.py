@@ -220,7 +220,7 @@ def _beside(shape: RankShape, kind: str, num_bytes: int) -> tuple[Item, ...]:
 def _split(
     shape: RankShape, kind: str, num_bytes: int, products: tuple[Item, ...]
 ) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """A collective in as many parts as ranks: one on the spot, the others beside the products, if at all."""
+    """A collective in as many parts as ranks: the first is waited for, the others overlap with the products."""
     if shape.overlap_tp != "split":
         return (shape.tp_comm(kind, num_bytes),), products
     one = num_bytes // shape.tp.size

@@ -17,7 +17,7 @@ class Comm:
     Attributes:
         work: Its signature.
         stream: ``tp``, ``cp``, ``ep`` or ``cp_kv``: which group, hence which stream and which line of the breakdown.
-        beside: False: the computation waits for it on the spot.  True: it starts when the computation has come to it
+        beside: False: the computation waits for it immediately.  True: it starts when the computation has come to it
             and runs beside what follows, until a ``Join``.
     """
 

@@ -136,7 +136,7 @@ class Steady(NamedTuple):
         first: Where they begin.
         length: Entries of one period.
         periods: How many follow each other, 0: nothing repeats.
-        lag: A message is waited for at most so many periods after it was posted.
+        lag: Largest number of periods between the post of a message and the wait for it.
     """
 
     first: int = 0

@@ -68,7 +68,7 @@ class Gathers:
         return count
 
     def skip(self, count: int, shift: int) -> None:
-        """The last unit's events were repeated so many times, which shifted events by so many."""
+        """Record that the events of the last unit were repeated ``count`` times, which shifted events by ``shift``."""
         self._used += count
         self._asked += count
         self._flying = [tuple(event + shift for event in events) for events in self._flying]

@@ -86,7 +86,7 @@ class OpGraph:
         is_op: Whether each node is an op of the device, shape ``(num_nodes,)``.
         taken: Whether each node is time that the computation loses to a collective, same shape.
         sent: Whether each node is a replica's collective, or time that is lost to one, same shape.
-        blocks: Whether the computation waits for each node on the spot, same shape.
+        blocks: Whether the computation waits for each node immediately, same shape.
         early: Whether each node was issued before the segment began, same shape.
         stream: Index into ``passages.STREAMS`` of each node of a passage, one more for all others, same shape.
     """

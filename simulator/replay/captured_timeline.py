@@ -61,7 +61,7 @@ def _rank_events(step: CapturedStep, place: int) -> list[dict[str, Any]]:
 
 
 def _memory_events(step: CapturedStep, place: int, live: NDArray[np.int64]) -> list[dict[str, Any]]:
-    """The memory when each op of the computation starts; changes that nobody would see are left out."""
+    """The memory when each op of the computation starts; changes too small to see are left out."""
     graph, (start, _) = step.graphs[place], step.of_rank(place)
     nodes = np.flatnonzero((graph.nodes["stream"] == 0) & graph.on_device)
     events, drawn, least = [], -np.inf, _LEAST_CHANGE * float(live.max(initial=0))

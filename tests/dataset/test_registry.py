@@ -142,7 +142,7 @@ def test_a_broken_entry_point_names_its_package(packages, points: str, code: str
 def test_two_packages_may_not_bring_the_same_name(packages) -> None:
     packages("orchard", "kiwi = orchard:kiwi")
     packages("garden", "kiwi = garden:kiwi")
-    with pytest.raises(TableError, match="uninstall all but one"):
+    with pytest.raises(TableError, match="uninstall all except one"):
         _fruits()["kiwi"]
 
 

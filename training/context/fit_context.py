@@ -35,7 +35,7 @@ class Example:
     Attributes:
         program: Its nodes.
         alone: Seconds of each node on its own, ``(n,)``.
-        inside: Measured seconds of each node within the segment, ``(n,)``, NaN where nobody knows them.
+        inside: Measured seconds of each node within the segment, ``(n,)``, NaN where unknown.
         busy: Devices of the node that compute at the same time.
         run: Name of the run.
         repeats: Over how many executions ``inside`` is averaged.

@@ -1,4 +1,4 @@
-"""Kinds that nobody measured on a device: at the efficiency of a kind that was, times a ratio measured elsewhere.
+"""Kinds that were not measured on a device: the efficiency of a measured kind, times a ratio measured elsewhere.
 
 ``seconds(op) = seconds(base) * roofline(op) / roofline(base) * exp(log_ratio)``: physics carries what differs in FLOP
 and bytes.  The base is in the kind's record (``OpKind.base``); what streams through memory is an addition of as many

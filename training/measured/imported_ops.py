@@ -25,7 +25,7 @@ class ImportedSegments:
         folder: The run folder.
         name: Of the run.
         device: Name of the device as the trace has it; ``cpu`` where the host computed.
-        job: What ran, None if nobody said.
+        job: The job that ran; None if unknown.
         segments: Of all steps and ranks.
     """
 

@@ -48,7 +48,7 @@ class HeldoutEvaluation:
 def evaluate_heldout(predictor: Predictor, collection: Path, *, role: str = "heldout") -> HeldoutEvaluation:
     """Predict every run of a role and set it beside what it took.
 
-    What stood in for a stage of a pipeline judges ops alone: its iteration is no job's.
+    An emulated pipeline stage judges ops alone, because its iteration is not one of a job.
 
     Raises:
         TraceError: If the collection has no such run to judge iterations by, or one of them trained the predictor.

@@ -71,7 +71,7 @@ class Recipe:
             alike, then what only lends its shapes.
         collectives: Measurements of collectives; between nodes those of other devices count too, relative to their
             links.
-        stated: Ratios of kinds that nobody's table has, from papers.
+        stated: Ratios of kinds that are in no table, from papers.
         lent: Measurements of devices with the same chip, by preset, of what ``own`` lacks: ops count as much longer or
             shorter as rooflines say, and collectives within a node as they are.
     """

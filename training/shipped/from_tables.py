@@ -86,7 +86,7 @@ def fit_table(rows: OpRows, hardware: Hardware, others: Measurements, *, seed: i
 
     Args:
         rows: Measured on it.
-        hardware: The device; what nobody measured streams at its bandwidth, or runs at its roofline.
+        hardware: The device; kinds that were not measured stream at its bandwidth, or run at its roofline.
         others: Rows of other devices, for ratios of kinds that ``rows`` lacks.
         seed: Of everything random.
 

@@ -50,7 +50,7 @@ class OwnTable:
         return replace(self, ops=self.ops.take(ops), collectives=self.collectives.take(collectives))
 
     def sample(self, most: int, seed: int) -> OwnTable:
-        """At most so many shapes, drawn at random, of each label of ops (by the first software) and of collectives.
+        """Draw at most ``most`` shapes of each label of ops (of the first software) and of collectives at random.
 
         A fifth of a label is never drawn, so that something is left to judge by.
         """
@@ -218,7 +218,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _draw(names: Sequence[str], most: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Rows of which each name has at most so many, and at most four fifths of its own."""
+    """Draw at most ``most`` rows of each name, and at most four fifths of them."""
     seen: Counter[str] = Counter()
     all_of = Counter(names)
     kept = []

@@ -1,4 +1,4 @@
-"""Which ops and collectives to measure first on a device that nobody measured, as a plan for the harness.
+"""Which ops and collectives to measure first on a new device, as a plan for the harness.
 
 Candidates are the distinct ops of training the catalogue's models, sharded in several ways.  Of each family those are
 chosen that lower the expected error over all its candidates most, given what other devices' predictors know

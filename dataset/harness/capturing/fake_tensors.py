@@ -100,7 +100,7 @@ class FakeWorld(TorchDispatchMode):
         )
 
     def _value(self, func: Any, tensor: Tensor) -> Any:
-        """What a script is told of a value that nobody knows."""
+        """The value that a script gets where none is known."""
         line = own_place(traceback.extract_stack(), self._script)
         if self.recorder.active:
             self.recorder.wait_on_host(self.recorder.stream, "item", self.scope()[0])

@@ -67,7 +67,7 @@ class AskedDelays:
         """Seconds of one collective.
 
         Raises:
-            HarnessError: If nobody can tell.
+            HarnessError: If a delay is unknown.
         """
         key = (kind, num_bytes, group_size, ranks_per_node)
         with self._lock:

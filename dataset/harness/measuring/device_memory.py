@@ -8,7 +8,7 @@ import torch
 
 
 def free_memory() -> None:
-    """Free what nobody holds any more, models in cycles of references among it."""
+    """Free unreferenced objects, including models in reference cycles."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -58,7 +58,7 @@ class Pool:
 
 
 def _cache_bytes(device: torch.device) -> int:
-    """Of a GPU's last cache, 0 where nobody says."""
+    """Size of a GPU's last-level cache in bytes; 0 if unknown."""
     if device.type != "cuda":
         return 0
     return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))

@@ -5,7 +5,7 @@ The launcher itself needs the standard library alone.  The folder of this packag
     python -m harness plan.json --out DIR
 
 ``DIR`` then holds ``plan.json``, ``fingerprint.json``, ``runs/<name>/`` and ``events/<name>.json``, each complete or
-absent, and ``logs/``.  Starting again with the same plan goes on where it stopped.
+absent, and ``logs/``.  Starting again with the same plan continues the collection.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _notes(plan: dict[str, Any]) -> list[str]:
 
 
 def busy_note(seconds: float = 0.5) -> str:
-    """What to say if others compute on this machine before anything of ours does, "" if nobody does.
+    """Make a warning if other processes use this machine before the collection starts; "" if none do.
 
     The load average would still hold what came just before, such as the installation of this package.
     """
@@ -145,7 +145,7 @@ def busy_note(seconds: float = 0.5) -> str:
 
 
 def _busy_seconds() -> float:
-    """Seconds that the cores which are ours to use have computed since the machine started; 0 where nobody says."""
+    """Busy seconds of our cores since the machine started; 0 if unknown."""
     try:
         lines = Path("/proc/stat").read_text("utf-8").splitlines()
     except OSError:

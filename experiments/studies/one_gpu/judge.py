@@ -103,7 +103,7 @@ def memory_rows(collection: Path, hardware: Hardware) -> list[dict[str, Any]]:
 
 
 def stand_in_rows(collection: Path, predictor: Predictor) -> list[dict[str, Any]]:
-    """What one rank of a large job took, its communication stood in for, and what it was predicted to take."""
+    """Compare measured and predicted times of one rank of a large job with emulated communication."""
     rows = []
     for manifest in read_collection(collection).runs:
         if manifest.stand_in is not None:

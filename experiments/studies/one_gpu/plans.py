@@ -88,7 +88,7 @@ class Study:
 
 
 def make_study(device: str, hardware: str, minutes: float) -> Study:
-    """Plans that are thought to take at most so many minutes.
+    """Make plans that are expected to take at most this many minutes.
 
     Args:
         device: ``cuda`` or ``cpu``.

@@ -17,10 +17,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="stepsight experiment small-to-large",
-        description="Train on real runs of at most 4 ranks, predict what was never trained on, run it, compare. box: "
-        "clusters in a box of 4 to 16 ranks, computation slept (needs root and iproute2). cores: 1 and 2 ranks that "
-        "compute, one core each. All of it takes about two hours on a machine that does nothing else; a killed study "
-        "goes on where it stopped.",
+        description="Train on real runs of at most 4 ranks, predict held-out runs, run them, and compare. box: boxes of 4 "
+        "to 16 ranks in which sleeping replaces computation (needs root and iproute2). cores: 1 and 2 ranks that "
+        "compute, one core each. The study takes about two hours on an otherwise idle machine; a study that was killed "
+        "continues.",
     )
     parser.add_argument("--out", type=Path, default=Path("runs/small-to-large"), help="folder of everything; resumed")
     parser.add_argument(

@@ -180,7 +180,7 @@ class UserCases:
         own = {path.stem: Job.from_file(path).model for path in self.models}
         taken = sorted(set(own) & {*MODELS, "searched"})
         if taken:
-            raise JobError(f"a model of one's own needs a name of its own, got {', '.join(taken)}")
+            raise JobError(f"choose other names: these are already models of the study: {', '.join(taken)}")
         cases = [found for model, spec in own.items() for found in model_cases(model, spec)]
         if not self.boxes and not self.micro_batches:
             return cases

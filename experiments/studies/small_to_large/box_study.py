@@ -25,7 +25,7 @@ from stepsight.training.predictor.predictor import Predictor
 
 
 def run_boxes(out: Path, only: str = "*", *, progress: bool = True, asked: UserCases = NOTHING) -> dict[str, Any]:
-    """Measure, train, predict and compare the runs whose names match ``only``; goes on where it stopped.
+    """Measure, train, predict and compare the runs whose names match ``only``; a second call continues.
 
     What trains is always measured whole.  The search runs with ``only = "*"`` or ``box/*``.
 

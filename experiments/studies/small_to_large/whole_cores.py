@@ -85,7 +85,7 @@ def plan_of(chosen: Sequence[CoreCase]) -> dict[str, Any]:
 
 
 def run_whole_cores(out: Path, only: str = "*", *, progress: bool = True, extra: Sequence[Path] = ()) -> dict[str, Any]:
-    """Measure, train, and predict the held-out runs whose names match ``only``; goes on where it stopped.
+    """Measure, train, and predict the held-out runs whose names match ``only``; a second call continues.
 
     Args:
         out: Folder of everything that is written.
