@@ -17,7 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="stepsight experiment small-to-large",
-        description="Train on real runs of at most 4 ranks, predict held-out runs, run them, and compare. box: boxes of 4 "
+        description="Train on real runs of at most 4 ranks, predict held-out runs, run them, and compare. "
+        "box: boxes of 4 "
         "to 16 ranks in which sleeping replaces computation (needs root and iproute2). cores: 1 and 2 ranks that "
         "compute, one core each. The study takes about two hours on an otherwise idle machine; a study that was killed "
         "continues.",
