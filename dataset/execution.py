@@ -17,7 +17,7 @@ from stepsight.dataset.job import Job
 from stepsight.dataset.specs import PURE, REENTRANT, BatchSpec, OptimizerSpec
 
 COMPUTE_DTYPE: Mapping[str, str] = MappingProxyType(
-    {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16", **PURE}
+    {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16", "nvfp4": "bf16", **PURE}
 )  # by precision: of activations and weights, in all ops but matrix products
 
 
@@ -159,7 +159,7 @@ def default_engine(precision: str) -> str:
     What is trained with one type for everything (fp32, or pure 16 bits) is what the harness runs: eager PyTorch.  Mixed
     precision is Megatron's, which most published runs in it use or follow.
     """
-    return "eager-pytorch" if precision == "fp32" or precision in PURE else "megatron"
+    return "eager-pytorch" if COMPUTE_DTYPE[precision] == "fp32" or precision in PURE else "megatron"
 
 
 def semantics_of(job: Job, device_kind: str = "gpu") -> ExecutionSemantics:

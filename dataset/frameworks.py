@@ -42,6 +42,8 @@ class Framework:
         dropout: As in ``ModelSpec``.
         fused_optimizer, clip_grad_norm: As in ``OptimizerSpec``.
         vocab_multiple: Tables of the vocabulary are padded to a multiple of this times the tensor-parallel degree.
+        interleaves: Whether its usual recipes give each pipeline stage several chunks of the model, so that a run that
+            says nothing of virtual stages may have them or not.
         sequence_parallel: Whether norms are shared out wherever tensor parallelism is on and a run does not say.
         recompute: What it does where a run does not say; empty: unknown.
         selective: What its selective recomputation comes closest to: one of ``SELECTIVE``.
@@ -53,6 +55,9 @@ class Framework:
         overlap_tp: As in ``ParallelSpec``.
         eager_kernels, norms_again, token_metrics: As in ``ModelSpec``.
         fp8_scaling: As in ``BatchSpec``.
+        loss_share: As in ``ModelSpec``, for ``bert`` models.
+        mean_tokens: Tokens of a sequence of ``bert`` that are computed on average, where padding is left out and the
+            sequences are not shorter than this; 0: all.
     """
 
     name: str
@@ -70,6 +75,7 @@ class Framework:
     fused_optimizer: bool = True
     clip_grad_norm: bool = True
     vocab_multiple: int = 1
+    interleaves: bool = False
     sequence_parallel: bool = False
     recompute: str = ""
     selective: str = "attention"
@@ -82,6 +88,8 @@ class Framework:
     norms_again: bool = False
     token_metrics: bool = False
     fp8_scaling: str = "delayed"
+    loss_share: float = 1.0
+    mean_tokens: int = 0
 
     def __post_init__(self) -> None:
         for key, value, allowed in (
@@ -97,6 +105,11 @@ class Framework:
         ):
             if value not in allowed:
                 raise JobError(f"framework {self.name}: {key} must be one of {', '.join(allowed)}, got {value!r:.80}")
+        if not 0 < self.loss_share <= 1 or self.mean_tokens < 0:
+            raise JobError(
+                f"framework {self.name}: loss_share must lie in (0, 1] and mean_tokens be >= 0, got {self.loss_share} "
+                f"and {self.mean_tokens}"
+            )
         if self.vocab_multiple < 1 or not self.bucket_mbytes > 0:
             raise JobError(
                 f"framework {self.name}: vocab_multiple must be >= 1 and bucket_mbytes > 0, got "
@@ -139,6 +152,7 @@ class Framework:
                 "eager_kernels": self.eager_kernels,
                 "norms_again": self.norms_again and recompute != "full",
                 "token_metrics": self.token_metrics,
+                **self._of_bert(model),
             },
             "parallel": {
                 "sequence_parallel": tp > 1 and self.sequence_parallel,
@@ -159,6 +173,13 @@ class Framework:
         }
         stated = {**tables, "model": model, "parallel": parallel}
         return {name: {**habits.get(name, {}), **stated.get(name, {})} for name in {**stated, **habits}}
+
+    def _of_bert(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys of ``[model]`` that only BERT has."""
+        length = model.get("seq_len")
+        if model.get("family") != "bert" or type(length) is not int:
+            return {}
+        return {"loss_share": self.loss_share, "unpadded_len": self.mean_tokens if length > self.mean_tokens else 0}
 
 
 def _count(value: Any) -> int:

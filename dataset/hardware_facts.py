@@ -28,7 +28,10 @@ _RANGES = {
     "reserved_bytes": (0.0, 1e18),
     "fragmentation": (0.0, 100.0),
     "power_w": (0.0, 1e6),
+    "product_power_w": (0.0, 1e6),
 }
+_OPTIONAL = ("host_kinds_s", "power_w", "product_power_w")  # written only where they are known
+MOST_SLOWDOWN = 1.5  # by a power limit: base clocks are about two thirds of the highest ones
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Hardware:
         reserved_bytes: Memory that no tensor can have: context, libraries, communication buffers.
         fragmentation: Part of what tensors take that the allocator needs on top.
         power_w: Board power in watts, as the vendor states it; 0: unknown.
+        product_power_w: Watts that matrix products without a pause would draw at the highest clock; 0: unknown.  More
+            than ``power_w`` lowers the clock in training, while kernels measured alone end before it falls.
         source: Where the numbers come from, with a date.
     """
 
@@ -81,6 +86,7 @@ class Hardware:
     reserved_bytes: float = 0.0
     fragmentation: float = 0.0
     power_w: float = 0.0
+    product_power_w: float = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -116,6 +122,16 @@ class Hardware:
         """Whether a host launches ops, and takes time for it."""
         return self.host_op_s > 0 or bool(self.host_kinds_s)
 
+    @property
+    def power_slowdown(self) -> float:
+        """How many times as long matrix products take in training as alone, because of the power limit.
+
+        Power grows with the cube of the clock, as voltage follows it: the clock falls by the cube root of the excess.
+        """
+        if not (self.power_w and self.product_power_w > self.power_w):
+            return 1.0
+        return min((self.product_power_w / self.power_w) ** (1 / 3), MOST_SLOWDOWN)
+
     def launch_s(self, work: Op | Collective) -> float:
         """What the host takes to launch an op or collective."""
         seconds = self.host_kinds_s.get(work.kind)
@@ -128,7 +144,7 @@ class Hardware:
         return self.peak_flops[dtype]
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name not in ("host_kinds_s", "power_w") or value}
+        return {name: value for name, value in asdict(self).items() if name not in _OPTIONAL or value}
 
 
 def launch_units(work: Op | Collective) -> float:

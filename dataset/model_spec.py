@@ -39,6 +39,8 @@ class ModelSpec:
         norms_again: Whether norms work on fp32 copies and are recomputed in backward, with the residual before them;
             otherwise their input is kept.
         token_metrics: Whether accuracy and perplexity of every token are computed from the logits.
+        loss_share: Share of the tokens that ``bert`` predicts: only those reach its head.
+        unpadded_len: Mean number of tokens of a ``bert`` sequence that are computed when padding is left out; 0: all.
         attention: ``mha`` (multi-head, also with grouped queries) or ``mla`` (DeepSeek's latent attention).
         q_lora_rank, kv_lora_rank, rope_head_dim, v_head_dim: Sizes of ``mla``; with it ``head_dim`` is the part without
             rotary positions.
@@ -72,6 +74,8 @@ class ModelSpec:
     eager_kernels: bool = False
     norms_again: bool = False
     token_metrics: bool = False
+    loss_share: float = 1.0
+    unpadded_len: int = 0
     attention: str = "mha"
     q_lora_rank: int = 0
     kv_lora_rank: int = 0

@@ -215,6 +215,15 @@ def _lengths(rules: Rules, job: JobTables) -> None:
             rules.require(getattr(m, key) > 0, f"model.{key} must be > 0 for t5, got {getattr(m, key)}")
     else:
         rules.require(m.encoder_layers == 0, f"model.encoder_layers is for t5 alone, got {m.encoder_layers}")
+    rules.require(0 < m.loss_share <= 1, f"model.loss_share must lie in (0, 1], got {m.loss_share}")
+    rules.require(
+        0 <= m.unpadded_len <= m.seq_len,
+        f"model.unpadded_len must be from 0 to seq_len {m.seq_len}, got {m.unpadded_len}",
+    )
+    rules.require(
+        m.family == "bert" or (m.loss_share == 1 and m.unpadded_len == 0),
+        f"model.loss_share and unpadded_len are for bert, got {m.loss_share} and {m.unpadded_len} with {m.family}",
+    )
     rules.require(m.family != "vit" or m.patch_dim > 0, f"model.patch_dim must be > 0 for vit, got {m.patch_dim}")
     for key, length in lengths.items():
         if p.cp > 1:  # a causal mask is balanced by giving every rank two parts of the sequence

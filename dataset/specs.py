@@ -20,7 +20,10 @@ FAMILIES: Registry[Any] = Registry(
     "model family", dict.fromkeys(("gpt", "llama", "bert", "t5", "vit")), group="stepsight.families"
 )
 RECOMPUTE = ("none", "selective", "full")
-MIXED = ("fp32", "bf16", "fp16", "fp8")  # with parameters' masters, moments and the loss in fp32
+# With main parameters, moments and the loss in fp32.  ``tf32``: all is fp32, and products round their operands.
+MIXED = ("fp32", "tf32", "bf16", "fp16", "fp8", "nvfp4")
+# Operands of products are converted by kernels of their own; bytes of an element in both layouts (rows, columns).
+QUANTIZED: Mapping[str, int] = MappingProxyType({"fp8": 2, "nvfp4": 1})
 PURE: Mapping[str, str] = MappingProxyType({"pure-bf16": "bf16", "pure-fp16": "fp16"})  # with nothing in fp32
 PRECISIONS = (*MIXED, *PURE)
 FP8_SCALING = ("delayed", "dynamic")

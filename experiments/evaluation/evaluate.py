@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.errors import JobError, PredictorError, StepsightError, TableError
@@ -16,7 +18,7 @@ from stepsight.dataset.job import Job
 from stepsight.experiments.evaluation.choice_groups import ChoiceGroup, choice_groups, mean_figures
 from stepsight.experiments.evaluation.error_metrics import Errors, errors, regret, share
 from stepsight.experiments.evaluation.naive_references import carried_forward, constant_mfu
-from stepsight.experiments.evaluation.row_jobs import is_copy, job_of
+from stepsight.experiments.evaluation.row_jobs import is_copy, jobs_of
 from stepsight.experiments.evaluation.row_predictors import PredictorOf, predictor_by_hardware
 from stepsight.experiments.evaluation.runs_table import Row, read_runs_table
 from stepsight.experiments.evaluation.scored_row import Scored
@@ -231,31 +233,38 @@ def _nothing(rows: str, skipped: Mapping[str, int], there: str) -> StepsightErro
 
 
 def score(row: Row, predictor_of: PredictorOf) -> Scored:
-    """Predict one row.
+    """Predict one row: the geometric mean over the jobs that it may mean, with an interval that holds all of theirs.
 
     Raises:
         JobError: If no job says what ran, or nobody can predict it; the message is a reason that rows share.
         FittedRowError: If the predictor was fitted on the row.
     """
     measured = row.measured_s
-    published = job_of(row)
+    every = jobs_of(row)
+    published = every[0]
     job = published.job
     predictor = predictor_of(job.cluster.hardware)
     if predictor is not None:
         _check_lawful(row, job, predictor)
-    prediction = predict(job, predictor or ROOFLINE, software=row.software)
     told = {} if predictor is None else predictor.manifest.get("calibration", {})
     judged = is_copy(job, measured, told.get("judged_rows", ()))
+    predictions = [predict(one.job, predictor or ROOFLINE, software=row.software) for one in every]
+    seconds = math.exp(fmean(math.log(prediction.iteration_time_s) for prediction in predictions))
+    nearest = min(predictions, key=lambda one: abs(math.log(one.iteration_time_s / seconds)))
+    ends = [prediction.interval(without=row.source, judged=judged) for prediction in predictions]
+    share = seconds / nearest.iteration_time_s
     return Scored(
         row,
         job,
         published.framework,
         measured,
-        prediction.iteration_time_s,
-        *prediction.interval(without=row.source, judged=judged),
-        prediction.mfu * prediction.iteration_time_s,
-        1.0 if predictor is None else prediction.unsupported_share,
-        dict(prediction.breakdown),
+        seconds,
+        min(low for low, _ in ends),
+        max(high for _, high in ends),
+        nearest.mfu * nearest.iteration_time_s,
+        1.0 if predictor is None else nearest.unsupported_share,
+        {cause: own * share for cause, own in nearest.breakdown.items()},
+        str(published.open),
     )
 
 

@@ -5,7 +5,7 @@ gate; what ``_MODELS`` has of a name; no tied tables for Llama, tied ones for ot
 expert parallelism; ``dp`` what the devices leave; ZeRO 0 for a single replica; sequence parallelism and recomputation
 as the framework has them; experts cut by tensor parallelism where that leaves room for their own.  Where embedding and
 loss count as a layer each when a pipeline is cut (Llama 3 405B, BLOOM), the first and last part have one layer less.
-Everything else must be there.
+What else a row leaves open is answered for the values that it may have (``open_cells``).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from stepsight.dataset.frameworks import Framework, framework_in
 from stepsight.dataset.job import Job
 from stepsight.dataset.rules import MOST_LAYERS
 from stepsight.dataset.specs import MIXED, RECOMPUTE
+from stepsight.experiments.evaluation.open_cells import MOST_OPEN, NOTHING_OPEN, Choice, Open, open_cells, possible
 from stepsight.experiments.evaluation.row_hardware import cluster_of
 from stepsight.experiments.evaluation.runs_table import Row, RowError, number_in
 
@@ -51,10 +52,20 @@ class PublishedJob:
 
     job: Job
     framework: Framework
+    open: Open = NOTHING_OPEN
 
 
 def job_of(row: Row) -> PublishedJob:
-    """The job of a row.
+    """The first of a row's jobs: the only one where the row leaves nothing open.
+
+    Raises:
+        JobError: As ``jobs_of``.
+    """
+    return jobs_of(row)[0]
+
+
+def jobs_of(row: Row) -> list[PublishedJob]:
+    """The jobs of a row: one for each combination of values of the cells that it leaves open.
 
     Raises:
         JobError: If the row leaves out what matters (``RowError``), or no job says what ran.
@@ -62,11 +73,23 @@ def job_of(row: Row) -> PublishedJob:
     if "optimizer step NOT included" in row.text("iter_time_derivation"):
         raise RowError("the time is not that of a training iteration")
     framework = framework_of(row)
+    cells = open_cells(row, framework, vocab_known=bool(_vocab(row)), dp=_degrees(row)["dp"])
+    if len(cells.values) > MOST_OPEN:
+        raise RowError(f"{len(cells.values)} of its columns are unknown: {', '.join(cells.values)}")
+
+    def build(choice: Choice) -> PublishedJob:
+        filled = Row({**row.cells, **{name: str(value) for name, value in choice.items()}})
+        return PublishedJob(_job(filled, framework), framework, cells)
+
+    return possible(cells.choices(), build)
+
+
+def _job(row: Row, framework: Framework) -> Job:
     parallel = _parallel(row, framework)
     model = _model(row)
     if model.get("experts"):
         parallel["expert_tp"] = 0 if parallel["dp"] * parallel["cp"] % parallel["ep"] == 0 else 1
-    job = Job.from_dict(
+    return Job.from_dict(
         {
             "model": model,
             "parallel": parallel,
@@ -79,7 +102,6 @@ def job_of(row: Row) -> PublishedJob:
         },
         habits=framework,
     )
-    return PublishedJob(job, framework)
 
 
 def run_digest(job: Job, measured_s: float) -> str:
@@ -133,7 +155,7 @@ def framework_of(row: Row) -> Framework:
 
 def precision_of(text: str) -> str:
     """The job's word for a row's precision: the type of the large products."""
-    found = re.match(r"(?:amp_)?(?:mx)?(fp16|bf16|fp8|float8|fp32)(?![a-z0-9/+])", text.lower())
+    found = re.match(r"(?:amp_)?(?:mx)?(nvfp4|fp16|bf16|tf32|fp8|float8|fp32)(?![a-z0-9/+])", text.lower())
     if found is None:
         raise RowError(f"no job has the precision {_shown(text)} (known: {', '.join(MIXED)})")
     return "fp8" if found[1] == "float8" else found[1]
@@ -157,11 +179,8 @@ def _model(row: Row) -> dict[str, Any]:
     if not ffn:
         raise RowError("ffn is unknown")
     heads = row.whole("heads") or hidden // HEAD
-    plain = re.sub("[^a-z0-9]", "", name.lower())
-    facts = next((facts for start, facts in _MODELS.items() if plain.startswith(start)), {})
-    vocab = row.whole("vocab") or facts.get("vocab", 0)
-    if not vocab:
-        raise RowError("vocab is unknown")
+    facts, vocab = _facts(row), _vocab(row)
+    assert vocab, "an open vocabulary is filled"
     tied = row.flag("tied_embeddings")
     model: dict[str, Any] = {
         "name": name if name.isprintable() else "",
@@ -181,21 +200,36 @@ def _model(row: Row) -> dict[str, Any]:
     return model | {key: value for key, value in facts.items() if key != "vocab"}
 
 
-def _parallel(row: Row, framework: Framework) -> dict[str, Any]:
+def _facts(row: Row) -> dict[str, Any]:
+    """What is known of a row's model by its name."""
+    plain = re.sub("[^a-z0-9]", "", row.text("model_name").lower())
+    return next((facts for start, facts in _MODELS.items() if plain.startswith(start)), {})
+
+
+def _vocab(row: Row) -> int:
+    """The vocabulary, 0 if nothing tells it."""
+    return row.whole("vocab") or _facts(row).get("vocab", 0)
+
+
+def _degrees(row: Row) -> dict[str, int]:
     degrees = {key: row.whole(key) or 1 for key in ("tp", "pp", "cp", "ep")}
     others = degrees["tp"] * degrees["pp"] * degrees["cp"]
     dp = row.whole("dp") or max(1, row.gpus // others)
     if dp * others != row.gpus:
         raise RowError("tp * pp * cp * dp is not the number of devices")
+    return {**degrees, "dp": dp}
+
+
+def _parallel(row: Row, framework: Framework) -> dict[str, Any]:
+    degrees = _degrees(row)
     chunks = (row.whole("vp") or 1) if degrees["pp"] > 1 else 1
     shared = row.flag("sequence_parallel")
     return {
         **degrees,
-        "dp": dp,
         "virtual_stages": chunks,
         "stage_layers": _stage_layers(row.known("layers"), degrees["pp"] * chunks),
         **({} if shared is None else {"sequence_parallel": degrees["tp"] > 1 and shared}),
-        **_sharding(row, dp),
+        **_sharding(row, degrees["dp"]),
         "recompute": _recompute(row, framework),
     }
 
@@ -213,8 +247,6 @@ def _stage_layers(layers: int, parts: int) -> list[int]:
 def _sharding(row: Row, dp: int) -> dict[str, Any]:
     """ZeRO stage, group and resharding from words such as ``distopt(zero1)`` or ``zero1 within groups of 8``."""
     text = row.text("zero_stage").lower()
-    if not text and dp > 1:
-        raise RowError("zero_stage is unknown")
     group = re.search(r"groups of (\d+)|fsdp[=(](\d+)", text)
     shard = int(number_in(group[1] or group[2], "a sharding group of zero_stage")) if group else 0
     keeps = "zero2-like" in text or "no reshard" in text
@@ -234,8 +266,6 @@ def _sharding(row: Row, dp: int) -> dict[str, Any]:
 def _recompute(row: Row, framework: Framework) -> str:
     """A word of ``RECOMPUTE``, with whatever remark behind it."""
     text = (row.text("recompute") or framework.recompute).lower()
-    if not text:
-        raise RowError("recompute is unknown")
     found = re.match(rf"({'|'.join(RECOMPUTE)})(?![a-z0-9/])", text)
     if found is None:
         raise RowError(f"recompute is {text!r:.40}: it must be {', '.join(RECOMPUTE)}, with any remark in brackets")

@@ -24,6 +24,7 @@ class Scored:
         ideal_s: Time of the model's FLOP at the devices' peak.
         unsupported_share: Part of the predicted time in what lies outside of what was measured, 0 ... 1.
         breakdown: Seconds by cause.
+        open: Columns that the row leaves open, each with the values that were predicted; empty: none.
     """
 
     row: Row
@@ -36,6 +37,7 @@ class Scored:
     ideal_s: float
     unsupported_share: float
     breakdown: dict[str, float] = field(repr=False)
+    open: str = ""
 
     @property
     def digest(self) -> str:
@@ -90,6 +92,7 @@ class Scored:
             "high_s": self.high_s,
             "error_percent": self.error,
             "in_interval": self.held,
+            "open": self.open,
             "unsupported_share": self.unsupported_share,
             **{f"{cause}_s": seconds for cause, seconds in self.breakdown.items()},
         }
@@ -102,4 +105,5 @@ class Scored:
             "predicted_s": self.predicted_s,
             "low_s": self.low_s,
             "high_s": self.high_s,
+            **({"open": self.open} if self.open else {}),
         }

@@ -1,6 +1,7 @@
 """BERT (Devlin et al. 2018, arXiv:1810.04805): an encoder with norms after the residuals, and masked tokens predicted.
 
-The loss is of every token, as in Hugging Face's ``BertForMaskedLM``; there is no pooler and no next-sentence loss.
+The loss is of every token, as in Hugging Face's ``BertForMaskedLM``, or of the masked ones alone (``loss_share``):
+they are copied together before it.  There is no pooler and no next-sentence loss.
 """
 
 from __future__ import annotations
@@ -39,8 +40,14 @@ def embedding(shape: RankShape, shared: bool = False) -> Block:
 
 def head(shape: RankShape, shared: bool = False) -> Block:
     """A transform, its norm, and logits with a bias."""
+    masked: Block = ()
+    if shape.model.loss_share < 1.0:
+        length = max(1, round(shape.seq_len * shape.cp.size * shape.model.loss_share))
+        shape = replace(shape, model=replace(shape.model, unpadded_len=length))
+        copied = (shape.op("copy", shape.local_rows * shape.model.hidden),)
+        masked = (Step("masked_tokens", copied, copied),)
     hidden, rows = shape.model.hidden, shape.local_rows
     plain = replace(shape, model=replace(shape.model, gated_mlp=False))
     transform = linear(shape, "transform", hidden, hidden, rows, replicated=True)
     found = (transform, activation(plain, rows, hidden), norm(shape, "head_norm", fork=False))
-    return (*found, *vocabulary.logits_and_loss(shape, shared, bias=True))
+    return (*masked, *found, *vocabulary.logits_and_loss(shape, shared, bias=True))

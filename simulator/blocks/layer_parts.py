@@ -77,7 +77,7 @@ def linear(
         (*cast(shape, rows * n), *cast_again(shape, n * k), shape.gemm("linear_dgrad", rows, n, k)),
         weight_grad,
         weights if bias else (n * k,),
-        weight_grad_first=not bias and shape.precision != "fp8",  # the cast gradient serves both: input's comes first
+        weight_grad_first=not bias and not shape.quantizes,  # the cast gradient serves both: input's comes first
         replicated=replicated,
         saved=(kept((input_rows or rows) * k * shape.gemm_bytes, keeps),),
     )
@@ -103,9 +103,9 @@ def kept(num_bytes: int, name: str) -> Saved:
 
 
 def cast(shape: RankShape, numel: int) -> tuple[Op, ...]:
-    """An operand of a matrix product to fp8, and its transpose; nothing in other precisions."""
+    """An operand of a matrix product to 8 or 4 bits, and its transpose; nothing in other precisions."""
     largest = (shape.op("reduce", numel),) if shape.kernels.fp8_dynamic else ()
-    return (*largest, shape.op("copy", numel)) if shape.precision == "fp8" else ()
+    return (*largest, shape.op("copy", numel)) if shape.quantizes else ()
 
 
 def cast_again(shape: RankShape, numel: int) -> tuple[Op, ...]:

@@ -174,7 +174,7 @@ def grouped_linear(shape: RankShape, name: str, rows: int, n: int, k: int) -> St
             *([shape.op("bias_grad", rows, n)] if bias else []),
         ),
         ((n,) * groups if bias else ()) + (n * k,) * groups,
-        weight_grad_first=not bias and shape.precision != "fp8",
+        weight_grad_first=not bias and not shape.quantizes,
         expert=True,
         saved=(Saved(rows * k * shape.gemm_bytes),),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from stepsight.dataset.execution import COMPUTE_DTYPE, KernelSemantics
 from stepsight.dataset.hashed_once import hashed_once
 from stepsight.dataset.op import DTYPE_BYTES, Collective, Op
-from stepsight.dataset.specs import ModelSpec
+from stepsight.dataset.specs import QUANTIZED, ModelSpec
 from stepsight.simulator.blocks.step import Comm
 
 
@@ -35,7 +35,7 @@ class RankShape:
     Attributes:
         model: The whole model.
         micro_batch: Sequences.
-        precision: Of matrix products: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
+        precision: Of matrix products: one of ``MIXED``, or a 16-bit type.
         kernels: What the execution engine does in a block.
         tp, cp, ep: Groups.
         expert_tp: Tensor-parallel degree of the experts (1 or that of ``tp``).
@@ -79,6 +79,11 @@ class RankShape:
         return self.dtype != self.kernels.main_dtype
 
     @property
+    def quantizes(self) -> bool:
+        """Whether operands of matrix products are converted to a narrower type."""
+        return self.precision in QUANTIZED
+
+    @property
     def main_bytes(self) -> int:
         """Of an element in the main type."""
         return DTYPE_BYTES[self.kernels.main_dtype]
@@ -91,7 +96,7 @@ class RankShape:
     @property
     def seq_len(self) -> int:
         """Tokens of a sequence on this rank (the decoder's, where there are two kinds)."""
-        return self.model.seq_len // self.cp.size
+        return (self.model.unpadded_len or self.model.seq_len) // self.cp.size
 
     @property
     def rows(self) -> int:
@@ -127,6 +132,10 @@ class RankShape:
     def gemm(self, kind: str, *dims: int) -> Op:
         """A matrix product, in the precision's own dtype."""
         return Op(kind, dims, self.precision)
+
+    def core_product(self, *dims: int) -> Op:
+        """A product of unfused attention: in the activations' type, which ``tf32`` rounds as in all other products."""
+        return Op("batched_matmul", dims, "tf32" if self.precision == "tf32" else self.dtype)
 
     def tp_comm(self, kind: str, num_bytes: int, *, beside: bool = False) -> Comm:
         return Comm(self.tp.collective(kind, num_bytes), "tp", beside)

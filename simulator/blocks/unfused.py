@@ -23,7 +23,7 @@ def unfused_core(shape: RankShape, heads: Heads, joined: tuple[Item, ...]) -> Bl
     kv_numel, size = heads.kv_numel(shape) * shape.cp.size, shape.dtype_bytes
 
     def product(m: int, n: int, k: int) -> Item:
-        return shape.op("batched_matmul", batch, m, n, k)
+        return shape.core_product(batch, m, n, k)
 
     fetch: tuple[Item, ...] = ()
     bring: tuple[Item, ...] = ()

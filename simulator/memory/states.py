@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from stepsight.dataset.caching import cached
 from stepsight.dataset.execution import COMPUTE_DTYPE, ExecutionSemantics
 from stepsight.dataset.op import DTYPE_BYTES
-from stepsight.dataset.specs import ParallelSpec
+from stepsight.dataset.specs import QUANTIZED, ParallelSpec
 from stepsight.simulator.lowering.replicas import gathering_of
 from stepsight.simulator.lowering.sizes import Groups
 from stepsight.simulator.memory.block import Gradients
@@ -87,7 +87,7 @@ def states_of(p: ParallelSpec, semantics: ExecutionSemantics, precision: str, gr
     bucket_bytes = semantics.overlap.bucket_bytes
     own_loss = 6 if p.tp == 1 else 14  # of PyTorch's cross-entropy, and of its ``loss_parallel``
     return States(
-        parameters=each(float(size + (2 if precision == "fp8" else 0) if copied else main), parts[0]),
+        parameters=each(float(size + QUANTIZED.get(precision, 0) if copied else main), parts[0]),
         gradients=gradients,
         optimizer=each(0.0 if semantics.optimizer == "host" else moments, parts[2]),
         workspace=each(float(main), parts[2]) if semantics.optimizer == "foreach" else (0.0, 0.0),

@@ -9,6 +9,8 @@ from stepsight.dataset.execution import ENGINE_SEMANTICS, default_engine, semant
 from stepsight.dataset.frameworks import find_framework
 from stepsight.dataset.job import ExecutionSpec, Job
 from stepsight.dataset.specs import ENGINES, PRECISIONS
+from stepsight.simulator.blocks.layer_parts import cast
+from stepsight.simulator.lowering.sizes import rank_shape
 
 
 def job_of(precision: str = "bf16", *, engine: str = "", framework: str = "", **tables: dict[str, Any]) -> Job:
@@ -28,6 +30,20 @@ def job_of(precision: str = "bf16", *, engine: str = "", framework: str = "", **
 def test_every_engine_has_semantics_and_every_precision_an_engine() -> None:
     assert set(ENGINE_SEMANTICS) == set(ENGINES)
     assert {default_engine(precision) for precision in PRECISIONS} == set(ENGINES)
+
+
+def test_products_alone_are_rounded_to_tf32() -> None:
+    """All else is fp32, and the engine is that of fp32."""
+    shape = rank_shape(job_of("tf32"))
+    assert shape.gemm("linear", 2, 3, 5).dtype == shape.core_product(1, 2, 3, 5).dtype == "tf32"
+    assert (shape.dtype, shape.casts, shape.quantizes) == ("fp32", False, False)
+    assert semantics_of(job_of("tf32")) == semantics_of(job_of("fp32"))
+
+
+def test_four_bits_convert_operands_as_eight_do() -> None:
+    shape = rank_shape(job_of("nvfp4", cluster={"hardware": "b200-sxm-180gb"}))
+    assert (shape.dtype, shape.quantizes, shape.core_product(1, 2, 3, 5).dtype) == ("bf16", True, "bf16")
+    assert [op.kind for op in cast(shape, 8)] == ["copy"]
 
 
 def test_one_type_for_everything_is_what_the_harness_runs() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from stepsight.dataset.caching import cached
 from stepsight.dataset.files import read_json
 from stepsight.dataset.job import Job
+from stepsight.dataset.specs import QUANTIZED
 from stepsight.training.intervals.conformal import COVERAGE, MOST_LOG, conformal_quantile
 
 PRESET = Path(__file__).with_name("published_widths.json")
@@ -27,7 +28,7 @@ def class_of(job: Job) -> tuple[str, ...]:
     """What of a job makes predictions of it good or bad, the coarsest first."""
     return (
         "mixture" if job.model.experts else "dense",
-        "8-bit" if job.batch.precision == "fp8" else "16-bit or more",
+        "8-bit" if job.batch.precision in QUANTIZED else "16-bit or more",
         "fused" if job.model.fused_attention else "unfused",
     )
 

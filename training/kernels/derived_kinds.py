@@ -60,7 +60,7 @@ def label(name: str, op: Op, hardware: Hardware) -> str:
 def base_of(op: Op, hardware: Hardware) -> Op | None:
     """The op whose efficiency tells most about one of a kind that was not measured; None: nothing but the roofline."""
     if dtype_class(op, hardware):
-        return Op(op.kind, op.dims, "bf16")
+        return Op(op.kind, op.dims, "fp8" if op.dtype == "nvfp4" else "bf16")
     kind = op.record
     if not kind.base:
         return None

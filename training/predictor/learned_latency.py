@@ -58,7 +58,7 @@ class LearnedLatency:
         self._collective = collective
         self._context = context
         self._constants = constants or Constants()
-        self._slowest = 1.0 + hardware.compute_spread * slowest_of(devices)
+        self._pace = hardware.power_slowdown * (1.0 + hardware.compute_spread * slowest_of(devices))
         self.knows_context = context is not None
         self._ops: Memo[Op, float] = Memo("predictor: ops", MAX_WORKS)
         self._collectives: Memo[Collective, float] = Memo("predictor: collectives", MAX_WORKS)
@@ -74,8 +74,8 @@ class LearnedLatency:
         return self._known(self._collectives, collectives, lambda some: self._collective.seconds(some, self.fabric))
 
     def _ask_kernel(self, ops: Sequence[Op]) -> Seconds:
-        """Seconds of each op by the kernel model, on the slowest of the devices that move in step."""
-        paces = [self._slowest if op.record.bound == "compute" else 1.0 for op in ops]
+        """Seconds of each op by the kernel model, at the clock that the power limit sustains, on the slowest device."""
+        paces = [self._pace if op.record.bound == "compute" else 1.0 for op in ops]
         return self._kernel.seconds(ops, self.busy) * paces
 
     def _known(self, memo: Memo[T, float], works: Sequence[T], ask: Callable[[Sequence[T]], Seconds]) -> Seconds:

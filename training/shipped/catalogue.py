@@ -185,7 +185,7 @@ RECIPES = MappingProxyType(
         # In 8 bits DeepGEMM runs the instructions with scales of blocks that cuBLAS runs for MXFP8.
         "b200-sxm": Recipe(
             "b200-sxm-180gb",
-            ("gb200-sxm-186gb",),
+            ("gb200-sxm-186gb", "b300-sxm-270gb", "gb300-sxm-279gb"),
             (
                 TableSource("aiconfigurator", "kernels/aiconfigurator/data/b200_sxm", PRODUCTS),
                 TableSource("simumax", f"{_SIMUMAX}/b200_bf16_ceperm.json.gz"),
@@ -208,10 +208,12 @@ def shipped_predictor(name: str) -> Predictor | None:
     for own, recipe in RECIPES.items():
         if name in (own, recipe.hardware, *recipe.twins) and own in shipped_names():
             predictor = Predictor.load(SHIPPED / own)
-            hardware = _preset(recipe.hardware if name == own else name)
-            if hardware.name in recipe.twins:
-                return replace(predictor, hardware=hardware, kernel=replace(predictor.kernel, serves=hardware))
-            return replace(predictor, hardware=hardware)  # facts of the preset as they are now
+            hardware = _preset(recipe.hardware if name == own else name)  # facts of the preset as they are now
+            measured = predictor.kernel.hardware
+            peaks = {**_preset(recipe.hardware).peak_flops, **measured.peak_flops}  # of types that nobody measured, too
+            serves = hardware if hardware.name in recipe.twins else None
+            kernel = replace(predictor.kernel, hardware=replace(measured, peak_flops=peaks), serves=serves)
+            return replace(predictor, hardware=hardware, kernel=kernel)
     return None
 
 

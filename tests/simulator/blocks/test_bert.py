@@ -1,3 +1,6 @@
+from dataclasses import replace
+
+from stepsight.dataset.op import Op
 from stepsight.simulator.blocks import bert
 from tests.simulator.blocks.shapes import parameters, small_shape, words
 
@@ -17,3 +20,19 @@ def test_masked_tokens_are_predicted_through_a_transform() -> None:
     block = bert.head(small_shape("bert"), shared=True)
     assert words(block) == "linear gelu layer_norm linear cross_entropy"
     assert parameters(block) == 64**2 + 64 + 2 * 64 + 512
+
+
+def test_only_masked_tokens_reach_the_head() -> None:
+    """They are copied together first, and the products have as few rows."""
+    shape = small_shape("bert")
+    few = bert.head(replace(shape, model=replace(shape.model, loss_share=0.25)), shared=True)
+    assert words(few) == "copy linear gelu layer_norm linear cross_entropy"
+    rows = [item.dims[0] for step in few for item in step.forward if isinstance(item, Op) and item.kind == "linear"]
+    assert rows == [shape.rows // 4] * 2
+
+
+def test_padding_that_is_left_out_shortens_sequences() -> None:
+    shape = small_shape("bert")
+    short = replace(shape, model=replace(shape.model, unpadded_len=shape.model.seq_len // 2))
+    assert 2 * short.rows == shape.rows
+    assert parameters(bert.embedding(short)) == parameters(bert.embedding(shape))

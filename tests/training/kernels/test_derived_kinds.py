@@ -42,6 +42,12 @@ def test_what_streams_is_an_addition_of_as_many_bytes() -> None:
     assert roofline_seconds(base, GPU) == pytest.approx(roofline_seconds(op, GPU), rel=1e-3)
 
 
+def test_four_bits_are_known_by_eight_and_these_by_sixteen() -> None:
+    eight = base_of(Op("linear", (2, 3, 5), "nvfp4"), GPU)
+    assert eight == Op("linear", (2, 3, 5), "fp8")
+    assert base_of(eight, GPU) == base_of(Op("linear", (2, 3, 5), "tf32"), GPU) == Op("linear", (2, 3, 5), "bf16")
+
+
 def test_precision_makes_kernels_of_their_own_for_products_on_gpus_alone() -> None:
     assert dtype_class(Op("linear", (2, 3, 5), "fp8"), GPU) == "fp8"
     assert dtype_class(Op("linear", (2, 3, 5), "fp16"), GPU) == ""
