@@ -60,22 +60,26 @@ def _simulate(
 ) -> None:
     """Fill in the times of jobs that all have a pipeline, or all have none; ``places``: theirs in ``times``."""
     timer, hardware, carried = timer_of(latency), latency.hardware, lowered[0].num_stages == 1
-    segments = {id(segment): segment for low in lowered for segment in low.segments}
-    row = {key: at for at, key in enumerate(segments)}
-    paths, outside = many_paths(timer, list(segments.values()), unmeasured, carried=carried)
-    timer.work_seconds(list(dict.fromkeys(message for low in lowered for message in low.messages)))
+    works = {id(low.segments): low for low in lowered}  # strategies that differ in the schedule share the rest
+    segments = list({id(segment): segment for low in works.values() for segment in low.segments}.values())
+    row = {id(segment): at for at, segment in enumerate(segments)}
+    rows_of = {key: [row[id(segment)] for segment in low.segments] for key, low in works.items()}
+    paths, outside = many_paths(timer, segments, unmeasured, carried=carried)
+    messages = list(dict.fromkeys([message for low in works.values() for message in low.messages]))
+    seconds = dict(zip(messages, timer.work_seconds(messages).tolist(), strict=True))
+    far_of = {} if unmeasured is None else dict(zip(messages, unmeasured(messages), strict=True))
     host = (0.0, 0.0) if carried else (hardware.host_action_s, hardware.host_message_s)
     families: dict[tuple[int, ...], list[int]] = {}  # of jobs that differ in durations alone
     for at, low in enumerate(lowered):
-        families.setdefault((id(low.table), id(low.message), id(low.meets)), []).append(at)
+        families.setdefault((id(low.track), id(low.table), id(low.message), id(low.meets)), []).append(at)
     for family in families.values():
         for own in (family[at : at + TOGETHER] for at in range(0, len(family), TOGETHER)):
             some, where = [lowered[at] for at in own], [places[at] for at in own]
-            rows = np.array([[row[id(segment)] for segment in low.segments] for low in some])
-            kinds = np.array([timer.work_seconds(low.messages) for low in some])
+            rows = np.array([rows_of[id(low.segments)] for low in some])
+            kinds = np.array([[seconds[message] for message in low.messages] for low in some])
             takes, far = Taken(paths[rows], kinds.take(some[0].message, axis=1)), None
-            if unmeasured is not None and outside is not None:
-                kinds *= np.array([unmeasured(low.messages) for low in some], dtype=np.bool_)
+            if outside is not None:
+                kinds *= np.array([[far_of[message] for message in low.messages] for low in some], dtype=np.bool_)
                 far = Taken(outside[rows], kinds.take(some[0].message, axis=1))
             times.seconds[where], times.outside[where] = _iterations(some[0], takes, far, host)
 

@@ -21,7 +21,7 @@ from stepsight.dataset.job import Job
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import strategies
-from stepsight.training.predictor.ask_many import ask_many, predict_many
+from stepsight.training.predictor.ask_many import FEWEST, ask_many, predict_many
 from stepsight.training.predictor.prediction import Prediction, predict
 from stepsight.training.predictor.predictor import Predictor
 
@@ -67,6 +67,7 @@ def warm_up(job: Job) -> None:
         for schedule in ("1f1b", "gpipe", "zb-h1"):
             for zero_stage in (0, 1, 3):
                 predict(replace(changed, parallel=replace(job.parallel, schedule=schedule, zero_stage=zero_stage)))
+    ask_many([job] * FEWEST)  # intervals have compiled loops of their own
 
 
 def scaling(job: Job) -> list[dict[str, Any]]:

@@ -184,6 +184,8 @@ def _run_from(
             if outside is not None:
                 clocks.now_outside[0] += pending_outside
             pending, pending_outside, newest = 0.0, 0.0, event
+            if now[0] == -np.inf and now[HOST] == -np.inf:  # nothing has come to the computation yet
+                continue
             passage = segments.passage[first_passage + what]
             first, last, node = events[row, FIRST], events[row, LAST], passages.bounds[passage]
             if last - first == passages.bounds[passage + 1] - node:

@@ -18,34 +18,22 @@ from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.execution import ExecutionSemantics, semantics_of
 from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.hashed_once import hashed_once
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
-from stepsight.simulator.blocks.shape import Group, RankShape
-from stepsight.simulator.clock.track import FIRST, LAST, Track, find_track
+from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.clock.track import Track, find_track
 from stepsight.simulator.clock.track import track as order_entries
-from stepsight.simulator.lowering.optimizer_step import OptimizerHabits, optimizer_segment
-from stepsight.simulator.lowering.passages import BACKWARD as WHOLE
-from stepsight.simulator.lowering.passages import FORWARD as FORWARDS
-from stepsight.simulator.lowering.passages import INPUT, WEIGHT
+from stepsight.simulator.lowering.optimizer_step import OptimizerHabits
 from stepsight.simulator.lowering.rank_layout import Layout, layout_of
+from stepsight.simulator.lowering.rank_work import LABELS, Rank, passes_of, placement_of, rank_work
 from stepsight.simulator.lowering.replicas import replicas_of
 from stepsight.simulator.lowering.segment import Segment
 from stepsight.simulator.lowering.sizes import Groups, Parts, PartShape, groups_of, part_shapes, rank_shape
-from stepsight.simulator.lowering.stage import Pass, calls_of, part_segments
-from stepsight.simulator.lowering.stage_links import meeting_stages, stage_messages, tied_group
-from stepsight.simulator.schedules import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    KIND_NAMES,
-    read_schedule,
-)
+from stepsight.simulator.lowering.stage_links import message_kinds
+from stepsight.simulator.schedules import KIND_NAMES, read_schedule
 
 Ints = NDArray[np.int32]
-_LABELS = {FORWARD: FORWARDS, BACKWARD: WHOLE, BACKWARD_INPUT: INPUT, BACKWARD_WEIGHT: WEIGHT}
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +103,7 @@ class Lowered:
         """What a stage runs for a micro-batch (``optimizer``: whatever the micro-batch)."""
         if label == "optimizer":
             return self.segments[int(self.optimizer[stage])].program
-        track, kind = self.track, {name: kind for kind, name in _LABELS.items()}[label]
+        track, kind = self.track, {name: kind for kind, name in LABELS.items()}[label]
         found = np.flatnonzero((track.stage == stage) & (track.kind == kind) & (track.micro_batch == micro_batch))
         return self.segments[int(self.segment[found[0]])].program
 
@@ -173,37 +161,29 @@ def _asked(job: Job, hardware: Hardware) -> _Asked:
 
 @cached(512)
 def _lower(asked: _Asked) -> Lowered:
-    p, shape, parts, overlap = asked.strategy, asked.shape, asked.parts, asked.semantics.overlap
-    zero = p.zero_stage, p.pp > 1
-    replicas = replicas_of(zero, asked.groups, asked.semantics, beside=asked.beside, share=asked.share)
+    p, overlap = asked.strategy, asked.semantics.overlap
     track = _find_track(p, overlap.runtime)
-    held = _held(track, parts)
-    passes = _passes(track)
-    calls = calls_of(shape.kernels, replicas, (p.recompute, p.recompute_every), passes.passes)
-    numbers: dict[Segment, int] = {}  # by identity: equal segments are one object, their makers are cached
-    of_parts = []
-    for part in held.rows:
-        own = part_segments(shape, part, calls)
-        of_parts.append(tuple([numbers.setdefault(segment, len(numbers)) for segment in own]))
-    tied = tied_group(shape, asked.layout, track)
-    states, form = asked.semantics.states, asked.semantics.optimizer
-    habits = OptimizerHabits(form, asked.optimizer == "adamw", overlap.reads_norm, states)
-    segments = [
-        optimizer_segment(shape, own, replicas, habits, tied if ends and tied.size > 1 else Group())
-        for own, ends in held.distinct
-    ]
-    optimizers = tuple([numbers.setdefault(segment, len(numbers)) for segment in segments])
-    table, optimizer = _tables(held, passes, tuple(of_parts), optimizers)
-    messages, message = stage_messages(shape, parts, asked.layout, track)
+    zero = p.zero_stage, p.pp > 1
+    rank = Rank(
+        asked.shape,
+        asked.parts,
+        asked.layout,
+        replicas_of(zero, asked.groups, asked.semantics, beside=asked.beside, share=asked.share),
+        (p.recompute, p.recompute_every),
+        OptimizerHabits(
+            asked.semantics.optimizer, asked.optimizer == "adamw", overlap.reads_norm, asked.semantics.states
+        ),
+    )
+    work = rank_work(rank, placement_of(track), passes_of(track))
     return Lowered(
-        segments=tuple(numbers),
+        segments=work.segments,
         track=track,
-        table=table,
-        optimizer=optimizer,
-        messages=messages,
-        message=message,
-        parts=parts,
-        meets=meeting_stages(track, tied, all_meet=overlap.reads_norm),
+        table=work.table,
+        optimizer=work.optimizer,
+        messages=work.messages,
+        message=message_kinds(track, work.after_part),
+        parts=asked.parts,
+        meets=work.meets,
         semantics=asked.semantics,
     )
 
@@ -212,76 +192,6 @@ def _lower(asked: _Asked) -> Lowered:
 def _place(track: Track) -> Ints:
     """Position of each action in a table of parts, kinds and turns."""
     return (track.part * len(KIND_NAMES) + track.kind) * 3 + track.turn
-
-
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """Who holds which parts of the model.
-
-    Attributes:
-        rows: Distinct parts.
-        row: Position in ``rows`` of each part.
-        distinct: What stages hold, in model order, each distinct combination once, and whether the model's first or
-            last part is among it.
-        of_stage: Position in ``distinct`` of each stage's.
-    """
-
-    rows: tuple[PartShape, ...]
-    row: Ints
-    distinct: tuple[tuple[Parts, bool], ...]
-    of_stage: Ints
-
-
-@cached(512)
-def _held(track: Track, parts: Parts) -> _Held:
-    rows: dict[PartShape, int] = {}
-    row = [rows.setdefault(part, len(rows)) for part in parts]
-    held: list[list[int]] = [[] for _ in range(track.num_stages)]
-    for part, stage in enumerate(track.schedule.placement[:, 0].tolist()):
-        held[stage].append(part)
-    distinct: dict[tuple[tuple[int, ...], bool], tuple[int, Parts]] = {}
-    of_stage = []
-    for own in held:
-        ends = any(parts[part].first or parts[part].last for part in own)
-        key = (tuple([row[part] for part in own]), ends)
-        at, _ = distinct.setdefault(key, (len(distinct), Parts([parts[part] for part in own])))
-        of_stage.append(at)
-    combinations = tuple((own, ends) for (_, ends), (_, own) in distinct.items())
-    return _Held(tuple(rows), np.array(row), combinations, np.array(of_stage))
-
-
-@cached(2048)
-def _tables(
-    held: _Held, passes: _Passes, of_parts: tuple[tuple[int, ...], ...], optimizers: tuple[int, ...]
-) -> tuple[Ints, Ints]:
-    """``Lowered.table`` and ``optimizer`` from the segments of each distinct part and optimizer.
-
-    Jobs that are alike in these share both arrays.
-    """
-    table = np.zeros((len(held.rows), len(KIND_NAMES) * 3), dtype=np.int32)
-    table[:, list(passes.places)] = of_parts
-    return table[held.row].ravel(), np.array(optimizers, dtype=np.int32)[held.of_stage]
-
-
-@hashed_once
-@dataclass(frozen=True)
-class _Passes:
-    """Distinct passes of a track's actions, and their positions in a part's row of ``Lowered.table``."""
-
-    passes: tuple[Pass, ...]
-    places: tuple[int, ...]
-
-
-@cached(512)
-def _passes(track: Track) -> _Passes:
-    places = tuple(np.unique(track.kind * 3 + track.turn).tolist())
-    alone = track.schedule.num_micro_batches == 1
-    kinds = [divmod(place, 3) for place in places]
-    passes = [Pass(_LABELS[kind], turn == FIRST or alone, turn == LAST) for kind, turn in kinds]
-    return _shared_passes(tuple(passes), places)
-
-
-_shared_passes = cached(512)(_Passes)
 
 
 def _find_track(p: _Strategy, runtime: str) -> Track:

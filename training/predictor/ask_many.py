@@ -139,13 +139,19 @@ def predict_many(jobs: Iterable[JobLike], predictor: Predictor | str | None = No
 
 @contextmanager
 def _no_garbage() -> Iterator[None]:
-    """Collect no garbage: what is made here is kept, and looking for garbage would cost a tenth of the time."""
+    """Collect no garbage: what is made here is kept, and looking for garbage would cost a tenth of the time.
+
+    At the end all that was made counts as old (``freeze``, ``unfreeze``), else the next new object starts a collection.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collects:
+            if not gc.get_freeze_count():  # who froze objects wants them to stay frozen
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
