@@ -37,9 +37,7 @@ def many_paths(
         each outside of what was measured, same shape.
     """
     passages = {id(passage): passage for segment in segments for passage in segment.passages}
-    works = dict.fromkeys(work for passage in passages.values() for work in passage.works)
-    sent = dict.fromkeys(work for segment in segments for work in segment.sent)
-    timer.work_seconds([*works, *(work for work in sent if work not in works)])  # all at once
+    sent = dict.fromkeys([work for segment in segments for work in segment.sent])
     row = {key: at for at, key in enumerate(passages)}
     place = {work: at for at, work in enumerate(sent)}
     times = [timer.passage(passage) for passage in passages.values()]
@@ -47,7 +45,8 @@ def many_paths(
     seconds, launches = timer.work_seconds(list(sent)), timer.launch_seconds(list(sent))
     ends, outside = timer.new_ends(len(segments), carried=carried), None
     if unmeasured is not None:
-        far = dict(zip(works, unmeasured(list(works)), strict=True))
+        works = list(dict.fromkeys([work for passage in passages.values() for work in passage.works]))
+        far = dict(zip(works, unmeasured(works), strict=True))
         parts = [_outside(*pair, far) for pair in zip(passages.values(), times, strict=True)]
         sent_outside = seconds * np.array(unmeasured(list(sent)), dtype=np.bool_)
         outside = OutsideEvents(

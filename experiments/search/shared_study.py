@@ -10,13 +10,14 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.bounded import read_file
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.processes import is_gone, process_name
-from stepsight.experiments.search.database_trials import add_finished
+from stepsight.experiments.search.database_trials import add_finished, count_trials
 from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.journal import BatchedJournal
 from stepsight.experiments.search.record import Choose, Found, Seconds
@@ -122,26 +123,35 @@ class SharedStudy:
             # What is done already was another process's to evaluate: the claim was void.
             trials = [self._trial(one) for one in found if one.strategy not in self.done]
             with self._batch():
-                if not add_finished(self._storage, self._id, trials):
+                first = add_finished(self._storage, self._id, trials)
+                if first is None:
                     for trial in trials:
                         self._storage.create_new_trial(self._id, trial)
                 self._evaluated += len(trials)
                 self._hold([])
+            if first == self._seen:  # nobody else added any: these need not be read again
+                self._note(trials)
             self._look()
 
     def _trial(self, found: Found) -> optuna.trial.FrozenTrial:
-        import optuna
-        from optuna.trial import TrialState
+        from optuna.trial import FrozenTrial, TrialState
 
-        fits = found.seconds is not None
-        return optuna.trial.create_trial(
+        fits, now = found.seconds is not None, datetime.now()
+        trial = FrozenTrial(  # ``create_trial`` looks for distributions of old versions, which takes half of a trial
+            number=-1,
+            trial_id=-1,
             state=TrialState.COMPLETE if fits else TrialState.PRUNED,
             value=found.seconds[0] if found.seconds is not None else None,
+            datetime_start=now,
+            datetime_complete=now,
             params=self._grid.params(found.strategy),
             distributions=self._grid.distributions(found.strategy),
             user_attrs={_SECONDS: found.seconds},
-            constraints={"memory": found.excess_bytes},
+            system_attrs={},
+            intermediate_values={},
         )
+        trial.set_constraint("memory", found.excess_bytes)
+        return trial
 
     def give_up(self) -> None:
         """Free the strategies that this process claimed and could not evaluate."""
@@ -173,17 +183,23 @@ class SharedStudy:
 
     def _news(self) -> list[int]:
         """Strategies that ended since the last look."""
+        if count_trials(self._storage, self._id) == self._seen:
+            return []
+        trials = self._study.get_trials(deepcopy=False)
+        return self._note(trials[self._seen :])
+
+    def _note(self, trials: Sequence[optuna.trial.FrozenTrial]) -> list[int]:
+        """Take note of the study's next trials; returns the strategies of those that ended."""
         from optuna.trial import TrialState
 
         ended: list[int] = []
-        trials = self._study.get_trials(deepcopy=False)
-        for trial in trials[self._seen :]:
+        for trial in trials:
             index = self._grid.index(trial.params)
             if trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and index is not None:
                 self.done[index] = _seconds_of(trial)
                 self.finished.append(trial)
                 ended.append(index)
-        self._seen = len(trials)
+        self._seen += len(trials)
         return ended
 
     @contextmanager

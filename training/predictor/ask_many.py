@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import gc
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial
-from multiprocessing import get_all_start_methods, get_context
 from typing import NamedTuple
 
 import numpy as np
@@ -67,7 +64,6 @@ def ask_many(
     *,
     only_fitting: bool = False,
     intervals: bool = True,
-    processes: int = 1,
 ) -> Answers:
     """Predict the time, the interval and the peak memory of many jobs at once.
 
@@ -78,7 +74,6 @@ def ask_many(
         predictor: As in ``predict``.
         only_fitting: Whether to leave out the time of jobs that do not fit in memory.
         intervals: Whether the ends of the intervals are wanted.
-        processes: Number of processes that share the jobs, this one included; neighbours in ``jobs`` stay together.
 
     Returns:
         The values that ``predict`` gives one by one, except for rounding.
@@ -87,25 +82,11 @@ def ask_many(
         JobError: As ``predict``, for a job that cannot be predicted.
         PredictorError: As ``predict``.
     """
-    if processes > 1 and len(jobs) >= processes * FEWEST:
-        ask = partial(ask_many, predictor=predictor, only_fitting=only_fitting, intervals=intervals)
-        return _shared_out(jobs, processes, ask)
     answers = Answers(*np.full((5, len(jobs)), np.nan))
     with _no_garbage():
         for index, group in _by_latency(jobs, predictor):
             group.ask(jobs, index, answers, only_fitting=only_fitting, intervals=intervals)
     return answers
-
-
-def _shared_out(jobs: Sequence[Job], processes: int, ask: Callable[[Sequence[Job]], Answers]) -> Answers:
-    """Let several processes ask about a part of the jobs each."""
-    size = -(-len(jobs) // processes)
-    first, *others = (jobs[at : at + size] for at in range(0, len(jobs), size))
-    forks = "fork" in get_all_start_methods() and threading.active_count() == 1  # what is cached here is there at once
-    with ProcessPoolExecutor(len(others), mp_context=get_context("fork" if forks else "spawn")) as pool:
-        elsewhere = [pool.submit(ask, part) for part in others]
-        parts = [ask(first), *(future.result() for future in elsewhere)]
-    return Answers(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def predict_many(jobs: Iterable[JobLike], predictor: Predictor | str | None = None) -> list[Prediction]:

@@ -51,12 +51,6 @@ def test_answers_do_not_depend_on_the_order(legal: list[Job]) -> None:
         assert forth[:12] == pytest.approx(some, rel=1e-12)
 
 
-def test_processes_share_the_jobs(legal: list[Job]) -> None:
-    """Two processes give the answers of one."""
-    for one, two in zip(ask_many(legal), ask_many(legal, processes=2), strict=True):
-        assert one == pytest.approx(two, rel=1e-12)
-
-
 def test_what_does_not_fit_is_not_timed_where_it_need_not_be(legal: list[Job]) -> None:
     """Its memory is told all the same."""
     every, fitting = ask_many(legal), ask_many(legal, only_fitting=True, intervals=False)
