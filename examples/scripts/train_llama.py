@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -32,7 +42,13 @@ from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B}
+SCHEDULES = {
+    "1f1b": Schedule1F1B,
+    "gpipe": ScheduleGPipe,
+    "interleaved": ScheduleInterleaved1F1B,
+    "interleaved-zb": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
 
 
 class Attention(nn.Module):
@@ -159,7 +175,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     for name, default in {"layers": 4, "hidden": 256, "heads": 8, "kv-heads": 8, "ffn": 704, "vocab": 1024,
                           "seq-len": 128, "micro-batch": 2, "micro-batches": 1, "steps": 4, "tp": 1, "pp": 1,
-                          "virtual": 2, "replicas": 1}.items():  # fmt: skip
+                          "virtual": 2, "replicas": 1, "context": 1}.items():  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--data", choices=("none", "ddp", "zero1", "fsdp", "fsdp1"), default="ddp")
     parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="1f1b")
@@ -183,8 +199,12 @@ def main() -> None:
     dist.init_process_group("nccl")
     torch.cuda.set_device(local_rank())
     device = torch.device("cuda", local_rank())
-    rest = dist.get_world_size() // (o.pp * o.tp * o.replicas)
-    mesh = init_device_mesh("cuda", (o.pp, o.replicas, rest, o.tp), mesh_dim_names=("pp", "replicate", "shard", "tp"))
+    rest = dist.get_world_size() // (o.pp * o.tp * o.replicas * o.context)
+    data = {"batch": rest, "cp": o.context} if o.context > 1 else {"shard": rest}
+    sizes = {"pp": o.pp, "replicate": o.replicas, **data, "tp": o.tp}
+    mesh = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if o.context > 1:
+        mesh["batch", "cp"]._flatten("shard")  # ranks with other parts of a sequence share parameters too
     torch.set_default_dtype(torch.bfloat16 if o.bf16 else torch.float32)
     train = pipelined if o.pp > 1 else plain
     train(o, mesh, device)
@@ -208,17 +228,26 @@ def batch(o: argparse.Namespace, device: torch.device, sequences: int) -> tuple[
 
 def plain(o: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
     """Train without a pipeline."""
+    set_rotate_method("alltoall")
     model = build(o, mesh, device)
+    angles = [buffer for name, buffer in model.named_buffers() if name.endswith("angles")]
     optimizer = make_optimizer(model, o)
     for step in range(o.steps):
         for micro_batch in range(o.micro_batches):
             if o.data in ("ddp", "zero1"):
                 model.require_backward_grad_sync = micro_batch == o.micro_batches - 1
             tokens, labels = batch(o, device, o.micro_batch)
-            if o.loss_parallel:
-                with loss_parallel():
-                    loss_of(model(tokens), labels).backward()
-            else:
+            with ExitStack() as stack:
+                if o.context > 1:
+                    parts = [tokens, labels, *angles]
+                    dims = [1, 1] + [0] * len(angles)
+                    stack.enter_context(
+                        context_parallel(
+                            mesh["cp"], buffers=parts, buffer_seq_dims=dims, no_restore_buffers={tokens, labels}
+                        )
+                    )
+                if o.loss_parallel:
+                    stack.enter_context(loss_parallel())
                 loss_of(model(tokens), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -229,8 +258,12 @@ def plain(o: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None
 def pipelined(o: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
     """Train with a pipeline."""
     pp = mesh["pp"]
-    chunks = o.virtual if o.schedule == "interleaved" else 1
-    places = [chunk * o.pp + pp.get_local_rank() for chunk in range(chunks)]
+    rank = pp.get_local_rank()
+    if o.schedule == "zbv":
+        chunks, places = 2, [rank, 2 * o.pp - 1 - rank]
+    else:
+        chunks = o.virtual if o.schedule.startswith("interleaved") else 1
+        places = [chunk * o.pp + rank for chunk in range(chunks)]
     models = [build(o, mesh, device, place, chunks * o.pp) for place in places]
     stages = [
         PipelineStage(model, place, chunks * o.pp, device, group=pp.get_group())

@@ -1,11 +1,16 @@
-"""FSDP cuts each parameter into one chunk for each rank and keeps its own: here no other is made."""
+"""FSDP cuts each parameter into one chunk for each rank and keeps its own: here no other is made.
+
+For each parameter that is sharded already it joins two meshes, which lists all ranks: here each pair is joined once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from .patching import patch
@@ -37,5 +42,15 @@ class Chunks(Sequence[Tensor]):
 
 
 def install() -> None:
-    """Let FSDP cut parameters in this way."""
+    """Let FSDP cut parameters and join meshes in this way."""
     patch(_fsdp_param, _chunk_with_empty=Chunks)
+    join: Any = DeviceMesh._concatenate
+    joined: dict[tuple[int, ...], tuple[list[DeviceMesh], DeviceMesh]] = {}  # meshes are held, so that ids stay theirs
+
+    def joined_once(meshes: list[DeviceMesh]) -> DeviceMesh:
+        key = tuple(map(id, meshes))
+        if key not in joined:
+            joined[key] = meshes, join(meshes)
+        return joined[key][1]
+
+    patch(DeviceMesh, _concatenate=staticmethod(joined_once))
