@@ -32,6 +32,7 @@ def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
         time = seconds_text(own["iteration_time_s"])
         lines.append(f"the job itself: {time}, {own['memory_bytes'] / 1e9:.2f} GB, {fits}")
     lines.append(_verdict(result))
+    lines += _experts(told.get("expert_placement"), result)
     lines += _rivals(result)
     warnings = () if result.own is None or result.own.prediction is None else result.own.prediction.warnings
     lines += [f"warning: {warning}" for warning in warnings]
@@ -124,6 +125,20 @@ def plot_result(result: SearchResult, path: Path, title: str) -> None:
     plot_search([choice.to_dict() for choice in shown.values()], path, title)
 
 
+def _experts(told: dict[str, Any] | None, result: SearchResult) -> list[str]:
+    """What placing the best strategy's experts by their loads gains."""
+    if told is None:
+        return []
+    time, in_order = result.choices[0].timed[0], told["iteration_time_in_order_s"]
+    if result.choices[0].job.parallel.ep == 1:
+        return ["experts: every rank of the best strategy holds all of them, so their loads make no difference"]
+    return [
+        f"experts placed by load: the busiest rank computes {told['imbalance']:.3g} times the mean, in their order "
+        f"{told['imbalance_in_order']:.3g} times, with which this strategy takes {seconds_text(in_order)} "
+        f"({100 * (in_order / time - 1):.1f} % more)"
+    ]
+
+
 def _rivals(result: SearchResult) -> list[str]:
     """Strategies that cannot be told from the best, and what to measure."""
     if not result.goal.robust or not result.choices or not result.choices[0].fits:
@@ -149,6 +164,7 @@ def _table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
     optional = [axis for axis in ("cp", "ep") if any(row[axis] > 1 for row in rows)]
     ordered = len({row["order"] for row in rows}) > 1
     uneven = any(row["stage_layers"] for row in rows)
+    placed = any("imbalance" in row for row in rows)
     regret = any("expected_regret_percent" in row for row in rows)
     header = ["#", "tp", *optional, "pp", "dp", "mb", "schedule", "zero", "recompute", "sp"]
     cells = [
@@ -161,6 +177,7 @@ def _table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
             "yes" if row["sequence_parallel"] else "no",
             *([row["order"]] if ordered else []),
             *([_layers(row["stage_layers"])] if uneven else []),
+            *([f"{row['imbalance']:.3g}"] if placed else []),
             *_times(row),
             *([_percent(row["expected_regret_percent"])] if regret else []),
             Number(row["memory_bytes"] / 1e9, 2),
@@ -168,7 +185,7 @@ def _table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
         ]
         for number, row in enumerate(rows, start=1)
     ]
-    header += [name for name, shown in (("order", ordered), ("layers per stage", uneven)) if shown]
+    header += [name for name, shown in (("order", ordered), ("layers per stage", uneven), ("busiest", placed)) if shown]
     return [*header, "iteration", "interval", *(["regret %"] if regret else []), "GB", "fits"], cells
 
 

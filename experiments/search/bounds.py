@@ -20,7 +20,6 @@ from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.mixed_bounds import best_devices
 from stepsight.experiments.search.schedule_bounds import in_flight, is_split, placement_of, stage_sums, stage_times
 from stepsight.experiments.search.shape_table import ShapeTable
-from stepsight.experiments.search.strategies import build
 from stepsight.experiments.search.traffic_bounds import Collectives, Sharing, Traffic, traffic
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.lowering.sizes import groups_of
@@ -107,7 +106,7 @@ class _Block:
         found = []
         for order in self._orders:
             chosen = {"pipeline": "1 1f1b x1", "zero_stage": zero, "sequence_parallel": False}
-            job = build(self._grid.job, self._layout, chosen | ({"order": order} if order else {}))
+            job = self._grid.build(self._layout, chosen | ({"order": order} if order else {}))
             semantics, groups = semantics_of(job, self._hardware.kind), groups_of(job)
             states = states_of(job.parallel, semantics, job.batch.dtype, groups)
             found.append(Sharing(job, semantics, groups, states, self._hardware.kind != "cpu"))

@@ -17,6 +17,8 @@ from stepsight.training.predictor.prediction import Prediction
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from stepsight.experiments.search.expert_loads import ExpertLoads
+
 
 @dataclass(frozen=True, repr=False)
 class Choice:
@@ -55,6 +57,10 @@ class Choice:
     def prediction(self) -> Prediction | None:
         """The whole prediction, made when it is first asked for; None where the strategy does not fit in memory."""
         return None if self.seconds is None else self._predict(self.job)
+
+    def instead(self, job: Job) -> Prediction:
+        """The prediction of another job by who predicted this one."""
+        return self._predict(job)
 
     @cached_property
     def memory(self) -> Memory:
@@ -152,6 +158,7 @@ class SearchResult:
         goal: What is sought.
         plans: The best strategy of each scenario that has one, best first; empty: there is one scenario, the job's.
         skipped: Scenarios without a legal strategy, each with the reason.
+        expert_loads: By which the experts of each strategy are placed, if they were given.
     """
 
     choices: list[Choice] = field(default_factory=list)
@@ -165,6 +172,7 @@ class SearchResult:
     goal: Goal = field(default_factory=Goal)
     plans: Sequence[Choice] = ()
     skipped: tuple[str, ...] = ()
+    expert_loads: ExpertLoads | None = None
 
     def __repr__(self) -> str:
         best = repr(self.choices[0]) if self.choices and self.choices[0].fits else "none fits"
@@ -205,7 +213,8 @@ class SearchResult:
         return pareto_front([self._row(choice) for choice in self.choices if choice.fits])
 
     def _row(self, choice: Choice) -> dict[str, Any]:
-        return {**choice.to_dict(), **self.goal.objectives(choice.job, choice.seconds)}
+        placed = {} if self.expert_loads is None else {"imbalance": choice.job.model.imbalance}
+        return {**choice.to_dict(), **placed, **self.goal.objectives(choice.job, choice.seconds)}
 
     @property
     def _rows(self) -> list[dict[str, Any]]:
@@ -228,8 +237,17 @@ class SearchResult:
             "plans": [self._row(choice) for choice in self.plans],
             "skipped": list(self.skipped),
             "rivals": [rival.to_dict() for rival in self.rivals],
+            **({} if self.expert_loads is None else {"expert_placement": self._experts(self.expert_loads)}),
             "choices": rows,
         }
+
+    def _experts(self, loads: ExpertLoads) -> dict[str, Any] | None:
+        """Where the best strategy has its experts; None if none fits in memory."""
+        if not self.choices or not self.choices[0].fits:
+            return None
+        best = self.choices[0]
+        in_order = best.instead(loads.apply(best.job, by_load=False))
+        return {**loads.to_dict(best.job.parallel.ep), "iteration_time_in_order_s": in_order.iteration_time_s}
 
     def to_frame(self) -> DataFrame:
         """A pandas table with a row for each strategy, best first.

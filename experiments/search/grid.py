@@ -16,6 +16,8 @@ from stepsight.experiments.search.strategies import Degrees, build, choices_of, 
 if TYPE_CHECKING:
     import optuna
 
+    from stepsight.experiments.search.expert_loads import ExpertLoads
+
 Options = dict[str, list[Any]]
 
 
@@ -34,12 +36,16 @@ class Grid:
         layouts, options: Of each block.
         bounds: Strategies of block ``i`` are ``bounds[i]`` to ``bounds[i + 1]``.
 
+    Args:
+        job, space: As the attributes.
+        loads: Of the model's experts, which every strategy then places by their loads.
+
     Raises:
         JobError: If there is none.
     """
 
-    def __init__(self, job: Job, space: Space) -> None:
-        self.job, self.space = job, space
+    def __init__(self, job: Job, space: Space, loads: ExpertLoads | None = None) -> None:
+        self.job, self.space, self._loads = job, space, loads
         self.layouts: list[Degrees] = []
         self.options: list[Options] = []
         for layout in legal_degrees(job, space):
@@ -82,7 +88,12 @@ class Grid:
     def strategy(self, index: int) -> Job:
         """The job in a strategy."""
         block, values = self._point(index)
-        return build(self.job, self.layouts[block], dict(zip(self.options[block], values, strict=True)))
+        return self.build(self.layouts[block], dict(zip(self.options[block], values, strict=True)))
+
+    def build(self, layout: Degrees, chosen: dict[str, Any]) -> Job:
+        """The job with a layout and further choices."""
+        job = build(self.job, layout, chosen)
+        return job if self._loads is None else self._loads.apply(job)
 
     def find(self, job: Job) -> int | None:
         """The strategy that a job has; None if it is not in this grid."""

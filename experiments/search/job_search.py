@@ -18,6 +18,7 @@ from stepsight.dataset.job import Job
 from stepsight.experiments.search.bounds import Bounds, grid_bounds
 from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.experiments.search.choosers import BestFirst, InOrder, Tpe
+from stepsight.experiments.search.expert_loads import ExpertLoads
 from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.mapped import MapFn, ask_mapped
 from stepsight.experiments.search.objectives import REGRET, Goal
@@ -60,6 +61,7 @@ class Manner:
     study_name: str | None = None
     on_trial: OnTrial | None = None
     map_fn: MapFn | None = None
+    expert_loads: ExpertLoads | None = None
 
     @property
     def sought(self) -> int:
@@ -101,11 +103,15 @@ def search_job(job: Job, predictor: Predictor | str | None, manner: Manner) -> S
         JobError: If the job cannot be predicted, or no legal strategy exists.
         StepsightError: If the stored study answers another question.
     """
+    loads = manner.expert_loads
+    if loads is not None:
+        loads.check(job)
+        job = loads.apply(job)
     given = predict(job, predictor)  # a job that cannot be answered is refused before a study begins
     manner.goal.scale(job)
-    grid = Grid(job, manner.space)
+    grid = Grid(job, manner.space, loads)
     engine = _Engine(grid, given, predictor, manner)
-    with closing(_record(grid, _question(job, given.source, grid.space), manner)) as record:
+    with closing(_record(grid, _question(job, given.source, grid.space, loads), manner)) as record:
         choose = engine.chooser(record)
         by_chance = manner.sampler in ("tpe", "random")
         total = min(len(grid), manner.trials or (TRIALS if by_chance else len(grid)))
@@ -130,10 +136,13 @@ def _record(grid: Grid, question: str, manner: Manner) -> Record:
     return SharedStudy(manner.storage, manner.study_name, question, grid)
 
 
-def _question(job: Job, source: str, space: Space) -> str:
+def _question(job: Job, source: str, space: Space, loads: ExpertLoads | None) -> str:
     """What a study is about: its trials answer no other question."""
     batch, parallel = replace(job.batch, micro_batch=1), {**asdict(job.parallel), **dict.fromkeys(VARIED)}
-    return digest("3", repr((job.model, batch, job.optimizer, job.cluster, job.framework, parallel, space)), source)
+    more = () if loads is None else (repr(loads),)
+    return digest(
+        "3", repr((job.model, batch, job.optimizer, job.cluster, job.framework, parallel, space)), source, *more
+    )
 
 
 class _Engine:
@@ -255,6 +264,7 @@ class _Engine:
             rivals=rivals,
             regrets=regrets,
             goal=self._goal,
+            expert_loads=self._manner.expert_loads,
         )
 
     def _elsewhere(self, index: int, seconds: Seconds | None) -> Choice:

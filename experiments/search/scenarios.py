@@ -175,4 +175,5 @@ def merged(job: Job, predictor: Predictor | str | None, found: list[SearchResult
         goal=goal,
         plans=plans,
         skipped=tuple(skipped),
+        expert_loads=found[0].expert_loads,
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.job import Job, JobLike
 from stepsight.experiments.search.choices import SearchResult
+from stepsight.experiments.search.expert_loads import ExpertLoads
 from stepsight.experiments.search.job_search import Manner, OnTrial, search_job
 from stepsight.experiments.search.mapped import MapFn
 from stepsight.experiments.search.objectives import REGRET, Goal
@@ -35,6 +36,7 @@ def search(
     study_name: str | None = None,
     on_trial: OnTrial | None = None,
     map_fn: MapFn | None = None,
+    expert_loads: ExpertLoads | str | Path | None = None,
 ) -> SearchResult:
     """Find the strategy with the shortest predicted iteration that fits in memory.
 
@@ -58,6 +60,8 @@ def search(
         study_name: Name of the study in the storage; a stored study of that name goes on.
         on_trial: Called after each strategy with the number of those before it and the shortest time, in seconds.
         map_fn: Has other processes predict, as ``concurrent.futures.Executor.map``; None: this process does.
+        expert_loads: Tokens that each expert gets, or the path of a CSV file of them: every strategy then places its
+            experts so that the busiest rank has the least to compute, and ``model.imbalance`` is what that leaves.
 
     Returns:
         The strategies, best first: ``.best``, ``.gap_percent``, ``.choices``, ``.to_frame()``, ``.to_dict()``.
@@ -72,7 +76,9 @@ def search(
     job = Job.of(job)
     manner = Manner(
         space=Space.of(space), goal=goal or Goal(), trials=trials, timeout_s=timeout_s, gap=gap, top=top, seed=seed,
-        sampler=sampler, storage=storage, study_name=study_name, on_trial=on_trial, map_fn=map_fn)  # fmt: skip
+        sampler=sampler, storage=storage, study_name=study_name, on_trial=on_trial, map_fn=map_fn,
+        expert_loads=expert_loads if isinstance(expert_loads, ExpertLoads) or expert_loads is None
+        else ExpertLoads.read(Path(expert_loads)))  # fmt: skip
     if scenarios is None or scenarios.is_empty:
         return search_job(job, predictor, manner)
     if manner.goal.robust == REGRET:

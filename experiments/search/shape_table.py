@@ -12,7 +12,6 @@ from stepsight.dataset.execution import semantics_of
 from stepsight.dataset.hardware import Hardware
 from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.schedule_bounds import is_split
-from stepsight.experiments.search.strategies import build
 from stepsight.simulator.blocks.family import find_family
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.clock.engine import Floats
@@ -79,7 +78,7 @@ class ShapeTable:
         """The shape with a micro-batch of 1 and without sequence parallelism; messages between stages do not count."""
         how = "offload" if offload else next((how for how in options["recompute"] if how != "offload"), "none")
         chosen = {"pipeline": "1 1f1b x1", "zero_stage": zero, "recompute": how, "sequence_parallel": False}
-        job = build(self._grid.job, layout, chosen | ({"order": order} if order else {}))
+        job = self._grid.build(layout, chosen | ({"order": order} if order else {}))
         share = self._hardware.comm_compute_share if self._hardware.kind != "cpu" else 0.0
         return replace(rank_shape(job, share, semantics_of(job, self._hardware.kind)), scatter_p2p=False)
 

@@ -162,6 +162,14 @@ def search_command(
             "--uneven", help="Also choose the number of layers of each pipeline stage, for the best strategies."
         ),
     ] = False,
+    expert_loads: Annotated[
+        Path | None,
+        typer.Option(
+            parser=path,
+            help="A .csv file of the tokens that each expert gets, in one line or one for each layer with experts: "
+            "place the experts so that the busiest rank has the least to compute.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", parser=path, help="Write the best strategy to this job file (.toml)."),
@@ -344,6 +352,7 @@ def search_command(
             study_name=study,
             on_trial=on_trial,
             map_fn=map_fn,
+            expert_loads=expert_loads,
         )
     tell(evaluated, evaluated)
     if uneven:

@@ -1,0 +1,143 @@
+"""Which ranks hold which experts: placed by the load of each, so that the busiest rank has the least to compute.
+
+All ranks of an expert-parallel group wait for the busiest one.  Each holds the same number of experts.  The loads are
+those of the whole group's tokens, so it makes no difference on which node a rank lies: where the group itself lies is
+the order of ranks, which a search varies.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from stepsight.dataset.bounded import read_file
+from stepsight.dataset.caching import cached
+from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.job import Job
+
+Placement = tuple[tuple[int, ...], ...]  # numbers of the experts of each rank
+MOST_LAYERS, MOST_EXPERTS = 4096, 16384
+
+
+@dataclass(frozen=True)
+class ExpertLoads:
+    """How many tokens each expert gets.
+
+    Attributes:
+        layers: Of each layer with experts, or one row for all of them: tokens of each expert, in any unit.
+
+    Raises:
+        StepsightError: If a load is negative or no number, or rows differ in their number of experts.
+    """
+
+    layers: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        sizes = {len(loads) for loads in self.layers}
+        if len(sizes) != 1 or not 1 <= len(self.layers) <= MOST_LAYERS or not 2 <= max(sizes) <= MOST_EXPERTS:
+            raise StepsightError(
+                f"expert loads must be one row, or one for each of at most {MOST_LAYERS} layers, of 2 to "
+                f"{MOST_EXPERTS} experts each, got {len(self.layers)} rows of {sorted(sizes)!s:.80} experts"
+            )
+        for row, loads in enumerate(self.layers):
+            wrong = [load for load in loads if not 0 <= load < math.inf]
+            if wrong or not sum(loads) > 0:
+                raise StepsightError(
+                    "loads of experts must be numbers of tokens >= 0, not all 0, "
+                    f"got {wrong[0] if wrong else 'only 0'} in row {row + 1}"
+                )
+
+    @classmethod
+    def read(cls, path: Path) -> ExpertLoads:
+        """Read a CSV file: a number of tokens for each expert; one line, or one for each layer with experts."""
+        rows = []
+        for number, line in enumerate(read_file(path).decode("utf-8", "replace").splitlines(), start=1):
+            if line.strip():
+                rows.append(_numbers(line, path, number))
+        if not rows:
+            raise StepsightError(f"{path} must hold a line of loads, one number for each expert, got none")
+        return cls(tuple(rows))
+
+    def check(self, job: Job) -> None:
+        """Refuse a job that has other experts or layers.
+
+        Raises:
+            StepsightError: If the numbers differ.
+        """
+        model, experts = job.model, len(self.layers[0])
+        mixtures = (model.layers - model.dense_layers) // model.moe_every
+        if experts != model.experts:
+            raise StepsightError(f"expert loads must be of the model's {model.experts} experts, got {experts}")
+        if len(self.layers) not in (1, mixtures):
+            raise StepsightError(
+                f"expert loads must be one line, or one for each of the {mixtures} layers with experts, "
+                f"got {len(self.layers)}"
+            )
+
+    def placements(self, ep: int) -> tuple[Placement, ...]:
+        """Experts of each rank of a group of ``ep``, for each row of ``layers``."""
+        return tuple([_placed(loads, ep) for loads in self.layers])
+
+    def imbalance(self, ep: int, *, by_load: bool = True) -> float:
+        """Tokens of the busiest rank as a multiple of the mean, itself a mean over layers.
+
+        Args:
+            ep: Ranks that share the experts.
+            by_load: Whether experts are placed by their loads, rather than in their order.
+        """
+        place = _placed if by_load else _in_order
+        return fmean(_busiest(loads, place(loads, ep)) * ep / sum(loads) for loads in self.layers)
+
+    def apply(self, job: Job, *, by_load: bool = True) -> Job:
+        """The job with the imbalance that its experts have under its expert-parallel degree."""
+        imbalance = max(1.0, self.imbalance(job.parallel.ep, by_load=by_load))
+        return replace(job, model=replace(job.model, imbalance=imbalance))
+
+    def to_dict(self, ep: int) -> dict[str, Any]:
+        """Plain values for JSON: the experts of each rank by layer, and what this placement gains."""
+        return {
+            "imbalance": self.imbalance(ep),
+            "imbalance_in_order": self.imbalance(ep, by_load=False),
+            "experts_of_ranks": [[list(rank) for rank in layer] for layer in self.placements(ep)],
+        }
+
+
+def _numbers(line: str, path: Path, number: int) -> tuple[float, ...]:
+    try:
+        return tuple(float(field) for field in line.split(","))
+    except ValueError:
+        raise StepsightError(
+            f"{path}, line {number}: loads must be numbers separated by commas, one for each expert, got {line!r:.80}"
+        ) from None
+
+
+def _in_order(loads: tuple[float, ...], ep: int) -> Placement:
+    each = len(loads) // ep
+    return tuple([tuple(range(rank * each, (rank + 1) * each)) for rank in range(ep)])
+
+
+@cached(4096)
+def _placed(loads: tuple[float, ...], ep: int) -> Placement:
+    """The heaviest expert first, each to the rank with the least load that has room (Graham 1969, LPT).
+
+    The order of experts stays where this is no better.
+    """
+    each = len(loads) // ep
+    held: list[list[int]] = [[] for _ in range(ep)]
+    ranks = [(0.0, rank) for rank in range(ep)]
+    for expert in sorted(range(len(loads)), key=lambda expert: -loads[expert]):
+        load, rank = heapq.heappop(ranks)
+        held[rank].append(expert)
+        if len(held[rank]) < each:
+            heapq.heappush(ranks, (load + loads[expert], rank))
+    found = tuple([tuple(sorted(experts)) for experts in held])
+    plain = _in_order(loads, ep)
+    return found if _busiest(loads, found) < _busiest(loads, plain) else plain
+
+
+def _busiest(loads: tuple[float, ...], placement: Placement) -> float:
+    return max(sum(loads[expert] for expert in rank) for rank in placement)
