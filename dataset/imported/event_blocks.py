@@ -143,4 +143,3 @@ class EventBlocks:
         told = "the file is not strict JSON (NaN, control characters or bytes that are not UTF-8): read all the same"
         if told not in self.warnings:
             self.warnings.append(told)
-

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -190,8 +189,6 @@ def read_columns(path: Path) -> RankEvents:
     reader = _Reader()
     blocks = EventBlocks(path)
     count = 0
-    collecting = gc.isenabled()
-    gc.disable()  # millions of young dictionaries, no cycles
     try:
         for events in blocks:
             count += len(events)
@@ -203,9 +200,6 @@ def read_columns(path: Path) -> RankEvents:
             f"every event must be a table with ph, and a complete one with name, tid, ts and dur, got "
             f"{type(error).__name__}: {error!s:.120} in {path}"
         ) from None
-    finally:
-        if collecting:
-            gc.enable()
     if not reader.complete:
         raise TraceError(f"a Kineto trace must hold complete events (ph = X), got none among {count} in {path}")
     return reader.finish(path, blocks, count)
@@ -305,7 +299,11 @@ class _Reader:
             kernel.append(kernels[event.cat, event.name, launch])
             device = event.pid if each.device is UNSET else each.device
             stream.append(streams[device, event.tid if each.stream is UNSET else each.stream])
-        more = ([each.correlation for each in args], [each.external for each in args], [each.num_bytes for each in args])
+        more = (
+            [each.correlation for each in args],
+            [each.external for each in args],
+            [each.num_bytes for each in args],
+        )
         self._device.add(events, kernel, stream, *more)
 
     def _stretch(self, event: Event) -> Annotation:

@@ -61,8 +61,8 @@ class KernelArgs(msgspec.Struct, gc=False):
     correlation: Whole = -1
     external: Whole = field(name="External id", default=-1)
     num_bytes: Whole = field(name="bytes", default=-1)
-    device: int | str | None | UnsetType = UNSET
-    stream: int | str | None | UnsetType = UNSET
+    device: int | str | UnsetType | None = UNSET
+    stream: int | str | UnsetType | None = UNSET
     grid: Raw = NO_TEXT
     block: Raw = NO_TEXT
     registers: Raw = field(name="registers per thread", default=NO_TEXT)

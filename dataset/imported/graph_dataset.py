@@ -17,10 +17,12 @@ from stepsight.dataset.imported.imported_run import has_traces, is_imported, run
 from stepsight.dataset.imported.rank_graph import NODE_KINDS
 from stepsight.dataset.imported.segment_files import write_segments
 from stepsight.dataset.run_folder import read_run
+from stepsight.dataset.uncollected import without_collection
 
 Progress = Callable[[int, int], None]
 
 
+@without_collection()
 def make_dataset(
     collections: Sequence[Path], out: Path, on_run: Progress | None = None, scopes: Sequence[str] = SCOPES
 ) -> dict[str, Any]:

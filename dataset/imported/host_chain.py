@@ -70,10 +70,14 @@ class HostEdges:
 def chain(calls: HostCalls, events: RankEvents) -> HostEdges:
     """Order the calls of each thread, and across threads where one waits for another."""
     found = [_chain_of(calls, int(thread), events) for thread in np.unique(calls.thread)]
-    source, target, delay = (np.concatenate([each[column] for each in found]) for column in range(3)) if found else (
-        np.zeros(0, dtype=np.int64),
-        np.zeros(0, dtype=np.int64),
-        np.zeros(0),
+    source, target, delay = (
+        (np.concatenate([each[column] for each in found]) for column in range(3))
+        if found
+        else (
+            np.zeros(0, dtype=np.int64),
+            np.zeros(0, dtype=np.int64),
+            np.zeros(0),
+        )
     )
     return HostEdges(source, target, delay)
 

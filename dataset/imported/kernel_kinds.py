@@ -11,7 +11,14 @@ from stepsight.dataset.imported.call_tree import CallTree, is_evaluation
 from stepsight.dataset.imported.event_columns import RankEvents
 from stepsight.dataset.imported.event_structs import parse
 from stepsight.dataset.op import OP_KINDS, Op
-from stepsight.dataset.readers.classify import Scope, call_table, classify, classify_unknown, depends_on_scope, intern_op
+from stepsight.dataset.readers.classify import (
+    Scope,
+    call_table,
+    classify,
+    classify_unknown,
+    depends_on_scope,
+    intern_op,
+)
 
 _MOST_THREADS = 2**31
 

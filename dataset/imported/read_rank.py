@@ -24,6 +24,7 @@ from stepsight.dataset.imported.stream_waits import StreamWaits
 from stepsight.dataset.op import Collective
 from stepsight.dataset.program import Dependency
 from stepsight.dataset.readers.placement import Placement
+from stepsight.dataset.uncollected import without_collection
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -35,6 +36,7 @@ _SAMPLED_GAP_US, _SAMPLED_SHARE = 5.0, 0.3  # unexplained gaps that say that ker
 _IDLE_GAP_US, _IDLE_SHARE = 150.0, 0.5  # gaps, and part of them, in which a device with launched work does nothing
 
 
+@without_collection()
 def read_rank(path: Path, placement: Placement | None = None, execution: Path | None = None) -> RankGraph:
     """Read one rank's file (``.json`` or ``.json.gz``) as a graph.
 

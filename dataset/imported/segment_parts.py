@@ -22,13 +22,12 @@ from stepsight.dataset.imported.graph_schema import (
     work_numbers,
 )
 from stepsight.dataset.imported.rank_graph import OPAQUE, PHASES
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.op import Op
 from stepsight.dataset.program import Dependency, Program
 from stepsight.dataset.trace import TracedSegment
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-_Work = tuple[int, Op | Collective, float]  # rank, signature, and the share of it that a node takes
 
 
 @dataclass
@@ -39,6 +38,7 @@ class _Drawn:
     part: GraphPart
     pairs: dict[tuple[str, str, str], Ints]  # edges by places in the program
     beside: Ints  # pairs that may run concurrently
+    work: Ints  # (n,): number of each op's signature and share, -1 for collectives
 
 
 class SegmentParts:
@@ -51,6 +51,7 @@ class SegmentParts:
     def __init__(self, segments: Sequence[TracedSegment]) -> None:
         self._segments = segments
         self._drawn: dict[int, _Drawn] = {}
+        self._works: dict[tuple[Op, float], int] = {}  # numbers of signatures, and the share that a node takes
         self._alone = self._seconds_alone()
 
     def parts(self) -> list[GraphPart]:
@@ -61,18 +62,23 @@ class SegmentParts:
         known = self._drawn.get(id(program))
         if known is None:
             self._drawn[id(program)] = known = _draw(program)
+            known.work[:] = [
+                self._works.setdefault((node.work, node.share), len(self._works)) if isinstance(node.work, Op) else -1
+                for node in program.nodes
+            ]
         return known
 
-    def _seconds_alone(self) -> dict[_Work, float]:
-        found: dict[_Work, list[float]] = {}
+    def _seconds_alone(self) -> dict[tuple[int, int], float]:
+        """Seconds by rank and number of a signature."""
+        keys, values = [np.zeros((2, 0), dtype=np.int64)], [np.zeros(0)]
         for segment in self._segments:
-            beside = self._draw(segment.program).beside
-            crowded = set(beside[0][_overlap(segment, beside) > 0].tolist())
+            drawn = self._draw(segment.program)
             own = np.minimum(segment.slot_s, segment.end_s - segment.start_s) if len(segment.end_s) else segment.slot_s
-            for place, (node, seconds) in enumerate(zip(segment.program.nodes, own.tolist(), strict=True)):
-                if isinstance(node.work, Op) and seconds > 0 and place not in crowded:
-                    found.setdefault((segment.rank, node.work, node.share), []).append(seconds)
-        return {work: float(np.median(seconds)) for work, seconds in found.items()}
+            alone = (own > 0) & (drawn.work >= 0)
+            alone[drawn.beside[0][_overlap(segment, drawn.beside) > 0]] = False
+            keys.append(np.stack([np.full(int(alone.sum()), segment.rank), drawn.work[alone]]))
+            values.append(own[alone])
+        return _medians(np.concatenate(keys, axis=1), np.concatenate(values))
 
     def _part(self, segment: TracedSegment) -> GraphPart:
         drawn, nodes = self._draw(segment.program), segment.program.nodes
@@ -80,7 +86,7 @@ class SegmentParts:
         part = GraphPart(
             "segment", segment.label, segment.step, same.x, {}, same.kind, same.node, same.signature, same.share
         )
-        alone = np.array([self._alone.get((segment.rank, node.work, node.share), np.nan) for node in nodes])
+        alone = np.array([self._alone.get((segment.rank, work), np.nan) for work in drawn.work.tolist()])
         with np.errstate(divide="ignore", invalid="ignore"):
             seconds = np.log(np.stack([alone, segment.slot_s], axis=1).reshape(-1, 2)).astype(np.float32)
         seconds[~np.isfinite(seconds)] = np.nan
@@ -107,6 +113,16 @@ def _overlap(segment: TracedSegment, pairs: Ints) -> Floats:
         return np.zeros(pairs.shape[1])
     starts, ends = segment.start_s[pairs], segment.end_s[pairs]
     return np.asarray(np.maximum(ends.min(axis=0) - starts.max(axis=0), 0.0))
+
+
+def _medians(keys: Ints, values: Floats) -> dict[tuple[int, int], float]:
+    """Median of the values of each key; keys are ``(2, n)``, values ``(n,)``."""
+    order = np.lexsort((values, *keys))
+    keys, values = keys[:, order], values[order]
+    first = np.flatnonzero(np.append(True, (keys[:, 1:] != keys[:, :-1]).any(axis=0)))[: len(values)]
+    last = np.append(first[1:], len(values)) - 1
+    medians = (values[(first + last) // 2] + values[(first + last + 1) // 2]) / 2
+    return dict(zip(map(tuple, keys[:, first].T.tolist()), medians.tolist(), strict=True))
 
 
 def _draw(program: Program) -> _Drawn:
@@ -151,7 +167,7 @@ def _draw(program: Program) -> _Drawn:
             part.edges[edge_type] = np.zeros((2, 0), np.int64), np.zeros((0, len(EDGE_NUMBERS)), np.float32)
     part.x["stream"] = np.ones((len(program.streams), 1), dtype=np.float32)
     beside = np.concatenate([pairs[a, CONCURRENT, b] for a in WORK_TYPES for b in WORK_TYPES], axis=1)
-    return _Drawn(chosen, part, pairs, beside)
+    return _Drawn(chosen, part, pairs, beside, np.full(len(nodes), -1, dtype=np.int64))
 
 
 def _pairs(program: Program, is_op: NDArray[np.bool_]) -> dict[tuple[str, str, str], Ints]:

@@ -6,7 +6,6 @@ layout they are dropped before JSON is parsed, which halves the time; any other 
 
 from __future__ import annotations
 
-import gc
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.bounded import read_unpacked
 from stepsight.dataset.errors import TraceError
+from stepsight.dataset.uncollected import without_collection
 
 Event = dict[str, Any]
 
@@ -92,13 +92,8 @@ def read_events(path: Path) -> Events:
     """
     text = read_text(path)
     kept, dropped = _drop_weightless(text)
-    collecting = gc.isenabled()
-    gc.disable()  # a million young dictionaries, no cycles
-    try:
+    with without_collection():  # a million young dictionaries
         tree = _parse(kept, path)
-    finally:
-        if collecting:
-            gc.enable()
     if isinstance(tree, list):
         tree = {"traceEvents": tree}
     if not isinstance(tree, dict) or not isinstance(tree.get("traceEvents"), list):

@@ -23,7 +23,7 @@ def test_every_extra_is_one_of_the_package_and_brings_the_library() -> None:
 
 def test_the_core_is_small() -> None:
     names = [re.split("[>=]", line)[0] for line in PROJECT["dependencies"]]
-    assert names == ["numba", "numpy", "orjson", "pyyaml", "safetensors", "typer"]
+    assert names == ["msgspec", "numba", "numpy", "pyyaml", "safetensors", "typer"]
 
 
 def test_a_missing_library_is_one_line() -> None:
