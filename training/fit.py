@@ -15,7 +15,6 @@ import numpy as np
 from stepsight.dataset.errors import JobError, TraceError
 from stepsight.dataset.files import digest, read_json
 from stepsight.dataset.hardware import Fabric, Hardware, find_fabric, usual_fabric
-from stepsight.dataset.imported.imported_run import read_imported
 from stepsight.training.calibration.corrections import fit_scale
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.intervals.conformal import Intervals, fit_intervals
@@ -140,8 +139,8 @@ def with_host(hardware: Hardware, runs: Sequence[MeasuredRun]) -> Hardware:
 
 def with_imported(hardware: Hardware, imported: Sequence[ImportedSegments]) -> Hardware:
     """The hardware with launches and overlap as imported traces of a GPU say, where they tell."""
-    graphs = [graph for run in imported if run.device != "cpu" for graph in read_imported(run.folder).graphs()]
-    return with_facts(hardware, launch_seconds(graphs), overlap_of(graphs))
+    steps = [run.steps for run in imported if run.device != "cpu"]
+    return with_facts(hardware, launch_seconds(steps), overlap_of(steps))
 
 
 def _learn(

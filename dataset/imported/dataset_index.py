@@ -23,7 +23,7 @@ from stepsight.dataset.run_manifest import RunManifest
 _LEAST_TOLD = 8  # nodes of a graph by which it can be told from others
 INDEX = "runs.json"
 SCOPES = ("step", "segment")
-FORM = 2  # of features and relations: another number is another version of every dataset
+FORM = 3  # of features and relations: another number is another version of every dataset
 
 
 def describe_run(name: str, job: Job | None, graphs: Sequence[RankGraph]) -> dict[str, Any]:

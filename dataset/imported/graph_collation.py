@@ -13,7 +13,7 @@ from stepsight.dataset.imported.graph_schema import GraphPart, edge_types
 from stepsight.dataset.imported.rank_graph import NODE_KINDS
 
 About = dict[str, Any]
-_COLUMNS = ("x", "y", "kind", "node", "signature", "share", "launch")
+_COLUMNS = ("x", "y", "kind", "node", "signature", "share", "launch", "beside")
 _NUMBERS = ("step", "busy", "micro_batch", "stage", "wait_s", "span_s")
 
 

@@ -162,7 +162,8 @@ and in context. `kind`: index into `kinds`.
 `node`: place in the rank's graph (in a segment, in the order of issue), -1 for a collective of another rank.
 `signature`: exact sizes; of an op the index of its type in {", ".join(index["dtypes"])}, then its dims; of a collective
 its bytes, ranks, and ranks on a node. `share`: part of the signature's time that a node takes. `launch`: seconds of the
-host from the launch before, and calls recorded in them, both as profiled. Logarithms of sizes are log(1 + size).
+host from the launch before, and calls recorded in them, both as profiled. `beside`: seconds of an op in which a
+collective of its rank ran. Logarithms of sizes are log(1 + size).
 
 ## Edges
 

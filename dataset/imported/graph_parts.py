@@ -19,6 +19,7 @@ from stepsight.dataset.imported.graph_schema import (
     signatures,
     work_numbers,
 )
+from stepsight.dataset.imported.launch_times import beside_collectives, launch_times
 from stepsight.dataset.imported.meetings import Meeting
 from stepsight.dataset.imported.rank_graph import HOST, NODE_KINDS, OP, WHY, RankGraph
 
@@ -47,6 +48,7 @@ class RankParts:
         self._kinds = np.array([*(names[work.kind] for work in graph.works), names["host"]], dtype=np.int64)
         self._position = _positions(graph.nodes["stream"])
         self._alone = _seconds_alone(graph)
+        self._launch, self._beside = launch_times(graph), beside_collectives(graph)
         self._features = self._all_features()
         self._within = np.full(len(graph), -1, dtype=np.int64)  # of each node within its type, in the part at hand
         self._by_step, self._edge_bounds = self._edges_by_step()
@@ -94,7 +96,7 @@ class RankParts:
             part.node[name] = chosen
             part.signature[name] = self._signatures[work[kind == number]]
             part.share[name] = np.ones(len(chosen))
-            part.launch[name] = np.zeros((len(chosen), 2))
+            part.launch[name], part.beside[name] = self._launch[chosen], self._beside[chosen]
         inside = self._by_step[self._edge_bounds[step] : self._edge_bounds[step + 1]]
         self._add_edges(part, nodes, place, inside)
         self._add_streams(part, nodes)
@@ -171,6 +173,7 @@ class RankParts:
                 "signature": self._signatures[works],
                 "share": np.ones(len(pairs)),
                 "launch": np.zeros((len(pairs), 2)),
+                "beside": np.zeros(len(pairs)),
             }
             for name, values in more.items():
                 column = getattr(part, name)

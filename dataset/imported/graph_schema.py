@@ -69,6 +69,7 @@ class GraphPart:
         signature: By node type, ``(k, signature_width())``: as ``signatures`` gives them.
         share: By node type, ``(k,)``: part of the signature's time that the node takes.
         launch: By node type, ``(k, 2)``: host seconds from the launch before, and calls recorded in that time.
+        beside: By node type, ``(k,)``: seconds of an op in which a collective of its rank ran.
         edges: By edge type: ``(2, e)`` and ``(e, len(EDGE_NUMBERS))``.
         streams: Names.
         busy: Ranks that compute at the same time on the node.
@@ -86,6 +87,7 @@ class GraphPart:
     signature: dict[str, Ints] = field(default_factory=dict)
     share: dict[str, Floats] = field(default_factory=dict)
     launch: dict[str, Floats] = field(default_factory=dict)
+    beside: dict[str, Floats] = field(default_factory=dict)
     edges: dict[tuple[str, str, str], tuple[Ints, NDArray[np.float32]]] = field(default_factory=dict)
     streams: tuple[str, ...] = ()
     busy: int = 1

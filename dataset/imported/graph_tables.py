@@ -23,6 +23,7 @@ _ABOUT = (
     "step", "streams", "busy", "micro_batch", "stage", "wait_s", "span_s",
 )  # fmt: skip
 _LAUNCH = ("launch_s", "launch_events")
+_SINGLE = ("kind", "node", "share", "beside")
 _STREAM = ("is_device",)
 
 
@@ -52,7 +53,7 @@ def _nodes(graphs: Sequence[HeteroData], kind: str) -> pa.Table:
     if kind != "stream":
         y = np.concatenate([graph[kind].y.numpy() for graph in graphs])
         columns |= {name: y[:, place] for place, name in enumerate(TARGETS)}
-        for name in ("kind", "node", "share"):
+        for name in _SINGLE:
             columns[name] = np.concatenate([graph[kind][name].numpy() for graph in graphs])
         for name, labels in _wide().items():
             values = np.concatenate([graph[kind][name].numpy() for graph in graphs])
@@ -105,7 +106,7 @@ def _read_nodes(table: Any, kind: str, graphs: list[HeteroData]) -> None:
     y = _stacked(table, TARGETS) if kind != "stream" else x
     whole = {}
     if kind != "stream":
-        whole = {name: table.column(name).to_numpy() for name in ("kind", "node", "share")}
+        whole = {name: table.column(name).to_numpy() for name in _SINGLE}
         for name, labels in _wide().items():
             whole[name] = np.stack([table.column(label).to_numpy() for label in labels], axis=1)
     for graph, begin, end in zip(graphs, bounds, bounds[1:], strict=False):

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.graph_data import CONCURRENT, relation_pairs
+from stepsight.dataset.imported.busy_time import covered
 from stepsight.dataset.imported.graph_schema import (
     EDGE_NUMBERS,
     NUMBERS,
@@ -93,8 +94,9 @@ class SegmentParts:
         launch = np.zeros((len(nodes), 2))
         for column, values in enumerate((segment.launch_s, segment.launch_events)):
             launch[: len(values), column] = values
+        beside = _beside(segment, drawn.chosen)
         for name, chosen in drawn.chosen.items():
-            part.y[name], part.launch[name] = seconds[chosen], launch[chosen]
+            part.y[name], part.launch[name], part.beside[name] = seconds[chosen], launch[chosen], beside[chosen]
         for edge_type, (ends, numbers) in same.edges.items():
             pairs = drawn.pairs.get(edge_type)
             if pairs is not None and pairs.shape[1] and len(segment.start_s):
@@ -123,6 +125,16 @@ def _medians(keys: Ints, values: Floats) -> dict[tuple[int, int], float]:
     last = np.append(first[1:], len(values)) - 1
     medians = (values[(first + last) // 2] + values[(first + last + 1) // 2]) / 2
     return dict(zip(map(tuple, keys[:, first].T.tolist()), medians.tolist(), strict=True))
+
+
+def _beside(segment: TracedSegment, chosen: dict[str, Ints]) -> Floats:
+    """``(n,)``: seconds of each op in which a collective ran; 0 where nobody knows when they ran."""
+    out = np.zeros(len(segment.program))
+    if len(segment.start_s):
+        ops, others = chosen["op"], chosen["collective"]
+        start, end = segment.start_s, segment.end_s
+        out[ops] = covered(start[others], end[others], start[ops], end[ops])
+    return out
 
 
 def _draw(program: Program) -> _Drawn:

@@ -27,7 +27,8 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
     them.  A graph has node types ``op``, ``collective``, ``host`` and ``stream``.  The first three have ``x`` (columns:
     ``feature_names``), ``y`` (natural logarithm of seconds alone and in context, NaN where unknown), ``kind`` (index of
     ``kinds``), ``node`` (place in the rank's graph or in the segment's order of issue, -1: a peer's collective),
-    ``signature`` (exact sizes), ``share`` and ``launch`` (seconds of the host, and calls recorded in them).  Each edge
+    ``signature`` (exact sizes), ``share``, ``launch`` (seconds of the host, and calls recorded in them) and ``beside``
+    (seconds of an op in which a collective ran).  Each edge
     has ``edge_attr`` (columns: ``edge_feature_names``).  Metadata are attributes of a graph: ``run``, ``role``
     (``heldout``: it must never train), ``source`` (number of the run), ``rank``, ``step``, ``scope`` (``step`` or
     ``segment``), ``segment``, ``streams``, ``busy``, ``micro_batch``, ``stage``, ``wait_s``, ``span_s``, ``model``,

@@ -102,7 +102,8 @@ def calibrate_traces(paths: Sequence[Path], predictor: Predictor | str, out: Pat
     folders = [folder for folder in folders if read_imported(folder).role != HELDOUT]
     if not folders:
         raise TraceError(f"calibration takes runs that `stepsight import kineto` wrote, got none in {paths[0]}")
-    times = imported_times(read_imported_segments(folders, start.hardware.name))
+    runs = read_imported_segments(folders, start.hardware.name)
+    times = imported_times(runs)
     ops, measured = traced_medians(times, start.hardware)
     if len(ops) < FEWEST:
         raise TraceError(
@@ -111,15 +112,15 @@ def calibrate_traces(paths: Sequence[Path], predictor: Predictor | str, out: Pat
         )
     predicted = start.kernel.seconds(ops, 1)
     traced, left_out = fit_traced(ops, predicted, measured, start.hardware)
-    graphs = [graph for folder in folders for graph in read_imported(folder).graphs()]
+    steps = [run.steps for run in runs if run.device != "cpu"]
     report = TracesReport(
         start.source,
         start,
-        tuple(read_imported(folder).name for folder in folders),
+        tuple(run.name for run in runs),
         errors_by_family(ops, predicted, measured),
         errors_by_family(ops, predicted * np.exp(left_out), measured),
-        launch_seconds(graphs),
-        overlap_of(graphs),
+        launch_seconds(steps),
+        overlap_of(steps),
         out,
     )
     kernel = replace(start.kernel, traced={**start.kernel.traced, **traced}) if report.kernels_better else start.kernel

@@ -133,3 +133,11 @@ def many_sizes(collection: Path) -> None:
         free += length
     found = import_ranks([file.write(collection.parent / "sizes.json")])
     write_imported(found.graphs, found.sources, collection, None, ())
+
+
+def imported_collection(folder: Path, *files: KinetoFile) -> Path:
+    """A collection in ``folder`` of one run: these traces, imported."""
+    paths = [file.write(folder / "traces" / f"{place}.json") for place, file in enumerate(files)]
+    found = import_ranks(paths)
+    write_imported(found.graphs, found.sources, folder / "col", None, found.warnings)
+    return folder / "col"

@@ -5,15 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, NamedTuple
 
 from stepsight.dataset.trace import TracedSegment
 
+if TYPE_CHECKING:
+    from stepsight.dataset.imported.learning_steps import StepWorks
 
-def segments_by_run(folders: Sequence[Path]) -> list[tuple[TracedSegment, ...]]:
-    """Segments of each traced run: a dataset of them is made in a temporary folder, and read.
+
+class RunGraphs(NamedTuple):
+    """What the dataset holds of a run: its segments and, if they were asked for, what ran in its steps."""
+
+    segments: tuple[TracedSegment, ...]
+    steps: StepWorks
+
+
+def read_graphs(folders: Sequence[Path], scopes: Sequence[str] = ("segment",)) -> list[RunGraphs]:
+    """Graphs of each traced run: a dataset of them is made in a temporary folder, and read.
 
     Args:
         folders: Run folders, each with traces.
+        scopes: ``segment``, and ``step`` for launches and overlap.
 
     Raises:
         TraceError: If a folder is no run, or its traces cannot be read.
@@ -22,12 +34,20 @@ def segments_by_run(folders: Sequence[Path]) -> list[tuple[TracedSegment, ...]]:
         return []
     from stepsight.dataset.imported.graph_dataset import make_dataset
     from stepsight.dataset.imported.learning_segments import learning_segments
+    from stepsight.dataset.imported.learning_steps import step_works
     from stepsight.dataset.imported.trace_graphs import TraceGraphs
 
     with TemporaryDirectory(prefix="stepsight-") as scratch:
-        make_dataset(folders, Path(scratch) / "dataset", scopes=("segment",))
+        make_dataset(folders, Path(scratch) / "dataset", scopes=scopes)
         graphs = TraceGraphs(Path(scratch) / "dataset")
+        scope, source = graphs.values("scope"), graphs.values("source")
         found: list[list[TracedSegment]] = [[] for _ in folders]
-        for source, segment in zip(graphs.values("source"), learning_segments(graphs), strict=True):
-            found[source].append(segment)
-    return [tuple(segments) for segments in found]
+        steps: list[list[int]] = [[] for _ in folders]
+        for place, run in enumerate(source):
+            if scope[place] == "step":
+                steps[run].append(place)
+        runs = [run for run, each in zip(source, scope, strict=True) if each == "segment"]
+        for run, segment in zip(runs, learning_segments(graphs), strict=True):
+            found[run].append(segment)
+        works = [step_works(graphs, places) for places in steps]
+    return [RunGraphs(tuple(segments), step) for segments, step in zip(found, works, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.imported.imported_run import read_imported
@@ -12,7 +13,10 @@ from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.tables.device_names import PRESETS, device_name
 from stepsight.dataset.trace import TracedSegment
-from stepsight.training.measured.graph_segments import segments_by_run
+from stepsight.training.measured.graph_segments import read_graphs
+
+if TYPE_CHECKING:
+    from stepsight.dataset.imported.learning_steps import StepWorks
 
 HELDOUT = "heldout"  # role of runs that judge: they never train
 
@@ -27,6 +31,7 @@ class ImportedSegments:
         device: Name of the device as the trace has it; ``cpu`` where the host computed.
         job: The job that ran; None if unknown.
         segments: Of all steps and ranks.
+        steps: What ran in all steps, kernel by kernel.
     """
 
     folder: Path
@@ -34,6 +39,7 @@ class ImportedSegments:
     device: str
     job: Job | None
     segments: tuple[TracedSegment, ...]
+    steps: StepWorks
 
     whole = False  # nobody timed its iteration without a profiler
 
@@ -62,10 +68,10 @@ def read_imported_segments(folders: Iterable[Path], hardware: str = "") -> list[
     runs = [run for run in map(read_imported, folders) if run.role != HELDOUT]
     for run in runs:
         _check_hardware(run.hardware, hardware, run.folder)
-    found = segments_by_run([run.folder for run in runs])
+    found = read_graphs([run.folder for run in runs], ("segment", "step"))
     return [
-        ImportedSegments(run.folder, run.name, run.hardware or "cuda", run.job, segments)
-        for run, segments in zip(runs, found, strict=True)
+        ImportedSegments(run.folder, run.name, run.hardware or "cuda", run.job, graphs.segments, graphs.steps)
+        for run, graphs in zip(runs, found, strict=True)
     ]
 
 

@@ -20,7 +20,7 @@ from stepsight.dataset.program import Program
 from stepsight.dataset.run_folder import read_collection
 from stepsight.dataset.run_manifest import RunManifest
 from stepsight.dataset.trace import TracedSegment
-from stepsight.training.measured.graph_segments import segments_by_run
+from stepsight.training.measured.graph_segments import read_graphs
 from stepsight.training.measured.imported_ops import ImportedSegments, imported_times, read_imported_segments
 
 Array = NDArray[np.float64]
@@ -215,7 +215,7 @@ def read_runs(collections: Iterable[Path], roles: Sequence[str] | None) -> list[
                     _check_ranks(manifest.world_size, manifest.folder)
                 chosen.append(manifest)
     traced = [manifest.folder for manifest in chosen if manifest.traces]
-    segments = dict(zip(traced, segments_by_run(traced), strict=True))
+    segments = {folder: graphs.segments for folder, graphs in zip(traced, read_graphs(traced), strict=True)}
     return [MeasuredRun(manifest, segments.get(manifest.folder, ())) for manifest in chosen]
 
 

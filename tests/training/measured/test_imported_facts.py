@@ -9,9 +9,10 @@ import pytest
 
 from stepsight.dataset.hardware import HARDWARE
 from stepsight.dataset.imported.busy_time import covered
-from stepsight.dataset.imported.read_rank import read_rank
 from stepsight.training.measured.imported_facts import launch_seconds, overlap_of, with_facts
+from stepsight.training.measured.measured import read_imported_runs
 from tests.dataset.kineto_files import KinetoFile
+from tests.dataset.traced_jobs import imported_collection
 
 
 def test_covered_time_counts_once() -> None:
@@ -30,12 +31,12 @@ def test_compute_beside_collectives_says_what_is_lost(tmp_path: Path) -> None:
         file.call("aten::add", at + 15, 20.0, [1024, 1024], [1024, 1024])
         file.launch(at + 20, correlation := correlation + 1)
         file.kernel("elementwise_kernel", at + 40, 150.0 if beside else 100.0, 7, correlation)
-    graph = read_rank(file.write(tmp_path / "trace.json"))
-    overlap = overlap_of([graph])
+    steps = [run.steps for run in read_imported_runs([imported_collection(tmp_path, file)])]
+    overlap = overlap_of(steps)
     assert overlap is not None and overlap.share == pytest.approx(1 / 3, rel=0.05)
     assert overlap.slowdown == pytest.approx(1.5, rel=0.05)
-    assert overlap_of([read_rank(KinetoFile().call("aten::add", 0, 5, [8]).write(tmp_path / "host.json"))]) is None
-    launches = launch_seconds([graph])
+    assert overlap_of([]) is None
+    launches = launch_seconds(steps)
     assert set(launches) >= {"add"}
     taught = with_facts(HARDWARE["a100-sxm-80gb"], launches, overlap)
     assert taught.comm_compute_share == overlap.share and taught.host_kinds_s["add"] == launches["add"]

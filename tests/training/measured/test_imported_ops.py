@@ -7,25 +7,15 @@ from pathlib import Path
 import pytest
 
 from stepsight.dataset.errors import TraceError
-from stepsight.dataset.imported.import_ranks import import_ranks
-from stepsight.dataset.imported.imported_run import write_imported
 from stepsight.training.measured.imported_ops import imported_times
 from stepsight.training.measured.measured import read_imported_runs, read_profiles, read_runs
-from tests.dataset.kineto_files import KinetoFile
-from tests.dataset.traced_jobs import GpuJob, two_ranks
+from tests.dataset.traced_jobs import GpuJob, imported_collection, two_ranks
 
 HARDWARE = "a100-sxm-80gb"
 
 
-def collection(folder: Path, *files: KinetoFile) -> Path:
-    paths = [file.write(folder / "traces" / f"{place}.json") for place, file in enumerate(files)]
-    found = import_ranks(paths)
-    write_imported(found.graphs, found.sources, folder / "col", None, found.warnings)
-    return folder / "col"
-
-
 def test_each_signature_has_its_seconds(tmp_path: Path) -> None:
-    times = imported_times(read_imported_runs([collection(tmp_path, *two_ranks())], HARDWARE))
+    times = imported_times(read_imported_runs([imported_collection(tmp_path, *two_ranks())], HARDWARE))
     seconds = {str(op): values for op, values in times.ops.items()}
     assert sorted(seconds["linear[1024x512x256]fp32"]) == pytest.approx([400e-6, 400e-6, 800e-6, 800e-6])
     assert not any(op.kind == "opaque" for op in times.ops)
@@ -34,12 +24,12 @@ def test_each_signature_has_its_seconds(tmp_path: Path) -> None:
 
 
 def test_collectives_of_some_ranks_teach_nothing(tmp_path: Path) -> None:
-    times = imported_times(read_imported_runs([collection(tmp_path, two_ranks()[0])], HARDWARE))
+    times = imported_times(read_imported_runs([imported_collection(tmp_path, two_ranks()[0])], HARDWARE))
     assert times.ops and not times.collectives
 
 
 def test_profiles_hold_what_was_imported(tmp_path: Path) -> None:
-    folder = collection(tmp_path, *two_ranks())
+    folder = imported_collection(tmp_path, *two_ranks())
     profile = read_profiles([folder], None, read_imported_runs([folder], HARDWARE))
     assert len(profile.ops) == len(set(profile.ops)) > 0 and profile.device == "cuda" and profile.digest
     assert profile.hardware(HARDWARE, profile.device).kind == "gpu"
@@ -47,6 +37,6 @@ def test_profiles_hold_what_was_imported(tmp_path: Path) -> None:
 
 
 def test_another_device_is_refused(tmp_path: Path) -> None:
-    folder = collection(tmp_path, GpuJob().step(1).file)
+    folder = imported_collection(tmp_path, GpuJob().step(1).file)
     with pytest.raises(TraceError, match="A100-SXM4-80GB"):
         read_imported_runs([folder], "h100-sxm-80gb")
