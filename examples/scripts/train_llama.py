@@ -79,20 +79,20 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class Layer(nn.Module):
-    """Attention and a gated MLP."""
+    """Attention and a gated MLP, or with ``--gelu`` a plain one as GPT's."""
 
     def __init__(self, o: argparse.Namespace) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = nn.RMSNorm(o.hidden), nn.RMSNorm(o.hidden)
         self.attention = Attention(o)
-        self.gate = nn.Linear(o.hidden, o.ffn, bias=False)
+        self.gate = None if o.gelu else nn.Linear(o.hidden, o.ffn, bias=False)
         self.up = nn.Linear(o.hidden, o.ffn, bias=False)
         self.down = nn.Linear(o.ffn, o.hidden, bias=False)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), angles)
         y = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return x + self.down(F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y))
 
 
 class Llama(nn.Module):
@@ -144,6 +144,8 @@ def shard_tensors(model: Llama, mesh: DeviceMesh, o: argparse.Namespace) -> None
                 ),
                 "gate": ColwiseParallel(input_layouts=Shard(1)), "up": ColwiseParallel(input_layouts=Shard(1)),
             }  # fmt: skip
+        if o.gelu:
+            del plan["gate"]
         parallelize_module(layer, mesh, plan)
 
 
@@ -179,15 +181,16 @@ def options() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--data", choices=("none", "ddp", "zero1", "fsdp", "fsdp1"), default="ddp")
     parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="1f1b")
-    for name in ("sequence-parallel", "loss-parallel", "recompute", "mixed", "bf16"):
+    for name in ("sequence-parallel", "loss-parallel", "recompute", "mixed", "bf16", "gelu"):
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args()
 
 
-def make_optimizer(model: nn.Module, o: argparse.Namespace) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, o: argparse.Namespace, mesh: DeviceMesh) -> torch.optim.Optimizer:
     parameters = list(model.parameters())
     if o.data == "zero1":
-        return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-4, fused=True)
+        group = mesh["shard"].get_group()
+        return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, group, lr=1e-4, fused=True)
     sharded = [each for each in parameters if isinstance(each, DTensor)]
     others = [each for each in parameters if not isinstance(each, DTensor)]
     groups = [{"params": each} for each in (sharded, others) if each]  # one fused call takes either
@@ -231,7 +234,7 @@ def plain(o: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None
     set_rotate_method("alltoall")
     model = build(o, mesh, device)
     angles = [buffer for name, buffer in model.named_buffers() if name.endswith("angles")]
-    optimizer = make_optimizer(model, o)
+    optimizer = make_optimizer(model, o, mesh)
     for step in range(o.steps):
         for micro_batch in range(o.micro_batches):
             if o.data in ("ddp", "zero1"):
@@ -270,7 +273,7 @@ def pipelined(o: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> 
         for model, place in zip(models, places, strict=True)
     ]
     schedule = SCHEDULES[o.schedule](stages if chunks > 1 else stages[0], o.micro_batches, loss_fn=loss_of)
-    optimizer = make_optimizer(nn.ModuleList(models), o)
+    optimizer = make_optimizer(nn.ModuleList(models), o, mesh)
     for step in range(o.steps):
         tokens, labels = batch(o, device, o.micro_batch * o.micro_batches)
         first, last = places[0] == 0, places[-1] == chunks * o.pp - 1
