@@ -86,6 +86,19 @@ def _product(first: int) -> Callable[[Args, Scope], Signature]:
     return classify_product
 
 
+def _grouped_product(args: Args, scope: Scope) -> Signature:
+    """A product of each group of rows with its own matrix; of two matrices it is the gradient of the weights."""
+    left, right, ends = (shape_of(args, index) for index in range(3))
+    if len(left) == len(right) == 2 and len(ends) == 1:
+        return "grouped_linear_wgrad", (ends[0], left[1], left[0], right[1])
+    if len(left) != 2 or len(right) != 3:
+        return "grouped_linear", (0, 0, 0, 0)
+    groups, inner, columns = right
+    if scope.backward:
+        return "grouped_linear_dgrad", (groups, left[0], inner, columns)
+    return "grouped_linear", (groups, left[0], columns, inner)
+
+
 def _is_weight_gradient(args: Args, scope: Scope, first: int, sizes: tuple[int, int, int]) -> bool:
     rows, inner, columns = sizes
     if len(scope.forward_dims) == 3:
@@ -117,6 +130,7 @@ _BY_SCOPE: Mapping[str, Classify] = MappingProxyType(
         "aten::bmm": _product(0),
         "aten::addmm": _product(1),
         "aten::baddbmm": _product(1),
+        "aten::_grouped_mm": _grouped_product,
         "aten::sum": _sum,
     }
 )

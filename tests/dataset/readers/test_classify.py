@@ -84,6 +84,16 @@ def test_gradients_of_a_product_by_the_forward_sizes() -> None:
         assert str(classify("aten::mm", args(*shapes), Scope("AddmmBackward0", forward))) == expected
 
 
+def test_products_of_groups_of_rows() -> None:
+    """Rows of 3 groups: ``y[64, 48] = x[64, 32] @ w[3, 32, 48]``, and its two gradients."""
+    for shapes, backward, kind in (
+        (([64, 32], [3, 32, 48]), "", "grouped_linear"),
+        (([64, 48], [3, 48, 32]), "GroupedMmBackward0", "grouped_linear_dgrad"),
+        (([48, 64], [64, 32]), "GroupedMmBackward0", "grouped_linear_wgrad"),
+    ):
+        assert str(classify("aten::_grouped_mm", args(*shapes, [3]), Scope(backward))) == f"{kind}[3x64x48x32]fp32"
+
+
 def test_gradients_of_a_square_product_by_strides_then_by_order() -> None:
     """A transposed left operand makes a weight's gradient; without strides the input's gradient comes first."""
     square = args([8, 8], [8, 8])
