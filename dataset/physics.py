@@ -19,7 +19,11 @@ def roofline_seconds(op: Op, hardware: Hardware) -> float:
         return op.num_bytes / hardware.host_memory_bandwidth_bytes_per_s + hardware.op_latency_s
     if bound == "host_link":
         return op.num_bytes / hardware.host_link_bytes_per_s + hardware.op_latency_s
-    compute = op.flops / (hardware.flops_per_s(op.dtype) * hardware.compute_efficiency)
+    if bound == "memory" and op.dtype not in hardware.peak_flops:  # as masks, whose elements have the bytes of an fp8
+        peak = max(hardware.peak_flops.values())
+    else:
+        peak = hardware.flops_per_s(op.dtype)
+    compute = op.flops / (peak * hardware.compute_efficiency)
     memory = op.num_bytes / (hardware.memory_bandwidth_bytes_per_s * hardware.memory_efficiency)
     return max(compute, memory) + hardware.op_latency_s
 

@@ -70,7 +70,7 @@ def graph_of_record(record: dict[str, Any], local_size: int) -> CapturedRank:
     rows = np.array(record["nodes"], dtype=np.int64).reshape(-1, 8)[first]
     columns = {name: np.full(count, -1, dtype=np.int64) for name in NODE_COLUMNS}
     columns |= {name: np.zeros(count, dtype=np.int64) for name in ("step", "blocks", "threads", "registers")}
-    columns["shared_bytes"] = np.zeros(count, dtype=np.int64)
+    columns["shared_bytes"], columns["recorded"] = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     columns |= {"kind": rows[:, _KIND], "stream": rows[:, _STREAM], "phase": rows[:, _PHASE]}
     columns |= {"name": rows[:, _NAME], "seq": rows[:, _NUMBER]}
     columns |= {"work": nodes.work[first], "known": nodes.known[first], "group": nodes.group[first]}

@@ -51,7 +51,7 @@ class Assembly:
 
     def __post_init__(self) -> None:
         self.nodes = {name: np.full(len(self.start), -1, dtype=np.int64) for name in NODE_COLUMNS}
-        for name in ("blocks", "threads", "registers", "shared_bytes", "known"):
+        for name in ("blocks", "threads", "registers", "shared_bytes", "recorded", "known"):
             self.nodes[name][:] = 0
 
     def meet(self, node: int, meets: Rendezvous | None) -> None:

@@ -104,6 +104,8 @@ def _graph(tree: dict[str, Any], nodes: Any, edges: Any) -> RankGraph:
 
 
 def _numbers(table: Any, name: str, dtype: Any) -> Any:
+    if name == "recorded" and name not in table.column_names:  # which earlier versions did not count
+        return np.zeros(table.num_rows, dtype=dtype)
     return table.column(name).to_numpy().astype(dtype)
 
 

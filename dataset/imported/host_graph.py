@@ -180,6 +180,7 @@ def _assemble(
             work = host.ops[item[node]]
             stream = str(work.stream)
             op = work.work
+            nodes["recorded"][node] = work.recorded
             known = named_kind(work.name) if not work.known and isinstance(op, Op) else None
             if known is not None and isinstance(op, Op):
                 alike = len(OP_KINDS[known].dim_names) == len(op.dims)

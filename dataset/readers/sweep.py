@@ -50,6 +50,7 @@ class Work:
         meets: Of a collective.
         blocks: Of a collective: the host waited for it immediately.
         issued: Of device work: when the host had launched all of it.
+        recorded: Calls that a profiler recorded within it, itself included.
     """
 
     work: Op | Collective
@@ -63,6 +64,7 @@ class Work:
     meets: Rendezvous | None = None
     blocks: bool = False
     issued: float = 0.0
+    recorded: int = 1
 
     @property
     def is_message(self) -> bool:
@@ -162,6 +164,8 @@ def sweep(events: Events) -> Swept:
             if start < thread.node_end or start < thread.c10d_end:
                 if row["name"] == "record_param_comms":
                     _record_communication(thread, row, start, end)
+                if thread.node is not None and start < thread.node_end:
+                    thread.node.recorded += 1
                 continue  # within an op, or within a communication call, whose copies are its own
             name = row["name"]
             if name in known_calls:
@@ -225,7 +229,7 @@ def _known_call(out: Swept, thread: _Thread, row: Event, start: float, end: floa
     _commit(out, thread)
     last = thread.last
     if last is not None and op.record.in_parts and last.work == op:
-        last.end, last.own = end, last.own + end - start
+        last.end, last.own, last.recorded = end, last.own + end - start, last.recorded + 1
         thread.node, thread.node_end = last, end
         return
     node = Work(op, name, start, start, end, end - start, row["tid"])
