@@ -15,6 +15,7 @@ from torch_geometric.utils import scatter
 
 EdgeType = tuple[str, str, str]
 HEADS = ("factor", "slowdown")
+NO_SLOWDOWN = -3.0  # softplus of it is a slowdown of 5 %, where an untrained network begins
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def both_directions(graph: HeteroData) -> HeteroData:
 class TypedNetwork(nn.Module):
     """Seconds of the nodes of one type.
 
-    Untrained, it answers the seconds that are given (``baseline``), or twice as much with the head ``slowdown``.
+    Untrained, it answers about the seconds that are given (``baseline``).
     """
 
     def __init__(self, form: NetworkForm) -> None:
@@ -73,6 +74,8 @@ class TypedNetwork(nn.Module):
         for head in (self.decode, self.direct):
             nn.init.zeros_(head.weight)
             nn.init.zeros_(head.bias)
+        if form.head == "slowdown":
+            nn.init.constant_(self.decode.bias, NO_SLOWDOWN)
 
     def _round(self) -> HeteroConv:
         width = self.form.channels
@@ -122,7 +125,7 @@ class TypedNetwork(nn.Module):
         raw = (self.decode(own) + self.direct(scaled[form.readout]))[:, 0]
         baseline: Tensor = graphs[form.readout].baseline
         if form.head == "slowdown":
-            return baseline * (1.0 + functional.softplus(raw) / 0.6931471805599453)
+            return baseline * (1.0 + functional.softplus(raw))
         return baseline * torch.exp(form.bound * torch.tanh(raw / form.bound))
 
     def totals(self, graphs: Batch, seconds: Tensor) -> Tensor:

@@ -24,8 +24,9 @@ from stepsight.experiments.studies.context.context_task import ContextTask
 from stepsight.experiments.studies.context.overlap_task import overlap_task
 from stepsight.experiments.studies.context.region_collecting import collect
 from stepsight.experiments.studies.context.regions_task import regions_task
+from stepsight.experiments.studies.context.traced_ops_task import ops_task
 
-TASKS: dict[str, Callable[[Path], ContextTask]] = {"regions": regions_task, "overlap": overlap_task}
+TASKS: dict[str, Callable[[Path], ContextTask]] = {"regions": regions_task, "overlap": overlap_task, "ops": ops_task}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -12,8 +12,10 @@ Array = NDArray[np.float64]
 
 
 def own_features(graph: HeteroData, node: str) -> Array:
-    """Features of each node and the logarithm of its baseline, ``(n, f + 1)``."""
+    """Features of each node and the logarithm of its baseline, where it has one, ``(n, f + 1)``."""
     x = graph[node].x.double().numpy()
+    if "baseline" not in graph[node]:
+        return np.asarray(x)
     return np.concatenate([x, np.log(graph[node].baseline.double().numpy())[:, None]], axis=1)
 
 

@@ -65,48 +65,57 @@ def overlap_task(folder: Path) -> ContextTask:
 
 
 def job_graphs(ranks: Sequence[RankGraph]) -> list[HeteroData]:
-    """One graph for each rank and step that has kernels to judge; time alone is a median over the job."""
-    beside = [_Beside.of(rank) for rank in ranks]
+    """One graph for each rank and step that has kernels to judge; time alone is a median over the job.
+
+    What runs beside a kernel is found from its time alone, not from the time that is to be predicted.
+    """
     times: dict[tuple[object, ...], list[float]] = defaultdict(list)
-    for rank, each in zip(ranks, beside, strict=True):
-        for node in each.ops[each.share[each.ops].sum(axis=1) < ALONE].tolist():
+    for rank in ranks:
+        real = Beside.of(rank, rank.duration_s)
+        for node in real.ops[real.share[real.ops].sum(axis=1) < ALONE].tolist():
             times[_signature(rank, node)].append(float(rank.duration_s[node]))
-    alone = {signature: float(np.median(found)) for signature, found in times.items()}
+    usual = {signature: float(np.median(found)) for signature, found in times.items()}
     graphs = []
-    for rank, each in zip(ranks, beside, strict=True):
-        for step in np.unique(rank.nodes["step"][each.ops]).tolist():
-            graph = _step_graph(rank, each, step, alone)
+    for rank in ranks:
+        is_op = rank.nodes["kind"] == OP
+        alone = np.array([usual.get(_signature(rank, node), np.nan) if is_op[node] else np.nan for node in range(len(rank))])
+        beside = Beside.of(rank, np.where(np.isfinite(alone), alone, rank.duration_s))
+        for step in np.unique(rank.nodes["step"][beside.ops]).tolist():
+            graph = _step_graph(rank, beside, step, np.isfinite(alone))
             if graph is not None:
                 graphs.append(graph)
     return graphs
 
 
 @dataclass(frozen=True)
-class _Beside:
+class Beside:
     """What runs at the same time on a device.
 
     Attributes:
         ops: Nodes that are kernels.
         pairs: ``(2, e)``: a node, and a kernel that it runs beside.
-        seconds: ``(e,)`` in which both run.
+        both_s: ``(e,)`` seconds in which both run.
+        spent_s: ``(n,)`` seconds of each node that this holds for.
         share: ``(n, 3)``: part of each node's time in which some of ``BESIDE`` runs too.
         what: ``(n,)``: index of ``BESIDE``.
     """
 
     ops: Ints
     pairs: Ints
-    seconds: Array
+    both_s: Array
+    spent_s: Array
     share: Array
     what: Ints
 
     @classmethod
-    def of(cls, rank: RankGraph) -> _Beside:
+    def of(cls, rank: RankGraph, spent_s: Array) -> Beside:
+        """Nodes that run at once if each takes ``spent_s`` from when it started."""
         device = np.flatnonzero(rank.on_device & (rank.duration_s > 0))
-        start, end, stream = rank.start_s, rank.end_s, rank.nodes["stream"]
+        start, stream = rank.start_s, rank.nodes["stream"]
+        end = start + spent_s
         pairs, seconds = [], []
-        order = device[np.argsort(start[device], kind="stable")]
         active: list[int] = []
-        for node in order.tolist():
+        for node in device[np.argsort(start[device], kind="stable")].tolist():
             active = [other for other in active if end[other] > start[node]]
             for other in active:
                 if stream[other] != stream[node]:
@@ -114,15 +123,13 @@ class _Beside:
                     pairs += [(other, node), (node, other)]
                     seconds += [both, both]
             active.append(node)
-        table = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-        spent = np.array(seconds)
+        table, found = np.array(pairs, dtype=np.int64).reshape(-1, 2).T, np.array(seconds)
         what = np.array([_what(rank, node) for node in range(len(rank))])
         share = np.zeros((len(rank), len(BESIDE)))
-        if len(spent):
-            np.add.at(share, (table[1], what[table[0]]), spent / rank.duration_s[table[1]])
-        keep = rank.nodes["kind"][table[1]] == OP if len(spent) else np.zeros(0, bool)
+        np.add.at(share, (table[1], what[table[0]]), found / spent_s[table[1]])
+        keep = rank.nodes["kind"][table[1]] == OP
         ops = device[rank.nodes["kind"][device] == OP]
-        return cls(ops, table[:, keep], spent[keep], np.minimum(share, 1.0), what)
+        return cls(ops, table[:, keep], found[keep], spent_s, np.minimum(share, 1.0), what)
 
 
 def _what(rank: RankGraph, node: int) -> int:
@@ -145,45 +152,55 @@ def _signature(rank: RankGraph, node: int) -> tuple[object, ...]:
     return name, rank.works[work] if work >= 0 else None, int(nodes["blocks"][node]), int(nodes["threads"][node])
 
 
-def _step_graph(
-    rank: RankGraph, beside: _Beside, step: int, alone: dict[tuple[object, ...], float]
-) -> HeteroData | None:
-    ops = beside.ops[rank.nodes["step"][beside.ops] == step]
+def _step_graph(rank: RankGraph, beside: Beside, step: int, is_known: NDArray[np.bool_]) -> HeteroData | None:
+    ops = _near(rank, beside, beside.ops[rank.nodes["step"][beside.ops] == step])
     others = np.setdiff1d(beside.pairs[0][np.isin(beside.pairs[1], ops)], ops)
-    seconds, total = rank.duration_s[ops], beside.share[ops].sum(axis=1)
-    usual = np.array([alone.get(_signature(rank, node), np.nan) for node in ops.tolist()])
-    known = np.isfinite(usual) & (total > OVERLAPPED)
+    seconds, baseline = rank.duration_s[ops], beside.spent_s[ops]
+    known = is_known[ops] & (beside.share[ops].sum(axis=1) > OVERLAPPED)
     if not known.any():
         return None
-    baseline = np.where(np.isfinite(usual), usual, seconds)
     graph = HeteroData()
     kinds = np.array([_class(rank.kind_of(node)) for node in ops.tolist()])
-    _fill(graph, "op", _rows(rank, beside, ops, baseline))
+    _fill(graph, "op", _rows(rank, beside, ops))
     graph["op"].baseline = torch.from_numpy(baseline).float()
     graph["op"].roofline = graph["op"].baseline
     graph["op"].key = torch.from_numpy(kinds)
     graph["op"].seconds = torch.from_numpy(np.where(known, seconds, np.nan)).float()
     graph["op"].weight = torch.from_numpy(np.where(known, seconds, 0.0) / seconds[known].sum()).float()
-    _fill(graph, "other", _rows(rank, beside, others, rank.duration_s[others]))
+    _fill(graph, "other", _rows(rank, beside, others))
     for name, nodes in (("op", ops), ("other", others)):
         keep = np.isin(beside.pairs[0], nodes) & np.isin(beside.pairs[1], ops)
-        pairs, both = beside.pairs[:, keep], beside.seconds[keep]
+        pairs, both = beside.pairs[:, keep], beside.both_s[keep]
         about = [
-            np.log(np.maximum(both, 1e-8)),
-            both / rank.duration_s[pairs[0]],
-            both / rank.duration_s[pairs[1]],
+            both / beside.spent_s[pairs[0]],
+            both / beside.spent_s[pairs[1]],
+            np.log(np.maximum(beside.spent_s[pairs[0]], 1e-8)),
             np.log1p(_sizes(rank, pairs[0])[:, 0]),
             np.clip(rank.nodes["blocks"][pairs[0]] / 132.0, 0, 4),
         ]
         index = np.stack([np.searchsorted(nodes, pairs[0]), np.searchsorted(ops, pairs[1])])
         _edge(graph, (name, "beside", "op"), index, np.stack(about, axis=1))
-    before = np.flatnonzero(np.diff(rank.nodes["stream"][ops]) == 0)
-    gap = np.log(np.maximum(rank.start_s[ops][before + 1] - rank.end_s[ops][before], 1e-8))
-    _edge(graph, ("op", "order", "op"), np.stack([before, before + 1]), gap[:, None])
+    order = np.lexsort((rank.start_s[ops], rank.nodes["stream"][ops]))
+    follows = np.flatnonzero(np.diff(rank.nodes["stream"][ops][order]) == 0)
+    before, after = order[follows], order[follows + 1]
+    gap = np.log(np.maximum(rank.start_s[ops][after] - rank.end_s[ops][before], 1e-8))
+    _edge(graph, ("op", "order", "op"), np.stack([before, after]), gap[:, None])
     return graph
 
 
-def _rows(rank: RankGraph, beside: _Beside, nodes: Ints, baseline: Array) -> Array:
+def _near(rank: RankGraph, beside: Beside, ops: Ints) -> Ints:
+    """Kernels that run beside others, and those just before and after them on their streams."""
+    own = beside.share[ops].sum(axis=1) > ALONE
+    stream = rank.nodes["stream"][ops]
+    for each in np.unique(stream):
+        places = np.flatnonzero(stream == each)
+        there = own[places]
+        own[places[1:]] |= there[:-1]
+        own[places[:-1]] |= there[1:]
+    return ops[own]
+
+
+def _rows(rank: RankGraph, beside: Beside, nodes: Ints) -> Array:
     """Features of nodes, ``(n, f)``."""
     kinds = np.array([_class(rank.kind_of(node)) for node in nodes.tolist()], dtype=np.int64)
     launch = np.stack([rank.nodes[name][nodes] for name in ("blocks", "threads", "registers", "shared_bytes")], axis=1)
@@ -193,7 +210,7 @@ def _rows(rank: RankGraph, beside: _Beside, nodes: Ints, baseline: Array) -> Arr
             np.eye(len(CLASSES))[kinds],
             np.eye(len(BESIDE))[beside.what[nodes]],
             beside.share[nodes],
-            np.log(np.maximum(baseline, 1e-8))[:, None],
+            np.log(np.maximum(beside.spent_s[nodes], 1e-8))[:, None],
             np.log1p(np.maximum(launch, 0)),
             np.log1p(sizes),
             np.log1p(sizes[:, 1:] / np.maximum(sizes[:, :1], 1.0)),
