@@ -8,3 +8,4 @@ largest of the moments of an iteration, not the sum of largest parts.
 from stepsight.simulator.memory.estimate import Memory as Memory
 from stepsight.simulator.memory.estimate import StageMemory as StageMemory
 from stepsight.simulator.memory.estimate import estimate_memory as estimate_memory
+from stepsight.simulator.memory.estimate import estimate_moments as estimate_moments

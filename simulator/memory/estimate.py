@@ -20,7 +20,15 @@ from stepsight.simulator.lowering.sizes import Parts, PartShape, boundary_bytes,
 from stepsight.simulator.memory.advice import advice
 from stepsight.simulator.memory.devices import smallest_devices
 from stepsight.simulator.memory.part import PartMemory, part_memory
-from stepsight.simulator.memory.peaks import ACTION, ACTIVATIONS, FLYING, GRADIENTS, MOMENT, find_peaks
+from stepsight.simulator.memory.peaks import (
+    ACTION,
+    ACTIVATIONS,
+    FLYING,
+    GRADIENTS,
+    MOMENT,
+    find_moments,
+    find_peaks,
+)
 from stepsight.simulator.memory.states import States, states_of
 from stepsight.simulator.schedules import Schedule, find_schedule, read_schedule
 
@@ -166,15 +174,7 @@ def estimate_memory(job: Job, hardware: Hardware) -> Memory:
     Raises:
         JobError: If nothing is known of the devices of some nodes, or a schedule's table does not go with the job.
     """
-    p, semantics = job.parallel, semantics_of(job, hardware.kind)
-    asked = _Asked(
-        rank_shape(job, semantics=semantics),
-        part_shapes(job),
-        states_of(p, semantics, job.batch.dtype, groups_of(job)),
-        (p.schedule, p.pp, job.num_micro_batches, p.virtual_stages, _changed(p.schedule)),
-        semantics.overlap.runtime == "torch",
-        (hardware.reserved_bytes, hardware.fragmentation),
-    )
+    asked = _asked(job, hardware)
     bytes_of, flying, moments = _stages(asked)
     devices = smallest_devices(job, hardware)
     if job.cluster.mixed:
@@ -182,6 +182,18 @@ def estimate_memory(job: Job, hardware: Hardware) -> Memory:
         fixed, more = (np.array([getattr(d, name) for d in devices]) for name in ("reserved_bytes", "fragmentation"))
         bytes_of[:, 5] = fixed + more * bytes_of[:, :5].sum(axis=1)
     return Memory(bytes_of, flying, moments, devices, job, hardware)
+
+
+def _asked(job: Job, hardware: Hardware) -> _Asked:
+    p, semantics = job.parallel, semantics_of(job, hardware.kind)
+    return _Asked(
+        rank_shape(job, semantics=semantics),
+        part_shapes(job),
+        states_of(p, semantics, job.batch.dtype, groups_of(job)),
+        (p.schedule, p.pp, job.num_micro_batches, p.virtual_stages, _changed(p.schedule)),
+        semantics.overlap.runtime == "torch",
+        (hardware.reserved_bytes, hardware.fragmentation),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,22 +208,60 @@ class _Asked:
     reserve: tuple[float, float]  # bytes, part of the rest
 
 
+def estimate_moments(job: Job, hardware: Hardware) -> tuple[Floats, ...]:
+    """Estimate the bytes of every stage during each action of its schedule, and during the optimizer's step.
+
+    Args:
+        job: What to run.
+        hardware: What it runs on; nodes with other devices count as this one.
+
+    Returns:
+        For each stage an array of shape ``(num_actions + 1,)``; its maximum is the stage's ``StageMemory.total``.
+    """
+    asked = _asked(job, hardware)
+    schedule, states = _schedule(*asked.schedule), asked.states
+    places = _places(asked.shape, asked.parts)
+    parts = [part_memory(asked.shape, place.part, states.keeping) for place in places.distinct]
+    bytes_of, messages = _bytes_of(asked, schedule, places, parts)
+    held, passing = _held(asked, schedule, places, parts, messages)
+    parameters, gradients, optimizer, workspace = held
+    states_bytes = parameters + optimizer + _stages(asked)[0][:, 5]
+    apart = 0.0 * gradients if states.keeping.gradients.numel > 0 else gradients
+    return tuple(
+        np.append(moments + more + base, base_of_step)
+        for moments, more, base, base_of_step in zip(
+            find_moments(schedule, bytes_of),
+            passing + apart,
+            states_bytes,
+            states_bytes + gradients + workspace,
+            strict=True,
+        )
+    )
+
+
+def _held(
+    asked: _Asked, schedule: Schedule, places: _Places, parts: list[PartMemory], messages: Floats
+) -> tuple[Floats, Floats]:
+    """Bytes of states and of the optimizer's workspace, shape ``(4, num_stages)``, and of messages and buckets."""
+    states = asked.states
+    numel = np.zeros((schedule.num_stages, 2))
+    sizes = np.array([(part.numel, part.expert_numel) for part in parts], dtype=np.float64)
+    np.add.at(numel, schedule.placement[:, 0], sizes[places.of_part])
+    held = np.array([states.parameters, states.gradients, states.optimizer, states.workspace]) @ numel.T
+    held[3] += np.minimum(states.flat_bytes, held[1])
+    return held, messages + np.minimum(states.bucket_bytes, float(asked.shape.main_bytes) * numel.sum(axis=1))
+
+
 @cached(4096)
 def _stages(asked: _Asked) -> tuple[Floats, Floats, Floats]:
     """The first three fields of ``Memory``."""
     schedule, states = _schedule(*asked.schedule), asked.states
     places = _places(asked.shape, asked.parts)
     parts = [part_memory(asked.shape, place.part, states.keeping) for place in places.distinct]
-    bytes_of, passing = _bytes_of(asked, schedule, places, parts)
-    numel = np.zeros((schedule.num_stages, 2))
-    sizes = np.array([(part.numel, part.expert_numel) for part in parts], dtype=np.float64)
-    np.add.at(numel, schedule.placement[:, 0], sizes[places.of_part])
-    held = np.array([states.parameters, states.gradients, states.optimizer, states.workspace]) @ numel.T
-    parameters, gradients, optimizer, workspace = held
-    workspace += np.minimum(states.flat_bytes, gradients)
+    bytes_of, messages = _bytes_of(asked, schedule, places, parts)
+    (parameters, gradients, optimizer, workspace), passing = _held(asked, schedule, places, parts, messages)
     peak = find_peaks(schedule, bytes_of)
     there = peak[:, GRADIENTS] if states.keeping.gradients.numel > 0 else gradients
-    passing += np.minimum(states.bucket_bytes, float(asked.shape.main_bytes) * numel.sum(axis=1))
     moment = peak[:, MOMENT] - peak[:, GRADIENTS] + passing
     steps = gradients + workspace > there + moment  # where the optimizer's step needs most
     out = np.empty((schedule.num_stages, 6))

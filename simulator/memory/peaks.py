@@ -39,8 +39,25 @@ def find_peaks(schedule: Schedule, bytes_of: Floats) -> Floats:
     bounds, rows = _flat(schedule)
     out = np.zeros((schedule.num_stages, 5))
     came, seen = np.zeros((2, *bytes_of.shape[:2]), dtype=np.bool_)
-    _walk(bounds, rows, bytes_of, came, seen, out)
+    _walk(bounds, rows, bytes_of, came, seen, out, np.empty(0))
     return out
+
+
+def find_moments(schedule: Schedule, bytes_of: Floats) -> tuple[Floats, ...]:
+    """Find the bytes that each action of every stage needs; the largest of a stage is its ``MOMENT``.
+
+    Args:
+        schedule: Of all stages.
+        bytes_of: As in ``find_peaks``.
+
+    Returns:
+        For each stage an array of shape ``(num_actions,)``, in the order of its schedule.
+    """
+    bounds, rows = _flat(schedule)
+    moments = np.zeros(len(rows))
+    came, seen = np.zeros((2, *bytes_of.shape[:2]), dtype=np.bool_)
+    _walk(bounds, rows, bytes_of, came, seen, np.zeros((schedule.num_stages, 5)), moments)
+    return tuple(np.split(moments, bounds[1:-1]))
 
 
 @compiled
@@ -51,8 +68,19 @@ def _walk(
     came: NDArray[np.bool_],
     seen: NDArray[np.bool_],
     out: Floats,
+    moments: Floats,
 ) -> None:
-    """``came`` and ``seen``: whether each chunk ran forward and backward before; all false."""
+    """Walk the actions of every stage in order.
+
+    Args:
+        bounds: First row of each stage, and the number of rows.
+        rows: Kind, micro-batch and chunk of each action.
+        bytes_of: As in ``find_peaks``.
+        came: Whether each chunk ran forward before; all false.
+        seen: Whether each chunk ran backward before; all false.
+        out: Result of ``find_peaks``; written.
+        moments: Bytes of each action, written; empty: not wanted.
+    """
     for stage in range(len(bounds) - 1):
         kept, grown, flying, gathered = 0.0, 0.0, 0, 0.0
         for at in range(bounds[stage], bounds[stage + 1]):
@@ -85,6 +113,8 @@ def _walk(
                     if kept + bytes_of[stage, chunk, 7] > moment:
                         moment, there = kept + bytes_of[stage, chunk, 7], kept
             moment += gathered - bytes_of[stage, chunk, 7]  # the chunk's own are part of its peaks
+            if len(moments):
+                moments[at] = moment + grown
             if moment + grown > out[stage, 0]:
                 out[stage, 0] = moment + grown
                 out[stage, 1] = min(there, moment)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.errors import JobError
-from stepsight.dataset.hardware import Hardware
-from stepsight.simulator.memory import estimate_memory
+from stepsight.dataset.hardware import HARDWARE, Hardware
+from stepsight.dataset.job import Job
+from stepsight.simulator.memory import estimate_memory, estimate_moments
 from stepsight.simulator.memory.estimate import FIELDS
 from stepsight.simulator.schedules import find_schedule, write_schedule
 from tests.simulator.conftest import JobMaker
@@ -148,3 +149,14 @@ def test_users_own_schedule(make_job: JobMaker, gpu: Hardware, tmp_path: Path) -
 def test_what_fits_has_no_reason(make_job: JobMaker, gpu: Hardware) -> None:
     memory = estimate_memory(make_job(), gpu)
     assert memory.fits and memory.reason == ""
+
+
+@pytest.mark.parametrize("name", ["gpt3-175b-1024", "gpt3-175b-1024-interleaved", "gpt3-175b-1024-zero-bubble",
+                                  "llama3-70b-fsdp-512", "mixtral-8x22b-ep-256"])  # fmt: skip
+def test_the_largest_moment_is_the_peak(name: str) -> None:
+    """The memory of each action, over all actions and the optimizer, has the stage's total as its maximum."""
+    job = Job.from_file(Path(__file__).parents[3] / "examples" / f"{name}.toml")
+    hardware = HARDWARE[job.cluster.hardware]
+    totals = [stage.total for stage in estimate_memory(job, hardware).stages]
+    moments = estimate_moments(job, hardware)
+    assert [array.max() for array in moments] == pytest.approx(totals)
