@@ -1,0 +1,119 @@
+"""Small charts as SVG text, for pages that load nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+BLUE, ORANGE, GREY = "#3b6fb5", "#d9822b", "#8a8f98"
+PALETTE = (BLUE, ORANGE, "#3a9b6c", "#b5497a", "#7a5fb5", "#8f7a3b", "#4aa3b5", "#a35b4a")
+_WIDTH, _LEFT, _RIGHT, _ROW = 720, 190, 130, 24
+
+
+def bars(rows: Sequence[tuple[str, float, str]]) -> str:
+    """Draw horizontal bars.
+
+    Args:
+        rows: Label, value >= 0 and text of each bar.
+    """
+    most = max((value for _, value, _ in rows), default=0.0) or 1.0
+    room = _WIDTH - _LEFT - _RIGHT
+    parts = []
+    for at, (label, value, text) in enumerate(rows):
+        y, width = at * _ROW, room * value / most
+        parts.append(_text(_LEFT - 8, y + 16, label, "end"))
+        parts.append(f'<rect x="{_LEFT}" y="{y + 4}" width="{width:.1f}" height="16" fill="{BLUE}"/>')
+        parts.append(_text(_LEFT + width + 6, y + 16, text))
+    return _svg(len(rows) * _ROW, parts)
+
+
+def tornado_bars(rows: Sequence[tuple[str, float | None, float | None]]) -> str:
+    """Draw what halving and doubling something changes, in percent, around a line at zero.
+
+    Args:
+        rows: Label, percent when halved and percent when doubled; None: not possible.
+    """
+    most = max((abs(value) for _, *pair in rows for value in pair if value is not None), default=0.0) or 1.0
+    half = (_WIDTH - 2 * _LEFT) / 2
+    middle, row = _LEFT + half, 40
+    parts = [_text(_LEFT, 14, "halved", color=ORANGE), _text(_LEFT + 70, 14, "doubled", color=BLUE)]
+    for at, (label, *pair) in enumerate(rows):
+        y = 20 + at * row
+        parts.append(_text(_LEFT - 50, y + 20, label, "end"))
+        for turn, (value, color) in enumerate(zip(pair, (ORANGE, BLUE), strict=True)):
+            if value is None:
+                continue
+            width = half * abs(value) / most
+            x, top = (middle if value >= 0 else middle - width), y + 16 * turn
+            parts.append(f'<rect x="{x:.1f}" y="{top}" width="{max(width, 0.5):.1f}" height="14" fill="{color}"/>')
+            place, anchor = (x + width + 4, "start") if value >= 0 else (x - 4, "end")
+            parts.append(_text(place, top + 11, f"{value:+.1f} %", anchor))
+    height = 20 + len(rows) * row
+    parts.append(f'<line x1="{middle}" x2="{middle}" y1="18" y2="{height}" stroke="{GREY}"/>')
+    return _svg(height, parts)
+
+
+def lines(
+    series: Sequence[tuple[str, Sequence[tuple[float, float]]]],
+    x_title: str,
+    y_title: str,
+    *,
+    log_x: bool = False,
+    steps: bool = False,
+    limit: float | None = None,
+) -> str:
+    """Draw lines over one axis.
+
+    Args:
+        series: Name and points of each line.
+        x_title, y_title: Of the axes, with units.
+        log_x: Whether the x axis is logarithmic.
+        steps: Whether a value holds until the next point.
+        limit: A horizontal line, for example a capacity.
+    """
+    points = [point for _, each in series for point in each]
+    if not points:
+        return ""
+    left, top, width, height = 70, 10, _WIDTH - 210, 240
+    scale = math.log2 if log_x else float
+    xs, ys = [scale(x) for x, _ in points], [y for _, y in points] + ([limit] if limit else [])
+    low, span = min(xs), (max(xs) - min(xs)) or 1.0
+    most = max(ys) * 1.05 or 1.0
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return left + width * (scale(x) - low) / span, top + height * (1 - y / most)
+
+    parts = [f'<rect x="{left}" y="{top}" width="{width}" height="{height}" fill="none" stroke="{GREY}"/>']
+    for part in range(5):
+        y = most * part / 4
+        parts.append(_text(left - 6, place(points[0][0], y)[1] + 4, f"{y:.3g}", "end"))
+    ticks = sorted({x for x, _ in points}) if log_x else [(low + span * part / 4) for part in range(5)]
+    for x in ticks[:: max(1, len(ticks) // 8)]:
+        parts.append(_text(place(x, 0)[0], top + height + 16, f"{x:.4g}", "middle"))
+    if limit is not None:
+        y = place(points[0][0], limit)[1]
+        parts.append(f'<line x1="{left}" x2="{left + width}" y1="{y:.1f}" y2="{y:.1f}" stroke="#c0392b"/>')
+    for at, (name, each) in enumerate(series):
+        color = PALETTE[at % len(PALETTE)]
+        path, last = [], None
+        for x, y in each:
+            px, py = place(x, y)
+            if steps and last is not None:
+                path.append(f"{px:.1f},{last:.1f}")
+            path.append(f"{px:.1f},{py:.1f}")
+            last = py
+        parts.append(f'<polyline points="{" ".join(path)}" fill="none" stroke="{color}" stroke-width="1.5"/>')
+        if at < 14:
+            parts.append(_text(left + width + 10, top + 12 + 17 * at, name, color=color))
+    parts.append(_text(left + width / 2, top + height + 36, x_title, "middle"))
+    parts.append(_text(left, top + height + 36, y_title + " ↑"))
+    return _svg(top + height + 44, parts)
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", color: str = "currentColor") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}">{escape(text)}</text>'
+
+
+def _svg(height: float, parts: Sequence[str]) -> str:
+    return f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" font-size="12">{"".join(parts)}</svg>'
