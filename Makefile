@@ -55,7 +55,7 @@ check: .venv/.installed
 	$(BIN)/python -m tests.prose
 
 docs: .venv/.installed
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	$(BIN)/python -m pytest -m tutorial tests/docs
 
 bench: .venv/.installed

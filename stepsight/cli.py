@@ -19,6 +19,7 @@ from stepsight.verbs import (
     judging,
     learning,
     measuring,
+    reporting,
     tracing,
     verification,
 )
@@ -62,6 +63,9 @@ app.command("capture", context_settings=capturing.CONTEXT)(capturing.capture_com
 app.command("predict")(asking.predict_command)
 app.command("explain")(asking.explain_command)
 app.command("search")(asking.search_command)
+app.command("sweep")(reporting.sweep_command)
+app.command("compare")(reporting.compare_command)
+app.command("report")(reporting.report_command)
 app.command("verify")(verification.verify_command)
 app.command("evaluate")(judging.evaluate_command)
 app.command("calibrate")(judging.calibrate_command)

@@ -11,7 +11,8 @@ from stepsight.dataset.files import new_file
 FORMATS = (".png", ".svg", ".pdf")
 
 
-def _figure(width: float = 6.0, height: float = 5.0) -> tuple[Any, Any]:
+def start_figure(width: float = 6.0, height: float = 5.0) -> tuple[Any, Any]:
+    """A figure that needs no screen, and its axes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -30,7 +31,8 @@ def _plain_ticks(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure whole, and close it."""
     from matplotlib import pyplot
 
     with new_file(path) as temporary:
@@ -40,7 +42,7 @@ def _save(figure: Any, path: Path) -> None:
 
 def plot_predicted_against_measured(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Scatter with intervals; rows carry ``measured_s``, ``predicted_s``, ``low_s``, ``high_s`` and ``job``."""
-    figure, axes = _figure()
+    figure, axes = start_figure()
     measured = [row["measured_s"] * 1e3 for row in rows]
     predicted = [row["predicted_s"] * 1e3 for row in rows]
     below = [max(0.0, row["predicted_s"] - row["low_s"]) * 1e3 for row in rows]
@@ -58,12 +60,12 @@ def plot_predicted_against_measured(rows: Sequence[dict[str, Any]], path: Path, 
     axes.legend(loc="upper left", frameon=False)
     _plain_ticks(axes.xaxis)
     _plain_ticks(axes.yaxis)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_published_runs(groups: Mapping[str, Sequence[tuple[float, float]]], path: Path, title: str) -> None:
     """Scatter of ``(measured, predicted)`` seconds in groups, each in a colour of its own."""
-    figure, axes = _figure(8.5, 5.0)
+    figure, axes = start_figure(8.5, 5.0)
     everything = [seconds for pairs in groups.values() for pair in pairs for seconds in pair]
     line = [min(everything) * 0.8, max(everything) * 1.25]
     axes.plot(line, line, color="black", lw=0.8)
@@ -78,14 +80,14 @@ def plot_published_runs(groups: Mapping[str, Sequence[tuple[float, float]]], pat
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")
     _plain_ticks(axes.xaxis)
     _plain_ticks(axes.yaxis)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_front(
     plans: Sequence[dict[str, Any]], front: Sequence[dict[str, Any]], cost: str, path: Path, title: str
 ) -> None:
     """Scatter of plans, training time against ``cost`` (a key of the rows), and the front through the best of them."""
-    figure, axes = _figure()
+    figure, axes = start_figure()
     for name in dict.fromkeys(row["hardware"] for row in plans):
         rows = [row for row in plans if row["hardware"] == name]
         axes.scatter([row[cost] for row in rows], [row["training_time_s"] / 86400 for row in rows], s=24, label=name)
@@ -99,12 +101,12 @@ def plot_front(
     axes.legend(frameon=False)
     _plain_ticks(axes.xaxis)
     _plain_ticks(axes.yaxis)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_search(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Iteration time against peak memory of every strategy that was timed."""
-    figure, axes = _figure(7.0, 4.5)
+    figure, axes = start_figure(7.0, 4.5)
     for fits, colour, label in ((True, "tab:blue", "fits"), (False, "lightgrey", "does not fit")):
         chosen = [row for row in rows if row["fits"] is fits and row["iteration_time_s"] is not None]
         axes.scatter(
@@ -125,14 +127,14 @@ def plot_search(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     axes.legend(frameon=False)
     _plain_ticks(axes.xaxis)
     _plain_ticks(axes.yaxis)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_error_against_minutes(
     curves: Mapping[str, Sequence[Mapping[str, float]]], path: Path, title: str = ""
 ) -> None:
     """Errors of held-out ops and steps against minutes of measuring ops, a curve of each for each name."""
-    figure, axes = _figure(7.0, 4.5)
+    figure, axes = start_figure(7.0, 4.5)
     kinds = (("op_mape", "ops", "o-"), ("long_op_mape", "ops from 50 us", "^:"), ("step_mape", "steps, no GNN", "s--"))
     for index, (name, rows) in enumerate(curves.items()):
         for key, what, style in kinds:
@@ -144,4 +146,4 @@ def plot_error_against_minutes(
     axes.set_ylabel("mean absolute error of what is held out (%)")
     axes.legend(frameon=False, fontsize="small")
     _plain_ticks(axes.xaxis)
-    _save(figure, path)
+    save_figure(figure, path)

@@ -35,12 +35,12 @@ def tornado_bars(rows: Sequence[tuple[str, float | None, float | None]]) -> str:
         rows: Label, percent when halved and percent when doubled; None: not possible.
     """
     most = max((abs(value) for _, *pair in rows for value in pair if value is not None), default=0.0) or 1.0
-    half = (_WIDTH - 2 * _LEFT) / 2
-    middle, row = _LEFT + half, 40
-    parts = [_text(_LEFT, 14, "halved", color=ORANGE), _text(_LEFT + 70, 14, "doubled", color=BLUE)]
+    left, half, row = 240, 170, 40
+    middle = left + 60 + half
+    parts = [_text(left, 14, "halved", color=ORANGE), _text(left + 60, 14, "doubled", color=BLUE)]
     for at, (label, *pair) in enumerate(rows):
         y = 20 + at * row
-        parts.append(_text(_LEFT - 50, y + 20, label, "end"))
+        parts.append(_text(left - 8, y + 20, label, "end"))
         for turn, (value, color) in enumerate(zip(pair, (ORANGE, BLUE), strict=True)):
             if value is None:
                 continue
@@ -75,19 +75,20 @@ def lines(
     points = [point for _, each in series for point in each]
     if not points:
         return ""
-    left, top, width, height = 70, 10, _WIDTH - 210, 240
+    left, top, width, height = 70, 24, _WIDTH - 210, 240
     scale = math.log2 if log_x else float
     xs, ys = [scale(x) for x, _ in points], [y for _, y in points] + ([limit] if limit else [])
     low, span = min(xs), (max(xs) - min(xs)) or 1.0
-    most = max(ys) * 1.05 or 1.0
+    tick = _round_step(max(ys) or 1.0)
+    most = tick * math.ceil(1.02 * (max(ys) or 1.0) / tick)
 
     def place(x: float, y: float) -> tuple[float, float]:
         return left + width * (scale(x) - low) / span, top + height * (1 - y / most)
 
     parts = [f'<rect x="{left}" y="{top}" width="{width}" height="{height}" fill="none" stroke="{GREY}"/>']
-    for part in range(5):
-        y = most * part / 4
-        parts.append(_text(left - 6, place(points[0][0], y)[1] + 4, f"{y:.3g}", "end"))
+    for part in range(round(most / tick) + 1):
+        y = tick * part
+        parts.append(_text(left - 6, place(points[0][0], y)[1] + 4, f"{y:.6g}", "end"))
     ticks = sorted({x for x, _ in points}) if log_x else [(low + span * part / 4) for part in range(5)]
     for x in ticks[:: max(1, len(ticks) // 8)]:
         parts.append(_text(place(x, 0)[0], top + height + 16, f"{x:.4g}", "middle"))
@@ -107,8 +108,14 @@ def lines(
         if at < 14:
             parts.append(_text(left + width + 10, top + 12 + 17 * at, name, color=color))
     parts.append(_text(left + width / 2, top + height + 36, x_title, "middle"))
-    parts.append(_text(left, top + height + 36, y_title + " ↑"))
+    parts.append(_text(left, 14, y_title))
     return _svg(top + height + 44, parts)
+
+
+def _round_step(most: float) -> float:
+    """The distance of about five ticks up to a number: 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(most / 5))
+    return next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= most / 5)
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", color: str = "currentColor") -> str:

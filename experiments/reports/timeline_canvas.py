@@ -10,14 +10,15 @@ _COLORS = {"forward": "#3b6fb5", "backward": "#d9822b", "optimizer": "#3a9b6c", 
 
 _SCRIPT = """
 (() => {
-  const data = DATA, canvas = document.getElementById("timeline"), context = canvas.getContext("2d");
-  const note = document.getElementById("timeline-note"), row = 18, left = 130;
+  const data = DATA, canvas = document.getElementById("timeline-NUMBER"), context = canvas.getContext("2d");
+  const note = document.getElementById("timeline-note-NUMBER"), row = 18, left = 130;
   let from = 0, to = data.end, drag = null;
   const lanes = data.lanes.length;
   function size() {
     canvas.width = canvas.clientWidth * devicePixelRatio; canvas.height = (lanes * row + 24) * devicePixelRatio;
     canvas.style.height = (lanes * row + 24) + "px"; context.setTransform(devicePixelRatio,0,0,devicePixelRatio,0,0);
   }
+  const seconds = t => to > 1e6 ? (t / 1e6).toPrecision(4) + " s" : (t / 1e3).toPrecision(4) + " ms";
   const width = () => canvas.clientWidth - left;
   const place = t => left + (t - from) / (to - from) * width();
   function draw() {
@@ -34,7 +35,8 @@ _SCRIPT = """
     data.lanes.forEach((lane, at) => context.fillText(lane, 2, at * row + 13, left - 6));
     for (let part = 0; part <= 8; part++) {
       const t = from + (to - from) * part / 8;
-      context.fillText((t / 1000).toPrecision(4) + " ms", Math.min(place(t), canvas.clientWidth - 60), lanes * row + 16);
+      const x = Math.min(place(t), canvas.clientWidth - 60);
+      context.fillText(seconds(t), x, lanes * row + 16);
     }
   }
   function zoom(event) {
@@ -45,12 +47,13 @@ _SCRIPT = """
   function hover(event) {
     if (drag !== null) {
       const move = (drag - event.offsetX) / width() * (to - from), span = to - from;
-      from = Math.min(Math.max(0, from + move), data.end - span); to = from + span; drag = event.offsetX; draw(); return;
+      from = Math.min(Math.max(0, from + move), data.end - span); to = from + span; drag = event.offsetX;
+      draw(); return;
     }
     const t = from + (event.offsetX - left) / width() * (to - from), lane = Math.floor(event.offsetY / row);
     const found = data.events.find(e => e[0] === lane && e[1] <= t && t <= e[1] + e[2]);
-    note.textContent = found ? `${data.names[found[4]]}: ${(found[2] / 1000).toPrecision(4)} ms, from ` +
-      `${(found[1] / 1000).toPrecision(6)} ms` : "Scroll to zoom, drag to move, double-click to see all.";
+    note.textContent = found ? `${data.names[found[4]]}: ${seconds(found[2])}, from ` +
+      `${seconds(found[1])}` : "Scroll to zoom, drag to move, double-click to see all.";
   }
   canvas.addEventListener("wheel", zoom, {passive: false}); canvas.addEventListener("mousemove", hover);
   canvas.addEventListener("mousedown", e => drag = e.offsetX); addEventListener("mouseup", () => drag = null);
@@ -61,17 +64,20 @@ _SCRIPT = """
 """
 
 
-def timeline_part(trace: dict[str, Any]) -> str:
+def timeline_part(trace: dict[str, Any], number: int = 0) -> str:
     """Make the canvas of a timeline.
 
     Args:
         trace: Chrome trace events, as ``Prediction.timeline("segment")`` gives.  A long timeline is cut after
             ``MOST_EVENTS``.
+        number: Tells the timelines of a page apart.
     """
     data = _data(trace["traceEvents"])
-    script = _SCRIPT.replace("DATA", json.dumps(data, separators=(",", ":")).replace("</", "<\\/"))
+    script = _SCRIPT.replace("NUMBER", str(number)).replace(
+        "DATA", json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    )
     cut = f"<p>The first {MOST_EVENTS} events.</p>" if data["cut"] else ""
-    return f'<canvas id="timeline"></canvas><p id="timeline-note"></p>{cut}<script>{script}</script>'
+    return f'<canvas id="timeline-{number}"></canvas><p id="timeline-note-{number}"></p>{cut}<script>{script}</script>'
 
 
 def _data(events: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,141 @@
+"""Compare jobs, predictors and measured runs: what differs, and where the time differs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.imported.imported_run import has_traces, is_imported, read_imported, run_folders, run_graphs
+from stepsight.dataset.job import Job
+from stepsight.dataset.run_manifest import read_manifest
+from stepsight.simulator.replay.causes import breakdown
+from stepsight.training.predictor.prediction import Prediction, predict
+
+if TYPE_CHECKING:
+    from stepsight.training.predictor.predictor import Predictor
+
+MOST_WORKS = 12
+LEAST_DIFFERENCE = 1e-4  # of the longest time: smaller differences are not listed
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the things that are compared.
+
+    Attributes:
+        name: For people.
+        seconds: Of one iteration, predicted or measured.
+        measured: Whether the time was measured.
+        facts: Keys of the job and other facts; empty where unknown.
+        causes: Seconds by cause: of a prediction the breakdown, of a run its critical path by kind.
+        works: Seconds on the critical path by op or collective; of a run by kind.
+        interval: Prediction interval in seconds; None for a run.
+    """
+
+    name: str
+    seconds: float
+    measured: bool
+    facts: Mapping[str, Any]
+    causes: Mapping[str, float] = field(default_factory=dict)
+    works: Mapping[str, float] = field(default_factory=dict)
+    interval: tuple[float, float] | None = None
+
+
+def predicted_side(job: Job, predictor: Predictor | str | None, name: str) -> Side:
+    """A job, as a predictor answers."""
+    prediction = predict(job, predictor)
+    facts = {**_flat(job), "source": prediction.source, "memory_gb": round(prediction.memory.peak_bytes / 1e9, 2)}
+    interval = (prediction.low_s, prediction.high_s)
+    return Side(name, prediction.iteration_time_s, False, facts, prediction.breakdown, _works(prediction), interval)
+
+
+def run_side(folder: Path) -> Side:
+    """A measured run, with its traces if there are any.
+
+    Raises:
+        StepsightError: If the folder is no run, or no step of it was timed.
+    """
+    folders = run_folders(folder)
+    if len(folders) != 1:
+        raise StepsightError(f"compare takes one run, got {len(folders)} in {folder}: name one folder of its runs/")
+    facts: dict[str, Any]
+    if is_imported(folders[0]):
+        imported = read_imported(folders[0])
+        name, job = imported.name, imported.job
+        timed = [seconds for steps in imported.rounds for seconds in steps]
+        facts = {"hardware": imported.hardware, "ranks": len(imported.ranks)}
+    else:
+        manifest = read_manifest(folders[0])
+        name, job, timed = manifest.name, manifest.job, list(manifest.step_seconds)
+        facts = {"ranks": manifest.world_size, **{f"versions.{key}": v for key, v in manifest.versions.items()}}
+    causes: dict[str, float] = {}
+    if has_traces(folders[0]):
+        told = breakdown(run_graphs(folders[0]).graphs).to_dict()
+        path = sum(told["critical"].values()) or 1.0
+        seconds = statistics.median(timed) if timed else told["steps_s"] / max(1, len(told["ranks"]))
+        causes = {kind: spent / path * seconds for kind, spent in told["critical"].items()}
+    elif timed:
+        seconds = statistics.median(timed)
+    else:
+        raise StepsightError(f"compare needs a run with timed or traced steps, got {folder}")
+    return Side(name, seconds, True, {**({} if job is None else _flat(job)), **facts}, causes, causes)
+
+
+def _flat(job: Job) -> dict[str, Any]:
+    tables = job.to_dict()
+    facts = {"framework": tables.pop("framework", "")}
+    return facts | {f"{section}.{key}": value for section, keys in tables.items() for key, value in keys.items()}
+
+
+def _works(prediction: Prediction) -> dict[str, float]:
+    simulation = prediction.simulation
+    scale = prediction.iteration_time_s / simulation.iteration_time_s
+    seconds = dict(zip(simulation.lowered.all_works, simulation.work_seconds.tolist(), strict=True))
+    return {str(work): count * seconds[work] * scale for work, count in simulation.op_counts.items()}
+
+
+def compare_sides(sides: Sequence[Side]) -> dict[str, Any]:
+    """Compare with the first side.
+
+    Returns:
+        ``sides`` (name, seconds, ratio to the first), ``facts`` that differ, ``causes`` of all sides, and ``works``
+        whose seconds differ most; each with a value for every side, None where it is unknown.
+
+    Raises:
+        StepsightError: If there is only one side.
+    """
+    if len(sides) < 2:
+        raise StepsightError(f"compare takes at least two jobs, predictors or runs, got {len(sides)}")
+    first = sides[0].seconds
+    rows = [
+        {
+            "name": side.name,
+            "seconds": side.seconds,
+            "measured": side.measured,
+            "low_s": side.interval and side.interval[0],
+            "high_s": side.interval and side.interval[1],
+            "percent": 100.0 * (side.seconds / first - 1.0),
+        }
+        for side in sides
+    ]
+    keys = dict.fromkeys(key for side in sides for key in side.facts)
+    values = {key: [side.facts.get(key) for side in sides] for key in keys}
+    least = LEAST_DIFFERENCE * max(side.seconds for side in sides)
+    works = _together([side.works for side in sides])
+    differing = {name: row for name, row in works.items() if max(row) - min(row) > least}
+    most = sorted(differing, key=lambda name: min(differing[name]) - max(differing[name]))[:MOST_WORKS]
+    return {
+        "sides": rows,
+        "facts": {key: row for key, row in values.items() if any(each != row[0] for each in row[1:])},
+        "causes": _together([side.causes for side in sides]),
+        "works": {name: differing[name] for name in most},
+    }
+
+
+def _together(tables: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    names = dict.fromkeys(name for table in tables for name in table)
+    return {name: [table.get(name, 0.0) for table in tables] for name in names}

@@ -1,0 +1,56 @@
+"""Options about training as a whole: tokens, prices, failures and checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stepsight.verbs.options import path
+
+if TYPE_CHECKING:
+    from stepsight.experiments.goodput import Reliability
+    from stepsight.experiments.search.objectives import Goal
+
+Tokens = Annotated[float, typer.Option(help="Tokens to train on, for duration, device-hours, cost and energy.")]
+Prices = Annotated[
+    Path | None,
+    typer.Option(
+        parser=path,
+        help="A .toml file with a table [price_per_device_hour] by hardware, and optionally [power_w], which replaces "
+        "the watts of the datasheets.",
+    ),
+]
+NodeMtbf = Annotated[
+    float,
+    typer.Option(
+        "--node-mtbf-hours",
+        min=0,
+        help="Mean time between failures of one node, in hours; durations and costs then count failures and "
+        "checkpoints. 0: do not count them.",
+    ),
+]
+CheckpointSeconds = Annotated[
+    float, typer.Option("--checkpoint-s", min=0, help="Seconds that a checkpoint stops training.")
+]
+RestartSeconds = Annotated[
+    float, typer.Option("--restart-s", min=0, help="Seconds from a failure until training continues.")
+]
+
+
+def goal_of(tokens: float, prices: Path | None) -> Goal:
+    """The goal of a training, from the options."""
+    from stepsight.experiments.search.objectives import Goal, read_prices
+
+    price, power = ({}, {}) if prices is None else read_prices(prices)
+    return Goal(tokens=tokens, prices=price, power_w=power)
+
+
+def reliability_of(node_mtbf_hours: float, checkpoint_s: float, restart_s: float) -> Reliability | None:
+    """Failures and checkpoints, from the options; None: they are not counted."""
+    from stepsight.experiments.goodput import Reliability
+
+    if not node_mtbf_hours:
+        return None
+    return Reliability(node_mtbf_hours=node_mtbf_hours, checkpoint_s=checkpoint_s, restart_s=restart_s)

@@ -1,0 +1,43 @@
+"""``report``, ``compare`` and ``sweep`` as a user calls them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stepsight.cli import app
+from stepsight.dataset.errors import StepsightError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+JOB, OTHER = str(EXAMPLES / "gpt3-175b-1024.toml"), str(EXAMPLES / "gpt3-175b-1024-zero-bubble.toml")
+
+
+def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page holds both jobs and their comparison; ``--json`` prints the figures."""
+    out = tmp_path / "page.html"
+    app(["report", JOB, OTHER, "--out", str(out), "--json", "-p", "roofline"], standalone_mode=False)
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["jobs"]) == 2 and told["comparison"]["facts"]["parallel.schedule"] == ["1f1b", "zb-h1"]
+    page = out.read_text()
+    assert page.startswith("<!doctype html>") and 'id="timeline-1"' in page
+    app(["report", JOB, "--out", str(out), "-p", "roofline"], standalone_mode=False)  # its own file of before
+    (tmp_path / "notes.html").write_text("precious")
+    with pytest.raises(StepsightError, match="refuses to overwrite"):
+        app(["report", JOB, "--out", str(tmp_path / "notes.html")], standalone_mode=False)
+
+
+def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    """One job by two predictors, and two jobs."""
+    app(["compare", JOB, "-p", "roofline", "-p", "a100-sxm"], standalone_mode=False)
+    assert "gpt3-175b-1024.toml by roofline" in capsys.readouterr().out
+    app(["compare", JOB, OTHER, "-p", "roofline", "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["sides"][1]["percent"] < 0
+
+
+def test_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table, a CSV file with a row for each job, and a plot."""
+    files = ["--csv", str(tmp_path / "nodes.csv"), "--plot", str(tmp_path / "nodes.svg")]
+    app(["sweep", JOB, "--vary", "cluster.nodes=64..128", "-p", "roofline", *files], standalone_mode=False)
+    assert "cluster.nodes" in capsys.readouterr().out
+    assert len((tmp_path / "nodes.csv").read_text().splitlines()) == 3
+    assert "<svg" in (tmp_path / "nodes.svg").read_text()
