@@ -53,7 +53,7 @@ class Framework:
         p2p: Whether tensor-parallel ranks pass the ``full`` activation on to the next stage, or each a
             ``scattered`` part that is gathered there.
         overlap_tp: As in ``ParallelSpec``.
-        eager_kernels, norms_again, token_metrics: As in ``ModelSpec``.
+        eager_kernels, norms_again, token_metrics, fused_loss: As in ``ModelSpec``.
         fp8_scaling: As in ``BatchSpec``.
         loss_share: As in ``ModelSpec``, for ``bert`` models.
         mean_tokens: Tokens of a sequence of ``bert`` that are computed on average, where padding is left out and the
@@ -88,6 +88,7 @@ class Framework:
     norms_again: bool = False
     token_metrics: bool = False
     fp8_scaling: str = "delayed"
+    fused_loss: bool = False
     loss_share: float = 1.0
     mean_tokens: int = 0
 
@@ -152,6 +153,7 @@ class Framework:
                 "eager_kernels": self.eager_kernels,
                 "norms_again": self.norms_again and recompute != "full",
                 "token_metrics": self.token_metrics,
+                "fused_loss": self.fused_loss,
                 **self._of_bert(model),
             },
             "parallel": {

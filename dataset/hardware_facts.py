@@ -7,7 +7,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from stepsight.dataset.errors import JobError
-from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
+from stepsight.dataset.op import COLLECTIVE_KINDS, DTYPE_BYTES, OP_KINDS, Collective, Op
 
 # Least and most of a device's numbers.  No device has more within decades; beyond, a number is an error or made up.
 _SECONDS, _RATE, _BYTES, _SHARE, _FLOPS = (0.0, 1e3), (1.0, 1e18), (1.0, 1e18), (0.0, 1.0), (1.0, 1e21)
@@ -28,7 +28,6 @@ _RANGES = {
     "reserved_bytes": (0.0, 1e18),
     "fragmentation": (0.0, 100.0),
     "power_w": (0.0, 1e6),
-    "product_power_w": (0.0, 1e6),
 }
 _OPTIONAL = ("host_kinds_s", "power_w", "product_power_w")  # written only where they are known
 MOST_SLOWDOWN = 1.5  # by a power limit: base clocks are about two thirds of the highest ones
@@ -59,10 +58,12 @@ class Hardware:
         host_link_bytes_per_s: Between device and host, per direction.
         host_memory_bandwidth_bytes_per_s: Of the host's memory, a device's part of it.
         reserved_bytes: Memory that no tensor can have: context, libraries, communication buffers.
-        fragmentation: Part of what tensors take that the allocator needs on top.
+        fragmentation: Part of what is allocated and freed within a step that the allocator needs on top; what stays
+            (parameters, optimizer states, buffers of gradients) needs nothing.
         power_w: Board power in watts, as the vendor states it; 0: unknown.
-        product_power_w: Watts that matrix products without a pause would draw at the highest clock; 0: unknown.  More
-            than ``power_w`` lowers the clock in training, while kernels measured alone end before it falls.
+        product_power_w: Watts that training would draw at the highest clock, by the type of its products: ``bf16`` for
+            16 bits and more, ``fp8`` for fewer; none: unknown.  More than ``power_w`` lowers the clock, while kernels
+            measured alone end before it falls.
         source: Where the numbers come from, with a date.
     """
 
@@ -86,7 +87,7 @@ class Hardware:
     reserved_bytes: float = 0.0
     fragmentation: float = 0.0
     power_w: float = 0.0
-    product_power_w: float = 0.0
+    product_power_w: dict[str, float] = field(default_factory=dict, hash=False)
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -95,7 +96,7 @@ class Hardware:
                 raise JobError(f"{name} of a hardware must be a printable text, got {getattr(self, name)!r:.80}")
         if self.kind not in ("gpu", "cpu"):
             raise JobError(f"hardware {self.name:.80}: kind must be gpu or cpu, got {self.kind!r:.80}")
-        for table in ("peak_flops", "host_kinds_s"):
+        for table in ("peak_flops", "host_kinds_s", "product_power_w"):
             if not isinstance(getattr(self, table), dict):
                 raise JobError(
                     f"hardware {self.name:.80}: {table} must be a table of numbers, got {getattr(self, table)!r:.80}"
@@ -103,6 +104,7 @@ class Hardware:
         numbers = {name: (getattr(self, name), within) for name, within in _RANGES.items()}
         numbers |= {f"peak_flops.{dtype}": (peak, _FLOPS) for dtype, peak in self.peak_flops.items()}
         numbers |= {f"host_kinds_s.{kind}": (value, _SECONDS) for kind, value in self.host_kinds_s.items()}
+        numbers |= {f"product_power_w.{dtype}": (value, (0.0, 1e6)) for dtype, value in self.product_power_w.items()}
         for name, (value, (least, most)) in numbers.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
                 raise JobError(
@@ -122,15 +124,18 @@ class Hardware:
         """Whether a host launches ops, and takes time for it."""
         return self.host_op_s > 0 or bool(self.host_kinds_s)
 
-    @property
-    def power_slowdown(self) -> float:
+    def power_slowdown(self, dtype: str) -> float:
         """How many times as long matrix products take in training as alone, because of the power limit.
 
         Power grows with the cube of the clock, as voltage follows it: the clock falls by the cube root of the excess.
+
+        Args:
+            dtype: Of most matrix products of the job.
         """
-        if not (self.power_w and self.product_power_w > self.power_w):
+        drawn = self.product_power_w.get(power_type(dtype), 0.0)
+        if not 0 < self.power_w < drawn:
             return 1.0
-        return min((self.product_power_w / self.power_w) ** (1 / 3), MOST_SLOWDOWN)
+        return float(min((drawn / self.power_w) ** (1 / 3), MOST_SLOWDOWN))
 
     def launch_s(self, work: Op | Collective) -> float:
         """What the host takes to launch an op or collective."""
@@ -145,6 +150,11 @@ class Hardware:
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name not in _OPTIONAL or value}
+
+
+def power_type(dtype: str) -> str:
+    """A key of ``Hardware.product_power_w``: ``fp8`` for types of a byte or less, ``bf16`` for all others."""
+    return "fp8" if DTYPE_BYTES[dtype] == 1 else "bf16"
 
 
 def launch_units(work: Op | Collective) -> float:

@@ -19,7 +19,7 @@ from stepsight.experiments.evaluation.choice_groups import ChoiceGroup, choice_g
 from stepsight.experiments.evaluation.error_metrics import Errors, errors, regret, share
 from stepsight.experiments.evaluation.naive_references import carried_forward, constant_mfu
 from stepsight.experiments.evaluation.row_jobs import is_copy, jobs_of
-from stepsight.experiments.evaluation.row_predictors import PredictorOf, predictor_by_hardware
+from stepsight.experiments.evaluation.row_predictors import PredictorOf, predictor_by_hardware, without_source
 from stepsight.experiments.evaluation.runs_table import Row, read_runs_table
 from stepsight.experiments.evaluation.scored_row import Scored
 from stepsight.training.intervals.published_errors import published_widths
@@ -243,7 +243,7 @@ def score(row: Row, predictor_of: PredictorOf) -> Scored:
     every = jobs_of(row)
     published = every[0]
     job = published.job
-    predictor = predictor_of(job.cluster.hardware)
+    predictor = without_source(predictor_of(job.cluster.hardware), row.source)
     if predictor is not None:
         _check_lawful(row, job, predictor)
     told = {} if predictor is None else predictor.manifest.get("calibration", {})

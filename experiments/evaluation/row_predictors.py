@@ -6,9 +6,16 @@ from collections.abc import Callable
 
 from stepsight.training.predictor.prediction import ROOFLINE, named_predictor
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.shipped.catalogue import shipped_predictor
+from stepsight.training.shipped.catalogue import shipped_predictor, shipped_without
 
 PredictorOf = Callable[[str], Predictor | None]  # of a hardware's name; None: hardware facts answer
+
+
+def without_source(predictor: Predictor | None, source: str) -> Predictor | None:
+    """A predictor that comes with the package as it would be without a source of published runs; others as they are."""
+    if predictor is None or predictor is not shipped_predictor(predictor.hardware.name):
+        return predictor
+    return shipped_without(predictor.hardware.name, source)
 
 
 def predictor_by_hardware(asked: Predictor | str | None = None) -> PredictorOf:

@@ -174,8 +174,9 @@ class _Block:
                 held[chunks, place] = self._held(chunks, place)
             states, gradients, late = (values[:, None, None] for values in held[chunks, place])  # z 1 1 o d
             kept = np.moveaxis(self._kept(size, schedule, chunks)[..., self._fully, :], -2, 0)  # z r s o d
+            kept = (1.0 + self._hardware.fragmentation) * kept
             out.append((states + np.maximum(gradients, late + kept)).max(axis=-1))
-        return np.asarray(self._hardware.reserved_bytes + (1.0 + self._hardware.fragmentation) * np.array(out))
+        return np.asarray(self._hardware.reserved_bytes + np.array(out))
 
     def _held(self, chunks: int, placement: str) -> Floats:
         """Bytes of parameters and optimizer states, of gradients, and of those that are there before the first

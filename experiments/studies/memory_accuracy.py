@@ -4,8 +4,9 @@
 
 The first reference is PyTorch's own count of every tensor, in training steps of the harness on fake tensors. The second
 one is the column memory_gb of a table of published runs, if one is given. Its sources count differently: bytes that the
-allocator gave to tensors, bytes that it reserved, or what the device shows. The constant "fragmentation" was fitted on
-runs of at most 8 GPUs; the table marks them as fitted, and the errors leave them out.
+allocator gave to tensors, bytes that it reserved, or what the device shows. The part that the allocator holds beyond
+tensors where memory is not short was fitted on runs of at most 8 GPUs; the table marks them as fitted, and the errors
+leave them out. It is more than a job needs, as the allocator gives such blocks back before it fails.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.memory import StageMemory, estimate_memory
 
 GIB = 2**30
-FITTED_GPUS = 8  # fragmentation was fitted on runs with as many at most
+FITTED_GPUS = 8  # the next number was fitted on runs with as many at most
+HELD_SHARE = 0.15  # of tensors' bytes: blocks that the allocator keeps and no tensor fills
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ class MemoryColumn:
 
     def count(self, stage: StageMemory, hardware: Hardware) -> float:
         """What it would have written down."""
-        tensors = stage.tensors * (1 + hardware.fragmentation) if self.fragments else stage.tensors
+        tensors = stage.tensors * (1 + HELD_SHARE) if self.fragments else stage.tensors
         return tensors + hardware.reserved_bytes if self.context else tensors
 
 

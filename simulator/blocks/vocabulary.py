@@ -76,8 +76,14 @@ def _before(shape: RankShape) -> Block:
 
 
 def loss(shape: RankShape, rows: int, classes: int, statistics: tuple[Item, ...] = ()) -> Step:
-    """Cross-entropy in the main type; logits and their gradient are in the activations' type."""
+    """Cross-entropy in the main type; logits and their gradient are in the activations' type, as is all with
+    ``fused_loss``.
+    """
     kernels, size = shape.kernels, shape.main_bytes
+    if shape.model.fused_loss:
+        ends = shape.op("cross_entropy", rows, classes), shape.op("cross_entropy_backward", rows, classes)
+        saved = (Saved(rows * classes * shape.dtype_bytes),)
+        return Step("loss", (ends[0], *statistics), (ends[1],), saved=saved)
     casts = eager.casts(shape, rows * classes) if kernels.separate_kernels or kernels.token_metrics else ()
     metrics = eager.token_metrics(shape, rows, classes) if kernels.token_metrics else ()
     return Step(

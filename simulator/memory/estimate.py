@@ -46,7 +46,7 @@ class StageMemory:
         parameters, gradients, optimizer: Of training's states, those that are there.
         activations: Kept for backward, over all micro-batches in flight.
         temporary: What the moment itself needs: what an op works on, gathered or recomputed layers, messages.
-        reserved: What no tensor can have: context, libraries, fragments.
+        reserved: What no tensor can have: context, libraries, fragments of what is allocated and freed.
         in_flight: Passes whose activations are kept: a micro-batch counts once for every chunk.
         moment: ``forward``, ``backward`` or ``optimizer``.
         capacity_bytes: Of the smallest device that holds a rank of the stage.
@@ -180,7 +180,7 @@ def estimate_memory(job: Job, hardware: Hardware) -> Memory:
     if job.cluster.mixed:
         bytes_of = bytes_of.copy()
         fixed, more = (np.array([getattr(d, name) for d in devices]) for name in ("reserved_bytes", "fragmentation"))
-        bytes_of[:, 5] = fixed + more * bytes_of[:, :5].sum(axis=1)
+        bytes_of[:, 5] = fixed + more * _passing(bytes_of, asked.states)
     return Memory(bytes_of, flying, moments, devices, job, hardware)
 
 
@@ -225,15 +225,17 @@ def estimate_moments(job: Job, hardware: Hardware) -> tuple[Floats, ...]:
     bytes_of, messages = _bytes_of(asked, schedule, places, parts)
     held, passing = _held(asked, schedule, places, parts, messages)
     parameters, gradients, optimizer, workspace = held
-    states_bytes = parameters + optimizer + _stages(asked)[0][:, 5]
-    apart = 0.0 * gradients if states.keeping.gradients.numel > 0 else gradients
+    reserved_bytes, fragmentation = asked.reserve
+    more = 1.0 + fragmentation
+    own = more if _frees_gradients(states) else 1.0
+    base = parameters + optimizer + reserved_bytes
+    apart = 0.0 * gradients if _frees_gradients(states) else gradients
     return tuple(
-        np.append(moments + more + base, base_of_step)
-        for moments, more, base, base_of_step in zip(
+        np.append(base_of_actions + more * moments, base_of_step)
+        for moments, base_of_actions, base_of_step in zip(
             find_moments(schedule, bytes_of),
-            passing + apart,
-            states_bytes,
-            states_bytes + gradients + workspace,
+            base + apart + more * passing,
+            base + own * gradients + more * workspace,
             strict=True,
         )
     )
@@ -261,18 +263,31 @@ def _stages(asked: _Asked) -> tuple[Floats, Floats, Floats]:
     bytes_of, messages = _bytes_of(asked, schedule, places, parts)
     (parameters, gradients, optimizer, workspace), passing = _held(asked, schedule, places, parts, messages)
     peak = find_peaks(schedule, bytes_of)
-    there = peak[:, GRADIENTS] if states.keeping.gradients.numel > 0 else gradients
+    there = peak[:, GRADIENTS] if _frees_gradients(states) else gradients
     moment = peak[:, MOMENT] - peak[:, GRADIENTS] + passing
-    steps = gradients + workspace > there + moment  # where the optimizer's step needs most
+    reserved_bytes, fragmentation = asked.reserve
+    more = 1.0 + fragmentation
+    own = more if _frees_gradients(states) else 1.0
+    steps = own * gradients + more * workspace > own * there + more * moment  # where the optimizer's step needs most
     out = np.empty((schedule.num_stages, 6))
     out[:, 0], out[:, 2] = parameters, optimizer
     out[:, 1] = np.where(steps, gradients, there)
     out[:, 3] = np.where(steps, 0.0, peak[:, ACTIVATIONS])
     out[:, 4] = np.where(steps, workspace, moment - peak[:, ACTIVATIONS])
-    reserved_bytes, fragmentation = asked.reserve
-    out[:, 5] = reserved_bytes + fragmentation * out[:, :5].sum(axis=1)
+    out[:, 5] = reserved_bytes + fragmentation * _passing(out, states)
     out.flags.writeable = False  # all jobs alike share it
     return out, np.where(steps, 0, peak[:, FLYING]), np.where(steps, len(MOMENTS) - 1, peak[:, ACTION])
+
+
+def _frees_gradients(states: States) -> bool:
+    """Whether gradients come into being in each backward and are freed after the step."""
+    return states.keeping.gradients.numel > 0
+
+
+def _passing(bytes_of: Floats, states: States) -> Floats:
+    """Bytes of each stage that are allocated and freed within a step: what fragments; states are not."""
+    found: Floats = bytes_of[:, 3] + bytes_of[:, 4]
+    return found + bytes_of[:, 1] if _frees_gradients(states) else found
 
 
 def _changed(name: str) -> int:

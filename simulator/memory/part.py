@@ -99,7 +99,7 @@ def part_memory(shape: RankShape, part: PartShape, keeping: Keeping) -> PartMemo
     backward = gathered.end
     first = backward + sum(run.times * run.block.grown for run in runs)
     for run in reversed(runs):
-        if part.last and run is runs[-1]:
+        if part.last and run is runs[-1] and not shape.model.fused_loss:
             run.block = _with_copies(run.block, keeping.loss_bytes / shape.main_bytes)
         block, around, reduced = run.block, gathered.backward(run), gathered.reduced(run)
         each = 0.0 if shape.offload_activations and not run.root else block.kept

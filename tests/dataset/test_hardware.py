@@ -198,10 +198,11 @@ def test_of_an_all_to_all_only_what_is_for_other_nodes_leaves_a_node() -> None:
 
 def test_a_power_limit_lowers_the_clock_by_the_cube_root_of_the_excess() -> None:
     gpu = HARDWARE["h100-sxm-80gb"]
-    eighth = replace(gpu, power_w=500.0, product_power_w=500.0 * 1.1**3)
-    assert eighth.power_slowdown == pytest.approx(1.1)
-    assert replace(eighth, power_w=1000.0).power_slowdown == replace(eighth, product_power_w=0.0).power_slowdown == 1.0
-    assert replace(eighth, product_power_w=1e5).power_slowdown == 1.5
+    limited = replace(gpu, power_w=500.0, product_power_w={"bf16": 500.0 * 1.1**3, "fp8": 1e5})
+    assert limited.power_slowdown("fp16") == pytest.approx(1.1)
+    assert limited.power_slowdown("nvfp4") == 1.5
+    assert replace(limited, power_w=1000.0).power_slowdown("bf16") == 1.0
+    assert replace(limited, product_power_w={}).power_slowdown("bf16") == 1.0
 
 
 def test_roofline() -> None:

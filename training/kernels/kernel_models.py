@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -226,6 +226,13 @@ class KernelModel:
         if evident:
             return f"{op}: {far}" if far else ""
         return f"{op}: no {label(op.kind, op, self.hardware)} was measured, {base.kind} and physics carry it"
+
+
+def same_chip(hardware: Hardware, measured: Hardware) -> Hardware:
+    """A device as ``KernelModel.serves`` takes it: products are as efficient as on the measured one with its chip, and
+    power limits count by themselves (``Hardware.power_slowdown``).
+    """
+    return replace(hardware, compute_efficiency=measured.compute_efficiency)
 
 
 def fit_kernels(

@@ -37,7 +37,9 @@ def slowest_of(devices: int) -> float:
 
 
 class LearnedLatency:
-    """A ``LatencyModel`` bound to one fabric, number of busy devices per node and of devices that move in step."""
+    """A ``LatencyModel`` bound to one fabric, number of busy devices per node and of devices that move in step, and the
+    type of most matrix products.
+    """
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class LearnedLatency:
         busy: int,
         constants: Constants | None = None,
         devices: int = 1,
+        dtype: str = "bf16",
     ) -> None:
         self.hardware = hardware
         self.fabric = fabric
@@ -58,7 +61,7 @@ class LearnedLatency:
         self._collective = collective
         self._context = context
         self._constants = constants or Constants()
-        self._pace = hardware.power_slowdown * (1.0 + hardware.compute_spread * slowest_of(devices))
+        self._pace = hardware.power_slowdown(dtype) * (1.0 + hardware.compute_spread * slowest_of(devices))
         self.knows_context = context is not None
         self._ops: Memo[Op, float] = Memo("predictor: ops", MAX_WORKS)
         self._collectives: Memo[Collective, float] = Memo("predictor: collectives", MAX_WORKS)

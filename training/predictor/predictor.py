@@ -27,19 +27,25 @@ from stepsight.dataset.caching import Memo, cached
 from stepsight.dataset.errors import PredictorError
 from stepsight.dataset.files import new_folder, set_aside, write_json
 from stepsight.dataset.hardware import Fabric, Hardware, canonical_hardware, hardware_from_dict
+from stepsight.dataset.hardware_facts import power_type
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
 from stepsight.features.collective_features import COLLECTIVE_AXES, COLLECTIVE_FEATURES, COLLECTIVE_TERMS
 from stepsight.features.nccl_features import NCCL_TERMS
 from stepsight.features.op_features import OP_TERMS, op_feature_names
 from stepsight.training.calibration.corrections import Calibration
-from stepsight.training.collectives.between_nodes import BetweenNodes
 from stepsight.training.collectives.collective_models import BOUNDS, NCCL_BOUNDS, CollectiveModel
 from stepsight.training.intervals.conformal import Intervals
-from stepsight.training.kernels.derived_kinds import Ratio
-from stepsight.training.kernels.kernel_models import KernelModel, num_axes, op_bounds
-from stepsight.training.kernels.traced_corrections import TracedKind
+from stepsight.training.kernels.kernel_models import KernelModel, num_axes, op_bounds, same_chip
 from stepsight.training.predictor.learned_latency import LearnedLatency
+from stepsight.training.predictor.model_tables import (
+    collective_more,
+    derived,
+    kernel_more,
+    library,
+    measured_hardware,
+    traced_kinds,
+)
 from stepsight.training.predictor.predictor_manifest import (
     MANIFEST,
     SCHEMA,
@@ -114,18 +120,19 @@ class Predictor:
                 f"got {job.cluster.hardware!r:.80}"
             )
         busy = 1 if alone else min(job.cluster.devices_per_node, job.cluster.num_devices)
-        return self.latency_on(job.fabric, busy, 1 if alone else job.cluster.num_devices)
+        return self.latency_on(job.fabric, busy, 1 if alone else job.cluster.num_devices, job.batch.dtype)
 
-    def latency_on(self, fabric: Fabric, busy: int, num_devices: int) -> LearnedLatency:
+    def latency_on(self, fabric: Fabric, busy: int, num_devices: int, dtype: str = "bf16") -> LearnedLatency:
         """The same for any cluster of the predictor's devices.
 
         Args:
             fabric: The links.
             busy: Devices of a node that compute at once.
             num_devices: That move in step.
+            dtype: Of most matrix products: decides how far the power limit lowers the clock.
         """
         devices = num_devices if self.hardware.compute_spread else 1
-        key = (busy, fabric, devices)
+        key = (busy, fabric, devices, power_type(dtype))
         known = self._bound.get(key)
         if known is None:
             self._bound[key] = known = LearnedLatency(
@@ -137,6 +144,7 @@ class Predictor:
                 busy=busy,
                 constants=self.calibration.constants,
                 devices=devices,
+                dtype=dtype,
             )
         return known
 
@@ -193,10 +201,10 @@ class Predictor:
                     (new / file).write_bytes(gzip.compress(model.text.encode(), mtime=0))
                     trees[label] = {"file": file, "share": model.share}
                 if name == "kernel":
-                    more = _derived_to_dict(self.kernel) | described(regressor.physics, OP_TERMS, OP_KINDS)
+                    more = kernel_more(self.kernel) | described(regressor.physics, OP_TERMS, OP_KINDS)
                 else:
                     terms = _collective_terms(self.collective.nccl)
-                    more = _library_to_dict(self.collective) | described(regressor.physics, terms, COLLECTIVE_KINDS)
+                    more = collective_more(self.collective) | described(regressor.physics, terms, COLLECTIVE_KINDS)
                 write_json(new / f"{name}.json", {**regressor.to_dict(), **more, "trees": trees})
             write_json(
                 new / "intervals.json",
@@ -258,12 +266,13 @@ class Predictor:
                 f"{folder}: manifest.json and hardware.json must name the same hardware, "
                 f"got {manifest['hardware']!r:.80} and {hardware.name!r:.80}"
             )
-        kernel = read_part(folder / "kernel.json", partial(_op_regressor, folder, hardware))
+        measured = read_part(folder / "kernel.json", partial(measured_hardware, hardware))
+        kernel = read_part(folder / "kernel.json", partial(_op_regressor, folder, measured))
         collective = read_part(folder / "collective.json", partial(_collective_regressor, folder))
-        derives, ratios = read_part(folder / "kernel.json", _derived)
+        derives, ratios = read_part(folder / "kernel.json", derived)
         transfer, software = read_part(folder / "kernel.json", partial(_transfer, hardware))
-        traced = read_part(folder / "kernel.json", _traced)
-        nccl, carried, between = read_part(folder / "collective.json", _library)
+        traced = read_part(folder / "kernel.json", traced_kinds)
+        nccl, carried, between = read_part(folder / "collective.json", library)
         tables = read_part(folder / "intervals.json", dict)
         context = None
         if (folder / "gnn.json").exists():
@@ -273,7 +282,14 @@ class Predictor:
         return cls(
             hardware,
             KernelModel(
-                hardware, kernel, derives=derives, ratios=ratios, traced=traced, transfer=transfer, software=software
+                measured,
+                kernel,
+                derives=derives,
+                ratios=ratios,
+                traced=traced,
+                serves=None if measured is hardware else same_chip(hardware, measured),
+                transfer=transfer,
+                software=software,
             ),
             CollectiveModel(collective, nccl=nccl, carried=carried, between=between),
             context,
@@ -349,49 +365,9 @@ def teacher_of(name: str) -> Teacher:
     return Teacher(name, str(loaded.manifest["digest"]), loaded.kernel)
 
 
-def _derived_to_dict(kernel: KernelModel) -> dict[str, Any]:
-    table: dict[str, Any] = {"derives": kernel.derives}
-    table["ratios"] = {kind: ratio.to_dict() for kind, ratio in kernel.ratios.items()}
-    if kernel.software:
-        table["software"] = {label: list(names) for label, names in kernel.software.items()}
-    if isinstance(kernel.transfer, Transfer):
-        table["transfer"] = kernel.transfer.to_dict()
-    if kernel.traced:
-        table["traced"] = {label: kind.to_dict() for label, kind in kernel.traced.items()}
-    return table
-
-
 def _transfer(hardware: Hardware, table: dict[str, Any]) -> tuple[Transfer | None, dict[str, tuple[str, ...]]]:
-    """What ``_derived_to_dict`` wrote of other devices and of software."""
+    """What ``kernel_more`` wrote of other devices and of software."""
     software = {str(label): tuple(texts(names, "software")) for label, names in table.get("software", {}).items()}
     if "transfer" not in table:
         return None, software
     return Transfer.from_dict(table["transfer"], hardware, teacher_of), software
-
-
-def _traced(table: dict[str, Any]) -> dict[str, TracedKind]:
-    """What ``_derived_to_dict`` wrote of traces; none in a predictor that was never calibrated by any."""
-    found = table.get("traced", {}).items()
-    return {label: TracedKind.from_dict(kind, num_axes(label)) for label, kind in found}
-
-
-def _derived(table: dict[str, Any]) -> tuple[bool, dict[str, Ratio]]:
-    """What ``_derived_to_dict`` wrote."""
-    return _flag(table, "derives"), {kind: Ratio.from_dict(ratio) for kind, ratio in table["ratios"].items()}
-
-
-def _library_to_dict(collective: CollectiveModel) -> dict[str, Any]:
-    table = {"nccl": collective.nccl, "carried": list(collective.carried)}
-    return table if collective.between is None else {**table, "between": collective.between.to_dict()}
-
-
-def _library(table: dict[str, Any]) -> tuple[bool, tuple[str, ...], BetweenNodes | None]:
-    """What ``_library_to_dict`` wrote; a predictor without it was trained on one host's messages."""
-    between = BetweenNodes.from_dict(table["between"]) if "between" in table else None
-    return "nccl" in table and _flag(table, "nccl"), tuple(texts(table.get("carried", []), "carried")), between
-
-
-def _flag(table: dict[str, Any], key: str) -> bool:
-    if not isinstance(table[key], bool):
-        raise ValueError(f"{key} must be true or false, got {table[key]!r:.80}")
-    return bool(table[key])

@@ -24,6 +24,7 @@ from stepsight.dataset.hardware import Hardware, find_hardware
 from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS
 from stepsight.dataset.tables import Measurements
 from stepsight.training.kernels.derived_kinds import Ratio, label
+from stepsight.training.kernels.kernel_models import same_chip
 from stepsight.training.kernels.quantized import products_alone
 from stepsight.training.predictor.predictor import SHIPPED, Predictor, shipped_names
 from stepsight.training.shipped.from_tables import (
@@ -35,6 +36,7 @@ from stepsight.training.shipped.from_tables import (
     lend,
     op_table,
 )
+from stepsight.training.shipped.product_power import product_power_w
 
 # Products by inference engines' kernels where training runs the same ones.  Their kernels for experts are others: on
 # A100 they take half as long again as Transformer Engine's, whose ratio to plain products is measured elsewhere.
@@ -63,6 +65,7 @@ class Recipe:
     """How a predictor is made.
 
     Attributes:
+        chip: What the hardware and its twins share.
         hardware: Preset of what was measured.
         twins: Presets with the same chip, served too: ops take as much longer as their roofline says.
         own: Measurements of the hardware.
@@ -76,6 +79,7 @@ class Recipe:
             shorter as rooflines say, and collectives within a node as they are.
     """
 
+    chip: str
     hardware: str
     twins: tuple[str, ...]
     own: tuple[TableSource, ...]
@@ -114,6 +118,7 @@ _SIMUMAX = "kernels/simumax/configs/system"
 RECIPES = MappingProxyType(
     {
         "a100-sxm": Recipe(
+            "A100",
             "a100-sxm-80gb",
             ("a100-sxm-40gb",),
             (
@@ -132,6 +137,7 @@ RECIPES = MappingProxyType(
         ),
         # FlashAttention-3 and cuDNN's attention are alike; Triton's is not what training runs.
         "h100-sxm": Recipe(
+            "H100",
             "h100-sxm-80gb",
             ("h100-sxm-96gb",),
             (
@@ -157,6 +163,7 @@ RECIPES = MappingProxyType(
         # A fifth of its long products take a fifth longer than their like, as if one device had been slow; what is
         # fitted are medians.
         "h200-sxm": Recipe(
+            "H100",
             "h200-sxm-141gb",
             (),
             (TableSource("aiconfigurator", "kernels/aiconfigurator/data/h200_sxm", PRODUCTS),),
@@ -184,8 +191,9 @@ RECIPES = MappingProxyType(
         # Products of training itself (Transformer Engine, fp32 sums of gradients) before those of inference engines.
         # In 8 bits DeepGEMM runs the instructions with scales of blocks that cuBLAS runs for MXFP8.
         "b200-sxm": Recipe(
+            "B200",
             "b200-sxm-180gb",
-            ("gb200-sxm-186gb", "b300-sxm-270gb", "gb300-sxm-279gb"),
+            ("gb200-sxm-186gb",),
             (
                 TableSource("aiconfigurator", "kernels/aiconfigurator/data/b200_sxm", PRODUCTS),
                 TableSource("simumax", f"{_SIMUMAX}/b200_bf16_ceperm.json.gz"),
@@ -202,6 +210,12 @@ RECIPES = MappingProxyType(
 )
 
 
+def chip_of(hardware: str) -> str:
+    """The chip of a hardware that a shipped predictor serves; empty if none does."""
+    found = (recipe.chip for recipe in RECIPES.values() if hardware in (recipe.hardware, *recipe.twins))
+    return next(found, "")
+
+
 @cached(64)
 def shipped_predictor(name: str) -> Predictor | None:
     """The predictor of that name, or the one that serves that hardware; None if there is none."""
@@ -211,10 +225,23 @@ def shipped_predictor(name: str) -> Predictor | None:
             hardware = _preset(recipe.hardware if name == own else name)  # facts of the preset as they are now
             measured = predictor.kernel.hardware
             peaks = {**_preset(recipe.hardware).peak_flops, **measured.peak_flops}  # of types that nobody measured, too
-            serves = hardware if hardware.name in recipe.twins else None
+            hardware = replace(hardware, product_power_w=product_power_w(recipe.chip))
+            serves = same_chip(hardware, measured) if hardware.name in recipe.twins else None
             kernel = replace(predictor.kernel, hardware=replace(measured, peak_flops=peaks), serves=serves)
             return replace(predictor, hardware=hardware, kernel=kernel)
     return None
+
+
+@cached(256)
+def shipped_without(name: str, source: str) -> Predictor | None:
+    """The shipped predictor of a name as it is without what a source of published runs taught it: the chip's power."""
+    whole = shipped_predictor(name)
+    if whole is None:
+        return None
+    powers = product_power_w(chip_of(whole.hardware.name), source)
+    if powers == whole.hardware.product_power_w:
+        return whole
+    return replace(whole, hardware=replace(whole.hardware, product_power_w=powers))
 
 
 def read_recipe(recipe: Recipe, data: Path) -> tuple[OpRows, dict[str, Measurements]]:

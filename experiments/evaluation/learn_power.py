@@ -1,0 +1,108 @@
+"""Power of matrix products by chip, from published runs of dense models: see ``training.shipped.product_power``.
+
+``python -m stepsight.experiments.evaluation.learn_power RUNS`` writes it.  To be run after shipped predictors or what
+is simulated have changed, before ``interval_widths``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from stepsight.dataset.caching import cached
+from stepsight.dataset.errors import JobError, StepsightError
+from stepsight.dataset.files import write_text
+from stepsight.dataset.hardware import find_hardware
+from stepsight.dataset.hardware_facts import power_type
+from stepsight.dataset.job import Job
+from stepsight.experiments.evaluation.evaluate import score
+from stepsight.experiments.evaluation.row_jobs import job_of
+from stepsight.experiments.evaluation.runs_table import Row, read_runs_table
+from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.shipped.catalogue import chip_of, shipped_predictor
+from stepsight.training.shipped.product_power import PRESET, ChipPower, learn_chip
+
+STEP = 1.1  # of the slowdown by which the time's part in products is found
+LEAST_PART = 0.3  # of the time that follows products: runs of less tell of other things
+
+
+@cached(64)
+def _at(hardware: str, slowdown: float) -> Predictor | None:
+    """The shipped predictor for a hardware, its products as many times as long as alone."""
+    found = shipped_predictor(hardware)
+    if found is None:
+        return None
+    watts = dict.fromkeys(("bf16", "fp8"), slowdown**3)
+    return replace(found, hardware=replace(found.hardware, power_w=1.0, product_power_w=watts))
+
+
+def slowdown_of(row: Row) -> float | None:
+    """Logarithm of how many times as long as alone a run's products took; None: it tells nothing of them."""
+    alone, slower = (score(row, lambda hardware, s=s: _at(hardware, s)) for s in (1.0, STEP))
+    part = math.log(slower.predicted_s / alone.predicted_s) / math.log(STEP)
+    return None if part < LEAST_PART else math.log(alone.measured_s / alone.predicted_s) / part
+
+
+def tells(row: Row) -> Job | None:
+    """The job of a row that tells of the clock: dense, with fused attention, on a chip with a shipped predictor."""
+    if row.weak or row.suspect:
+        return None
+    job = job_of(row).job
+    told = chip_of(job.cluster.hardware) and job.model.fused_attention and not job.model.experts
+    return job if told else None
+
+
+def learn(rows: Sequence[Row]) -> dict[str, dict[str, ChipPower]]:
+    """What rows say of every chip and type of products."""
+    told: dict[tuple[str, str], list[tuple[str, float, float]]] = defaultdict(list)
+    for row in rows:
+        try:
+            job = tells(row)
+            found = None if job is None else slowdown_of(row)
+        except JobError:
+            continue
+        facts = None if job is None else find_hardware(job.cluster.hardware)
+        if job is not None and found is not None and facts is not None and facts.power_w:
+            chip = chip_of(job.cluster.hardware)
+            told[chip, power_type(job.batch.dtype)].append((row.source, found, facts.power_w))
+    chips: dict[str, dict[str, ChipPower]] = defaultdict(dict)
+    for (chip, dtype), runs in told.items():
+        limit = max(power_w for _, _, power_w in runs)
+        logs: dict[str, list[float]] = defaultdict(list)
+        for source, found, power_w in runs:
+            logs[source].append(found + math.log(power_w / limit) / 3.0)
+        chips[chip][dtype] = learn_chip(limit, logs)
+    return dict(chips)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m stepsight.experiments.evaluation.learn_power", description=__doc__)
+    parser.add_argument("runs", type=Path, help="table of published runs")
+    parser.add_argument("--out", type=Path, default=PRESET, help="file to write; by default the one of the package")
+    args = parser.parse_args(arguments)
+    try:
+        found = learn(read_runs_table(args.runs))
+        table = {chip: {dtype: power.to_dict() for dtype, power in each.items()} for chip, each in found.items()}
+        write_text(args.out, json.dumps({"chips": table}, indent=1) + "\n")
+    except (StepsightError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for chip, each in found.items():
+        for dtype, power in each.items():
+            print(f"{chip} {dtype}: {power.power_w():.0f} W at the highest clock, limit {power.reference_w:.0f} W")
+            for name, source in power.sources.items():
+                print(
+                    f"  {name}: {source.runs} runs, products {math.exp(source.slowdown_log):.3f} times as long as "
+                    f"alone; without it {power.power_w(name):.0f} W"
+                )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

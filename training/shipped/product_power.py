@@ -1,0 +1,118 @@
+"""Power of matrix products by chip, learned from published runs: what lowers the clock in training.
+
+Kernels of tables were measured alone, in calls that end before the power limit lowers the clock.  In training the clock
+falls (``Hardware.power_slowdown``), by as much as the chip's products would draw more than the limit of the device.
+That power is one number for each chip, for products in 16 bits and in fewer.  It is learned from published runs of
+dense models with fused attention, whose software runs the kernels of the tables.  Where a source's own runs are
+judged, the number is taken that the other sources gave.
+``python -m stepsight.experiments.evaluation.learn_power RUNS`` writes the preset again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from stepsight.dataset.caching import cached
+from stepsight.dataset.files import read_json
+
+PRESET = Path(__file__).with_name("product_power.json")
+LEAST_SOURCES = 3  # that a power is learned from: fewer may share what has other reasons
+MOST_POWER_LOG = math.log(1.5)  # of the chip's highest limit: more than half beyond it nobody has measured
+PRIOR_STD_LOG = 0.06  # of the clock: what a power limit is thought to take at most, as a standard deviation from none
+SOURCE_STD_LOG = 0.04  # of sources about their chip: software and networks that are not as predicted
+RUN_STD_LOG = 0.08  # of runs about their source
+ROUNDS = 50  # of reweighting
+
+
+@dataclass(frozen=True, slots=True)
+class SourceClock:
+    """What a source's runs say of a chip.
+
+    Attributes:
+        slowdown_log: Median of ``log(measured / predicted)`` over how much the time follows products: the logarithm of
+            how many times as long products took as alone, at the reference limit of the chip.
+        runs: How many.
+    """
+
+    slowdown_log: float
+    runs: int
+
+    @property
+    def weight(self) -> float:
+        """One over the variance."""
+        return 1.0 / (SOURCE_STD_LOG**2 + RUN_STD_LOG**2 / self.runs)
+
+
+@dataclass(frozen=True)
+class ChipPower:
+    """What all sources say of a chip.
+
+    Attributes:
+        reference_w: The power limit for which sources speak: the highest of the chip's devices.
+        sources: By name.
+    """
+
+    reference_w: float
+    sources: Mapping[str, SourceClock]
+
+    def slowdown_log(self, without: str = "") -> float:
+        """Logarithm of the slowdown at the reference limit: Huber's mean of sources, shrunk towards none."""
+        told = [source for name, source in self.sources.items() if name != without]
+        weights = [*(source.weight for source in told), PRIOR_STD_LOG**-2]
+        values = [*(source.slowdown_log for source in told), 0.0]
+        mean, trust = 0.0, [1.0] * len(values)
+        for _ in range(ROUNDS):
+            own = [weight * part for weight, part in zip(weights, trust, strict=True)]
+            mean = sum(weight * value for weight, value in zip(own, values, strict=True)) / sum(own)
+            trust = [
+                1.0 / max(1.0, abs(value - mean) * weight**0.5) for weight, value in zip(weights, values, strict=True)
+            ]
+        return mean
+
+    def power_w(self, without: str = "") -> float:
+        """Watts at the highest clock by all sources but one; 0 where too few tell."""
+        if len(set(self.sources) - {without}) < LEAST_SOURCES:
+            return 0.0
+        return self.reference_w * math.exp(min(3.0 * self.slowdown_log(without), MOST_POWER_LOG))
+
+    def to_dict(self) -> dict[str, Any]:
+        told = {name: [round(source.slowdown_log, 4), source.runs] for name, source in self.sources.items()}
+        return {"reference_w": self.reference_w, "sources": told}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> ChipPower:
+        told = {name: SourceClock(float(log), int(runs)) for name, (log, runs) in value["sources"].items()}
+        return cls(float(value["reference_w"]), told)
+
+
+def learn_chip(reference_w: float, runs: Mapping[str, Sequence[float]]) -> ChipPower:
+    """What some runs say of a chip.
+
+    Args:
+        reference_w: As in ``ChipPower``.
+        runs: By source, the logarithm of each run's slowdown of products at that limit.
+    """
+    return ChipPower(reference_w, {name: SourceClock(median(logs), len(logs)) for name, logs in runs.items() if logs})
+
+
+@cached(1)
+def chip_powers() -> Mapping[str, Mapping[str, ChipPower]]:
+    """The preset that comes with the package, by chip and type of products."""
+    table = read_json(PRESET)["chips"]
+    return {chip: {dtype: ChipPower.from_dict(one) for dtype, one in each.items()} for chip, each in table.items()}
+
+
+def product_power_w(chip: str, without: str = "") -> dict[str, float]:
+    """As ``Hardware.product_power_w``, of a chip.
+
+    Args:
+        chip: As in ``Recipe``.
+        without: A source of published runs that is not to count.
+    """
+    found = {dtype: power.power_w(without) for dtype, power in chip_powers().get(chip, {}).items()}
+    return {dtype: watts for dtype, watts in found.items() if watts}
