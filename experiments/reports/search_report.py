@@ -22,7 +22,7 @@ def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
     """The best strategies, and how good the best one is."""
     told = result.to_dict()
     rows = told.pop("choices")[:top]
-    too_large = sum(not choice.fits for choice in result.choices)
+    too_large = min(result.evaluated, sum(not choice.fits for choice in result.choices))
     several = bool(result.plans or result.skipped)
     lines = [f"{job.name}: {_counts(result, too_large)}"]
     lines += _plans(result) if several else [table(*_table(rows))]
@@ -42,7 +42,7 @@ def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
 def _counts(result: SearchResult, too_large: int) -> str:
     """How many strategies there are, and what became of them."""
     excluded = result.legal - result.evaluated
-    text = f"{result.legal} legal strategies, {result.evaluated} evaluated"
+    text = f"{result.legal} legal strateg{'y' if result.legal == 1 else 'ies'}, {result.evaluated} evaluated"
     if too_large:
         text += f" ({too_large} of them too large for the devices' memory)"
     if excluded:

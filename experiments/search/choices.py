@@ -203,7 +203,14 @@ class SearchResult:
         if self.undecided:
             tried = f"none of the {self.evaluated} strategies evaluated fits in memory"
             return f"{tried}, and {self.undecided} that may fit were not evaluated: search on"
-        return f"no strategy fits in memory: all {self.legal} legal ones are too large"
+        few = "the only legal one is" if self.legal == 1 else f"all {self.legal} legal ones are"
+        if not self.choices:
+            return f"no strategy fits in memory: {few} too large"
+        least = self.choices[0]
+        return (
+            f"no strategy fits in memory: {few} too large; {least.job.name} needs least, "
+            f"{least.peak_bytes / 1e9:.1f} GB of {least.capacity_bytes / 1e9:.1f} GB"
+        )
 
     @cached_property
     def front(self) -> list[dict[str, Any]]:

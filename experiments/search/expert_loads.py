@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stepsight.dataset.bounded import read_file
+from stepsight.dataset.bounded import read_file, reason
 from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.job import Job
@@ -54,10 +54,11 @@ class ExpertLoads:
     @classmethod
     def read(cls, path: Path) -> ExpertLoads:
         """Read a CSV file: a number of tokens for each expert; one line, or one for each layer with experts."""
-        rows = []
-        for number, line in enumerate(read_file(path).decode("utf-8", "replace").splitlines(), start=1):
-            if line.strip():
-                rows.append(_numbers(line, path, number))
+        try:
+            lines = read_file(path).decode("utf-8", "replace").splitlines()
+        except OSError as error:
+            raise StepsightError(f"cannot read expert loads {path}: {reason(error)}") from None
+        rows = [_numbers(line, path, number) for number, line in enumerate(lines, start=1) if line.strip()]
         if not rows:
             raise StepsightError(f"{path} must hold a line of loads, one number for each expert, got none")
         return cls(tuple(rows))
@@ -70,6 +71,8 @@ class ExpertLoads:
         """
         model, experts = job.model, len(self.layers[0])
         mixtures = (model.layers - model.dense_layers) // model.moe_every
+        if not model.experts:
+            raise StepsightError(f"expert loads are for a model with experts, got {job.model_name}, which has none")
         if experts != model.experts:
             raise StepsightError(f"expert loads must be of the model's {model.experts} experts, got {experts}")
         if len(self.layers) not in (1, mixtures):

@@ -136,7 +136,7 @@ def _record(grid: Grid, question: str, manner: Manner) -> Record:
     return SharedStudy(manner.storage, manner.study_name, question, grid)
 
 
-def _question(job: Job, source: str, space: Space, loads: ExpertLoads | None) -> str:
+def _question(job: Job, source: str, space: Space, loads: ExpertLoads | None = None) -> str:
     """What a study is about: its trials answer no other question."""
     batch, parallel = replace(job.batch, micro_batch=1), {**asdict(job.parallel), **dict.fromkeys(VARIED)}
     more = () if loads is None else (repr(loads),)
@@ -246,6 +246,8 @@ class _Engine:
         choices += [self._elsewhere(index, done[index]) for index in elsewhere]
         if self.own.fits and self.first not in done:
             choices.append(self.own)
+        if not any(choice.fits for choice in choices):
+            choices += self._smallest(choices, done)
         ranked = sorted(choices, key=lambda choice: choice.rank(self._goal))
         ranked, regrets = by_expected_regret(ranked) if self._goal.robust == REGRET else (ranked, ())
         rivals = find_rivals(ranked) if self._goal.robust else ()
@@ -266,6 +268,22 @@ class _Engine:
             goal=self._goal,
             expert_loads=self._manner.expert_loads,
         )
+
+    def _smallest(self, choices: list[Choice], done: dict[int, Seconds | None]) -> list[Choice]:
+        """The strategy that needs least memory, where none fits; empty if it was evaluated, or some may fit."""
+        bounds, left = self.bounds.peak_bytes, np.ones(len(self._grid), dtype=np.bool_)
+        left[list(done)] = False
+        if (self.bounds.may_fit & left).any():
+            return []
+        least, found = min((choice.peak_bytes for choice in choices), default=math.inf), []
+        order = np.argsort(bounds, kind="stable")
+        for index in order[left[order]].tolist():
+            if bounds[index] >= least:
+                break
+            choice = self._elsewhere(index, None)
+            if choice.peak_bytes < least:
+                least, found = choice.peak_bytes, [choice]
+        return found
 
     def _elsewhere(self, index: int, seconds: Seconds | None) -> Choice:
         memory = estimate_memory(self._grid.strategy(index), self._given.simulation.hardware)

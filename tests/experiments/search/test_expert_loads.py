@@ -83,6 +83,9 @@ def test_files_that_hold_no_loads_are_refused(tmp_path: Path, text: str, message
 
 
 def test_loads_of_another_model_are_refused(job: Job) -> None:
+    dense = replace(job, model=replace(job.model, experts=0), parallel=replace(job.parallel, ep=1))
+    with pytest.raises(StepsightError, match="a model with experts"):
+        search(dense, space=SMALL, expert_loads=LOADS)
     with pytest.raises(StepsightError, match="the model's 8 experts, got 2"):
         search(job, space=SMALL, expert_loads=ExpertLoads(((1.0, 2.0),)))
     with pytest.raises(StepsightError, match="one for each of the 4 layers"):

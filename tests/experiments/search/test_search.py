@@ -134,7 +134,8 @@ def test_memory_is_a_constraint(job: Job) -> None:
     found = search(large, space=SMALL, sampler="enumerate")
     assert not any(choice.fits for choice in found.choices) and found.gap_percent is None
     proved = search(large, space=SMALL)
-    assert proved.proof == f"no strategy fits in memory: all {found.legal} legal ones are too large"
+    assert proved.proof.startswith(f"no strategy fits in memory: all {found.legal} legal ones are too large; ")
+    assert proved.choices[0].peak_bytes == min(choice.peak_bytes for choice in found.choices)  # and how far it is said
     assert not proved.undecided
     assert [choice for choice in found.choices if choice.prediction] == [found.own]  # what was asked about is answered
     with pytest.raises(StepsightError, match="no strategy fits"):
