@@ -6,10 +6,19 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.hardware import HARDWARE, Fabric, find_fabric, find_hardware, usual_fabric
+from stepsight.dataset.errors import JobError, StepsightError
+from stepsight.dataset.hardware import (
+    FABRICS,
+    HARDWARE,
+    Fabric,
+    canonical_hardware,
+    find_fabric,
+    find_hardware,
+    unknown_hardware,
+    usual_fabric,
+)
 from stepsight.dataset.imported.imported_run import run_folders, run_graphs
 from stepsight.dataset.imported.rank_graph import RankGraph
 from stepsight.dataset.job import Job
@@ -19,6 +28,9 @@ from stepsight.simulator.replay import changes
 from stepsight.simulator.replay.gradient_buckets import with_buckets
 from stepsight.simulator.replay.pace import as_timed
 from stepsight.simulator.replay.replay import replay
+
+if TYPE_CHECKING:
+    from stepsight.training.predictor.predictor import Predictor
 
 Change = Callable[[Sequence[RankGraph], changes.Tally], list[RankGraph]]
 
@@ -53,6 +65,11 @@ class Questions:
     on: str = ""
     on_fabric: str = ""
 
+    @property
+    def by_predictor(self) -> bool:
+        """Whether answers need to know what the traced device would take for other sizes."""
+        return self.batch != 1.0 or self.replicas != 1 or bool(self.bucket_mb or self.fabric or self.hardware)
+
 
 def what_if(path: Path, questions: Questions) -> dict[str, Any]:
     """Answer for one run: the replayed step as it was, after each change, and with all of them.
@@ -67,7 +84,8 @@ def what_if(path: Path, questions: Questions) -> dict[str, Any]:
         raise StepsightError(f"what-if takes one run, got {len(folders)} in {path}: name one of its runs/")
     run = run_graphs(folders[0])
     graphs: Sequence[RankGraph] = run.graphs
-    asked = _changes(questions, graphs, run.job)
+    traced = _traced_on(questions, graphs, run.job) if questions.by_predictor else None
+    asked = _changes(questions, traced)
     if not asked:
         raise StepsightError("what-if needs at least one change, as --faster gemm=1.5 or --no-host")
     profiled = before = replay(graphs)
@@ -91,13 +109,22 @@ def what_if(path: Path, questions: Questions) -> dict[str, Any]:
         "changed_s": after.replayed_s,
         "speedup": before.replayed_s / after.replayed_s if after.replayed_s else 0.0,
         "changes": each,
+        "traced_on": _described(traced),
         "predicted_percent": min(100.0 * tally.predicted_s / device, 100.0),
         "scaled_percent": min(100.0 * tally.scaled_s / device, 100.0),
         "warnings": list(dict.fromkeys(warning for graph in graphs for warning in graph.warnings)),
     }
 
 
-def _changes(asked: Questions, graphs: Sequence[RankGraph], job: Job | None) -> list[tuple[str, Change]]:
+def _described(traced: tuple[str, Fabric] | None) -> dict[str, str] | None:
+    """On what durations were predicted, and by what; None if none were."""
+    if traced is None:
+        return None
+    name, fabric = traced
+    return {"hardware": name, "fabric": fabric.name, "predictor": getattr(_predictor_of(name), "source", "roofline")}
+
+
+def _changes(asked: Questions, traced: tuple[str, Fabric] | None) -> list[tuple[str, Change]]:
     found: list[tuple[str, Change]] = []
     for what, factor in asked.faster.items():
         found.append((f"{what} {factor:g} times as fast", _faster(what, factor)))
@@ -107,8 +134,8 @@ def _changes(asked: Questions, graphs: Sequence[RankGraph], job: Job | None) -> 
         found.append(("launches cost nothing", lambda graphs, tally: changes.as_device_graph(graphs)))
     if asked.remove_straggler:
         found.append(("no straggler", lambda graphs, tally: changes.without_straggler(graphs)))
-    if asked.batch != 1.0 or asked.replicas != 1 or asked.bucket_mb or asked.fabric or asked.hardware:
-        name, fabric = _traced_on(asked, graphs, job)
+    if traced is not None:
+        name, fabric = traced
         now = latency_of(name, fabric)
         if asked.batch != 1.0:
             found.append((f"batch {asked.batch:g} x", lambda g, tally: changes.with_batch(g, asked.batch, now, tally)))
@@ -135,23 +162,34 @@ def _faster(what: str, factor: float) -> Change:
 
 def _traced_on(asked: Questions, graphs: Sequence[RankGraph], job: Job | None) -> tuple[str, Fabric]:
     """Hardware and fabric of the trace: as the user says, as the job says, or as the trace names its device."""
+    said = graphs[0].device_name
     name = preset_name(asked.on) if asked.on else (job.cluster.hardware if job is not None else "")
     if not name:
-        name = "local-cpu" if graphs[0].device == "cpu" else device_name(graphs[0].device_name)
-    if find_hardware(name) is None:  # of another memory size, which changes no duration
+        name = "local-cpu" if graphs[0].device == "cpu" else device_name(said)
+    if find_hardware(name) is None and not asked.on:  # of another memory size, which changes no duration
         name = preset_name(re.sub(r"-\d+gb$", "", name))
     if find_hardware(name) is None:
+        if asked.on:
+            raise StepsightError(f"--on must be the traced device, a name or a file: {unknown_hardware(asked.on)}")
+        told = f"the trace names {said!r:.80}, which is no known device" if said else "the trace names no device"
         raise StepsightError(
-            f"the traced hardware must be one of {', '.join(HARDWARE.names())} or a file, got "
-            f"{graphs[0].device_name!r:.80}: name it with --on"
+            f"{told}: say with --on what it was, or what is like it (as in --on mi300x); --on takes "
+            f"{', '.join(HARDWARE.names())}, or a file of a device"
         )
     if asked.on_fabric:
         return name, find_fabric(asked.on_fabric)
-    return name, job.fabric if job is not None else find_fabric(usual_fabric(name))
+    try:
+        return name, job.fabric if job is not None else find_fabric(usual_fabric(name))
+    except JobError:
+        raise StepsightError(
+            f"no usual fabric of {name} is known: name the traced one with --on-fabric, one of "
+            f"{', '.join(FABRICS.names())}, or a file"
+        ) from None
 
 
 def preset_name(name: str) -> str:
-    """A known hardware, also by the beginning of its name (``h100-sxm``): then the first so named."""
+    """A known hardware, also by its usual names or the beginning of its own (``h100-sxm``): then the first so named."""
+    name = canonical_hardware(name)
     if find_hardware(name) is not None:
         return name
     return next((known for known in HARDWARE.names() if known.startswith(f"{name}-")), name)
@@ -164,12 +202,18 @@ def latency_of(hardware: str, fabric: Fabric) -> LatencyModel:
         StepsightError: If the hardware is not known.
     """
     from stepsight.training.predictor.learned_latency import LearnedLatency
-    from stepsight.training.predictor.prediction import asked_predictor
 
     facts = find_hardware(hardware)
     if facts is None:
         raise StepsightError(f"hardware must be one of {', '.join(HARDWARE.names())} or a file, got {hardware!r:.80}")
-    predictor = asked_predictor(facts.name, None)
+    predictor = _predictor_of(hardware)
     if predictor is None:
         return RooflineLatency(facts, fabric)
     return LearnedLatency(predictor.hardware, predictor.kernel, predictor.collective, None, fabric=fabric, busy=1)
+
+
+def _predictor_of(hardware: str) -> Predictor | None:
+    from stepsight.training.predictor.prediction import asked_predictor
+
+    facts = find_hardware(hardware)
+    return asked_predictor(facts.name, None) if facts is not None else None

@@ -32,6 +32,10 @@ PRESETS = MappingProxyType(
         "Tesla V100-PCIE-32GB": "v100-pcie-32gb",
         "Tesla P100-PCIE-16GB": "p100-pcie-16gb",
         "Tesla T4": "t4-pcie-16gb",
+        "AMD Instinct MI300X": "mi300x-192gb",
+        "AMD Instinct MI300X OAM": "mi300x-192gb",
+        "AMD Instinct MI300X VF": "mi300x-192gb",  # a virtual function: the whole device
+        "AMD Instinct MI250X": "mi250x-gcd-64gb",
         "Tesla P4": "p4-pcie-8gb",
     }
 )

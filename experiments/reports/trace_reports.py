@@ -112,6 +112,8 @@ def what_if_text(told: dict[str, Any]) -> str:
         f"durations changed by a predictor for {told['predicted_percent']:.1f} %, by a plain factor for "
         f"{told['scaled_percent']:.1f} % of device time",
     ]
+    if told["traced_on"]:
+        lines.append("traced on {hardware} ({fabric}); predicted by {predictor}".format(**told["traced_on"]))
     return "\n".join([*lines, *(f"warning: {warning}" for warning in told["warnings"])])
 
 

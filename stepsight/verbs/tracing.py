@@ -150,7 +150,9 @@ def what_if_command(
     ] = 0.0,
     fabric: Annotated[str, typer.Option(help="Replace the fabric: a name or a file.")] = "",
     hardware: Annotated[str, typer.Option(help="Replace the device: a name, the beginning of one, or a file.")] = "",
-    on: Annotated[str, typer.Option(help="The traced device, if the trace does not name a known one.")] = "",
+    on: Annotated[
+        str, typer.Option(help="The traced device, if the trace does not name a known one: a name or a file.")
+    ] = "",
     on_fabric: Annotated[str, typer.Option(help="The traced fabric, if it is not the device's usual one.")] = "",
     as_json: Json = False,
 ) -> None:

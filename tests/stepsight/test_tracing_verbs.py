@@ -45,6 +45,12 @@ def test_what_if_and_show(tmp_path: Path) -> None:
     told = ask("what-if", runs, "--faster", "gemm=2", "--batch", "2x", "--hardware", "h100-sxm", "--json")
     assert {"measured_s", "replayed_s", "changed_s", "changes", "predicted_percent", "scaled_percent"} <= set(told)
     assert len(told["changes"]) == 3 and told["changes"][0]["step_s"] < told["replayed_s"]
+    amd = ask("what-if", runs, "--on", "MI300X", "--batch", "2x", "--json")["traced_on"]
+    assert (amd["hardware"], amd["predictor"]) == ("mi300x-192gb", "roofline")
+    with pytest.raises(StepsightError, match="--on must be the traced device"):
+        ask("what-if", runs, "--on", "abacus", "--batch", "2x")
+    with pytest.raises(StepsightError, match="name the traced one with --on-fabric"):
+        ask("what-if", runs, "--on", "mi250x-gcd-64gb", "--batch", "2x")
     shown = ask("show", path, "--json")
     assert shown["kinds"]["opaque"] == pytest.approx(100e-6) and "very_own_kernel(float*)" in shown["opaque"]
     assert ask("show", runs, "--json")["runs"][0]["imported"] is True
