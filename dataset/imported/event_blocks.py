@@ -17,6 +17,7 @@ from stepsight.dataset.imported.event_structs import Event, event_of, events_of,
 
 BLOCK = 2**20  # bytes that are parsed at once
 _MOST_HEADER = 64 * 2**20  # bytes before the first event
+_BOM = b"\xef\xbb\xbf"  # with which some editors begin a text
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")
 _BEGIN = re.compile(rb'"traceEvents"\s*:\s*\[')
 _WINDOW = 2**16  # bytes at the end of a block in which an event ends
@@ -88,7 +89,7 @@ class EventBlocks:
         text = b""
         for part in parts:
             self.num_bytes += len(part)
-            text += part
+            text = (text + part).removeprefix(_BOM)
             start = text.lstrip()[:1]
             if start == b"[":
                 return text.lstrip()[1:], True

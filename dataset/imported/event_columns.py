@@ -107,6 +107,8 @@ class _Rows:
     def add(self, events: list[Event], *columns: list[Any]) -> None:
         """Add events, each with its number in every column."""
         times = ([event.ts for event in events], [event.dur for event in events])
+        if UNSET in times[0]:
+            raise ValueError("no ts")
         self.parts.append(np.array((*times, *columns), dtype=np.float64).T)
         self.count += len(events)
 
@@ -307,7 +309,9 @@ class _Reader:
         self._device.add(events, kernel, stream, *more)
 
     def _stretch(self, event: Event) -> Annotation:
-        start, length = float(event.ts), float(event.dur)  # type: ignore[arg-type]  # UNSET is a TypeError
+        if event.ts is UNSET or event.dur is UNSET:
+            raise ValueError("no ts")
+        start, length = float(event.ts), float(event.dur)
         thread = self._threads[event.pid, event.tid]
         return Annotation(str(event.name), start, start + max(length, 0.0), thread, event.table())
 

@@ -200,7 +200,8 @@ def _check_meetings(graphs: Sequence[RankGraph]) -> list[str]:
         )
     if len(met) < len(numbered):
         told = f"{len(numbered) - len(met)} of {len(numbered)} do not end together, and count as different ones"
-        return [f"collectives of the ranks differ: {told}"]
+        cause = "" if met else ": the traces may be of different jobs or different steps"
+        return [f"collectives of the ranks differ: {told}{cause}"]
     return []
 
 

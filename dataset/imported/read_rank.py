@@ -31,6 +31,8 @@ Ints = NDArray[np.int64]
 
 MOST_RANKS = 2**20
 _LOADING = "enumerate(DataLoader)"  # how annotations of PyTorch's data loader begin
+_MOST_OF_A_LAUNCH = 4  # kernels that one launch starts, but that of a graph
+_TIED_SHARE = 0.5  # of the kernels
 _JUMP_US = 1000.0  # by which a kernel may start before its launch: clocks of host and device differ by less
 _SAMPLED_GAP_US, _SAMPLED_SHARE = 5.0, 0.3  # unexplained gaps that say that kernels are left out
 _IDLE_GAP_US, _IDLE_SHARE = 150.0, 0.5  # gaps, and part of them, in which a device with launched work does nothing
@@ -86,6 +88,7 @@ def _device_graph(events: RankEvents, tree: CallTree, world_size: int, placement
         warnings.append(f"calls that overlap without nesting: {tree.crossed}")
     if missing := int((rows < 0).sum()):
         warnings.append(f"kernels without a launch: {missing} of {len(rows)}; they start when their stream is free")
+    warnings += _check_ties(events, tree, rows)
     parts = tie(events, tree, steps, rows)
     phase = np.where(rows >= 0, tree.call_phase[rows], -1) if len(tree.call_phase) else rows
     StreamWaits(events, parts, mask_of(events), phase).add()
@@ -115,6 +118,27 @@ def _check_clocks(events: RankEvents, rows: Ints) -> list[str]:
     if not jumped:
         return []
     return [f"clocks that jump: {jumped} kernels begin up to {early.max():.0f} us before their launch"]
+
+
+def _check_ties(events: RankEvents, tree: CallTree, rows: Ints) -> list[str]:
+    """Warnings about launches that many kernels share, and about kernels that no framework call launched."""
+    found, known = [], rows[rows >= 0]
+    _, counts = np.unique(known, return_counts=True)
+    shared = int(counts[counts > _MOST_OF_A_LAUNCH].sum()) if not _graphed(events, known) else 0
+    if shared > _TIED_SHARE * len(known):
+        found.append(f"correlation ids repeat: {shared} of {len(known)} kernels share the launches of others")
+    alone = int((tree.owner[known] < 0).sum())
+    if len(events.ops) and alone > _TIED_SHARE * len(known):
+        found.append(
+            f"no framework call encloses the launches of {alone} of {len(known)} kernels: their kinds come from their "
+            "names (another library launched them, or the clocks of calls and launches differ)"
+        )
+    return found
+
+
+def _graphed(events: RankEvents, rows: Ints) -> bool:
+    """Whether launches of whole graphs are among them: one launches thousands of kernels."""
+    return any("GraphLaunch" in events.names[name] for name in np.unique(events.runtime["name"][rows]).tolist())
 
 
 def _check_training(events: RankEvents, tree: CallTree) -> list[str]:

@@ -55,7 +55,9 @@ def describe(path: Path) -> dict[str, Any]:
             return trace_summary(run.name, run.graphs)
         if (path / "manifest.json").is_file():
             return _predictor(path) if "format" in read_object(path / "manifest.json") else _run(path)
-        raise StepsightError(f"{path} is no collection (runs/), run or predictor (manifest.json)")
+        if any(map(is_trace, path.iterdir())):
+            return trace_summary(path.name, import_ranks([path]).graphs)
+        raise StepsightError(f"{path} is no collection (runs/), run, predictor (manifest.json) or folder of traces")
     if is_trace(path):
         return trace_summary(path.name, import_ranks([path]).graphs)
     value = read_object(path) if path.suffix == ".json" else {}

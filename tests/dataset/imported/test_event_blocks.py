@@ -29,7 +29,7 @@ def test_blocks_of_any_size_hold_the_same_events(tmp_path: Path, layout: str, bl
 
 def test_a_bare_list_of_events_is_read(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    path.write_text(" " + json.dumps(tiny_step().events))
+    path.write_text(" " + json.dumps(tiny_step().events), encoding="utf-8-sig")  # as some editors do
     assert len([event for part in EventBlocks(path, 100) for event in part]) == len(tiny_step().events)
 
 

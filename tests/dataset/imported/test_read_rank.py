@@ -103,6 +103,20 @@ def test_kernels_without_recorded_launches_follow_their_framework_calls(tmp_path
     assert any("launches were not recorded" in warning for warning in graph.warnings)
 
 
+def test_ties_that_do_not_hold_are_told(tmp_path: Path) -> None:
+    file = GpuJob().step(1).step(2).step(3).file
+    kernels = [event for event in file.events if event.get("cat") == "kernel"]
+    for event in kernels:
+        event["args"]["correlation"] = kernels[0]["args"]["correlation"]
+    assert any("correlation ids repeat" in warning for warning in graph_of(tmp_path, file).warnings)
+    file = GpuJob().step(1).file
+    for event in file.events:
+        if event.get("cat") == "cpu_op":
+            event["ts"] += 1e6
+    assert any("no framework call encloses" in warning for warning in graph_of(tmp_path, file).warnings)
+    assert not graph_of(tmp_path, GpuJob().step(1).file).warnings
+
+
 def test_kernels_alone_are_a_graph(tmp_path: Path) -> None:
     file = GpuJob().step(1).step(2).step(3).file
     file.events = [event for event in file.events if event.get("cat") == "kernel"]
