@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,13 @@ def with_tensor_edges(graph: RankGraph, events: RankEvents, calls: list[TensorCa
             f"an execution trace must be of the same run as the profile: it has {100 * shared:.0f} % of the profile's "
             f"calls by name, and {len(rows)} calls in the same place: {path}"
         )
+    joined = len({id(call) for _, call, _ in rows})
+    if joined < _LEAST_FOUND * len(calls):
+        told = (
+            f"the execution trace has no record ids of the profile, and {joined} of its {len(calls)} calls are in the "
+            "same place: it may be of another run, and data dependencies are few"
+        )
+        graph = replace(graph, warnings=(*graph.warnings, told))
     nodes = np.flatnonzero((graph.nodes["call"] >= 0) & (graph.nodes["kind"] != HOST))
     first: dict[int, int] = {}
     last: dict[int, int] = {}
