@@ -37,6 +37,8 @@ Counts = Counter[tuple[str, int, int]]  # by kind, bytes and group size
 
 _GPT: dict[str, Any] = {"family": "gpt", "layers": 4, "hidden": 2048, "heads": 16, "vocab": 32000, "seq_len": 2048}
 _LLAMA: dict[str, Any] = {**_GPT, "family": "llama", "kv_heads": 8, "ffn": 5632}
+_MOE: dict[str, Any] = {**_LLAMA, "experts": 8, "experts_per_token": 2, "expert_ffn": 2816}
+_CHUNKS: dict[str, Any] = {"pp": 2, "micro_batches": 4, "virtual_stages": 2}
 _BERT: dict[str, Any] = {**_GPT, "family": "bert", "seq_len": 512}
 STRATEGIES: Mapping[str, dict[str, Any]] = {
     "gpt, one device": {**_GPT},
@@ -63,15 +65,21 @@ STRATEGIES: Mapping[str, dict[str, Any]] = {
     "llama, pp 2 x tp 2": {**_LLAMA, "pp": 2, "tp": 2, "micro_batches": 4, "sequence_parallel": True},
     "gpt, pp 2 x dp 2": {**_GPT, "pp": 2, "dp": 2, "micro_batches": 4},
     "llama, pp 2 x dp 2 x tp 2": {**_LLAMA, "pp": 2, "dp": 2, "tp": 2, "micro_batches": 4},
+    "mixture, ep 8": {**_MOE, "dp": 8, "ep": 8},
+    "mixture, ep 4 x fsdp 8": {**_MOE, "dp": 8, "ep": 4, "zero_stage": 3},
+    "llama, cp 4, ring": {**_LLAMA, "cp": 4},
+    "llama, cp 2 x ddp 4, all-gather": {**_LLAMA, "cp": 2, "dp": 4, "context_parallel": "all_gather"},
+    "llama, pp 2, zero-bubble V": {**_LLAMA, **_CHUNKS, "schedule": "zbv"},
+    "gpt, pp 2, interleaved zero bubble": {**_GPT, **_CHUNKS, "schedule": "interleaved-zb"},
 }
 
 
 def job_of(values: Mapping[str, Any]) -> Job:
     """A job from sizes and degrees."""
-    merged = {"tp": 1, "pp": 1, "dp": 1, "micro_batches": 1, **values}
+    merged = {"tp": 1, "pp": 1, "dp": 1, "cp": 1, "micro_batches": 1, **values}
     many = merged.pop("micro_batches")
-    model = {key: merged.pop(key) for key in (*_LLAMA,) if key in merged}
-    ranks = merged["tp"] * merged["pp"] * merged["dp"]
+    model = {key: merged.pop(key) for key in _MOE if key in merged}
+    ranks = merged["tp"] * merged["pp"] * merged["dp"] * merged["cp"]
     if merged["pp"] > 1:  # as the harness runs pipelines: torch's runtime, and gradients after the schedule
         merged |= {"runtime": "torch", "overlap_grad_reduce": False}
     return Job.from_dict(
@@ -96,7 +104,8 @@ def lowered_counts(lowered: Lowered, stage: int) -> tuple[Counts, float]:
         lost = {node for node, taken in enumerate(segment.graph.taken) if taken}
         for node, of in enumerate(segment.program.nodes):
             if isinstance(of.work, Collective) and node not in lost:
-                found[of.work.kind, of.work.num_bytes, of.work.group_size] += 1
+                both = 2 if of.work.kind == "send_recv" else 1  # a rank of a ring sends one and receives one
+                found[of.work.kind, of.work.num_bytes, of.work.group_size] += both
     for message, source, target in zip(lowered.message, track.source, track.target, strict=True):
         if stage in (track.stage[source], track.stage[target]):
             work = lowered.messages[message]

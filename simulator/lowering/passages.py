@@ -177,6 +177,7 @@ class BackwardSpec:
         whole: Full recomputation repeats all of the block; else it stops before the last step that keeps nothing.
         accumulate: One ``add`` for each parameter tensor (autograd's accumulation).
         bucket: One ``copy`` for each parameter tensor (into DDP's buckets).
+        bucket_experts: The same for experts' parameters.
         dtype: Of both.
     """
 
@@ -185,6 +186,7 @@ class BackwardSpec:
     whole: bool = False
     accumulate: bool = False
     bucket: bool = False
+    bucket_experts: bool = False
     dtype: str = "fp32"
 
 
@@ -213,7 +215,7 @@ def backward_passage(block: Block, spec: BackwardSpec) -> Passage:
         for numel in step.parameters if spec.part != INPUT else ():
             if spec.accumulate:
                 add([Op("add", (numel,), spec.dtype)], f"{step.name}.accumulate")
-            if spec.bucket:
+            if spec.bucket_experts if step.expert else spec.bucket:
                 add([Op("copy", (numel,), spec.dtype)], f"{step.name}.bucket")
             gradients.append(Gradient(num_nodes, numel, step.expert))
     return _closed(items, gradients)

@@ -100,12 +100,14 @@ def _backward(kernels: KernelSemantics, replicas: Replicas, recompute: tuple[str
     weights, accumulate = own.label != INPUT, not own.first
     adds = weights and kernels.accumulation == "autograd" and not replicas.accumulates_shards
     kind, every = recompute
+    bucket = reduces and replicas.bucket_copies and replicas.zero_stage < 2
     spec = BackwardSpec(
         own.label,
         kind,
         whole=kernels.whole_layers_again and not replicas.fully_sharded,
         accumulate=accumulate and adds,
-        bucket=reduces and replicas.bucket_copies and replicas.zero_stage < 2,
+        bucket=bucket and replicas.groups.replicas.size > 1,
+        bucket_experts=bucket and replicas.groups.experts.size > 1,
         dtype=kernels.main_dtype,
     )
     return _call(who, spec, Duties(every, gathers, reduces, accumulate and reduces))

@@ -52,7 +52,8 @@ def install(rank: int, world_size: int, collectives: Collectives) -> None:
     def init_mesh(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         mesh_made(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
         whole: Any = dist.group.WORLD
-        if self.mesh_dim_names and self.shape == (world_size,) and whole.group_desc == WHOLE:
+        is_part = kwargs.get("_root_mesh") is not None
+        if self.mesh_dim_names and self.shape == (world_size,) and not is_part and whole.group_desc == WHOLE:
             whole._set_group_desc(f"mesh_{self.mesh_dim_names[0]}")  # such a mesh takes the group of all ranks
 
     patch(c10d, _new_process_group_helper=new_group, init_process_group=init_process_group)

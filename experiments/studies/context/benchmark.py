@@ -147,9 +147,7 @@ def judge(
     return _outcome(task, judged, set(plain), set(designs), chosen)
 
 
-def _run(
-    task: ContextTask, fit: Fit, fold: tuple[Sequence[int], Sequence[int]], seed: int, judged: _Judged
-) -> None:
+def _run(task: ContextTask, fit: Fit, fold: tuple[Sequence[int], Sequence[int]], seed: int, judged: _Judged) -> None:
     taught, held = fold
     begin = time.process_time()
     graphs = [task.graphs[place] for place in held]
