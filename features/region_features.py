@@ -35,7 +35,13 @@ ATEN_OPS = (
 )  # fmt: skip
 _ATEN = {name: number for number, name in enumerate(ATEN_OPS)}
 _COMPARED = {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_not", "bitwise_and", "bitwise_not"}
-_VIEWS = {"reshape": "view", "squeeze": "view", "_to_copy": "convert_element_type", "iota": "iota", "scalar_tensor": "full"}
+_VIEWS = {
+    "reshape": "view",
+    "squeeze": "view",
+    "_to_copy": "convert_element_type",
+    "iota": "iota",
+    "scalar_tensor": "full",
+}
 _MOVES_NOTHING = {
     "placeholder", "view", "permute", "expand", "unsqueeze", "slice", "getitem", "full", "iota", "select", "squeeze",
 }  # fmt: skip
@@ -220,15 +226,15 @@ def _kernel_row(loops: Sequence[Loop], outside: tuple[float, float, float]) -> l
     ]  # fmt: skip
 
 
-def _edges(
-    region: Region, member: Edges, groups: Sequence[Sequence[Loop]]
-) -> dict[EdgeType, tuple[Edges, Array]]:
+def _edges(region: Region, member: Edges, groups: Sequence[Sequence[Loop]]) -> dict[EdgeType, tuple[Edges, Array]]:
     """Edges of every type, empty ones too."""
     data = [
         (source, target, _log(_numel(region.ops[source]) * region.ops[source].element_bytes))
         for target, op in enumerate(region.ops) for source in op.inputs
     ]  # fmt: skip
-    computed = [(op, number, _log(len(loop.origins))) for number, loop in enumerate(region.loops) for op in loop.origins]
+    computed = [
+        (op, number, _log(len(loop.origins))) for number, loop in enumerate(region.loops) for op in loop.origins
+    ]
     part = [(number, int(kernel), _log(len(groups[kernel]))) for number, kernel in enumerate(member)]
     loops = [[loop] for loop in region.loops]
     named: dict[EdgeType, list[tuple[float, ...]]] = {

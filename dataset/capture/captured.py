@@ -129,6 +129,7 @@ def write_captured(captured: Captured, folder: Path) -> None:
         for each in captured.ranks:
             write_graph(each.graph, part, f"rank{each.rank}")
             pq.write_table(pa.table({"live_bytes": each.live_bytes}), part / f"rank{each.rank}.memory.parquet")
+            write_json(part / f"rank{each.rank}.calls.json", list(each.calls))
         write_json(
             part / MANIFEST,
             {
@@ -188,4 +189,8 @@ def _read_rank(folder: Path, rank: int, world_size: int) -> CapturedRank:
     for node, work in zip(graph.nodes["kind"].tolist(), graph.nodes["work"].tolist(), strict=True):
         if node != HOST and (work < 0 or kinds[work] != (node == OP)):
             raise StepsightError(f"an op must have an op's signature and a collective a collective's, in rank {rank}")
-    return CapturedRank(graph, live)
+    path = folder / f"rank{rank}.calls.json"
+    calls = tuple(read_json(path)) if path.is_file() else ()
+    if calls and int(graph.nodes["call"].max(initial=-1)) >= len(calls):
+        raise StepsightError(f"call of nodes must be below {len(calls)} in rank {rank}")
+    return CapturedRank(graph, live, calls)

@@ -35,10 +35,13 @@ class CapturedRank:
     Attributes:
         graph: What it does in a step; durations are not known and 0.
         live_bytes: Memory of all tensors when each node is issued, shape ``(n,)``.
+        calls: Distinct calls, each with its arguments as ``harness.capturing.signatures`` writes them; ``call`` of a
+            node is an index of it.  Empty for a capture of an earlier version.
     """
 
     graph: RankGraph
     live_bytes: NDArray[np.int64]
+    calls: tuple[Any, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -73,6 +76,7 @@ def graph_of_record(record: dict[str, Any], local_size: int) -> CapturedRank:
     columns["shared_bytes"], columns["recorded"] = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     columns |= {"kind": rows[:, _KIND], "stream": rows[:, _STREAM], "phase": rows[:, _PHASE]}
     columns |= {"name": rows[:, _NAME], "seq": rows[:, _NUMBER]}
+    columns["call"] = np.where(rows[:, _KIND] == OP, rows[:, _WORK], -1)
     columns |= {"work": nodes.work[first], "known": nodes.known[first], "group": nodes.group[first]}
     edges = _edges(record, kept, columns)
     graph = RankGraph(
@@ -95,7 +99,8 @@ def graph_of_record(record: dict[str, Any], local_size: int) -> CapturedRank:
         warnings=tuple(record["notes"]),
         events=len(record["nodes"]),
     )
-    return CapturedRank(graph, np.array(record["live_bytes"], dtype=np.int64)[first])
+    live_bytes = np.array(record["live_bytes"], dtype=np.int64)[first]
+    return CapturedRank(graph, live_bytes, tuple(record["works"]))
 
 
 class _Nodes:

@@ -50,8 +50,8 @@ class RankGraph:
             ``phase`` (index of ``PHASES``, -1: none), ``work`` (index of ``works``, -1: a host call), ``name``,
             ``known`` (0 for an opaque op), ``call`` (the framework call that it belongs to, -1: unknown), ``group``
             and ``seq`` of a collective (else -1), and the launch's ``blocks``, ``threads``, ``registers`` and
-            ``shared_bytes``; and ``recorded``, how many calls of the framework a profiler recorded within an op that the
-            host runs, itself included (0 elsewhere).
+            ``shared_bytes``; and ``recorded``, how many calls of the framework a profiler recorded within an op
+            that the host runs, itself included (0 elsewhere).
         edges: ``(e,)`` each, by ``EDGE_COLUMNS``; ``why`` is an index of ``WHY``.
         delay_s: ``(e,)``.
         streams: Names of streams and host threads.

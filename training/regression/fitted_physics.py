@@ -106,7 +106,16 @@ class Physics:
         )
 
 
-def fit_physics(terms: Array, busy: Array, seconds: Array, bounds: Bounds, steps: int = 80) -> Physics:
+def fit_physics(
+    terms: Array,
+    busy: Array,
+    seconds: Array,
+    bounds: Bounds,
+    steps: int = 80,
+    *,
+    noise: float = NOISE,
+    prior_std: float = CONSTANT_PRIOR_STD,
+) -> Physics:
     """Robust maximum a posteriori by projected Levenberg-Marquardt.
 
     Args:
@@ -114,13 +123,16 @@ def fit_physics(terms: Array, busy: Array, seconds: Array, bounds: Bounds, steps
         busy: Devices computing at once, ``(rows,)``.
         seconds: Measured, ``(rows,)``.
         bounds: Prior and range of every constant.
+        steps: Most iterations.
+        noise: Log-seconds that measurements of equal terms differ by.
+        prior_std: Standard deviation of the constants' prior, in log units.
     """
     count = terms.shape[1]
     low = np.concatenate([np.log(bounds.low), np.zeros(count)])
     high = np.concatenate([np.log(bounds.high), np.full(count, MAX_BUSY_EXPONENT)])
     prior = np.concatenate([np.log(bounds.prior), np.zeros(count)])
-    stds = np.concatenate([np.full(count, CONSTANT_PRIOR_STD), np.full(count, BUSY_PRIOR_STD)])
-    problem = _Problem(terms, busy, np.log(seconds), prior, stds, bounds.overlapping)
+    stds = np.concatenate([np.full(count, prior_std), np.full(count, BUSY_PRIOR_STD)])
+    problem = _Problem(terms, busy, np.log(seconds), prior, stds, bounds.overlapping, noise)
     # A measured latency may lie beyond its bounds.
     theta = minimise(problem.objective, prior, low, high, longest=LONGEST_STEP, steps=steps)
     return Physics(theta[:count], theta[count:], bounds.overlapping)
@@ -135,6 +147,7 @@ class _Problem:
         log_seconds: Measured, ``(rows,)``.
         prior, stds: Mean and deviation of each parameter's prior, ``(2 * terms,)``: constants, then exponents.
         overlapping: Terms of which only the longest counts.
+        noise: Log-seconds that measurements differ by.
     """
 
     terms: Array
@@ -143,6 +156,7 @@ class _Problem:
     prior: Array
     stds: Array
     overlapping: tuple[int, ...]
+    noise: float = NOISE
 
     @cached_property
     def _log_busy(self) -> Array:
@@ -154,9 +168,9 @@ class _Problem:
         physics = Physics(theta[:count], theta[count:], self.overlapping)
         parts = physics._parts(self.terms, self.busy)
         total = parts.sum(axis=1) + 1e-12
-        residual = (np.log(total) - self.log_seconds) / NOISE
+        residual = (np.log(total) - self.log_seconds) / self.noise
         shares = parts / total[:, None]
-        jacobian = np.concatenate([shares, shares * self._log_busy], axis=1) / NOISE
+        jacobian = np.concatenate([shares, shares * self._log_busy], axis=1) / self.noise
         size = np.abs(residual)
         weight = np.minimum(1.0, HUBER / np.maximum(size, 1e-12))
         off = (theta - self.prior) / self.stds

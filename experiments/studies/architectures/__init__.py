@@ -21,10 +21,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the study")
     parser.add_argument("--only", action="append", help="a family alone (repeatable)")
     parser.add_argument("--repeats", type=int, default=2, help="how often each script is collected (default: 2)")
+    parser.add_argument("--programs", type=int, action="append", help="capture this configuration (repeatable)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="collect nothing more after so long")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args(arguments)
     from stepsight.dataset.errors import StepsightError
+    from stepsight.experiments.studies.architectures.family_programs import capture_programs
     from stepsight.experiments.studies.architectures.family_runs import collect_runs
     from stepsight.experiments.studies.architectures.family_script import FAMILIES
 
@@ -36,7 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     families = options.only or list(FAMILIES)
     figures: dict[str, Any] = {}
     try:
-        figures["left"] = collect_runs(options.out, families, options.repeats, seconds=options.seconds)
+        if options.programs:
+            figures["left"] = capture_programs(options.out, families, options.programs, seconds=options.seconds)
+        else:
+            figures["left"] = collect_runs(options.out, families, options.repeats, seconds=options.seconds)
     except (StepsightError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

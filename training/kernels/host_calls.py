@@ -1,0 +1,178 @@
+"""Seconds of framework calls that a host runs itself, and of what lies between them: learned from steps of scripts.
+
+Three layers.  *Physics*: seconds are a weighted sum of a call's FLOP, bytes and fresh memory.  The constants of a label
+are shrunk to those of its family, and these to those of all calls: a label of which few shapes were seen says little.
+*Trees* correct what physics leaves, by family.  *Known* calls take what was measured: in steps, or on their own.
+Between calls the framework takes time, by phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.op import Op
+from stepsight.features.host_call_features import CALL_FEATURES, CALL_TERMS, call_features, call_label, call_terms
+from stepsight.training.regression.fitted_physics import Bounds, Physics, fit_physics
+from stepsight.training.regression.trees import Trees, fit_trees
+
+Array = NDArray[np.float64]
+Known = Mapping[tuple[str, Op], float]  # seconds by label and op
+
+FLOOR_S = 3e-6  # added to all seconds before logarithms: what is shorter does not count
+BOUNDS = Bounds(  # seconds per unit of ``CALL_TERMS``
+    prior=np.array([5e-6, 3e-11, 1e-10, 1e-10, 3e-10]),
+    low=np.array([2e-7, 1e-13, 1e-13, 1e-12, 1e-12]),
+    high=np.array([2e-3, 1e-8, 1e-7, 1e-4, 5e-9]),
+)
+ALL_STD, FAMILY_STD, LABEL_STD = 2.0, 1.0, 0.6  # of priors, in log units
+NOISE = 0.3  # log-seconds that calls of equal terms differ by
+FEWEST_ROWS = 40  # of a family that trees learn from
+MOST_TREES = 1.0  # log units that trees may say
+
+
+@dataclass(frozen=True)
+class HostCalls:
+    """What the calls of a host take.
+
+    Attributes:
+        everything: Physics of all calls.
+        families, labels: Physics of families and of labels.
+        trees: By family.
+        known: Seconds of calls that were measured, by label and op.
+        scale: Of all calls' seconds within a step.
+        gaps_s: Between calls, by phase, ``(3,)``.
+        step_s: Of every step besides.
+    """
+
+    everything: Physics
+    families: Mapping[str, Physics]
+    labels: Mapping[str, Physics]
+    trees: Mapping[str, Trees] = field(default_factory=dict)
+    known: Known = field(default_factory=dict)
+    scale: float = 1.0
+    gaps_s: tuple[float, ...] = (0.0, 0.0, 0.0)
+    step_s: float = 0.0
+
+    def seconds(self, calls: Sequence[str], ops: Sequence[Op], phases: Sequence[int]) -> Array:
+        """Seconds of each call within a step, without what lies between calls, ``(n,)``."""
+        found = self.learned(calls, ops, phases)
+        for place, (call, op) in enumerate(zip(calls, ops, strict=True)):
+            measured = self.known.get((call_label(call, op), op))
+            if measured is not None:
+                found[place] = measured
+        return np.asarray(self.scale * found)
+
+    def is_known(self, call: str, op: Op) -> bool:
+        """Whether a call was measured."""
+        return (call_label(call, op), op) in self.known
+
+    def learned(self, calls: Sequence[str], ops: Sequence[Op], phases: Sequence[int]) -> Array:
+        """Seconds by physics and trees alone."""
+        physics = self._physics(calls, ops)
+        log_s = np.log(physics)
+        if self.trees and len(ops):
+            features = call_features(calls, ops, phases, physics)
+            families = np.array([op.family for op in ops])
+            for family, trees in self.trees.items():
+                index = np.flatnonzero(families == family)
+                if len(index):
+                    log_s[index] += np.clip(trees.predict(features[index], CALL_FEATURES), -MOST_TREES, MOST_TREES)
+        return np.asarray(np.maximum(np.exp(log_s) - FLOOR_S, 1e-7))
+
+    def _physics(self, calls: Sequence[str], ops: Sequence[Op]) -> Array:
+        out = np.empty(len(ops))
+        for place, (call, op) in enumerate(zip(calls, ops, strict=True)):
+            own = self.labels.get(call_label(call, op)) or self.families.get(op.family, self.everything)
+            out[place] = own.seconds(np.array([call_terms(call, op)]), np.ones(1))[0]
+        return out
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the trees, which are LightGBM text."""
+        return {
+            "terms": list(CALL_TERMS),
+            "everything": self.everything.to_dict(),
+            "families": {name: physics.to_dict() for name, physics in self.families.items()},
+            "labels": {name: physics.to_dict() for name, physics in self.labels.items()},
+            "known": [[label, op.kind, list(op.dims), op.dtype, s] for (label, op), s in self.known.items()],
+            "scale": self.scale,
+            "gaps_s": list(self.gaps_s),
+            "step_s": self.step_s,
+        }
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any], trees: Mapping[str, Trees]) -> HostCalls:
+        """What ``to_dict`` wrote.
+
+        Raises:
+            ValueError: If a number is none that a fit finds.
+        """
+        if value["terms"] != list(CALL_TERMS):
+            raise ValueError(f"terms must be {', '.join(CALL_TERMS)}, got {value['terms']!r:.80}")
+        known = {
+            (str(label), Op(kind, tuple(map(int, dims)), dtype)): float(seconds)
+            for label, kind, dims, dtype, seconds in value["known"]
+        }
+        tables = {name: {k: Physics.from_dict(v) for k, v in value[name].items()} for name in ("families", "labels")}
+        found = cls(
+            Physics.from_dict(value["everything"]), tables["families"], tables["labels"], trees, known,
+            float(value["scale"]), tuple(map(float, value["gaps_s"])), float(value["step_s"]),
+        )  # fmt: skip
+        for name, physics in {"all calls": found.everything, **found.families, **found.labels}.items():
+            physics.check(name, BOUNDS)
+        numbers = [found.scale, *found.gaps_s, found.step_s, *known.values()]
+        if len(found.gaps_s) != 3 or not all(0 <= each < 1e4 for each in numbers) or not found.scale:
+            raise ValueError("scale must be > 0, three gaps and all seconds from 0 to 1e4")
+        return found
+
+
+def fit_host_calls(rows: Iterable[tuple[str, Op, int, float]], seed: int = 0) -> HostCalls:
+    """Fit physics and trees.
+
+    Args:
+        rows: Call, op, phase and seconds of each distinct one.
+        seed: Of the trees.
+    """
+    kept = [row for row in rows if row[3] > 0 and min(row[1].dims) > 0]
+    calls, ops, phases = ([row[place] for row in kept] for place in range(3))
+    seconds = np.array([row[3] for row in kept]) + FLOOR_S
+    terms = np.array([call_terms(call, op) for call, op in zip(calls, ops, strict=True)]).reshape(-1, len(CALL_TERMS))
+    everything = _fit(terms, seconds, BOUNDS, ALL_STD)
+    families = {
+        family: _fit(terms[index], seconds[index], _around(everything), FAMILY_STD)
+        for family, index in _groups(op.family for op in ops).items()
+    }
+    named = [call_label(call, op) for call, op in zip(calls, ops, strict=True)]
+    labels = {
+        label: _fit(terms[index], seconds[index], _around(families[ops[index[0]].family]), LABEL_STD)
+        for label, index in _groups(named).items()
+    }
+    found = HostCalls(everything, families, labels)
+    physics = found._physics(calls, ops)
+    features, residual = call_features(calls, ops, phases, physics), np.log(seconds / physics)
+    trees = {
+        family: fit_trees(features[index], residual[index], CALL_FEATURES, seed)
+        for family, index in _groups(op.family for op in ops).items()
+        if len(index) >= FEWEST_ROWS
+    }
+    return HostCalls(everything, families, labels, trees)
+
+
+def _fit(terms: Array, seconds: Array, bounds: Bounds, std: float) -> Physics:
+    return fit_physics(terms, np.ones(len(terms)), seconds, bounds, noise=NOISE, prior_std=std)
+
+
+def _around(physics: Physics) -> Bounds:
+    """The same bounds, with other constants as their prior."""
+    return Bounds(np.exp(physics.log_constants), BOUNDS.low, BOUNDS.high)
+
+
+def _groups(labels: Iterable[str]) -> dict[str, NDArray[np.int64]]:
+    found: dict[str, list[int]] = {}
+    for place, label in enumerate(labels):
+        found.setdefault(label, []).append(place)
+    return {label: np.array(places, dtype=np.int64) for label, places in found.items()}

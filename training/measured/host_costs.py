@@ -1,0 +1,71 @@
+"""From steps of scripts, and calls measured on their own, to what the calls of a host take: ``HostCalls``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.imported.rank_graph import PHASES
+from stepsight.dataset.op import Op
+from stepsight.features.host_call_features import call_label
+from stepsight.training.kernels.host_calls import HostCalls, Known, fit_host_calls
+from stepsight.training.measured.host_steps import HostStep
+from stepsight.training.regression.fitted_physics import Bounds, fit_physics
+
+Array = NDArray[np.float64]
+
+_STEP = Bounds(  # scale of all calls; seconds between calls by phase; seconds of every step
+    prior=np.array([1.0, 5e-6, 3e-6, 2e-6, 3e-4]),
+    low=np.array([0.8, 1e-8, 1e-8, 1e-8, 1e-6]),
+    high=np.array([1.25, 1e-4, 1e-4, 1e-4, 2e-3]),
+)
+_NOISE = 0.1  # log-seconds that steps differ by
+_FEWEST_PAIRS = 20  # calls that were measured within steps and alone, to say how they differ
+_MOST_SLOWDOWN = 1.5
+
+
+def learn_host_calls(steps: Sequence[HostStep], alone: Known | None = None, seed: int = 0) -> HostCalls:
+    """Learn what calls take from steps.
+
+    Args:
+        steps: At least one.
+        alone: Seconds of calls that were measured on their own, by label and op.
+        seed: Of the trees.
+    """
+    distinct: dict[tuple[str, Op, int], list[float]] = {}
+    known: dict[tuple[str, Op], list[float]] = {}
+    for step in steps:
+        for call, op, phase, seconds in zip(step.calls, step.ops, step.phase.tolist(), step.op_s.tolist(), strict=True):
+            if seconds > 0:
+                distinct.setdefault((call, op, phase), []).append(seconds)
+                known.setdefault((call_label(call, op), op), []).append(seconds)
+    found = fit_host_calls([(*key, float(np.median(values))) for key, values in distinct.items()], seed)
+    inside = {key: float(np.median(values)) for key, values in known.items()}
+    return replace(found, known=with_alone(inside, alone or {}), **_between(steps))
+
+
+def with_alone(inside: Known, alone: Known) -> dict[tuple[str, Op], float]:
+    """Calls measured within steps, and those that were measured on their own alone, which take longer within a step."""
+    slowdown = 1.0
+    both = [np.log(inside[key] / seconds) for key, seconds in alone.items() if key in inside and seconds > 0]
+    if len(both) >= _FEWEST_PAIRS:
+        slowdown = float(np.exp(np.clip(np.median(both), 0.0, np.log(_MOST_SLOWDOWN))))
+    return {**{key: slowdown * seconds for key, seconds in alone.items()}, **inside}
+
+
+def _between(steps: Sequence[HostStep]) -> Mapping[str, float | tuple[float, ...]]:
+    """What lies between calls: the fields of ``HostCalls`` that say it."""
+    terms = np.array([[step.op_s.sum(), *step.counts(), 1.0] for step in steps])
+    measured = np.array([step.step_s for step in steps])
+    fitted = fit_physics(terms, np.ones(len(steps)), measured, _STEP, noise=_NOISE, prior_std=1.0)
+    scale, *gaps, rest = np.exp(fitted.log_constants).tolist()
+    return {"scale": scale, "gaps_s": tuple(gaps), "step_s": rest}
+
+
+def step_seconds(costs: HostCalls, calls: Sequence[str], ops: Sequence[Op], phases: Sequence[int]) -> float:
+    """Seconds of a step of calls that follow each other."""
+    counts = np.bincount(np.asarray(phases, dtype=np.int64), minlength=len(PHASES))
+    return float(costs.seconds(calls, ops, phases).sum() + counts @ np.array(costs.gaps_s) + costs.step_s)
