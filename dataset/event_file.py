@@ -33,6 +33,7 @@ class EventFile:
         works: What was measured.
         seconds: Of each.
         host_seconds: What the host took to launch each, 0 where that was not measured.
+        calls: Name of the framework call that was measured, "" where it was the op by its dims.
         hardware: Fields of ``Hardware`` that were measured.
         box: That it was measured in, None outside of one.
     """
@@ -42,6 +43,7 @@ class EventFile:
     works: tuple[Op | Collective, ...]
     seconds: tuple[float, ...]
     host_seconds: tuple[float, ...]
+    calls: tuple[str, ...]
     hardware: Mapping[str, Any]
     box: Box | None = None
 
@@ -69,7 +71,8 @@ def read_event_file(path: Path) -> EventFile:
             raise ValueError(
                 f"world_size must equal the box's ranks, got {tree.get('world_size')!r:.80} != {box.num_ranks}"
             )
-        return EventFile(path, busy, works, seconds, host, facts, box)
+        calls = tuple(_call(record.get("op")) for record in records)
+        return EventFile(path, busy, works, seconds, host, calls, facts, box)
     except (KeyError, TypeError, ValueError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise TraceError(f"{path} must be an event profile: {why}") from None
@@ -83,6 +86,11 @@ def _work(record: dict[str, Any]) -> Op | Collective:
     table = dict(typed(record["collective"], dict, "collective"))
     kind = typed(table.pop("kind"), str, "kind")
     return Collective(kind, **{name: _size(value, name) for name, value in table.items()})
+
+
+def _call(op: Any) -> str:
+    """Name of the call of a record of an op."""
+    return typed(typed(op["call"], list, "call")[0], str, "name of a call") if op and "call" in op else ""
 
 
 def _size(value: Any, name: str) -> int:

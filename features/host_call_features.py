@@ -52,6 +52,11 @@ def call_label(call: str, op: Op) -> str:
     return f"{op.kind}/{_SAME.get(name, name)}"
 
 
+def holds_several(kind: str) -> bool:
+    """Whether a kind holds calls that differ in what they take."""
+    return kind in _SEVERAL
+
+
 def call_terms(call: str, op: Op) -> tuple[float, ...]:
     """Quantities whose weighted sum is a call's time, in the order of ``CALL_TERMS``."""
     compute = op.record.bound == "compute"

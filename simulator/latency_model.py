@@ -41,6 +41,27 @@ class LatencyModel(Protocol):
         ...
 
 
+class HostTimes(Protocol):
+    """Durations of framework calls that a host runs itself, which follow each other.
+
+    Attributes:
+        gaps_s: Between calls, by phase.
+        step_s: Of every step besides.
+    """
+
+    gaps_s: tuple[float, ...]
+    step_s: float
+
+    def seconds(self, calls: Sequence[str], ops: Sequence[Op], phases: Sequence[int]) -> Seconds:
+        """Seconds of each call within a step, shape ``(len(calls),)``."""
+        ...
+
+
+def host_times(latency: LatencyModel) -> HostTimes | None:
+    """What a latency model says of calls that a host runs itself, None if it says nothing."""
+    return getattr(latency, "host_times", None)
+
+
 def preset_latency(hardware_name: str, fabric: Fabric) -> RooflineLatency | None:
     """The roofline of a known hardware, or of that in a file, the same each time; None if the name is not known."""
     hardware = find_hardware(hardware_name)

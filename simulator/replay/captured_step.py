@@ -18,7 +18,7 @@ from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, PHASES, WHY, WHY_NUMBER, RankGraph
 from stepsight.dataset.op import Op
 from stepsight.dataset.program import Dependency, Program, ProgramBuilder
-from stepsight.simulator.latency_model import LatencyModel
+from stepsight.simulator.latency_model import HostTimes, LatencyModel, host_times
 from stepsight.simulator.replay.joined import Joined, join
 from stepsight.simulator.replay.replay import Walk, walk
 from stepsight.simulator.segment_timing import timer_of
@@ -93,7 +93,13 @@ def time_captured(graphs: Sequence[RankGraph], latency: LatencyModel) -> Capture
         CaptureError: If the ranks wait for each other in a circle.
     """
     alone = tuple(timer_of(latency).work_seconds(graph.works) for graph in graphs)
-    timed = tuple(_timed(graph, seconds, latency) for graph, seconds in zip(graphs, alone, strict=True))
+    host = host_times(latency)
+    timed = tuple(
+        _timed(graph, seconds, latency)
+        if host is None or graph.device != "cpu"
+        else _timed_on_host(graph, seconds, host)
+        for graph, seconds in zip(graphs, alone, strict=True)
+    )
     try:
         joined = join(timed)
     except TraceError:
@@ -145,6 +151,24 @@ def _timed(graph: RankGraph, alone: Floats, latency: LatencyModel) -> RankGraph:
     since = np.searchsorted(waits, np.arange(len(graph)), "left") - 1  # the host's newest wait before each node
     after = np.flatnonzero(since >= 0)
     return graph.with_edges(waits[since[after]], after, Dependency.LAUNCH, done[after] - done[waits[since[after]]])
+
+
+def _timed_on_host(graph: RankGraph, alone: Floats, host: HostTimes) -> RankGraph:
+    """The graph of a rank whose host runs its ops: with durations, and with what lies between them."""
+    nodes, work = graph.nodes, graph.nodes["work"]
+    seconds = np.where(work >= 0, alone[work], 0.0) if len(alone) else np.zeros(len(work))
+    chosen = np.flatnonzero((nodes["kind"] == OP) & (work >= 0))
+    works = [graph.works[number] for number in work[chosen].tolist()]
+    ops = [each for each in works if isinstance(each, Op)]
+    calls = [graph.names[name] for name in nodes["name"][chosen].tolist()]
+    phases = np.maximum(nodes["phase"][chosen], 0)
+    seconds[chosen] = host.seconds(calls, ops, phases.tolist())
+    gaps = np.zeros(len(graph))
+    gaps[chosen] = np.array(host.gaps_s)[phases]
+    delay = np.where(nodes["kind"][graph.edges["source"]] == OP, gaps[graph.edges["target"]], graph.delay_s)
+    if len(chosen):  # what no op follows is before the first one
+        seconds[chosen[0]] += host.step_s
+    return replace(graph, duration_s=seconds, delay_s=delay)
 
 
 def _taken(graph: RankGraph, seconds: Floats, share: float) -> Floats:

@@ -10,7 +10,7 @@ import typer
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.extras import need
-from stepsight.verbs.options import Box, Json, answer, path, refuse_given
+from stepsight.verbs.options import Box, Json, answer, load, path, refuse_given
 from stepsight.verbs.script_arguments import WORDS
 from stepsight.verbs.tracing import TRACES, import_traces
 
@@ -56,6 +56,18 @@ def collect_command(
             "the last option: what follows the file are its arguments (except --out and --json at the very end).",
         ),
     ] = None,
+    ops: Annotated[
+        Path | None,
+        typer.Option(
+            parser=path,
+            metavar="PROGRAM",
+            help="Measure the heavy calls of this captured program that --predictor does not know, each on its own, "
+            "instead of jobs.",
+        ),
+    ] = None,
+    predictor: Annotated[
+        Path | None, typer.Option(parser=path, help="With --ops: the predictor whose unknown calls are measured.")
+    ] = None,
     nproc_per_node: Annotated[
         str | None,
         typer.Option(
@@ -79,7 +91,14 @@ def collect_command(
         stepsight collect examples/local-gpt-tp2.toml --out runs/mine
         stepsight collect examples/box-gpt-pp4.toml --box 4x1@200mbit --out runs/box
         stepsight collect --out runs/script --nproc-per-node 2 --script train.py --lr 0.1
+        stepsight collect --out runs/ops --ops captured --predictor predictor
     """
+    if ops is not None:
+        stated = ("jobs", "script", "box", "plan_only", "role", "rounds", "steps", "warmup", "profile_steps")
+        refuse_given(context, (*stated, "nproc_per_node", "timeout_s"), "is not for a captured program (--ops)")
+        _collect_ops(ops, predictor, out, event_seconds, as_json)
+        return
+    refuse_given(context, ("predictor",), "is for a captured program (--ops)")
     if script is not None:
         refuse_given(context, ("box", "plan_only", "jobs"), "is for job files, not for a script")
         counts = _counts(False, rounds=rounds, steps=steps, warmup=warmup, profile_steps=profile_steps)
@@ -114,6 +133,17 @@ def collect_command(
     answer(summary, summary["text"], as_json)
     if summary.get("rejected"):
         raise typer.Exit(2)
+
+
+def _collect_ops(program: Path, predictor: Path | None, out: Path, seconds: float, as_json: bool) -> None:
+    from stepsight.dataset.capture.captured import read_captured
+    from stepsight.experiments.ops_collecting import collect_ops
+
+    need("torch")
+    if not seconds:
+        raise StepsightError("--ops needs --event-seconds > 0, got 0")
+    summary = collect_ops(read_captured(program), load(predictor), out, seconds)
+    answer(summary, summary["text"], as_json)
 
 
 def _collect_script(

@@ -16,6 +16,7 @@ from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
 from stepsight.training.calibration.constants import Constants
 from stepsight.training.collectives.collective_models import CollectiveModel
+from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.kernels.kernel_models import KernelModel
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class LearnedLatency:
         constants: Constants | None = None,
         devices: int = 1,
         dtype: str = "bf16",
+        host: HostCalls | None = None,
     ) -> None:
         self.hardware = hardware
         self.fabric = fabric
@@ -63,6 +65,7 @@ class LearnedLatency:
         self._constants = constants or Constants()
         self._pace = hardware.power_slowdown(dtype) * (1.0 + hardware.compute_spread * slowest_of(devices))
         self.knows_context = context is not None
+        self.host_times = host
         self._ops: Memo[Op, float] = Memo("predictor: ops", MAX_WORKS)
         self._collectives: Memo[Collective, float] = Memo("predictor: collectives", MAX_WORKS)
         self._programs: Memo[int, tuple[Program, Seconds, Seconds]] = Memo("predictor: programs", MAX_PROGRAMS)

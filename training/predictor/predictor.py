@@ -22,7 +22,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.bounded import read_unpacked, reason
 from stepsight.dataset.caching import Memo, cached
 from stepsight.dataset.errors import PredictorError
 from stepsight.dataset.files import new_folder, set_aside, write_json
@@ -36,6 +35,7 @@ from stepsight.features.op_features import OP_TERMS, op_feature_names
 from stepsight.training.calibration.corrections import Calibration
 from stepsight.training.collectives.collective_models import BOUNDS, NCCL_BOUNDS, CollectiveModel
 from stepsight.training.intervals.conformal import Intervals
+from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.kernels.kernel_models import KernelModel, num_axes, op_bounds, same_chip
 from stepsight.training.predictor.learned_latency import LearnedLatency
 from stepsight.training.predictor.model_tables import (
@@ -56,9 +56,11 @@ from stepsight.training.predictor.predictor_manifest import (
     read_part,
     read_predictor_manifest,
     texts,
+    tree_text,
     write_manifest,
 )
 from stepsight.training.predictor.saved_features import check_described, described
+from stepsight.training.predictor.saved_host_calls import load_host_calls, save_host_calls
 from stepsight.training.regression.regressor import Regressor
 from stepsight.training.regression.trees import Trees
 from stepsight.training.transfer.transferred import Teacher, Transfer
@@ -88,6 +90,7 @@ class Predictor:
         calibration: Correction of whole iterations.
         intervals: How far to trust it.
         manifest: Provenance, as in ``manifest.json``.
+        host: Calls that the host runs itself, learned from scripts; None: nothing was.
     """
 
     hardware: Hardware
@@ -97,6 +100,7 @@ class Predictor:
     calibration: Calibration = field(default_factory=Calibration)
     intervals: Intervals = field(default_factory=Intervals)
     manifest: Mapping[str, Any] = field(default_factory=dict)
+    host: HostCalls | None = None
     _bound: Memo[Any, LearnedLatency] = field(default_factory=_latencies, init=False, compare=False, repr=False)
 
     def __repr__(self) -> str:
@@ -145,6 +149,7 @@ class Predictor:
                 constants=self.calibration.constants,
                 devices=devices,
                 dtype=dtype,
+                host=self.host,
             )
         return known
 
@@ -212,6 +217,8 @@ class Predictor:
             )
             if self.context is not None:
                 self.context.save(new)
+            if self.host is not None:
+                save_host_calls(self.host, new)
             write_manifest(new, self.manifest, self.hardware.name)
 
     @classmethod
@@ -296,6 +303,7 @@ class Predictor:
             made(folder / "intervals.json", Calibration.from_dict, tables.get("calibration")),
             made(folder / "intervals.json", Intervals.from_dict, tables.get("intervals")),
             manifest,
+            load_host_calls(folder),
         )
 
 
@@ -308,14 +316,6 @@ def shipped_names() -> tuple[str, ...]:
 def _shipped_files(name: str) -> dict[str, str]:
     """Digests of the files of a predictor that comes with the package; none if there is no such one."""
     return dict(read_predictor_manifest(SHIPPED / name)["files"]) if name in shipped_names() else {}
-
-
-def _text(folder: Path, name: Any) -> str:
-    path = folder / Path(str(name)).name  # never outside of the folder
-    try:
-        return read_unpacked(path).decode("utf-8")
-    except (OSError, ValueError) as error:
-        raise PredictorError(f"every file of a predictor must be readable, got {path}: {reason(error)}") from None
 
 
 def _op_regressor(folder: Path, hardware: Hardware, table: dict[str, Any]) -> Regressor:
@@ -340,7 +340,7 @@ def _collective_terms(nccl: bool) -> tuple[str, ...]:
 def _regressor(folder: Path, table: dict[str, Any], features: tuple[str, ...]) -> Regressor:
     trees = {}
     for label, model in table["trees"].items():
-        trees[label] = Trees(_text(folder, model["file"]), float(model["share"]))
+        trees[label] = Trees(tree_text(folder, model["file"]), float(model["share"]))
         trees[label].check(features)
     return Regressor.from_dict(table, trees)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stepsight.dataset.bounded import read_file, reason
+from stepsight.dataset.bounded import read_file, read_unpacked, reason
 from stepsight.dataset.errors import PredictorError, StepsightError
 from stepsight.dataset.files import check_writable, digest, read_json, write_json
 
@@ -83,6 +83,19 @@ def made(path: Path, make: Callable[[Any], T], table: Any) -> T:
         raise PredictorError(f"{path}: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise PredictorError(f"{path} must be what Predictor.save wrote, got {type(error).__name__}: {error}") from None
+
+
+def tree_text(folder: Path, name: Any) -> str:
+    """LightGBM's text of trees in a file of a predictor.
+
+    Raises:
+        PredictorError: If it cannot be read.
+    """
+    path = folder / Path(str(name)).name  # never outside of the folder
+    try:
+        return read_unpacked(path).decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise PredictorError(f"every file of a predictor must be readable, got {path}: {reason(error)}") from None
 
 
 def texts(value: Any, name: str) -> list[str]:

@@ -24,6 +24,7 @@ from ..collective_calls import all_gather, buffers, collective_call
 from ..ops.callables import op_call
 from ..ops.input_pool import DTYPES, NARROW, Call, Pool
 from ..ops.op_narrow import precision
+from ..ops.op_replayed import is_replayed, replayed_call
 from ..plan_error import HarnessError
 from ..ranks import barrier, gather
 from . import facts
@@ -133,7 +134,10 @@ def _warm(op: dict[str, Any], pools: dict[str, Pool], clock: Clock) -> tuple[Cal
     for _ in range(2):
         call = None
         try:
-            call = op_call(op["kind"], op["dims"], pools[op["dtype"]])
+            if "call" in op and is_replayed(op["call"][0]):
+                call = replayed_call(op["call"], pools[op["dtype"]].device)
+            else:
+                call = op_call(op["kind"], op["dims"], pools[op["dtype"]])
             clock(call.run, *call.inputs())
             return call, clock(call.run, *call.inputs()), ""
         except RuntimeError as error:

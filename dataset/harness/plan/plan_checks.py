@@ -91,9 +91,11 @@ def _event_problems(event: dict[str, Any]) -> list[str]:
         if not isinstance(event.get(key, []), list):
             return [*problems, f"{key} must be a list, got {event[key]!r:.80}"]
     for item in event.get("ops", []):
-        good = isinstance(item, dict) and set(item) == {"kind", "dims", "dtype"} and are_sizes(item["dims"])
+        good = isinstance(item, dict) and set(item) - {"call"} == {"kind", "dims", "dtype"} and are_sizes(item["dims"])
         if not good or not is_of(item["kind"], str) or not is_of(item["dtype"], str):
             problems.append(f"an op has kind, dims (whole numbers >= 0) and dtype, got {item!r:.80}")
+        elif not isinstance(item.get("call", []), list) or len(item.get("call", range(6))) != 6:
+            problems.append(f"a call has name, dims, types, strides, literals and result, got {item['call']!r:.80}")
     for item in event.get("collectives", []):
         numbers = ("num_bytes", "group_size", "ranks_per_node")
         if (

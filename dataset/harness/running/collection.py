@@ -255,6 +255,8 @@ class Collection:
             self._say(f"events {event['name']}")
             boxed = {"box": self.plan["box"]} if "box" in self.plan else {}
             free_memory()
+            if self.size == 1 and self.device.type == "cpu":
+                cores.compute_in_real_time()
             began = time.monotonic()
             result = measure_events(event, self.device, self._say, asleep=bool(boxed))
             samples = gather(self._watch.since(began) if self._watch is not None else [])

@@ -1,0 +1,157 @@
+"""``stepsight collect --ops``: the heavy calls of a captured program that a predictor does not know, measured alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepsight.dataset.capture.captured import Captured
+from stepsight.dataset.capture.record_graph import COMPOSITE, CapturedRank
+from stepsight.dataset.errors import CollectError
+from stepsight.dataset.files import check_writable, write_json
+from stepsight.dataset.hardware import HARDWARE, Hardware
+from stepsight.dataset.harness.plan import SCHEMA, check_plan
+from stepsight.dataset.imported.rank_graph import OP
+from stepsight.dataset.op import Op
+from stepsight.dataset.physics import roofline_seconds
+from stepsight.experiments.collecting import run_plan
+from stepsight.features.host_call_features import call_label
+from stepsight.training.predictor.predictor import Predictor
+
+HEAVY = 0.98  # part of the time of unknown calls that is measured
+MOST_CALLS = 400
+SECONDS_OF_ONE = 0.06  # that measuring a call takes at most
+
+
+@dataclass(frozen=True, eq=False)
+class HeavyCall:
+    """One distinct call of a captured program.
+
+    Attributes:
+        call: Its signature, as captured.
+        op: What it is.
+        count: How often a step makes it, over the captured ranks.
+        seconds: What all of them are thought to take.
+    """
+
+    call: Sequence[Any]
+    op: Op
+    count: int
+    seconds: float
+
+
+def heavy_calls(captured: Captured, predictor: Predictor | None, hardware: Hardware) -> tuple[list[HeavyCall], float]:
+    """Calls that were never measured, products and convolutions first, then the longest.
+
+    Args:
+        captured: The program.
+        predictor: What is known; None: nothing.
+        hardware: On which calls are thought to run where nothing is known.
+
+    Returns:
+        The calls, and the part of the step's computation that is known, 0 to 1.
+    """
+    found: dict[tuple[str, Op], HeavyCall] = {}
+    known = total = 0.0
+    for rank in captured.ranks:
+        for call, op, count, seconds in _calls(rank, predictor, hardware):
+            total += seconds
+            if _is_known(predictor, call[0], op):
+                known += seconds
+                continue
+            key = call_label(call[0], op), op
+            before = found.get(key, HeavyCall(call, op, 0, 0.0))
+            found[key] = HeavyCall(before.call, op, before.count + count, before.seconds + seconds)
+    ordered = sorted(found.values(), key=lambda each: -each.seconds)
+    limit, spent, kept = HEAVY * sum(each.seconds for each in ordered), 0.0, list[HeavyCall]()
+    for each in ordered:
+        if spent >= limit or len(kept) == MOST_CALLS:
+            break
+        spent += each.seconds
+        kept.append(each)
+    kept.sort(key=lambda each: each.op.record.bound != "compute")
+    return kept, known / total if total else 1.0
+
+
+def collect_ops(
+    captured: Captured, predictor: Predictor | None, out: Path, seconds: float, *, progress: bool = True
+) -> dict[str, Any]:
+    """Measure the heavy unknown calls of a program on this machine, each on its own.
+
+    Args:
+        captured: The program.
+        predictor: What is known.
+        out: Collection to write.
+        seconds: Most that all measurements take.
+        progress: Whether to report it on stderr.
+
+    Raises:
+        CollectError: If nothing is left to measure, or the folder holds another collection.
+    """
+    hardware = predictor.hardware if predictor is not None else HARDWARE["local-cpu"]
+    chosen, known = heavy_calls(captured, predictor, hardware)
+    if not chosen:
+        raise CollectError(f"the predictor knows every call of {captured.script}: there is nothing to measure")
+    check_writable(out)
+    plan = plan_of(chosen, seconds)
+    path = out / "plan.json"
+    if not path.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(path, plan)
+    summary = run_plan(plan, out, progress=progress)
+    told = [
+        {"call": each.call[0], "op": str(each.op), "count": each.count, "thought_s": each.seconds} for each in chosen
+    ]
+    text = (
+        f"{len(chosen)} calls of {captured.script} measured on their own; the predictor knew {100 * known:.0f} % of "
+        f"the computation\nwrote {out}; name it beside the other collections when you train"
+    )
+    return {**summary, "calls": told, "known_share": known, "text": text}
+
+
+def plan_of(calls: Sequence[HeavyCall], seconds: float) -> dict[str, Any]:
+    """A plan that measures the calls."""
+    ops = [
+        {"kind": each.op.kind, "dims": list(each.op.dims), "dtype": each.op.dtype, "call": list(each.call)}
+        for each in calls
+    ]
+    budget = min(seconds, SECONDS_OF_ONE * len(ops))
+    event = {"name": "ops", "world_size": 1, "ops": ops, "collectives": [], "seconds": budget}
+    return check_plan({"schema": SCHEMA, "runs": [], "events": [event], "device": "auto"})
+
+
+def _is_known(predictor: Predictor | None, call: str, op: Op) -> bool:
+    if predictor is None:
+        return False
+    if predictor.host is not None:
+        return predictor.host.is_known(call, op)
+    return not predictor.kernel.unsupported(op)
+
+
+def _calls(
+    rank: CapturedRank, predictor: Predictor | None, hardware: Hardware
+) -> list[tuple[Sequence[Any], Op, int, float]]:
+    """Distinct calls of a rank: signature, op, how often, and what all of them are thought to take."""
+    nodes = rank.graph.nodes
+    chosen = np.flatnonzero((nodes["kind"] == OP) & (nodes["call"] >= 0))
+    keys, counts = np.unique(
+        np.stack([nodes["call"][chosen], nodes["work"][chosen]], axis=1).reshape(-1, 2), axis=0, return_counts=True
+    )
+    if len(keys) and not rank.calls:
+        raise CollectError("the program was captured by an earlier version, without arguments: capture it again")
+    found = []
+    for (call, work), count in zip(keys.tolist(), counts.tolist(), strict=True):
+        signature, op = rank.calls[call], rank.graph.works[work]
+        if signature[0] != COMPOSITE and isinstance(op, Op):
+            found.append((signature, op, count))
+    if predictor is not None and predictor.host is not None:
+        seconds = predictor.host.seconds([c[0] for c, _, _ in found], [op for _, op, _ in found], [0] * len(found))
+    elif predictor is not None and found:
+        seconds = predictor.kernel.seconds([op for _, op, _ in found], 1)
+    else:
+        seconds = np.array([roofline_seconds(op, hardware) for _, op, _ in found])
+    return [(call, op, count, count * each) for (call, op, count), each in zip(found, seconds.tolist(), strict=True)]
