@@ -78,13 +78,13 @@ def heavy_calls(captured: Captured, predictor: Predictor | None, hardware: Hardw
 
 
 def collect_ops(
-    captured: Captured, predictor: Predictor | None, out: Path, seconds: float, *, progress: bool = True
+    captured: Captured, asked: Predictor | str | None, out: Path, seconds: float, *, progress: bool = True
 ) -> dict[str, Any]:
     """Measure the heavy unknown calls of a program on this machine, each on its own.
 
     Args:
         captured: The program.
-        predictor: What is known.
+        asked: What is known; a word or None: nothing.
         out: Collection to write.
         seconds: Most that all measurements take.
         progress: Whether to report it on stderr.
@@ -92,6 +92,7 @@ def collect_ops(
     Raises:
         CollectError: If nothing is left to measure, or the folder holds another collection.
     """
+    predictor = asked if isinstance(asked, Predictor) else None
     hardware = predictor.hardware if predictor is not None else HARDWARE["local-cpu"]
     chosen, known = heavy_calls(captured, predictor, hardware)
     if not chosen:

@@ -1,4 +1,4 @@
-"""Capture the scripts of the families as they run on a CPU, without their weights and times."""
+"""Capture the scripts of the families as they run on a CPU, and measure their calls on their own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from pathlib import Path
 
 from stepsight.dataset.capture.captured import MANIFEST, Captured, read_captured, write_captured
 from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
+from stepsight.dataset.event_file import read_event_file
 from stepsight.dataset.harness.progress import Progress
+from stepsight.dataset.op import Op
+from stepsight.experiments.ops_collecting import collect_ops
 from stepsight.experiments.studies.architectures.family_runs import SCRIPT
+from stepsight.features.host_call_features import call_label
 
 _TIMEOUT_S = 300.0
 
@@ -46,6 +50,39 @@ def capture_programs(
         bar.update(f"{family}-{number}", 1)
     bar.close(f"{len(asked) - len(left)} of {len(asked)} scripts are captured")
     return len(left)
+
+
+def measure_programs(
+    out: Path,
+    families: Sequence[str],
+    configurations: Sequence[int],
+    *,
+    seconds: float = float("inf"),
+    progress: bool = True,
+) -> int:
+    """Measure the heavy calls of captured scripts, as ``collect --ops`` does; returns how many scripts are left."""
+    asked = [(family, number) for number in configurations for family in families]
+    left = [each for each in asked if not _alone(out, *each).exists()]
+    bar, began = Progress(len(left), shown=progress, verb="measure"), time.monotonic()
+    while left and time.monotonic() - began < seconds:
+        family, number = left.pop(0)
+        collect_ops(
+            read_program(out, family, number), None, _alone(out, family, number).parents[1], 30.0, progress=False
+        )
+        bar.update(f"{family}-{number}", 1)
+    bar.close(f"calls of {len(asked) - len(left)} of {len(asked)} scripts are measured")
+    return len(left)
+
+
+def read_alone(out: Path, family: str, configuration: int) -> dict[tuple[str, Op], float]:
+    """Seconds of a script's calls, measured on their own, by label and op."""
+    file = read_event_file(_alone(out, family, configuration))
+    told = zip(file.calls, file.works, file.seconds, strict=True)
+    return {(call_label(call, op), op): seconds for call, op, seconds in told if isinstance(op, Op)}
+
+
+def _alone(out: Path, family: str, configuration: int) -> Path:
+    return out / "alone" / f"{family}-{configuration}" / "events" / "ops.json"
 
 
 def read_program(out: Path, family: str, configuration: int) -> Captured:

@@ -1,0 +1,121 @@
+"""Step time of captured scripts of families that were held out: as is, and after their heavy calls were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from stepsight.dataset.capture.captured import MANIFEST
+from stepsight.dataset.hardware import HARDWARE, find_fabric, usual_fabric
+from stepsight.dataset.imported.rank_graph import OP, RankGraph
+from stepsight.dataset.op import Op
+from stepsight.experiments.studies.architectures.family_programs import program_folder, read_alone, read_program
+from stepsight.experiments.studies.architectures.family_runs import CONFIGURATIONS, read_runs_of_families
+from stepsight.simulator.latency_model import RooflineLatency
+from stepsight.simulator.replay.captured_step import time_captured
+from stepsight.training.kernels.host_calls import HostCalls
+from stepsight.training.measured.host_costs import learn_host_calls, with_alone
+from stepsight.training.measured.host_steps import HostStep, host_step
+
+FOLDS = 3
+_HARDWARE = "local-cpu"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One script of a family that was held out.
+
+    Attributes:
+        name: Family and configuration.
+        measured_s: Median step.
+        spread: Log-ratio of the medians of two collections, NaN where there is one.
+        as_is_s: Predicted by what other families teach.
+        after_s: Predicted after its heavy unknown calls were measured.
+        known, known_after: Part of the predicted computation in calls that were measured.
+        traced_s: Predicted from its own traced calls: what a perfect model of single calls would say.
+    """
+
+    name: str
+    measured_s: float
+    spread: float
+    as_is_s: float
+    after_s: float
+    known: float
+    known_after: float
+    traced_s: float
+
+
+class _HostLatency(RooflineLatency):
+    """Durations of calls of a host."""
+
+    def __init__(self, host: HostCalls) -> None:
+        super().__init__(HARDWARE[_HARDWARE], find_fabric(usual_fabric(_HARDWARE)))
+        self.host_times = host
+
+
+def folds_of(families: Sequence[str], folds: int = FOLDS) -> dict[str, int]:
+    """The fold in which each family is held out."""
+    order = np.random.default_rng(0).permutation(len(families))
+    return {sorted(families)[place]: turn % folds for turn, place in enumerate(order.tolist())}
+
+
+def judge(out: Path, families: Sequence[str]) -> list[Judged]:
+    """Predict every captured script from the families of the other folds."""
+    runs = {(run.family, run.configuration, run.repeat): run for run in read_runs_of_families(out, families)}
+    steps = {key[:2]: step for key, run in runs.items() if not key[2] and (step := host_step(run.imported))}
+    again = {key[:2]: _median(run.imported.rounds) for key, run in runs.items() if key[2]}
+    programs = [
+        (family, number)
+        for family in families
+        for number in range(CONFIGURATIONS)
+        if (program_folder(out, family, number) / MANIFEST).exists() and (family, number) in steps
+    ]
+    alone = {key: read_alone(out, *key) for key in programs}
+    fold = folds_of(families)
+    judged = []
+    for turn in range(FOLDS):
+        kept = [key for key in steps if fold[key[0]] != turn]
+        taught = {name: s for key in programs if fold[key[0]] != turn for name, s in alone[key].items()}
+        costs = learn_host_calls([steps[key] for key in kept])
+        for key in programs:
+            if fold[key[0]] == turn:
+                graph = read_program(out, *key).ranks[0].graph
+                judged.append(_judged(key, graph, steps[key], again, costs, (taught, alone[key])))
+    return sorted(judged, key=lambda each: each.name)
+
+
+def _judged(
+    key: tuple[str, int],
+    graph: RankGraph,
+    step: HostStep,
+    again: Mapping[tuple[str, int], float],
+    costs: HostCalls,
+    alone: tuple[Mapping[tuple[str, Op], float], Mapping[tuple[str, Op], float]],
+) -> Judged:
+    taught, own = alone
+    after = replace(costs, known={**with_alone(costs.known, {**taught, **own})})
+    traced = costs.scale * step.op_s.sum() + step.counts() @ np.array(costs.gaps_s) + costs.step_s
+    spread = float(np.log(again[key] / step.step_s)) if key in again else float("nan")
+    as_is_s, known = _predicted(graph, costs)
+    after_s, known_after = _predicted(graph, after)
+    return Judged(f"{key[0]}-{key[1]}", step.step_s, spread, as_is_s, after_s, known, known_after, float(traced))
+
+
+def _predicted(graph: RankGraph, costs: HostCalls) -> tuple[float, float]:
+    """Seconds of a step, and the part of its computation in calls that were measured."""
+    timed = time_captured([graph], _HostLatency(costs))
+    nodes = graph.nodes
+    total = known = 0.0
+    for node in np.flatnonzero((nodes["kind"] == OP) & (nodes["work"] >= 0)).tolist():
+        op, seconds = graph.works[nodes["work"][node]], float(timed.graphs[0].duration_s[node])
+        total += seconds
+        if isinstance(op, Op) and costs.is_known(graph.names[nodes["name"][node]], op):
+            known += seconds
+    return timed.iteration_time_s, known / max(total, 1e-12)
+
+
+def _median(rounds: Sequence[Sequence[float]]) -> float:
+    return float(np.median([seconds for steps in rounds for seconds in steps]))
