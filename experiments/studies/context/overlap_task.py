@@ -23,6 +23,7 @@ Ints = NDArray[np.int64]
 CLASSES = ("product", "attention", "reduction", "copy", "optimizer", "other")
 BESIDE = ("collective", "copy", "op")  # what may run beside a kernel
 ALONE, OVERLAPPED = 0.02, 0.1  # shares of a kernel's time: below, it runs alone; above, it is judged
+FEWEST_ALONE, STEADY, CLOCK_S = 2, 1.25, 1e-6  # traces have whole microseconds
 _WORDS = {
     "product": ("linear", "matmul", "conv", "gemm", "bmm", "expert"),
     "attention": ("attention",),
@@ -74,17 +75,24 @@ def job_graphs(ranks: Sequence[RankGraph]) -> list[HeteroData]:
         real = Beside.of(rank, rank.duration_s)
         for node in real.ops[real.share[real.ops].sum(axis=1) < ALONE].tolist():
             times[_signature(rank, node)].append(float(rank.duration_s[node]))
-    usual = {signature: float(np.median(found)) for signature, found in times.items()}
+    usual = {signature: float(np.median(found)) for signature, found in times.items() if _steady(found)}
     graphs = []
     for rank in ranks:
-        is_op = rank.nodes["kind"] == OP
-        alone = np.array([usual.get(_signature(rank, node), np.nan) if is_op[node] else np.nan for node in range(len(rank))])
+        alone = np.full(len(rank), np.nan)
+        for node in np.flatnonzero(rank.nodes["kind"] == OP).tolist():
+            alone[node] = usual.get(_signature(rank, node), np.nan)
         beside = Beside.of(rank, np.where(np.isfinite(alone), alone, rank.duration_s))
         for step in np.unique(rank.nodes["step"][beside.ops]).tolist():
             graph = _step_graph(rank, beside, step, np.isfinite(alone))
             if graph is not None:
                 graphs.append(graph)
     return graphs
+
+
+def _steady(seconds: Sequence[float]) -> bool:
+    """Whether a signature takes the same time whenever it runs alone; else its sizes are not all that matters."""
+    low, high = np.percentile(seconds, [10, 90])
+    return len(seconds) >= FEWEST_ALONE and bool(high <= STEADY * low + CLOCK_S)
 
 
 @dataclass(frozen=True)
