@@ -128,7 +128,7 @@ def _medians(keys: Ints, values: Floats) -> dict[tuple[int, int], float]:
 
 
 def _beside(segment: TracedSegment, chosen: dict[str, Ints]) -> Floats:
-    """``(n,)``: seconds of each op in which a collective ran; 0 where nobody knows when they ran."""
+    """``(n,)``: seconds of each op in which a collective ran; 0 where unknown."""
     out = np.zeros(len(segment.program))
     if len(segment.start_s):
         ops, others = chosen["op"], chosen["collective"]
