@@ -22,6 +22,13 @@ def start_figure(width: float = 6.0, height: float = 5.0) -> tuple[Any, Any]:
     return figure, axes
 
 
+def new_axes() -> Any:
+    """Axes of a new figure, with the backend that is in use: notebooks show it."""
+    from matplotlib import pyplot
+
+    return pyplot.subplots(figsize=(7.0, 4.5), layout="constrained")[1]
+
+
 def _plain_ticks(axis: Any) -> None:
     """Write 20, 50, 100 on a logarithmic axis instead of powers of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
@@ -105,8 +112,14 @@ def plot_front(
 
 
 def plot_search(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Iteration time against peak memory of every strategy that was timed."""
+    """Write a plot of iteration time over peak memory of every strategy that was timed."""
     figure, axes = start_figure(7.0, 4.5)
+    draw_search(rows, axes, title)
+    save_figure(figure, path)
+
+
+def draw_search(rows: Sequence[dict[str, Any]], axes: Any, title: str) -> None:
+    """Draw iteration time over peak memory of every strategy that was timed."""
     for fits, colour, label in ((True, "tab:blue", "fits"), (False, "lightgrey", "does not fit")):
         chosen = [row for row in rows if row["fits"] is fits and row["iteration_time_s"] is not None]
         axes.scatter(
@@ -127,7 +140,6 @@ def plot_search(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     axes.legend(frameon=False)
     _plain_ticks(axes.xaxis)
     _plain_ticks(axes.yaxis)
-    save_figure(figure, path)
 
 
 def plot_error_against_minutes(

@@ -265,3 +265,22 @@ class SearchResult:
         from pandas import DataFrame
 
         return DataFrame(self._rows)
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draw iteration time over memory of every strategy that was timed.
+
+        Args:
+            axes: The matplotlib axes to draw on; None: a new figure.
+        """
+        from stepsight.experiments.reports.plots import draw_search, new_axes
+
+        axes = new_axes() if axes is None else axes
+        draw_search(self._rows, axes, self.proof)
+        return axes
+
+    def _repr_html_(self) -> str:
+        """For a notebook: the proof, and the first strategies as a table."""
+        columns = ["tp", "cp", "pp", "dp", "micro_batch", "schedule", "zero_stage", "recompute", "iteration_time_s",
+                   "low_s", "high_s", "memory_bytes", "fits"]  # fmt: skip
+        head = f"{self.evaluated} of {self.legal} strategies evaluated: {self.proof}"
+        return f"<p>{head}</p>{self.to_frame()[columns].head(10).to_html(index=False)}" if self.choices else head

@@ -22,7 +22,7 @@ from stepsight.simulator.timeline import timeline_json
 from stepsight.training.intervals.conformal import Intervals
 from stepsight.training.intervals.published_errors import published_widths
 from stepsight.training.predictor.learned_latency import LearnedLatency
-from stepsight.training.predictor.prediction_views import one_line, one_row, plot_breakdown
+from stepsight.training.predictor.prediction_views import html_view, one_line, one_row, plot_breakdown
 from stepsight.training.predictor.predictor import Predictor
 
 if TYPE_CHECKING:
@@ -63,6 +63,9 @@ class Prediction:
 
     def __repr__(self) -> str:
         return one_line(self)
+
+    def _repr_html_(self) -> str:
+        return html_view(self)
 
     @property
     def latency(self) -> LearnedLatency | RooflineLatency | GivenLatency:

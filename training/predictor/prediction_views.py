@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from html import escape
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stepsight.dataset.job import Job
@@ -67,8 +68,30 @@ def one_line(prediction: Answer) -> str:
     return f"Prediction({', '.join(facts)})"
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_NAME else f"{text[: MAX_NAME - 3]}..."
+def _cut(text: str, most: int = MAX_NAME) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def html_view(prediction: Answer) -> str:
+    """The prediction as HTML for a notebook: the answer, and a bar for each cause of the time."""
+    whole, memory = prediction.iteration_time_s, prediction.memory
+    rows = "".join(
+        f"<tr><td style='text-align:left'>{name.replace('_', ' ')}</td><td>{seconds_text(seconds)}</td>"
+        f"<td style='text-align:left'><div style='background:#3b6fb5;height:.8em;width:{200 * seconds / whole:.0f}px'>"
+        "</div></td></tr>"
+        for name, seconds in prediction.breakdown.items()
+        if seconds > LEAST_SHOWN * whole
+    )
+    outside = 100 * prediction.unsupported_share
+    fits = "" if memory.fits else " (does not fit)"
+    return (
+        f"<b>{escape(_cut(prediction.job.name, 120))}</b><br>"
+        f"{seconds_text(whole)} per iteration, 90 % interval {interval_text(prediction.low_s, prediction.high_s)}; "
+        f"{memory.peak_bytes / 1e9:.1f} of {memory.capacity_bytes / 1e9:.1f} GB{fits}; "
+        f"{prediction.tokens_per_s:,.0f} tokens/s, MFU {100 * prediction.mfu:.1f} %<br>"
+        f"<small>{escape(prediction.source)}; {outside:.0f} % of the time outside the measured range</small>"
+        f"<table>{rows}</table>"
+    )
 
 
 def one_row(prediction: Answer) -> DataFrame:

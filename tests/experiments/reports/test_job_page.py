@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib import pyplot
 
 from stepsight.dataset.job import Job
 from stepsight.experiments.reports.job_page import job_facts, job_part, jobs_page, memory_over_time
 from stepsight.experiments.search.objectives import Goal
+from stepsight.experiments.search.search import search
 from stepsight.experiments.training_plan import training_plan
 from stepsight.training.predictor.prediction import Prediction, predict
 
@@ -87,3 +89,12 @@ def test_a_browser_draws_the_page(prediction: Prediction, facts: dict[str, Any],
         '<p id="timeline-note-0">Scroll to zoom' in drawn.stdout and '<canvas id="timeline-0" width="' in drawn.stdout
     )
     assert picture.stat().st_size > 30_000
+
+
+def test_a_search_shows_itself_in_a_notebook() -> None:
+    """As a table and as a plot."""
+    result = search(EXAMPLES / "gpt3-175b-1024.toml", "roofline", trials=20)
+    assert result._repr_html_().count("<tr") == 1 + min(10, len(result.choices))
+    axes = result.plot()
+    assert axes.get_xlabel().startswith("peak memory") and axes.get_title() == result.proof
+    pyplot.close(axes.figure)

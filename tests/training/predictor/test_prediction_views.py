@@ -81,3 +81,12 @@ def test_a_job_is_taken_in_three_forms(prediction: Prediction, tmp_path: Path) -
         assert predict(form).iteration_time_s == prediction.iteration_time_s
     with pytest.raises(ValueError, match=r"a job must be a Job, a dict of its tables or the path of a job file, got 3"):
         Job.of(3)  # type: ignore[arg-type]
+
+
+def test_html_holds_the_answer_and_no_markup_of_names(prediction: Prediction) -> None:
+    """A notebook shows time, interval, memory and causes; names cannot bring markup of their own."""
+    text = prediction._repr_html_()
+    assert text.count("<tr>") == sum(s > 1e-3 * prediction.iteration_time_s for s in prediction.breakdown.values())
+    assert "per iteration, 90 % interval" in text and "compute" in text and " GB" in text
+    named = replace(prediction.job, model=replace(prediction.job.model, name="<script>"))
+    assert "<script>" not in replace(prediction, job=named)._repr_html_()
