@@ -15,6 +15,7 @@ from stepsight.verbs import (
     asking,
     capturing,
     converting,
+    doctoring,
     emulation,
     judging,
     learning,
@@ -77,6 +78,7 @@ app.command(
 app.command("job")(converting.job_command)
 app.command("import")(measuring.import_command)
 app.command("show")(measuring.show_command)
+app.command("doctor")(doctoring.doctor_command)
 app.command("emulate", context_settings={"allow_interspersed_args": False})(emulation.emulate_command)
 app.command("replay")(tracing.replay_command)
 app.command("what-if")(tracing.what_if_command)

@@ -1,0 +1,161 @@
+"""Why a traced run is slow: named causes, each with its evidence and what to do."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.fabric import Fabric
+from stepsight.dataset.imported.imported_run import has_traces, is_imported, read_imported, run_folders, run_graphs
+from stepsight.dataset.imported.rank_graph import RankGraph
+from stepsight.dataset.job import Job
+from stepsight.dataset.op import Collective
+from stepsight.dataset.run_manifest import read_manifest, read_object
+from stepsight.simulator.replay.causes import COMMUNICATION, HOST_BOUND, LOADER, PEERS, breakdown
+from stepsight.training.predictor.prediction import predict
+
+if TYPE_CHECKING:
+    from stepsight.training.predictor.predictor import Predictor
+
+LEAST_SHARE = 0.02  # of the steps: smaller causes are not named
+SMALL_BYTES, LARGE_BYTES = 1 << 20, 16 << 20
+SLOW_LINK = 0.4  # of the stated bandwidth: below this a large collective does not use the links that are stated
+THROTTLED = ("power_cap", "hardware_slowdown", "thermal", "hardware_thermal", "hardware_power_brake")
+_ADVICE = {
+    HOST_BOUND: "the host launches too slowly: CUDA graphs, torch.compile, fused optimizers, larger micro-batches",
+    LOADER: "the data loader is late: more workers, prefetching, pinned memory, faster storage",
+    PEERS: "ranks wait for a slower rank: look for a straggler, uneven stages or uneven data",
+    COMMUNICATION: "communication is exposed: overlap it, use larger buckets, or communicate less",
+}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One reason why a run is slow.
+
+    Attributes:
+        cause: Its name.
+        share: Part of the steps' time, 0 to 1; None where it is not a part of the time.
+        evidence: What was seen.
+        advice: What to do.
+    """
+
+    cause: str
+    share: float | None
+    evidence: str
+    advice: str
+
+
+def diagnose(run: Path, job: Job | None = None, predictor: Predictor | str | None = None) -> dict[str, Any]:
+    """Name the causes of a slow run.
+
+    Args:
+        run: Folder of a traced run, or a collection with one.
+        job: What ran; None: as the run states it, if it does.
+        predictor: As in ``predict``, for the comparison.
+
+    Raises:
+        StepsightError: If there is no traced run.
+    """
+    folders = [folder for folder in run_folders(run) if has_traces(folder)]
+    if len(folders) != 1:
+        raise StepsightError(f"doctor takes one traced run, got {len(folders)} in {run}: name one folder of its runs/")
+    found = run_graphs(folders[0])
+    job = job or found.job
+    told = breakdown(found.graphs).to_dict()
+    steps = told["steps_s"] or 1.0
+    causes = [*_idle_causes(told, steps), *_message_causes(found.graphs, steps, None if job is None else job.fabric)]
+    causes += _clock_causes(folders[0])
+    measured = _measured(folders[0], told)
+    return {
+        "run": found.name,
+        "measured_s": measured,
+        **_compared(job, predictor, measured),
+        "causes": [asdict(cause) for cause in sorted(causes, key=lambda cause: -(cause.share or 0.0))],
+    }
+
+
+def _measured(folder: Path, told: dict[str, Any]) -> float:
+    """Median of the steps without a profiler; of the traced ones where none was timed."""
+    if is_imported(folder):
+        timed = [seconds for steps in read_imported(folder).rounds for seconds in steps]
+    else:
+        timed = list(read_manifest(folder).step_seconds)
+    return statistics.median(timed) if timed else statistics.fmean(rank["step_s"] for rank in told["ranks"])
+
+
+def _compared(job: Job | None, predictor: Predictor | str | None, measured: float) -> dict[str, Any]:
+    """The prediction beside the measurement, and where it says that the time should go."""
+    if job is None:
+        return {"predicted_s": None}
+    try:
+        prediction = predict(job, predictor)
+    except StepsightError as error:
+        return {"predicted_s": None, "why_not_predicted": str(error)}
+    return {
+        "predicted_s": prediction.iteration_time_s,
+        "low_s": prediction.low_s,
+        "high_s": prediction.high_s,
+        "slower_percent": 100.0 * (measured / prediction.iteration_time_s - 1.0),
+        "predicted_breakdown": dict(prediction.breakdown),
+    }
+
+
+def _idle_causes(told: dict[str, Any], steps: float) -> list[Cause]:
+    found = []
+    for name, advice in _ADVICE.items():
+        share = told["idle"].get(name, 0.0) / steps
+        if share > LEAST_SHARE:
+            evidence = f"the device idles {1e3 * told['idle'][name]:.1f} ms of {1e3 * steps:.1f} ms for it"
+            found.append(Cause(name, share, evidence, advice))
+    return found
+
+
+def _message_causes(graphs: Sequence[RankGraph], steps: float, fabric: Fabric | None) -> list[Cause]:
+    """Many small messages, and large ones that do not reach the links' bandwidth."""
+    sizes, seconds, rates = [], [], []
+    for graph in graphs:
+        for node in np.flatnonzero(graph.on_device & (graph.nodes["step"] >= 0)).tolist():
+            work = graph.works[graph.nodes["work"][node]]
+            if isinstance(work, Collective):
+                sizes.append(work.num_bytes)
+                seconds.append(float(graph.duration_s[node]))
+                if work.num_bytes >= LARGE_BYTES and seconds[-1] > 0:
+                    rates.append((work, work.num_bytes / seconds[-1]))
+    found = []
+    small = [spent for size, spent in zip(sizes, seconds, strict=True) if size < SMALL_BYTES]
+    if sum(small) / steps > LEAST_SHARE and len(small) > len(sizes) / 2:
+        evidence = f"{len(small)} of {len(sizes)} collectives have less than 1 MiB and take {1e3 * sum(small):.1f} ms"
+        found.append(
+            Cause("small_messages", sum(small) / steps, evidence, "join messages: larger buckets, fewer shards")
+        )
+    across = [rate for work, rate in rates if work.ranks_per_node < work.group_size]
+    if fabric is not None and across:
+        reached, stated = statistics.median(across), fabric.inter_node.bandwidth_bytes_per_s
+        if reached < SLOW_LINK * stated:
+            evidence = (
+                f"collectives of 16 MiB and more between nodes reach {reached / 1e9:.2f} GB/s, the fabric states "
+                f"{stated / 1e9:.2f} GB/s"
+            )
+            advice = "check the transport (NCCL_DEBUG=INFO: NET/Socket instead of NET/IB), GPUDirect, and the links"
+            found.append(Cause("slow_transport", None, evidence, advice))
+    return found
+
+
+def _clock_causes(folder: Path) -> list[Cause]:
+    """Throttling, where clocks were noted."""
+    noted = read_object(folder / "manifest.json").get("clocks")
+    reasons = noted.get("reasons", {}) if isinstance(noted, dict) else {}
+    seen = {name: share for name, share in reasons.items() if name in THROTTLED and share > LEAST_SHARE}
+    if not seen:
+        return []
+    evidence = ", ".join(f"{name} in {100 * share:.0f} % of the samples" for name, share in seen.items())
+    return [
+        Cause("throttling", None, evidence, "cool the devices, or raise the power limit; predictions assume neither")
+    ]
