@@ -1,6 +1,8 @@
 """A simulated iteration as Chrome trace events, which Perfetto (ui.perfetto.dev) opens.
 
-Events are written as JSON from templates, one for each distinct segment: millions a second.
+Events are written as JSON from templates, one for each distinct segment: millions a second.  Arrows (flow events) join
+an action, its message and the action that needs it, at level ``segment``; counters show each stage's memory and the
+messages that it sends at once.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.iteration import Passing, SimulatedIteration
 from stepsight.simulator.lowering.lower import Lowered
 from stepsight.simulator.lowering.segment import CLOCK_STREAMS
+from stepsight.simulator.memory import estimate_moments
 from stepsight.simulator.schedules import KIND_NAMES
 
 LEVELS = ("segment", "op")
@@ -83,6 +86,7 @@ class _Writer:
         self._seen: dict[tuple[int, str], None] = {}
         self._processes: dict[int, str] = {}
         self._templates: dict[tuple[int, Any], tuple[bytes, tuple[str, ...]]] = {}
+        self._flows = 0
 
     def names(self) -> Iterator[bytes]:
         """Metadata: names of processes and threads."""
@@ -102,11 +106,13 @@ class _Writer:
             several = len(self._simulation.passings) > 1
             self._processes[first + stage] = name + (f", replica {passing.pipeline.replica}{alike}" if several else "")
         names = action_names(low)
-        for action, (name, stage) in enumerate(zip(names, low.track.stage.tolist(), strict=True)):
+        stages = low.track.stage.tolist()
+        for action, (name, stage) in enumerate(zip(names, stages, strict=True)):
             row = int(passing.rows[action])
             of = (int(passing.segments[row]), passing.condition(row))
             yield from self._action(name, first + stage, of, run.start[action], run.finish[action])
         yield from self._messages(passing, first, names)
+        yield from self._memory(passing, first)
         entry = self._simulation.entry
         for stage in range(low.num_stages):
             of = (int(low.optimizer[stage]), self._simulation.optimizer_condition(stage))
@@ -176,6 +182,52 @@ class _Writer:
             if lane:  # several messages at once between two stages
                 stream += f" ({lane + 1})"
             yield self._event(f"{names[source]} to stage {to}", first + stage, stream, begin, end, "pp")
+            if not self._by_op:
+                places = ((stage, "compute", run.start[source, 0]), (stage, stream, begin))
+                yield self._flow(first, (*places, (to, "compute", run.start[target, 0])))
+        yield from self._in_flight(passing, first)
+
+    def _flow(self, first: int, places: tuple[tuple[int, str, float], ...]) -> bytes:
+        """Arrows from event to event, each named by its stage, stream and begin."""
+        self._flows += 1
+        parts = []
+        for phase, (stage, stream, begin) in zip(("s", "t", "f"), places, strict=True):
+            at = _micros(math.ceil(float(begin) * self._unit * 1e3))
+            binding = ',"bp":"e"' if phase == "f" else ""
+            parts.append(
+                f'{{"ph":"{phase}","id":{self._flows},"name":"message","cat":"pp","pid":{first + stage},'
+                f'"tid":{self._thread(stream)},"ts":{at}{binding}}},'
+            )
+        return "".join(parts).encode()
+
+    def _counter(self, name: str, process: int, begin: float, value: float) -> bytes:
+        at = _micros(math.ceil(begin * self._unit * 1e3))
+        return f'{{"ph":"C","name":"{name}","pid":{process},"ts":{at},"args":{{"value":{value:g}}}}},'.encode()
+
+    def _in_flight(self, passing: Passing, first: int) -> Iterator[bytes]:
+        """Counters of the messages that each stage sends at once."""
+        track, run = self._simulation.lowered.track, passing.run
+        stages = track.stage[track.source]
+        for stage in range(track.num_stages):
+            mine = stages == stage
+            changes = [(float(at), 1) for at in run.message_start[mine]]
+            changes += [(float(at), -1) for at in run.message_finish[mine]]
+            count = 0
+            for at, change in sorted(changes):
+                count += change
+                yield self._counter("messages in flight", first + stage, at, count)
+
+    def _memory(self, passing: Passing, first: int) -> Iterator[bytes]:
+        """Counters of the memory of each stage, from one action to the next."""
+        simulation = self._simulation
+        track, run = simulation.lowered.track, passing.run
+        for stage, moments in enumerate(estimate_moments(simulation.job, simulation.hardware)):
+            begins = np.sort(run.start[np.flatnonzero(track.stage == stage), 0])
+            if len(begins) == len(moments) - 1:
+                for begin, size in zip(
+                    [*begins.tolist(), float(simulation.begin[stage])], moments.tolist(), strict=True
+                ):
+                    yield self._counter("memory (GB)", first + stage, begin, size / 1e9)
 
 
 def action_names(lowered: Lowered) -> list[str]:

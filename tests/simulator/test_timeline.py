@@ -94,3 +94,35 @@ def test_nothing_is_before_the_beginning(make_job: JobMaker, gpu: Hardware, stra
     spans = [(e["ts"], e["ts"] + e["dur"]) for e in events(result, "op") if e["ph"] == "X"]
     assert min(begin for begin, _ in spans) >= 0
     assert max(end for _, end in spans) <= result.iteration_time_s * 1e6 + 2e-3
+
+
+def test_arrows_join_messages_with_the_actions_that_send_and_need_them(simulation: Simulation) -> None:
+    """Each flow begins, passes and ends inside an event of its own track, in order of time, as viewers require."""
+    found = events(simulation, "segment")
+    spans = defaultdict(list)
+    for event in found:
+        if event["ph"] == "X":
+            spans[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"], event["name"]))
+    flows = defaultdict(list)
+    for event in found:
+        if event["ph"] in "stf":
+            inside = [n for begin, end, n in spans[event["pid"], event["tid"]] if begin <= event["ts"] <= end]
+            assert inside, event
+            flows[event["id"]].append((event["ph"], event["ts"], inside[-1]))
+    assert len(flows) == simulation.lowered.track.num_messages > 0
+    for steps in flows.values():
+        assert [phase for phase, _, _ in steps] == ["s", "t", "f"]
+        assert [at for _, at, _ in steps] == sorted(at for _, at, _ in steps)
+        assert "to stage" in steps[1][2]
+
+
+@pytest.mark.parametrize("level", ["segment", "op"])
+def test_counters_show_memory_and_messages(simulation: Simulation, level: str) -> None:
+    """Memory reaches the stage's peak; as many messages begin as end."""
+    counters = [event for event in events(simulation, level) if event["ph"] == "C"]
+    for stage, memory in enumerate(simulation.memory.stages):
+        mine = [event for event in counters if event["pid"] == stage]
+        sizes = [event["args"]["value"] for event in mine if event["name"] == "memory (GB)"]
+        assert max(sizes) == pytest.approx(memory.total / 1e9, rel=1e-4)
+        sent = [event["args"]["value"] for event in mine if event["name"] == "messages in flight"]
+        assert sent[-1] == 0 and min(sent) >= 0 and max(sent) >= 1
