@@ -144,7 +144,7 @@ def _grown_batch(job: Job, values: dict[str, Any]) -> int:
     nodes, devices = values.get(NODES, cluster.nodes), values.get("cluster.devices_per_node", cluster.devices_per_node)
     if not all(isinstance(number, int) for number in (nodes, devices)):
         return job.batch.global_batch  # the rules of a job refuse the number
-    return max(1, round(job.batch.global_batch * nodes * devices / cluster.num_devices))
+    return max(1, round(job.batch.global_batch * int(nodes) * int(devices) / cluster.num_devices))
 
 
 def _point(job: Job, values: dict[str, Any], predictor: Predictor | str | None, weak: bool) -> Point:

@@ -55,7 +55,7 @@ def _short(value: Any) -> str:
 def sweep_text(axes: Sequence[Axis], points: Sequence[Point]) -> str:
     """The table of a sweep, for people."""
     header = [*(axis.key for axis in axes), "iteration", "interval", "tokens/s", "per device", "MFU %", "GB", "fits"]
-    rows = []
+    rows: list[list[Any]] = []
     for point in points:
         told = point.to_dict()
         values = [str(point.values[axis.key]) for axis in axes]

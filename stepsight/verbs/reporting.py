@@ -132,7 +132,8 @@ def compare_command(
             sides.append(run_side(thing))
             continue
         job = read_job(thing, framework, hardware, nodes)
-        for named in predictors or [None]:
+        asked: list[Path | None] = [*predictors] if predictors else [None]
+        for named in asked:
             by = f" by {named.name}" if named is not None and len(predictors or ()) > 1 else ""
             sides.append(predicted_side(job, load(named), f"{thing.name}{by}"))
     told = compare_sides(sides)
