@@ -37,11 +37,14 @@ def many_paths(
         each outside of what was measured, same shape.
     """
     passages = {id(passage): passage for segment in segments for passage in segment.passages}
-    sent = dict.fromkeys([work for segment in segments for work in segment.sent])
+    uses = [work for segment in segments for work in segment.sent]
+    by_identity = {id(work): work for work in uses}  # there are few: identities are quicker to hash
+    sent = dict.fromkeys(by_identity.values())
     row = {key: at for at, key in enumerate(passages)}
-    place = {work: at for at, work in enumerate(sent)}
+    number = {work: at for at, work in enumerate(sent)}
+    place = {key: number[work] for key, work in by_identity.items()}
     times = [timer.passage(passage) for passage in passages.values()]
-    of_segments = np.array([place[work] for segment in segments for work in segment.sent], dtype=np.int64)
+    of_segments = np.array([place[id(work)] for work in uses], dtype=np.int64)
     seconds, launches = timer.work_seconds(list(sent)), timer.launch_seconds(list(sent))
     ends, outside = timer.new_ends(len(segments), carried=carried), None
     if unmeasured is not None:

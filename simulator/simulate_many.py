@@ -62,7 +62,7 @@ def _ask_works(lowered: list[Lowered], latency: LatencyModel) -> None:
     segments = {id(segment): segment for low in works for segment in low.segments}.values()
     passages = {id(passage): passage for segment in segments for passage in segment.passages}.values()
     asked = dict.fromkeys([work for passage in passages for work in passage.works])
-    asked.update(dict.fromkeys([work for segment in segments for work in segment.sent]))
+    asked.update(dict.fromkeys({id(work): work for segment in segments for work in segment.sent}.values()))
     asked.update(dict.fromkeys([message for low in works for message in low.messages]))
     timer_of(latency).work_seconds(list(asked))
 
