@@ -19,7 +19,7 @@ import numpy as np
 
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.imported.assembly import Assembly
-from stepsight.dataset.imported.chakra_nodes import COMM, COMM_TYPES, COMP, ChakraNode, read_nodes
+from stepsight.dataset.imported.chakra_nodes import COMM, COMM_TYPES, COMP, RECEIVE, SEND, ChakraNode, read_nodes
 from stepsight.dataset.imported.kernel_kinds import named_kind
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, RankGraph
 from stepsight.dataset.imported.step_bounds import Steps
@@ -44,7 +44,7 @@ class _Rank:
         before: Places of what each depends on.
         stream: Of each node.
         kind: ``OP``, ``COLLECTIVE`` or ``HOST`` of each.
-        meets: Group and number of each collective, None for what is none.
+        meets: Group and number of each collective or message, None for what is none.
         start_us, end_us: As walked.
         warnings: What is missing.
     """
@@ -121,7 +121,7 @@ def _ordered(nodes: list[ChakraNode], rank: int, path: Path) -> _Rank:
     )
     if absent:
         found.warnings.append(f"dependencies on nodes that the trace does not hold: {absent}; they are left out")
-    idle = sum(node.type in (COMP, COMM) and not node.duration_us for node in nodes)
+    idle = sum(node.type in (COMP, COMM, SEND, RECEIVE) and not node.duration_us for node in nodes)
     if idle:
         found.warnings.append(f"nodes without a duration: {idle} of {len(nodes)}; they take no time")
     return found
@@ -133,7 +133,7 @@ def _placed(rank: _Rank) -> _Rank:
     hosted = all(each is True for each in said)
     numbers: dict[str, int] = {}
     for node, on_host in zip(rank.nodes, said, strict=True):
-        communicates = node.type in (COMM, "COMM_SEND_NODE", "COMM_RECV_NODE")
+        communicates = node.type in (COMM, SEND, RECEIVE)
         number = node.attrs.get("stream", node.attrs.get("tid", ""))
         if on_host and not hosted:
             rank.stream.append(f"host{number}")
@@ -147,8 +147,20 @@ def _placed(rank: _Rank) -> _Rank:
             group = str(node.attrs.get("pg_name") or node.attrs.get("comm_group") or "")[:80]
             numbers[group] = numbers.get(group, -1) + 1
             met = (group, numbers[group])
+        elif communicates and node.type in (SEND, RECEIVE):
+            message = _message(node, rank.rank)
+            numbers[message] = numbers.get(message, -1) + 1
+            met = (message, numbers[message]) if message else None
         rank.meets.append(met)
     return rank
+
+
+def _message(node: ChakraNode, rank: int) -> str:
+    """Between whom a message goes, and its tag; empty if the trace does not say."""
+    ends = {"comm_src": rank, "comm_dst": rank, "comm_tag": 0} | node.attrs
+    ends["comm_src" if node.type == SEND else "comm_dst"] = rank
+    source, target, tag = (ends[name] for name in ("comm_src", "comm_dst", "comm_tag"))
+    return f"message {source} to {target}, tag {tag}" if source != target else ""
 
 
 def _flag(value: Any) -> bool | None:
@@ -165,6 +177,7 @@ def _walk(ranks: Sequence[_Rank]) -> None:
                 members.setdefault(met, []).append((number, node))
     at, free = [0] * len(ranks), [dict[str, float]() for _ in ranks]
     arrived: dict[tuple[str, int], int] = {}
+    sent: dict[tuple[str, int], float] = {}  # when each message was
     held: list[bool] = [False] * len(ranks)
     active = list(range(len(ranks)))
     while active:
@@ -176,6 +189,17 @@ def _walk(ranks: Sequence[_Rank]) -> None:
             rank.start_us[node] = begin
             met = rank.meets[node]
             together = members[met] if met is not None else [(number, node)]
+            if met is not None and len(together) > 1 and rank.nodes[node].type in (SEND, RECEIVE):
+                if rank.nodes[node].type == SEND:  # it goes off at once, whoever waits for it
+                    sent[met] = begin + rank.nodes[node].duration_us
+                    active += [one for one, _ in together if held[one] and ranks[one].meets[at[one]] == met]
+                elif met not in sent:
+                    held[number] = True
+                    break
+                end = max(begin + rank.nodes[node].duration_us, sent[met])  # who receives waits for it
+                rank.end_us[node] = free[number][stream] = end
+                at[number] += 1
+                continue
             if len(together) > 1 and met is not None:
                 arrived[met] = arrived.get(met, 0) + 1
                 if arrived[met] < len(together):
@@ -227,7 +251,7 @@ def _graph(rank: _Rank, world: int, sizes: dict[str, int]) -> RankGraph:
             work, known = _work(rank, place, max(sizes.get(met[0], 1), 2) if met else 2, world)
             nodes["work"][place], nodes["known"][place] = built.works(work), int(known)
             nodes["kind"][place] = COLLECTIVE if isinstance(work, Collective) else OP
-        if met is not None and world > 1:
+        if met is not None and world > 1 and each.type == COMM:
             built.meet(place, Rendezvous(met[0], met[1], ()))
     device = "cpu" if hosted and any(_flag(node.attrs.get("is_cpu_op")) for node in rank.nodes) else "cuda"
     graph = built.graph(device, "cpu" if device == "cpu" else "", len(start))
@@ -290,7 +314,7 @@ def _literal(text: str) -> Any:
 
 
 def _collective_kind(node: ChakraNode) -> str | None:
-    if node.type in ("COMM_SEND_NODE", "COMM_RECV_NODE"):
+    if node.type in (SEND, RECEIVE):
         return "send_recv"
     told = node.attrs.get("comm_type")
     if isinstance(told, int) and 0 <= told < len(COMM_TYPES):

@@ -17,9 +17,9 @@ from typing import Any
 from stepsight.dataset.bounded import read_unpacked
 from stepsight.dataset.errors import TraceError
 
-COMP, COMM = "COMP_NODE", "COMM_COLL_NODE"
-NODE_TYPES = ("INVALID_NODE", "METADATA_NODE", "MEM_LOAD_NODE", "MEM_STORE_NODE", COMP, "COMM_SEND_NODE",
-              "COMM_RECV_NODE", COMM)  # fmt: skip
+COMP, COMM, SEND, RECEIVE = "COMP_NODE", "COMM_COLL_NODE", "COMM_SEND_NODE", "COMM_RECV_NODE"
+NODE_TYPES = ("INVALID_NODE", "METADATA_NODE", "MEM_LOAD_NODE", "MEM_STORE_NODE", COMP, SEND,
+              RECEIVE, COMM)  # fmt: skip
 COMM_TYPES = ("all_reduce", "reduce", "all_gather", "gather", "scatter", "broadcast", "all_to_all", "reduce_scatter",
               "reduce_scatter", "barrier")  # fmt: skip
 _MOST_US = 2**53

@@ -19,10 +19,17 @@ from stepsight.dataset.readers.placement import Placement
 from stepsight.dataset.readers.sweep import Call
 from stepsight.dataset.trace import Rendezvous
 
-_LIBRARIES = re.compile(r"^(void )?(nccl|rccl|mscclpp|mscclKernel|oneccl|ncclDev)", re.IGNORECASE)
+_LIBRARIES = re.compile(
+    r"^(void )?(nccl|rccl|mscclpp|mscclKernel|oneccl|ncclDev|nvshmem"
+    r"|(deep_ep|dpsk::ep)::(intra|inter)node|(deep_ep|dpsk::ep)::internode_ll"
+    r"|(vllm::|sglang::|aiter::)?cross_device_reduce|(one|two)_shot_all_?reduce|multimem_)",
+    re.IGNORECASE,
+)
 _KERNELS = (
     ("AllReduce", "all_reduce"), ("ReduceScatter", "reduce_scatter"), ("AllGather", "all_gather"),
-    ("SendRecv", "all_to_all"), ("Broadcast", "broadcast"), ("Reduce", "reduce"),
+    ("SendRecv", "all_to_all"), ("Broadcast", "broadcast"), ("cross_device_reduce", "all_reduce"),
+    ("one_shot", "all_reduce"), ("two_shot", "all_reduce"), ("Reduce", "reduce"), ("dispatch", "all_to_all"),
+    ("combine", "all_to_all"), ("notify", "all_to_all"),
 )  # fmt: skip
 _MOST_DEPTH = 8  # of calls around a launch that are looked through
 

@@ -187,13 +187,13 @@ def _check_ranks(graphs: Sequence[RankGraph]) -> list[str]:
 def _check_meetings(graphs: Sequence[RankGraph]) -> list[str]:
     if len(graphs) < 2:
         return []
-    collectives = [[g.kind_of(n) for n in range(len(g)) if g.nodes["kind"][n] == COLLECTIVE] for g in graphs]
+    collectives = [int(((g.nodes["kind"] == COLLECTIVE) & (g.nodes["group"] >= 0)).sum()) for g in graphs]
     if not all(collectives):
         return []
     numbered = numbered_alike(graphs)
     met = meetings(graphs)[0]
-    most = max(len(kinds) for kinds in collectives)
-    if len(numbered) < _LEAST_ALIKE * min(len(kinds) for kinds in collectives) and len(graphs) == graphs[0].world_size:
+    most = max(collectives)
+    if len(numbered) < _LEAST_ALIKE * min(collectives) and len(graphs) == graphs[0].world_size:
         raise TraceError(
             f"ranks must be of one job, got {len(numbered)} collectives in common of {most}: "
             "the traces are of different jobs or of different steps"

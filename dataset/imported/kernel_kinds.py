@@ -48,9 +48,10 @@ _BY_NAME = tuple(
         (r"nll_loss|cross_entropy|LogSoftMax", "cross_entropy"),
         (r"softmax", "softmax"),
         (r"adam|lamb|sgd|multi_tensor_apply|MultiTensor|foreach|optimizer", "foreach"),
-        (r"quant|scaled_fp8", "elementwise"),
+        (r"quant|scaled_fp8|cast_to_|_cast_|cast_back|swiglu|geglu|silu", "elementwise"),
         (r"SubTensorOp|OpTensor|Op\dd?Tensor", "elementwise"),  # of MIOpen
-        (r"moe::.*routing|topk_?gating", "sort"),
+        (r"moe::.*routing|topk_?gating|dispatch_layout", "sort"),
+        (r"expand_to_|unpermute|moe_(align|sum)", "copy"),
         (r"reshape_and_cache|kv_cache", "copy"),
         (r"sort|radix|topk|scan|nonzero|unique|cub::Device|thrust::", "sort"),
         (r"dropout", "dropout"),

@@ -42,6 +42,23 @@ def test_ranks_meet_and_the_slow_one_decides(tmp_path: Path) -> None:
     assert {work.group_size for work in found.graphs[0].works if isinstance(work, Collective)} == {2}
 
 
+def test_messages_round_a_ring_are_walked(tmp_path: Path) -> None:
+    paths = []
+    for rank in range(3):
+        send = {"comm_dst": (rank + 1) % 3, "comm_tag": 0, "comm_size": 4096}
+        receive = {"comm_src": (rank + 2) % 3, "comm_tag": 0, "comm_size": 4096}
+        nodes = [
+            {"id": 1, "name": "send", "type": 5, "us": 10 + 40 * rank, "deps": [], "attrs": send},
+            {"id": 2, "name": "receive", "type": 6, "us": 10, "deps": [1], "attrs": receive},
+        ]
+        paths.append(tmp_path / f"chakra.{rank}.et")
+        paths[-1].write_bytes(protobuf(nodes))
+    found = import_chakra(paths)
+    # the message of rank 2 takes 90: rank 0 receives it then, the others after their own
+    assert [float(graph.end_s.max()) for graph in found.graphs] == pytest.approx([90e-6, 60e-6, 100e-6])
+    assert abs(replay(found.graphs).error_percent) < 1e-6
+
+
 def test_bad_traces_are_refused_with_the_reason(tmp_path: Path) -> None:
     def refused(data: bytes | str, match: str, name: str = "chakra.0.et") -> None:
         path = tmp_path / name
