@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.capture.captured import Captured
+from stepsight.dataset.capture.collective_orders import Issued, check_orders, issued_by_group
 from stepsight.dataset.capture.record_graph import CapturedRank, graph_of_record
 from stepsight.dataset.errors import CaptureError
 from stepsight.dataset.files import read_json
@@ -22,6 +26,7 @@ from stepsight.dataset.imported.rank_graph import COLLECTIVE
 PACKAGE = "stepsight.dataset.harness.capturing"
 MOST_RANKS = 256  # that one capture may hold
 AUTO = "auto"
+STACK, STACK_S = "stack.txt", 5.0  # where a process writes its stack when it is asked, and how long that may take
 DEVICES = ("cuda", "cpu")
 
 Progress = Callable[[int, int | str, str], None]
@@ -85,6 +90,7 @@ def capture(request: CaptureRequest, on_rank: Progress | None = None) -> Capture
         done[rank] = graph_of_record(runs.record(rank), request.local_size)
         if not request.ranks:
             waiting += [peer for peer in peers(done[rank]) if peer not in done and peer not in waiting]
+        check_orders(runs.issued)
         if len(done) + len(waiting) > MOST_RANKS:
             raise CaptureError(f"at most {MOST_RANKS} ranks can be captured at once: name some with --ranks 0,1,...")
     script = " ".join([request.script.name, *request.arguments])
@@ -113,6 +119,7 @@ class _Runs:
 
     request: CaptureRequest
     torch: str = ""
+    issued: dict[int, dict[tuple[int, ...], list[Issued]]] = field(default_factory=dict)  # by rank
     _boundaries: dict[int, Any] = field(default_factory=dict)  # by the rank that has the first stage
 
     def record(self, rank: int) -> dict[str, Any]:
@@ -126,6 +133,7 @@ class _Runs:
         if record["boundary"] is not None:
             self._boundaries.setdefault(rank, record["boundary"])
         self.torch = record["torch"]
+        self.issued[rank] = issued_by_group(record)
         return record
 
     def _run(self, rank: int, **more: Any) -> dict[str, Any]:
@@ -135,37 +143,51 @@ class _Runs:
             asked = {
                 "script": str(request.script.resolve()), "arguments": list(request.arguments), "rank": rank,
                 "world_size": request.world_size, "local_size": request.local_size, "warm_up": request.warm_up,
-                "device": request.device, "out": str(out), **more,
+                "device": request.device, "out": str(out), "stack": str(Path(folder) / STACK), **more,
             }  # fmt: skip
             asked_at = Path(folder) / "request.json"
             asked_at.write_text(json.dumps(asked), "utf-8")
-            ended = _ended([sys.executable, "-m", PACKAGE, str(asked_at)], request.timeout_s, rank, Path(folder))
+            ended = _ended([sys.executable, "-m", PACKAGE, str(asked_at)], request, rank, Path(folder))
             if not out.is_file():
                 raise CaptureError(
                     f"rank {rank} of {request.script.name} ended without a record ({ended[0]}): {ended[1]}"
                 )
             record: dict[str, Any] = read_json(out)
         if "error" in record:
-            raise CaptureError(_explained(request, rank, record))
+            raise CaptureError(_explained(request, rank, record, ended[1]))
         return record
 
 
-def _ended(command: Sequence[str], timeout_s: float, rank: int, folder: Path) -> tuple[str, str]:
+def _ended(command: Sequence[str], request: CaptureRequest, rank: int, folder: Path) -> tuple[str, str]:
     """Run a process to its end, all that it started included; returns how it ended, and the last line it wrote."""
     log = folder / "log.txt"
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            code = process.wait(timeout_s)
+            code = process.wait(request.timeout_s)
         except subprocess.TimeoutExpired:
+            at = _line_of_stack(process, request.script, folder / STACK)
             raise CaptureError(
-                f"rank {rank} did not finish its steps within {timeout_s:g} s: capture a smaller step, or allow more "
-                "with --timeout"
+                f"rank {rank} did not finish its steps within {request.timeout_s:g} s{at}: capture a smaller step, or "
+                "allow more with --timeout"
             ) from None
         finally:
             _end_session(process)
     lines = log.read_text("utf-8", "replace").strip().splitlines()
     return (f"exit code {code}" if code >= 0 else f"signal {-code}"), (lines[-1][:300] if lines else "no output")
+
+
+def _line_of_stack(process: subprocess.Popen[bytes], script: Path, stack: Path) -> str:
+    """Which line of the script runs now: the process is asked to write its stack down."""
+    if not stack.exists():
+        return ""
+    process.send_signal(signal.SIGUSR1)
+    until = time.monotonic() + STACK_S
+    while time.monotonic() < until and not stack.stat().st_size and process.poll() is None:
+        time.sleep(0.05)
+    rows = re.findall(r'File "(.*)", line (\d+)', stack.read_text("utf-8", "replace"))
+    line = next((line for name, line in rows if Path(name).resolve() == script.resolve()), "")
+    return f" (it is at {script.name}:{line})" if line else ""
 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:
@@ -181,14 +203,17 @@ _HINTS = (
 )
 
 
-def _explained(request: CaptureRequest, rank: int, record: dict[str, Any]) -> str:
-    """What went wrong on a rank, with the script's line."""
+def _explained(request: CaptureRequest, rank: int, record: dict[str, Any], said: str) -> str:
+    """What went wrong on a rank, with the script's line; ``said``: the last line that it wrote."""
+    notes = "".join(f"; {note}" for note in record["notes"][:2])
     where = record["line"] or request.script.name
     if record["error"] == "few steps":
         return (
             f"{request.script.name} must take at least {request.warm_up + 1} training steps (calls of an optimizer's "
-            f"step), got {record['steps']} on rank {rank}: let it run for more, or lower --warm-up"
+            f"step), got {record['steps']} on rank {rank}: let it run for more, or lower --warm-up{notes}"
         )
+    if record["error"].startswith("SystemExit"):
+        return f"{where}: the script ended itself ({record['error']}) on rank {rank}: {said}{notes}"
     hint = next((f" ({text})" for word, text in _HINTS if word in record["error"]), "")
     error = record["error"].split("\n")[0]
-    return f"{where}: {error}{hint} [rank {rank} of {request.world_size}, after {record['steps']} steps]"
+    return f"{where}: {error}{hint} [rank {rank} of {request.world_size}, after {record['steps']} steps]{notes}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -24,11 +26,12 @@ class Collectives:
     Args:
         recorder: Where to.
         scope: Tells phase, evaluation and sequence number.
-        rank: Of this process.
+        script: The user's, for its lines.
     """
 
-    def __init__(self, recorder: Recorder, scope: Scope, rank: int) -> None:
-        self._recorder, self._scope, self._rank = recorder, scope, rank
+    def __init__(self, recorder: Recorder, scope: Scope, script: Path) -> None:
+        self._recorder, self._scope, self._script = recorder, scope, script
+        self.issued: list[tuple[int, str, str, int, str]] = []  # group, torch's name of it, kind, bytes, script's line
         self.groups: dict[tuple[int, ...], int] = {}
         self.group_names: list[str] = []
         self._streams: dict[str, str] = {}  # of NCCL, by torch's name of the group
@@ -39,6 +42,7 @@ class Collectives:
         """Number the collectives of each group from 0."""
         self._numbers.clear()
         self._newest.clear()
+        self.issued.clear()
 
     def issue(
         self,
@@ -78,6 +82,7 @@ class Collectives:
                 if name in self._newest:
                     recorder.edges.setdefault((self._newest[name], node), SYNCHRONISATION)
                 self._newest[name] = node
+                self.issued.append((self._group(people, ranks), name, kind, num_bytes, self._line()))
             return recorder.mark(recorder.stream)
         finally:
             recorder.stream = current
@@ -90,6 +95,13 @@ class Collectives:
     def wait_on_host(self, name: str) -> None:
         """Let the host wait for all streams, as a barrier does."""
         self._recorder.wait_on_host(None, name, self._scope()[0])
+
+    def _line(self) -> str:
+        """The script's own line that is running."""
+        frame, path = sys._getframe(2), str(self._script)
+        while frame is not None and frame.f_code.co_filename != path:
+            frame = frame.f_back
+        return "" if frame is None else f"{self._script.name}:{frame.f_lineno}"
 
     def _group(self, people: str, ranks: tuple[int, ...]) -> int:
         if ranks not in self.groups:

@@ -1,8 +1,9 @@
 """Counts and masks that depend on values, told as if every choice were made equally often.
 
-A router's choices are not computed in the fake world, but what follows depends on them: tokens of each expert, splits
-of an all-to-all, rows that a mask selects.  Here each of ``n`` choices is made by the same part of the rows.  A count
-over rows becomes a real tensor, so that a script can read it; a mask of which nothing is known selects all rows.
+Numbers are finite: no loss is NaN.  A router's choices are not computed in the fake world, but what follows depends on
+them: tokens of each expert, splits of an all-to-all, rows that a mask selects.  Here each of ``n`` choices is made by
+the same part of the rows.  A count over rows becomes a real tensor, so that a script can read it; a mask of which
+nothing is known selects all rows.
 """
 
 from __future__ import annotations
@@ -158,12 +159,16 @@ def follow(func: Any, args: Any, out: Any) -> None:
 
 
 def _equal_to_one(values: Any, other: Any) -> Spread:
+    if isinstance(other, float) and math.isinf(other):
+        return Spread(mean=0.0)
     choices = spread_of(values).choices
     return Spread(mean=1.0 / choices) if choices else UNKNOWN
 
 
 def _equal_to_each(values: Any, others: Any) -> Spread:
-    """As ``one_hot`` compares choices with all numbers."""
+    """As ``one_hot`` compares choices with all numbers; what is equal to itself is a number."""
+    if values is others:
+        return Spread(mean=1.0)
     if isinstance(others, Tensor) and not isinstance(others, FakeTensor) and others.dim() == 1:
         return Spread(mean=1.0 / max(len(others), 1))
     return _equal_to_one(values, others)
@@ -178,6 +183,23 @@ def _any(mask: Any, dim: int, keepdim: bool = False) -> Spread:
     return UNKNOWN if mean is None else Spread(mean=1.0 - (1.0 - mean) ** mask.shape[dim])
 
 
+def _different(values: Any, others: Any) -> Spread:
+    mean = (_equal_to_each if isinstance(others, Tensor) else _equal_to_one)(values, others).mean
+    return UNKNOWN if mean is None else Spread(mean=1.0 - mean)
+
+
+def _both(one: Any, other: Any) -> Spread:
+    means = spread_of(one).mean, spread_of(other).mean
+    if not isinstance(one, Tensor) or one.dtype is not torch.bool or means[0] is None or means[1] is None:
+        return UNKNOWN
+    return Spread(mean=means[0] * means[1])
+
+
+def _all(mask: Any, *dims: Any) -> Spread:
+    mean = spread_of(mask).mean
+    return Spread(mean=mean) if mean in (0.0, 1.0) else UNKNOWN
+
+
 def _negated(mask: Any) -> Spread:
     mean = spread_of(mask).mean
     return UNKNOWN if mean is None else Spread(mean=1.0 - mean)
@@ -190,6 +212,14 @@ _MASKS: MappingProxyType[Any, Callable[..., Spread]] = MappingProxyType(
         _aten.scatter.value: _scattered,
         _aten.scatter_.value: _scattered,
         _aten.any.dim: _any,
+        _aten.any.default: _all,
+        _aten.all.default: _all,
+        _aten.all.dim: _all,
+        _aten.ne.Scalar: _different,
+        _aten.ne.Tensor: _different,
+        _aten.mul.Tensor: _both,
+        _aten.logical_and.default: _both,
+        _aten.bitwise_and.Tensor: _both,
         _aten.logical_not.default: _negated,
         _aten.bitwise_not.default: _negated,
     }

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..script_lines import own_place
 from .collectives import Collectives, FunctionalCollectives
-from .even_spread import RESULTS, follow
+from .even_spread import RESULTS, follow, spread_of
 from .fused_kernels import FAKE
 from .recorder import OP, Recorder, storage_of
 from .signatures import Signatures
@@ -44,7 +44,7 @@ _NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty
 class FakeWorld(TorchDispatchMode):
     """Runs ops under fake tensors and writes kernels down."""
 
-    def __init__(self, recorder: Recorder, rank: int, script: Path) -> None:
+    def __init__(self, recorder: Recorder, script: Path) -> None:
         super().__init__()
         self._script = script
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -52,7 +52,7 @@ class FakeWorld(TorchDispatchMode):
         self.in_optimizer = 0
         self.composite: tuple[list[Any], list[Any], list[Any]] | None = None  # one op's reads, writes and scopes
         self.signatures = Signatures()
-        self.collectives = Collectives(recorder, self.scope, rank)
+        self.collectives = Collectives(recorder, self.scope, script)
         self._functional = FunctionalCollectives(self.collectives)
         self._evaluations: dict[tuple[int, int], int] = {}
 
@@ -106,6 +106,9 @@ class FakeWorld(TorchDispatchMode):
             self.recorder.wait_on_host(self.recorder.stream, "item", self.scope()[0])
         if func is _aten.equal.default:
             return True
+        mean = spread_of(tensor).mean
+        if tensor.dtype is torch.bool and mean is not None:
+            return mean > 0.5
         if line:
             self.recorder.note(f"{line} reads a value of a tensor: it was given 1 or False, since nothing is computed")
         if tensor.dtype is torch.bool:

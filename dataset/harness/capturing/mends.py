@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ def install(world: FakeWorld, *, on_host: bool = False) -> None:
     _scalers(world)
     _storages(world)
     _shardings(world)
+    _processes()
     autocast = _autocast_on_cpu(torch.autocast)
     for module in (torch, torch.amp, torch.amp.autocast_mode):
         patch(module, autocast=autocast)
@@ -74,6 +76,17 @@ def _ddp(world: FakeWorld) -> None:
 
     patch(ddp.DistributedDataParallel, __init__=init)
     patch(reducer, _rebuild_buckets=_unrecorded(world, rebuild))
+
+
+def _processes() -> None:
+    """Processes that a script starts would be outside of the fake world."""
+
+    def start(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            "the script starts processes of its own, which cannot be captured: capture the script that each rank runs"
+        )
+
+    patch(BaseProcess, start=start)
 
 
 def _unrecorded(world: FakeWorld, function: Any) -> Any:

@@ -9,8 +9,10 @@ script's line, or the record.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import runpy
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -25,8 +27,11 @@ FORM = 1  # of the record
 def main(path: str) -> int:
     """Run what a request says."""
     request = parse_json(Path(path).read_text("utf-8"))
-    record = run(request)
-    Path(request["out"]).write_text(json.dumps(record), "utf-8")
+    with Path(request["stack"]).open("w") as stack:
+        faulthandler.register(signal.SIGUSR1, stack, all_threads=False)  # who has waited too long asks where this is
+        record = run(request)
+        Path(request["out"]).write_text(json.dumps(record), "utf-8")
+        faulthandler.unregister(signal.SIGUSR1)
     return 0
 
 
@@ -44,7 +49,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     from .steps import Captured, Steps
 
     recorder = Recorder()
-    fake = FakeWorld(recorder, request["rank"], script)
+    fake = FakeWorld(recorder, script)
     fake_streams.follow_streams(recorder)
     on_host = request["device"] == "cpu"
     if not on_host:
@@ -70,8 +75,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         return {"boundary": found.boundary}
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
-            return _failure(error, script, steps.seen)
-    return {"error": "few steps", "line": "", "steps": steps.seen, "trace": ""}
+            return _failure(error, script, steps.seen) | {"notes": list(recorder.notes)}
+    return {"error": "few steps", "line": "", "steps": steps.seen, "trace": "", "notes": list(recorder.notes)}
 
 
 def _record(fake: Any) -> dict[str, Any]:
@@ -87,6 +92,7 @@ def _record(fake: Any) -> dict[str, Any]:
         "live_bytes": recorder.live_bytes,
         "edges": [[*ends, why] for ends, why in recorder.edges.items()],
         "groups": [[name, list(ranks)] for name, ranks in groups],
+        "issued": collectives.issued,
         "notes": list(recorder.notes),
     }
 

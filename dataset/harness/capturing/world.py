@@ -82,6 +82,19 @@ def _install_objects(world_size: int) -> None:
         if values:
             found[0] = values[0]
 
-    for function in (all_gather_object, gather_object, broadcast_object_list, scatter_object_list):
+    def send_object_list(values: list[Any], *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def recv_object_list(values: list[Any], *args: Any, **kwargs: Any) -> int:
+        raise RuntimeError("objects that another rank sends are not known where no other rank is there")
+
+    for function in (
+        send_object_list,
+        recv_object_list,
+        all_gather_object,
+        gather_object,
+        broadcast_object_list,
+        scatter_object_list,
+    ):
         for module in (c10d, dist):
             setattr(module, function.__name__, function)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
 from stepsight.dataset.capture.captured import Captured, read_captured, write_captured
-from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
+from stepsight.dataset.capture.capturing_run import CaptureRequest, _line_of_stack, capture
 from stepsight.dataset.errors import CaptureError
 
 pytest.importorskip("torch")
@@ -120,6 +123,8 @@ def test_every_stage_of_a_pipeline_is_captured_and_meets_its_neighbours(tmp_path
     [
         ("import torch\ntorch.zeros(4).view(3, 7)", "train.py:2: RuntimeError"),
         (f"{ONE_STEP}\noptimizer.step()", "must take at least 2 training steps"),
+        ("print('no data', flush=True)\nexit(3)", r"train.py:2: the script ended itself \(SystemExit: 3\) .*: no data"),
+        ("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)", "train.py:2: .* starts processes of its own"),
     ],
 )
 def test_what_cannot_be_captured_is_said_with_the_line(text: str, said: str, tmp_path: Path) -> None:
@@ -130,6 +135,21 @@ def test_what_cannot_be_captured_is_said_with_the_line(text: str, said: str, tmp
 def test_a_script_that_does_not_end_is_ended(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="did not finish its steps within 1 s"):
         capture(CaptureRequest(written(tmp_path, "while True: pass"), (), 8, timeout_s=1.0))
+
+
+def test_where_a_script_hangs_is_said(tmp_path: Path) -> None:
+    """``_line_of_stack`` asks the process that runs it."""
+    script, stack = written(tmp_path, "import time\ntime.sleep(60)"), tmp_path / "stack.txt"
+    code = "import faulthandler as f, runpy, signal, sys; f.register(signal.SIGUSR1, open(sys.argv[2], 'w'));"
+    process = subprocess.Popen([sys.executable, "-c", f"{code} runpy.run_path(sys.argv[1])", str(script), str(stack)])
+    try:
+        while not stack.exists():
+            time.sleep(0.01)
+        time.sleep(0.3)
+        assert _line_of_stack(process, script, stack) == " (it is at train.py:2)"
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize(("world", "ranks"), [(0, ()), (8, (8,)), (8, (-1,))])
