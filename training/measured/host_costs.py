@@ -23,8 +23,9 @@ _STEP = Bounds(  # scale of all calls; seconds between calls by phase; seconds o
     high=np.array([1.25, 1e-4, 1e-4, 1e-4, 2e-3]),
 )
 _NOISE = 0.1  # log-seconds that steps differ by
-_FEWEST_PAIRS = 20  # calls that were measured within steps and alone, to say how they differ
-_MOST_SLOWDOWN = 1.5
+_FEWEST_PAIRS = 8  # calls that were measured within steps and alone, to say how they differ
+_USUAL_SLOWDOWN = 1.07  # of a call within a step, to the same call alone
+_LEAST_SLOWDOWN, _MOST_SLOWDOWN = 0.6, 1.7
 
 
 def learn_host_calls(steps: Sequence[HostStep], alone: Known | None = None, seed: int = 0) -> HostCalls:
@@ -47,13 +48,24 @@ def learn_host_calls(steps: Sequence[HostStep], alone: Known | None = None, seed
     return replace(found, known=with_alone(inside, alone or {}), **_between(steps))
 
 
-def with_alone(inside: Known, alone: Known) -> dict[tuple[str, Op], float]:
-    """Calls measured within steps, and those that were measured on their own alone, which take longer within a step."""
-    slowdown = 1.0
-    both = [np.log(inside[key] / seconds) for key, seconds in alone.items() if key in inside and seconds > 0]
+def with_alone(inside: Known, alone: Known, slowdown: float | None = None) -> dict[tuple[str, Op], float]:
+    """Calls measured within steps, and those that were measured on their own, which take longer within a step.
+
+    ``slowdown``: how many times as long; None: see ``slowdown_of``.
+    """
+    factor = slowdown_of(inside, alone) if slowdown is None else slowdown
+    return {**{key: factor * seconds for key, seconds in alone.items()}, **inside}
+
+
+def slowdown_of(inside: Known, alone: Known) -> float:
+    """How much longer calls take within a step: of those that were measured both ways, each as much as it takes."""
+    both = [(np.log(inside[key] / seconds), inside[key]) for key, seconds in alone.items() if key in inside]
+    slowdown = _USUAL_SLOWDOWN
     if len(both) >= _FEWEST_PAIRS:
-        slowdown = float(np.exp(np.clip(np.median(both), 0.0, np.log(_MOST_SLOWDOWN))))
-    return {**{key: slowdown * seconds for key, seconds in alone.items()}, **inside}
+        ratios, weights = np.array(sorted(both)).T
+        middle = float(np.interp(0.5, (np.cumsum(weights) - 0.5 * weights) / weights.sum(), ratios))
+        slowdown = float(np.clip(np.exp(middle), _LEAST_SLOWDOWN, _MOST_SLOWDOWN))
+    return slowdown
 
 
 def _between(steps: Sequence[HostStep]) -> Mapping[str, float | tuple[float, ...]]:

@@ -23,7 +23,9 @@ _TYPES = {
     "signed char": torch.int8,
 }  # fmt: skip
 _LIST = "TensorList "
-_READS_VALUES = ("aten::mkldnn_rnn_layer",)  # whose arguments hold what a forward left: others end the process
+_READS_VALUES = ("aten::mkldnn_rnn_layer", "aten::_embedding_bag")  # arguments hold what a forward left, or offsets
+_ROWS_OF = {"embedding": 0, "embedding_dense_backward": 2}  # argument that says how many rows are indexed
+_ALONG = ("index_select", "index_add", "index_add_", "gather", "scatter_add", "scatter_add_")  # argument 1
 _SETS, _MOST_BYTES = 8, 2**26  # of inputs that calls take in turn, so that they come from memory
 
 
@@ -40,7 +42,7 @@ def replayed_call(call: Sequence[Any], device: torch.device) -> Call:
     function = _overload(packet, types, literals)
     if function is None:
         raise HarnessError(f"this PyTorch has no {name} that takes {len(types)} such arguments")
-    most = _most_index(dims, types)
+    most = _most_index(name[6:], dims, types, literals)
     made = [_Inputs(function, (dims, types, strides, literals), most, device)]
     size = max(made[0].num_bytes, 1)
     made += [
@@ -137,8 +139,13 @@ class _Inputs:
         return flat.as_strided(tuple(shape), tuple(stride)) if stride else flat.view(tuple(shape))
 
 
-def _most_index(dims: Sequence[Any], types: Sequence[str]) -> int:
-    """A bound of all indices: they may index any dim of any tensor of numbers."""
+def _most_index(name: str, dims: Sequence[Any], types: Sequence[str], literals: Sequence[str]) -> int:
+    """A bound of all indices: what they index where it is known, else any dim of any tensor of numbers."""
+    if name in _ROWS_OF:
+        at = _ROWS_OF[name]
+        return int(literals[at]) if literals[at].isdigit() else int(dims[at][0])
+    if name in _ALONG and literals[1].lstrip("-").isdigit():
+        return max(int(dims[0][int(literals[1])]), 1)
     sizes = [size for shape, kind in zip(dims, types, strict=True) if kind in ("float", "double", "c10::BFloat16",
              "c10::Half") for size in shape if size > 1]  # fmt: skip
     return max(min(sizes, default=1), 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,8 +16,8 @@ from stepsight.experiments.studies.architectures.family_programs import program_
 from stepsight.experiments.studies.architectures.family_runs import CONFIGURATIONS, read_runs_of_families
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.replay.captured_step import time_captured
-from stepsight.training.kernels.host_calls import HostCalls
-from stepsight.training.measured.host_costs import learn_host_calls, with_alone
+from stepsight.training.kernels.host_calls import HostCalls, Known
+from stepsight.training.measured.host_costs import learn_host_calls, slowdown_of, with_alone
 from stepsight.training.measured.host_steps import HostStep, host_step
 
 FOLDS = 3
@@ -65,8 +65,12 @@ def folds_of(families: Sequence[str], folds: int = FOLDS) -> dict[str, int]:
 def judge(out: Path, families: Sequence[str]) -> list[Judged]:
     """Predict every captured script from the families of the other folds."""
     runs = {(run.family, run.configuration, run.repeat): run for run in read_runs_of_families(out, families)}
-    steps = {key[:2]: step for key, run in runs.items() if not key[2] and (step := host_step(run.imported))}
-    again = {key[:2]: _median(run.imported.rounds) for key, run in runs.items() if key[2]}
+    repeats: dict[tuple[str, int], list[HostStep]] = {}
+    for key, run in runs.items():
+        if (step := host_step(run.imported)) is not None:
+            repeats.setdefault(key[:2], []).append(step)
+    steps = {key: _mean(each) for key, each in repeats.items()}
+    spreads = {key: float(np.log(each[-1].step_s / each[0].step_s)) for key, each in repeats.items() if len(each) > 1}
     programs = [
         (family, number)
         for family in families
@@ -78,12 +82,22 @@ def judge(out: Path, families: Sequence[str]) -> list[Judged]:
     judged = []
     for turn in range(FOLDS):
         kept = [key for key in steps if fold[key[0]] != turn]
-        taught = {name: s for key in programs if fold[key[0]] != turn for name, s in alone[key].items()}
         costs = learn_host_calls([steps[key] for key in kept])
+        taught = {name: s for key in programs if fold[key[0]] != turn for name, s in alone[key].items()}
+        slowdown = slowdown_of(costs.known, taught)
         for key in programs:
             if fold[key[0]] == turn:
                 graph = read_program(out, *key).ranks[0].graph
-                judged.append(_judged(key, graph, steps[key], again, costs, (taught, alone[key])))
+                judged.append(
+                    _judged(
+                        key,
+                        graph,
+                        steps[key],
+                        spreads.get(key, float("nan")),
+                        costs,
+                        with_alone(costs.known, alone[key], slowdown),
+                    )
+                )
     return sorted(judged, key=lambda each: each.name)
 
 
@@ -91,14 +105,12 @@ def _judged(
     key: tuple[str, int],
     graph: RankGraph,
     step: HostStep,
-    again: Mapping[tuple[str, int], float],
+    spread: float,
     costs: HostCalls,
-    alone: tuple[Mapping[tuple[str, Op], float], Mapping[tuple[str, Op], float]],
+    known_then: Known,
 ) -> Judged:
-    taught, own = alone
-    after = replace(costs, known={**with_alone(costs.known, {**taught, **own})})
+    after = replace(costs, known=known_then)
     traced = costs.scale * step.op_s.sum() + step.counts() @ np.array(costs.gaps_s) + costs.step_s
-    spread = float(np.log(again[key] / step.step_s)) if key in again else float("nan")
     as_is_s, known = _predicted(graph, costs)
     after_s, known_after = _predicted(graph, after)
     return Judged(f"{key[0]}-{key[1]}", step.step_s, spread, as_is_s, after_s, known, known_after, float(traced))
@@ -117,5 +129,8 @@ def _predicted(graph: RankGraph, costs: HostCalls) -> tuple[float, float]:
     return timed.iteration_time_s, known / max(total, 1e-12)
 
 
-def _median(rounds: Sequence[Sequence[float]]) -> float:
-    return float(np.median([seconds for steps in rounds for seconds in steps]))
+def _mean(steps: Sequence[HostStep]) -> HostStep:
+    """One step of several collections of a script: geometric means."""
+    alike = [step for step in steps if step.ops == steps[0].ops]
+    op_s = np.exp(np.mean([np.log(np.maximum(step.op_s, 1e-8)) for step in alike], axis=0))
+    return replace(steps[0], op_s=op_s, step_s=float(np.exp(np.mean([np.log(step.step_s) for step in alike]))))
