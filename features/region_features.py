@@ -46,7 +46,8 @@ _MOVES_NOTHING = {
     "placeholder", "view", "permute", "expand", "unsqueeze", "slice", "getitem", "full", "iota", "select", "squeeze",
 }  # fmt: skip
 
-BYTES_PER_S, SCALARS_PER_S = 2e10, 2e10  # of one core, for the scale only
+BYTES_PER_S, SCALARS_PER_S = 2e10, 1.5e9  # of one core, for the scale only
+LANES = 12.0  # by which vectors are quicker than scalar code, for the scale only
 LEAST_S = 5e-8
 
 
@@ -144,13 +145,30 @@ def _scalars(loop: Loop) -> float:
     return float(_iterations(loop) * each)
 
 
+def _computing_s(loop: Loop) -> float:
+    """Seconds of a loop's operations: vectors where its code has them, and scalar code for the rest of each row."""
+    if not loop.tiles:
+        return _scalars(loop) / SCALARS_PER_S
+    rest = (loop.inner % loop.lanes) / max(loop.inner, 1)
+    return _scalars(loop) / SCALARS_PER_S * ((1 - rest) / LANES + rest / 4)
+
+
+def _moved(loop: Loop, access: Access) -> float:
+    """Bytes that are touched: of a table that is looked up in, what the lookups find."""
+    looked = _iterations(loop) * max(loop.element_bytes, 1)
+    return float(min(access.num_bytes, looked) if access.mode == "indirect" else access.num_bytes)
+
+
+def _touched(loop: Loop) -> float:
+    return sum(_moved(loop, each) for each in (*loop.reads, *loop.writes))
+
+
 def _loop_seconds(loop: Loop) -> float:
-    moved = sum(each.num_bytes for each in (*loop.reads, *loop.writes))
-    return LEAST_S + moved / BYTES_PER_S + _scalars(loop) / SCALARS_PER_S
+    return LEAST_S + _touched(loop) / BYTES_PER_S + _computing_s(loop)
 
 
 def _kernel_seconds(loops: Sequence[Loop], outside: float) -> float:
-    return LEAST_S + outside / BYTES_PER_S + sum(map(_scalars, loops)) / SCALARS_PER_S
+    return LEAST_S + outside / BYTES_PER_S + sum(map(_computing_s, loops))
 
 
 def _kind(loop: Loop) -> int:
@@ -173,18 +191,34 @@ def _counts(loops: Sequence[Loop]) -> list[float]:
     return [_log(count) for count in counts]
 
 
-def _access_numbers(accesses: Sequence[Access]) -> list[float]:
-    by_mode = dict.fromkeys(MODES, 0)
-    for each in accesses:
-        by_mode[each.mode] += each.num_bytes
-    stride = max((each.stride for each in accesses), default=0)
+def _access_numbers(loops: Sequence[Loop], part: str) -> list[float]:
+    """Bytes by mode, largest stride, and number of the ``reads`` or ``writes`` of loops."""
+    by_mode = dict.fromkeys(MODES, 0.0)
+    accesses = [(loop, each) for loop in loops for each in getattr(loop, part)]
+    for loop, each in accesses:
+        by_mode[each.mode] += _moved(loop, each)
+    stride = max((each.stride for _, each in accesses), default=0)
     return [*(_log(moved) for moved in by_mode.values()), _log(stride), _log(len(accesses))]
 
 
+def _code(loops: Sequence[Loop]) -> list[float]:
+    """How the loops are vectorised: seconds by the number of vectorised loops, and the length of the innermost."""
+    spent = [sum(_computing_s(loop) for loop in loops if loop.tiles == tiles) for tiles in (0, 1, 2)]
+    total = sum(spent) + LEAST_S
+    longest = max(loops, key=_iterations)
+    rest = (longest.inner % longest.lanes) / max(longest.inner, 1)
+    slow = sum(
+        _iterations(loop) * count * _SLOW[name]
+        for loop in loops if not loop.tiles for name, count in loop.ops.items() if name in _SLOW
+    )  # fmt: skip
+    return [*(each / total for each in spent), rest, _log(longest.inner), _log(longest.lanes), _log(slow)]
+
+
 def _loop_row(loop: Loop) -> list[float]:
-    moved = sum(each.num_bytes for each in (*loop.reads, *loop.writes))
+    moved = _touched(loop)
     return [
-        *_counts([loop]), *_access_numbers(loop.reads), *_access_numbers(loop.writes), _log(loop.numel),
+        *_counts([loop]), *_access_numbers([loop], "reads"), *_access_numbers([loop], "writes"), *_code([loop]),
+        _log(loop.numel),
         _log(loop.reduced), _log(_iterations(loop)), _log(_scalars(loop)), _log(moved),
         _log(_scalars(loop) / max(moved, 1)), float(loop.element_bytes), float(bool(loop.extern)),
         float(np.log(_loop_seconds(loop))),
@@ -201,11 +235,11 @@ def _outside(region: Region, groups: Sequence[Sequence[Loop]]) -> list[tuple[flo
     out = []
     for number, group in enumerate(groups):
         written = {each.buffer: each.num_bytes for loop in group for each in loop.writes}
-        read: dict[str, int] = {}
+        read: dict[str, float] = {}
         for loop in group:
             for each in loop.reads:
                 if each.buffer not in written:
-                    read[each.buffer] = max(read.get(each.buffer, 0), each.num_bytes)
+                    read[each.buffer] = max(read.get(each.buffer, 0.0), _moved(loop, each))
         kept = {n for n in written if n in region.outputs or users[n] - {number}}
         left = [float(moved) for name, moved in written.items() if name in kept]
         inside = [float(moved) for name, moved in written.items() if name not in kept]
@@ -214,11 +248,11 @@ def _outside(region: Region, groups: Sequence[Sequence[Loop]]) -> list[tuple[flo
 
 
 def _kernel_row(loops: Sequence[Loop], outside: tuple[float, float, float]) -> list[float]:
-    reads, writes = [a for loop in loops for a in loop.reads], [a for loop in loops for a in loop.writes]
     largest = max(loops, key=_iterations)
     scalars, moved = sum(map(_scalars, loops)), outside[0] + outside[1]
     return [
-        *_counts(loops), *_access_numbers(reads), *_access_numbers(writes), *(_log(each) for each in outside),
+        *_counts(loops), *_access_numbers(loops, "reads"), *_access_numbers(loops, "writes"), *_code(loops),
+        *(_log(each) for each in outside),
         _log(len(loops)), _log(largest.numel), _log(largest.reduced), _log(_iterations(largest)),
         _log(sum(map(_iterations, loops)) / max(_iterations(largest), 1)), _log(scalars), _log(scalars / max(moved, 1)),
         float(sum(loop.reduced > 1 for loop in loops)), float(min(loop.element_bytes for loop in loops)),
@@ -259,7 +293,7 @@ def _uses(groups: Sequence[Sequence[Loop]], member: Edges, *, produced: bool) ->
 
     Their numbers: bytes, groups between, bytes touched since (its reuse distance), and whether both are one kernel.
     """
-    touched = np.cumsum([0.0, *(sum(a.num_bytes for x in group for a in (*x.reads, *x.writes)) for group in groups)])
+    touched = np.cumsum([0.0, *(sum(map(_touched, group)) for group in groups)])
     last: dict[str, int] = {}
     rows = []
     for number, group in enumerate(groups):

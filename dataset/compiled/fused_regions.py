@@ -1,7 +1,8 @@
 """Regions as Inductor fuses them, read from its scheduler; compiling is optional.
 
-Inductor lowers a graph to loops and its scheduler decides which loops one kernel holds.  That takes a fraction of a
-second.  Generating and compiling code, which takes many seconds, is what ``read_regions`` leaves out.
+Inductor lowers a graph to loops, its scheduler decides which loops one kernel holds, and its code generator which of
+them are vectorised.  That takes about a second.  Compiling, which takes many seconds, is what ``read_regions`` leaves
+out.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
 from torch._inductor import scheduler as inductor
-from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.codegen.cpp import CppKernelProxy, CppScheduling, TilingSelect
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.ir import NopKernel
@@ -108,36 +110,64 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(each)
 
 
+@dataclass
+class _Codegen:
+    """What the code generator decided, by the name of a loop.
+
+    Attributes:
+        calls: Name of the compiled function.
+        tiling: Vectorised loops, elements of a vector, and length of the vectorised (or innermost) loop.
+        nodes: Loops that code is made of now.
+    """
+
+    calls: dict[str, str] = field(default_factory=dict)
+    tiling: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    nodes: Sequence[Any] = ()
+
+
 @contextmanager
 def _hooks(read: list[Region], direction: str, *, stop: bool) -> Iterator[None]:
-    """Record what the scheduler decides; with ``stop`` no code is made of it."""
-    codegen, define = inductor.Scheduler.codegen, CppScheduling.define_kernel
-    calls: dict[str, str] = {}
+    """Record what Inductor decides; with ``stop`` nothing is compiled."""
+    told = _Codegen()
+    schedule, define = inductor.Scheduler.codegen, CppScheduling.define_kernel
+    code_of_nodes, select = CppKernelProxy.codegen_nodes, TilingSelect.select_tiling
 
     def record(scheduler: Any) -> Any:
-        if V.graph.graph_id is None or not read:  # a graph within a graph is part of the first
+        result = schedule(scheduler)
+        if not read:  # a graph within a graph is part of the first
+            read.append(_region(scheduler, direction, told))
             if stop:
-                read.append(_region(scheduler, direction, {}))
                 raise _Read
-            result = codegen(scheduler)
-            read.append(_region(scheduler, direction, calls))
-            return result
-        return codegen(scheduler)
+        return result
 
-    def name(scheduling: Any, source: str, nodes: Any, *rest: Any, **options: Any) -> Any:
+    def name_kernel(scheduling: Any, source: str, nodes: Any, *rest: Any, **options: Any) -> Any:
         kernel = define(scheduling, source, nodes, *rest, **options)
-        for node in nodes:
-            calls.update({each.get_name(): kernel for each in node.get_nodes()})
+        told.calls.update({each.get_name(): kernel for node in nodes for each in node.get_nodes()})
         return kernel
+
+    def take_nodes(proxy: Any, nodes: Any) -> Any:
+        told.nodes = nodes
+        return code_of_nodes(proxy, nodes)
+
+    def take_tiling(selecting: Any, functions: Any, sizes: Any) -> Any:
+        found = select(selecting, functions, sizes)
+        factors, indices = found[:2]
+        lengths = [_int(size) for part in max(sizes, key=lambda each: len(each[1])) for size in part]
+        inner = lengths[indices[-1]] if indices else lengths[-1] if lengths else 1
+        tiling = len(factors), factors[0] if factors else 1, inner
+        told.tiling.update({node.get_name(): tiling for node in told.nodes})
+        return found
 
     with (
         mock.patch.object(inductor.Scheduler, "codegen", record),
-        mock.patch.object(CppScheduling, "define_kernel", name),
+        mock.patch.object(CppScheduling, "define_kernel", name_kernel),
+        mock.patch.object(CppKernelProxy, "codegen_nodes", take_nodes),
+        mock.patch.object(TilingSelect, "select_tiling", take_tiling),
     ):
         yield
 
 
-def _region(scheduler: Any, direction: str, calls: dict[str, str]) -> Region:
+def _region(scheduler: Any, direction: str, told: _Codegen) -> Region:
     graph = V.graph
     numbers = {node: number for number, node in enumerate(n for n in graph.orig_gm.graph.nodes if n.op != "output")}
     names = {node.name: number for node, number in numbers.items()}
@@ -145,7 +175,7 @@ def _region(scheduler: Any, direction: str, calls: dict[str, str]) -> Region:
     for kernel, group in enumerate(scheduler.nodes):
         for node in group.get_nodes():
             if not isinstance(node.node, NopKernel):
-                loops.append(_loop(node, kernel, calls.get(node.get_name(), ""), names))
+                loops.append(_loop(node, kernel, told, names))
     sizes = {name: _buffer_bytes(name) for name in {a.buffer for each in loops for a in (*each.reads, *each.writes)}}
     return Region(
         direction,
@@ -174,7 +204,7 @@ def _framework_ops(graph: Any, numbers: dict[Any, int]) -> tuple[FrameworkOp, ..
     return tuple(ops)
 
 
-def _loop(node: Any, kernel: int, call: str, names: dict[str, int]) -> Loop:
+def _loop(node: Any, kernel: int, told: _Codegen, names: dict[str, int]) -> Loop:
     origins = sorted(names[each.name] for each in getattr(node.node, "origins", ()) if each.name in names)
     body = getattr(node, "_body", None)
     extern = "" if body is not None else str(getattr(node.node, "op_overload", None) or type(node.node).__name__)
@@ -187,7 +217,7 @@ def _loop(node: Any, kernel: int, call: str, names: dict[str, int]) -> Loop:
     return Loop(
         node.get_name(),
         kernel,
-        call,
+        told.calls.get(node.get_name(), ""),
         extern,
         outer,
         reduced,
@@ -196,6 +226,7 @@ def _loop(node: Any, kernel: int, call: str, names: dict[str, int]) -> Loop:
         _accesses(node.read_writes.reads),
         _accesses(node.read_writes.writes),
         tuple(origins),
+        *told.tiling.get(node.get_name(), (0, 1, 1)),
     )
 
 

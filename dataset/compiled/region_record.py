@@ -42,6 +42,9 @@ class Loop:
         reads: Buffers that it reads.
         writes: Buffers that it writes.
         origins: Numbers of the framework ops that it computes.
+        tiles: Loops that are vectorised: 0 (scalar code), 1, or 2 (blocks that are transposed).
+        lanes: Elements of a vector.
+        inner: Length of the loop that is vectorised, of the innermost one in scalar code.
     """
 
     name: str
@@ -55,6 +58,9 @@ class Loop:
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
     origins: tuple[int, ...] = ()
+    tiles: int = 0
+    lanes: int = 1
+    inner: int = 1
 
 
 @dataclass(frozen=True, slots=True)
