@@ -56,7 +56,7 @@ check: .venv/.installed
 
 docs: .venv/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	$(BIN)/python -m pytest -m tutorial tests/docs
+	$(BIN)/python -m pytest -m tutorial tests/docs tests/examples
 
 bench: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m stepsight.experiments.studies.bench --out bench.json

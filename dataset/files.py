@@ -107,7 +107,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         StepsightError: If a link or something else than a folder is there.
     """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise StepsightError(f"an output must be a new folder or take the place of one, got {path}")
+        raise StepsightError(f"an output must be a new folder or an existing one of the same kind, got {path}")
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))

@@ -172,7 +172,7 @@ def _usable(runs: Path, predictor: Predictor, source: str) -> Evaluation:
         )
     if len(evaluation.scored) < 2:
         raise TableError(
-            f"a calibration takes at least 2 runs on {predictor.hardware.name} that can be said as jobs, "
+            f"a calibration takes at least 2 runs on {predictor.hardware.name} that can be expressed as jobs, "
             f"got {len(evaluation.scored)} of {sum(evaluation.rows.values())} rows in {runs} "
             f"(left out: {'; '.join(f'{count} x {why}' for why, count in evaluation.skipped.items()) or 'none'})"
         )

@@ -131,7 +131,7 @@ class Collection:
             return
         self._reject(run, reason)
         if self.size > 1:  # the others wait for this rank in vain
-            raise RuntimeError(f"{name} found too little memory; start again to go on without it: {reason}")
+            raise RuntimeError(f"{name} was skipped: out of memory; run again to continue with the rest: {reason}")
         self._say(name, done=ROUND_UNITS * (run["rounds"] - number))
 
     def _train(self, run: dict[str, Any], number: int, state: dict[str, Any]) -> None:

@@ -93,7 +93,7 @@ def meet_nobody() -> None:
     def handler(url: str, **_: Any) -> Any:
         store: Any = dist.HashStore()  # type: ignore[attr-defined]
         yield store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        raise RuntimeError("an emulated rank meets nobody")
+        raise RuntimeError("an emulated rank cannot connect to other ranks: they are not there")
 
     for scheme in ("env", "tcp", "file"):
         _rendezvous_handlers[scheme] = handler

@@ -117,7 +117,7 @@ def run_ranks(
     for rank in ranks.numbers:
         path = folder / f"script_rank{rank}.json"
         if not path.exists():
-            raise HarnessError(f"rank {rank} of the script ended without a word; see {log}")
+            raise HarnessError(f"rank {rank} of the script ended without output; see {log}")
         found.append(read_json(path))
         path.unlink()
     return found
