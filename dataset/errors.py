@@ -1,15 +1,15 @@
-"""The errors a user can meet.
+"""The errors that users can meet.
 
 ::
 
     ValueError
-     +-- StepsightError          anything a user can put right; its text states the rule and the values
+     +-- StepsightError          anything that a user can correct; the message states the rule and the values
           +-- JobError           a job that cannot exist (degrees, sizes, unknown keys)
           +-- TraceError         a trace or run folder that is missing, truncated or inconsistent
           +-- TableError         a table of measurements that is malformed
-          +-- PredictorError     a folder that is no predictor, or one for another hardware
-          +-- CollectError       a collection that cannot lawfully or technically run here
-          +-- CaptureError       a script that cannot be captured, or a folder that is no capture
+          +-- PredictorError     a folder that is not a predictor, or a predictor for other hardware
+          +-- CollectError       a collection that cannot run here
+          +-- CaptureError       a script that cannot be captured, or a folder that is not a capture
 
 ``assert`` is for our own bugs.
 """
@@ -45,7 +45,7 @@ def shorten(value: object, most: int = SHOWN) -> str:
 
 
 class StepsightError(ValueError):
-    """A mistake that the user can put right; a word of its text that is too long to read is shortened."""
+    """A mistake that the user can correct; words of the message that are too long to read are shortened."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*map(_shorten_words, arguments))
@@ -64,7 +64,7 @@ class TableError(StepsightError):
 
 
 class PredictorError(StepsightError):
-    """A folder that is no predictor, or a predictor for another hardware."""
+    """A folder that is not a predictor, or a predictor for other hardware."""
 
 
 class CollectError(StepsightError):
@@ -72,4 +72,4 @@ class CollectError(StepsightError):
 
 
 class CaptureError(StepsightError):
-    """A script that cannot be captured, or a folder that is no capture."""
+    """A script that cannot be captured, or a folder that is not a capture."""

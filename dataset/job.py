@@ -49,9 +49,9 @@ class Job:
     """One training iteration of one model on one cluster in one parallel strategy.
 
     Attributes:
-        framework: What runs it: the name of a profile, a text that holds one of a profile's words, or a ``.json`` or
-            ``.toml`` file; empty: not said.  ``from_dict`` fills in what the profile says, and a calibrated predictor
-            looks for runs of the same.
+        framework: The framework that runs the job: the name of a profile, a text that contains one of its words, or a
+            ``.json`` or ``.toml`` file; empty: unknown.  ``from_dict`` fills open keys from the profile, and a
+            calibrated predictor looks for runs of the same framework.
 
     Raises:
         JobError: On construction, with every broken rule and its values.
@@ -98,7 +98,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens of an iteration, those of an encoder included."""
+        """Tokens of an iteration, including those of an encoder."""
         return self.batch.global_batch * (self.model.seq_len + self.model.encoder_seq_len)
 
     @property
@@ -113,7 +113,7 @@ class Job:
 
     @cached_property
     def warnings(self) -> tuple[str, ...]:
-        """What is allowed but looks like a mistake."""
+        """Settings that are legal but look like a mistake."""
         stated = self.cluster.fabric
         if not stated or (isinstance(stated, str) and stated in FABRICS):
             return suspicious_links(self.fabric, self.cluster.devices_per_node)
@@ -180,8 +180,8 @@ class Job:
         """Build a job from its tables; unknown, missing and wrongly typed keys are all reported at once.
 
         Args:
-            tables: By name; ``framework`` may stand beside them.
-            habits: What fills what they leave open, in place of the profile of their ``framework``.
+            tables: Tables by name; ``framework`` is a key beside them.
+            habits: Profile that fills open keys, instead of the one of ``framework``.
         """
         tables = dict(tables)
         framework = tables.pop("framework", "")
@@ -227,7 +227,7 @@ class Job:
     def from_file(cls, path: str | Path, framework: str = "") -> Job:
         """Read a ``.toml`` or ``.json`` job file.
 
-        Paths in it, of a schedule's table or of a file of hardware, fabric or framework, are relative to its folder.
+        Paths in the file (schedules, hardware, fabrics, frameworks) are relative to its folder.
 
         ``framework``, if not empty, overrides the one in the file.
         """

@@ -5,13 +5,13 @@
 Prediction(21.25 s, 19.12 to 23.62 s, 26.4 GB, gpt3-175b on 1024 x a100-sxm-80gb)
 
 Ask with ``predict``, ``predict_many`` and ``search``; learn with ``train`` and ``calibrate``; compare predictions with
-measured runs with ``evaluate``; take jobs from configurations of training frameworks with ``read_configs``, and write
-them with ``write_config``.  ``step`` marks the end of a training step in a script of yours.  ``help`` of each shows its
+measured runs with ``evaluate``; read and write configurations of training frameworks with ``read_configs`` and
+``write_config``.  ``step`` marks the end of a training step in a script of yours.  ``help`` of each shows its
 arguments and an example.
 
 A job is a ``Job``, the tables of one as a dict, or the path of a job file; ``Job`` is made of ``ModelSpec``,
 ``ParallelSpec``, ``BatchSpec``, ``OptimizerSpec`` and ``ClusterSpec`` (with ``Straggler``, ``SlowLink`` and
-``OtherDevices``).  Every error that a user can put right is a ``StepsightError``.  ``clear_caches`` frees memory.
+``OtherDevices``).  Every error that a user can correct is a ``StepsightError``.  ``clear_caches`` frees memory.
 
 The public interface is the names in ``__all__``, ``stepsight.registries`` (where you add parts of your own),
 ``stepsight.testing`` (contracts that check them) and the ``stepsight`` command.  Every other module is private: it

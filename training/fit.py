@@ -55,23 +55,23 @@ def train(
     progress: bool = True,
     roles: Sequence[str] = ("train",),
 ) -> Predictor:
-    """Learn a predictor from measured runs, save it, and track it in MLflow.
+    """Train a predictor on measured runs, save it, and record the training in MLflow.
 
     Args:
         collections: Folders that ``stepsight collect`` wrote.
         out: Folder of the predictor to write.
         hardware_name: Name that jobs give this hardware in ``[cluster] hardware``.
-        seed: Of everything random.
-        tracking_uri: Of MLflow; by default an sqlite database beside ``out``.
+        seed: Random seed.
+        tracking_uri: MLflow tracking URI; None: a SQLite database beside ``out``.
         progress: Whether to report progress on stderr.
-        roles: Only runs of these roles train.
+        roles: Use only runs with these roles.
 
     Returns:
         The predictor, as ``Predictor.load(out)`` reads it.
 
     Raises:
-        TraceError: If a folder is no collection, or none has anything to learn from.
-        PredictorError: If ``out`` is something else than a predictor.
+        TraceError: If a folder is not a collection, or no collection holds measurements.
+        PredictorError: If ``out`` exists and is no predictor.
 
     Example:
         >>> predictor = train(["runs/mine"], "runs/predictor", hardware_name="my-gpu")  # doctest: +SKIP

@@ -22,13 +22,13 @@ class ConfigJob:
     Attributes:
         read: The job; None if the configurations do not state all sizes of the model.
         missing: Sizes of the model that no configuration states.
-        tables: What a job file of it holds: ``mapped`` and ``assumed`` in their sections.
-        mapped: By key of the job (``model.layers``): what a configuration states.
-        assumed: By key of the job: what none states.
-        sources: By key of ``mapped``: the configuration's own words.
-        reasons: By key of ``assumed``: why.
+        tables: Tables of a job file: ``mapped`` and ``assumed`` in their sections.
+        mapped: Values that a configuration states, by key of the job (``model.layers``).
+        assumed: Values that no configuration states, by key of the job.
+        sources: The words of the configuration, by key of ``mapped``.
+        reasons: Why a value is assumed, by key of ``assumed``.
         ignored: Settings that no key of a job expresses.
-        formats: Of each file.
+        formats: Format of each file.
     """
 
     read: Job | None
@@ -81,8 +81,8 @@ def read_configs(paths: Sequence[Path], given: Given | None = None) -> ConfigJob
 
     Args:
         paths: Configuration files of Megatron-LM, torchtitan, Hugging Face, DeepSpeed, Accelerate, Nanotron, MaxText or
-            NeMo, or a job file; later ones win.
-        given: What no file states, or what wins over the files: ``Given(values={"cluster.nodes": 16})``.
+            NeMo, or a job file; later files override earlier ones.
+        given: Values that no file states, or that override the files: ``Given(values={"cluster.nodes": 16})``.
 
     Returns:
         The job (``.job``), and what was ``mapped``, ``assumed`` and ``ignored``.

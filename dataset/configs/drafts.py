@@ -21,12 +21,12 @@ _OPEN_AT_0 = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """What the user states beside configuration files; it wins over what they state.
+    """Values that the user states; they override the configuration files.
 
     Attributes:
-        values: By key of a job, as in ``{"cluster.hardware": "h100-sxm-80gb", "model.seq_len": 4096}``.
-        variables: Of shell scripts, as in ``{"NNODES": "16"}``.
-        pick: Which of several configurations of one file is meant, as the name of a function of a Python registry.
+        values: Values by key of a job: ``{"cluster.hardware": "h100-sxm-80gb", "model.seq_len": 4096}``.
+        variables: Variables of shell scripts: ``{"NNODES": "16"}``.
+        pick: Which of several configurations in a file to read, for example a function of a Python registry.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)

@@ -36,10 +36,10 @@ def write_config(job: Job, name: str) -> ConfigText:
         name: A key of ``WRITERS``.
 
     Returns:
-        The text, what the framework does not express, and what the user has to do beside.
+        The text, the keys that the framework does not express, and notes for the user.
 
     Raises:
-        JobError: If there is no such format, or the framework has no such model.
+        JobError: If the format is unknown, or the framework has no such model.
 
     Example:
         >>> print(write_config(Job.from_file("job.toml"), "megatron").text)  # doctest: +SKIP

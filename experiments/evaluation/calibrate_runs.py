@@ -36,11 +36,11 @@ class Evidence:
     """Errors on runs that were not fitted.
 
     Attributes:
-        by: Which runs those are.
+        by: Which runs judged, in words.
         before, after: Errors without and with calibration.
         sources: The same by source.
         digests: Of the runs.
-        off_log: What 90 % of them are off by at most with calibration, in log-seconds; 0 of too few.
+        off_log: 90th percentile of the absolute errors with calibration, in log-seconds; 0 if there are too few runs.
     """
 
     by: str
@@ -52,7 +52,7 @@ class Evidence:
 
     @property
     def better(self) -> bool:
-        """Whether the mean error is lower, and low."""
+        """Whether calibration lowers the mean error enough, and to at most ``MOST_LEFT``."""
         before, after = self.before.mape or 0.0, self.after.mape or 0.0
         return after < (1 - LEAST_GAIN) * before and after <= MOST_LEFT
 
@@ -83,7 +83,7 @@ class CalibrationReport:
 
     @property
     def released(self) -> bool:
-        """Whether it predicts runs that were not fitted better than before, so that it was written."""
+        """Whether the calibrated predictor is better on runs that were not fitted, so that it was written."""
         return self.evidence.better
 
     def __repr__(self) -> str:
@@ -122,14 +122,14 @@ def calibrate(
 ) -> CalibrationReport:
     """Calibrate a predictor on the small runs of a table, and write it if it predicts the larger ones better.
 
-    Factors of resources are fitted by gradient through the simulator, and a correction for jobs like those of the
-    table.  Where the table has no larger runs, sizes or jobs are left out in turn to judge.
+    The fit follows the gradient through the simulator.  It fits factors of resources, and a correction for similar
+    jobs.  If the table has no larger runs, sizes or jobs are held out in turn to judge.
 
     Args:
         runs: Table of measured runs (.csv or .csv.gz), one row each; rows of other hardware are left out.
         predictor: The predictor to start from, or the name of one that comes with the package.
         out: Folder of the predictor to write.
-        source: Only rows whose source matches this pattern or, if none does, contains it.
+        source: Use only rows whose source matches this pattern or, if none matches, contains it.
         max_devices: Runs of at most this many devices are fitted, or those of a source's smallest size; larger ones
             judge.
 
@@ -138,7 +138,7 @@ def calibrate(
 
     Raises:
         TableError: If no row can be used.
-        PredictorError: If the predictor was fitted on a row before, or ``out`` is something else.
+        PredictorError: If the predictor was fitted on a row before, or ``out`` exists and is no predictor.
 
     Example:
         >>> report = calibrate("runs.csv", "a100-sxm", "runs/mine")  # doctest: +SKIP

@@ -73,7 +73,7 @@ class Evaluation:
 
     @cached_property
     def groups(self) -> list[ChoiceGroup]:
-        """Runs that count, of one model on the same devices with the same batch: what choosing between them costs."""
+        """Groups of scored runs that differ only in strategy, with the regret of choosing by prediction."""
         return choice_groups(self.scored)
 
     @property
@@ -88,13 +88,13 @@ class Evaluation:
         return f"Evaluation({len(self.scored)} of {sum(self.rows.values())} runs, {len(self.rows)} sources{error})"
 
     def to_frame(self) -> DataFrame:
-        """A pandas table with a row for each run that counts; times in seconds, ``error_percent`` with its sign."""
+        """Make a pandas table with a row for each scored run; times in seconds, ``error_percent`` is signed."""
         from pandas import DataFrame
 
         return DataFrame([row.to_flat_dict() for row in self.scored])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; times in seconds, all else in percent but ``spearman`` and counts."""
+        """Plain values for JSON; times in seconds, other figures in percent, except ``spearman`` and counts."""
         by_source = self.by(_source)
         references = {name: reference_figures(rows) for name, rows in by_source.items()}
         return {
@@ -171,14 +171,14 @@ def evaluate(
 ) -> Evaluation:
     """Compare predictions with the measured iteration times of a table of runs.
 
-    A row counts if a job can describe it and the predictor was not fitted on it; the others are counted by reason.
+    A row is scored if a job can describe it and the predictor was not fitted on it; other rows are counted by reason.
 
     Args:
         runs: Table of measured runs (.csv or .csv.gz), one row for each run; ``stepsight evaluate --explain-columns``
             lists its columns.
-        predictor: A ``Predictor``, the name of one that comes with the package, or ``"roofline"``; None: for each row
-            the package's predictor for its hardware, and hardware facts where there is none.
-        source: Only rows whose source matches this pattern or, if none does, contains it; case does not matter.
+        predictor: A ``Predictor``, the name of one that comes with the package, or ``"roofline"``; None: each row is
+            predicted by the package's predictor for its hardware, or from hardware facts if there is none.
+        source: Use only rows whose source matches this pattern or, if none matches, contains it; case is ignored.
         on_row: Called after each row with the numbers of rows done and of all rows.
 
     Returns:
@@ -198,7 +198,7 @@ def evaluate(
     rows = rows or [row for row in every if source.lower() in row.source.lower()]
     there = f"; sources: {', '.join(dict.fromkeys(repr(row.source) for row in every))}" if source != "*" else ""
     if not every:
-        raise TableError(f"a table of runs has rows, got none in {path}")
+        raise TableError(f"a table of runs must have at least one row, got none in {path}")
     if not rows:
         raise TableError(f"--source must match the source of a row in {path}, got {source!r:.80}{there}")
     predictor_of = predictor_by_hardware(predictor)

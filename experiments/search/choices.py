@@ -28,8 +28,8 @@ class Choice:
         job: The job in this strategy.
         peak_bytes: Predicted memory of the fullest stage.
         capacity_bytes: Memory of that stage's device.
-        seconds: Predicted iteration time, low and high end of its interval; None where the strategy does not fit in
-            memory: it is not timed.
+        seconds: Predicted iteration time, low and high end of its interval; None if the strategy does not fit in
+            memory, since such strategies are not timed.
     """
 
     job: Job
@@ -55,16 +55,16 @@ class Choice:
 
     @cached_property
     def prediction(self) -> Prediction | None:
-        """The whole prediction, made when it is first asked for; None where the strategy does not fit in memory."""
+        """The whole prediction, computed on first use; None if the strategy does not fit in memory."""
         return None if self.seconds is None else self._predict(self.job)
 
     def instead(self, job: Job) -> Prediction:
-        """The prediction of another job by who predicted this one."""
+        """Predict another job with the same predictor."""
         return self._predict(job)
 
     @cached_property
     def memory(self) -> Memory:
-        """Predicted peak memory of every stage, made when it is first asked for."""
+        """Predicted peak memory of every stage, computed on first use."""
         return self._predict(self.job).memory
 
     def __repr__(self) -> str:
@@ -146,17 +146,17 @@ class SearchResult:
     """Distinct strategies, best first; those that do not fit in memory come last.
 
     Attributes:
-        choices: What was evaluated, and the job as it was given if it fits.
+        choices: The evaluated strategies, and the given job if it fits.
         evaluated: Number of strategies evaluated, by all processes of the study.
         legal: Number of strategies in the space.
-        own: The job as it was given.
+        own: The given job.
         gap_percent: How much longer ``best`` takes, at most, than the best strategy of the space, in percent; 0: it is
             optimal.  None: not known, or no strategy that was evaluated fits.
         undecided: Number of strategies that were not evaluated and that bounds do not exclude.
-        rivals: With ``robust``, strategies that the predictor cannot tell from the best.
-        regrets: With ``robust`` by regret, the expected regret of the first choices, in percent.
-        goal: What is sought.
-        plans: The best strategy of each scenario that has one, best first; empty: there is one scenario, the job's.
+        rivals: With ``robust``: strategies that the predictor cannot distinguish from the best.
+        regrets: With ``robust`` by regret: the expected regret of the first choices, in percent.
+        goal: The objective.
+        plans: The best strategy of each scenario, best first; empty if only the job's own scenario was searched.
         skipped: Scenarios without a legal strategy, each with the reason.
         expert_loads: By which the experts of each strategy are placed, if they were given.
     """

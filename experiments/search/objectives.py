@@ -1,4 +1,4 @@
-"""What a plan is judged by: time, throughput, cost and energy of an iteration, or of training on so many tokens."""
+"""Objectives of a search: time, throughput, cost and energy of an iteration, or of training on a number of tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ POWER_W: Mapping[str, float] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What a search looks for.
+    """The objective of a search.
 
     Attributes:
         objective: One of ``OBJECTIVES``.  ``training_time``, ``cost`` and ``energy`` are those of training on
@@ -50,10 +50,11 @@ class Goal:
             training takes ``tokens * (1 + global_batch / critical_batch)`` (McCandlish et al. 2018, arXiv:1812.06162).
             0: the batch size makes no difference.
         prices: Price of a device-hour by hardware, in any currency.
-        power_w: Watts of a device by hardware, in place of ``POWER_W``.
-        robust: How the errors of predictions count.  False: not at all.  ``interval`` (or True): the upper end of the
-            prediction interval is judged.  ``regret``: of the fastest strategies, the one is best that takes least
-            longer, on average over the errors, than the fastest turns out to take (see ``risk``).
+        power_w: Watts of a device by hardware; overrides ``POWER_W``.
+        robust: How prediction errors are taken into account.  False: they are not.  ``interval`` (or True): strategies
+            are ranked by the upper end of the prediction interval.  ``regret``: the fastest strategies are ranked by
+            how much longer each takes, on average over possible errors, than the one that turns out to be the fastest
+            (see ``risk``).
 
     Raises:
         StepsightError: If a value is not allowed.

@@ -22,14 +22,14 @@ MOST = 1000  # scenarios
 
 @dataclass(frozen=True, kw_only=True)
 class Scenarios:
-    """What a plan may change beside the strategy; every combination is a scenario.  Empty: as the job has it.
+    """Clusters, batches and sequence lengths to compare; every combination is a scenario.  Empty: as in the job.
 
     Attributes:
         nodes: Numbers of nodes.
-        clusters: Hardware, with its usual fabric, or hardware and fabric, as ``a100-sxm-80gb@dgx-a100``; names of
-            presets, or paths of ``.toml`` files.
-        global_batches: Sequences of an iteration.
-        seq_lens: Tokens of a sequence.
+        clusters: Hardware with its usual fabric, or hardware and fabric: ``a100-sxm-80gb@dgx-a100``.  Names of presets
+            or paths of ``.toml`` files.
+        global_batches: Global batches in sequences.
+        seq_lens: Sequence lengths in tokens.
 
     Raises:
         StepsightError: If a value is not allowed.

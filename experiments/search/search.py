@@ -40,26 +40,27 @@ def search(
 ) -> SearchResult:
     """Find the strategy with the shortest predicted iteration that fits in memory.
 
-    Every legal strategy has a lower bound: what it computes and sends at least.  The least bound is asked about first,
-    until none is below the best time found.  The job's own strategy counts too: ``best`` is never slower than the job.
+    Every legal strategy has a lower bound of its time.  Strategies are predicted in the order of their bounds, until no
+    bound is below the best time found.  The job's own strategy is included, so ``best`` is never slower than the job.
 
     Args:
-        job: As in ``predict``: its model, global batch and cluster are kept, and what the space does not vary.
+        job: As in ``predict``; everything is kept that the space does not vary: model, global batch, cluster and more.
         predictor: As in ``predict``.
-        space: Choices to try: a ``Space``, or what ``Space.of`` takes; by default those of ``Space()``.
-        trials: Total of strategies evaluated in the study at the end, by earlier searches and other processes too;
-            None: as many as it takes (``tpe`` and ``random``: ``TRIALS``).  Each scenario is a study of its own.
-        timeout_s: No strategy is asked about after so many seconds; None: no limit.
-        gap: How much longer than the optimum the best strategy may take, in percent.
-        top: So many of the best strategies are sought and proved, not the best alone.
-        goal: What is sought; by default the shortest iteration.
-        scenarios: Clusters, batches and sequence lengths to compare; by default those of the job alone.
+        space: Search space: a ``Space``, or what ``Space.of`` takes; None: ``Space()``.
+        trials: Stop when the study holds this many evaluated strategies, including those of earlier searches and other
+            processes; None: no limit (``tpe`` and ``random``: ``TRIALS``).  Each scenario has a study of its own.
+        timeout_s: Stop after this many seconds; None: no limit.
+        gap: Stop when the best strategy is proved to be within this many percent of the optimum.
+        top: Number of best strategies to find and prove.
+        goal: Objective; None: the shortest iteration.
+        scenarios: Clusters, batches and sequence lengths to compare; None: only those of the job.
         sampler: ``auto`` (by bounds), ``enumerate`` (every legal strategy), ``tpe`` or ``random``.
-        seed: Of the sampler, 0 to ``MOST_SEED``.
+        seed: Seed of the sampler, 0 to ``MOST_SEED``.
         storage: None (in memory), a database URL, or the path of a journal file; several processes may share a study.
-        study_name: Name of the study in the storage; a stored study of that name goes on.
-        on_trial: Called after each strategy with the number of those before it and the shortest time, in seconds.
-        map_fn: Has other processes predict, as ``concurrent.futures.Executor.map``; None: this process does.
+        study_name: Name of the study in the storage; an existing study continues.
+        on_trial: Called after each strategy with the number of strategies before it and the shortest time in seconds.
+        map_fn: A ``map`` function that predicts in other processes, such as ``concurrent.futures.Executor.map``; None:
+            predict in this process.
         expert_loads: Tokens that each expert gets, or the path of a CSV file of them: every strategy then places its
             experts so that the busiest rank has the least to compute, and ``model.imbalance`` is what that leaves.
 

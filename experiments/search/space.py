@@ -18,22 +18,22 @@ MOST = 2**31
 
 @dataclass(frozen=True)
 class Space:
-    """The choices of a search.  A choice that is not legal for a model and cluster is left out.
+    """A search space.  Choices that are not legal for a model and cluster are left out.
 
     Attributes:
         max_tp: Largest tensor-parallel degree; 0: the devices of a node.
         micro_batches: Micro-batch sizes.
-        schedules: Each a name, or a name with its number of virtual stages, as ``("1f1b", 2)``.
-        cp: Context-parallel degrees, each where it leaves a rank ``MIN_CP_TOKENS`` tokens of a sequence.
+        schedules: Names of schedules, or pairs of a name and the number of virtual stages: ``("1f1b", 2)``.
+        cp: Context-parallel degrees; a degree is tried if each rank keeps ``MIN_CP_TOKENS`` tokens of a sequence.
         zero_stages, recompute, sequence_parallel: As in a job.
-        recompute_every: With full recomputation, only every n-th layer; empty: as the job has it.
-        dp_shard: Replicas over which ZeRO shards (hybrid sharding), 0: all; empty: all.
-        offload_activations: As in a job; empty: as the job has it.
-        orders: Orders of the ranks on the nodes, as ``parallel.order``; empty: as the job has it.
+        recompute_every: With full recomputation: recompute every n-th layer; empty: as in the job.
+        dp_shard: Numbers of replicas over which ZeRO shards (hybrid sharding); 0 or empty: all.
+        offload_activations: As in a job; empty: as in the job that is searched.
+        orders: Orders of ranks on the nodes, as ``parallel.order``; empty: as in the job.
 
     All expert-parallel degrees that divide the experts are tried, and all pipelines whose layers split nearly evenly.
-    Of choices that are the same, one is tried: selective recomputation is left out with fused attention, where it frees
-    nothing; ``gpipe`` of one micro-batch, which is 1F1B; orders that differ only in axes of degree 1.
+    Equivalent choices are tried once.  So the search leaves out selective recomputation with fused attention (it frees
+    nothing), ``gpipe`` with one micro-batch (it is 1F1B), and orders that differ only in axes of degree 1.
 
     Raises:
         StepsightError: If a value is not allowed.

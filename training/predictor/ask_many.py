@@ -67,13 +67,13 @@ def ask_many(
 ) -> Answers:
     """Predict the time, the interval and the peak memory of many jobs at once.
 
-    What jobs share is worked out once, so ask about hundreds or thousands in one call.
+    Work that jobs share is done once, so one call should hold hundreds or thousands of jobs.
 
     Args:
         jobs: The jobs.
         predictor: As in ``predict``.
         only_fitting: Whether to leave out the time of jobs that do not fit in memory.
-        intervals: Whether the ends of the intervals are wanted.
+        intervals: Whether to compute the ends of the intervals.
 
     Returns:
         The values that ``predict`` gives one by one, except for rounding.
