@@ -197,7 +197,7 @@ def _kernels(
         norms_again=norms_again and not modules,
         token_metrics=metrics,
         accumulation=kernels.accumulation if modules else accumulation,
-        fp8_dynamic=precision == "fp8" and fp8_scaling == "dynamic",
+        fp8_dynamic=precision == "fp8" and fp8_scaling != "delayed",
     )
 
 

@@ -52,6 +52,8 @@ class Job:
         framework: The framework that runs the job: the name of a profile, a text that contains one of its words, or a
             ``.json`` or ``.toml`` file; empty: unknown.  ``from_dict`` fills open keys from the profile, and a
             calibrated predictor looks for runs of the same framework.
+        open_stages: Whether the job says nothing about virtual stages although its framework usually interleaves.  One
+            chunk per stage is assumed; ``interleaved`` is the other job that may be meant.
 
     Raises:
         JobError: On construction, with every broken rule and its values.
@@ -64,6 +66,7 @@ class Job:
     cluster: ClusterSpec
     execution: ExecutionSpec = field(default_factory=ExecutionSpec)
     framework: str = ""
+    open_stages: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         wrong = [name for name, spec in SECTIONS.items() if not isinstance(getattr(self, name), spec)]
@@ -90,6 +93,21 @@ class Job:
 
     def __hash__(self) -> int:
         return hash((self.model, self.parallel, self.batch, self.optimizer, self.cluster.hardware, self.cluster.nodes))
+
+    @cached_property
+    def interleaved(self) -> Job | None:
+        """The same job with a chunk for each layer of a stage; None where one chunk is meant, or layers forbid it.
+
+        The two are the ends of what a job with ``open_stages`` may mean.
+        """
+        p = self.parallel
+        finest = self.model.layers // max(p.pp, 1)
+        if not self.open_stages or p.pp == 1 or p.virtual_stages != 1 or p.schedule != "1f1b" or finest < 2:
+            return None
+        try:
+            return replace(self, parallel=replace(p, virtual_stages=finest, runtime=""), open_stages=False)
+        except JobError:  # layers or micro-batches do not allow it
+            return None
 
     @property
     def num_micro_batches(self) -> int:
@@ -211,6 +229,8 @@ class Job:
             if section == "cluster" and isinstance(table.get("hardware"), Mapping):
                 table["hardware"] = stated_hardware(table["hardware"])
             stated[section] = table
+        stages = stated.get("parallel", {})
+        silent = "virtual_stages" not in stages and "schedule" not in stages
         if habits is not None:
             filled = habits.fill(stated)
             stated = {section: filled[section] for section in stated}
@@ -221,7 +241,7 @@ class Job:
         if problems:
             more = len(problems) - MOST_PROBLEMS
             raise JobError("; ".join([*problems[:MOST_PROBLEMS], *([f"and {more} more"] if more > 0 else [])]))
-        return cls(**specs, framework=framework)
+        return cls(**specs, framework=framework, open_stages=silent and habits is not None and habits.interleaves)
 
     @classmethod
     def from_file(cls, path: str | Path, framework: str = "") -> Job:

@@ -26,7 +26,7 @@ MIXED = ("fp32", "tf32", "bf16", "fp16", "fp8", "nvfp4")
 QUANTIZED: Mapping[str, int] = MappingProxyType({"fp8": 2, "nvfp4": 1})
 PURE: Mapping[str, str] = MappingProxyType({"pure-bf16": "bf16", "pure-fp16": "fp16"})  # with nothing in fp32
 PRECISIONS = (*MIXED, *PURE)
-FP8_SCALING = ("delayed", "dynamic")
+FP8_SCALING = ("delayed", "dynamic", "rowwise")
 ATTENTIONS = ("mha", "mla")
 CONTEXT_PARALLEL = ("ring", "all_gather")
 ATTENTION_KERNELS = ("", "flash-1", "flash-2", "flash-3")
@@ -47,11 +47,11 @@ class BatchSpec:
     Attributes:
         micro_batch: Sequences of one micro-batch on one replica.
         global_batch: Sequences of one optimizer step on all replicas; a multiple of ``micro_batch * dp``.
-        precision: ``fp32``, ``bf16``, ``fp16`` or ``fp8`` (mixed precision: main parameters, moments and loss in fp32),
-            or ``pure-bf16`` or ``pure-fp16`` (parameters, gradients, moments and loss in 16 bits).
+        precision: ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``fp8`` or ``nvfp4`` (mixed precision: main parameters, moments
+            and loss in fp32), or ``pure-bf16`` or ``pure-fp16`` (parameters, gradients, moments and loss in 16 bits).
         fp8_scaling: With ``fp8``: ``delayed`` (scales of earlier iterations, weights cast once an iteration:
-            Transformer Engine) or ``dynamic`` (each operand is scaled by its largest value and cast where it is used,
-            weights too: torchao).
+            Transformer Engine), ``dynamic`` (each operand is scaled by its largest value and cast where it is used,
+            weights too: torchao) or ``rowwise`` (as ``dynamic``, with a scale for each row and other kernels).
     """
 
     micro_batch: int
@@ -160,10 +160,13 @@ class ExecutionSpec:
             kernels); empty: ``eager-pytorch`` for fp32 and pure 16 bits, ``megatron`` for mixed precision.
         checkpoint: How recomputation of a layer ends: ``reentrant`` runs all of it again, ``early-stop`` stops when the
             last tensor that backward needs is there; empty: as the engine does.
+        kernels: The software whose kernels run the ops: a part of a name that ``stepsight show PREDICTOR`` lists;
+            empty: the software that the predictor is made for.
     """
 
     engine: str = ""
     checkpoint: str = ""
+    kernels: str = ""
 
 
 SECTIONS: MappingProxyType[str, type] = MappingProxyType(

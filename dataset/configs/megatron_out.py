@@ -198,7 +198,10 @@ def _batch(view: JobView) -> Flags:
         case "fp8":
             yield ("bf16",)
             yield "fp8-format", "hybrid"
-            yield "fp8-recipe", {"delayed": "delayed", "dynamic": "tensorwise"}[view["batch.fp8_scaling"]]
+            scaling = view["batch.fp8_scaling"]
+            yield "fp8-recipe", "delayed" if scaling == "delayed" else "tensorwise"
+            if scaling == "rowwise":
+                view.unexpressed("batch.fp8_scaling")
         case "fp32":
             pass
         case _:

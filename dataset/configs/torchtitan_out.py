@@ -80,7 +80,7 @@ def _training(view: JobView) -> dict[str, Any]:
             table["mixed_precision_param"] = "float32"
         case "fp16" | "pure-fp16":
             view.unexpressed("batch.precision")
-    if view["batch.fp8_scaling"] == "delayed" and batch.precision == "fp8":
+    if view["batch.fp8_scaling"] != "dynamic" and batch.precision == "fp8":
         view.unexpressed("batch.fp8_scaling")
     if view["optimizer.offload"]:
         table["enable_cpu_offload"] = True

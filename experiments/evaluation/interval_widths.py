@@ -18,7 +18,7 @@ from pathlib import Path
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.files import write_text
 from stepsight.experiments.evaluation.evaluate import Evaluation, evaluate
-from stepsight.training.intervals.published_errors import PRESET, Off, Widths, class_of, stretch
+from stepsight.training.intervals.published_errors import PRESET, Off, Widths, likeness_of
 from stepsight.training.shipped.catalogue import shipped_predictor
 
 
@@ -27,8 +27,8 @@ def widths_of(evaluation: Evaluation) -> Widths:
     sources: dict[str, list[Off]] = defaultdict(list)
     for row in evaluation.scored:
         if shipped_predictor(row.job.cluster.hardware) is not None:
-            score = abs(math.log(row.measured_s / row.predicted_s)) / stretch(row.unsupported_share)
-            sources[row.row.source].append(Off(row.digest, class_of(row.job), score))
+            error = abs(math.log(row.measured_s / row.predicted_s))
+            sources[row.row.source].append(Off(row.digest, likeness_of(row.job), row.unsupported_share, error))
     return Widths({name: tuple(rows) for name, rows in sources.items()})
 
 

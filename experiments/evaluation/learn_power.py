@@ -21,9 +21,9 @@ from stepsight.dataset.files import write_text
 from stepsight.dataset.hardware import find_hardware
 from stepsight.dataset.hardware_facts import power_type
 from stepsight.dataset.job import Job
-from stepsight.experiments.evaluation.evaluate import score
-from stepsight.experiments.evaluation.row_jobs import job_of
+from stepsight.experiments.evaluation.row_jobs import jobs_of
 from stepsight.experiments.evaluation.runs_table import Row, read_runs_table
+from stepsight.training.predictor.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped.catalogue import chip_of, shipped_predictor
 from stepsight.training.shipped.product_power import PRESET, ChipPower, learn_chip
@@ -42,20 +42,21 @@ def _at(hardware: str, slowdown: float) -> Predictor | None:
     return replace(found, hardware=replace(found.hardware, power_w=1.0, product_power_w=watts))
 
 
-def slowdown_of(row: Row) -> float | None:
+def slowdown_of(job: Job, measured_s: float) -> float | None:
     """Logarithm of how many times as long as alone a run's products took; None: it tells nothing of them."""
-    alone, slower = (score(row, lambda hardware, s=s: _at(hardware, s)) for s in (1.0, STEP))
-    part = math.log(slower.predicted_s / alone.predicted_s) / math.log(STEP)
-    return None if part < LEAST_PART else math.log(alone.measured_s / alone.predicted_s) / part
+    alone, slower = (predict(job, _at(job.cluster.hardware, slowdown)).iteration_time_s for slowdown in (1.0, STEP))
+    part = math.log(slower / alone) / math.log(STEP)
+    return None if part < LEAST_PART else math.log(measured_s / alone) / part
 
 
 def tells(row: Row) -> Job | None:
-    """The job of a row that tells of the clock: dense, with fused attention, on a chip with a shipped predictor."""
+    """The job of a row that tells of the clock: a dense model, fused attention, nothing open, a shipped predictor."""
     if row.weak or row.suspect:
         return None
-    job = job_of(row).job
+    published = jobs_of(row)[0]
+    job = published.job
     told = chip_of(job.cluster.hardware) and job.model.fused_attention and not job.model.experts
-    return job if told else None
+    return job if told and not published.open.values else None
 
 
 def learn(rows: Sequence[Row]) -> dict[str, dict[str, ChipPower]]:
@@ -64,7 +65,7 @@ def learn(rows: Sequence[Row]) -> dict[str, dict[str, ChipPower]]:
     for row in rows:
         try:
             job = tells(row)
-            found = None if job is None else slowdown_of(row)
+            found = None if job is None else slowdown_of(job, row.measured_s)
         except JobError:
             continue
         facts = None if job is None else find_hardware(job.cluster.hardware)

@@ -146,6 +146,10 @@ def framework_of(row: Row) -> Framework:
         changes["overlap_tp"] = "split"
     if re.search(r"\bcompile\b", notes.lower()):
         changes["eager_kernels"] = False
+    if re.search(r"\bno (?:comm(?:unication)? )?overlap\b", f"{row.software} {notes}".lower()):
+        changes |= {"overlap_tp": "", "overlap_grad_reduce": False, "overlap_param_gather": False}
+    if "rowwise" in row.text("precision").lower():
+        changes["fp8_scaling"] = "rowwise"
     if "MP mode DEFAULT" in row.text("precision"):  # Composer's name for parameters in half, reduction in full
         changes["gradients"] = "fp32"
     if "BF16 optimizer" in row.text("precision"):  # DeepSpeed's: casts and adds to fp32 and all-reduces that

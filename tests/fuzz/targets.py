@@ -36,7 +36,8 @@ from stepsight.experiments.reports.verb_reports import prediction_report
 from stepsight.experiments.search.search import search
 from stepsight.simulator.replay.replay import replay
 from stepsight.simulator.schedules import read_schedule, write_schedule
-from stepsight.training.predictor.prediction import POSSIBLE_MFU, predict
+from stepsight.training.predictor.prediction import predict
+from stepsight.training.predictor.prediction_warnings import POSSIBLE_MFU
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.predictor_manifest import write_manifest
 from tests.fuzz.mutate import Mutate, mutated_bytes, mutated_csv, mutated_json, mutated_text

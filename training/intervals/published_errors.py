@@ -1,41 +1,82 @@
 """How wide intervals of predictors from public tables are: what they were off by on published runs of other sources.
 
-Such a predictor has no runs of its own to hold back.  Its errors on published runs are kept by source and by what jobs
-use (experts, 8-bit products, fused attention), and a job's interval is the conformal one over the runs most like it.
-Where a source's own runs are judged, its errors do not count: no interval depends on the source that it is judged by.
+Such a predictor has no runs of its own to hold back.  Its errors on published runs are kept by source and by what their
+jobs are like: mixtures of experts, 8-bit products, fused attention, the generation of the chip, and the number of
+devices.  A job's interval is the weighted conformal one (Tibshirani et al. 2019, arXiv:1904.06019): runs count for more
+the more they are like the job, and a source with many runs for less than as many sources with one.  Errors are counted
+in units of a scale that grows with what was never measured, with the number of devices, and where few sources have run
+on the chip.  Where a source's own runs are judged, its errors do not count.
 ``python -m stepsight.experiments.evaluation.interval_widths RUNS`` writes the preset again.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.caching import cached
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.caching import Memo, cached
 from stepsight.dataset.files import read_json
 from stepsight.dataset.job import Job
 from stepsight.dataset.specs import QUANTIZED
-from stepsight.training.intervals.conformal import COVERAGE, MOST_LOG, conformal_quantile
+from stepsight.training.intervals.conformal import COVERAGE, MOST_LOG, ROOFLINE_LOG
 
 PRESET = Path(__file__).with_name("published_widths.json")
-MIN_ROWS, MIN_SOURCES = 20, 2  # of a class; else a coarser one counts
+# The next six were chosen so that sources left out in turn are covered, not by any error of a prediction.
 SHARE_WEIGHT = 1.0  # an error counts half where all of an iteration lies outside of what was measured
+DEVICES_WEIGHT = 0.05  # of each doubling of the devices beyond a node of eight
+CHIP_WEIGHT = 5.0  # over the number of sources that ran on the chip
+SOURCE_POWER = 0.8  # a run counts for one over this power of the number of runs of its source
+MISMATCH = (0.1, 0.3, 0.3, 0.5)  # what a run counts for that differs in one of ``Likeness.kind``
+DOUBLINGS = 4.0  # of the devices by which a run counts for 1/e
+MOST_KNOWN = 4096
+Array = NDArray[np.float64]
 
 
-def class_of(job: Job) -> tuple[str, ...]:
-    """What of a job makes predictions of it good or bad, the coarsest first."""
-    return (
-        "mixture" if job.model.experts else "dense",
-        "8-bit" if job.batch.precision in QUANTIZED else "16-bit or more",
-        "fused" if job.model.fused_attention else "unfused",
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """What of a job makes predictions of it good or bad.
+
+    Attributes:
+        kind: Dense or a mixture, width of products, attention, and generation of the chip.
+        devices: How many move in step.
+    """
+
+    kind: tuple[str, str, str, str]
+    devices: int
+
+
+def likeness_of(job: Job) -> Likeness:
+    """The likeness of a job."""
+    narrow, fused = job.batch.precision in QUANTIZED, job.model.fused_attention
+    return likeness(bool(job.model.experts), narrow, fused, job.hardware_name, job.cluster.num_devices)
+
+
+def likeness(mixture: bool, narrow: bool, fused: bool, hardware: str, devices: int) -> Likeness:
+    """A likeness from facts.
+
+    Args:
+        mixture: Whether there are experts.
+        narrow: Whether products are in 8 bits or fewer.
+        fused: Whether attention is one kernel.
+        hardware: Name of the device; its chip's generation is the first letter and digit (``h1`` of H100).
+        devices: How many move in step.
+    """
+    chip = re.match(r"g?([a-z]+-?\d)", hardware.lower())
+    kind = (
+        "mixture" if mixture else "dense",
+        "8-bit" if narrow else "16-bit or more",
+        "fused" if fused else "unfused",
+        chip[1] if chip else hardware,
     )
-
-
-def stretch(unsupported_share: float) -> float:
-    """How much wider an interval is for the part of an iteration that lies outside of what was measured."""
-    return 1.0 + SHARE_WEIGHT * min(max(unsupported_share, 0.0), 1.0)
+    return Likeness(kind, devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +85,39 @@ class Off:
 
     Attributes:
         digest: Of its row.
-        kind: Its job's ``class_of``.
-        score: ``|log(measured / predicted)|`` over its ``stretch``.
+        like: What its job is like.
+        share: Part of its predicted time outside of what was measured.
+        error: ``|log(measured / predicted)|``.
     """
 
     digest: str
-    kind: tuple[str, ...]
-    score: float
+    like: Likeness
+    share: float
+    error: float
+
+
+def _scale(share: Array, devices: Array, others: Array) -> Array:
+    """The unit of errors.
+
+    Args:
+        share: Part of the time outside of what was measured.
+        devices: How many move in step.
+        others: Sources that ran on the chip, the run's own left out.
+    """
+    doublings = np.maximum(np.log2(np.maximum(devices, 1.0)) - 3.0, 0.0)
+    evidence = 1.0 + CHIP_WEIGHT / np.maximum(others, 0.5)
+    scale: Array = (1.0 + SHARE_WEIGHT * np.clip(share, 0.0, 1.0)) * (1.0 + DEVICES_WEIGHT * doublings) * evidence
+    return scale
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Runs as columns, ``(runs,)``; ``kinds``: ``(runs, 4)``, ``scores``: errors over their scale."""
+
+    kinds: NDArray[np.str_]
+    devices: Array
+    base: Array
+    scores: Array
 
 
 @dataclass(frozen=True)
@@ -58,48 +125,90 @@ class Widths:
     """Errors on published runs, by source."""
 
     sources: Mapping[str, tuple[Off, ...]]
-    _known: dict[tuple[tuple[str, ...], str], float] = field(
-        default_factory=dict, init=False, compare=False, repr=False
+    _known: Memo[Any, float] = field(
+        default_factory=lambda: Memo("intervals: published errors", MOST_KNOWN), init=False, compare=False, repr=False
+    )
+    _tables: Memo[str, _Table] = field(
+        default_factory=lambda: Memo("intervals: published runs", 64), init=False, compare=False, repr=False
     )
 
     def half_width(self, job: Job, unsupported_share: float, without: str = "") -> float:
         """Half of a job's interval in log-seconds, by the errors of all sources but ``without``."""
-        return self.half_width_of(class_of(job), unsupported_share, without)
+        return self.half_width_of(likeness_of(job), unsupported_share, without)
 
-    def half_width_of(self, kind: tuple[str, ...], unsupported_share: float, without: str = "") -> float:
-        """The same for anything of a class, see ``class_of``."""
-        key = kind, without
-        if key not in self._known:
-            self._known[key] = self._quantile(*key)
-        return self._known[key] * stretch(unsupported_share)
+    def half_width_of(self, like: Likeness, unsupported_share: float, without: str = "") -> float:
+        """The same for anything that has a likeness."""
+        half = self._known.get((like, without))
+        if half is None:
+            others = np.array([len(self._on_chip(like) - {without})])
+            scale = float(_scale(np.zeros(1), np.array([like.devices]), others)[0])
+            self._known[like, without] = half = scale * self._quantile(like, without)
+        return min(half * (1.0 + SHARE_WEIGHT * min(max(unsupported_share, 0.0), 1.0)), MOST_LOG)
 
-    def _quantile(self, kind: tuple[str, ...], without: str) -> float:
-        alike: list[tuple[str, float]] = []
-        for level in range(len(kind), -1, -1):
-            alike = [
-                (name, off.score)
-                for name, rows in self.sources.items()
-                for off in rows
-                if name != without and off.kind[:level] == kind[:level]
-            ]
-            if len(alike) >= MIN_ROWS and len({name for name, _ in alike}) >= MIN_SOURCES:
-                break
-        return conformal_quantile([score for _, score in alike])
+    def _on_chip(self, like: Likeness) -> frozenset[str]:
+        """Sources that ran on a chip."""
+        return self._chips.get(like.kind[3], frozenset())
+
+    @cached_property
+    def _chips(self) -> dict[str, frozenset[str]]:
+        chips: dict[str, set[str]] = {}
+        for name, rows in self.sources.items():
+            for row in rows:
+                chips.setdefault(row.like.kind[3], set()).add(name)
+        return {chip: frozenset(names) for chip, names in chips.items()}
+
+    def _table(self, without: str) -> _Table:
+        """The runs of all sources but one."""
+        rows = [(name, off, len(offs)) for name, offs in self.sources.items() if name != without for off in offs]
+        devices = np.array([off.like.devices for _, off, _ in rows], dtype=np.float64)
+        others = np.array([len(self._on_chip(off.like) - {name, without}) for name, off, _ in rows], dtype=np.float64)
+        scale = _scale(np.array([off.share for _, off, _ in rows]), devices, others)
+        return _Table(
+            np.array([off.like.kind for _, off, _ in rows]).reshape(-1, 4),
+            devices,
+            np.array([count for _, _, count in rows], dtype=np.float64) ** -SOURCE_POWER,
+            np.array([off.error for _, off, _ in rows]) / scale,
+        )
+
+    def _quantile(self, like: Likeness, without: str) -> float:
+        """The weighted conformal quantile of scores; ``ROOFLINE_LOG`` without any."""
+        table = self._known_table(without)
+        if not len(table.scores):
+            return ROOFLINE_LOG
+        weights = table.base * np.where(table.kinds == np.array(like.kind), 1.0, MISMATCH).prod(axis=1)
+        weights *= np.exp(-np.abs(np.log2(np.maximum(table.devices, 1) / max(like.devices, 1))) / DOUBLINGS)
+        order = np.argsort(table.scores)
+        reached = np.cumsum(weights[order])
+        needed = COVERAGE * (reached[-1] + float((weights**2).sum() / weights.sum()))  # the job itself: a typical run
+        at = int(np.searchsorted(reached, needed))
+        if at < len(order):
+            return float(table.scores[order[at]])
+        return float(table.scores[order[-1]]) * needed / float(reached[-1])
+
+    def _known_table(self, without: str) -> _Table:
+        table = self._tables.get(without)
+        if table is None:
+            self._tables[without] = table = self._table(without)
+        return table
 
     def to_dict(self) -> dict[str, Any]:
-        rows = {name: [[o.digest, *o.kind, round(o.score, 4)] for o in offs] for name, offs in self.sources.items()}
+        rows = {
+            name: [[o.digest, *o.like.kind, o.like.devices, round(o.share, 3), round(o.error, 4)] for o in offs]
+            for name, offs in self.sources.items()
+        }
         return {"coverage": COVERAGE, "sources": rows}
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Widths:
-        sources = {
-            name: tuple(Off(str(row[0]), tuple(map(str, row[1:-1])), float(row[-1])) for row in rows)
-            for name, rows in value["sources"].items()
-        }
-        for name, rows in sources.items():
-            for row in rows:
-                if not 0 <= row.score < MOST_LOG:
-                    raise ValueError(f"an error of {name} must lie from 0 to {MOST_LOG}, got {row.score}")
+        sources: dict[str, tuple[Off, ...]] = {}
+        for name, rows in value["sources"].items():
+            sources[name] = tuple(
+                Off(str(digest), Likeness((str(a), str(b), str(c), str(d)), int(devices)), float(share), float(error))
+                for digest, a, b, c, d, devices, share, error in rows
+            )
+            for row in sources[name]:
+                if not 0 <= row.error < MOST_LOG or not math.isfinite(row.share) or row.like.devices < 1:
+                    raise ValueError(f"an error of {name} must lie from 0 to {MOST_LOG} with devices, got {row}")
         return cls(sources)
 
 

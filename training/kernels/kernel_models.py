@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.box_spec import HARDWARE as BOX
+from stepsight.dataset.errors import PredictorError
 from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.op import OP_KINDS, Op, OpKind
 from stepsight.dataset.physics import roofline_seconds
@@ -115,7 +116,7 @@ class KernelModel:
         Args:
             ops: Signatures.
             busy: Devices of the node that compute at the same time.
-            software: What runs each op; one that is not known, or none, is the one to predict for.
+            software: What runs each op, as a part of its name; if it is unknown or empty: the one to predict for.
         """
         if not ops:
             return np.zeros(0)
@@ -139,7 +140,21 @@ class KernelModel:
     def variant(self, op: Op, software: str) -> int:
         """Number of a software among those that ran ops like this one; 0, the one to predict for, if it ran none."""
         known = self.software.get(label(op.family, op, self.hardware), ())
-        return known.index(software) if software in known else 0
+        wanted = software.lower()
+        return next((number for number, name in enumerate(known) if wanted in name.lower()), 0) if wanted else 0
+
+    def check_software(self, software: str) -> None:
+        """Check that ops were measured with some software.
+
+        Raises:
+            PredictorError: If none of them were.
+        """
+        known = sorted({name for names in self.software.values() for name in names})
+        if software and not any(software.lower() in name.lower() for name in known):
+            raise PredictorError(
+                f"execution.kernels must be a part of the name of software that this predictor knows "
+                f"({', '.join(known) or 'it knows one alone'}), got {software!r:.80}"
+            )
 
     def _by_others(self, ops: Sequence[Op], busy: int, variants: NDArray[np.int64]) -> Array:
         assert self.transfer is not None

@@ -18,7 +18,7 @@ from stepsight.dataset.op import Op
 from stepsight.simulator.latency_model import RooflineLatency, preset_latency
 from stepsight.simulator.replay.captured_step import CapturedStep, time_captured
 from stepsight.training.intervals.conformal import Intervals
-from stepsight.training.intervals.published_errors import published_widths
+from stepsight.training.intervals.published_errors import Likeness, likeness, published_widths
 from stepsight.training.predictor.learned_latency import LearnedLatency
 from stepsight.training.predictor.prediction import ROOFLINE_SOURCE, asked_predictor
 from stepsight.training.predictor.predictor import Predictor
@@ -58,7 +58,7 @@ class CapturedPrediction:
         if self.predictor is None:
             half = Intervals().half_width_log
         elif self.predictor.kernel.derives and not self.predictor.intervals.num_runs:
-            half = published_widths().half_width_of(_class_of(self.captured), share)
+            half = published_widths().half_width_of(_likeness_of(self.captured, self.hardware_name), share)
         else:
             half = self.predictor.intervals.half_width(share)
         return self.iteration_time_s * math.exp(-half), self.iteration_time_s * math.exp(half)
@@ -189,12 +189,12 @@ def predict_captured(
     return CapturedPrediction(captured, latency.hardware.name, step, latency, asked, source)
 
 
-def _class_of(captured: Captured) -> tuple[str, ...]:
-    """As ``published_errors.class_of`` of a job."""
+def _likeness_of(captured: Captured, hardware: str) -> Likeness:
+    """As ``published_errors.likeness_of`` of a job."""
     kinds = {work.kind for graph in captured.graphs for work in graph.works}
     mixture = bool(kinds & {"all_to_all", "grouped_linear", "permute"})
     fused = any(isinstance(work, Op) and work.family == "attention" for g in captured.graphs for work in g.works)
-    return "mixture" if mixture else "dense", "16-bit or more", "fused" if fused else "unfused"
+    return likeness(mixture, False, fused, hardware, captured.world_size)
 
 
 def _message_ranks(graph: RankGraph) -> set[int]:

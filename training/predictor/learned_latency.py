@@ -39,7 +39,7 @@ def slowest_of(devices: int) -> float:
 
 class LearnedLatency:
     """A ``LatencyModel`` bound to one fabric, number of busy devices per node and of devices that move in step, and the
-    type of most matrix products.
+    type of most matrix products; ``software``: whose kernels run the ops.
     """
 
     def __init__(
@@ -55,12 +55,14 @@ class LearnedLatency:
         devices: int = 1,
         dtype: str = "bf16",
         host: HostCalls | None = None,
+        software: str = "",
     ) -> None:
         self.hardware = hardware
         self.fabric = fabric
         self.busy = busy
         self._kernel = kernel
         self._collective = collective
+        self._software = software
         self._context = context
         self._constants = constants or Constants()
         self._pace = hardware.power_slowdown(dtype) * (1.0 + hardware.compute_spread * slowest_of(devices))
@@ -82,7 +84,8 @@ class LearnedLatency:
     def _ask_kernel(self, ops: Sequence[Op]) -> Seconds:
         """Seconds of each op by the kernel model, at the clock that the power limit sustains, on the slowest device."""
         paces = [self._pace if op.record.bound == "compute" else 1.0 for op in ops]
-        return self._kernel.seconds(ops, self.busy) * paces
+        named = [self._software] * len(ops) if self._software else ()
+        return self._kernel.seconds(ops, self.busy, named) * paces
 
     def _known(self, memo: Memo[T, float], works: Sequence[T], ask: Callable[[Sequence[T]], Seconds]) -> Seconds:
         """Seconds of each work; what the memo lacks is asked for once and corrected by the constants."""

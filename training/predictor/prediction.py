@@ -23,13 +23,13 @@ from stepsight.training.intervals.conformal import Intervals
 from stepsight.training.intervals.published_errors import published_widths
 from stepsight.training.predictor.learned_latency import LearnedLatency
 from stepsight.training.predictor.prediction_views import html_view, one_line, one_row, plot_breakdown
+from stepsight.training.predictor.prediction_warnings import warnings_of
 from stepsight.training.predictor.predictor import Predictor
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from pandas import DataFrame
 
-POSSIBLE_MFU = 1.5  # clocks and other precisions than stated explain no more
 ROOFLINE = "roofline"  # in place of a predictor: hardware facts alone, whatever comes with the package
 ROOFLINE_SOURCE = "roofline from hardware facts alone: {}"
 
@@ -96,7 +96,8 @@ class Prediction:
         none: its errors on published runs of other sources count (``training/intervals/published_errors.py``).  A
         calibrated predictor gives jobs like the calibrated runs a narrower interval, which is at least as wide as the
         90th percentile of the errors on the runs used to fit and to judge it.  Without a predictor the interval is a
-        factor of three.
+        factor of three.  Where nothing is said of virtual stages although the framework usually interleaves, the
+        interval holds those of both jobs.
 
         Args:
             without: A source of published runs whose errors do not count.
@@ -108,7 +109,11 @@ class Prediction:
         half = half_width(
             self.predictor, self.job, self.software, self.unsupported_share, without=without, judged=judged
         )
-        return self.iteration_time_s * math.exp(-half), self.iteration_time_s * math.exp(half)
+        low, high = self.iteration_time_s * math.exp(-half), self.iteration_time_s * math.exp(half)
+        if self._interleaved is None:
+            return low, high
+        other = self._interleaved.interval(without, judged=judged)
+        return min(low, other[0]), max(high, other[1])
 
     @property
     def unsupported(self) -> tuple[str, ...]:
@@ -167,23 +172,16 @@ class Prediction:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Legal settings that look like a mistake, software that no run of the calibration used, impossible rates."""
-        found = self.job.warnings
-        if self.mfu > POSSIBLE_MFU:
-            found = (
-                *found,
-                f"devices reach at most {100 * POSSIBLE_MFU:.0f} % of their peak, got {100 * self.mfu:.0f} %: the peak "
-                "FLOP/s or the times of this predictor are wrong",
-            )
-        residual = None if self.predictor is None else self.predictor.calibration.residual
-        if residual is None or self.software in residual.software:
-            return found
-        named = f"framework {self.software!r:.80}" if self.software else "a framework that is not named"
-        return (
-            *found,
-            f"{named} ran none of the runs that this predictor was calibrated on: their correction counts for less "
-            f"(theirs: {', '.join(map(repr, residual.software))})",
-        )
+        """Legal settings that look like a mistake, an open choice, unknown software, impossible rates."""
+        return warnings_of(self)
+
+    @cached_property
+    def _interleaved(self) -> Prediction | None:
+        """The prediction of the other job that may be meant where nothing is said of virtual stages."""
+        other = self.job.interleaved
+        if other is None or self.given is not None:
+            return None
+        return predict(other, self.predictor or ROOFLINE, software=self.software)
 
     @property
     def _scale(self) -> float:

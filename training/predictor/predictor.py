@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from stepsight.gnn.inference import ContextWeights
 
 MAX_LATENCIES = 128  # latency models that a predictor remembers
+ROWWISE = "a scale for each row"  # in names of software whose 8-bit products have one
 
 
 def _latencies() -> Memo[Any, LearnedLatency]:
@@ -115,7 +116,8 @@ class Predictor:
             alone: Only one of its devices is there, and waits for no slower one.
 
         Raises:
-            PredictorError: If the job runs on other hardware.
+            PredictorError: If the job runs on other hardware, or asks for kernels of software that nothing was measured
+                with.
         """
         if job.hardware_name not in (self.hardware.name, canonical_hardware(self.hardware.name)):
             raise PredictorError(
@@ -124,9 +126,14 @@ class Predictor:
                 f"got {job.cluster.hardware!r:.80}"
             )
         busy = 1 if alone else min(job.cluster.devices_per_node, job.cluster.num_devices)
-        return self.latency_on(job.fabric, busy, 1 if alone else job.cluster.num_devices, job.batch.dtype)
+        devices = 1 if alone else job.cluster.num_devices
+        self.kernel.check_software(job.execution.kernels)
+        software = job.execution.kernels or (ROWWISE if job.batch.fp8_scaling == "rowwise" else "")
+        return self.latency_on(job.fabric, busy, devices, job.batch.dtype, software)
 
-    def latency_on(self, fabric: Fabric, busy: int, num_devices: int, dtype: str = "bf16") -> LearnedLatency:
+    def latency_on(
+        self, fabric: Fabric, busy: int, num_devices: int, dtype: str = "bf16", software: str = ""
+    ) -> LearnedLatency:
         """The same for any cluster of the predictor's devices.
 
         Args:
@@ -134,9 +141,10 @@ class Predictor:
             busy: Devices of a node that compute at once.
             num_devices: That move in step.
             dtype: Of most matrix products: decides how far the power limit lowers the clock.
+            software: As in ``ExecutionSpec.kernels``; one that is not known is the one to predict for.
         """
         devices = num_devices if self.hardware.compute_spread else 1
-        key = (busy, fabric, devices, power_type(dtype))
+        key = (busy, fabric, devices, power_type(dtype), software)
         known = self._bound.get(key)
         if known is None:
             self._bound[key] = known = LearnedLatency(
@@ -150,6 +158,7 @@ class Predictor:
                 devices=devices,
                 dtype=dtype,
                 host=self.host,
+                software=software,
             )
         return known
 

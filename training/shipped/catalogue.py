@@ -72,6 +72,7 @@ class Recipe:
         others: Measurements of other devices, for kinds that ``own`` lacks.
         software: Patterns of what ran them and of its precision (``TRTLLM 1.0 fp8``): first what training runs most
             alike, then what only lends its shapes.
+        kernels: Names of the groups of ``software``, by label of ops, for jobs that ask for one.
         collectives: Measurements of collectives; between nodes those of other devices count too, relative to their
             links.
         stated: Ratios of kinds that are in no table, from papers.
@@ -85,6 +86,7 @@ class Recipe:
     own: tuple[TableSource, ...]
     others: tuple[TableSource, ...]
     software: tuple[str, ...]
+    kernels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     collectives: tuple[TableSource, ...] = ()
     stated: Mapping[str, Ratio] = field(default_factory=dict)
     lent: Mapping[str, tuple[TableSource, ...]] = field(default_factory=dict)
@@ -127,6 +129,7 @@ RECIPES = MappingProxyType(
             ),
             (TableSource("simumax", f"{_SIMUMAX}/a100_pcie.json"),),
             ("SGLang|vidur", "TRTLLM"),
+            {"gemm": ("SGLang (torch)", "TensorRT-LLM"), "attention": ("SGLang", "TensorRT-LLM")},
             (
                 TableSource("aiconfigurator", "kernels/aiconfigurator/data/a100_sxm"),
                 TableSource("vtrain", "collectives/vtrain/trace/a100"),
@@ -150,6 +153,10 @@ RECIPES = MappingProxyType(
                 r"SGLang .* (fa3|flash_attention_v3|sglang_torch_linear) bf16|TRTLLM .* torch_flow fp8$|vidur",
                 r"TRTLLM .* torch_flow bf16|sglang_sgl_kernel_fp8_scaled_mm",
             ),
+            {
+                "gemm": ("SGLang (torch)", "TensorRT-LLM"),
+                "gemm/fp8": ("TensorRT-LLM (cuBLAS, one scale)", "SGLang (CUTLASS, a scale for each row)"),
+            },
             (
                 TableSource("aiconfigurator", "kernels/aiconfigurator/data/h100_sxm"),
                 TableSource("vidur", "collectives/vidur/network/h100_dgx/send_recv.csv.gz"),
@@ -172,6 +179,7 @@ RECIPES = MappingProxyType(
                 r"SGLang .* (fa3|flash_attention_v3|sglang_torch_linear) |TRTLLM .* torch_flow fp8$|vidur",
                 "sglang_sgl_kernel_fp8_scaled_mm",
             ),
+            {"gemm/fp8": ("TensorRT-LLM (cuBLAS, one scale)", "SGLang (CUTLASS, a scale for each row)")},
             (
                 TableSource("aiconfigurator", "kernels/aiconfigurator/data/h200_sxm"),
                 TableSource("vidur", "collectives/vidur/network/h100_dgx/send_recv.csv.gz"),
@@ -203,6 +211,10 @@ RECIPES = MappingProxyType(
                 "simumax|deepgemm",
                 r"SGLang .* (sglang_torch_linear|sglang_sgl_kernel_fp8_scaled_mm)",
             ),
+            {
+                "gemm": ("Transformer Engine (SimuMax)", "SGLang (torch)"),
+                "gemm/fp8": ("DeepGEMM", "SGLang (CUTLASS, a scale for each row)"),
+            },
             (TableSource("aiconfigurator", "kernels/aiconfigurator/data/b200_sxm"), _NCCL_TESTS),
             {**_FLASH_1, **_FLASH_2},
         ),
@@ -227,7 +239,9 @@ def shipped_predictor(name: str) -> Predictor | None:
             peaks = {**_preset(recipe.hardware).peak_flops, **measured.peak_flops}  # of types that nobody measured, too
             hardware = replace(hardware, product_power_w=product_power_w(recipe.chip))
             serves = same_chip(hardware, measured) if hardware.name in recipe.twins else None
-            kernel = replace(predictor.kernel, hardware=replace(measured, peak_flops=peaks), serves=serves)
+            kernel = replace(
+                predictor.kernel, hardware=replace(measured, peak_flops=peaks), serves=serves, software=recipe.kernels
+            )
             return replace(predictor, hardware=hardware, kernel=kernel)
     return None
 

@@ -6,6 +6,7 @@ import pytest
 
 from stepsight.experiments.evaluation.evaluate import score
 from stepsight.experiments.evaluation.learn_power import learn, slowdown_of, tells
+from stepsight.experiments.evaluation.row_jobs import job_of
 from stepsight.experiments.evaluation.row_predictors import without_source
 from stepsight.training.shipped.catalogue import shipped_predictor
 from stepsight.training.shipped.product_power import chip_powers
@@ -17,9 +18,9 @@ DENSE = {"hidden": 8192, "ffn": 32768, "heads": 64, "seq_len": 2048, "tp": 8, "p
 
 def test_a_slowdown_of_products_is_found_again() -> None:
     """Rows of a made-up truth: the predictor's own time where products take 8 % longer than alone."""
-    plain = slowdown_of(run_row(**DENSE))
+    job = job_of(run_row(**DENSE)).job
+    plain, longer = (slowdown_of(job, seconds) for seconds in (1.0, 1.08))
     assert plain is not None
-    longer = slowdown_of(run_row(**DENSE, iteration_time_s=1.08))
     assert longer is not None and 0.05 < longer - plain < 0.2
 
 
@@ -28,6 +29,7 @@ def test_who_tells_of_the_clock() -> None:
     assert tells(run_row(**{**DENSE, "framework": "Megatron-LM 2021"})) is None  # other kernels
     assert tells(run_row(**{**DENSE, "hardware": "V100-SXM2", "gpu_mem_gb": 32})) is None
     assert tells(run_row(**DENSE, quality="C")) is None
+    assert tells(run_row(**{**DENSE, "framework": "NeMo", "pp": 2, "dp": 1, "vp": ""})) is None  # two jobs
 
 
 def test_every_source_speaks_for_its_chip_and_type() -> None:

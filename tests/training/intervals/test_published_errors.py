@@ -9,10 +9,11 @@ import pytest
 
 from stepsight.dataset.job import Job
 from stepsight.training.intervals.published_errors import (
-    MIN_ROWS,
+    Likeness,
     Off,
     Widths,
-    class_of,
+    likeness,
+    likeness_of,
     published_widths,
 )
 from stepsight.training.predictor.prediction import ROOFLINE, predict
@@ -21,28 +22,41 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "gpt3-175b-1024.toml"
 JOB = Job.from_file(EXAMPLE)
 
 
-def offs(score: float, count: int, kind: tuple[str, ...] = class_of(JOB)) -> tuple[Off, ...]:
-    return tuple(Off(f"{score}-{index}", kind, score) for index in range(count))
+LIKE = likeness_of(JOB)
+
+
+def offs(error: float, count: int, like: Likeness = LIKE) -> tuple[Off, ...]:
+    return tuple(Off(f"{error}-{index}", like, 0.0, error) for index in range(count))
 
 
 def test_errors_of_the_own_source_do_not_count() -> None:
-    widths = Widths({"a": offs(0.1, MIN_ROWS), "b": offs(0.2, MIN_ROWS), "c": offs(0.5, 10 * MIN_ROWS)})
-    assert widths.half_width(JOB, 0.0) == 0.5
-    assert widths.half_width(JOB, 0.0, without="c") == 0.2
+    widths = Widths({"a": offs(0.1, 40), "b": offs(0.1, 40), "c": offs(0.5, 400)})
+    assert widths.half_width(JOB, 0.0) > 0.4
+    alone = Widths({name: rows for name, rows in widths.sources.items() if name != "c"})
+    assert widths.half_width(JOB, 0.0, without="c") == pytest.approx(alone.half_width(JOB, 0.0))
+    assert alone.half_width(JOB, 0.0) < 0.4
 
 
-def test_few_runs_of_a_class_leave_it_to_a_coarser_one() -> None:
-    """As does a class of which one source alone tells."""
-    mixture = ("mixture", *class_of(JOB)[1:])
-    few = Widths({"a": offs(0.1, 5), "b": (*offs(0.1, 5), *offs(0.9, 90, mixture))})
-    assert few.half_width(JOB, 0.0) == 0.9
-    alone = Widths({"a": offs(0.1, 50), "b": offs(0.9, 450, mixture)})
-    assert alone.half_width(JOB, 0.0) == 0.9
+def test_a_large_source_does_not_outvote_small_ones() -> None:
+    """A thousand runs of one source count for ten times what ten runs of another do, not a hundred times."""
+    widths = Widths({"large": offs(0.1, 1000), "small": offs(0.4, 10), "other": offs(0.4, 10)})
+    assert widths.half_width(JOB, 0.0) > 0.3
 
 
-def test_wider_by_what_lies_outside() -> None:
-    widths = Widths({"a": offs(0.1, MIN_ROWS), "b": offs(0.1, MIN_ROWS)})
-    assert widths.half_width(JOB, 1.0) == pytest.approx(2 * widths.half_width(JOB, 0.0))
+def test_runs_like_the_job_count_for_more() -> None:
+    mixture = replace(LIKE, kind=("mixture", *LIKE.kind[1:]))
+    both = Widths({"a": (*offs(0.1, 50), *offs(0.5, 50, mixture)), "b": (*offs(0.1, 50), *offs(0.5, 50, mixture))})
+    assert both.half_width_of(mixture, 0.0) > 3 * both.half_width_of(LIKE, 0.0)
+
+
+def test_wider_by_what_lies_outside_by_size_and_by_little_evidence() -> None:
+    """Twice as wide where nothing was measured; wider on more devices, and on a chip that nobody has run on."""
+    widths = Widths({name: offs(0.1, 30) for name in "abcdef"})
+    known = widths.half_width(JOB, 0.0)
+    assert widths.half_width(JOB, 1.0) == pytest.approx(2 * known)
+    assert widths.half_width_of(replace(LIKE, devices=16 * LIKE.devices), 0.0) > 1.1 * known
+    assert widths.half_width_of(replace(LIKE, kind=(*LIKE.kind[:3], "x9")), 0.0) > 1.5 * known
+    assert likeness(False, False, True, "gb200-sxm-186gb", 8).kind[3] == "b2"
 
 
 def test_the_preset_is_read_as_it_was_written() -> None:
@@ -51,7 +65,7 @@ def test_the_preset_is_read_as_it_was_written() -> None:
     assert Widths.from_dict(widths.to_dict()) == widths
     assert len(widths.sources) >= 5
     for rows in widths.sources.values():
-        assert all(len(row.digest) == 16 and row.score >= 0 for row in rows)
+        assert all(len(row.digest) == 16 and row.error >= 0 for row in rows)
 
 
 def test_a_shipped_predictor_is_narrower_than_a_roofline() -> None:
@@ -64,6 +78,6 @@ def test_a_shipped_predictor_is_narrower_than_a_roofline() -> None:
 
 
 def test_more_experts_are_less_certain() -> None:
-    """A class of its own: published mixtures were predicted worse than dense models."""
+    """Published mixtures were predicted worse than dense models."""
     model = replace(JOB.model, family="llama", experts=8, experts_per_token=2, expert_ffn=4096)
-    assert class_of(replace(JOB, model=model))[0] == "mixture" != class_of(JOB)[0]
+    assert likeness_of(replace(JOB, model=model)).kind[0] == "mixture" != LIKE.kind[0]

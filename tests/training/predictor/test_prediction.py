@@ -89,3 +89,40 @@ def test_the_largest_jobs_that_the_rules_allow_are_answered(sizes: dict[str, Any
     )
     answer = predict(job)
     assert answer.iteration_time_s > 0 and json.dumps(answer.to_dict(), allow_nan=False)
+
+
+def _nemo(**parallel: Any) -> Job:
+    return Job.from_dict(
+        {
+            "framework": "nemo",
+            "model": {"family": "llama", "layers": 8, "hidden": 4096, "heads": 32, "vocab": 32000, "seq_len": 2048},
+            "parallel": {"tp": 2, "pp": 4, **parallel},
+            "batch": {"micro_batch": 1, "global_batch": 32},
+            "cluster": {"hardware": "h100-sxm-80gb", "nodes": 2, "devices_per_node": 8},
+        }
+    )
+
+
+def test_silence_about_virtual_stages_is_answered_both_ways() -> None:
+    """Where the framework usually interleaves: the interval holds both jobs', and a warning says so."""
+    open_job, one, finest = _nemo(), _nemo(virtual_stages=1), _nemo(virtual_stages=2)
+    assert open_job == one and open_job.interleaved is not None and one.interleaved is None
+    answers = [predict(job) for job in (open_job, one, finest)]
+    assert answers[0].iteration_time_s == answers[1].iteration_time_s
+    assert answers[0].low_s == min(answers[1].low_s, answers[2].low_s) < answers[1].low_s
+    assert answers[0].high_s == max(answers[1].high_s, answers[2].high_s)
+    assert "interval covers 1 to 2" in " ".join(answers[0].warnings) and not answers[1].warnings
+
+
+def test_a_job_asks_for_the_kernels_of_a_software() -> None:
+    """By a part of its name; a name that nobody measured is refused with those that are known."""
+    tables = _nemo(virtual_stages=1).to_dict()
+    times = [
+        predict({**tables, "execution": {"kernels": name}}).iteration_time_s for name in ("", "tensorrt", "sglang")
+    ]
+    assert times[1] < times[0] == times[2]
+    with pytest.raises(PredictorError, match=r"software that this predictor knows \(SGLang .*TensorRT-LLM.*got 'cud'"):
+        predict({**tables, "execution": {"kernels": "cud"}})
+    eight = {**tables, "batch": {**tables["batch"], "precision": "fp8"}}
+    rowwise = {**eight, "batch": {**eight["batch"], "fp8_scaling": "rowwise"}}
+    assert predict(rowwise).iteration_time_s > 1.05 * predict(eight).iteration_time_s

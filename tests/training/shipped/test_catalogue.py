@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepsight.dataset.errors import PredictorError, TableError
-from stepsight.dataset.hardware import find_fabric, find_hardware, usual_fabric
+from stepsight.dataset.hardware import find_fabric, usual_fabric
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
 from stepsight.training.predictor.prediction import ROOFLINE, predict

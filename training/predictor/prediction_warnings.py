@@ -1,0 +1,35 @@
+"""What a prediction warns of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stepsight.training.predictor.prediction import Prediction
+
+POSSIBLE_MFU = 1.5  # clocks and other precisions than stated explain no more
+
+
+def warnings_of(prediction: Prediction) -> tuple[str, ...]:
+    """Warnings about a job and what answered for it, for people."""
+    found = list(prediction.job.warnings)
+    other = prediction.job.interleaved
+    if other is not None:
+        found.append(
+            f"parallel.virtual_stages is not stated, and {prediction.job.framework} usually interleaves: 1 is taken, "
+            f"and the interval covers 1 to {other.parallel.virtual_stages}; state it for a narrower one"
+        )
+    if prediction.mfu > POSSIBLE_MFU:
+        found.append(
+            f"devices reach at most {100 * POSSIBLE_MFU:.0f} % of their peak, got {100 * prediction.mfu:.0f} %: the "
+            "peak FLOP/s or the times of this predictor are wrong"
+        )
+    residual = None if prediction.predictor is None else prediction.predictor.calibration.residual
+    if residual is not None and prediction.software not in residual.software:
+        software = prediction.software
+        named = f"framework {software!r:.80}" if software else "a framework that is not named"
+        found.append(
+            f"{named} ran none of the runs that this predictor was calibrated on: their correction counts for less "
+            f"(theirs: {', '.join(map(repr, residual.software))})"
+        )
+    return tuple(found)
