@@ -13,7 +13,7 @@ from typing import Any
 from stepsight.experiments.evaluation.calibration_split import Split, split_by_series, split_by_size, without_copies
 from stepsight.experiments.evaluation.evaluate import Evaluation, figures, score
 from stepsight.experiments.evaluation.naive_references import carried_forward
-from stepsight.experiments.evaluation.row_predictors import PredictorOf
+from stepsight.experiments.evaluation.row_predictors import PredictorOf, without_source
 from stepsight.experiments.evaluation.scored_row import Scored
 from stepsight.training.calibration.fit_calibration import CalibrationFit, TimedJob, fit_calibration
 from stepsight.training.predictor.predictor import Predictor
@@ -96,7 +96,7 @@ def calibrate_small(
     for number, rows in enumerate(sets.values(), 1):
         if on_set is not None:
             on_set(number, len(sets))
-        predictor = predictor_of(rows[0].job.cluster.hardware)
+        predictor = without_source(predictor_of(rows[0].job.cluster.hardware), rows[0].row.source)
         fitted, judging = split(rows, most_gpus)
         judging = without_copies(judging, fitted)
         if predictor is None or not judging:
@@ -112,7 +112,11 @@ def calibrate_small(
 
 
 def with_rows(predictor: Predictor, rows: Sequence[Scored]) -> CalibrationFit:
-    """The predictor calibrated on some rows, which its manifest names from then on."""
-    fit = fit_calibration(predictor, [TimedJob(row.job, row.measured_s, row.row.software) for row in rows])
+    """The predictor calibrated on some rows, which its manifest names from then on.
+
+    Rows that leave open what ran do not teach, unless all do.
+    """
+    sure = [row for row in rows if not row.open] or rows
+    fit = fit_calibration(predictor, [TimedJob(row.job, row.measured_s, row.row.software) for row in sure])
     seen = {*predictor.manifest.get("fitted_rows", ()), *(row.digest for row in rows)}
     return replace(fit, predictor=replace(fit.predictor, manifest={**predictor.manifest, "fitted_rows": sorted(seen)}))

@@ -249,7 +249,8 @@ def score(row: Row, predictor_of: PredictorOf) -> Scored:
     told = {} if predictor is None else predictor.manifest.get("calibration", {})
     judged = is_copy(job, measured, told.get("judged_rows", ()))
     predictions = [predict(one.job, predictor or ROOFLINE, software=row.software) for one in every]
-    seconds = math.exp(fmean(math.log(prediction.iteration_time_s) for prediction in predictions))
+    times = [prediction.iteration_time_s for prediction in predictions]
+    seconds = times[0] if len(times) == 1 else math.exp(fmean(map(math.log, times)))
     nearest = min(predictions, key=lambda one: abs(math.log(one.iteration_time_s / seconds)))
     ends = [prediction.interval(without=row.source, judged=judged) for prediction in predictions]
     share = seconds / nearest.iteration_time_s

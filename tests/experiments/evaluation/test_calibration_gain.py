@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.errors import PredictorError, StepsightError, TableError
-from stepsight.experiments.evaluation.calibrate_runs import COPY, LARGER, SIZES, calibrate, calibration_text
+from stepsight.experiments.evaluation.calibrate_runs import COPY, LARGER, SIZES, calibrate, calibration_text, sure_gain
 from stepsight.experiments.evaluation.calibration_gain import FITTED_ON, SPLITS, calibrate_small
 from stepsight.experiments.evaluation.calibration_split import read_most_gpus, split_by_series, split_by_size
 from stepsight.experiments.evaluation.evaluate import FITTED, OTHER_HARDWARE, WEAK, Evaluation, evaluate, score
@@ -123,13 +123,13 @@ def test_no_interval_is_narrower_than_what_judging_runs_were_off_by(tmp_path: Pa
 def test_rows_left_out_are_counted_by_their_reason(tmp_path: Path) -> None:
     """Also the larger ones that another source's smallest runs tell of."""
     rows = lab(dict.fromkeys(SIZES_SEEN, 1.15))
-    others = [run_row(row_id=2, quality="C"), run_row(row_id=3, vocab=""), run_row(row_id=4, hardware="H100-SXM")]
+    others = [run_row(row_id=2, quality="C"), run_row(row_id=3, hidden=""), run_row(row_id=4, hardware="H100-SXM")]
     told_twice = [Row({**row.cells, "source": "other"}) for row in rows[1:2]]
     runs = write_runs(tmp_path / "runs.csv", *rows, *others, *told_twice)
     answer = answer_of(runs, Predictor.load("a100-sxm"), tmp_path / "mine")
     assert (answer["fitted"], answer["evidence"]["before"]["used"]) == (2, 2)
-    assert answer["skipped"] == {WEAK: 1, "vocab is unknown": 1, OTHER_HARDWARE: 1, COPY: 1}
-    assert "left out 1: vocab is unknown\nleft out 1: the predictor is for other hardware" in answer["text"]
+    assert answer["skipped"] == {WEAK: 1, "hidden is unknown": 1, OTHER_HARDWARE: 1, COPY: 1}
+    assert "left out 1: hidden is unknown\nleft out 1: the predictor is for other hardware" in answer["text"]
 
 
 def test_a_job_that_names_its_framework_is_predicted_as_its_row(tmp_path: Path) -> None:
@@ -210,3 +210,11 @@ def test_shipped_predictors_were_fitted_on_no_run() -> None:
         assert predictor.manifest["fitted_rows"] == []
         assert predictor.calibration.factor(score(run_row(), lambda hardware: None).job) == 1.0
         assert not any("published" in source or "e2e" in source for source in predictor.manifest["sources"])
+
+
+def test_few_runs_that_differ_show_nothing() -> None:
+    """Of three judging runs a gain of two points may be chance; of thirty alike it is not."""
+    row = score(run_row(), lambda hardware: None)
+    off = row.predicted_s / row.measured_s - 1.0
+    closer = [row.measured_s * (1.0 + off * (1.0 - 0.02 / abs(off)))]
+    assert sure_gain([row] * 3, closer * 3) < 0 < sure_gain([row] * 30, closer * 30) < 2.0

@@ -17,14 +17,14 @@ def run(*arguments: object, cwd: Path, verb: str = "evaluate") -> subprocess.Com
 
 def test_answer_and_plot(tmp_path: Path) -> None:
     """``--json`` prints one object and nothing else; the plot is written."""
-    write_runs(tmp_path / "runs.csv.gz", run_row(), run_row(row_id=2, tp=8, dp=1), run_row(row_id=3, vocab=""))
+    write_runs(tmp_path / "runs.csv.gz", run_row(), run_row(row_id=2, tp=8, dp=1), run_row(row_id=3, hidden=""))
     done = run("runs.csv.gz", "--plot", "runs.png", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert answer["overall"]["used"] == 2 and answer["skipped"] == {"vocab is unknown": 1}
+    assert answer["overall"]["used"] == 2 and answer["skipped"] == {"hidden is unknown": 1}
     assert (tmp_path / "runs.png").stat().st_size > 1000
     shown = run("runs.csv.gz", cwd=tmp_path)
-    assert "constant MFU x bubble" in shown.stdout and "left out 1: vocab is unknown" in shown.stdout
+    assert "constant MFU x bubble" in shown.stdout and "left out 1: hidden is unknown" in shown.stdout
 
 
 def test_calibrated_figures_beside_those_as_shipped(tmp_path: Path) -> None:

@@ -37,8 +37,8 @@ def test_what_counts(tmp_path: Path) -> None:
         *series(8, 16, 32),
         run_row(row_id=4, notes="SUSPECT"),
         run_row(row_id=5, quality="C"),
-        run_row(row_id=6, vocab=""),
-        run_row(row_id=7, vocab="", source="Lab two"),
+        run_row(row_id=6, hidden=""),
+        run_row(row_id=7, hidden="", source="Lab two"),
     ]
     result = evaluate(write_runs(tmp_path / "runs.csv", *rows), ROOFLINE, source="LAB")
     value = result.to_dict()
@@ -49,7 +49,7 @@ def test_what_counts(tmp_path: Path) -> None:
     assert value["sources"]["lab"]["rows"] == 6 and value["overall"]["used"] == 3
     assert value["suspect"]["used"] == 1 and sum(value["skipped"].values()) == 3
     assert value["overall"]["out_of_support"] == 100.0  # nothing was measured
-    assert "SUSPECT" in evaluation_text(result, 2) and "left out 1: vocab is unknown" in evaluation_text(result, 2)
+    assert "SUSPECT" in evaluation_text(result, 2) and "left out 1: hidden is unknown" in evaluation_text(result, 2)
     assert set(evaluate(tmp_path / "runs.csv", ROOFLINE, source="AB").rows) == {"lab", "Lab two"}  # what holds it
     with pytest.raises(TableError, match=r"--source must match .*, got 'nobody'; sources: 'lab', 'Lab two'"):
         evaluate(tmp_path / "runs.csv", ROOFLINE, source="nobody")
@@ -58,11 +58,11 @@ def test_what_counts(tmp_path: Path) -> None:
 def test_a_source_without_usable_rows(tmp_path: Path) -> None:
     """Its figures are empty; a table without any is refused, with the reasons and what else there is."""
     path = write_runs(
-        tmp_path / "runs.csv", run_row(), run_row(vocab="", source="two"), run_row(quality="C", source="two")
+        tmp_path / "runs.csv", run_row(), run_row(hidden="", source="two"), run_row(quality="C", source="two")
     )
     result = evaluate(path, ROOFLINE).to_dict()
     assert result["sources"]["two"] == {"rows": 2, **dict.fromkeys(FIGURES), "used": 0}
-    reasons = "1 x vocab is unknown, 1 x grade C: more than one field is a guess; sources: 'lab', 'two'"
+    reasons = "1 x hidden is unknown, 1 x grade C: more than one field is a guess; sources: 'lab', 'two'"
     with pytest.raises(TableError, match=f"of 2 rows of .*runs.csv left out: {reasons}"):
         evaluate(path, ROOFLINE, source="two")
 
@@ -79,7 +79,7 @@ def test_an_unknown_framework_is_told(tmp_path: Path) -> None:
 def test_progress(tmp_path: Path) -> None:
     """Every row is told of, whether or not it counts."""
     told: list[tuple[int, int]] = []
-    path = write_runs(tmp_path / "runs.csv", run_row(), run_row(vocab=""))
+    path = write_runs(tmp_path / "runs.csv", run_row(), run_row(hidden=""))
     evaluate(path, ROOFLINE, on_row=lambda done, of: told.append((done, of)))
     assert told == [(1, 2), (2, 2)]
 
