@@ -47,8 +47,9 @@ class BatchSpec:
     Attributes:
         micro_batch: Sequences of one micro-batch on one replica.
         global_batch: Sequences of one optimizer step on all replicas; a multiple of ``micro_batch * dp``.
-        precision: ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``fp8`` or ``nvfp4`` (mixed precision: main parameters, moments
-            and loss in fp32), or ``pure-bf16`` or ``pure-fp16`` (parameters, gradients, moments and loss in 16 bits).
+        precision: ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``fp8`` or ``nvfp4`` (mixed precision: main parameters,
+            moments and loss in fp32), or ``pure-bf16`` or ``pure-fp16`` (parameters, gradients, moments and loss in 16
+            bits).
         fp8_scaling: With ``fp8``: ``delayed`` (scales of earlier iterations, weights cast once an iteration:
             Transformer Engine), ``dynamic`` (each operand is scaled by its largest value and cast where it is used,
             weights too: torchao) or ``rowwise`` (as ``dynamic``, with a scale for each row and other kernels).

@@ -183,7 +183,7 @@ class Widths:
         at = int(np.searchsorted(reached, needed))
         if at < len(order):
             return float(table.scores[order[at]])
-        return float(table.scores[order[-1]]) * needed / float(reached[-1])
+        return float(table.scores[order[-1]] * needed / reached[-1])
 
     def _known_table(self, without: str) -> _Table:
         table = self._tables.get(without)
