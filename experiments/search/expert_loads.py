@@ -63,6 +63,11 @@ class ExpertLoads:
             raise StepsightError(f"{path} must hold a line of loads, one number for each expert, got none")
         return cls(tuple(rows))
 
+    @classmethod
+    def of(cls, value: ExpertLoads | str | Path | None) -> ExpertLoads | None:
+        """Loads as they are, or those of a file."""
+        return cls.read(Path(value)) if isinstance(value, str | Path) else value
+
     def check(self, job: Job) -> None:
         """Refuse a job that has other experts or layers.
 

@@ -12,6 +12,7 @@ from stepsight.dataset.errors import JobError, StepsightError
 from stepsight.dataset.job import ClusterSpec, Job
 from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.experiments.search.job_search import Manner, search_job
+from stepsight.experiments.search.objectives import REGRET
 from stepsight.training.predictor.prediction import predict
 
 if TYPE_CHECKING:
@@ -132,7 +133,10 @@ def search_scenarios(job: Job, predictor: Predictor | str | None, manner: Manner
 
     Raises:
         JobError: If no scenario has a legal strategy.
+        StepsightError: If the goal is the least expected regret, which is for one cluster and batch.
     """
+    if manner.goal.robust == REGRET:
+        raise StepsightError(f"robust {REGRET} is for one cluster and batch: search the best scenario again with it")
     found: list[SearchResult] = []
     skipped: list[str] = []
     for words, candidate in scenarios.of(job):

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.job import Job, JobLike
 from stepsight.experiments.search.choices import SearchResult
 from stepsight.experiments.search.expert_loads import ExpertLoads
 from stepsight.experiments.search.job_search import Manner, OnTrial, search_job
 from stepsight.experiments.search.mapped import MapFn
-from stepsight.experiments.search.objectives import REGRET, Goal
+from stepsight.experiments.search.objectives import Goal
 from stepsight.experiments.search.scenarios import Scenarios, search_scenarios
 from stepsight.experiments.search.space import Space
 
@@ -59,10 +58,8 @@ def search(
         storage: None (in memory), a database URL, or the path of a journal file; several processes may share a study.
         study_name: Name of the study in the storage; an existing study continues.
         on_trial: Called after each strategy with the number of strategies before it and the shortest time in seconds.
-        map_fn: A ``map`` function that predicts in other processes, such as ``concurrent.futures.Executor.map``; None:
-            predict in this process.
-        expert_loads: Tokens that each expert gets, or the path of a CSV file of them: every strategy then places its
-            experts so that the busiest rank has the least to compute, and ``model.imbalance`` is what that leaves.
+        map_fn: A ``map`` function that predicts in other processes, such as ``concurrent.futures.Executor.map``.
+        expert_loads: Tokens of each expert, or a CSV file of them: each strategy places its experts by them.
 
     Returns:
         The strategies, best first: ``.best``, ``.gap_percent``, ``.choices``, ``.to_frame()``, ``.to_dict()``.
@@ -74,17 +71,13 @@ def search(
     Example:
         >>> search("examples/gpt3-175b-1024.toml").best.job.parallel  # doctest: +SKIP
     """
-    job = Job.of(job)
     manner = Manner(
         space=Space.of(space), goal=goal or Goal(), trials=trials, timeout_s=timeout_s, gap=gap, top=top, seed=seed,
         sampler=sampler, storage=storage, study_name=study_name, on_trial=on_trial, map_fn=map_fn,
-        expert_loads=expert_loads if isinstance(expert_loads, ExpertLoads) or expert_loads is None
-        else ExpertLoads.read(Path(expert_loads)))  # fmt: skip
+        expert_loads=ExpertLoads.of(expert_loads))  # fmt: skip
     if scenarios is None or scenarios.is_empty:
-        return search_job(job, predictor, manner)
-    if manner.goal.robust == REGRET:
-        raise StepsightError(f"robust {REGRET} is for one cluster and batch: search the best scenario again with it")
-    return search_scenarios(job, predictor, manner, scenarios)
+        return search_job(Job.of(job), predictor, manner)
+    return search_scenarios(Job.of(job), predictor, manner, scenarios)
 
 
 def exhaustive(job: Job, predictor: Predictor | str | None = None, space: Space | None = None) -> SearchResult:

@@ -20,7 +20,7 @@ from stepsight.dataset.physics import roofline_seconds
 from stepsight.dataset.program import Program
 from stepsight.experiments.studies.context.context_task import ContextTask, Design
 from stepsight.features.graph_features import LABELS, node_features
-from stepsight.training.measured.graph_segments import segments_by_run
+from stepsight.training.measured.graph_segments import read_graphs
 from stepsight.training.measured.measured import MeanSegment, average
 
 Array = NDArray[np.float64]
@@ -39,7 +39,7 @@ def ops_task(folder: Path) -> ContextTask:
     graphs, groups = [], []
     for collection in sorted(path for path in folder.iterdir() if path.is_dir()):
         runs = [run for run in run_folders(collection) if has_traces(run)]
-        for segments in segments_by_run(runs):
+        for segments, _ in read_graphs(runs):
             own = [segment_graph(mean, hardware) for mean in average(segments) if len(mean.program)]
             total = sum(float(torch.nansum(graph["op"].seconds)) for graph in own)
             for graph in own:
