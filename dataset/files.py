@@ -94,9 +94,10 @@ def read_json(path: Path) -> Any:
     return parse_json(read_text(path))
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write indented JSON whole or not at all; NaN is refused."""
-    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
+    """Write JSON whole or not at all; NaN is refused.  What no person reads is written in one line, in a tenth of the
+    time."""
+    write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n")
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def write_graph(graph: RankGraph, folder: Path, stem: str) -> None:
     for name, table in (("nodes", columns), ("edges", edges)):
         with new_file(folder / f"{stem}.{name}.parquet") as part:
             pq.write_table(pa.table(table), part, compression="zstd", compression_level=1)
-    write_json(folder / f"{stem}.json", _described(graph))
+    write_json(folder / f"{stem}.json", _described(graph), indent=None)
 
 
 def _described(graph: RankGraph) -> dict[str, Any]:
@@ -74,7 +74,10 @@ def read_graph(folder: Path, stem: str) -> RankGraph:
             raise ValueError(f"form must be {FORM}, got {tree.get('form')!r:.40}: import the trace again")
         graph = _graph(tree, nodes, edges)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise TraceError(f"{path} must be an imported graph with its tables: {error}") from None
+        raise TraceError(
+            f"{path} must be an imported graph with its tables, got {error}; if another version of stepsight wrote it, "
+            "import the trace again"
+        ) from None
     _check(graph, path)
     return graph
 

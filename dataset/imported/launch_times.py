@@ -26,15 +26,22 @@ def launch_times(graph: RankGraph) -> Floats:
     edges = np.flatnonzero(graph.edges["why"] == WHY_NUMBER[Dependency.LAUNCH])
     source, target = graph.edges["source"][edges], graph.edges["target"][edges]
     recorded = max(graph.events - int(graph.on_device.sum()), 0) / max(len(np.unique(source)), 1)
-    calls: dict[tuple[int, int], tuple[int, set[int]]] = {}
-    columns = (graph.nodes[name][target].tolist() for name in ("call", "work", "step"))
-    for host, node, call, work, step in zip(source.tolist(), target.tolist(), *columns, strict=True):
-        if work >= 0 and step >= 0:
-            calls.setdefault((call if call >= 0 else -2 - node, work), (node, set()))[1].add(host)
-    for node, hosts in calls.values():
-        spent = float(own[list(hosts)].sum())
-        if not np.isnan(spent):
-            out[node] = spent, recorded * len(hosts)
+    call, work, step = (graph.nodes[name][target] for name in ("call", "work", "step"))
+    chosen = np.flatnonzero((work >= 0) & (step >= 0))
+    if not len(chosen):
+        return out
+    key = np.where(call >= 0, call, -2 - target)
+    rows = chosen[np.lexsort((source[chosen], work[chosen], key[chosen]))]  # by call and what it launches
+    begins = np.append(True, (np.diff(key[rows]) != 0) | (np.diff(work[rows]) != 0))
+    distinct = begins | np.append(
+        True, np.diff(source[rows]) != 0
+    )  # a call of the host that launches several counts once
+    first = np.flatnonzero(begins)
+    spent = np.add.reduceat(np.where(distinct, own[source[rows]], 0.0), first)
+    nodes = target[np.minimum.reduceat(rows, first)]
+    known = ~np.isnan(spent)
+    out[nodes[known], 0] = spent[known]
+    out[nodes[known], 1] = recorded * np.add.reduceat(distinct.astype(np.int64), first)[known]
     return out
 
 

@@ -64,7 +64,7 @@ def write_segments(segments: Sequence[TracedSegment], folder: Path) -> None:
             {"program": number[id(each.program)]} | {name: getattr(each, name) for name in _ABOUT} for each in segments
         ],
     }
-    write_json(folder / f"{STEM}.json", tree)
+    write_json(folder / f"{STEM}.json", tree, indent=None)
 
 
 def _whole(segment: TracedSegment, name: str) -> Any:
