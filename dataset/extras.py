@@ -13,6 +13,7 @@ EXTRAS = MappingProxyType(
         "lightgbm": "train",
         "matplotlib": "search",
         "mlflow": "train",
+        "onnx": "models",
         "optuna": "search",
         "pandas": "search",
         "plotly": "search",

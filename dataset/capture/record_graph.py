@@ -151,7 +151,7 @@ class _Nodes:
         evaluation, sequence = row[_EVALUATION], row[_SEQUENCE]
         signature = self._signatures[row[_WORK]]
         if signature[0] == COMPOSITE:
-            return intern_op(signature[1], tuple(signature[2]), signature[3]), True
+            return intern_op(signature[1], tuple(signature[2]), signature[3]), all(signature[4:])
         if evaluation < 0:
             found = self._plain.get(row[_WORK])
             if found is None:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.verbs.options import TIMELINE, Json, answer, check_result, load, path, progress
 
+if TYPE_CHECKING:
+    from stepsight.dataset.capture.captured import Captured
+
 # Options stand before the script, and everything behind it is the script's.
 CONTEXT = {"allow_interspersed_args": False}
 
 
 def capture_command(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", parser=path, help="A training script.")],
+    script: Annotated[
+        Path,
+        typer.Argument(metavar="SCRIPT", parser=path, help="A training script, or a model: an .onnx or a .pt2 file."),
+    ],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS…", help="The script's arguments.")] = None,
     *,
     world_size: Annotated[int, typer.Option(help="Ranks of the job.")],
@@ -34,6 +40,11 @@ def capture_command(
         str, typer.Option(help="cuda, or cpu: the script finds no GPU and runs the ops of a CPU.")
     ] = "cuda",
     timeout: Annotated[float, typer.Option(help="Time limit for one rank, in seconds.")] = 600.0,
+    inference: Annotated[bool, typer.Option("--inference", help="For a model: the forward alone.")] = False,
+    dims: Annotated[str, typer.Option(help="For a model: sizes of symbolic dimensions, as batch=8,seq=1024.")] = "",
+    precision: Annotated[
+        str, typer.Option(help="For a model: fp32, bf16 or fp16 in the place of the file's floating-point type.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Capture a training script as it would run on any number of GPUs; needs no GPU.
@@ -45,13 +56,29 @@ def capture_command(
         stepsight capture --world-size 1024 --out captured train.py --batch 8
         stepsight predict --program captured --hardware h100-sxm-80gb --fabric dgx-h100
 
-    Values of tensors are not known: a script that reads a value gets 1 or False. Compiled regions run uncompiled.
-    """
-    from stepsight.dataset.capture.captured import check_capture_folder, write_captured
-    from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
-    from stepsight.dataset.files import check_writable
-    from stepsight.experiments.reports.capture_reports import capture_text
+    Values of tensors are not known: a script that reads a value gets 1 or False. Tokens are spread evenly over experts.
+    Compiled regions run uncompiled.
 
+    A model in a file (ONNX, or a file of torch.export.save) is read and not run. For training, the backward, AdamW and
+    the all-reduce of gradients between --world-size replicas are derived from its forward:
+
+        stepsight capture --world-size 16 --dims batch=8,seq=1024 --precision bf16 --out gpt2 gpt2.onnx
+    """
+    from stepsight.dataset.capture.captured import check_capture_folder
+    from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
+    from stepsight.dataset.capture.model_files import ModelRequest, is_model, read_model
+    from stepsight.dataset.files import check_writable
+
+    if is_model(script):
+        if arguments:
+            raise StepsightError(f"a model takes no arguments, got {' '.join(arguments)!r:.80}: options go before it")
+        model = ModelRequest(script, world_size, devices_per_node, not inference, sizes_of(dims), precision)
+        check_capture_folder(out)
+        check_writable(out)
+        _write(read_model(model), out, as_json=as_json)
+        return
+    if inference or dims or precision:
+        raise StepsightError("--inference, --dims and --precision are for models: an .onnx or a .pt2 file")
     if rank is not None and ranks != "auto":
         raise StepsightError(f"--rank and --ranks exclude each other, got {rank} and {ranks!r:.80}")
     request = CaptureRequest(
@@ -66,10 +93,28 @@ def capture_command(
     )
     check_capture_folder(out)
     check_writable(out)
-    captured = capture(request, progress("ranks captured"))
+    _write(capture(request, progress("ranks captured")), out, as_json=as_json)
+
+
+def _write(captured: Captured, out: Path, *, as_json: bool) -> None:
+    """Write a capture, and print what it holds."""
+    from stepsight.dataset.capture.captured import write_captured
+    from stepsight.experiments.reports.capture_reports import capture_text
+
     write_captured(captured, out)
     told = captured.to_dict() | {"out": str(out)}
     answer(told, capture_text(told), as_json)
+
+
+def sizes_of(text: str) -> dict[str, int]:
+    """Sizes of dimensions, written as ``batch=8,seq=1024``."""
+    found: dict[str, int] = {}
+    for word in filter(None, map(str.strip, text.split(","))):
+        name, _, size = word.partition("=")
+        if not name or not (size.isascii() and size.isdigit()):
+            raise StepsightError(f"--dims must be names and sizes, as batch=8,seq=1024, got {word!r:.80}")
+        found[name] = int(size)
+    return found
 
 
 def _ranks(text: str) -> tuple[int, ...]:
@@ -86,13 +131,16 @@ def predict_program(
 ) -> None:
     """``stepsight predict --program``; ``cluster``: names of the hardware and of the fabric, empty if not given."""
     from stepsight.dataset.capture.captured import read_captured
+    from stepsight.dataset.capture.model_files import ModelRequest, is_model, read_model
     from stepsight.experiments.reports.capture_reports import program_text
     from stepsight.simulator.replay.captured_timeline import write_timeline
     from stepsight.training.predictor.captured_prediction import predict_captured
 
     if timeline is not None:
         check_result("--timeline", timeline, TIMELINE)
-    prediction = predict_captured(read_captured(program), *cluster, load(predictor))
+    reads_model = is_model(program) and program.is_file()
+    captured = read_model(ModelRequest(program)) if reads_model else read_captured(program)
+    prediction = predict_captured(captured, *cluster, load(predictor))
     told = prediction.to_dict()
     if timeline is not None:
         memory = [rank.live_bytes for rank in prediction.captured.ranks]

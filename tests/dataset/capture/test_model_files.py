@@ -1,0 +1,134 @@
+"""Models in files: their forward is read without running anything, and training is derived from it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stepsight.dataset.capture.captured import rank_summary
+from stepsight.dataset.capture.model_files import ModelRequest, read_model
+from stepsight.dataset.errors import CaptureError
+
+BATCH, WIDTH, INNER, OUT = 8, 16, 32, 4
+PRODUCTS = 2 * BATCH * (WIDTH * INNER + INNER * OUT)  # FLOP of the forward
+
+
+def summary(path: Path, **asked: Any) -> dict[str, Any]:
+    (rank,) = read_model(ModelRequest(path, **asked)).ranks
+    return rank_summary(rank)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``Linear(GELU(LayerNorm(Linear(x))))`` as torch.export writes it."""
+    torch = pytest.importorskip("torch")
+    layers = (torch.nn.Linear(WIDTH, INNER), torch.nn.LayerNorm(INNER), torch.nn.GELU(), torch.nn.Linear(INNER, OUT))
+    path = tmp_path_factory.mktemp("exported") / "mlp.pt2"
+    torch.export.save(torch.export.export(torch.nn.Sequential(*layers), (torch.randn(BATCH, WIDTH),)), path)
+    return path
+
+
+def onnx_file(path: Path, batch: int | str = BATCH) -> Path:
+    """The same as ONNX, without biases."""
+    onnx = pytest.importorskip("onnx")
+    h, float32 = onnx.helper, onnx.TensorProto.FLOAT
+    sizes = {"w1": (WIDTH, INNER), "g": (INNER,), "b": (INNER,), "w2": (INNER, OUT)}
+    weights = [onnx.numpy_helper.from_array(np.zeros(size, np.float32), name) for name, size in sizes.items()]
+    nodes = [
+        h.make_node("MatMul", ["x", "w1"], ["y"]),
+        h.make_node("LayerNormalization", ["y", "g", "b"], ["n"]),
+        h.make_node("Gelu", ["n"], ["a"]),
+        h.make_node("MatMul", ["a", "w2"], ["z"]),
+    ]
+    x, z = (h.make_tensor_value_info(name, float32, [batch, size]) for name, size in (("x", WIDTH), ("z", OUT)))
+    onnx.save(h.make_model(h.make_graph(nodes, "mlp", [x], [z], weights)), path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["pt2", "onnx"])
+def test_training_is_derived_from_the_forward(kind: str, exported: Path, tmp_path: Path) -> None:
+    """Both weights have a gradient, and the input of the first product has none."""
+    path = exported if kind == "pt2" else onnx_file(tmp_path / "mlp.onnx")
+    forward, step = summary(path), summary(path, training=True, replicas=16)
+    assert forward["flops"] == PRODUCTS and step["flops"] == 3 * PRODUCTS - 2 * BATCH * WIDTH * INNER
+    kinds = step["ops_by_kind"]
+    assert (kinds["linear"], kinds["linear_wgrad"], kinds["linear_dgrad"], kinds["adamw"]) == (2, 2, 1, 1)
+    assert kinds["gelu_backward"] == kinds["layer_norm_backward"] == 1
+    (row,) = step["collectives"]
+    biases = (INNER + OUT) * (kind == "pt2")
+    assert row["num_bytes"] == 4 * (WIDTH * INNER + 2 * INNER + INNER * OUT + biases) and row["group_size"] == 16
+    assert step["peak_bytes"] > 4 * row["num_bytes"] > forward["peak_bytes"]
+
+
+def test_a_tensor_that_two_steps_read_has_its_gradients_added(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+
+    class Twice(torch.nn.Module):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: Any) -> Any:
+            y = self.one(x)
+            return y.tanh() * self.two(y)
+
+    torch.export.save(torch.export.export(Twice(), (torch.randn(4, 8),)), tmp_path / "twice.pt2")
+    assert summary(tmp_path / "twice.pt2", training=True)["ops_by_kind"]["add"] == 1
+
+
+def test_symbolic_dimensions_have_the_sizes_that_are_asked_for(tmp_path: Path) -> None:
+    path = onnx_file(tmp_path / "mlp.onnx", "batch")
+    assert summary(path, dims={"batch": BATCH})["flops"] == PRODUCTS
+    unknown = summary(path)
+    assert unknown["flops"] == PRODUCTS / BATCH and "batch are taken as 1" in unknown["warnings"][0]
+
+
+def test_an_unknown_op_is_counted_and_told(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    h = onnx.helper
+    x, y = (h.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [64]) for name in "xy")
+    onnx.save(h.make_model(h.make_graph([h.make_node("Celu", ["x"], ["y"])], "one", [x], [y])), tmp_path / "one.onnx")
+    found = summary(tmp_path / "one.onnx")
+    assert found["ops_by_kind"] == {"elementwise": 1} and "Celu" in found["warnings"][0]
+    assert found["unknown_ops"] == 1
+
+
+class Evil:
+    """Fails the test if somebody unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("a file was unpickled",)
+
+
+def test_nothing_in_a_file_runs(exported: Path, tmp_path: Path) -> None:
+    """Pickled parts of an exported program stay unread."""
+    path = tmp_path / "evil.pt2"
+    with zipfile.ZipFile(exported) as old, zipfile.ZipFile(path, "w") as new:
+        for entry in old.infolist():
+            is_graph = entry.filename.endswith("models/model.json")
+            new.writestr(entry.filename, old.read(entry) if is_graph else pickle.dumps(Evil()))
+    assert summary(path) == summary(exported)
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
+@pytest.mark.parametrize("content", [b"", b"junk", b"PK\x03\x04"])
+def test_other_files_are_refused(suffix: str, content: bytes, tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    path = tmp_path / f"model{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(CaptureError, match="must be"):
+        read_model(ModelRequest(path))
+
+
+def test_a_graph_of_another_form_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.pt2"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("other/models/model.json", json.dumps({"graph_module": []}))
+    with pytest.raises(CaptureError, match=r"must be a file that torch.export.save wrote"):
+        read_model(ModelRequest(path))
