@@ -64,7 +64,10 @@ def read_model(request: ModelRequest) -> Captured:
     Raises:
         CaptureError: If the file is no model.
     """
-    model = READERS[request.path.suffix.lower()](request.path, request.dims)
+    try:
+        model = READERS[request.path.suffix.lower()](request.path, request.dims)
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise CaptureError(f"{request.path.name} must be a whole model: {type(error).__name__}: {error}") from None
     if not model.steps:
         raise CaptureError(f"{request.path.name} must compute something, got no op")
     if request.training and not model.parameters:

@@ -70,11 +70,16 @@ def read_onnx(path: Path, dims: Mapping[str, int]) -> ModelSteps:
             if math.prod(tensor.dims) > _SMALL:
                 tensor.ClearField("raw_data")
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
-    except (DecodeError, OSError, RuntimeError, ValueError, onnx.checker.ValidationError) as error:
+    except (DecodeError, OSError, RuntimeError, ValueError, *_errors(onnx)) as error:
         raise CaptureError(f"{path.name} must be an ONNX model: {str(error).splitlines()[0]:.200}") from None
     if not inferred.graph.node:
         raise CaptureError(f"{path.name} must be an ONNX model with at least one node, got none")
     return _Reader(inferred.graph, missing).model()
+
+
+def _errors(onnx: Any) -> tuple[type[Exception], ...]:
+    """What the library raises about graphs that are wrong."""
+    return onnx.checker.ValidationError, onnx.shape_inference.InferenceError
 
 
 def _set_dims(graph: Any, dims: Mapping[str, int]) -> list[str]:
@@ -133,9 +138,7 @@ class _Reader:
         known = node.op_type not in self._unknown
         for op in ops:
             if op is not None:
-                steps.append(
-                    ModelStep(node.name or node.op_type, op, tuple(dict.fromkeys(reads)), tuple(writes), known)
-                )
+                steps.append(ModelStep(node.name or node.op_type, op, reads, tuple(writes), known))
         return steps
 
     def _root(self, name: str) -> str:
