@@ -8,9 +8,9 @@ The ranks meet in the folder; what is off is printed, and the exit status tells.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples/scripts"))
-import train_llama  # noqa: E402
-import train_moe  # noqa: E402
+train_llama: Any = importlib.import_module("train_llama")
+train_moe: Any = importlib.import_module("train_moe")
 
 CPU = torch.device("cpu")
 
 
-def options(module: ModuleType, *arguments: str) -> argparse.Namespace:
+def options(module: Any, *arguments: str) -> argparse.Namespace:
     """The script's options as its command line gives them."""
     sys.argv = [module.__name__, "--layers", "2", "--hidden", "64", "--vocab", "256", "--seq-len", "32", *arguments]
     found: argparse.Namespace = module.options()
