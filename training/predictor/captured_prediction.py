@@ -19,6 +19,7 @@ from stepsight.simulator.latency_model import RooflineLatency, preset_latency
 from stepsight.simulator.replay.captured_step import CapturedStep, time_captured
 from stepsight.training.intervals.conformal import Intervals
 from stepsight.training.intervals.published_errors import Likeness, likeness, published_widths
+from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.predictor.learned_latency import LearnedLatency
 from stepsight.training.predictor.prediction import ROOFLINE_SOURCE, asked_predictor
 from stepsight.training.predictor.predictor import Predictor
@@ -68,6 +69,9 @@ class CapturedPrediction:
         """What was never measured, the longest first, and the part of the critical path that it makes up, 0 to 1."""
         if not isinstance(self.latency, LearnedLatency):
             return (), 0.0
+        host = self.latency.host_times
+        if host is not None and all(graph.device == "cpu" for graph in self.captured.graphs):
+            return self._unmeasured_calls(host)
         places, nodes = self.step.critical
         seconds: dict[Any, float] = {}
         for place, node in zip(places.tolist(), nodes.tolist(), strict=True):
@@ -82,6 +86,19 @@ class CapturedPrediction:
             return (crowded, *named), 1.0
         outside = sum(seconds[work] for work, reason in zip(works, reasons, strict=True) if reason)
         return named, min(1.0, outside / max(self.iteration_time_s, 1e-12))
+
+    def _unmeasured_calls(self, host: HostCalls) -> tuple[tuple[str, ...], float]:
+        """As ``unsupported``, of a script whose host runs its ops."""
+        places, nodes = self.step.critical
+        seconds: dict[str, float] = {}
+        for place, node in zip(places.tolist(), nodes.tolist(), strict=True):
+            graph = self.step.graphs[place]
+            work, call = graph.works[graph.nodes["work"][node]], graph.names[graph.nodes["name"][node]]
+            if graph.nodes["kind"][node] == OP and isinstance(work, Op) and not host.is_known(call, work):
+                told = f"{work}: {call} was not measured"
+                seconds[told] = seconds.get(told, 0.0) + float(graph.duration_s[node])
+        outside = sum(seconds.values()) / max(self.iteration_time_s, 1e-12)
+        return tuple(sorted(seconds, key=lambda told: -seconds[told])), min(1.0, outside)
 
     @property
     def warnings(self) -> tuple[str, ...]:
