@@ -52,8 +52,19 @@ def _fake_rms_norm_backward(
     return torch.empty_like(x) if needed[0] else None, dweight
 
 
+def _fake_grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """Of any type, as the kernels take them; PyTorch's own rule of shapes refuses all but bf16."""
+    rows, columns = a.shape[-2], b.shape[-1]
+    groups = [offs.shape[0]] if offs is not None and a.dim() == b.dim() == 2 else list(a.shape[:1])
+    shape = [*groups, rows, columns] if a.dim() == b.dim() else [rows, columns]
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)
+
+
 # Shapes of what they return, asked for within the mode.
 FAKE: dict[Any, Any] = {
+    _aten._grouped_mm.default: _fake_grouped_mm,
     _aten._fused_rms_norm.default: _fake_rms_norm,
     _aten._fused_rms_norm_backward.default: _fake_rms_norm_backward,
 }
