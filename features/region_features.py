@@ -46,9 +46,10 @@ _MOVES_NOTHING = {
     "placeholder", "view", "permute", "expand", "unsqueeze", "slice", "getitem", "full", "iota", "select", "squeeze",
 }  # fmt: skip
 
-BYTES_PER_S, SCALARS_PER_S = 2e10, 1.5e9  # of one core, for the scale only
-LANES = 12.0  # by which vectors are quicker than scalar code, for the scale only
-LEAST_S = 5e-8
+PARTS = ("bytes", "strided_bytes", "inner_bytes", "vectors", "slow_vectors", "scalars", "slow_scalars", "start")
+BYTES_PER_S, STRIDED_PER_S, SCALARS_PER_S = 4e10, 1e10, 2e9  # of one core, for the scale only
+LANES = 30.0  # by which vectors are quicker than scalar code, for the scale only
+START_S = 1e-7
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,13 @@ class RegionNumbers:
 
     Attributes:
         x: By type of node (``op``, ``loop``, ``kernel``), ``(n, f)``.
-        roofline: By type of node, seconds of a roofline, ``(n,)``.
+        parts: By type of node, seconds by resource of a roofline, ``(n, len(PARTS))``.
         key: By type of node, what kind it is, ``(n,)``.
         edges: By type of edge, ``(2, e)`` and ``(e, g)``.
     """
 
     x: Mapping[str, Array]
-    roofline: Mapping[str, Array]
+    parts: Mapping[str, Array]
     key: Mapping[str, Edges]
     edges: Mapping[EdgeType, tuple[Edges, Array]]
 
@@ -77,8 +78,8 @@ def region_numbers(region: Region) -> RegionNumbers:
     outside = _outside(region, groups)
     loops = np.array([_loop_row(loop) for loop in region.loops]).reshape(len(region.loops), -1)
     ops = np.array([_op_row(region.ops, number) for number in range(len(region.ops))])
-    loop_s = np.array([_loop_seconds(loop) for loop in region.loops])
-    kernel_s = np.array([_kernel_seconds(g, sum(b)) for g, b in zip(groups, outside, strict=True)])
+    loop_s = np.array([_loop_parts(loop) for loop in region.loops])
+    kernel_s = np.array([_kernel_parts(g, b) for g, b in zip(groups, outside, strict=True)])
     main = [max(group, key=_loop_seconds) for group in groups]
     return RegionNumbers(
         {
@@ -86,7 +87,7 @@ def region_numbers(region: Region) -> RegionNumbers:
             "loop": loops,
             "kernel": np.array([_kernel_row(g, b) for g, b in zip(groups, outside, strict=True)]),
         },
-        {"op": np.array([_op_seconds(region.ops, n) for n in range(len(region.ops))]), "loop": loop_s, "kernel": kernel_s},
+        {"op": np.array([_op_parts(region.ops, n) for n in range(len(region.ops))]), "loop": loop_s, "kernel": kernel_s},
         {
             "op": np.array([_aten(op.name) for op in region.ops], dtype=np.int64),
             "loop": np.array([_kind(loop) for loop in region.loops], dtype=np.int64),
@@ -125,14 +126,19 @@ def _op_row(ops: Sequence[FrameworkOp], number: int) -> list[float]:
     ]  # fmt: skip
 
 
-def _op_seconds(ops: Sequence[FrameworkOp], number: int) -> float:
+def _op_parts(ops: Sequence[FrameworkOp], number: int) -> list[float]:
     op = ops[number]
+    parts = dict.fromkeys(PARTS, 0.0)
     if ATEN_OPS[_aten(op.name)] in _MOVES_NOTHING:
-        return LEAST_S / 10
+        parts["start"] = START_S / 10
+        return list(parts.values())
     read = [ops[each] for each in op.inputs]
     moved = _numel(op) * op.element_bytes + sum(_numel(each) * each.element_bytes for each in read)
     numel = max([_numel(op), *(_numel(each) for each in read)])
-    return LEAST_S + moved / BYTES_PER_S + numel * _SLOW.get(ATEN_OPS[_aten(op.name)], 1) / SCALARS_PER_S
+    cost = _SLOW.get(ATEN_OPS[_aten(op.name)], 0)
+    parts |= {"bytes": moved / BYTES_PER_S, "vectors": numel / SCALARS_PER_S / LANES, "start": START_S}
+    parts["slow_vectors"] = numel * cost / SCALARS_PER_S / LANES
+    return list(parts.values())
 
 
 def _iterations(loop: Loop) -> int:
@@ -145,12 +151,26 @@ def _scalars(loop: Loop) -> float:
     return float(_iterations(loop) * each)
 
 
-def _computing_s(loop: Loop) -> float:
+def _rest(loop: Loop) -> float:
+    """Part of a vectorised loop that is left for the end of each row."""
+    return (loop.inner % loop.lanes) / max(loop.inner, 1)
+
+
+def _computing(loop: Loop) -> dict[str, float]:
     """Seconds of a loop's operations: vectors where its code has them, and scalar code for the rest of each row."""
-    if not loop.tiles:
-        return _scalars(loop) / SCALARS_PER_S
-    rest = (loop.inner % loop.lanes) / max(loop.inner, 1)
-    return _scalars(loop) / SCALARS_PER_S * ((1 - rest) / LANES + rest / 4)
+    slow = float(_iterations(loop) * sum(count * _SLOW.get(name, 0) for name, count in loop.ops.items()))
+    quick = max(_scalars(loop) - slow, 0.0)
+    rest = _rest(loop) / 4 if loop.tiles else 1.0
+    vector = (1 - _rest(loop)) / LANES if loop.tiles else 0.0
+    each = 1 / SCALARS_PER_S
+    return {
+        "vectors": quick * vector * each, "slow_vectors": slow * vector * each, "scalars": quick * rest * each,
+        "slow_scalars": slow * rest * each,
+    }  # fmt: skip
+
+
+def _computing_s(loop: Loop) -> float:
+    return sum(_computing(loop).values())
 
 
 def _moved(loop: Loop, access: Access) -> float:
@@ -163,12 +183,29 @@ def _touched(loop: Loop) -> float:
     return sum(_moved(loop, each) for each in (*loop.reads, *loop.writes))
 
 
+def _strided(loop: Loop) -> float:
+    return sum(_moved(loop, each) for each in (*loop.reads, *loop.writes) if each.mode in ("strided", "indirect"))
+
+
+def _loop_parts(loop: Loop) -> list[float]:
+    strided = _strided(loop)
+    parts = dict.fromkeys(PARTS, 0.0) | _computing(loop)
+    parts |= {"bytes": (_touched(loop) - strided) / BYTES_PER_S, "strided_bytes": strided / STRIDED_PER_S}
+    return list((parts | {"start": START_S}).values())
+
+
 def _loop_seconds(loop: Loop) -> float:
-    return LEAST_S + _touched(loop) / BYTES_PER_S + _computing_s(loop)
+    return sum(_loop_parts(loop))
 
 
-def _kernel_seconds(loops: Sequence[Loop], outside: float) -> float:
-    return LEAST_S + outside / BYTES_PER_S + sum(map(_computing_s, loops))
+def _kernel_parts(loops: Sequence[Loop], outside: tuple[float, float, float]) -> list[float]:
+    parts = dict.fromkeys(PARTS, 0.0)
+    for loop in loops:
+        for name, seconds in _computing(loop).items():
+            parts[name] += seconds
+    parts |= {"bytes": (outside[0] + outside[1]) / BYTES_PER_S, "inner_bytes": outside[2] / BYTES_PER_S}
+    parts |= {"strided_bytes": sum(map(_strided, loops)) / STRIDED_PER_S, "start": START_S * len(loops)}
+    return list(parts.values())
 
 
 def _kind(loop: Loop) -> int:
@@ -204,14 +241,13 @@ def _access_numbers(loops: Sequence[Loop], part: str) -> list[float]:
 def _code(loops: Sequence[Loop]) -> list[float]:
     """How the loops are vectorised: seconds by the number of vectorised loops, and the length of the innermost."""
     spent = [sum(_computing_s(loop) for loop in loops if loop.tiles == tiles) for tiles in (0, 1, 2)]
-    total = sum(spent) + LEAST_S
+    total = sum(spent) + START_S
     longest = max(loops, key=_iterations)
-    rest = (longest.inner % longest.lanes) / max(longest.inner, 1)
     slow = sum(
         _iterations(loop) * count * _SLOW[name]
         for loop in loops if not loop.tiles for name, count in loop.ops.items() if name in _SLOW
     )  # fmt: skip
-    return [*(each / total for each in spent), rest, _log(longest.inner), _log(longest.lanes), _log(slow)]
+    return [*(each / total for each in spent), _rest(longest), _log(longest.inner), _log(longest.lanes), _log(slow)]
 
 
 def _loop_row(loop: Loop) -> list[float]:
@@ -256,7 +292,7 @@ def _kernel_row(loops: Sequence[Loop], outside: tuple[float, float, float]) -> l
         _log(len(loops)), _log(largest.numel), _log(largest.reduced), _log(_iterations(largest)),
         _log(sum(map(_iterations, loops)) / max(_iterations(largest), 1)), _log(scalars), _log(scalars / max(moved, 1)),
         float(sum(loop.reduced > 1 for loop in loops)), float(min(loop.element_bytes for loop in loops)),
-        float(any(loop.extern for loop in loops)), float(np.log(_kernel_seconds(loops, sum(outside)))),
+        float(any(loop.extern for loop in loops)), float(np.log(sum(_kernel_parts(loops, outside)))),
     ]  # fmt: skip
 
 

@@ -29,7 +29,8 @@ class NetworkForm:
         head: ``factor`` of the seconds that are given, or ``slowdown``: a factor of at least 1.
         channels: Width.
         layers: Rounds of messages.
-        bound: Largest absolute logarithm of the factor.
+        parts: Resources that the given seconds of a node consist of (``parts`` of the graph); each has a factor.
+        bound: By which a node's factors may be off those of all nodes, log units.
         rest: Whether a graph takes seconds that belong to no node.
     """
 
@@ -39,7 +40,8 @@ class NetworkForm:
     head: str = "factor"
     channels: int = 32
     layers: int = 2
-    bound: float = 4.0
+    parts: int = 1
+    bound: float = 2.0
     rest: bool = False
 
 
@@ -64,18 +66,16 @@ class TypedNetwork(nn.Module):
             nn.ModuleDict({name: nn.LayerNorm(width) for name in form.nodes}) for _ in self.rounds
         )
         self.between = nn.Linear(width, width)
-        self.decode = nn.Linear(width, 1)
-        self.direct = nn.Linear(form.nodes[form.readout], 1)
+        self.decode = nn.Linear(width, form.parts)
+        start = NO_SLOWDOWN if form.head == "slowdown" else 0.0
+        self.usual = nn.Parameter(torch.full((form.parts,), start))
         self.log_rest = nn.Parameter(torch.tensor(-12.0))
         for name, count in form.nodes.items():
             self._constants(f"node_{name}", count)
         for kind, count in form.edges.items():
             self._constants("edge_" + "__".join(kind), count)
-        for head in (self.decode, self.direct):
-            nn.init.zeros_(head.weight)
-            nn.init.zeros_(head.bias)
-        if form.head == "slowdown":
-            nn.init.constant_(self.decode.bias, NO_SLOWDOWN)
+        nn.init.zeros_(self.decode.weight)
+        nn.init.zeros_(self.decode.bias)
 
     def _round(self) -> HeteroConv:
         width = self.form.channels
@@ -122,11 +122,10 @@ class TypedNetwork(nn.Module):
                     for name, own in hidden.items()
                 }
         own = functional.silu(self.between(hidden[form.readout]))
-        raw = (self.decode(own) + self.direct(scaled[form.readout]))[:, 0]
-        baseline: Tensor = graphs[form.readout].baseline
-        if form.head == "slowdown":
-            return baseline * (1.0 + functional.softplus(raw))
-        return baseline * torch.exp(form.bound * torch.tanh(raw / form.bound))
+        raw = self.usual + form.bound * torch.tanh(self.decode(own) / form.bound)
+        given: Tensor = graphs[form.readout].baseline[:, None] if form.parts == 1 else graphs[form.readout].parts
+        factor = 1.0 + functional.softplus(raw) if form.head == "slowdown" else raw.exp()
+        return (given * factor).sum(dim=1)
 
     def totals(self, graphs: Batch, seconds: Tensor) -> Tensor:
         """Seconds of every graph, ``(graphs,)``: the sum over its nodes, and the rest."""

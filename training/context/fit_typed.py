@@ -144,4 +144,5 @@ def _seen(graph: HeteroData, fit: TypedFit) -> HeteroData:
 def _form(graphs: HeteroData, fit: TypedFit) -> NetworkForm:
     nodes = {name: graphs[name].x.shape[1] for name in graphs.node_types}
     edges: dict[EdgeType, int] = {kind: graphs[kind].edge_attr.shape[1] for kind in graphs.edge_types}
-    return NetworkForm(fit.readout, nodes, edges, fit.head, fit.channels, fit.layers, rest=fit.rest)
+    parts = graphs[fit.readout].parts.shape[1] if "parts" in graphs[fit.readout] else 1
+    return NetworkForm(fit.readout, nodes, edges, fit.head, fit.channels, fit.layers, parts, rest=fit.rest)

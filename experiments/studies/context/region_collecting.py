@@ -79,7 +79,7 @@ def collect(folder: Path, each: int, until: Callable[[], bool] = lambda: False) 
         path = folder / f"{name}-{number}.json"
         try:
             timed = list(_measured(name, number))
-        except (StepsightError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        except (StepsightError, RuntimeError, ValueError, TypeError, AssertionError) as error:
             print(f"  left out: {error!s:.200}", file=sys.stderr)
             write_text(path, json.dumps({"family": name, "number": number, "regions": [], "error": str(error)[:300]}))
             continue
@@ -103,7 +103,7 @@ class _Timed:
 
         def first(arguments: list[Any]) -> Any:
             if not self.arguments:
-                self.arguments = [_own(each) for each in arguments]
+                self.arguments = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments]
             return self.call(arguments)
 
         made.current_callable = first
@@ -137,10 +137,6 @@ class _Timed:
         finally:
             space.update(kernels)
         return {name: float(np.percentile(times, 25)) for name, times in spent.items() if times}
-
-
-def _own(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _seconds(call: Callable[[], Any]) -> float:

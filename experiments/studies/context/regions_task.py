@@ -13,7 +13,6 @@ from stepsight.experiments.studies.context.region_collecting import MeasuredRegi
 from stepsight.features.region_features import region_numbers
 
 NODES = ("op", "loop", "kernel")
-CALL_S = 8e-6  # of a region's Python wrapper, for the scale only
 
 
 def regions_task(folder: Path) -> ContextTask:
@@ -45,7 +44,8 @@ def region_graph(measured: MeasuredRegion) -> HeteroData:
     graph = HeteroData()
     for name in NODES:
         graph[name].x = torch.from_numpy(numbers.x[name]).float()
-        graph[name].roofline = torch.from_numpy(numbers.roofline[name]).float()
+        graph[name].parts = torch.from_numpy(numbers.parts[name]).float()
+        graph[name].roofline = graph[name].parts.sum(dim=1)
         graph[name].baseline = graph[name].roofline
         graph[name].key = torch.from_numpy(numbers.key[name])
     for kind, (where, about) in numbers.edges.items():
