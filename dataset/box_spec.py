@@ -55,7 +55,7 @@ class Box:
 
     @property
     def fabric(self) -> dict[str, Any]:
-        """As a job's ``[cluster] fabric``: the fastest link, shared by a node's ranks, and the longest latency."""
+        """The ``[cluster] fabric`` of a job: the fastest link, shared by a node's ranks, and the longest latency."""
         rate = max(self.mbits_per_s) / 8e3 / self.ranks_per_node
         return {
             "intra_node": dict(_INTRA),
@@ -68,7 +68,7 @@ class Box:
 
     @property
     def links(self) -> Fabric:
-        """The same as facts."""
+        """The box's links as a ``Fabric``."""
         return fabric_from_dict(self.name, self.fabric)
 
     def holds(self, job: Job) -> Job:
@@ -98,7 +98,7 @@ class Box:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As a plan of the harness has it."""
+        """The box as a table of a plan."""
         rates = list(self.mbits_per_s)
         table: dict[str, Any] = {"nodes": self.nodes, "ranks_per_node": self.ranks_per_node, "mbits_per_s": rates}
         return {**table, "latency_ms": list(self.latency_ms)} if self.latency_ms else table

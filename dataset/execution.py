@@ -61,7 +61,7 @@ class KernelSemantics:
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class StateSemantics:
-    """Who owns parameters and gradients, and in which type.
+    """Owners and types of parameters and gradients.
 
     Attributes:
         main_copy: Whether the optimizer steps main parameters of its own and casts the result, where the model's are of
@@ -113,7 +113,7 @@ class OverlapSemantics:
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class ExecutionSemantics:
-    """All that an execution engine does with a job.
+    """Everything that an execution engine does with a job.
 
     Attributes:
         kernels: In forward and backward.

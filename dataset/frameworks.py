@@ -128,7 +128,7 @@ class Framework:
         return re.split(r"[(:,;]", self.source)[0].strip()
 
     def runtime_of(self, pp: int, virtual_stages: int) -> str:
-        """Who passes messages in such a pipeline, as in ``ParallelSpec``."""
+        """The runtime that passes pipeline messages, as in ``ParallelSpec.runtime``."""
         return self.runtime if pp > 1 and virtual_stages == 1 else ""
 
     def fill(self, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

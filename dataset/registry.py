@@ -114,7 +114,7 @@ class Registry(dict[str, T]):
             self.unregister(name)
 
     def names(self) -> tuple[str, ...]:
-        """All names, those of installed packages included."""
+        """All names, including those of installed packages."""
         return tuple(dict.fromkeys((*self, *_entry_points(self.group))))
 
     def load(self) -> None:

@@ -62,7 +62,7 @@ class RunManifest:
 
     @property
     def step_seconds(self) -> tuple[float, ...]:
-        """All timed steps without a profiler: the truth and its spread."""
+        """Seconds of all timed steps without a profiler."""
         return tuple(seconds for steps in self.rounds for seconds in steps)
 
     @property

@@ -62,7 +62,7 @@ class BatchSpec:
 
     @property
     def dtype(self) -> str:
-        """Of matrix products."""
+        """Type of matrix products."""
         return PURE.get(self.precision, self.precision)
 
 

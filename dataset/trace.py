@@ -165,7 +165,7 @@ class Trace:
 
     @cached_property
     def clean_slots(self) -> dict[int, Seconds]:
-        """By rank, ``(n,)`` in-context seconds of its nodes, without the profiler's overhead and the drift since.
+        """In-context seconds of each rank's nodes, ``(n,)``, without profiler overhead and drift.
 
         A collective takes as long as on the rank where it was shortest: the rank that comes last waits for nobody,
         so its span is the communication without the skew.

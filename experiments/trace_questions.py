@@ -117,7 +117,7 @@ def what_if(path: Path, questions: Questions) -> dict[str, Any]:
 
 
 def _described(traced: tuple[str, Fabric] | None) -> dict[str, str] | None:
-    """On what durations were predicted, and by what; None if none were."""
+    """Device, fabric and predictor of the predicted durations; None if none were predicted."""
     if traced is None:
         return None
     name, fabric = traced

@@ -64,7 +64,7 @@ def collective_features(collectives: Sequence[Collective], fabrics: Sequence[Fab
 
 
 def features_on_links(collectives: Sequence[Collective], seconds: Sequence[float]) -> Array:
-    """The same from the seconds of each on its links."""
+    """Features from the seconds of each collective on its links."""
     return np.array(
         [
             (
@@ -86,5 +86,5 @@ def collective_position(collective: Collective, fabric: Fabric) -> Array:
 
 
 def position_on_links(collective: Collective, seconds: float) -> Array:
-    """The same from its seconds on its links."""
+    """Position of a collective from its seconds on its links."""
     return np.log([max(collective.num_bytes, 1), collective.group_size, collective.ranks_per_node, seconds])

@@ -47,7 +47,7 @@ RELATIONS = ("stream_order", "data", "synchronisation", "may_run_concurrently")
 
 @dataclass(frozen=True)
 class Topology:
-    """Who hears from whom in one or several programs.
+    """The edges along which nodes of one or several programs exchange messages.
 
     Attributes:
         num_nodes: Of all programs.

@@ -61,7 +61,7 @@ def nccl_terms(collective: Collective, fabric: Fabric) -> tuple[float, ...]:
 
 
 def tree_terms(collective: Collective, fabric: Fabric) -> tuple[float, ...]:
-    """The same of an all-reduce by a tree over nodes: chains within nodes, and few steps between them."""
+    """Terms of an all-reduce by a tree over nodes: chains within nodes, and few steps between them."""
     calls, _, *rest = nccl_terms(collective, fabric)
     steps = 2.0 * (collective.ranks_per_node - 1 + ceil(log2(max(collective.num_nodes, 2))))
     return (calls, steps, *rest)

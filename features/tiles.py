@@ -22,7 +22,7 @@ def output_grid(op: Op) -> tuple[int, int, int] | None:
 
 
 def tile_features(op: Op, num_processors: int) -> tuple[float, ...]:
-    """In the order of ``TILE_FEATURES``: log of computed over useful output; zeros where nothing is known of tiles."""
+    """Compute ``TILE_FEATURES``: log of computed over useful output; zeros where tiles are unknown."""
     grid = output_grid(op)
     if grid is None or not num_processors or not min(grid):
         return (0.0,) * len(TILE_FEATURES)

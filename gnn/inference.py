@@ -51,7 +51,7 @@ class ContextWeights:
         return self.forward(node_features(program, alone, hardware, busy, self.features), topology(program))
 
     def forward(self, features: Array, graph: Topology) -> Array:
-        """The same from features, ``(nodes, len(self.features))``, of one or several joined programs."""
+        """Forward pass on features, ``(nodes, len(self.features))``, of one or several joined programs."""
         features = np.clip(features, self.tensors["low"], self.tensors["high"])
         hidden = _silu(self._linear("encode", features))
         for layer in range(self.num_layers):

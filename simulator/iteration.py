@@ -102,7 +102,7 @@ class SimulatedIteration:
 
     @cached_property
     def work_seconds(self) -> Floats:
-        """Of each distinct signature alone, as in ``lowered.all_works``."""
+        """Seconds of each distinct signature alone, in the order of ``lowered.all_works``."""
         return self.timer.work_seconds(self.lowered.all_works)
 
     @cached_property

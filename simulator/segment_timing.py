@@ -136,7 +136,7 @@ class Timer:
         return self._latency
 
     def but(self, known: Mapping[Work, float]) -> Timer:
-        """The same with other seconds of some signatures."""
+        """Copy of the timer with other seconds of some signatures."""
         return Timer(self._latency, {**self._works, **self._given, **known})
 
     def work_seconds(self, works: Sequence[Work]) -> Floats:
@@ -320,7 +320,7 @@ def _time_passage(passage: Passage, seconds: Floats, launches: Floats) -> Passag
 
 
 def time_ops(segment: Segment, seconds: Floats, launches: Floats, *, carried: bool = False) -> OpTimes:
-    """All longest paths of a segment whose nodes take ``seconds``, shape ``(num_nodes,)``.
+    """Compute all longest paths of a segment whose nodes take ``seconds``, shape ``(num_nodes,)``.
 
     Args:
         launches: What the host takes to launch each; of time that is lost to a collective it is not asked.

@@ -73,7 +73,7 @@ def simulate(job: Job, latency: LatencyModel) -> Simulation:
 def simulate_lowered(
     job: Job, lowered: Lowered, timer: Timer, hardware: Hardware, pipelines: tuple[Pipeline, ...]
 ) -> Simulation:
-    """As ``simulate``, with everything at hand."""
+    """Simulate a lowered job."""
     each = timer.work_seconds(lowered.messages)
     message_seconds = each[lowered.message] if len(each) != 1 else np.full(len(lowered.message), each[0])
     host = (hardware.host_action_s, hardware.host_message_s) if job.parallel.pp > 1 else (0.0, 0.0)

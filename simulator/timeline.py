@@ -42,7 +42,7 @@ def trace_events(simulation: SimulatedIteration, level: str = "segment") -> dict
 
 
 def timeline_json(simulation: SimulatedIteration, level: str = "segment", scale: float = 1.0) -> Iterator[bytes]:
-    """The same as pieces of JSON; ``scale`` multiplies all times.
+    """Trace events as pieces of JSON; ``scale`` multiplies all times.
 
     Raises:
         StepsightError: If the level is unknown.
@@ -98,7 +98,7 @@ class _Writer:
             yield _json(event)
 
     def pipeline(self, passing: Passing, first: int) -> Iterator[bytes]:
-        """All events of one pipeline; its stages are processes from ``first`` on."""
+        """Events of one pipeline; its stages are processes from ``first`` on."""
         low, run = self._simulation.lowered, passing.run
         for stage in range(low.num_stages):
             name = f"stage {stage}" if low.num_stages > 1 else "rank"

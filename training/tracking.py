@@ -352,7 +352,7 @@ def _client(uri: str) -> Any:
 
 
 def _artifact_location(uri: str) -> str | None:
-    """Beside an sqlite database; a server knows its own."""
+    """Artifact folder beside a SQLite database; a server has its own."""
     if not uri.startswith("sqlite:///"):
         return None
     return (_database(uri).resolve().parent / "mlartifacts").as_uri()

@@ -105,7 +105,7 @@ def _reporter(progress: bool) -> Say:
 def _read(
     paths: Sequence[Path], like: str, *, hardware: str, software: str, fabric: str
 ) -> tuple[Measurements, OwnTable]:
-    """All rows of some files, and those of the device that they are about; see ``train_tables``."""
+    """Read all rows of some files, and select those of the device; see ``train_tables``."""
     table = Measurements.concat(Measurements.from_parquet(path) for path in paths)
     preset = RECIPES[like].hardware if like else ""
     device = find_own_hardware(table, hardware, preset)

@@ -31,7 +31,7 @@ class Progress:
         self._open = False
 
     def update(self, doing: str, done: int = 0) -> None:
-        """So many more units are done, and this is what goes on now."""
+        """Add finished units, and show what runs now."""
         self._done += done
         now = time.monotonic()
         if not self._shown or now - self._last < (0.1 if self._terminal else 5.0):

@@ -202,7 +202,7 @@ class StreamWaits:
         return int(busy.argmax()) if busy.any() else -1
 
     def _lateness(self) -> Floats:
-        """By how much each event starts later than its stream and its launch explain."""
+        """Compute how much later each event starts than its stream and its launch explain."""
         parts, constants = self._parts, self._parts.constants
         before = np.where(parts.previous >= 0, self._end[parts.previous] + constants["gap"], -np.inf)
         calls_end = parts.calls.end if len(parts.calls) else np.zeros(1)

@@ -76,7 +76,7 @@ def _as_product(b: int, i: int, o: int, p: int, w: int, g: int, q: int, s: int) 
 
 
 def _products(of: Callable[..., float]) -> Callable[..., float]:
-    """Of the gradient of the weight and, where the last dim says so, of the input."""
+    """Products of the gradient of the weight and, if the last dim says so, of the input."""
     return lambda *dims: (1.0 + dims[-1]) * of(*dims[:-1])
 
 

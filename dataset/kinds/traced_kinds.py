@@ -68,7 +68,7 @@ def _bag_backward(rows_at: int) -> DimsOf:
 
 
 def _recurrent(weight: int, args: Args) -> Dims:
-    """Of one layer in one direction: the input, and two weights that follow each other."""
+    """Sizes of one recurrent layer in one direction: the input, and two weights in a row."""
     steps, into, back = shape_of(args, 0), shape_of(args, weight), shape_of(args, weight + 1)
     if len(steps) != 3 or len(into) != 2 or len(back) != 2:
         return (0,) * len(_RECURRENT)

@@ -93,12 +93,12 @@ class Measurements:
         return self.take(mask)
 
     def with_skipped(self, more: Mapping[str, int]) -> Measurements:
-        """The same rows, with more that was left out."""
+        """Copy with more rows counted as left out."""
         return replace(self, skipped=dict(Counter(self.skipped) + Counter(more)))
 
     @staticmethod
     def concat(tables: Iterable[Measurements]) -> Measurements:
-        """All rows of some tables, in order."""
+        """Join the rows of some tables, in order."""
         tables = list(tables)
         files: dict[str, SourceFile] = {}
         skipped: Counter[str] = Counter()

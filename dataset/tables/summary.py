@@ -35,7 +35,7 @@ def summary(table: Measurements) -> dict[str, Any]:
 
 
 def summary_text(told: dict[str, Any]) -> str:
-    """The same for people."""
+    """The summary as text for people."""
     lines = [f"{told['rows']} measurements from {len(told['files'])} files", ""]
     lines += [f"{'kind':<24}{'rows':>9}{'least':>17}{'most':>17}"]
     for kind, of in told["kinds"].items():

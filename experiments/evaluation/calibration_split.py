@@ -23,7 +23,7 @@ def split_by_size(rows: Sequence[Scored], most_gpus: int = MOST_GPUS) -> Split:
 
 
 def split_by_series(rows: Sequence[Scored], most_gpus: int = MOST_GPUS) -> Split:
-    """Likewise of every series: a model in one strategy, which a larger model's smallest size begins too."""
+    """Split every series: a model in one strategy; the smallest size of a larger model begins one too."""
     return _split(rows, most_gpus, series_of)
 
 

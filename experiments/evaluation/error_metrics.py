@@ -16,7 +16,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Of predicted against measured times, in percent where nothing else is said; None where there is nothing to say.
+    """Errors of predicted against measured times, in percent unless stated otherwise; None if there are no runs.
 
     Attributes:
         used: Rows.

@@ -128,7 +128,7 @@ def _groups(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _calibrated(words: str, value: Mapping[str, Any]) -> str:
-    """As shipped and calibrated beside each other, on the same larger rows."""
+    """Table of shipped and calibrated errors on the same larger rows."""
     header = ["larger rows, MAPE (max), percent", "fitted", "judged", "as shipped", "calibrated", "carried forward"]
     header += ["bias", "spearman", "regret", "coverage"]
     several = _several(value["kinds"])

@@ -51,7 +51,7 @@ def _carried(row: Scored, series: Sequence[Scored]) -> float | None:
     batch = row.job.batch
 
     def unlike(other: Scored) -> tuple[float, float]:
-        """Of the smallest runs the one most like the row: in its micro-batch, then in its sequences per device."""
+        """Sort key for the smallest run that is most similar to a row: by micro-batch, then by sequences per device."""
         micro = other.job.batch.micro_batch / batch.micro_batch
         return max(micro, 1 / micro), abs(_sequences(other) / _sequences(row) - 1.0)
 

@@ -115,7 +115,7 @@ def cluster_of(row: Row) -> dict[str, Any]:
 
 
 def _gpus_per_node(row: Row) -> int:
-    """As many as a row says, or leaves; 8 where it says nothing.  A node of which a part was used is one node."""
+    """GPUs per node as the row states or implies; 8 if it states nothing.  A partly used node is one node."""
     nodes, stated = row.whole("nodes"), row.whole("gpus_per_node")
     if nodes is None:
         return 8 if stated is None else stated

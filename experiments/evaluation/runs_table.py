@@ -75,7 +75,7 @@ class Row:
 
     @property
     def row_id(self) -> int | str:
-        """As the table has it: a number where it is one."""
+        """Id of the row as in the table; a number if it is one."""
         text = self.text("row_id")
         return int(float(text)) if re.fullmatch(r"[0-9]{1,15}(\.0*)?", text) else text
 

@@ -69,7 +69,7 @@ def _by_signature(rank: dict[str, Any]) -> dict[tuple[Any, ...], int]:
 
 
 def difference_text(told: dict[str, Any]) -> str:
-    """The same for people."""
+    """The differences as text for people."""
     lines = [f"A: {told['scripts'][0]}", f"B: {told['scripts'][1]}"]
     for rank in told["ranks"]:
         rows = [["TFLOP", *(Number(value / 1e12, 3) for value in rank["flops"])]]

@@ -72,7 +72,7 @@ def _held_back(metrics: Mapping[str, float]) -> str:
 
 
 def _calibration(predictor: Predictor) -> list[tuple[str, str]]:
-    """On which runs it was calibrated, what that changed, and what it brought."""
+    """Runs of the calibration, what it changed, and how much it improved."""
     calibration, told = predictor.calibration, predictor.manifest.get("calibration", {})
     if calibration.residual is None:
         return []

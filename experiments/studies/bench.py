@@ -133,7 +133,7 @@ def timeline_rate(job: Job) -> dict[str, Any]:
 
 
 def bench(predictor: Predictor | None = None) -> dict[str, Any]:
-    """All figures, in the shape of ``bench.json``."""
+    """Measure all figures, in the form of ``bench.json``."""
     large = Job.from_file(EXAMPLES / f"{JOB}.toml")
     warm_up(large)
     rates = many(large)

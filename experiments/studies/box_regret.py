@@ -1,4 +1,4 @@
-"""The best strategy that a search finds for sixteen ranks, against what clusters in a box measure of it and of others.
+"""Run the best strategy that a search finds for sixteen ranks, and others, in boxes.
 
 Every legal strategy that the harness can run in the box is predicted.  Those predicted to be fastest and a random
 sample of the others are run for real.

@@ -1,4 +1,4 @@
-"""Compare two roads to a prediction: a job that is lowered, and the same model and strategy captured from a script.
+"""Compare lowered jobs with the same models and strategies captured from scripts.
 
     stepsight experiment capture [--only PATTERN] [--json]
 
@@ -114,7 +114,7 @@ def lowered_counts(lowered: Lowered, stage: int) -> tuple[Counts, float]:
 
 
 def captured_counts(captured: Captured, place: int) -> tuple[Counts, float]:
-    """The same of a captured rank."""
+    """Counts of a captured rank."""
     graph = captured.graphs[place]
     found: Counts = Counter()
     for row in collective_counts(graph):

@@ -1,4 +1,4 @@
-"""How well are collectives between nodes predicted at a site that was not measured?
+"""Compare predicted with measured times of collectives between nodes, at sites that were held out.
 
     stepsight experiment collectives --data DATA [--predictor FOLDER] [--json]
 
@@ -100,7 +100,7 @@ class Figure:
 
 
 def figures_of(site: Site, data: Path, predictor: Predictor) -> list[Figure]:
-    """All classes of one site's rows, and all of its rows together."""
+    """Figures of each class of one site's rows, and of all of its rows."""
     works, seconds = _rows(site, read_table(site.format, data / site.path))
     small = _small(works)
     links, _ = read_links(RECIPES[site.predictor], data)

@@ -81,7 +81,7 @@ SPLITS: dict[str, dict[str, Callable[[Op], Hashable]]] = {
 
 
 def figures_of(name: str, rows: OpRows, hardware: Hardware, seed: int = 0) -> list[Figure]:
-    """All families of one device, each under all its splits."""
+    """Figures of all families of one device, each under all its splits."""
     families: dict[tuple[str, str], list[int]] = {}
     for index, op in enumerate(rows.ops):
         families.setdefault((op.family, dtype_class(op, hardware)), []).append(index)

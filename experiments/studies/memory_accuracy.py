@@ -214,7 +214,7 @@ def published_rows(path: Path) -> tuple[list[MemoryRow], dict[str, int]]:
 
 
 def summarise_memory(rows: list[MemoryRow]) -> dict[str, dict[str, float]]:
-    """By source and over all published ones: number, median and largest absolute error, median signed error."""
+    """Number, median and largest absolute error, and median signed error, by source and over all published runs."""
     groups = defaultdict(list)
     for row in rows:
         if row.judges:

@@ -1,4 +1,4 @@
-"""How far a search is from the best strategy of its space: jobs drawn at random, against asking about all strategies.
+"""Compare searches of random jobs with the best of all strategies of their spaces.
 
 Every job is searched at the default settings in a process that knows nothing of it yet, and then all of its strategies
 are asked about.  Regret is how much longer the search's best takes than the best of all.

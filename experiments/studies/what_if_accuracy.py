@@ -1,4 +1,4 @@
-"""What-if on a trace, measured: each change is predicted from one traced run, and run for real.
+"""Compare what-if predictions from one traced run with real runs of each change.
 
 Ranks sleep in a cluster in a box, so that what changes is the change: half the rate of the links, micro-batches twice
 as large, other gradient buckets, a straggler that is gone.  All runs of a box take turns.
@@ -108,7 +108,7 @@ def measure(box: Box, out: Path, *, progress: bool) -> dict[str, RunManifest]:
 
 
 def spread_percent(run: RunManifest) -> float:
-    """By how much the rounds of a run differ: half the range of their medians."""
+    """Spread of the rounds of a run: half the range of their medians, in percent."""
     medians = [float(np.median(steps)) for steps in run.rounds if steps]
     return 50.0 * (max(medians) / min(medians) - 1.0)
 

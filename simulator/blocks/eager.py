@@ -14,7 +14,7 @@ Ops = tuple[Op, ...]
 
 
 def casts(shape: RankShape, numel: int) -> Ops:
-    """To the main type, or back."""
+    """Casts to the main type, or back."""
     return (shape.op("cast", numel),) if shape.casts else ()
 
 
@@ -32,7 +32,7 @@ def rms_norm(shape: RankShape, rows: int, width: int) -> tuple[Ops, Ops]:
 
 
 def rope(shape: RankShape, numel: int) -> Ops:
-    """To fp32, a complex product, back; backward does the same."""
+    """Rotary positions: a cast to fp32, a complex product and a cast back; the same in backward."""
     return *casts(shape, numel), shape.main_op("elementwise", numel), *casts(shape, numel)
 
 

@@ -44,7 +44,7 @@ def latent_attention(shape: RankShape, *, causal: bool = True) -> Block:
 
 
 def latent_heads(shape: RankShape, causal: bool) -> Heads:
-    """All heads have keys and values of their own."""
+    """Heads of latent attention: each has its own keys and values."""
     model, heads = shape.model, shape.model.heads // shape.tp.size
     size = model.head_size + model.rope_head_dim
     return Heads(heads, heads, size, model.v_head_dim, shape.seq_len, shape.seq_len, causal)

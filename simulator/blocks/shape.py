@@ -66,7 +66,7 @@ class RankShape:
 
     @property
     def dtype(self) -> str:
-        """Of activations, and of all ops but matrix products."""
+        """Type of activations, and of all ops except matrix products."""
         return COMPUTE_DTYPE[self.precision]
 
     @property
@@ -85,12 +85,12 @@ class RankShape:
 
     @property
     def main_bytes(self) -> int:
-        """Of an element in the main type."""
+        """Bytes of an element in the main type."""
         return DTYPE_BYTES[self.kernels.main_dtype]
 
     @property
     def gemm_bytes(self) -> int:
-        """Of an operand of a matrix product."""
+        """Bytes of an element of a matrix product's operand."""
         return DTYPE_BYTES[self.precision]
 
     @property

@@ -23,7 +23,7 @@ BUCKETS = 32  # of relative positions
 
 
 def encoder_shape(shape: RankShape) -> RankShape:
-    """The same rank with the encoder's tokens."""
+    """The rank's shape with the encoder's tokens."""
     return replace(shape, model=replace(shape.model, seq_len=shape.model.encoder_seq_len))
 
 

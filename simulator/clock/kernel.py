@@ -87,7 +87,7 @@ class Outside(NamedTuple):
 
 
 class OutsideRuns(NamedTuple):
-    """The same for some runs; arrays have a first axis of runs.
+    """``Outside`` for several runs; arrays have a first axis of runs.
 
     Attributes:
         transition, message: Of those of ``Durations``.

@@ -129,7 +129,7 @@ class _Strategy(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """All that a lowered job depends on; jobs that are alike in it share one."""
+    """Everything that a lowered job depends on; jobs with equal values share one."""
 
     strategy: _Strategy
     semantics: ExecutionSemantics

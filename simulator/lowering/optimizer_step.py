@@ -155,7 +155,7 @@ def _sum_replicated(builder: SegmentBuilder, shape: RankShape, numel: int) -> No
 
 
 def _sum_buckets(builder: SegmentBuilder, shape: RankShape, parts: Parts, replicas: Replicas) -> None:
-    """All gradients, bucket by bucket; with copies: joined, summed, divided, put back."""
+    """Sum all gradients bucket by bucket; with copies: join, sum, divide and copy back."""
     steps = [
         step
         for part in reversed(parts)

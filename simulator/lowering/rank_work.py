@@ -125,7 +125,7 @@ def rank_work(rank: Rank, placement: Placement, passes: Passes) -> RankWork:
 
 @dataclass(frozen=True, eq=False)
 class _Held:
-    """Who holds which parts of the model.
+    """The parts of the model that each stage holds.
 
     Attributes:
         rows: Distinct parts.

@@ -94,7 +94,7 @@ class Replicas:
 
     @cached_property
     def pattern(self) -> Replicas:
-        """The same with groups of two in the place of larger ones: all that the events of a segment depend on."""
+        """The replicas with groups of two instead of larger ones: what the events of a segment depend on."""
         groups = {field.name: _pair(getattr(self.groups, field.name)) for field in fields(self.groups)}
         return _same(replace(self, groups=Groups(**groups)))
 

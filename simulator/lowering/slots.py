@@ -31,7 +31,7 @@ class Slot(NamedTuple):
 
 
 class UnitPattern(NamedTuple):
-    """All of a unit that the events of a segment depend on.
+    """The properties of a unit that the events of a segment depend on.
 
     Attributes:
         number: Position of the unit in its part.

@@ -70,14 +70,14 @@ class BlockMemory:
 
 @cached(4096)
 def layer_memory(shape: RankShape, kind: str, recompute: str, gradients: Gradients) -> BlockMemory:
-    """Of a layer."""
+    """Memory of a layer."""
     passes = find_family(shape.model.family).boundary_bytes(shape, 0)
     return block_memory(layer_block(shape, kind), recompute, passes, passes, gradients)
 
 
 @cached(4096)
 def end_memory(shape: RankShape, is_head: bool, shared: bool, gradients: Gradients) -> BlockMemory:
-    """Of the embedding or the head: nothing of them is recomputed, and no residual passes by."""
+    """Memory of the embedding or the head; neither is recomputed, and no residual bypasses them."""
     block = (head_block if is_head else embedding_block)(shape, shared)
     return block_memory(block, "none", 0, 0, gradients)
 
@@ -85,7 +85,7 @@ def end_memory(shape: RankShape, is_head: bool, shared: bool, gradients: Gradien
 def block_memory(
     block: Block, recompute: str, input_bytes: float, beside_bytes: float, gradients: Gradients
 ) -> BlockMemory:
-    """Of any block.
+    """Memory of any block.
 
     Args:
         block: Its steps.

@@ -96,7 +96,7 @@ class Memory:
 
     @cached_property
     def stages(self) -> tuple[StageMemory, ...]:
-        """Of each pipeline stage."""
+        """Memory of each pipeline stage."""
         rows = zip(self.bytes_of.tolist(), self.flying.tolist(), self.moments.tolist(), strict=True)
         return tuple(
             StageMemory(
@@ -122,14 +122,14 @@ class Memory:
 
     @cached_property
     def peak_bytes(self) -> float:
-        """Of the fullest stage."""
+        """Peak memory of the fullest stage, in bytes."""
         if len(self.devices) == 1:
             return float(self.bytes_of.sum(axis=1).max())
         return float(self.bytes_of[self.fullest].sum())
 
     @property
     def capacity_bytes(self) -> float:
-        """Of the fullest stage's device."""
+        """Memory of the fullest stage's device, in bytes."""
         return self.devices[0 if len(self.devices) == 1 else self.fullest].memory_bytes
 
     @property
@@ -198,7 +198,7 @@ def _asked(job: Job, hardware: Hardware) -> _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """All that the stages depend on."""
+    """Everything that the memory of the stages depends on."""
 
     shape: RankShape
     parts: Parts

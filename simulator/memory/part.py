@@ -81,7 +81,7 @@ class _Run:
 
 @cached(4096)
 def part_memory(shape: RankShape, part: PartShape, keeping: Keeping) -> PartMemory:
-    """Of one part of the model."""
+    """Memory of one part of the model."""
     runs = _runs(shape, part, keeping)
     layers = [run for run in runs if not run.root]
     resident = max((float(run.block.numel * keeping.placeholder_bytes) for run in layers), default=0.0)
@@ -198,7 +198,7 @@ class _Around:
         return float((self.root + here + self.head) * size)
 
     def gradients(self, run: _Run) -> float:
-        """All of a layer's."""
+        """All gradients of a layer."""
         return 0.0 if self.how.reduce_once or run.root else float(run.numel * self.gathered.element_bytes)
 
     def reduced(self, run: _Run) -> float:

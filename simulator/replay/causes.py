@@ -53,7 +53,7 @@ class Breakdown:
     ranks: list[dict[str, float]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Plain values for JSON."""
         exposed = self.communication_s - self.overlapped_s
         share = 100.0 * self.overlapped_s / self.communication_s if self.communication_s else 0.0
         return {**vars(self), "exposed_communication_s": exposed, "overlap_percent": share}

@@ -42,7 +42,7 @@ class StreamReplay:
 
     @property
     def error_percent(self) -> float:
-        """By how much the replayed busy time differs."""
+        """Difference of the replayed busy time from the measured one, in percent."""
         return 100.0 * (self.replayed_busy_s / self.measured_busy_s - 1.0) if self.measured_busy_s else 0.0
 
 
@@ -83,7 +83,7 @@ class Replay:
         return 100.0 * (self.replayed_s / self.measured_s - 1.0) if self.measured_s else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """As ``stepsight replay --json`` prints it."""
+        """Plain values, as ``stepsight replay --json`` prints them."""
         streams = [{**vars(each), "error_percent": each.error_percent} for each in self.streams]
         return {
             "measured_s": self.measured_s,
@@ -170,7 +170,7 @@ def replay(graphs: Sequence[RankGraph]) -> Replay:
 
 
 def _span(graph: RankGraph, start: Floats, end: Floats) -> float:
-    """From the first step's begin to the last one's end, on the host and on the device."""
+    """Time from the begin of the first step to the end of the last, on the host and on the device."""
     marks = [number for number, name in enumerate(graph.names) if name == MARK]
     is_mark = np.isin(graph.nodes["name"], marks) & (graph.nodes["kind"] == HOST)
     at = graph.start_s

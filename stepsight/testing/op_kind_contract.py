@@ -129,7 +129,7 @@ class CollectiveKindContract:
     """Shared tests of collective kinds."""
 
     def test_its_time_grows_with_its_bytes(self, kind: CollectiveKind) -> None:
-        """By physics within a node and across nodes, on every fabric."""
+        """By physics its time grows with its bytes, within a node and across nodes, on every fabric."""
         with _known_collective(kind):
             for near in (1, 2):
                 few, many = (Collective(kind.name, num_bytes, 2, near) for num_bytes in (1000, 10**8))

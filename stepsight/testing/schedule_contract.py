@@ -85,7 +85,7 @@ class ScheduleContract:
                 assert (counts[BACKWARD_WEIGHT] == counts[BACKWARD_INPUT]).all()
 
     def test_runs_after_what_it_needs(self, kind: ScheduleKind) -> None:
-        """On its own stage a backward follows its forward, and a weight gradient its input gradient."""
+        """On each stage a backward follows its forward, and a weight gradient its input gradient."""
         for (_, num_micro_batches, virtual_stages), schedule in self._made(kind):
             for rows in schedule.actions:
                 place = np.full((4, num_micro_batches, virtual_stages), -1)

@@ -56,7 +56,7 @@ class Likeness:
 
     @classmethod
     def of(cls, job: Job, software: str = "") -> Likeness:
-        """Of a job; ``software`` is what runs it, in whatever words, empty: unknown."""
+        """Features of a job; ``software`` names the framework in any words, empty: unknown."""
         m, p, batch = job.model, job.parallel, job.batch
         tokens = batch.micro_batch * m.seq_len / p.cp
         kv_share = (m.kv_heads or m.heads) / m.heads

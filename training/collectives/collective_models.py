@@ -211,7 +211,7 @@ class CollectiveModel:
         return replace(collective, num_bytes=most), collective.num_bytes / most
 
     def _tree_seconds(self, collective: Collective, fabric: Fabric) -> float:
-        """Of an all-reduce over more ranks than were measured, by NCCL's trees; infinite for all others."""
+        """Seconds of an all-reduce over more ranks than were measured, by NCCL's trees; infinite for all others."""
         physics = self.regressor.physics.get(label_of(collective))
         if physics is None or not collective.record.trees or collective.num_nodes == 1:
             return float("inf")

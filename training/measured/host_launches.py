@@ -50,7 +50,7 @@ def _by_kind(run: MeasuredRun, per_event_s: float) -> dict[str, tuple[Array, Arr
 
 
 def launches_alone(ops: Sequence[Op], seconds: Sequence[float]) -> dict[str, float]:
-    """The same from event profiles: the median of each kind; ``seconds`` 0 where it was not measured."""
+    """Launches from event profiles: the median of each kind; ``seconds`` 0 where it was not measured."""
     found: dict[str, list[float]] = {}
     for op, launch in zip(ops, seconds, strict=True):
         if launch > 0:

@@ -88,7 +88,7 @@ class MeasuredRun:
 
     @property
     def name(self) -> str:
-        """Of the run."""
+        """Name of the run."""
         return self.manifest.name
 
     @property

@@ -53,7 +53,7 @@ class StandInLatency:
         return np.array([alpha_beta_seconds(c, self._fabric) for c in collectives], dtype=np.float64)
 
     def in_context(self, programs: Sequence[Program], seconds: Sequence[Seconds]) -> Sequence[Seconds]:
-        """The same of ops; collectives take what they take alone."""
+        """Seconds of ops in context; collectives keep their seconds alone."""
         inside = self._latency.in_context(programs, seconds)
         is_op = [
             np.array([isinstance(node.work, Op) for node in program.nodes], dtype=np.bool_) for program in programs

@@ -202,7 +202,7 @@ class _Group(NamedTuple):
         return found
 
     def _simulable(self, jobs: Sequence[Job], index: Sequence[int]) -> list[int]:
-        """Those of some jobs that are simulated together."""
+        """The jobs that can be simulated together."""
         together = [place for place in index if can_simulate_many(jobs[place], self.latency)]
         return together if len(together) >= FEWEST else []
 

@@ -105,7 +105,7 @@ def _row(run: MeasuredRun, predictor: Predictor, examples: list[Example]) -> dic
 
 
 def _op_errors(examples: list[Example], predictor: Predictor) -> tuple[float, float]:
-    """Of ops in context by regressors alone, and with the context model; 0 without examples."""
+    """Errors of ops in context by regressors alone, and with the context model; 0 without examples."""
     if not examples:
         return 0.0, 0.0
     from stepsight.training.context.fit_context import op_error

@@ -118,7 +118,7 @@ class Regressor:
         return np.exp(log_seconds)
 
     def seconds_left_out(self, rows: SignatureRows) -> Array:
-        """As ``seconds``, but as if none of these signatures had been measured: what jobs of new shapes will see."""
+        """Like ``seconds``, as if none of these signatures had been measured, as for jobs of new shapes."""
         seconds = self.seconds(rows)
         known = [self.left_out.get(rows.key(index), float(value)) for index, value in enumerate(seconds)]
         return np.array(known, dtype=np.float64)
@@ -137,7 +137,7 @@ class Regressor:
         return log_seconds
 
     def with_share(self, share: float) -> Regressor:
-        """The same with trees that count for ``share``; none if that is 0."""
+        """Copy with trees weighted by ``share``; without trees if it is 0."""
         trees = {family: replace(model, share=share) for family, model in self.trees.items() if share}
         return replace(self, trees=trees)
 

@@ -129,7 +129,7 @@ class Trees:
 
     @cached_property
     def _packed(self) -> tuple[_Tree, NDArray[np.int64], float]:
-        """All trees as one array of nodes and one of leaves, the root of each, and the most that they add up to."""
+        """Pack all trees into one array of nodes and one of leaves, with each root and the largest possible sum."""
         try:
             trees = [_read_tree(block) for block in self.text.split("\nTree=")[1:]]
         except (KeyError, ValueError, IndexError) as error:
@@ -238,7 +238,7 @@ def descend(forest: _Tree, roots: NDArray[np.int64], features: Array, leaves: Ar
 
 
 def descend_together(forest: _Tree, roots: NDArray[np.int64], features: Array, leaves: Array) -> None:
-    """As ``descend``, all rows and trees a level at a time: for a question that is answered before numba is there."""
+    """Like ``descend``, all rows and trees one level at a time, for answers before numba is loaded."""
     rows = np.repeat(np.arange(len(features)), len(roots))
     at = np.tile(roots, len(features))
     inner = np.flatnonzero(at >= 0)

@@ -108,7 +108,7 @@ def chip_powers() -> Mapping[str, Mapping[str, ChipPower]]:
 
 
 def product_power_w(chip: str, without: str = "") -> dict[str, float]:
-    """As ``Hardware.product_power_w``, of a chip.
+    """``Hardware.product_power_w`` of a chip.
 
     Args:
         chip: As in ``Recipe``.

@@ -77,7 +77,7 @@ class RecordedStage(PipelineStage):
 
 
 class SleepingTraining:
-    """As ``parallel.Training``, asleep.
+    """Like ``parallel.Training``, with sleeping instead of computation.
 
     Args:
         run: A run of a checked plan.

@@ -134,7 +134,7 @@ class _Weight(torch.autograd.Function):
 
 
 class _Resize(torch.autograd.Function):
-    """From one number of elements to another, both ways."""
+    """Changes the number of elements, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, numel: int) -> Tensor:

@@ -89,7 +89,7 @@ class Clock:
         self._queue = CudaQueue() if device.type == "cuda" else None
 
     def __call__(self, run: Callable[..., object], *inputs: Tensor) -> float:
-        """Of one call, from the host: until the device is through."""
+        """Time one call from the host, until the device has finished."""
         if self._queue is not None:
             self._queue.wait()
         start = time.perf_counter()
@@ -99,7 +99,7 @@ class Clock:
         return time.perf_counter() - start
 
     def samples(self, call: Call, count: int, seconds: float) -> Samples:
-        """Of a call that is warm: ``count`` times, or on CUDA for about ``seconds``."""
+        """Time a warm call ``count`` times, or on CUDA for about ``seconds``."""
         if self._queue is not None and not call.on_host:
             return queued(call, self._queue, seconds)
         prepared = [call.inputs() for _ in range(count)]

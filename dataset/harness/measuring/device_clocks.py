@@ -127,7 +127,7 @@ class Watch:
                     self._samples.append((time.monotonic(), sample))
 
     def since(self, begin: float) -> list[Sample]:
-        """Those that came after ``begin``, in monotonic seconds."""
+        """Return the samples that came after ``begin`` (monotonic seconds)."""
         return [sample for when, sample in list(self._samples) if when >= begin]
 
     def stop(self) -> None:

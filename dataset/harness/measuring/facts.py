@@ -45,7 +45,7 @@ def measure(device: torch.device, clock: Clock, dtypes: Collection[str] = ()) ->
 
 
 def _peaks(device: torch.device, clock: Clock, dtypes: Collection[str]) -> dict[str, float]:
-    """By dtype; without those in which this GPU has no product."""
+    """Measure the peak by dtype, for the dtypes in which this GPU has products."""
     if device.type == "cpu":
         return {name: _peak_flops(device, name, clock) for name in DTYPES if name == "fp32" or name in dtypes}
     peaks = {name: _peak_flops(device, name, clock) for name in DTYPES}
@@ -89,7 +89,7 @@ def _bandwidth(device: torch.device, clock: Clock) -> float:
 
 
 def _op_latency(device: torch.device, clock: Clock) -> float:
-    """Of the device alone, where that is not the host."""
+    """Measure the latency of an op on the device alone, if the device is not the host."""
     x = torch.zeros(1, device=device)
     calls = 200
 

@@ -126,7 +126,7 @@ class Norm(nn.Module):
 
 
 def self_attention(shape: Shape, qkv: Tensor, *, causal: bool) -> Tensor:
-    """Of ``qkv[rows, (heads + 2 * kv_heads) * head_dim]``, this rank's heads; ``[rows, heads * head_dim]``."""
+    """Self-attention of ``qkv[rows, (heads + 2 * kv_heads) * head_dim]`` of this rank: ``[rows, heads * head_dim]``."""
     heads, kv_heads = shape.heads // shape.size, shape.kv_heads // shape.size
     fused = qkv.view(-1, shape.seq_len, heads + 2 * kv_heads, shape.head_dim)
     return composite.attend(*fused.split([heads, kv_heads, kv_heads], dim=2), causal=causal)

@@ -124,7 +124,7 @@ class Embedding(nn.Module):
 
     @property
     def weight(self) -> nn.Parameter:
-        """Of the tokens."""
+        """Weight of the token embedding."""
         return self.tokens.weight
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -31,7 +31,7 @@ def composite(function: F) -> F:
 
 
 def composite_as(whole: F) -> Callable[[F], F]:
-    """Likewise; ``whole`` is what to compile, where the compiler does not take the function as it is written."""
+    """Like ``composite``, with ``whole`` as the function to compile, if the compiler refuses the written one."""
     return lambda function: _composite(function, whole)
 
 
@@ -60,7 +60,7 @@ def _compile(function: Callable[..., Any], number: int) -> Callable[..., Any]:
 
 
 def enable(device: torch.device) -> None:
-    """From now on composites run compiled, in this process.
+    """Make composites of this process run compiled from now on.
 
     Raises:
         HarnessError: If nothing can be compiled here.

@@ -140,7 +140,7 @@ class SwiGLU(torch.autograd.Function):
 
 
 def gelu(x: Tensor) -> Tensor:
-    """By the hyperbolic tangent."""
+    """GELU in its tanh approximation."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -237,7 +237,7 @@ def cross_entropy_backward(exponent: Tensor, scale: Tensor, weight: Tensor, targ
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """Of queries to keys and values, each ``[batch, length, heads, dim]``; ``[rows, heads * v_dim]``."""
+    """Attention of queries to keys and values, each ``[batch, length, heads, dim]``: ``[rows, heads * v_dim]``."""
     heads, v_dim = q.shape[2], v.shape[3]
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads != k.shape[1])

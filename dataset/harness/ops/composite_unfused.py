@@ -15,7 +15,7 @@ from .. import annotate
 
 
 class SelfAttention(torch.autograd.Function):
-    """Of ``qkv[length * batch, heads * 3 * dim]`` with ``bias[heads, length, length]``; ``[rows, heads * dim]``."""
+    """Self-attention of ``qkv[length * batch, heads * 3 * dim]`` with a ``bias[heads, length, length]``."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, bias: Tensor, batch: int) -> Tensor:
@@ -39,7 +39,7 @@ class SelfAttention(torch.autograd.Function):
 
 
 class CrossAttention(torch.autograd.Function):
-    """Of ``q[length * batch, heads * dim]`` to ``kv[kv_length * batch, heads * 2 * dim]``; ``[rows, heads * dim]``."""
+    """Cross-attention of ``q[length * batch, heads * dim]`` to ``kv[kv_length * batch, heads * 2 * dim]``."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, kv: Tensor, heads: int, batch: int) -> Tensor:

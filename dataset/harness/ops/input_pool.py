@@ -80,6 +80,6 @@ Maker = Callable[..., Call]  # of a pool and an op's dims
 
 
 def shares(count: int, groups: int) -> list[int]:
-    """As equal parts of a whole as can be."""
+    """Split a whole into parts that are as equal as possible."""
     each, more = divmod(count, groups)
     return [each + (index < more) for index in range(groups)]

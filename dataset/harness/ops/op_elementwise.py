@@ -68,7 +68,7 @@ def _dropout_backward(pool: Pool, numel: int) -> Call:
 
 
 def _cast(x: Tensor) -> Tensor:
-    """To fp32, or from it."""
+    """Cast to fp32, or from it."""
     return x.to(torch.bfloat16 if x.dtype == torch.float32 else torch.float32)
 
 

@@ -16,7 +16,7 @@ def _adamw(pool: Pool, numel: int, tensors: int) -> Call:
 
 
 def _adamw_host(pool: Pool, numel: int, tensors: int) -> Call:
-    """Beside a GPU with this rank's part of the host's cores; where the host computes, with what its rank has."""
+    """AdamW on the host: with this rank's share of the cores beside a GPU, otherwise with the rank's own cores."""
     step = _step(torch.device("cpu"), pool.dtype, numel, tensors)
     if pool.device.type == "cpu":
         return Call(step, on_host=True)

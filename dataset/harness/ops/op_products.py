@@ -27,7 +27,7 @@ def _bias_grad(pool: Pool, rows: int, hidden: int) -> Call:
 
 
 def _batched_matmul(pool: Pool, batch: int, m: int, n: int, k: int) -> Call:
-    """As scores are made: every query with every key."""
+    """Batched product as for attention scores: every query with every key."""
     return Call(torch.bmm, lambda: (pool.take(batch, m, k), pool.take(batch, n, k).transpose(1, 2)))
 
 

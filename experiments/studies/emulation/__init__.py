@@ -1,4 +1,4 @@
-"""Emulated against closed forms and against real ranks: ``stepsight experiment emulate``."""
+"""Compare emulated ranks with closed forms and with real ranks: ``stepsight experiment emulate``."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from stepsight.training.predictor.prediction_views import seconds_text
 
 
 def study_text(figures: Mapping[str, Any]) -> str:
-    """All tables, one variant after the other."""
+    """Text of all tables, one variant after the other."""
     parts = [f"note: {note}" for note in figures["notes"]]
     for name, of in figures["variants"].items():
         parts.append(f"== {name}: {of['hardware']}, {of['num_training_ops']} ops taught ==")

@@ -1,4 +1,4 @@
-"""Small to large: what at most four ranks taught, proven on runs that taught nothing."""
+"""Train on at most four ranks, and compare predictions of larger runs with held-out measurements."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def roofline(job: Job) -> float:
 
 
 def ideal(job: Job) -> float:
-    """Likewise, computation known and communication free."""
+    """Predict with known computation and free communication."""
     return simulate(job, _facts(job, Silent)).iteration_time_s
 
 

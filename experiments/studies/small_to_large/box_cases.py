@@ -64,7 +64,7 @@ def strategy_name(parallel: ParallelSpec) -> str:
 
 
 def micro_batches(pp: int) -> int:
-    """Of each replica: enough to fill the pipeline, no fewer than 4 and no more than 16."""
+    """Micro-batches of each replica: enough to fill the pipeline, at least 4 and at most 16."""
     return min(16, max(4, 2 * pp))
 
 

@@ -131,7 +131,7 @@ def predicted_passes(simulation: Simulation) -> Passes:
 
 
 def _passes(table: Array, optimizer: Array) -> Passes:
-    """From rows of rank, kind, part, micro-batch, start and end, in the order of the first four."""
+    """Passes from rows of rank, kind, part, micro-batch, start and end, in the order of the first four."""
     table = table[np.lexsort((table[:, 3], table[:, 2], table[:, 1], table[:, 0]))]
     rank, kind, part, micro_batch = table[:, :4].astype(np.int64).T
     return Passes(rank, kind, part, micro_batch, table[:, 4], table[:, 5], optimizer)
@@ -155,7 +155,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the iteration time, per cent, signed."""
+        """Signed error of the iteration time, in percent."""
         return 100 * (self.prediction.iteration_time_s / self.measured.seconds - 1)
 
     @property
@@ -170,7 +170,7 @@ class Compared:
         return self.waits > COMMUNICATION_BOUND
 
     def to_dict(self) -> dict[str, Any]:
-        """As in ``--json``."""
+        """Plain values, as ``--json`` prints them."""
         return {
             "name": self.measured.case.name,
             "ranks": self.measured.case.job.cluster.num_devices,

@@ -37,7 +37,7 @@ def sleeping(box: Box) -> SleepingLatency:
 
 
 def file_name(case: BoxCase) -> str:
-    """Of a run in its collection."""
+    """File name of a run in its collection."""
     return case.name.removeprefix("box/").replace("/", ".").replace("@", "-")
 
 
