@@ -1,4 +1,4 @@
-"""Whether captured ranks issue their common collectives alike: else they wait for each other for ever."""
+"""Whether captured ranks issue their common collectives alike: else they wait for each other forever."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _compare(one: tuple[int, Sequence[Issued]], other: tuple[int, Sequence[Issue
     for place, (mine, theirs) in enumerate(zip_longest(one[1], other[1])):
         if mine is None or theirs is None or mine[not named : 3] != theirs[not named : 3]:
             raise CaptureError(
-                f"ranks {one[0]} and {other[0]} would wait for each other for ever: as number {place + 1} of their "
+                f"ranks {one[0]} and {other[0]} would wait for each other forever: as number {place + 1} of their "
                 f"collectives rank {one[0]} issues {_text(mine)}, and rank {other[0]} {_text(theirs)}"
             )
 

@@ -295,7 +295,7 @@ def predict(
 
     Example:
         >>> predict("examples/gpt3-175b-1024.toml")  # doctest: +SKIP
-        Prediction(21.36 s, 19.22 to 23.74 s, 24.7 GB, gpt3-175b on 1024 x a100-sxm-80gb)
+        Prediction(21.43 s, 17.90 to 25.65 s, 24.7 GB, gpt3-175b on 1024 x a100-sxm-80gb)
     """
     if not isinstance(job, Job):
         job = Job.of(job)

@@ -134,7 +134,7 @@ class Predictor:
     def latency_on(
         self, fabric: Fabric, busy: int, num_devices: int, dtype: str = "bf16", software: str = ""
     ) -> LearnedLatency:
-        """The same for any cluster of the predictor's devices.
+        """Durations on any cluster of the predictor's devices.
 
         Args:
             fabric: The links.
@@ -185,12 +185,12 @@ class Predictor:
 
     @cached_property
     def without_context(self) -> Predictor:
-        """The same by regressors alone, to see what the context model brings."""
+        """Copy without the context model, to see what it improves."""
         return replace(self, context=None, calibration=Calibration())
 
     @cached_property
     def left_out(self) -> Predictor:
-        """The same as if no signature asked about had been measured; only right after fitting."""
+        """Copy that answers as if no asked signature had been measured; only right after fitting."""
         return replace(
             self, kernel=replace(self.kernel, left_out=True), collective=replace(self.collective, left_out=True)
         )
