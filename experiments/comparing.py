@@ -32,7 +32,7 @@ class Side:
         measured: Whether the time was measured.
         facts: Keys of the job and other facts; empty where unknown.
         causes: Seconds by cause: of a prediction the breakdown, of a run its critical path by kind.
-        works: Seconds on the critical path by op or collective; of a run by kind.
+        works: Seconds on the critical path by op or collective; empty for a run.
         interval: Prediction interval in seconds; None for a run.
     """
 
@@ -76,13 +76,13 @@ def run_side(folder: Path) -> Side:
     if has_traces(folders[0]):
         told = breakdown(run_graphs(folders[0]).graphs).to_dict()
         path = sum(told["critical"].values()) or 1.0
-        seconds = statistics.median(timed) if timed else told["steps_s"] / max(1, len(told["ranks"]))
+        seconds = statistics.median(timed) if timed else statistics.fmean(rank["step_s"] for rank in told["ranks"])
         causes = {kind: spent / path * seconds for kind, spent in told["critical"].items()}
     elif timed:
         seconds = statistics.median(timed)
     else:
         raise StepsightError(f"compare needs a run with timed or traced steps, got {folder}")
-    return Side(name, seconds, True, {**({} if job is None else _flat(job)), **facts}, causes, causes)
+    return Side(name, seconds, True, {**({} if job is None else _flat(job)), **facts}, causes)
 
 
 def _flat(job: Job) -> dict[str, Any]:

@@ -5,11 +5,14 @@ from pathlib import Path
 import pytest
 
 from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.imported.import_ranks import import_ranks
+from stepsight.dataset.imported.imported_run import write_imported
 from stepsight.dataset.job import Job
 from stepsight.experiments.changed_jobs import change_job
 from stepsight.experiments.comparing import compare_sides, predicted_side, run_side
 from stepsight.experiments.reports.comparison_report import comparison_text
 from tests.dataset.run_folders import write_run
+from tests.experiments.test_slow_runs import host_bound_trace
 
 JOB = Job.from_file(Path(__file__).parents[2] / "examples" / "gpt3-175b-1024.toml")
 
@@ -42,3 +45,14 @@ def test_a_measured_run_beside_its_job(tmp_path: Path) -> None:
 def test_one_thing_alone_is_refused() -> None:
     with pytest.raises(StepsightError, match="at least two"):
         compare_sides([predicted_side(JOB, "roofline", "one")])
+
+
+def test_a_traced_run_takes_the_mean_of_its_steps(tmp_path: Path) -> None:
+    """Not their sum; and its critical path adds up to it."""
+    found = import_ranks([host_bound_trace(tmp_path / "trace.json")])
+    write_imported(found.graphs, found.sources, tmp_path / "runs", None, [])
+    side = run_side(tmp_path / "runs")
+    (graph,) = found.graphs
+    lengths = graph.steps_s[:, 1] - graph.steps_s[:, 0]
+    assert len(lengths) == 2 and side.seconds < 1.5 * lengths.max()
+    assert sum(side.causes.values()) == pytest.approx(side.seconds)
