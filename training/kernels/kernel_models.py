@@ -23,6 +23,7 @@ from stepsight.training.regression.regressor import Regressor, SignatureRows, fi
 
 Array = NDArray[np.float64]
 
+GAP = 1.4  # log units between an op within the measured range and the nearest measured one from which it counts as well
 OUTSIDE = 0.7  # log units beyond the measured range from which an op counts as unsupported: twice the largest size
 
 
@@ -238,6 +239,13 @@ class KernelModel:
             return f"{op}: no {op.kind} was measured" if self.transfer is None else self.transfer.unsupported(op)
         excess = self.regressor.excess(label(base.kind, base, self.hardware), op_position(base))
         far = f"{np.exp(excess):.1f} x outside the measured range" if excess > OUTSIDE else ""
+        gap = (
+            0.0
+            if far
+            else self.regressor.gap(label(base.kind, base, self.hardware), op_position(base)[: len(base.dims)])
+        )
+        if gap > GAP:
+            far = f"within the measured range, but {np.exp(gap):.1f} x from the nearest measured {base.kind}"
         if evident:
             return f"{op}: {far}" if far else ""
         return f"{op}: no {label(op.kind, op, self.hardware)} was measured, {base.kind} and physics carry it"

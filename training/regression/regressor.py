@@ -146,6 +146,20 @@ class Regressor:
         low, high = self.support[kind]
         return float(np.maximum(np.maximum(low - position, position - high), 0.0).sum())
 
+    def gap(self, kind: str, position: Array) -> float:
+        """How far a position lies from the nearest measured one, in log units of the axis where they differ most.
+
+        0 where the table is so large that positions are not kept.
+
+        Args:
+            kind: As in ``support``.
+            position: Its first axes, those that count.
+        """
+        known = self.neighbours.get(kind)
+        if known is None or not len(known.positions):
+            return 0.0
+        return float(np.abs(known.positions[:, : len(position)] - position).max(axis=1).min())
+
     def _excess_of_trees(self, kind: str, position: Array) -> float:
         """The same over axes along which something was measured: trees say nothing of others, wherever one is.
 

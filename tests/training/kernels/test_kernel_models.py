@@ -7,7 +7,9 @@ import pytest
 from stepsight.dataset.box_spec import HARDWARE
 from stepsight.dataset.op import OP_KINDS, Op
 from stepsight.dataset.physics import roofline_seconds
+from stepsight.features.op_features import op_position
 from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.regression.neighbours import Neighbours
 from stepsight.training.shipped.catalogue import shipped_predictor
 
 Truth = Callable[[Op, int], float]
@@ -89,3 +91,18 @@ def test_padded_heads_take_as_long_as_those_they_are_padded_to(kind: str) -> Non
     padded, whole = (Op(kind, (4, 16, 16, 2048, 2048, size, 1)) for size in (80, 96))
     seconds = shipped.kernel.seconds([padded, whole], 1)
     assert seconds[0] == pytest.approx(seconds[1], rel=1e-9)
+
+
+def test_a_hole_within_the_measured_range_is_told() -> None:
+    """A shape between two measured ones, far from both, counts as outside with its distance."""
+    shipped = shipped_predictor("h100-sxm")
+    assert shipped is not None
+    kernel, low, high = shipped.kernel, Op("rms_norm", (128, 1024)), Op("rms_norm", (131072, 16384))
+    places = np.array([[*op_position(op), 0.0] for op in (low, high)])
+    sparse = {"rms_norm": Neighbours(places, np.zeros(2), 1.0)}
+    support = {**kernel.regressor.support, "rms_norm": (places[0, :-1], places[1, :-1])}
+    kernel = replace(kernel, regressor=replace(kernel.regressor, neighbours=sparse, support=support))
+    assert kernel.unsupported(low) == kernel.unsupported(high) == ""
+    assert "within the measured range, but 32.0 x from the nearest measured" in kernel.unsupported(
+        Op("rms_norm", (4096, 4096))
+    )
