@@ -227,7 +227,7 @@ def _semantics(
     batch: BatchSpec,
     optimizer: OptimizerSpec,
 ) -> ExecutionSemantics:
-    """The semantics of all strategies that are alike in what these depend on.
+    """Semantics shared by all strategies with the same relevant values.
 
     Args:
         where: Engine and checkpoint as the job states them, and whether it runs on CPUs.

@@ -251,7 +251,7 @@ def did_you_mean(name: object, names: Iterable[object]) -> str:
 def check_takes(
     what: str, function: Any, arguments: Sequence[str], error: type[StepsightError] = StepsightError
 ) -> None:
-    """Check that a function can be called with so many positional arguments.
+    """Check that a function can be called with the positional arguments.
 
     Args:
         what: Says which function, for messages.

@@ -114,7 +114,7 @@ class _Layout:
         return np.asarray(self.far_pace * (1.0 if protocol == LL else 1 + STEP_GROWTH * self.doublings))
 
     def steps(self, protocol: int, call: Array | float, steps: Array, transfers: tuple[Array, Array]) -> Array:
-        """Terms of a choice of that protocol, whose steps take so many microseconds."""
+        """Terms of a choice of a protocol, whose steps take some microseconds."""
         quick, bulk = (steps, 0.0) if protocol == LL else (0.0, steps)
         return self.terms(call, quick, bulk, *transfers)
 

@@ -70,7 +70,7 @@ class RegionNumbers:
 
 
 def region_numbers(region: Region) -> RegionNumbers:
-    """Arrays of a region that Inductor's scheduler told."""
+    """Arrays of a region from Inductor's scheduler."""
     kernels = sorted({loop.kernel for loop in region.loops})
     place = {kernel: number for number, kernel in enumerate(kernels)}
     member = np.array([place[loop.kernel] for loop in region.loops], dtype=np.int64)

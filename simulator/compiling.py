@@ -49,7 +49,7 @@ class compiled(Generic[P]):  # noqa: N801  (a decorator)
 
     @cached_property
     def _kept(self) -> bool:
-        """Whether compiled code of the function is on disk, where numba keeps it by default or was told to."""
+        """Whether compiled code of the function is on disk, in numba's default or configured folder."""
         file = Path(self.function.__code__.co_filename)
         name = f"{file.stem}.{self.function.__qualname__}-*.nbi"
         told = os.environ.get("NUMBA_CACHE_DIR")

@@ -58,7 +58,7 @@ class HostTimes(Protocol):
 
 
 def host_times(latency: LatencyModel) -> HostTimes | None:
-    """What a latency model says of calls that a host runs itself, None if it says nothing."""
+    """Seconds of calls that a host runs itself by a latency model; None if it has none."""
     return getattr(latency, "host_times", None)
 
 

@@ -33,7 +33,7 @@ class Times(NamedTuple):
 
 
 def can_simulate_many(job: Job, latency: LatencyModel) -> bool:
-    """Whether ``simulate_many`` answers for a job: all of its ranks are alike, and no op's time depends on others."""
+    """Whether ``simulate_many`` can simulate a job: all ranks are equal, and no op's time depends on others."""
     cluster = job.cluster
     return not (cluster.stragglers or cluster.slow_links or cluster.mixed or latency.knows_context)
 

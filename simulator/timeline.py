@@ -32,7 +32,7 @@ _ACTION, _PROCESS = b"\x01", b"\x02"  # what a template leaves open, beside the 
 
 
 def trace_events(simulation: SimulatedIteration, level: str = "segment") -> dict[str, Any]:
-    """Trace events of all stages; one rank stands for all that are alike.
+    """Trace events of all stages; one rank represents all equal ranks.
 
     Raises:
         StepsightError: If the level is unknown.

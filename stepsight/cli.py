@@ -133,7 +133,7 @@ def main() -> None:
 
 
 def _fail(text: str) -> NoReturn:
-    """One line, whatever stands in it."""
+    """Print an error as one line, and exit with code 2."""
     line = shorten(text.replace("\n", "\\n"), MOST_LINE).encode("utf-8", "backslashreplace").decode("utf-8")
     finish_stdout()
     typer.echo(f"error: {line}", err=True)

@@ -151,7 +151,7 @@ def judge_own_table(predictor: Predictor, rows: OwnTable) -> dict[str, Any]:
 
 
 def _held_out(whole: OwnTable, used: OwnTable, like: str, sampled: bool, seed: int, say: Say) -> dict[str, Any]:
-    """Errors on shapes that are held out; with samples, the saved predictor's own are told by ``evaluate``."""
+    """Errors on held-out shapes; with samples, ``evaluate`` shows those of the saved predictor."""
     if sampled or len(whole.ops) + len(whole.collectives) < FEWEST_TO_SPLIT:
         return {}
     kept, left = used.split(seed)

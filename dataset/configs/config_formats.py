@@ -1,4 +1,4 @@
-"""Which framework a configuration file is of, and who reads it."""
+"""Find the framework of a configuration file, and its reader."""
 
 from __future__ import annotations
 

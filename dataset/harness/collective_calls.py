@@ -129,7 +129,7 @@ def collective_call(kind: str, group_size: int) -> CollectiveCall:
 
 
 def buffers(num_bytes: int, ranks: list[int], group: Any, size: int, device: torch.device) -> Buffers:
-    """Buffers of a collective of so many bytes among ``size`` ranks."""
+    """Make buffers for a collective of ``num_bytes`` among ``size`` ranks."""
     numel = -(-max(1, num_bytes // 4) // size) * size
     full, other = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
     shard = torch.zeros(numel // size, device=device)

@@ -1,4 +1,4 @@
-"""The one error of the harness that a user can put right."""
+"""The error of the harness for mistakes that the user can correct."""
 
 from __future__ import annotations
 

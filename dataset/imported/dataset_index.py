@@ -27,7 +27,7 @@ FORM = 3  # of features and relations: another number is another version of ever
 
 
 def describe_run(name: str, job: Job | None, graphs: Sequence[RankGraph]) -> dict[str, Any]:
-    """Metadata of a run: what splits go by.  Without a job, model and strategy are told apart by what ran."""
+    """Metadata of a run, by which splits are made.  Without a job, model and strategy follow from the ops that ran."""
     first = graphs[0]
     model, strategy = _of_graphs(graphs) if job is None else _of_job(job)
     group = digest(*(part.tobytes() for graph in graphs for part in (graph.start_s, graph.duration_s)))
@@ -106,7 +106,7 @@ def run_parts(folder: Path, run: dict[str, Any]) -> Iterator[tuple[dict[str, Any
 
 
 def part_digest(part: GraphPart) -> str:
-    """Digest of what ran and how long each node took; empty for a few nodes, which may be alike by chance."""
+    """Digest of the nodes and their durations; empty for a few nodes, which may be equal by chance."""
     if sum(len(part.kind[name]) for name in WORK_TYPES) < _LEAST_TOLD:
         return ""
     columns: list[Any] = [each[name] for name in WORK_TYPES for each in (part.kind, part.signature)]

@@ -1,4 +1,4 @@
-"""The record of a collective kind: everything that stepsight knows of it, except how the harness calls it."""
+"""The record of a collective kind: everything that stepsight knows about it, except how the harness calls it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of an op kind: everything that stepsight knows of it, except how the harness runs it.
+"""The record of an op kind: everything that stepsight knows about it, except how the harness runs it.
 
 Functions of a kind take its dims as positional arguments, in the order of ``dim_names``.
 """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What a trace does not say of its rank.
+    """Facts about a rank that its trace does not state.
 
     Attributes:
         rank: Which rank, None if the trace is to be asked.

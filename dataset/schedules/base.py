@@ -69,7 +69,7 @@ _SIZES = ("num_stages", "num_micro_batches", "virtual_stages")
 
 @dataclass(frozen=True, slots=True)
 class ScheduleKind:
-    """A kind of schedule that jobs name: everything that the rest of the package knows of it.
+    """A kind of schedule that jobs name: everything that the rest of the package knows about it.
 
     Attributes:
         make: Takes the number of stages (two or more), of micro-batches and of virtual stages, and returns the

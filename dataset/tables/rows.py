@@ -22,7 +22,7 @@ MOST_SECONDS = 1e6  # of one call: beyond, it is a slip of the pen
 
 
 class Rows:
-    """What a reader says of one file.
+    """The rows and facts that a reader finds in one file.
 
     Attributes:
         path: The file, for errors and for what only its place tells.

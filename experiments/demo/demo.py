@@ -37,7 +37,7 @@ def demo_plan() -> dict[str, Any]:
 
 
 def heldout_metrics(evaluation: HeldoutEvaluation) -> dict[str, float]:
-    """What MLflow is told of runs that no training saw."""
+    """Record errors on held-out runs in MLflow."""
     return {
         "heldout_mape": evaluation.mape,
         "heldout_spearman": evaluation.spearman,

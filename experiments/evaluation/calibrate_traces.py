@@ -60,7 +60,7 @@ class TracesReport:
 
     @property
     def released(self) -> bool:
-        """Whether the traces taught anything."""
+        """Whether the traces improved anything."""
         return self.kernels_better or bool(self.launches) or self.overlap is not None
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class TracesReport:
 
 
 def calibrate_traces(paths: Sequence[Path], predictor: Predictor | str, out: Path) -> TracesReport:
-    """Correct a predictor by imported traces of its hardware, and write it if they teach it anything.
+    """Correct a predictor with imported traces of its hardware, and write it if it improves.
 
     Kernels are corrected by kind, launches and overlap replaced where the traces tell; what does not lower the error
     on ops that were left out is left as it was.  The shipped predictor itself is never changed.

@@ -71,7 +71,7 @@ def preset_of_device(row: Row) -> str:
 
 
 def fabric_of(row: Row, hardware: str, gpus_per_node: int) -> Any:
-    """A preset's name, or links with what the row says of its ports; without a word, the usual one of the devices."""
+    """A preset's name, or links from the ports that the row states; otherwise the usual fabric of the devices."""
     text, usual = row.text("inter_interconnect"), usual_fabric(hardware)
     if text in fabric_names():
         return text

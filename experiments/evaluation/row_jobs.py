@@ -48,7 +48,7 @@ _FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class PublishedJob:
-    """A row's job, and its framework's habits with what the row says of them."""
+    """The job of a row, and its framework's profile with the settings that the row states."""
 
     job: Job
     framework: Framework
@@ -268,7 +268,7 @@ def _sharding(row: Row, dp: int) -> dict[str, Any]:
 
 
 def _recompute(row: Row, framework: Framework) -> str:
-    """A word of ``RECOMPUTE``, with whatever remark behind it."""
+    """A word of ``RECOMPUTE``, with any remark after it."""
     text = (row.text("recompute") or framework.recompute).lower()
     found = re.match(rf"({'|'.join(RECOMPUTE)})(?![a-z0-9/])", text)
     if found is None:

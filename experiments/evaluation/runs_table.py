@@ -170,7 +170,7 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def _scaled(cell: str, factor: float) -> str:
-    """A number in the column's own unit; what is no number stays as it is, for who reads it to refuse."""
+    """A number in the unit of the column; other text stays as it is, and its reader refuses it."""
     try:
         return repr(float(cell) * factor) if cell.strip() else cell
     except ValueError:

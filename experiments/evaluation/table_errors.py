@@ -158,7 +158,7 @@ def predict_table(
 
 
 def _trained_on(measured: Measurements, predictor_of: PredictorOf) -> NDArray[np.bool_]:
-    """Rows whose shape their predictor was trained on, in whatever precision and by whatever software."""
+    """Rows whose shape their predictor was trained on, in any precision and with any software."""
     seen = np.zeros(len(measured), dtype=np.bool_)
     for device in dict.fromkeys(measured.device):
         predictor = predictor_of(device)

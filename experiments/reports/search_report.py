@@ -140,7 +140,7 @@ def _experts(told: dict[str, Any] | None, result: SearchResult) -> list[str]:
 
 
 def _rivals(result: SearchResult) -> list[str]:
-    """Strategies that cannot be told from the best, and what to measure."""
+    """Strategies that cannot be distinguished from the best, and what to measure."""
     if not result.goal.robust or not result.choices or not result.choices[0].fits:
         return []
     if not result.rivals:

@@ -1,4 +1,4 @@
-"""A job beside the trace that is said to be its own: what the trace lacks, what it has besides, what differs."""
+"""Check that a job can have produced a trace: what is missing, what is extra, what differs."""
 
 from __future__ import annotations
 

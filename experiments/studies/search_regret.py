@@ -86,7 +86,7 @@ def drawn_job(random: Random) -> Job:
 
 
 def study(jobs: int, seed: int, most_legal: int, *, enumerates: bool, space: str) -> list[dict[str, Any]]:
-    """Search so many jobs that have a strategy that fits.
+    """Search a number of jobs that have a strategy that fits.
 
     Raises:
         StepsightError: If hardly any job has so few strategies.

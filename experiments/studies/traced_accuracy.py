@@ -39,7 +39,7 @@ FEWEST = 8  # distinct ops that teach, and that judge
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Errors on traced ops that taught nothing; percent.
+    """Errors on held-out traced ops, in percent.
 
     Attributes:
         device: Which.

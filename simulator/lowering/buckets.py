@@ -35,7 +35,7 @@ class Repeated:
 
 @dataclass(frozen=True, eq=False)
 class BucketPlan:
-    """Where gradients arrive in a backward pass, whatever its ops, the buckets and the replicas.
+    """Where gradients arrive in a backward pass; independent of its ops, the buckets and the replicas.
 
     Attributes:
         names: For people: of the passages' blocks, then of the two kinds of buckets.
@@ -78,7 +78,7 @@ class BucketRun(NamedTuple):
 
 @cached(4096)
 def _plan(rows: tuple[tuple[int, int, int, str, int, bool], ...], tables: tuple[GradientTable, ...]) -> BucketPlan:
-    """The plan of some units; those of all micro-batches are alike.
+    """The plan of some units; it is the same for all micro-batches.
 
     Args:
         rows: Of each unit: passage, its nodes, times, name, number, whether it can be cut anywhere.

@@ -1,4 +1,4 @@
-"""Which pipelines of ranks are alike: folding stops exactly where symmetry ends.
+"""Find the distinct pipelines of ranks; equal ones are simulated once.
 
 A pipeline is one replica: the tensor- and context-parallel ranks of all stages.  Ranks of such a group move in step, so
 the slowest decides for all of them.  Replicas do not wait for each other before their gradients meet, so each distinct
@@ -27,7 +27,7 @@ from stepsight.simulator.segment_timing import AS_IT_IS, Slowdown
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """One replica, or several that are alike.
+    """One replica, or several that are equal.
 
     Attributes:
         slowdowns: Of each stage.
@@ -46,7 +46,7 @@ class Pipeline:
 
     @property
     def count(self) -> int:
-        """How many are alike."""
+        """Number of equal pipelines."""
         return len(self.replicas)
 
     @property

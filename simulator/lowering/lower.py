@@ -100,7 +100,7 @@ class Lowered:
         return {work: index for index, work in enumerate(self.all_works)}
 
     def program(self, label: str, stage: int = 0, micro_batch: int = 0) -> Program:
-        """What a stage runs for a micro-batch (``optimizer``: whatever the micro-batch)."""
+        """Segments that a stage runs for a micro-batch (``optimizer``: independent of the micro-batch)."""
         if label == "optimizer":
             return self.segments[int(self.optimizer[stage])].program
         track, kind = self.track, {name: kind for kind, name in LABELS.items()}[label]

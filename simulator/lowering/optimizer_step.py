@@ -106,7 +106,7 @@ def _step(builder: SegmentBuilder, shape: RankShape, habits: OptimizerHabits, nu
 
 
 class _Tensors(NamedTuple):
-    """Parameter tensors of a rank that are alike.
+    """Parameter tensors of a rank with equal properties.
 
     Attributes:
         numel: Elements of each.

@@ -1,4 +1,4 @@
-"""Plans of a part's forward and backward: their events, whatever the sizes of its blocks and of its groups.
+"""Plans of a part's forward and backward: their events, independent of the sizes of blocks and groups.
 
 Strategies that differ in micro-batch, degrees or replicas run the same events with other work, so a plan is made once
 for all of them.

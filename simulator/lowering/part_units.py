@@ -1,4 +1,4 @@
-"""Units: the blocks of a part of the model, those that are alike and follow each other as one."""
+"""Units: the blocks of a part of the model; equal blocks in a row are one unit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stepsight.simulator.lowering.sizes import PartShape
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Blocks of a part that are alike and follow each other.
+    """Equal blocks of a part that follow each other.
 
     Attributes:
         block: One of them.

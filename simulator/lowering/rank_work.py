@@ -1,4 +1,4 @@
-"""What ranks run, whatever the order of their micro-batches: strategies that differ in that alone share it."""
+"""The work of ranks without the order of micro-batches; strategies that differ only in that order share it."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Pass(NamedTuple):
 @hashed_once
 @dataclass(frozen=True)
 class Call:
-    """What a segment does, whatever the rank and its part of the model.
+    """The kind of a segment, independent of the rank and its part of the model.
 
     Attributes:
         replicas: Those that it exchanges something with; ``SILENT`` if it does not.

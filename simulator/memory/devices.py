@@ -11,7 +11,7 @@ from stepsight.simulator.lowering.rank_layout import layout_of
 
 
 def smallest_devices(job: Job, hardware: Hardware) -> tuple[Hardware, ...]:
-    """One device for each stage; a single one where all nodes are alike.
+    """One device for each stage; a single one if all nodes are equal.
 
     Raises:
         JobError: If nothing is known of the devices of some nodes.

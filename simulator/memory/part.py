@@ -67,7 +67,7 @@ class PartMemory(BlockMemory):
 
 @dataclass(slots=True)
 class _Run:
-    """Blocks that are alike and follow each other."""
+    """Equal blocks that follow each other."""
 
     block: BlockMemory
     times: int = 1

@@ -17,7 +17,7 @@ from stepsight.simulator.replay.changes import Floats, Tally, seconds_of
 
 
 def with_buckets(graphs: Sequence[RankGraph], num_bytes: float, latency: LatencyModel, tally: Tally) -> list[RankGraph]:
-    """Gradient all-reduces of a step joined to buckets of at least so many bytes.
+    """Join the gradient all-reduces of a step to buckets of at least a number of bytes.
 
     Each bucket runs when its last part was ready on all ranks.  It takes what its parts took together, those that ran
     at once counted once, times what the latency model says one message takes beside its parts.

@@ -1,4 +1,4 @@
-"""Is a schedule complete, who needs whom, and in which order can all actions run?"""
+"""Check that a schedule is complete, and find its dependencies and an order in which all actions can run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Order:
         return len(self.stage)
 
     def name(self, action: int) -> str:
-        """For messages: the action as people write it."""
+        """The action as people write it, for messages."""
         return f"{KIND_NAMES[self.kind[action]]}{self.micro_batch[action]} of part {self.part[action]}"
 
 

@@ -84,7 +84,7 @@ class TableReaderContract:
             assert getattr(first, name) == getattr(second, name)
 
     def test_a_folder_reads_as_its_files(self, tmp_path: Path) -> None:
-        """Of a folder, files of the format are read; others but texts are counted, and the licence beside is told."""
+        """In a folder, files of the format are read, other files but texts are counted, the licence is reported."""
         one = self.read(tmp_path)
         (tmp_path / "SOURCE.md").write_text("where from")
         (tmp_path / "LICENSE").write_text("Apache License 2.0")

@@ -1,4 +1,4 @@
-"""Corrections that whole iterations taught, within physics.
+"""Corrections learned from whole iterations, within physical bounds.
 
 Own runs give a bounded scale, shrunk hard towards none.  Tables of runs give factors of resources, which the simulator
 turns into times, and a residual for jobs that are alike (see ``fit_calibration``).
@@ -48,7 +48,7 @@ class Calibration:
 
     @property
     def by_runs(self) -> bool:
-        """Whether a table of runs taught it something."""
+        """Whether a table of runs changed it."""
         return self.residual is not None or not self.constants.plain
 
     def factor(self, job: Job, software: str = "") -> float:

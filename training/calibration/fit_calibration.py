@@ -1,4 +1,4 @@
-"""Learning from a table of iteration times: constants by gradient through the simulator, the rest from jobs alike.
+"""Learn from a table of iteration times: constants by gradient through the simulator, the rest from similar jobs.
 
 The logarithm of an iteration's time falls with that of a resource's factor by the part of the critical path that the
 resource makes up: ``d log T / d log f_g = sum_{i in g} n_i t_i / T``, with ``n_i = dT / dt_i`` from the engine.  With

@@ -1,4 +1,4 @@
-"""What physics leaves of whole iterations: a Gaussian process over jobs that are alike, which fades where none is.
+"""Residual of whole iterations: a Gaussian process over similar jobs, which fades where none is similar.
 
 Its mean is the correction of a new job, its deviation says how much is known of it: next to nothing is added far away
 from all rows it was fitted on, and the deviation is then that of any job.
@@ -62,7 +62,7 @@ class Residual:
         return mean, math.sqrt(variance + self.noise**2)
 
     def known(self, job: Job, software: str = "") -> float:
-        """Part of the variance from job to job that the rows tell of this one: 1 for one of them, 0 far from all."""
+        """Share of the variance between jobs that the rows explain for this one: 1 for one of them, 0 far from all."""
         shared = self._shared(job, software)
         return min(1.0, self._process.explained(shared) / self.spread**2)
 

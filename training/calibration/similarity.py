@@ -1,4 +1,4 @@
-"""How alike two jobs are to who corrects predictions: what was off for one is off for its like.
+"""Similarity of two jobs, for corrections: similar jobs have similar errors.
 
 What a simulator gets wrong about a job (an unmodelled kernel, a habit of the framework) depends on the shapes of its
 ops, on precision, strategy and software, and hardly on the number of devices.  So likeness falls with the distance

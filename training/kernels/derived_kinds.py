@@ -58,7 +58,7 @@ def label(name: str, op: Op, hardware: Hardware) -> str:
 
 
 def base_of(op: Op, hardware: Hardware) -> Op | None:
-    """The op whose efficiency tells most about one of a kind that was not measured; None: nothing but the roofline."""
+    """The op whose efficiency is used for an op of a kind that was not measured; None: only the roofline is known."""
     if dtype_class(op, hardware):
         return Op(op.kind, op.dims, "fp8" if op.dtype == "nvfp4" else "bf16")
     kind = op.record

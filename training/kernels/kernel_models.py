@@ -216,11 +216,11 @@ class KernelModel:
 
     @property
     def _slept(self) -> bool:
-        """Whether ops take as long as ranks of a cluster in a box are told."""
+        """Whether ops take as long as a box lets its ranks sleep."""
         return self.hardware.name == BOX
 
     def crowded(self, busy: int) -> str:
-        """Why so many busy devices of a node lie outside what was measured; empty if they do not."""
+        """Why a number of busy devices of a node lies outside the measured range; empty if it does not."""
         low, high = self.regressor.busy
         if low <= busy <= high or self.derives or self._slept:
             return ""

@@ -1,4 +1,4 @@
-"""What traces of other people's jobs teach: ops and collectives of imported runs, by signature."""
+"""Ops and collectives of imported runs, by signature."""
 
 from __future__ import annotations
 

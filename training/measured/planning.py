@@ -51,7 +51,7 @@ def as_the_harness_runs(job: Job) -> Job:
 
 
 def stand_in_of(job: Job, rank: int) -> dict[str, Any]:
-    """What a plan says of a run in which one process stands in for a rank of a job.
+    """The part of a plan about a run with an emulated rank.
 
     Its collectives take what latency and bandwidth of the job's fabric imply.
 

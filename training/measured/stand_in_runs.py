@@ -62,7 +62,7 @@ class StandInLatency:
 
 
 def run_latency(run: RunManifest, predictor: Predictor) -> LearnedLatency | StandInLatency:
-    """What a predictor knows of the ops and collectives of a run."""
+    """Predicted seconds of the ops and collectives of a run."""
     if run.stand_in is None:
         return predictor.latency(run.job)
     return StandInLatency(predictor.latency(run.job, alone=True), run.job.fabric)

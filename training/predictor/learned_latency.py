@@ -110,7 +110,7 @@ class LearnedLatency:
             )
 
     def _limits(self, work: Op | Collective) -> tuple[float, float]:
-        """Least and most seconds that anybody believes of a work: far beyond what any fit finds."""
+        """Limits of the seconds of a work, far beyond the result of any fit."""
         if isinstance(work, Collective):
             slowest = min(self.fabric.inter_node.bandwidth_bytes_per_s, self.fabric.intra_node.bandwidth_bytes_per_s)
             return 0.0, SLOWEST_S + SLOWER * work.num_bytes * work.group_size / slowest

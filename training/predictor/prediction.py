@@ -177,7 +177,7 @@ class Prediction:
 
     @cached_property
     def _interleaved(self) -> Prediction | None:
-        """The prediction of the other job that may be meant where nothing is said of virtual stages."""
+        """Predict the other job that may be meant if virtual stages are not stated."""
         other = self.job.interleaved
         if other is None or self.given is not None:
             return None

@@ -46,7 +46,7 @@ def changed_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
 
 
 def check_output(folder: Path) -> None:
-    """A predictor may take the place of nothing, of an empty folder or of another predictor, and of nothing else.
+    """Check that a predictor's folder is new, empty, or another predictor.
 
     Raises:
         StepsightError: If something else is there, or nothing can be written there.

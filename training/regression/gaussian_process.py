@@ -1,4 +1,4 @@
-"""The posterior of a Gaussian process: what some noisy values tell of others that vary with them.
+"""The posterior of a Gaussian process: estimates of values from other, noisy values that vary with them.
 
 The process has mean zero, so far from every observation its mean is zero and its variance is the prior's
 (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, equations 2.25 and 2.26).

@@ -248,7 +248,7 @@ def shipped_predictor(name: str) -> Predictor | None:
 
 @cached(256)
 def shipped_without(name: str, source: str) -> Predictor | None:
-    """The shipped predictor of a name as it is without what a source of published runs taught it: the chip's power."""
+    """The shipped predictor of a name without what it learned from one source of published runs: the chip's power."""
     whole = shipped_predictor(name)
     if whole is None:
         return None
@@ -354,7 +354,7 @@ def retrain(name: str, data: Path, out: Path, seed: int = 0) -> Predictor:
 
 
 def _kinds(table: Measurements, recipe: Recipe, hardware: Hardware) -> list[str]:
-    """Which kinds a table tells of, with the precision where it makes kernels of their own."""
+    """The kinds that a table holds, with the precision if it has its own kernels."""
     rows = op_table(table, recipe.hardware, recipe.software)
     return sorted({label(op.kind, op, hardware) for op in rows.ops})
 

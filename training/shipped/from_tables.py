@@ -1,4 +1,4 @@
-"""A predictor from tables of measurements: one device's own rows, and what others' rows tell of kinds it lacks."""
+"""Train a predictor on tables: rows of the device, and rows of other devices for kinds that it lacks."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def collective_table(
 
 
 def fit_links(rows: CollectiveRows, *, seed: int = 0) -> CollectiveModel:
-    """Fit NCCL's collectives; what was measured on others' links alone is said to be."""
+    """Fit NCCL's collectives; kinds that were measured only on other links are marked."""
     across = np.array([c.num_nodes > 1 for c in rows.collectives], dtype=np.bool_)
     within, between = rows.take(np.flatnonzero(~across)), rows.take(np.flatnonzero(across))
     model = fit_collectives(within.collectives, within.fabrics, within.seconds, seed=seed, nccl=True)

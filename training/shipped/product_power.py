@@ -31,7 +31,7 @@ ROUNDS = 50  # of reweighting
 
 @dataclass(frozen=True, slots=True)
 class SourceClock:
-    """What a source's runs say of a chip.
+    """Power of a chip estimated from the runs of one source.
 
     Attributes:
         slowdown_log: Median of ``log(measured / predicted)`` over how much the time follows products: the logarithm of
@@ -50,7 +50,7 @@ class SourceClock:
 
 @dataclass(frozen=True)
 class ChipPower:
-    """What all sources say of a chip.
+    """Power of a chip estimated from all sources.
 
     Attributes:
         reference_w: The power limit for which sources speak: the highest of the chip's devices.
@@ -91,7 +91,7 @@ class ChipPower:
 
 
 def learn_chip(reference_w: float, runs: Mapping[str, Sequence[float]]) -> ChipPower:
-    """What some runs say of a chip.
+    """Power of a chip estimated from some runs.
 
     Args:
         reference_w: As in ``ChipPower``.

@@ -1,4 +1,4 @@
-"""A device's ops and collectives from its own table, with what predictors of the package know of other devices."""
+"""Fit a device's ops and collectives on its own table and on the package's predictors of other devices."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _groups(own: OwnTable, names: NDArray[np.object_], few: NDArray[np.bool_]) -
 
 
 def _correct(transfer: Transfer, ops: Sequence[Op], seconds: Array, seed: int) -> Correction:
-    """The correction of ops of one label, whatever precision each is in."""
+    """The correction of ops of one label, in any precision."""
     roofline = np.array([roofline_seconds(op, transfer.hardware) for op in ops])
     residuals, blocks = np.log(seconds / roofline), []
     order: list[int] = []

@@ -39,7 +39,7 @@ MOST_MINUTES = 240.0
 def profile_plan(
     hardware: Hardware, teachers: Sequence[Teacher], minutes: float, *, devices: int = 1, seed: int = 0
 ) -> dict[str, Any]:
-    """A plan for the harness that is thought to take so many minutes.
+    """Make a plan for the harness that is expected to take a number of minutes.
 
     Args:
         hardware: The device's facts.

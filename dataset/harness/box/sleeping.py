@@ -108,7 +108,7 @@ class SleepingTraining:
         self.stage = next(reversed(self.parts.values()))
 
     def hurry(self, pace: float) -> None:
-        """Sleep for this part of what is said."""
+        """Sleep for this part of the stated time."""
         self.rank.device.pace = self._pace * pace
 
     def _data_parallel(self, part: Part, mesh: Any) -> nn.Module:

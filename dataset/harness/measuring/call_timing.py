@@ -112,7 +112,7 @@ class _Train(NamedTuple):
 
 
 def queued(call: Call, queue: Queue, seconds: float) -> Samples:
-    """Samples of a call that is warm, for about so many seconds, issued behind spins."""
+    """Sample a warm call for about ``seconds``, issued behind spins."""
     begin = time.perf_counter()
     trial = _train(call, queue, 2, 1, _ISSUE_S).samples
     host, device = max(1e-7, *trial.host), max(1e-7, min(trial.device))

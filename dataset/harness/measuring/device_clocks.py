@@ -80,7 +80,7 @@ def clocks(samples: Iterable[list[Sample]]) -> dict[str, Any]:
 
 
 def ask(gpu: str, *fields: str) -> list[str]:
-    """What ``nvidia-smi`` says of a GPU at once, field by field; nothing if it cannot."""
+    """Ask ``nvidia-smi`` for fields of a GPU; empty if it cannot answer."""
     command = [TOOL, f"--id={gpu}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(

@@ -214,7 +214,7 @@ def _time_collective(
 
 
 def _merge(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One duration from all ranks' samples: they compute alike, and a collective ends with its last rank."""
+    """One duration from all ranks' samples: ranks compute the same, and a collective ends with its last rank."""
     merged = []
     for versions in zip(*gather(records), strict=True):
         record = {key: value for key, value in versions[0].items() if key in ("op", "collective")}

@@ -70,7 +70,7 @@ class Stage(nn.Module):
         return y
 
     def replicated_parameters(self) -> list[nn.Parameter]:
-        """What every tensor-parallel rank holds alike, and under sequence parallel knows a part of the gradient of."""
+        """Parameters that all tensor-parallel ranks hold; with sequence parallelism each has part of their gradient."""
         held = [module for module in self.modules() if isinstance(module, Norm | Positions)]
         parameters: list[nn.Parameter] = [p for module in held for p in module.parameters()]
         if isinstance(self.embedding, torch_bert.Embedding):

@@ -14,7 +14,7 @@ from .input_pool import Call, Maker, Pool
 
 
 def _side(positions: int, spatial: int) -> list[int]:
-    """Sizes of so many positions, as equal to each other as divisors allow."""
+    """Split a number of positions into sizes that are as equal as divisors allow."""
     sizes, left = [], positions
     for dims in range(spatial, 1, -1):
         side = max(round(left ** (1 / dims)), 1)

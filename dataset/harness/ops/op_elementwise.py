@@ -18,7 +18,7 @@ def _each(function: Callable[..., object], operands: int = 1) -> Maker:
 
 
 def _matrix(numel: int) -> tuple[int, int]:
-    """A matrix of so many elements whose rows are as wide as a model's, where it divides."""
+    """A matrix with a number of elements, and rows as wide as a model's if that divides it."""
     for width in (4096, 2048, 1024, 512, 256, 128, 64):
         if numel % width == 0 and numel >= 8 * width:
             return numel // width, width

@@ -34,7 +34,7 @@ def sleeping_problems(job: Any) -> list[str]:
 
 
 def sleeping_run_problems(run: dict[str, Any], ranks: int) -> list[str]:
-    """Check a run for a box of so many ranks: its job, and its ``sleeps``."""
+    """Check the job and the ``sleeps`` of a run for a box with a number of ranks."""
     job: Any = run.get("job")
     sleeps: Any = run.get("sleeps")
     if problems := form_problems(job):

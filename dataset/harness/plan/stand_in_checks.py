@@ -15,7 +15,7 @@ _MOST, _MOST_S = 2**48, 3600.0  # a larger number is a typing mistake
 
 
 def stand_in_problems(stand_in: Any, ranks: int) -> list[str]:
-    """Return everything that is wrong with ``stand_in`` of a run whose job has so many ranks."""
+    """Return every problem of ``stand_in`` of a run, given the number of ranks of its job."""
     if not isinstance(stand_in, dict) or set(stand_in) != {"rank", "collectives"}:
         got = sorted(stand_in) if isinstance(stand_in, dict) else stand_in
         return [f"stand_in is a table of rank and collectives, got {got!r:.80}"]

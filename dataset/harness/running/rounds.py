@@ -44,7 +44,7 @@ def _is_state(state: Any, run: dict[str, Any]) -> bool:
 
 
 def _are_numbers(column: Any, count: int) -> bool:
-    """Whether these are so many finite numbers."""
+    """Whether these are finite numbers, as many as expected."""
     if not isinstance(column, list) or len(column) != count:
         return False
     return all(isinstance(x, int | float) and not isinstance(x, bool) and abs(x) < float("inf") for x in column)

@@ -1,4 +1,4 @@
-"""Runs of the study: training steps that teach, others that judge, and single ranks of large jobs.
+"""Runs of the study: training steps to train on, others to judge, and single ranks of large jobs.
 
 A held-out run has a hidden size, products' (n, k), a vocabulary, a sequence and a number and size of micro-batches
 that no training run has.  Rows are in the order of importance: where time is short, the last ones are left out.

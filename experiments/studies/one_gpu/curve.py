@@ -62,7 +62,7 @@ def learning_curve(
 
 
 def event_seconds(folders: Sequence[Path]) -> float:
-    """Seconds that plans gave to ops that teach."""
+    """Seconds that plans gave to training ops."""
     return sum(
         float(event["seconds"])
         for folder in folders

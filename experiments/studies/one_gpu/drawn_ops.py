@@ -1,4 +1,4 @@
-"""Ops that are measured on their own: drawn from the sizes of real models, and split into what teaches and what judges.
+"""Ops measured on their own, drawn from sizes of real models and split into training and held-out ops.
 
 A held-out op has the (n, k) of a product, the head size and length of an attention, or the width of what works on rows
 that no op which teaches has.
@@ -191,7 +191,7 @@ def draw(space: OpSpace, count: int, hardware: Hardware, seed: int, families: Co
 
 
 def likeness(op: Op) -> tuple[Hashable, ...]:
-    """What a held-out op has and no op that teaches: see the module."""
+    """What a held-out op has and no training op has: see the module."""
     if op.family == "gemm":
         return (op.family, *op.dims[1:])
     if op.family == "attention":
@@ -202,7 +202,7 @@ def likeness(op: Op) -> tuple[Hashable, ...]:
 
 
 def split(drawn: Sequence[Op], needed: Iterable[Op], unseen: Iterable[Op], seed: int) -> tuple[list[Op], list[Op]]:
-    """Ops that teach, and ops that judge.
+    """Training ops and held-out ops.
 
     Args:
         drawn: Distinct ops.

@@ -41,7 +41,7 @@ def measured_ops(folders: Iterable[Path], *, heldout: bool) -> dict[Op, float]:
 
 
 def held_op_rows(predictor: Predictor, measured: dict[Op, float]) -> list[dict[str, Any]]:
-    """One row for each op, with what the predictor says of it alone."""
+    """One row for each op, with its predicted time alone."""
     ops = list(measured)
     predicted = predictor.kernel.seconds(ops, 1)
     return [

@@ -220,7 +220,7 @@ def _plan(
 
 
 def _in_turns(chosen: Sequence[StepCase]) -> list[StepCase]:
-    """Training and held-out runs by turns, so that a drift of the device touches both alike; then the others."""
+    """Training and held-out runs in turns, so that a drift of the device affects both equally; then the others."""
     places: list[tuple[float, str, StepCase]] = [(1.0, STAND_IN, case) for case in chosen if case.role == STAND_IN]
     for role in ("train", "heldout"):
         own = [case for case in chosen if case.role == role]

@@ -1,4 +1,4 @@
-"""What others would say of a box: a roofline with latency-bandwidth links, ideal arithmetic, and a closed formula."""
+"""Reference predictions for a box: a roofline with latency-bandwidth links, ideal arithmetic, and a closed formula."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def _of_step(step: dict[str, Any]) -> Passes:
 
 
 def predicted_passes(simulation: Simulation) -> Passes:
-    """What the simulator says of every rank, in the same order."""
+    """Simulated passes of every rank, in the same order."""
     parallel = simulation.job.parallel
     inner = parallel.tp * parallel.dp  # ranks of a stage lie together
     tables: list[Array] = []

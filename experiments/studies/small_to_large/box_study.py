@@ -59,7 +59,7 @@ def run_boxes(out: Path, only: str = "*", *, progress: bool = True, asked: UserC
 
 
 def _predictor(out: Path, progress: bool) -> Predictor:
-    """What the small runs teach; trained anew when they change."""
+    """The predictor trained on the small runs; trained again when they change."""
     folders = training_folders(out)
     key = digest(*(str(sorted(path.name for path in folder.glob("*/*"))) + folder.name for folder in folders))[:8]
     folder = out / f"predictor-{key}"

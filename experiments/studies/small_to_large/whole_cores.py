@@ -1,4 +1,4 @@
-"""Whole cores: real computation of one and two ranks, predicted by what other shapes and strategies taught.
+"""Real computation on one and two ranks, predicted after training on other shapes and strategies.
 
 Training and held-out runs take turns in one collection, so that a drift of the machine touches both alike.
 
