@@ -34,3 +34,20 @@ def test_examples_that_are_named_are_there(page: str) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_the_readme_repeats_the_figures_of_the_results() -> None:
+    """Runs, mean error and regret of its table are those of docs/results/published-runs.md."""
+    page = (ROOT / "docs" / "results" / "published-runs.md").read_text()
+    errors, choices = (part.splitlines() for part in page.split("## What choosing by predictions costs"))
+    table = (ROOT / "README.md").read_text().partition("| published runs | runs |")[2].partition("\n\n")[0]
+    for row in table.splitlines()[2:]:
+        name, runs, error, regret, chance = (cell.strip() for cell in row.split("|")[1:6])
+        word = name.split()[0].rstrip(",")
+        chosen = next(line for line in choices if line.startswith(f"| {word}"))
+        assert [cell.strip() for cell in chosen.split("|")][3:5] == [regret, chance], name
+        if word == "all":
+            assert f"All {runs} runs: mean error {error} %" in page
+        else:
+            told = [cell.strip() for cell in next(line for line in errors if line.startswith(f"| {word}")).split("|")]
+            assert (told[2], told[3].split()[0]) == (runs, error), name
