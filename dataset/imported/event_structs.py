@@ -105,7 +105,7 @@ def args_of(kind: type[Args], events: Sequence[Event]) -> list[Args]:
 
 
 def _filled(kind: type[Args], table: dict[str, Any]) -> Args:
-    given = {}
+    given: dict[str, Any] = {}
     for info in msgspec.structs.fields(kind):
         if info.encode_name in table:
             value = table[info.encode_name]
