@@ -102,7 +102,7 @@ class Experts(nn.Module):
 
     def __init__(self, shape: Shape, count: int, ffn: int) -> None:
         super().__init__()
-        made = {"device": shape.device, "dtype": shape.dtype}
+        made: dict[str, Any] = {"device": shape.device, "dtype": shape.dtype}
         self.gate_up = nn.Parameter(torch.empty(count, 2 * ffn, shape.hidden, **made).normal_(0.0, 0.02))
         self.down = nn.Parameter(torch.empty(count, shape.hidden, ffn, **made).normal_(0.0, 0.02))
 
@@ -126,7 +126,7 @@ class ExpertLayer(torch_dense.Layer):
         del self.up, self.down
         self.top, self.num_experts, self.group = model["experts_per_token"], model["experts"], group
         self.mlp_norm = Norm(shape)
-        made = {"device": shape.device, "dtype": shape.dtype}
+        made: dict[str, Any] = {"device": shape.device, "dtype": shape.dtype}
         self.router = nn.Linear(shape.hidden, self.num_experts, bias=False, **made)
         self.experts = Experts(shape, self.num_experts // group.size(), model["expert_ffn"])
 
@@ -159,7 +159,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
         size, parts = group.size(), []
-        here = torch.stack((k, v))
+        here, y = torch.stack((k, v)), q
         for step in range(size):
             arriving, works = pass_on(here, group) if step < size - 1 else (here, [])
             keys, values, causal = (*here, True) if step == 0 else (*half(here), False)
@@ -267,8 +267,9 @@ class ContextLayer(torch_dense.Layer):
         self.group = group
 
     def _attend(self, qkv: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        shape, (cos, sin) = self.shape, rope or ()
-        qkv = composite.Rope.apply(qkv, cos, sin, shape.heads + shape.kv_heads)
+        shape = self.shape
+        assert rope is not None
+        qkv = composite.Rope.apply(qkv, *rope, shape.heads + shape.kv_heads)
         parts = qkv.view(-1, shape.seq_len, shape.heads + 2 * shape.kv_heads, shape.head_dim)
         q, k, v = (part.transpose(1, 2) for part in parts.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=2))
         y: Tensor = self.attention.apply(q, k, v, self.group)

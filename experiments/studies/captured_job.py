@@ -80,7 +80,7 @@ class ChunkedTraining(Training):
 
     def _schedule(self, num_stages: int) -> Any:
         shape = self.shape
-        made = {"device": "meta", "dtype": shape.dtype, "requires_grad": True}
+        made: dict[str, Any] = {"device": "meta", "dtype": shape.dtype, "requires_grad": True}
         hidden = torch.empty(shape.rows, shape.hidden, **made)
         logits = torch.empty(shape.micro_batch * shape.seq_len, shape.vocab // shape.size, **made)
         tokens = torch.empty(shape.micro_batch, shape.seq_len, device="meta", dtype=torch.int64)

@@ -98,7 +98,8 @@ class Collectives:
 
     def _line(self) -> str:
         """The script's own line that is running."""
-        frame, path = sys._getframe(2), str(self._script)
+        frame: Any = sys._getframe(2)
+        path = str(self._script)
         while frame is not None and frame.f_code.co_filename != path:
             frame = frame.f_back
         return "" if frame is None else f"{self._script.name}:{frame.f_lineno}"

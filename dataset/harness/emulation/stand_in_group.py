@@ -116,7 +116,7 @@ class Group(OneRankGroup):
 
     def _link(self, peer: int) -> _Link:
         world = self._world
-        ranks = self._ranks if peer < 0 else [self._ranks[self.rank()], self._ranks[peer]]
+        ranks = list(self._ranks) if peer < 0 else [self._ranks[self.rank()], self._ranks[peer]]
         nodes = len({rank // world.devices_per_node for rank in ranks})
         line = HostLine(world.clock) if world.spinner is None else DeviceLine(world.device, world.spinner)
         return _Link(ranks, -(-len(ranks) // nodes), line)
