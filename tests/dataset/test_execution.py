@@ -58,7 +58,7 @@ def test_one_type_for_everything_is_what_the_harness_runs() -> None:
 def test_a_job_that_states_no_engine_is_written_without_one() -> None:
     """So that files written before engines were named stay the same."""
     assert "execution" not in job_of().to_dict()
-    assert job_of(engine="megatron").to_dict()["execution"] == {"engine": "megatron"}
+    assert job_of(engine="megatron").to_dict()["execution"]["engine"] == "megatron"
 
 
 def test_a_profile_fills_the_engine_and_a_job_goes_before() -> None:

@@ -59,3 +59,20 @@ def test_a_program_is_asked_about_alone(tmp_path: Path) -> None:
     for arguments in (["predict"], ["predict", "--program", tmp_path, "job.toml"]):
         with pytest.raises(StepsightError):
             ask(*arguments)
+
+
+def test_from_a_model_in_a_file_to_a_prediction(tmp_path: Path) -> None:
+    """For training on several replicas, or at once as inference; options for models are refused for scripts."""
+    torch = pytest.importorskip("torch")
+    model, out = tmp_path / "mlp.pt2", tmp_path / "mlp"
+    layers = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 8))
+    torch.export.save(torch.export.export(layers, (torch.randn(64, 256),)), model)
+    told = ask("capture", "--json", "--world-size", 16, "--precision", "bf16", "--out", out, model)
+    assert told["ranks"][0]["collectives"][0]["num_bytes"] == 2 * (257 * 256 + 257 * 8)
+    asked = ("--hardware", "h100-sxm-80gb", "--fabric", "dgx-h100", "--json")
+    training, inference = (ask("predict", "--program", path, *asked) for path in (out, model))
+    assert training["iteration_time_s"] > inference["iteration_time_s"] > 0
+    (tmp_path / "train.py").write_text("", "utf-8")
+    for arguments in (["--dims", "8", model], ["--inference", tmp_path / "train.py"], [model, "--batch"]):
+        with pytest.raises(StepsightError):
+            ask("capture", "--world-size", 1, "--out", tmp_path / "no", *arguments)

@@ -18,7 +18,7 @@ def test_the_same_order_is_right() -> None:
 
 @pytest.mark.parametrize("theirs", [[B, A], [A], [A, B, B], [A, ("b", "all_reduce", 32, "")], []])
 def test_another_order_would_never_end(theirs: list[Issued]) -> None:
-    with pytest.raises(CaptureError, match="ranks 0 and 1 would wait for each other for ever: as number"):
+    with pytest.raises(CaptureError, match="ranks 0 and 1 would wait for each other forever: as number"):
         check_orders({0: {PAIR: [A, B]}, 1: {PAIR: theirs}})
 
 
