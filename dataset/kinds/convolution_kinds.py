@@ -63,15 +63,18 @@ def _gradients(of: DimsOf, mask: int | None = None) -> DimsOf:
     return dims
 
 
-def _flops(b: int, i: int, o: int, p: int, w: int, g: int, q: int, s: int) -> float:
+def _flops(*dims: int) -> float:
+    b, i, o, p, w, _, q, _ = dims
     return 2.0 * b * i * o * w * min(p, q)
 
 
-def _elements(b: int, i: int, o: int, p: int, w: int, g: int, q: int, s: int) -> float:
+def _elements(*dims: int) -> float:
+    b, i, o, p, w, g, q, _ = dims
     return float(b * (g * i * q + o * p) + i * o * w)
 
 
-def _as_product(b: int, i: int, o: int, p: int, w: int, g: int, q: int, s: int) -> Dims:
+def _as_product(*dims: int) -> Dims:
+    b, i, o, p, w, _, q, _ = dims
     return b * min(p, q), o, i * w
 
 

@@ -93,27 +93,26 @@ class _Inputs:
         self.args: list[Any] = []
         self.kwargs: dict[str, Any] = {}
         self.num_bytes = 0
-        for argument, shape, kind, stride, literal in zip(function._schema.arguments, *told, strict=True):
-            value = self._value(argument, shape, kind, stride, literal, most, device)
+        self._most, self._device = most, device
+        for argument, *one in zip(function._schema.arguments, *told, strict=True):
+            value = self._value(argument, *one)
             if argument.kwarg_only:
                 if value is not None:
                     self.kwargs[argument.name] = value
             else:
                 self.args.append(value)
 
-    def _value(
-        self, argument: Any, shape: Any, kind: str, stride: Any, literal: str, most: int, device: torch.device
-    ) -> Any:
+    def _value(self, argument: Any, shape: Any, kind: str, stride: Any, literal: str) -> Any:
         if kind.startswith(_LIST):
-            return [self._tensor(each, (), kind.removeprefix(_LIST), most, device) for each in shape]
+            return [self._tensor(each, (), kind.removeprefix(_LIST)) for each in shape]
         if kind != "Scalar":
-            return self._tensor(shape, stride, kind, most, device)
+            return self._tensor(shape, stride, kind)
         if not literal:
             if argument.has_default_value():
                 return argument.default_value
             return [] if str(argument.type).startswith("List[") else None
         if argument.name == "device":
-            return device
+            return self._device
         if literal.startswith("torch."):
             return getattr(torch, literal.removeprefix("torch."))
         try:
@@ -121,9 +120,7 @@ class _Inputs:
         except (ValueError, SyntaxError):
             return literal
 
-    def _tensor(
-        self, shape: Sequence[int], stride: Sequence[int], kind: str, most: int, device: torch.device
-    ) -> Tensor:
+    def _tensor(self, shape: Sequence[int], stride: Sequence[int], kind: str) -> Tensor:
         dtype = _TYPES.get(kind)
         if dtype is None:
             raise HarnessError(f"tensors can be of {', '.join(_TYPES)}, got {kind!r:.80}")
@@ -131,11 +128,11 @@ class _Inputs:
         numel = 0 if 0 in shape else max(span, math.prod(shape) if not stride else 1)
         self.num_bytes += numel * dtype.itemsize
         if dtype.is_floating_point:
-            flat = torch.empty(numel, device=device).uniform_(0.1, 0.9).to(dtype)
+            flat = torch.empty(numel, device=self._device).uniform_(0.1, 0.9).to(dtype)
         elif dtype is torch.bool:
-            flat = torch.rand(numel, device=device) < 0.5
+            flat = torch.rand(numel, device=self._device) < 0.5
         else:
-            flat = torch.randint(most, (numel,), device=device).to(dtype)
+            flat = torch.randint(self._most, (numel,), device=self._device).to(dtype)
         return flat.as_strided(tuple(shape), tuple(stride)) if stride else flat.view(tuple(shape))
 
 
