@@ -46,8 +46,9 @@ _MOVES_NOTHING = {
     "placeholder", "view", "permute", "expand", "unsqueeze", "slice", "getitem", "full", "iota", "select", "squeeze",
 }  # fmt: skip
 
-PARTS = ("bytes", "strided_bytes", "inner_bytes", "vectors", "slow_vectors", "scalars", "slow_scalars", "start")
+PARTS = ("bytes", "strided_bytes", "inner_bytes", "vectors", "slow_vectors", "scalars", "slow_scalars", "masks", "start")
 BYTES_PER_S, STRIDED_PER_S, SCALARS_PER_S = 4e10, 1e10, 2e9  # of one core, for the scale only
+QUICK_PER_S, MASKS_PER_S = 8e9, 2e8  # of scalar code, and of masks (one byte each) that vectors store
 LANES = 30.0  # by which vectors are quicker than scalar code, for the scale only
 START_S = 1e-7
 
@@ -164,8 +165,9 @@ def _computing(loop: Loop) -> dict[str, float]:
     vector = (1 - _rest(loop)) / LANES if loop.tiles else 0.0
     each = 1 / SCALARS_PER_S
     return {
-        "vectors": quick * vector * each, "slow_vectors": slow * vector * each, "scalars": quick * rest * each,
+        "vectors": quick * vector * each, "slow_vectors": slow * vector * each, "scalars": quick * rest / QUICK_PER_S,
         "slow_scalars": slow * rest * each,
+        "masks": _iterations(loop) / MASKS_PER_S if loop.element_bytes == 1 and _COMPARED & set(loop.ops) else 0.0,
     }  # fmt: skip
 
 

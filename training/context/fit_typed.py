@@ -45,10 +45,10 @@ class TypedFit:
     channels: int = 32
     layers: int = 2
     rest: bool = False
-    epochs: int = 120
+    epochs: int = 80
     batches: int = 4
-    rate: float = 0.01
-    decay: float = 0.01
+    rate: float = 0.005
+    decay: float = 0.05
     delta: float = 0.1
 
 

@@ -29,10 +29,10 @@ def regions_task(folder: Path) -> ContextTask:
         whole=True,
         floor=float(np.abs(again).mean()),
         designs={
-            "ops, data edges": Design("op", ("op",), ("data",)),
-            "loops, data and reuse edges": Design("loop", ("loop",), ("feeds", "shares")),
-            "ops to loops to kernels": Design("kernel", NODES, None, layers=3),
-            "loops to kernels": Design("kernel", ("loop", "kernel"), None),
+            "kernels, data and reuse edges": Design("kernel", ("kernel",)),
+            "loops, data and reuse edges": Design("loop", ("loop",)),
+            "loops to kernels": Design("kernel", ("loop", "kernel"), ("part_of",), layers=1),
+            "loops and kernels, all edges": Design("kernel", ("loop", "kernel")),
         },
         edgeless=NODES,
     )
