@@ -18,8 +18,8 @@ EdgeType = tuple[str, str, str]
 SCALAR_OPS = (
     "load", "store", "add", "sub", "mul", "truediv", "neg", "abs", "maximum", "minimum", "where", "constant", "fma",
     "to_dtype", "exp", "log", "log1p", "expm1", "tanh", "sigmoid", "erf", "sin", "cos", "sqrt", "rsqrt", "square",
-    "reciprocal", "floor", "round", "trunc", "reduction", "store_reduction", "index_expr", "masked", "indirect_indexing",
-    "other",
+    "reciprocal", "floor", "round", "trunc", "reduction", "store_reduction", "index_expr", "masked",
+    "indirect_indexing", "other",
 )  # fmt: skip
 _SCALAR = {name: number for number, name in enumerate(SCALAR_OPS)}
 _SLOW = {
@@ -46,7 +46,17 @@ _MOVES_NOTHING = {
     "placeholder", "view", "permute", "expand", "unsqueeze", "slice", "getitem", "full", "iota", "select", "squeeze",
 }  # fmt: skip
 
-PARTS = ("bytes", "strided_bytes", "inner_bytes", "vectors", "slow_vectors", "scalars", "slow_scalars", "masks", "start")
+PARTS = (
+    "bytes",
+    "strided_bytes",
+    "inner_bytes",
+    "vectors",
+    "slow_vectors",
+    "scalars",
+    "slow_scalars",
+    "masks",
+    "start",
+)
 BYTES_PER_S, STRIDED_PER_S, SCALARS_PER_S = 4e10, 1e10, 2e9  # of one core, for the scale only
 QUICK_PER_S, MASKS_PER_S = 8e9, 2e8  # of scalar code, and of masks (one byte each) that vectors store
 LANES = 30.0  # by which vectors are quicker than scalar code, for the scale only
@@ -88,7 +98,11 @@ def region_numbers(region: Region) -> RegionNumbers:
             "loop": loops,
             "kernel": np.array([_kernel_row(g, b) for g, b in zip(groups, outside, strict=True)]),
         },
-        {"op": np.array([_op_parts(region.ops, n) for n in range(len(region.ops))]), "loop": loop_s, "kernel": kernel_s},
+        {
+            "op": np.array([_op_parts(region.ops, number) for number in range(len(region.ops))]),
+            "loop": loop_s,
+            "kernel": kernel_s,
+        },
         {
             "op": np.array([_aten(op.name) for op in region.ops], dtype=np.int64),
             "loop": np.array([_kind(loop) for loop in region.loops], dtype=np.int64),

@@ -29,7 +29,7 @@ Compiled: TypeAlias = Callable[..., Any]
 OnRegion = Callable[[Region, Any], None]
 
 
-class _Read(Exception):
+class _ReadError(Exception):
     """The scheduler was read, and no code is wanted."""
 
 
@@ -137,7 +137,7 @@ def _hooks(read: list[Region], direction: str, *, stop: bool) -> Iterator[None]:
         if not read:  # a graph within a graph is part of the first
             read.append(_region(scheduler, direction, told))
             if stop:
-                raise _Read
+                raise _ReadError
         return result
 
     def name_kernel(scheduling: Any, source: str, nodes: Any, *rest: Any, **options: Any) -> Any:

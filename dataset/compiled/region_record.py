@@ -1,4 +1,4 @@
-"""A compiled region: its framework ops, the loops that Inductor makes of them, and the kernels that fuse these loops."""
+"""A compiled region: framework ops, the loops that Inductor makes of them, and the kernels that fuse the loops."""
 
 from __future__ import annotations
 

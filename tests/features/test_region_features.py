@@ -12,7 +12,9 @@ MIB = 2**20
 
 def _loop(name: str, kernel: int, read: str, write: str) -> Loop:
     reads, writes = (Access(read, MIB, "contiguous"),), (Access(write, MIB, "contiguous"),)
-    return Loop(name, kernel, "", "", MIB // 4, 1, 4, {"load": 1, "add": 1, "store": 1}, reads, writes, (1,), 1, 16, 1024)
+    return Loop(
+        name, kernel, "", "", MIB // 4, 1, 4, {"load": 1, "add": 1, "store": 1}, reads, writes, (1,), 1, 16, 1024
+    )
 
 
 def _region(kernels: tuple[int, int]) -> Region:

@@ -157,7 +157,7 @@ def _run(task: ContextTask, fit: Fit, fold: tuple[Sequence[int], Sequence[int]],
 
 
 def _choose(task: ContextTask, models: Mapping[str, Fit], taught: Sequence[int]) -> str:
-    """The simplest model within a standard error of the best, on groups of the teaching graphs that are held back."""
+    """The first model close to the best (a quarter of its spread over groups), on groups that are held back."""
     names = sorted({task.groups[place] for place in taught})
     back = set(names[::3])
     part = [place for place in taught if task.groups[place] not in back]

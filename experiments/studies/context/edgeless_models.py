@@ -1,4 +1,4 @@
-"""Models that hear no messages: roofline, regressors, a table, and trees on a node's own and its neighbours' features."""
+"""Models that hear no messages: roofline, regressors, a table, and trees on own or neighbours' features."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from stepsight.experiments.studies.context import region_families as first
 from stepsight.experiments.studies.context.region_families import ACTIVATIONS, Dice, Draw
 
+_KINDS = ("u", "b", "b", "row", "col", "turn", "soft")  # of the ops of a random graph: one or two inputs, ...
+
 
 def pooling(dice: Dice) -> Draw:
     """Pooling and interpolation, joined by channels or added."""
@@ -129,7 +131,7 @@ def random_graph(dice: Dice) -> Draw:
     unary = (*ACTIVATIONS, torch.exp, torch.sin, lambda x: torch.log1p(x.abs()), lambda x: x.abs().sqrt(), torch.square)
     binary = (torch.add, torch.mul, torch.sub, torch.maximum, lambda a, b: a / (b.abs() + 1))
     plan = [
-        (dice.pick("u", "b", "b", "row", "col", "turn", "soft"), dice.pick(*unary), dice.pick(*binary), dice.random.random())
+        (dice.pick(*_KINDS), dice.pick(*unary), dice.pick(*binary), dice.random.random())
         for _ in range(dice.pick(3, 6, 10, 16))
     ]  # fmt: skip
 

@@ -31,7 +31,9 @@ def test_the_scheduler_tells_what_is_fused(regions: list[Region]) -> None:
     loops = regions[0].loops
     assert {loop.kernel for loop in loops} == {0}
     assert {loop.reduced for loop in loops} == {1, 128}
-    assert all(loop.tiles == 1 and loop.lanes > 1 and loop.inner == 128 for loop in loops if loop.numel * loop.reduced > 64)
+    assert all(
+        loop.tiles == 1 and loop.lanes > 1 and loop.inner == 128 for loop in loops if loop.numel * loop.reduced > 64
+    )
     read = {each.buffer: each.num_bytes for loop in loops for each in loop.reads if each.buffer in regions[0].inputs}
     assert sorted(read.values()) == [128 * 4, 64 * 128 * 4]
 
