@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from stepsight.training.predictor.prediction import Prediction
+from stepsight.dataset.job import Job
+from stepsight.training.predictor.predictor import Predictor
 
 POSSIBLE_MFU = 1.5  # clocks and other precisions than stated explain no more
 
 
-def warnings_of(prediction: Prediction) -> tuple[str, ...]:
+class Warned(Protocol):
+    """What the warnings read of a ``Prediction``."""
+
+    @property
+    def job(self) -> Job: ...
+    @property
+    def mfu(self) -> float: ...
+    @property
+    def predictor(self) -> Predictor | None: ...
+    @property
+    def software(self) -> str: ...
+
+
+def warnings_of(prediction: Warned) -> tuple[str, ...]:
     """Warnings about a job and what answered for it, for people."""
     found = list(prediction.job.warnings)
     other = prediction.job.interleaved
