@@ -138,7 +138,7 @@ def fit_host_calls(rows: Iterable[tuple[str, Op, int, float]], seed: int = 0) ->
         seed: Of the trees.
     """
     kept = [row for row in rows if row[3] > 0 and min(row[1].dims) > 0]
-    calls, ops, phases = ([row[place] for row in kept] for place in range(3))
+    calls, ops, phases = [row[0] for row in kept], [row[1] for row in kept], [row[2] for row in kept]
     seconds = np.array([row[3] for row in kept]) + FLOOR_S
     terms = np.array([call_terms(call, op) for call, op in zip(calls, ops, strict=True)]).reshape(-1, len(CALL_TERMS))
     everything = _fit(terms, seconds, BOUNDS, ALL_STD)

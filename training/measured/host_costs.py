@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -45,7 +45,8 @@ def learn_host_calls(steps: Sequence[HostStep], alone: Known | None = None, seed
                 known.setdefault((call_label(call, op), op), []).append(seconds)
     found = fit_host_calls([(*key, float(np.median(values))) for key, values in distinct.items()], seed)
     inside = {key: float(np.median(values)) for key, values in known.items()}
-    return replace(found, known=with_alone(inside, alone or {}), **_between(steps))
+    scale, gaps_s, step_s = _between(steps)
+    return replace(found, known=with_alone(inside, alone or {}), scale=scale, gaps_s=gaps_s, step_s=step_s)
 
 
 def with_alone(inside: Known, alone: Known, slowdown: float | None = None) -> dict[tuple[str, Op], float]:
@@ -68,13 +69,13 @@ def slowdown_of(inside: Known, alone: Known) -> float:
     return slowdown
 
 
-def _between(steps: Sequence[HostStep]) -> Mapping[str, float | tuple[float, ...]]:
-    """What lies between calls: the fields of ``HostCalls`` that say it."""
+def _between(steps: Sequence[HostStep]) -> tuple[float, tuple[float, ...], float]:
+    """What lies between calls: ``scale``, ``gaps_s`` and ``step_s`` of ``HostCalls``."""
     terms = np.array([[step.op_s.sum(), *step.counts(), 1.0] for step in steps])
     measured = np.array([step.step_s for step in steps])
     fitted = fit_physics(terms, np.ones(len(steps)), measured, _STEP, noise=_NOISE, prior_std=1.0)
     scale, *gaps, rest = np.exp(fitted.log_constants).tolist()
-    return {"scale": scale, "gaps_s": tuple(gaps), "step_s": rest}
+    return scale, tuple(gaps), rest
 
 
 def step_seconds(costs: HostCalls, calls: Sequence[str], ops: Sequence[Op], phases: Sequence[int]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ class Transpose(nn.Module):
         return x.transpose(*self.dims)
 
 
-def conv(ins: int, outs: int, window: int = 3, **more: int) -> nn.Conv2d:
+def conv(ins: int, outs: int, window: int = 3, **more: Any) -> nn.Conv2d:
     """A convolution that keeps the size of its input, unless a stride says otherwise."""
     return nn.Conv2d(ins, outs, window, padding=more.pop("padding", window // 2), **more)
 

@@ -66,9 +66,9 @@ def judge(out: Path, families: Sequence[str]) -> list[Judged]:
     """Predict every captured script from the families of the other folds."""
     runs = {(run.family, run.configuration, run.repeat): run for run in read_runs_of_families(out, families)}
     repeats: dict[tuple[str, int], list[HostStep]] = {}
-    for key, run in runs.items():
-        if (step := host_step(run.imported)) is not None:
-            repeats.setdefault(key[:2], []).append(step)
+    for (family, number, _), run in runs.items():
+        if (found := host_step(run.imported)) is not None:
+            repeats.setdefault((family, number), []).append(found)
     steps = {key: _mean(each) for key, each in repeats.items()}
     spreads = {key: float(np.log(each[-1].step_s / each[0].step_s)) for key, each in repeats.items() if len(each) > 1}
     programs = [

@@ -25,6 +25,8 @@ def perceptron(size: int) -> Made:
 
 
 class _Dlrm(nn.Module):
+    pairs: Tensor
+
     def __init__(self, tables: int, rows: int, width: int) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum") for _ in range(tables))
@@ -167,7 +169,8 @@ class _Vae(nn.Module):
         mean, spread = self.encode(x).chunk(2, -1)
         drawn = mean + torch.randn_like(mean) * (0.5 * spread).exp()
         off = F.binary_cross_entropy_with_logits(self.decode(drawn), x, reduction="sum") / len(x)
-        return off - 0.5 * (1 + spread - mean.square() - spread.exp()).sum(-1).mean()
+        loss: Tensor = off - 0.5 * (1 + spread - mean.square() - spread.exp()).sum(-1).mean()
+        return loss
 
 
 def variational(size: int) -> Made:
@@ -178,6 +181,8 @@ def variational(size: int) -> Made:
 
 
 class _Field(nn.Module):
+    waves: Tensor
+
     """Colours along rays, from coordinates in waves."""
 
     def __init__(self, width: int, depth: int) -> None:
@@ -190,7 +195,8 @@ class _Field(nn.Module):
         found = self.body(torch.cat([angles.sin(), angles.cos()], -1))
         opaque = 1 - torch.exp(-F.relu(found[..., 3]) * steps)
         passed = torch.cumprod(1 - opaque + 1e-6, -1)
-        return ((opaque * passed)[..., None] * found[..., :3].sigmoid()).sum(-2)
+        seen: Tensor = ((opaque * passed)[..., None] * found[..., :3].sigmoid()).sum(-2)
+        return seen
 
 
 def radiance_field(size: int) -> Made:

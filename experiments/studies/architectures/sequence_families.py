@@ -48,6 +48,9 @@ def bert(size: int) -> Made:
 
 
 class _LlamaLayer(nn.Module):
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, width: int, heads: int, length: int) -> None:
         super().__init__()
         self.heads, self.groups, part = heads, heads // 2, width // heads
