@@ -113,7 +113,10 @@ def test_no_link_and_no_file_becomes_a_folder(tmp_path: Path) -> None:
     (tmp_path / "nowhere").symlink_to(tmp_path / "absent")
     (tmp_path / "file").write_text("old")
     for name in ("link", "nowhere", "file"):
-        with pytest.raises(StepsightError, match="a new folder or an existing one of the same kind"), new_folder(tmp_path / name):
+        with (
+            pytest.raises(StepsightError, match="a new folder or an existing one of the same kind"),
+            new_folder(tmp_path / name),
+        ):
             pass
     assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "old"
 
