@@ -123,8 +123,8 @@ def collect_command(
     if not plan_only:
         need("torch")
     if len(jobs) == 1 and is_plan(jobs[0]):
-        stated = ("role", "rounds", "steps", "warmup", "profile_steps", "event_seconds")
-        refuse_given(context, stated, f"is for job files: the plan {jobs[0]} states its own")
+        their = ("role", "rounds", "steps", "warmup", "profile_steps", "event_seconds")
+        refuse_given(context, their, f"is for job files: the plan {jobs[0]} states its own")
     held = None if box is None else read_box(box)
     counts = _counts(box is not None, rounds=rounds, steps=steps, warmup=warmup, profile_steps=profile_steps)
     summary = collect_jobs(
