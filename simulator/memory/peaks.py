@@ -38,8 +38,8 @@ def find_peaks(schedule: Schedule, bytes_of: Floats) -> Floats:
     """
     bounds, rows = _flat(schedule)
     out = np.zeros((schedule.num_stages, 5))
-    came, seen = np.zeros((2, *bytes_of.shape[:2]), dtype=np.bool_)
-    _walk(bounds, rows, bytes_of, came, seen, out, np.empty(0))
+    ran = np.zeros((2, *bytes_of.shape[:2]), dtype=np.bool_)
+    _walk(bounds, rows, bytes_of, ran, out, np.empty(0))
     return out
 
 
@@ -55,8 +55,8 @@ def find_moments(schedule: Schedule, bytes_of: Floats) -> tuple[Floats, ...]:
     """
     bounds, rows = _flat(schedule)
     moments = np.zeros(len(rows))
-    came, seen = np.zeros((2, *bytes_of.shape[:2]), dtype=np.bool_)
-    _walk(bounds, rows, bytes_of, came, seen, np.zeros((schedule.num_stages, 5)), moments)
+    ran = np.zeros((2, *bytes_of.shape[:2]), dtype=np.bool_)
+    _walk(bounds, rows, bytes_of, ran, np.zeros((schedule.num_stages, 5)), moments)
     return tuple(np.split(moments, bounds[1:-1]))
 
 
@@ -65,8 +65,7 @@ def _walk(
     bounds: NDArray[np.int64],
     rows: Ints,
     bytes_of: Floats,
-    came: NDArray[np.bool_],
-    seen: NDArray[np.bool_],
+    ran: NDArray[np.bool_],
     out: Floats,
     moments: Floats,
 ) -> None:
@@ -76,11 +75,11 @@ def _walk(
         bounds: First row of each stage, and the number of rows.
         rows: Kind, micro-batch and chunk of each action.
         bytes_of: As in ``find_peaks``.
-        came: Whether each chunk ran forward before; all false.
-        seen: Whether each chunk ran backward before; all false.
+        ran: Whether each chunk ran forward, and whether it ran backward; all false.
         out: Result of ``find_peaks``; written.
         moments: Bytes of each action, written; empty: not wanted.
     """
+    came, seen = ran[0], ran[1]
     for stage in range(len(bounds) - 1):
         kept, grown, flying, gathered = 0.0, 0.0, 0, 0.0
         for at in range(bounds[stage], bounds[stage + 1]):
@@ -117,10 +116,8 @@ def _walk(
                 moments[at] = moment + grown
             if moment + grown > out[stage, 0]:
                 out[stage, 0] = moment + grown
-                out[stage, 1] = min(there, moment)
-                out[stage, 2] = grown
-                out[stage, 3] = number
-                out[stage, 4] = kind
+                out[stage, 1], out[stage, 2] = min(there, moment), grown
+                out[stage, 3], out[stage, 4] = number, kind
             if (kind == 1 or kind == 3) and not seen[stage, chunk]:
                 seen[stage, chunk] = True
                 grown += bytes_of[stage, chunk, 3]
