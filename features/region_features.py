@@ -347,7 +347,7 @@ def _uses(groups: Sequence[Sequence[Loop]], member: Edges, *, produced: bool) ->
     """
     touched = np.cumsum([0.0, *(sum(map(_touched, group)) for group in groups)])
     last: dict[str, int] = {}
-    rows = []
+    rows: list[tuple[float, ...]] = []
     for number, group in enumerate(groups):
         written = {each.buffer for loop in group for each in loop.writes}
         read = {each.buffer: each.num_bytes for loop in group for each in loop.reads if each.buffer not in written}

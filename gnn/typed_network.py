@@ -105,7 +105,8 @@ class TypedNetwork(nn.Module):
 
     def _scaled(self, name: str, values: Tensor) -> Tensor:
         values = values.clamp(getattr(self, f"{name}_low"), getattr(self, f"{name}_high"))
-        return (values - getattr(self, f"{name}_mean")) / getattr(self, f"{name}_scale")
+        scaled: Tensor = (values - getattr(self, f"{name}_mean")) / getattr(self, f"{name}_scale")
+        return scaled
 
     def forward(self, graphs: HeteroData) -> Tensor:
         """Seconds of every node of type ``readout``, ``(n,)``."""
@@ -116,6 +117,7 @@ class TypedNetwork(nn.Module):
             where = {kind: graphs[kind].edge_index for kind in form.edges}
             about = {kind: self._scaled("edge_" + "__".join(kind), graphs[kind].edge_attr) for kind in form.edges}
             for messages, norms in zip(self.rounds, self.norms, strict=True):
+                assert isinstance(norms, nn.ModuleDict)
                 heard = messages(hidden, where, about)
                 hidden = {
                     name: own + functional.silu(norms[name](heard[name])) if name in heard else own
@@ -125,9 +127,12 @@ class TypedNetwork(nn.Module):
         raw = self.usual + form.bound * torch.tanh(self.decode(own) / form.bound)
         given: Tensor = graphs[form.readout].baseline[:, None] if form.parts == 1 else graphs[form.readout].parts
         factor = 1.0 + functional.softplus(raw) if form.head == "slowdown" else raw.exp()
-        return (given * factor).sum(dim=1)
+        answer: Tensor = (given * factor).sum(dim=1)
+        return answer
 
     def totals(self, graphs: Batch, seconds: Tensor) -> Tensor:
         """Seconds of every graph, ``(graphs,)``: the sum over its nodes, and the rest."""
-        total = scatter(seconds, graphs[self.form.readout].batch, dim=0, dim_size=graphs.num_graphs, reduce="sum")
+        total: Tensor = scatter(
+            seconds, graphs[self.form.readout].batch, dim=0, dim_size=graphs.num_graphs, reduce="sum"
+        )
         return total + self.log_rest.exp() if self.form.rest else total

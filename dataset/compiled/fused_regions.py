@@ -129,8 +129,10 @@ class _Codegen:
 def _hooks(read: list[Region], direction: str, *, stop: bool) -> Iterator[None]:
     """Record what Inductor decides; with ``stop`` nothing is compiled."""
     told = _Codegen()
-    schedule, define = inductor.Scheduler.codegen, CppScheduling.define_kernel
-    code_of_nodes, select = CppKernelProxy.codegen_nodes, TilingSelect.select_tiling
+    schedule: Any = inductor.Scheduler.codegen
+    define: Any = CppScheduling.define_kernel
+    code_of_nodes: Any = CppKernelProxy.codegen_nodes
+    select: Any = TilingSelect.select_tiling
 
     def record(scheduler: Any) -> Any:
         result = schedule(scheduler)

@@ -112,7 +112,7 @@ def _train(network: TypedNetwork, batches: Sequence[Batch], fit: TypedFit, seed:
 
 def _loss(network: TypedNetwork, batch: Batch, fit: TypedFit) -> Tensor:
     seconds = network(batch)
-    loss = seconds.new_zeros(())
+    loss: Tensor = seconds.new_zeros(())
     nodes = batch[fit.readout]
     if fit.node_weight and "seconds" in nodes:
         known = torch.isfinite(nodes.seconds)
@@ -125,7 +125,8 @@ def _loss(network: TypedNetwork, batch: Batch, fit: TypedFit) -> Tensor:
 
 def _log_loss(seconds: Tensor, measured: Tensor, weight: Tensor, delta: float) -> Tensor:
     off = functional.huber_loss(seconds.log(), measured.log(), reduction="none", delta=delta) / delta
-    return (weight * off).sum() / weight.sum().clamp(min=1e-12)
+    loss: Tensor = (weight * off).sum() / weight.sum().clamp(min=1e-12)
+    return loss
 
 
 def _seen(graph: HeteroData, fit: TypedFit) -> HeteroData:

@@ -185,17 +185,17 @@ def _outcome(
     rows = []
     for name, each in judged.items():
         by_seed = each.logs @ weights / weights.sum()
-        error = float(by_seed.std(ddof=1) / np.sqrt(len(by_seed))) if len(by_seed) > 1 else 0.0
+        spread = float(by_seed.std(ddof=1) / np.sqrt(len(by_seed))) if len(by_seed) > 1 else 0.0
         mape = 100 * float((each.relative @ weights / weights.sum()).mean())
         seconds = float(np.mean(each.seconds))
-        rows.append(Row(name, float(by_seed.mean()), error, mape, seconds, name not in plain))
+        rows.append(Row(name, float(by_seed.mean()), spread, mape, seconds, name not in plain))
     error = {row.model: row.error for row in rows}
     best = min((name for name in error if name in plain), key=error.__getitem__, default="")
     gnn = min((name for name in error if name in designs), key=error.__getitem__, default="")
-    mean, spread = _paired(task, judged, gnn, best) if best and gnn else (0.0, 0.0)
+    mean, doubt = _paired(task, judged, gnn, best) if best and gnn else (0.0, 0.0)
     return Outcome(
         task.name, task.about, len(task.graphs), len(set(task.groups)), len(next(iter(judged.values())).logs),
-        task.floor, tuple(rows), gnn, best, mean, spread, bool(best and gnn) and mean < -CLEAR * spread, chosen,
+        task.floor, tuple(rows), gnn, best, mean, doubt, bool(best and gnn) and mean < -CLEAR * doubt, chosen,
         task.notes,
     )  # fmt: skip
 

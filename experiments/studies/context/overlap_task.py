@@ -205,7 +205,7 @@ def _near(rank: RankGraph, beside: Beside, ops: Ints) -> Ints:
         there = own[places]
         own[places[1:]] |= there[:-1]
         own[places[:-1]] |= there[1:]
-    return ops[own]
+    return np.asarray(ops[own])
 
 
 def _rows(rank: RankGraph, beside: Beside, nodes: Ints) -> Array:

@@ -240,7 +240,7 @@ def optimizer(dice: Dice) -> Draw:
 
     def run(*tensors: Tensor) -> Any:
         parts = [tensors[4 * i : 4 * i + 4] for i in range(count)]
-        scale = 1.0
+        scale: Any = 1.0
         if clipped:
             norm = torch.stack([g.float().square().sum() for _, g, _, _ in parts]).sum().sqrt()
             scale = torch.clamp(1.0 / (norm + 1e-6), max=1.0)
