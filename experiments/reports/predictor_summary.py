@@ -25,6 +25,7 @@ def predictor_text(path: Path, predictor: Predictor) -> str:
         ("measured", ", ".join(manifest.get("kinds_measured", sorted(predictor.kernel.regressor.physics)))),
         ("lent", _lent(manifest.get("lent", {}))),
         ("by ratio", ", ".join(predictor.kernel.ratios)),
+        ("kernels", _kernels(predictor)),
         ("context", _context(predictor)),
         ("held back", _held_back(manifest.get("metrics", {}))),
         *_calibration(predictor),
@@ -54,6 +55,13 @@ def _origin(manifest: Mapping[str, Any]) -> str:
 
 def _lent(loan: Mapping[str, Any]) -> str:
     return f"by {', '.join(loan['devices'])}: {', '.join(loan['kinds'])} ({loan['how']})" if loan else ""
+
+
+def _kernels(predictor: Predictor) -> str:
+    """The software whose kernels a job can ask for (``execution.kernels``), the default first."""
+    recipe = RECIPES.get(predictor.manifest.get("name", ""))
+    known = predictor.kernel.software or (recipe.kernels if recipe is not None else {})
+    return "; ".join(f"{label} of {' or '.join(names)}" for label, names in known.items())
 
 
 def _context(predictor: Predictor) -> str:
