@@ -69,6 +69,9 @@ def job_command(
     if out is not None:
         if not to and out.suffix != ".toml":
             raise StepsightError(f"--out ends in .toml, got {str(out)!r:.80}")
+        for config in configs:
+            if out.exists() and config.exists() and out.samefile(config):
+                raise StepsightError(f"--out must not be a file that is read, got {str(out)!r:.80}: name a new file")
         check_output_file(out)
     stated = given_of(hardware, nodes, devices_per_node, given=given or (), define=define or (), pick=pick)
     read = read_configs(configs, stated)

@@ -13,6 +13,8 @@ import stepsight
 from stepsight.cli import app
 from stepsight.dataset.job import Job
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
 SCRIPT = """NODES=2
 torchrun --nnodes $NODES --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4 \\
     --seq-length 128 --vocab-size 1000 --micro-batch-size 2 --global-batch-size 64 --bf16 --lr 1e-4 \\
@@ -82,6 +84,15 @@ def test_predict_moves_a_job_to_other_devices(tmp_path: Path) -> None:
 def test_mistakes(script: Path, options: list[str], words: str) -> None:
     done = run.invoke(app, ["job", str(script), *options])
     assert done.exit_code == 1 and words in str(done.exception)
+
+
+def test_the_file_that_is_read_is_kept(tmp_path: Path) -> None:
+    """A job file with comments is not replaced by the same job without them."""
+    path = tmp_path / "job.toml"
+    path.write_text((EXAMPLES / "gpt3-175b-1024.toml").read_text())
+    refused = run.invoke(app, ["job", str(path), "--out", str(path)])
+    assert "--out must not be a file that is read" in str(refused.exception)
+    assert path.read_text() == (EXAMPLES / "gpt3-175b-1024.toml").read_text()
 
 
 def test_a_search_writes_what_it_found(script: Path) -> None:
