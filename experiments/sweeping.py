@@ -51,11 +51,11 @@ class Axis:
         found = _RANGE.fullmatch(words)
         if not found:
             return cls(key, tuple(_value(word.strip()) for word in words.split(",")))
-        first, last, step = int(found[1]), int(found[2]), int(found[3] or 0)
-        if not 0 < first <= last:
-            raise StepsightError(f"{rule} with 0 < FIRST <= LAST, got {text!r:.80}")
-        if step:
-            return cls(key, tuple(range(first, last + 1, step)[: MOST_JOBS + 1]))
+        first, last = int(found[1]), int(found[2])
+        if not 0 < first <= last or (found[3] and not int(found[3])):
+            raise StepsightError(f"{rule} with 0 < FIRST <= LAST and STEP > 0, got {text!r:.80}")
+        if found[3]:
+            return cls(key, tuple(range(first, last + 1, int(found[3]))[: MOST_JOBS + 1]))
         return cls(key, tuple(first << power for power in range((last // first).bit_length())))
 
 

@@ -28,7 +28,8 @@ def test_axes(text: str, values: tuple[object, ...]) -> None:
 
 
 @pytest.mark.parametrize(("text", "rule"), [
-    ("cluster.nodes", "takes KEY="), ("cluster.nodes=9..8", "FIRST <= LAST"), ("cluster.nods=1", "did you mean"),
+    ("cluster.nodes", "takes KEY="), ("cluster.nodes=9..8", "FIRST <= LAST"), ("cluster.nodes=8..9+0", "STEP > 0"),
+    ("cluster.nods=1", "did you mean"),
 ])  # fmt: skip
 def test_mistakes(text: str, rule: str) -> None:
     with pytest.raises(StepsightError, match=rule):
