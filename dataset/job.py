@@ -26,6 +26,7 @@ from stepsight.dataset.hardware import (
     usual_fabric,
 )
 from stepsight.dataset.models import MODELS
+from stepsight.dataset.registry import did_you_mean
 from stepsight.dataset.rules import broken_rules
 from stepsight.dataset.spec_tables import spec_from_table, type_problems
 from stepsight.dataset.specs import (
@@ -203,7 +204,11 @@ class Job:
         """
         tables = dict(tables)
         framework = tables.pop("framework", "")
-        problems = [f"unknown table [{name!s:.80}]".replace("\n", "\\n") for name in tables if name not in SECTIONS]
+        problems = [
+            f"unknown table [{name!s:.80}]{did_you_mean(name, SECTIONS)}".replace("\n", "\\n")
+            for name in tables
+            if name not in SECTIONS
+        ]
         if not isinstance(framework, str) or not framework.isprintable():
             problems.append(f"framework must be a printable string, got {framework!a:.80}")
         elif framework and habits is None:
@@ -218,12 +223,14 @@ class Job:
                 problems.append(f"a job needs a table [{section}], got {table!r:.80}")
                 continue
             table = dict(table)
-            if section == "model" and isinstance(table.get("name"), str):
-                if table["name"] in MODELS:
-                    table = {**MODELS[table["name"]], **table}
+            name = table.get("name", "")
+            if section == "model" and isinstance(name, str):
+                if name in MODELS:
+                    table = {**MODELS[name], **table}
                 elif not {"layers", "hidden"} & set(table):
                     problems.append(
-                        f"model.name must be one of {', '.join(MODELS)} or come with sizes, got {table['name']!r:.80}"
+                        f"model.name must be one of {', '.join(MODELS)} or come with sizes, got {name!r:.80}"
+                        f"{did_you_mean(name, MODELS)}"
                     )
                     continue
             if section == "cluster" and isinstance(table.get("hardware"), Mapping):

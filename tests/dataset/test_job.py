@@ -160,3 +160,17 @@ def test_an_unknown_framework_is_refused() -> None:
 def test_a_framework_hides_no_mistake(changes: dict[str, Any]) -> None:
     with pytest.raises(JobError, match="must be"):
         Job.from_dict({"framework": "megatron-deepspeed", **tables(**changes)})
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"model": {"name": "gpt3-175B"}}, r"model.name must be one of .*\(did you mean 'gpt3-175b'\?\)"),
+        ({"model": {}}, "model.name must be one of .* or come with sizes, got ''"),
+        ({"paralel": {"tp": 2}}, r"unknown table \[paralel\] \(did you mean 'parallel'\?\)"),
+    ],
+)
+def test_mistakes_name_what_was_meant(tables: dict[str, Any], words: str) -> None:
+    """Names that are nearly right, and a model without a name or sizes."""
+    with pytest.raises(JobError, match=words):
+        Job.from_dict(tables)
