@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from stepsight.experiments.goodput import Reliability
@@ -43,3 +44,11 @@ def training_plan(prediction: Prediction, goal: Goal, reliability: Reliability |
         "goodput": goodput,
         **{key: value for key, value in losses.items() if key != "goodput"},
     }
+
+
+def plan_text(name: str, hardware: str, plan: Mapping[str, Any]) -> str:
+    """One line about a plan: duration with its range, device-hours, and the cost or why none is known."""
+    cost = f"no price of {hardware} is known (--prices)" if plan["cost"] is None else f"cost {plan['cost']:,.0f}"
+    days = f"{plan['days']:.1f} days ({plan['low_days']:.1f} to {plan['high_days']:.1f})"
+    lost = f", goodput {100 * plan['goodput']:.1f} %" if "mtbf_hours" in plan else ""
+    return f"{name}: {plan['tokens']:.4g} tokens in {days}, {plan['device_hours']:,.0f} device-hours, {cost}{lost}"

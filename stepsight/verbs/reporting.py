@@ -69,7 +69,7 @@ def report_command(
     from stepsight.experiments.comparing import compare_sides, predicted_side
     from stepsight.experiments.reports.job_page import job_facts, job_part, jobs_page
     from stepsight.experiments.search.search import search as search_strategies
-    from stepsight.experiments.training_plan import training_plan
+    from stepsight.experiments.training_plan import plan_text, training_plan
     from stepsight.training.predictor.prediction import predict
 
     check_result("--out", out, PAGE)
@@ -89,7 +89,9 @@ def report_command(
         compared = compare_sides([predicted_side(job, loaded, job.name) for job in read])
     write_text(out, jobs_page(parts, [f"{each['job']} on {each['hardware']}" for each in facts], compared))
     told = {"out": str(out), "jobs": facts, **({"comparison": compared} if compared else {})}
-    answer(told, f"wrote {out}: {len(facts)} job{'s' if len(facts) > 1 else ''}", as_json)
+    lines = [f"wrote {out}: {len(facts)} job{'s' if len(facts) > 1 else ''}"]
+    lines += [plan_text(str(each["job"]), each["hardware"], each["plan"]) for each in facts]
+    answer(told, "\n".join(lines), as_json)
 
 
 def compare_command(

@@ -21,6 +21,8 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = out.read_text()
     assert page.startswith("<!doctype html>") and 'id="timeline-1"' in page
     app(["report", JOB, "--out", str(out), "-p", "roofline"], standalone_mode=False)  # its own file of before
+    said = capsys.readouterr().out
+    assert "1e+12 tokens in" in said and "no price of a100-sxm-80gb is known (--prices)" in said
     (tmp_path / "notes.html").write_text("precious")
     with pytest.raises(StepsightError, match="refuses to overwrite"):
         app(["report", JOB, "--out", str(tmp_path / "notes.html")], standalone_mode=False)
