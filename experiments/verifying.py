@@ -114,7 +114,8 @@ def verify(
     """
     held, not_run = runnable(jobs, most, box)
     if not held:
-        reasons = "; ".join(f"{name}: {why}" for name, why in not_run.items())
+        first, *others = not_run.items()
+        reasons = ": ".join(first) + (f"; and {len(others)} more strategies" if others else "")
         raise CollectError(f"the harness can run none of the strategies here: {reasons}")
     chosen = list(held.values())
     if box is not None:

@@ -60,6 +60,8 @@ def verify_command(
     if search is not None:
         try:
             found = read_json(search)
+        except OSError as error:
+            raise StepsightError(f"cannot read the result of a search {search}: {error.strerror}") from None
         except ValueError as error:
             raise StepsightError(f"{search} is not valid JSON: {error}") from None
         read = strategies_of(read[0], found if isinstance(found, dict) else {})

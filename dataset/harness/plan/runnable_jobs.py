@@ -57,8 +57,9 @@ def job_problems(job: Any) -> list[str]:
 def check_job(rules: Rules, job: dict[str, Any]) -> None:
     """Check the arithmetic that every job keeps."""
     model, parallel, batch, cluster = (job[name] for name in ("model", "parallel", "batch", "cluster"))
-    tp, pp, dp = parallel["tp"], parallel["pp"], parallel["dp"]
-    check_degrees(rules, tp=tp, pp=pp, dp=dp, devices=cluster["nodes"] * cluster["devices_per_node"])
+    tp, pp, dp, cp = parallel["tp"], parallel["pp"], parallel["dp"], parallel.get("cp", 1)
+    devices = cluster["nodes"] * cluster["devices_per_node"]
+    check_degrees(rules, tp=tp, cp=cp if is_of(cp, int) else 1, pp=pp, dp=dp, devices=devices)
     check_batch(rules, micro_batch=batch["micro_batch"], dp=dp, global_batch=batch["global_batch"])
     encoder = model.get("encoder_layers", 0)
     check_stages(rules, layers=model["layers"] + (encoder if is_of(encoder, int) else 0), pp=pp)
