@@ -19,6 +19,9 @@ from stepsight.dataset.specs import PURE, REENTRANT, BatchSpec, OptimizerSpec
 COMPUTE_DTYPE: Mapping[str, str] = MappingProxyType(
     {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16", "nvfp4": "bf16", **PURE}
 )  # by precision: of activations and weights, in all ops but matrix products
+CORE_DTYPE: Mapping[str, str] = MappingProxyType(
+    {**COMPUTE_DTYPE, "tf32": "tf32"}
+)  # by precision: of the products of unfused attention, which fp8 leaves alone and tf32 rounds
 
 
 @hashed_once

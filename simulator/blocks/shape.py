@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stepsight.dataset.execution import COMPUTE_DTYPE, KernelSemantics
+from stepsight.dataset.execution import COMPUTE_DTYPE, CORE_DTYPE, KernelSemantics
 from stepsight.dataset.hashed_once import hashed_once
 from stepsight.dataset.op import DTYPE_BYTES, Collective, Op
 from stepsight.dataset.specs import QUANTIZED, ModelSpec
@@ -134,8 +134,8 @@ class RankShape:
         return Op(kind, dims, self.precision)
 
     def core_product(self, *dims: int) -> Op:
-        """A product of unfused attention: in the activations' type, which ``tf32`` rounds as in all other products."""
-        return Op("batched_matmul", dims, "tf32" if self.precision == "tf32" else self.dtype)
+        """A product of unfused attention."""
+        return Op("batched_matmul", dims, CORE_DTYPE[self.precision])
 
     def tp_comm(self, kind: str, num_bytes: int, *, beside: bool = False) -> Comm:
         return Comm(self.tp.collective(kind, num_bytes), "tp", beside)

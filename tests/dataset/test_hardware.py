@@ -219,7 +219,7 @@ def test_roofline() -> None:
     assert roofline_seconds(Op("linear", (4096, 4096, 4096)), hardware) == pytest.approx(2 * 4096**3 / 1e12)
     assert roofline_seconds(Op("copy", (10**9,)), hardware) == pytest.approx(4.0)
     with pytest.raises(JobError, match="no peak for fp8"):
-        roofline_seconds(Op("copy", (1,), "fp8"), hardware)
+        roofline_seconds(Op("linear", (1, 1, 1), "fp8"), hardware)
 
 
 @pytest.mark.parametrize(

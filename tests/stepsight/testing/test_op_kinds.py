@@ -17,6 +17,13 @@ class TestOwnOpKinds(OpKindContract):
         kind: OpKind = request.param
         return kind
 
+    def small_dims(self, kind: OpKind) -> tuple[int, ...]:
+        """A convolution has at most three spatial dims."""
+        return tuple(
+            2 if name == "spatial" else size
+            for name, size in zip(kind.dim_names, super().small_dims(kind), strict=True)
+        )
+
 
 class TestOwnCollectiveKinds(CollectiveKindContract):
     @pytest.fixture(params=COLLECTIVE_KINDS.values(), ids=lambda kind: kind.name)

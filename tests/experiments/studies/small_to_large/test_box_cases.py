@@ -91,7 +91,7 @@ def test_a_model_of_ones_own_joins(tmp_path: Path) -> None:
     names = {found.name for found in box_cases(UserCases([path]))}
     assert "box/mine/2M2P4D" in names and "box/mine/1M8P1D" not in names
     path.rename(tmp_path / "bert.toml")
-    with pytest.raises(JobError, match="a name of its own"):
+    with pytest.raises(JobError, match="choose other names"):
         box_cases(UserCases([tmp_path / "bert.toml"]))
 
 
