@@ -359,7 +359,7 @@ def search_command(
         result = with_uneven_stages(result, loaded)
     report = search_report(read, result, top)
     if out is not None:
-        report["text"] += f"\n{write_chosen(result, out, to)}"
+        report["text"] += f"\n{write_chosen(result, out, to, loaded, space)}"
     if plot is not None:
         plot_result(result, plot, read.name)
     if csv is not None:

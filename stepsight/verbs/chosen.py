@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from stepsight.dataset.errors import StepsightError
 
 if TYPE_CHECKING:
-    from stepsight.experiments.search.choices import Choice, SearchResult
+    from stepsight.experiments.search.choices import SearchResult
+    from stepsight.experiments.search.space import Space
+    from stepsight.training.predictor.predictor import Predictor
 
 
 def check_chosen(out: Path | None, to: str, asked: Path) -> None:
@@ -32,39 +34,38 @@ def check_chosen(out: Path | None, to: str, asked: Path) -> None:
         check_output_file(out)
 
 
-def write_chosen(result: SearchResult, out: Path, to: str) -> str:
-    """Write the best strategy, or the best evaluated one that a format expresses; returns what to tell about it."""
+def write_chosen(
+    result: SearchResult,
+    out: Path,
+    to: str,
+    predictor: Predictor | str | None = None,
+    space: Space | str | None = None,
+) -> str:
+    """Write the best strategy, or the best one that a format expresses; returns what to tell about it."""
     from stepsight.dataset.configs.job_toml import job_toml
     from stepsight.dataset.configs.writers import write_config
     from stepsight.dataset.files import write_text
     from stepsight.experiments.reports.config_report import written_text
+    from stepsight.experiments.search.expressed import best_expressed
 
     if not to:
         write_text(out, job_toml(result.best.job))
         return f"wrote the best strategy to {out}"
-    choice = expressed(result, to)
+    choice, all_legal = best_expressed(result, to, predictor, space)
     written = write_config((choice or result.best).job, to)
     write_text(out, written.text)
+    which = "the legal strategies" if all_legal else "the strategies evaluated"
     if choice is None:
-        words = f"wrote the best strategy to {out}; {to} expresses none of those evaluated: see --space"
+        words = (
+            f"warning: {out} is not the best strategy, only what {to} expresses of it: of {which} that fit in memory, "
+            f"{to} expresses none"
+        )
     elif choice is result.best:
         words = f"wrote the best strategy to {out}"
     else:
         slower = 100 * (choice.timed[0] / result.best.timed[0] - 1)
         words = (
-            f"wrote {choice.job.name} to {out}: {to} does not express the best strategy; of those evaluated that it "
-            f"does this is the best ({slower:+.1f} % iteration time)"
+            f"wrote {choice.job.name} to {out}: {to} does not express the best strategy; of {which} that it expresses "
+            f"this is the best ({slower:+.1f} % iteration time)"
         )
     return f"{words}\n{written_text(written, to)}"
-
-
-def expressed(result: SearchResult, to: str) -> Choice | None:
-    """The best strategy of a search all of whose degrees and options a format expresses."""
-    from stepsight.dataset.configs.writers import write_config
-    from stepsight.experiments.search.strategies import VARIED
-
-    varied = {f"parallel.{name}" for name in VARIED} | {"batch.micro_batch"}
-    for choice in result.choices:
-        if choice.fits and not varied & {line.partition(" = ")[0] for line in write_config(choice.job, to).ignored}:
-            return choice
-    return None

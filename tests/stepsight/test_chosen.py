@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from stepsight.dataset.job import Job
 from stepsight.experiments.search.choices import Choice, SearchResult
+from stepsight.experiments.search.expressed import MOST_LEGAL, best_expressed, expresses
+from stepsight.experiments.search.space import Space
+from stepsight.experiments.search.strategies import strategies
 from stepsight.training.predictor.prediction import predict
 from stepsight.verbs.chosen import write_chosen
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt3-175b-1024.toml"
+SMALL = Space(max_tp=8, micro_batches=(1,), cp=(1,), zero_stages=(1,), recompute=("none",), schedules=("zb-h1",))
 
 
 def result(*schedules: str) -> SearchResult:
@@ -22,16 +28,36 @@ def result(*schedules: str) -> SearchResult:
 
 def test_what_a_framework_expresses_is_written(tmp_path: Path) -> None:
     """Megatron has no zb-h1: the next strategy is written, and what that costs is said."""
-    text = write_chosen(result("zb-h1", "1f1b"), tmp_path / "train.sh", "megatron-script")
+    text = write_chosen(result("zb-h1", "1f1b"), tmp_path / "train.sh", "megatron-script", "roofline", SMALL)
     assert "pp16-1f1b" in text and "does not express the best strategy" in text and "(+2.0 % iteration time)" in text
+    assert "of the legal strategies that it expresses" in text
     assert "pp16-1f1b" in (tmp_path / "train.sh").read_text()
     assert write_chosen(result("1f1b"), tmp_path / "train.sh", "megatron-script").startswith("wrote the best strategy")
 
 
-def test_where_nothing_is_expressed_the_best_is_written(tmp_path: Path) -> None:
-    """With what is missing in it; a job file expresses all."""
-    text = write_chosen(result("zb-h1"), tmp_path / "train.sh", "megatron-script")
-    assert "expresses none of those evaluated" in text and "not expressed by megatron-script: parallel.schedule" in text
+def test_a_strategy_that_was_not_evaluated_is_found(tmp_path: Path) -> None:
+    """A search evaluates only what could be the best of all; the best that a format expresses may be another."""
+    space = replace(SMALL, schedules=("zb-h1", "1f1b"))
+    found, all_legal = best_expressed(result("zb-h1"), "megatron-script", "roofline", space)
+    assert all_legal and found is not None and found.fits and found.seconds is not None
+    assert expresses("megatron-script", found.job) and found.job.parallel.schedule == "1f1b"
+    slower = [job for job in strategies(result("zb-h1").best.job, space) if expresses("megatron-script", job)]
+    times = [predict(job, "roofline") for job in slower]
+    least = min(each.iteration_time_s for each in times if each.memory.fits)
+    assert found.seconds[0] == pytest.approx(least)
+
+
+def test_a_large_space_is_not_looked_through() -> None:
+    """The strategies evaluated are all that is considered then."""
+    found = replace(result("zb-h1"), legal=MOST_LEGAL + 1)
+    assert best_expressed(found, "megatron-script") == (None, False)
+
+
+def test_where_nothing_is_expressed_the_answer_warns(tmp_path: Path) -> None:
+    """The file lacks what is listed; a job file expresses all."""
+    text = write_chosen(result("zb-h1"), tmp_path / "train.sh", "megatron-script", "roofline", SMALL)
+    assert text.startswith("warning: ") and "is not the best strategy, only what megatron-script expresses" in text
+    assert "not expressed by megatron-script: parallel.schedule" in text
     assert (
         write_chosen(result("zb-h1", "1f1b"), tmp_path / "best.toml", "")
         == f"wrote the best strategy to {tmp_path}/best.toml"
