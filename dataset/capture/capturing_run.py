@@ -147,7 +147,7 @@ class _Runs:
             }  # fmt: skip
             asked_at = Path(folder) / "request.json"
             asked_at.write_text(json.dumps(asked), "utf-8")
-            ended = _ended([sys.executable, "-m", PACKAGE, str(asked_at)], request, rank, Path(folder))
+            ended = _ended([sys.executable, "-P", "-m", PACKAGE, str(asked_at)], request, rank, Path(folder))
             if not out.is_file():
                 raise CaptureError(
                     f"rank {rank} of {request.script.name} ended without a record ({ended[0]}): {ended[1]}"

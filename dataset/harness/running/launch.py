@@ -208,7 +208,7 @@ def _run_world(out: Path, size: int, bar: Progress, boxed: bool) -> None:
     """Run one launch of this world size to its end."""
     package = __package__.rpartition(".")[0] if __package__ else "harness"  # of ``running``
     module = f"{package}.running.box_worker" if boxed else f"{package}.running.worker"
-    command = [sys.executable, "-m", module, str(out / "plan.json"), "--out", str(out)]
+    command = [sys.executable, "-P", "-m", module, str(out / "plan.json"), "--out", str(out)]
     environment = {**os.environ, **WORKER_ENVIRONMENT}
     if "." not in package:  # copied as one folder: its parent must be importable
         parents = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]

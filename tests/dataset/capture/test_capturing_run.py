@@ -109,7 +109,13 @@ def test_a_capture_is_read_back_as_it_was_written(ddp: Captured, tmp_path: Path)
         read_captured(tmp_path / "captured")
 
 
-def test_every_stage_of_a_pipeline_is_captured_and_meets_its_neighbours(tmp_path: Path) -> None:
+def test_every_stage_of_a_pipeline_is_captured_and_meets_its_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "queue.py").write_text("raise RuntimeError", "utf-8")
+    monkeypatch.chdir(elsewhere)  # a file there must not hide a module of Python
     captured = capture(CaptureRequest(written(tmp_path, PIPELINE), (), 2))
     assert [graph.rank for graph in captured.graphs] == [0, 1]
     for graph in captured.graphs:

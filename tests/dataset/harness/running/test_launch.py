@@ -71,7 +71,9 @@ def test_one_collection_at_a_time_writes_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_two_ranks_collect_runs_and_events(tmp_path: Path) -> None:
+def test_two_ranks_collect_runs_and_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "queue.py").write_text("raise RuntimeError", "utf-8")
+    monkeypatch.chdir(tmp_path)  # a file there must not hide a module of Python
     plan = jobs.plan(
         [jobs.run("pp", jobs.job(pp=2)), jobs.run("tp", jobs.job(tp=2), profile_steps=0)],
         [{"name": "both", "world_size": 2, "ops": OPS, "collectives": COLLECTIVES, "seconds": 0.5}],
