@@ -18,6 +18,7 @@ from stepsight.dataset.imported.event_structs import Event, event_of, events_of,
 BLOCK = 2**20  # bytes that are parsed at once
 _MOST_HEADER = 64 * 2**20  # bytes before the first event
 _BOM = b"\xef\xbb\xbf"  # with which some editors begin a text
+_ARCHIVES = (("tar", 257, b"ustar"), ("zip", 0, b"PK\x03\x04"))  # kind, where its sign is, the sign
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")
 _BEGIN = re.compile(rb'"traceEvents"\s*:\s*\[')
 _WINDOW = 2**16  # bytes at the end of a block in which an event ends
@@ -90,6 +91,7 @@ class EventBlocks:
         for part in parts:
             self.num_bytes += len(part)
             text = (text + part).removeprefix(_BOM)
+            self._refuse_archive(text)
             start = text.lstrip()[:1]
             if start == b"[":
                 return text.lstrip()[1:], True
@@ -105,6 +107,14 @@ class EventBlocks:
         tree = self._parse(text)
         keys = f"keys {', '.join(sorted(map(str, tree))[:8])}" if isinstance(tree, dict) else type(tree).__name__
         raise TraceError(f"a Kineto trace must hold a list traceEvents, got {keys} in {self._path}")
+
+    def _refuse_archive(self, text: bytes) -> None:
+        for kind, begin, sign in _ARCHIVES:
+            if text[begin : begin + len(sign)] == sign:
+                raise TraceError(
+                    f"{self._path} must be the trace of one rank, got a {kind} archive: unpack it and import the "
+                    "traces that it holds"
+                )
 
     def _cut(self, text: bytes) -> tuple[list[Event], bytes]:
         """Events up to the last place where one ends, and the text after it."""
@@ -135,7 +145,8 @@ class EventBlocks:
             raise TraceError(f"{self._path} must be events, got tables nested thousands deep") from None
         except ValueError as error:
             raise TraceError(
-                f"{self._path} must be whole JSON: it is truncated or corrupt, profile again or copy it anew ({error})"
+                f"{self._path} must be whole JSON: it is truncated or corrupt, profile again or copy it anew "
+                f"({getattr(error, 'msg', error)})"  # without the position, which is of a part of the file
             ) from None
         self._warn()
         return tree

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,13 @@ def test_nan_and_broken_text_are_read_with_a_warning(tmp_path: Path) -> None:
     blocks = EventBlocks(file.write(tmp_path / "t.json"))
     assert sum(len(part) for part in blocks) == len(file.events)
     assert any("not strict JSON" in warning for warning in blocks.warnings)
+
+
+@pytest.mark.parametrize("kind", ["tar", "zip", "gztar"])
+def test_an_archive_of_traces_is_named(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    tiny_step().write(folder / "rank0.json")
+    path = shutil.make_archive(str(tmp_path / "all"), kind, folder)
+    with pytest.raises(TraceError, match=rf"got a {kind.removeprefix('gz')} archive: unpack it"):
+        list(EventBlocks(Path(path), 100))
