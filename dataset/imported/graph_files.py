@@ -82,6 +82,19 @@ def read_graph(folder: Path, stem: str) -> RankGraph:
     return graph
 
 
+def read_steps(folder: Path, stem: str) -> tuple[float, ...]:
+    """Seconds of each traced step of a written graph, without its tables.
+
+    Raises:
+        TraceError: If the graph's description is missing or is none.
+    """
+    path = Path(folder) / f"{stem}.json"
+    try:
+        return tuple(float(end) - float(begin) for begin, end in read_json(path)["steps_s"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TraceError(f"{path} must describe an imported graph, got {error}") from None
+
+
 def _graph(tree: dict[str, Any], nodes: Any, edges: Any) -> RankGraph:
     seconds = {name: _numbers(nodes, name, np.float64) for name in _SECONDS}
     return RankGraph(

@@ -11,6 +11,7 @@ from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.event_file import read_event_file
 from stepsight.dataset.files import check_output_file, set_aside
 from stepsight.dataset.imported.event_blocks import is_trace
+from stepsight.dataset.imported.graph_files import read_steps
 from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.dataset.imported.imported_run import ImportedRun, is_imported, read_imported, run_graphs
 from stepsight.dataset.job import Job
@@ -127,6 +128,8 @@ def describe_collection(path: Path) -> dict[str, Any]:
         text = text if cells else f"collection {path}"
         titles = ["imported run", "ranks", "hardware", "steps", "median ms", "spread % over rounds"]
         text += "\n" + table(titles, [_imported_cells(row) for row in others])
+        if any("traced_s" in row for row in others):
+            text += "\ntraced: steps under the profiler, which makes them longer; look into one with show RUN_FOLDER"
     if any(manifest.compiled for manifest in collection):
         text += "\ncomposite ops were compiled"
     for name, count in events.items():
@@ -137,10 +140,12 @@ def describe_collection(path: Path) -> dict[str, Any]:
 
 
 def imported_row(run: ImportedRun) -> dict[str, Any]:
-    """An imported run; with its timed steps where there are any, as of a script."""
+    """An imported run; with its timed steps where there are any, as of a script, else with its traced ones."""
     row = {"name": run.name, "imported": True, "role": run.role, "ranks": len(run.ranks), "hardware": run.hardware}
     if not run.rounds:
-        return row
+        ranks = [read_steps(run.folder, stem) for stem in run.ranks.values()]
+        longest = [max(of_ranks) for of_ranks in zip(*ranks, strict=False)]
+        return {**row, "traced_steps": len(longest), "traced_s": statistics.median(longest)} if longest else row
     seconds = [each for steps in run.rounds for each in steps]
     medians, whole = [statistics.median(steps) for steps in run.rounds], statistics.median(seconds)
     spread = 100 * (max(medians) - min(medians)) / whole
@@ -148,9 +153,11 @@ def imported_row(run: ImportedRun) -> dict[str, Any]:
 
 
 def _imported_cells(row: dict[str, Any]) -> list[Any]:
-    timed = (
-        [row["steps"], Number(1e3 * row["measured_s"]), Number(row["spread_percent"])] if "steps" in row else [""] * 3
-    )
+    timed: list[Any] = [""] * 3
+    if "steps" in row:
+        timed = [row["steps"], Number(1e3 * row["measured_s"]), Number(row["spread_percent"])]
+    elif "traced_steps" in row:
+        timed = [row["traced_steps"], Number(1e3 * row["traced_s"]), "traced"]
     return [row["name"], row["ranks"], row["hardware"], *timed]
 
 

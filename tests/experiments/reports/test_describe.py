@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.imported.import_ranks import import_ranks
+from stepsight.dataset.imported.imported_run import write_imported
 from stepsight.experiments.reports.describe import describe
 from tests.dataset.kineto_files import tiny_step
 from tests.dataset.run_folders import job_tables, write_events, write_run
@@ -23,6 +25,17 @@ def test_a_collection_and_what_it_lacks(tmp_path: Path) -> None:
     assert (row["name"], row["ranks"], row["steps"], row["measured_s"]) == ("one", 2, 3, 1e-3)
     assert shown["events"] == {"ops-1": 2} and shown["absent"] == ["runs/two"]
     assert shown["text"].endswith("planned but absent: runs/two")
+
+
+def test_an_imported_run_shows_its_traced_steps(tmp_path: Path) -> None:
+    found = import_ranks([tiny_step().write(tmp_path / "trace.json")])
+    write_imported(found.graphs, found.sources, tmp_path / "runs", None, found.warnings)
+    shown = describe(tmp_path / "runs")
+    (row,) = shown["runs"]
+    (graph,) = found.graphs
+    assert row["traced_steps"] == len(graph.steps_s) and "steps" not in row
+    assert row["traced_s"] == pytest.approx(float(graph.steps_s[0, 1] - graph.steps_s[0, 0]))
+    assert "steps under the profiler" in shown["text"]
 
 
 def test_a_predictor_that_was_set_aside(tmp_path: Path) -> None:
