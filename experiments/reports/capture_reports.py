@@ -10,27 +10,47 @@ from stepsight.training.predictor.prediction_views import seconds_text
 
 def capture_text(told: dict[str, Any]) -> str:
     """A captured script for people."""
-    lines = [f"script     {told['script']}: {told['world_size']} ranks, {told['devices_per_node']} on each node"]
+    lines = [f"script     {told['script']}: {_world(told)}"]
     for rank in told["ranks"]:
         phases = ", ".join(f"{count} {phase}" for phase, count in rank["ops_by_phase"].items())
         lines += [
             "",
-            f"rank {rank['rank']}: {rank['ops']} ops ({phases}), {rank['flops'] / 1e12:.3f} TFLOP, "
-            f"peak memory {rank['peak_bytes'] / 1e9:.2f} GB, streams {', '.join(rank['streams'])}",
-            table(
-                ["collective", "group", "ranks", "MB each", "count"],
-                [
-                    [c["kind"], c["group"], Number(c["group_size"], 0), Number(c["num_bytes"] / 1e6, 3),
-                     Number(c["count"], 0)]
-                    for c in rank["collectives"]
-                ],
-            ),
+            f"rank {rank['rank']}: {rank['ops']} ops ({phases}), {scaled(rank['flops'], _FLOP)}, "
+            f"peak memory {scaled(rank['peak_bytes'], _BYTES)}, streams {', '.join(rank['streams'])}",
+            *_collectives(rank["collectives"]),
             table(["op", "count"], [[kind, Number(count, 0)] for kind, count in rank["ops_by_kind"].items()]),
         ]  # fmt: skip
         lines += [f"warning: {text}" for text in rank["warnings"]]
     if "out" in told:
         lines.append(f"\nwrote {told['out']}")
     return "\n".join(lines)
+
+
+def _world(told: dict[str, Any]) -> str:
+    """How many ranks there are, and how many nodes share them."""
+    world, local = told["world_size"], told["devices_per_node"]
+    ranks = "1 rank" if world == 1 else f"{world} ranks"
+    return f"{ranks}, {local} on each node" if world > local else f"{ranks} on one node"
+
+
+def _collectives(rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return ["no collectives"]
+    cells = [
+        [c["kind"], c["group"], Number(c["group_size"], 0), scaled(c["num_bytes"], _BYTES), Number(c["count"], 0)]
+        for c in rows
+    ]
+    return [table(["collective", "group", "ranks", "bytes each", "count"], cells)]
+
+
+def scaled(value: float, units: tuple[tuple[float, str], ...]) -> str:
+    """A number in the largest unit of which it holds at least one."""
+    size, unit = next((each for each in units if value >= each[0]), units[-1])
+    return f"{value / size:.0f} {unit}" if size == 1 else f"{value / size:.2f} {unit}"
+
+
+_FLOP = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1, "FLOP"))
+_BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 
 
 def captures_differ(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -72,11 +92,11 @@ def difference_text(told: dict[str, Any]) -> str:
     """The differences as text for people."""
     lines = [f"A: {told['scripts'][0]}", f"B: {told['scripts'][1]}"]
     for rank in told["ranks"]:
-        rows = [["TFLOP", *(Number(value / 1e12, 3) for value in rank["flops"])]]
-        rows += [["peak memory, GB", *(Number(value / 1e9, 2) for value in rank["peak_bytes"])]]
+        rows = [["FLOP", *(scaled(value, _FLOP) for value in rank["flops"])]]
+        rows += [["peak memory", *(scaled(value, _BYTES) for value in rank["peak_bytes"])]]
         rows += [[kind, *(Number(value, 0) for value in pair)] for kind, pair in rank["ops_by_kind"].items()]
         rows += [
-            [f"{c['kind']} of {c['num_bytes'] / 1e6:.3f} MB, {c['group_size']} ranks",
+            [f"{c['kind']} of {scaled(c['num_bytes'], _BYTES)}, {c['group_size']} ranks",
              *(Number(value, 0) for value in c["counts"])]
             for c in rank["collectives"]
         ]  # fmt: skip
