@@ -95,6 +95,7 @@ def emulate(asked: Emulation, delay: Delay, *, progress: bool = True) -> dict[st
         except HarnessError as error:
             bar.end_line()
             output = log.read_text("utf-8", errors="replace")[-_SHOWN:].strip() if log.exists() else ""
+            output = " | ".join(output.splitlines())  # an error is one line
             told = str(error).removesuffix(f"; see {log}")
             raise CollectError(told + (f"; the end of its output: {output}" if output else "")) from None
     bar.close(f"{asked.path.name}: steps by {found['steps_by']}")

@@ -51,6 +51,11 @@ class Stages:
         self._restart()
 
     @property
+    def traces(self) -> bool:
+        """Whether steps are traced after the timed ones."""
+        return bool(self._settings["profile_steps"])
+
+    @property
     def needed(self) -> int:
         """Steps that a script must have, the first one included, from which its steps are known."""
         wanted = self._settings

@@ -90,14 +90,15 @@ def run_script(script: Path, arguments: list[str]) -> None:
 def _ended_early(script: Path, stages: Any) -> str:
     count = stages.marks.count
     if not stages.marks.kind:
-        others = " Processes that it starts itself are not seen: start ranks with --nproc-per-node."
+        others = " Processes that it starts itself are not seen: start ranks with --nproc-per-node"
         return (
             f"a script must train, but {script.name} ended without a step of an optimizer of torch.optim or of a "
             f"profiler; if it has steps of another kind, call stepsight.step() at the end of each.{others}"
         )
+    fewer = "--warmup, --rounds, --steps and --profile-steps" if stages.traces else "--warmup, --rounds and --steps"
     return (
         f"{script.name} must run at least {stages.needed} steps, but it ended after {count} (by {stages.marks.kind}); "
-        "have it run more, or ask for fewer with --warmup, --rounds, --steps and --profile-steps"
+        f"have it run more, or ask for fewer with {fewer}"
     )
 
 
