@@ -92,7 +92,7 @@ def difference_text(told: dict[str, Any]) -> str:
     """The differences as text for people."""
     lines = [f"A: {told['scripts'][0]}", f"B: {told['scripts'][1]}"]
     for rank in told["ranks"]:
-        rows = [["FLOP", *(scaled(value, _FLOP) for value in rank["flops"])]]
+        rows: list[list[str | Number]] = [["FLOP", *(scaled(value, _FLOP) for value in rank["flops"])]]
         rows += [["peak memory", *(scaled(value, _BYTES) for value in rank["peak_bytes"])]]
         rows += [[kind, *(Number(value, 0) for value in pair)] for kind, pair in rank["ops_by_kind"].items()]
         rows += [
