@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepsight.dataset.errors import StepsightError
+from stepsight.verbs.options import check_result
 
 if TYPE_CHECKING:
     from stepsight.experiments.search.choices import SearchResult
     from stepsight.experiments.search.space import Space
     from stepsight.training.predictor.predictor import Predictor
 
+JOB_FILE = (".toml", rb"framework = |\[model\]")  # as stepsight writes it: no table of prices, no job with comments
+
 
 def check_chosen(out: Path | None, to: str, asked: Path) -> None:
-    """Before the work: a file that can be written, of a known format, which is not the one that is asked about.
+    """Before the work: a file that can be written, of a known format, which replaces no other file of the user.
 
     Raises:
         StepsightError: If not.
@@ -32,6 +35,8 @@ def check_chosen(out: Path | None, to: str, asked: Path) -> None:
         if out.exists() and asked.exists() and out.samefile(asked):
             raise StepsightError(f"--out must not be the file that is searched, got {str(out)!r:.80}: name a new file")
         check_output_file(out)
+        if not to:
+            check_result("--out", out, JOB_FILE)
 
 
 def write_chosen(

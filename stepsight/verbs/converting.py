@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from stepsight.dataset.errors import StepsightError
-from stepsight.verbs.options import Json, answer, path
+from stepsight.verbs.chosen import JOB_FILE
+from stepsight.verbs.options import Json, answer, check_result, path
 
 
 def job_command(
@@ -73,6 +74,8 @@ def job_command(
             if out.exists() and config.exists() and out.samefile(config):
                 raise StepsightError(f"--out must not be a file that is read, got {str(out)!r:.80}: name a new file")
         check_output_file(out)
+        if not to:
+            check_result("--out", out, JOB_FILE)
     stated = given_of(hardware, nodes, devices_per_node, given=given or (), define=define or (), pick=pick)
     read = read_configs(configs, stated)
     value, text = read.to_dict(), config_text(read)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.job import Job
 from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.experiments.search.expressed import MOST_LEGAL, best_expressed, expresses
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import strategies
 from stepsight.training.predictor.prediction import predict
-from stepsight.verbs.chosen import write_chosen
+from stepsight.verbs.chosen import check_chosen, write_chosen
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt3-175b-1024.toml"
 SMALL = Space(max_tp=8, micro_batches=(1,), cp=(1,), zero_stages=(1,), recompute=("none",), schedules=("zb-h1",))
@@ -63,3 +64,14 @@ def test_where_nothing_is_expressed_the_answer_warns(tmp_path: Path) -> None:
         == f"wrote the best strategy to {tmp_path}/best.toml"
     )
     assert Job.from_file(tmp_path / "best.toml").parallel.schedule == "zb-h1"
+
+
+def test_no_other_file_is_replaced(tmp_path: Path) -> None:
+    """A table of prices, or a job file with comments, is kept; the result of an earlier search is replaced."""
+    out = tmp_path / "best.toml"
+    write_chosen(result("1f1b"), out, "")
+    check_chosen(out, "", EXAMPLE)
+    for text in ("[price_per_device_hour]\n", "# my notes\n[model]\n"):
+        out.write_text(text)
+        with pytest.raises(StepsightError, match="refuses to overwrite"):
+            check_chosen(out, "", EXAMPLE)
