@@ -10,7 +10,7 @@ from typing import Any
 
 from stepsight.dataset.bounded import read_toml
 from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.hardware import find_hardware
+from stepsight.dataset.hardware import canonical_hardware, find_hardware
 from stepsight.dataset.job import Job
 from stepsight.experiments.search.record import Seconds
 
@@ -160,7 +160,7 @@ def read_prices(path: Path) -> tuple[dict[str, float], dict[str, float]]:
 
     Args:
         path: A ``.toml`` file with a table ``[price_per_device_hour]`` and, if wanted, ``[power_w]``; keys are names
-            of hardware.
+            of hardware, as a job file takes them.
 
     Raises:
         StepsightError: If the file cannot be read, or holds something else.
@@ -175,5 +175,5 @@ def read_prices(path: Path) -> tuple[dict[str, float], dict[str, float]]:
     for name, table in tables.items():
         if name not in names or not isinstance(table, dict):
             raise StepsightError(f"{path} must hold tables {' and '.join(f'[{n}]' for n in names)}, got {name!r:.80}")
-    prices, power = (tables.get(name, {}) for name in names)
+    prices, power = ({canonical_hardware(key): value for key, value in tables.get(name, {}).items()} for name in names)
     return prices, power

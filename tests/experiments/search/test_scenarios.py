@@ -92,6 +92,8 @@ def test_prices_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "prices.toml"
     path.write_text("[price_per_device_hour]\na100-sxm-80gb = 2\n[power_w]\na100-sxm-80gb = 500\n")
     assert read_prices(path) == ({"a100-sxm-80gb": 2}, {"a100-sxm-80gb": 500})
+    path.write_text("[price_per_device_hour]\nA100 = 2\nmine = 3\n")
+    assert read_prices(path) == ({"a100-sxm-80gb": 2, "mine": 3}, {})
     path.write_text("[prices]\na = 1\n")
     with pytest.raises(StepsightError, match="price_per_device_hour"):
         read_prices(path)
