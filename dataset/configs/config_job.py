@@ -74,14 +74,14 @@ class ConfigJob:
         return toml_text(self.tables, comments)
 
 
-def read_configs(paths: Sequence[Path], given: Given | None = None) -> ConfigJob:
+def read_configs(paths: str | Path | Sequence[str | Path], given: Given | None = None) -> ConfigJob:
     """Read a job from configuration files: one that states the model, and others that state how it is trained.
 
     Nothing is executed: scripts and Python files are parsed.
 
     Args:
-        paths: Configuration files of Megatron-LM, torchtitan, Hugging Face, DeepSpeed, Accelerate, Nanotron, MaxText or
-            NeMo, or a job file; later files override earlier ones.
+        paths: One or several configuration files of Megatron-LM, torchtitan, Hugging Face, DeepSpeed, Accelerate,
+            Nanotron, MaxText or NeMo, or a job file; later files override earlier ones.
         given: Values that no file states, or that override the files: ``Given(values={"cluster.nodes": 16})``.
 
     Returns:
@@ -94,6 +94,7 @@ def read_configs(paths: Sequence[Path], given: Given | None = None) -> ConfigJob
         >>> read_configs([Path("pretrain_gpt.sh")]).job  # doctest: +SKIP
     """
     given = given or Given()
+    paths = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     if not paths:
         raise JobError("a configuration must be named, got none")
     draft, formats = Draft(), []

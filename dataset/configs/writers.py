@@ -12,7 +12,7 @@ from stepsight.dataset.configs.megatron_out import write_megatron
 from stepsight.dataset.configs.torchtitan_out import write_torchtitan
 from stepsight.dataset.configs.yaml_out import write_maxtext, write_nanotron
 from stepsight.dataset.errors import JobError
-from stepsight.dataset.job import Job
+from stepsight.dataset.job import Job, JobLike
 
 WRITERS: Mapping[str, Callable[[Job], ConfigText]] = MappingProxyType(
     {
@@ -28,11 +28,11 @@ WRITERS: Mapping[str, Callable[[Job], ConfigText]] = MappingProxyType(
 )
 
 
-def write_config(job: Job, name: str) -> ConfigText:
+def write_config(job: JobLike, name: str) -> ConfigText:
     """Write a job as a configuration.
 
     Args:
-        job: The job.
+        job: As in ``predict``.
         name: A key of ``WRITERS``.
 
     Returns:
@@ -46,4 +46,4 @@ def write_config(job: Job, name: str) -> ConfigText:
     """
     if name not in WRITERS:
         raise JobError(f"a configuration must be of {', '.join(WRITERS)}, got {name!r:.80}")
-    return WRITERS[name](job)
+    return WRITERS[name](Job.of(job))

@@ -71,6 +71,10 @@ class Manner:
     def __post_init__(self) -> None:
         _check_numbers(seed=self.seed, trials=self.trials, top=self.top)
         _check_numbers(float, timeout_s=self.timeout_s, gap=self.gap)
+        if not isinstance(self.goal, Goal):
+            raise StepsightError(f"goal must be a Goal, for example Goal(objective='cost'), got {self.goal!r:.80}")
+        if self.storage is not None and not isinstance(self.storage, str):
+            raise StepsightError(f"storage must be a database URL or the path of a journal, got {self.storage!r:.80}")
         if not 0 <= self.seed <= MOST_SEED:
             raise StepsightError(f"seed must be {'>= 0' if self.seed < 0 else f'<= {MOST_SEED}'}, got {self.seed}")
         if self.trials is not None and self.trials < 1:

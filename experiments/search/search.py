@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.job import Job, JobLike
 from stepsight.experiments.search.choices import SearchResult
 from stepsight.experiments.search.expert_loads import ExpertLoads
@@ -75,9 +76,15 @@ def search(
         space=Space.of(space), goal=goal or Goal(), trials=trials, timeout_s=timeout_s, gap=gap, top=top, seed=seed,
         sampler=sampler, storage=storage, study_name=study_name, on_trial=on_trial, map_fn=map_fn,
         expert_loads=ExpertLoads.of(expert_loads))  # fmt: skip
-    if scenarios is None or scenarios.is_empty:
+    if scenarios is None or _checked(scenarios).is_empty:
         return search_job(Job.of(job), predictor, manner)
     return search_scenarios(Job.of(job), predictor, manner, scenarios)
+
+
+def _checked(scenarios: Scenarios) -> Scenarios:
+    if not isinstance(scenarios, Scenarios):
+        raise StepsightError(f"scenarios must be Scenarios, as in Scenarios(nodes=(8, 16)), got {scenarios!r:.80}")
+    return scenarios
 
 
 def exhaustive(job: Job, predictor: Predictor | str | None = None, space: Space | None = None) -> SearchResult:

@@ -14,6 +14,8 @@ import stepsight
 
 FUNCTIONS = [name for name in stepsight.__all__ if inspect.isfunction(getattr(stepsight, name))]
 
+JOB = str(Path(__file__).parents[2] / "examples" / "gpt3-175b-1024.toml")
+
 
 def test_import_loads_nothing_else() -> None:
     """``import stepsight`` and ``dir`` of it load no other module of the package and no library."""
@@ -86,3 +88,18 @@ def test_a_job_in_a_dict_goes_all_the_way() -> None:
     plans = stepsight.search(tables, goal=goal, scenarios=stepsight.Scenarios(nodes=(1, 2)), trials=5).plans
     assert [plan.job.cluster.nodes for plan in plans]
     assert len(repr(result)) < 160 and len(repr(result.best)) < 120
+
+
+def test_mistakes_of_python_callers(tmp_path: Path) -> None:
+    """Arguments of a wrong type are refused in words, and paths may be text."""
+    with pytest.raises(stepsight.StepsightError, match="goal must be a Goal"):
+        stepsight.search(JOB, goal="cost")  # type: ignore[arg-type]
+    with pytest.raises(stepsight.StepsightError, match="scenarios must be Scenarios"):
+        stepsight.search(JOB, scenarios={"nodes": [1]})  # type: ignore[arg-type]
+    with pytest.raises(stepsight.StepsightError, match="storage must be"):
+        stepsight.search(JOB, storage=3)  # type: ignore[arg-type]
+    with pytest.raises(stepsight.JobError, match="predict_many takes several jobs"):
+        stepsight.predict_many(JOB)
+    out = tmp_path / "train.sh"
+    out.write_text(stepsight.write_config(JOB, "megatron-script").text)
+    assert stepsight.read_configs(str(out)).formats == stepsight.read_configs([out]).formats

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.errors import JobError
 from stepsight.dataset.job import Job, JobLike
 from stepsight.simulator.latency_model import LatencyModel
 from stepsight.simulator.memory import estimate_memory
@@ -110,6 +112,8 @@ def predict_many(jobs: Iterable[JobLike], predictor: Predictor | str | None = No
         >>> jobs = [replace(job, batch=replace(job.batch, micro_batch=size)) for size in (1, 2, 4)]  # doctest: +SKIP
         >>> [prediction.iteration_time_s for prediction in predict_many(jobs)]  # doctest: +SKIP
     """
+    if isinstance(jobs, str | Path | Mapping | Job):
+        raise JobError(f"predict_many takes several jobs, for example a list, got one of type {type(jobs).__name__}")
     asked = [job if isinstance(job, Job) else Job.of(job) for job in jobs]
     found: dict[int, Prediction] = {}
     with _no_garbage():
