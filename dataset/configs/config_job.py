@@ -94,11 +94,11 @@ def read_configs(paths: str | Path | Sequence[str | Path], given: Given | None =
         >>> read_configs([Path("pretrain_gpt.sh")]).job  # doctest: +SKIP
     """
     given = given or Given()
-    paths = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
-    if not paths:
+    files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+    if not files:
         raise JobError("a configuration must be named, got none")
     draft, formats = Draft(), []
-    for path in paths:
+    for path in files:
         name, read = reader_of(path)
         formats.append(name)
         try:
@@ -110,7 +110,7 @@ def read_configs(paths: str | Path | Sequence[str | Path], given: Given | None =
         missing = missing_sizes(draft)
         job = None if missing else _job(draft, given)
     except JobError as error:
-        raise JobError(f"{', '.join(map(str, paths))}: {error}") from None
+        raise JobError(f"{', '.join(map(str, files))}: {error}") from None
     framework = given.values.get("framework", draft.framework)
     tables = {name: table for name, table in draft.tables.items() if table}
     keys = [f"{section}.{name}" for section, table in tables.items() for name in table]
