@@ -143,10 +143,9 @@ class EventBlocks:
             tree = tolerant(text)
         except RecursionError:
             raise TraceError(f"{self._path} must be events, got tables nested thousands deep") from None
-        except ValueError as error:
+        except ValueError:
             raise TraceError(
-                f"{self._path} must be whole JSON: it is truncated or corrupt, profile again or copy it anew "
-                f"({getattr(error, 'msg', error)})"  # without the position, which is of a part of the file
+                f"{self._path} must be whole JSON: it is truncated or corrupt, profile again or copy it anew"
             ) from None
         self._warn()
         return tree
