@@ -45,7 +45,9 @@ class Answer(Protocol):
 
 
 def seconds_text(seconds: float) -> str:
-    """``12.3 ms`` or ``4.56 s``."""
+    """``31.0 us``, ``12.3 ms`` or ``4.56 s``."""
+    if 0 < seconds < 1e-4:  # in milliseconds it would round to nothing
+        return f"{seconds * 1e6:.1f} us"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from stepsight.dataset.job import Job
 from stepsight.training.predictor.prediction import Prediction, predict
-from stepsight.training.predictor.prediction_views import interval_text
+from stepsight.training.predictor.prediction_views import interval_text, seconds_text
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,7 @@ def test_repr_is_one_short_line(prediction: Prediction) -> None:
 
 def test_interval_states_a_unit_once() -> None:
     assert interval_text(19.119, 23.616) == "19.12 to 23.62 s"
+    assert interval_text(11e-6, 31e-6) == "11.0 to 31.0 us"
     assert interval_text(0.9, 1.1) == "900.0 ms to 1.10 s"
 
 
@@ -90,3 +91,8 @@ def test_html_holds_the_answer_and_no_markup_of_names(prediction: Prediction) ->
     assert "per iteration, 90 % interval" in text and "compute" in text and " GB" in text
     named = replace(prediction.job, model=replace(prediction.job.model, name="<script>"))
     assert "<script>" not in replace(prediction, job=named)._repr_html_()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.0, "0.0 ms"), (9e-5, "90.0 us"), (1e-4, "0.1 ms"), (2.0, "2.00 s")])
+def test_short_times_keep_their_digits(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
