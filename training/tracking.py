@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
@@ -210,7 +211,7 @@ def _open(uri: str) -> tuple[Any, str]:
 
     check_store(uri)
     try:
-        with store_lock(uri), _impatient():  # two processes that create a store break each other's migrations
+        with store_lock(uri), _impatient(), _quiet():  # two processes that create a store break each other's migrations
             client = _client(uri)
             client.search_registered_models(max_results=1)  # a store without a registry is of no use at the end
             return client, _experiment_id(client, uri)
@@ -275,6 +276,18 @@ def _impatient() -> Iterator[None]:
     finally:
         for key in own:
             del os.environ[key]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A new store does not report that it creates its tables."""
+    logger = logging.getLogger("mlflow.store.db.utils")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _end_killed(client: Any, experiment_id: str) -> None:
