@@ -1,10 +1,12 @@
-"""``stepsight emulate``: one rank of a user's script for real, in a world whose other ranks are modelled delays."""
+"""``stepsight emulate``: some ranks of a user's script for real, in a world whose others are modelled delays."""
 
 from __future__ import annotations
 
 import statistics
 import tempfile
+import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,19 +15,20 @@ from stepsight.dataset.errors import CollectError
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.harness.progress import Progress
 from stepsight.dataset.harness.scripts.script_launch import Ranks, run_ranks
+from stepsight.dataset.op import Collective
 from stepsight.experiments.emulation_delays import Delay, telling
 from stepsight.experiments.reports.text_table import Number, table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Emulation:
-    """A script and the world of which it is one rank.
+    """A script, its world, and the ranks of it that run.
 
     Attributes:
         path: The script.
         arguments: Its own.
         world_size: Ranks of the world.
-        rank: The one that runs.
+        ranks: Those that run, in ascending order; they exchange values for real.
         devices_per_node: Ranks that share a node.
         virtual: On a virtual clock.
         counts: ``warmup``, ``rounds`` and ``steps``.
@@ -35,7 +38,7 @@ class Emulation:
     path: Path
     arguments: Sequence[str] = ()
     world_size: int
-    rank: int = 0
+    ranks: Sequence[int] = (0,)
     devices_per_node: int = 8
     virtual: bool = False
     counts: dict[str, int] = field(default_factory=lambda: {"warmup": 2, "rounds": 3, "steps": 4})
@@ -45,16 +48,21 @@ class Emulation:
         """Check the numbers.
 
         Raises:
-            CollectError: If there is no such rank, or no script.
+            CollectError: If there are no such ranks, or no script.
         """
         if not self.path.is_file():
             raise CollectError(f"emulate takes a Python file, got no file {self.path}")
-        if not 0 <= self.rank < self.world_size:
-            raise CollectError(f"0 <= --rank < --world-size must hold, got {self.rank} and {self.world_size}")
+        ranks = list(self.ranks)
+        if not ranks or ranks != sorted(set(ranks)) or not 0 <= ranks[0] <= ranks[-1] < self.world_size:
+            told = ",".join(map(str, ranks))
+            raise CollectError(
+                f"--ranks must be different numbers from 0 to below --world-size, in ascending order, got {told!r:.80} "
+                f"and {self.world_size}"
+            )
 
 
 def emulate(asked: Emulation, delay: Delay, *, progress: bool = True) -> dict[str, Any]:
-    """Run a rank of a script in an emulated world.
+    """Run ranks of a script in an emulated world.
 
     Args:
         asked: What to run.
@@ -62,15 +70,16 @@ def emulate(asked: Emulation, delay: Delay, *, progress: bool = True) -> dict[st
         progress: Say on standard error what goes on.
 
     Returns:
-        ``step_seconds``, ``rounds``, ``iteration_s`` (their median), ``spread_percent`` over rounds, and
-        ``collectives`` of a step: kind, bytes, group, ``calls_per_step`` and modelled ``seconds`` of each.
+        ``step_seconds`` (of the slowest rank in each step), ``rounds``, ``iteration_s`` (their median),
+        ``spread_percent`` over rounds, ``collectives`` of a step of the first rank: kind, bytes, group,
+        ``calls_per_step`` and modelled ``seconds`` of each; and ``ranks``, with steps and collectives of each.
 
     Raises:
         CollectError: If the script cannot be emulated; with its own line.
     """
     asked.check()
     bar = Progress(asked.counts["warmup"] + asked.counts["rounds"] + 1, shown=progress, verb="emulate")
-    world = {"devices_per_node": asked.devices_per_node, "virtual": asked.virtual}
+    world = {"ranks": list(asked.ranks), "devices_per_node": asked.devices_per_node, "virtual": asked.virtual}
     settings = {
         "script": str(asked.path),
         "arguments": list(asked.arguments),
@@ -84,43 +93,63 @@ def emulate(asked: Emulation, delay: Delay, *, progress: bool = True) -> dict[st
     def say(doing: str) -> None:
         bar.update(doing, left.pop() if left else 0)
 
-    with tempfile.TemporaryDirectory(prefix="stepsight-") as temporary, telling(delay) as pipes:
+    with tempfile.TemporaryDirectory(prefix="stepsight-") as temporary, ExitStack() as open_pipes:
         folder = Path(temporary)
-        ranks = Ranks.emulated(asked.rank, asked.world_size, asked.devices_per_node, pipes)
+        alone = _one_at_a_time(delay)
+        pipes = {rank: open_pipes.enter_context(telling(alone)) for rank in asked.ranks}
+        ranks = Ranks.emulated(pipes, asked.world_size, asked.devices_per_node)
         log = folder / "script.log"
         try:
-            (found,) = run_ranks(
-                settings, folder, log, ranks, lambda doing: bar.update(doing, left.pop() if left else 0)
-            )
+            found = run_ranks(settings, folder, log, ranks, say)
         except HarnessError as error:
             bar.end_line()
             output = log.read_text("utf-8", errors="replace")[-_SHOWN:].strip() if log.exists() else ""
             output = " | ".join(output.splitlines())  # an error is one line
             told = str(error).removesuffix(f"; see {log}")
             raise CollectError(told + (f"; the end of its output: {output}" if output else "")) from None
-    bar.close(f"{asked.path.name}: steps by {found['steps_by']}")
+    bar.close(f"{asked.path.name}: steps by {found[0]['steps_by']}")
     return _summary(asked, found)
 
 
 _SHOWN = 500  # characters of a failed script's output
 
 
-def _summary(asked: Emulation, found: dict[str, Any]) -> dict[str, Any]:
-    rounds = found["rounds"]
+def _one_at_a_time(delay: Delay) -> Delay:
+    """Ranks ask on threads of their own."""
+    lock = threading.Lock()
+
+    def locked(collective: Collective) -> float:
+        with lock:
+            return delay(collective)
+
+    return locked
+
+
+def _summary(asked: Emulation, found: list[dict[str, Any]]) -> dict[str, Any]:
+    rounds = [
+        [max(each) for each in zip(*steps, strict=True)] for steps in zip(*(r["rounds"] for r in found), strict=True)
+    ]
     seconds = [each for steps in rounds for each in steps]
     medians, whole = [statistics.median(steps) for steps in rounds], statistics.median(seconds)
-    collectives = [_per_step(each, len(seconds)) for each in found["collectives"]]
+    ranks = [
+        {
+            "rank": rank,
+            "step_seconds": [each for steps in each_rank["rounds"] for each in steps],
+            "collectives": [_per_step(each, len(seconds)) for each in each_rank["collectives"]],
+        }
+        for rank, each_rank in zip(asked.ranks, found, strict=True)
+    ]
     told = {
         "script": str(asked.path),
         "world_size": asked.world_size,
-        "rank": asked.rank,
+        "ranks": ranks,
         "clock": "virtual" if asked.virtual else "real",
-        "steps_by": found["steps_by"],
+        "steps_by": found[0]["steps_by"],
         "iteration_s": whole,
         "spread_percent": 100 * (max(medians) - min(medians)) / whole if whole else 0.0,
         "rounds": rounds,
         "step_seconds": seconds,
-        "collectives": collectives,
+        "collectives": ranks[0]["collectives"],
     }
     return {**told, "text": _text(told)}
 
@@ -144,8 +173,9 @@ def _text(told: dict[str, Any]) -> str:
         for each in told["collectives"]
     ]
     titles = ["collective", "bytes", "ranks", "per node", "calls per step", "ms each", "ms per step"]
+    ranks = ", ".join(str(each["rank"]) for each in told["ranks"])
     return (
-        f"rank {told['rank']} of {told['world_size']}, {told['clock']} clock, steps by {told['steps_by']}\n"
+        f"rank {ranks} of {told['world_size']}, {told['clock']} clock, steps by {told['steps_by']}\n"
         f"iteration {1e3 * told['iteration_s']:.2f} ms, spread {told['spread_percent']:.1f} % over rounds\n"
         + (table(titles, cells) if cells else "no collectives")
     )

@@ -72,14 +72,14 @@ class OneRankGroup(_Base):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         tensors = listed(tensors)
-        return self._issue(Call("all_reduce", tensors, tensors, tensors, waits=_waits(opts)))
+        return self._issue(Call("all_reduce", tensors, tensors, tensors, waits=blocking(opts)))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
         tensors = listed(tensors)
-        return self._issue(Call("broadcast", tensors, tensors, tensors, waits=_waits(opts)))
+        return self._issue(Call("broadcast", tensors, tensors, tensors, waits=blocking(opts)))
 
     def reduce(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
         return self.broadcast(tensors, opts)  # the same way back
@@ -88,14 +88,14 @@ class OneRankGroup(_Base):  # type: ignore[misc]
         def effect() -> None:
             self._repeat(output, shard)
 
-        return self._issue(Call("all_gather", [output], [shard], [output], effect, _waits(opts)))
+        return self._issue(Call("all_gather", [output], [shard], [output], effect, blocking(opts)))
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], shards: list[Tensor], opts: Any = None) -> Any:
         def effect() -> None:
             for output, shard in zip(outputs, shards, strict=True):
                 self._repeat(output, shard)
 
-        return self._issue(Call("all_gather", outputs, shards, outputs, effect, _waits(opts)))
+        return self._issue(Call("all_gather", outputs, shards, outputs, effect, blocking(opts)))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         given = listed(inputs)
@@ -107,7 +107,7 @@ class OneRankGroup(_Base):  # type: ignore[misc]
                     tile(part, own)
 
         flat = [part for parts in lists for part in parts]
-        return self._issue(Call(LISTS, flat, given, flat, effect, _waits(opts)))
+        return self._issue(Call(LISTS, flat, given, flat, effect, blocking(opts)))
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         return self.allgather(outputs, inputs, opts)
@@ -116,20 +116,20 @@ class OneRankGroup(_Base):  # type: ignore[misc]
         if outputs:
             return self.allgather(outputs, inputs, opts)
         own = listed(inputs)
-        return self._issue(Call("all_gather", own * self.size(), own, [], waits=_waits(opts)))
+        return self._issue(Call("all_gather", own * self.size(), own, [], waits=blocking(opts)))
 
     def reduce_scatter_single(self, shard: Tensor, full: Tensor, opts: Any = None) -> Any:
         def effect() -> None:
             self._take(shard, full)
 
-        return self._issue(Call("reduce_scatter", [full], [full], [shard], effect, _waits(opts)))
+        return self._issue(Call("reduce_scatter", [full], [full], [shard], effect, blocking(opts)))
 
     def reduce_scatter_single_coalesced(self, shards: list[Tensor], fulls: list[Tensor], opts: Any = None) -> Any:
         def effect() -> None:
             for shard, full in zip(shards, fulls, strict=True):
                 self._take(shard, full)
 
-        return self._issue(Call("reduce_scatter", fulls, fulls, shards, effect, _waits(opts)))
+        return self._issue(Call("reduce_scatter", fulls, fulls, shards, effect, blocking(opts)))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         got = listed(outputs)
@@ -140,7 +140,7 @@ class OneRankGroup(_Base):  # type: ignore[misc]
                 output.copy_(parts[self.rank()])
 
         flat = [part for parts in lists for part in parts]
-        return self._issue(Call("reduce_scatter", flat, flat, got, effect, _waits(opts)))
+        return self._issue(Call("reduce_scatter", flat, flat, got, effect, blocking(opts)))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         if inputs:
@@ -150,13 +150,13 @@ class OneRankGroup(_Base):  # type: ignore[misc]
         def effect() -> None:
             self._fill(got[0])
 
-        return self._issue(Call("reduce_scatter", got * self.size(), [], got, effect, _waits(opts)))
+        return self._issue(Call("reduce_scatter", got * self.size(), [], got, effect, blocking(opts)))
 
     def all_to_all_single(self, output: Tensor, given: Tensor, *rest: Any) -> Any:
         def effect() -> None:
             tile(output, given)
 
-        waits = _waits(rest[-1] if rest else None)
+        waits = blocking(rest[-1] if rest else None)
         return self._issue(Call("all_to_all", [given], [given], [output], effect, waits))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
@@ -164,7 +164,7 @@ class OneRankGroup(_Base):  # type: ignore[misc]
             for output, own in zip(outputs, inputs, strict=True):
                 tile(output, own)
 
-        return self._issue(Call("all_to_all", inputs, inputs, outputs, effect, _waits(opts)))
+        return self._issue(Call("all_to_all", inputs, inputs, outputs, effect, blocking(opts)))
 
     # Names until torch 2.12
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
@@ -203,7 +203,8 @@ class OneRankGroup(_Base):  # type: ignore[misc]
             tensor.normal_(std=0.02) if tensor.is_floating_point() else tensor.fill_(1)
 
 
-def _waits(opts: Any) -> bool:
+def blocking(opts: Any) -> bool:
+    """Whether the caller of a collective waits for it."""
     return getattr(opts, "asyncOp", True) is False
 
 

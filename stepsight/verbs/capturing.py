@@ -9,6 +9,7 @@ import typer
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.verbs.options import TIMELINE, Json, answer, check_result, load, path, progress
+from stepsight.verbs.script_arguments import rank_numbers
 
 if TYPE_CHECKING:
     from stepsight.dataset.capture.captured import Captured
@@ -86,7 +87,7 @@ def capture_command(
         arguments=tuple(arguments or ()),
         world_size=world_size,
         local_size=devices_per_node,
-        ranks=(rank,) if rank is not None else _ranks(ranks),
+        ranks=(rank,) if rank is not None else () if ranks == "auto" else rank_numbers(ranks),
         warm_up=warm_up,
         device=device,
         timeout_s=timeout,
@@ -115,15 +116,6 @@ def sizes_of(text: str) -> dict[str, int]:
             raise StepsightError(f"--dims must be names and sizes, as batch=8,seq=1024, got {word!r:.80}")
         found[name] = int(size)
     return found
-
-
-def _ranks(text: str) -> tuple[int, ...]:
-    if text == "auto":
-        return ()
-    words = text.split(",")
-    if not all(word.strip().isascii() and word.strip().isdigit() for word in words):
-        raise StepsightError(f"--ranks must be auto or numbers separated by commas, got {text!r:.80}")
-    return tuple(dict.fromkeys(map(int, words)))
 
 
 def predict_program(

@@ -20,7 +20,14 @@ def emulate_command(
     ] = None,
     *,
     world_size: Annotated[int, typer.Option(min=1, help="Ranks of the world.")],
-    rank: Annotated[int, typer.Option(min=0, help="The rank that runs for real.")] = 0,
+    ranks: Annotated[
+        str,
+        typer.Option(
+            "--ranks",
+            "--rank",
+            help="Ranks that run for real, for example 0,8. They exchange values with each other.",
+        ),
+    ] = "0",
     devices_per_node: Annotated[int, typer.Option(min=1, help="Ranks that share a node.")] = 8,
     delays: Annotated[
         str,
@@ -63,18 +70,20 @@ def emulate_command(
     ] = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Run one rank of your script for real; modelled delays replace all other ranks.
+    """Run one or more ranks of your script for real; modelled delays replace all other ranks.
 
     DDP, FSDP2, tensor parallel and pipelines run unmodified. Each collective completes when its modelled delay has
-    passed, in order, while the script continues to compute. Values of other ranks are made up. Examples:
+    passed, in order, while the script continues to compute. Values of ranks that do not run are made up. Examples:
 
         stepsight emulate --world-size 256 --fabric dgx-h100 train.py --lr 0.1
+        stepsight emulate --world-size 256 --ranks 0,8 --fabric dgx-h100 train.py --lr 0.1
         stepsight emulate --world-size 256 --delays my_delays.py --extra-ms all_reduce=5 --virtual train.py
     """
     from stepsight.dataset.hardware import find_fabric
     from stepsight.experiments.emulating import Emulation, emulate
     from stepsight.experiments.emulation_delays import Extra, delays_of
     from stepsight.training.predictor.predictor import Predictor
+    from stepsight.verbs.script_arguments import rank_numbers
 
     learned = Predictor.load(predictor) if predictor is not None else None
     links = find_fabric(fabric) if fabric else None
@@ -82,7 +91,7 @@ def emulate_command(
         path=script,
         arguments=arguments or [],
         world_size=world_size,
-        rank=rank,
+        ranks=rank_numbers(ranks),
         devices_per_node=devices_per_node,
         virtual=virtual,
         counts={"warmup": warmup, "rounds": rounds, "steps": steps},

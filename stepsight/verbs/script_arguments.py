@@ -20,6 +20,18 @@ _REFUSED = ("-m", "--module", "--no-python", "--run-path")
 _OURS_AT_THE_END = {"--out": 2, "-o": 2, "--json": 1}  # and how many words each is
 
 
+def rank_numbers(text: str) -> tuple[int, ...]:
+    """Ranks of ``--ranks 0,8,16``.
+
+    Raises:
+        StepsightError: If they are no numbers.
+    """
+    words = text.split(",")
+    if not all(word.strip().isascii() and word.strip().isdigit() for word in words):
+        raise StepsightError(f"--ranks must be numbers separated by commas, as 0,8,16, got {text!r:.80}")
+    return tuple(dict.fromkeys(map(int, words)))
+
+
 class ScriptCommand(TyperCommand):
     """A command that takes ``--script [torchrun's options] FILE ARGS…`` as its last option.
 

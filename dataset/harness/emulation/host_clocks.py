@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+Ending = Future[float]  # the time at which a collective is over
 Effect = Callable[[], object] | None
 Tensors = list[Tensor]
 
@@ -32,8 +34,8 @@ class HostClock(Protocol):
 
     def wait_until(self, end: float) -> None: ...
 
-    def future(self, end: float, result: Tensors) -> torch.futures.Future[Tensors]:
-        """A future that has its result at a time."""
+    def future(self, end: Ending, result: Tensors) -> torch.futures.Future[Tensors]:
+        """A future that has its result at a time, which may not be known yet."""
 
 
 class RealClock:
@@ -47,11 +49,17 @@ class RealClock:
         while time.perf_counter() < end:  # a sleep ends late
             pass
 
-    def future(self, end: float, result: Tensors) -> torch.futures.Future[Tensors]:
+    def future(self, end: Ending, result: Tensors) -> torch.futures.Future[Tensors]:
         future: torch.futures.Future[Tensors] = torch.futures.Future()
-        timer = threading.Timer(max(0.0, end - time.perf_counter()), future.set_result, (result,))
-        timer.daemon = True
-        timer.start()
+
+        def set_in_time(known: Ending) -> None:
+            if _failed(known, future):
+                return
+            timer = threading.Timer(max(0.0, known.result() - time.perf_counter()), future.set_result, (result,))
+            timer.daemon = True
+            timer.start()
+
+        end.add_done_callback(set_in_time)
         return future
 
 
@@ -109,7 +117,7 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self.main = self.stream = Stream(self)
-        self._late: list[float] = []
+        self._late: list[Ending] = []
         self._last = time.thread_time()
         self._sleep, self._thread = time.sleep, threading.get_ident()
 
@@ -138,14 +146,14 @@ class VirtualClock:
         with self.settled():
             self.stream.time += max(0.0, seconds)
 
-    def future(self, end: float, result: Tensors) -> torch.futures.Future[Tensors]:
-        """Done at once; who waits for it in Python, or ends a backward pass, waits until ``end``.
+    def future(self, end: Ending, result: Tensors) -> torch.futures.Future[Tensors]:
+        """Done when its end is known; who waits for it in Python, or ends a backward pass, waits until ``end``.
 
         DDP waits for its futures in C++ at the end of the backward pass.
         """
         with self.settled():
             future = _VirtualFuture(self, end)
-            future.set_result(result)
+            end.add_done_callback(lambda known: _failed(known, future) or future.set_result(result))
             self._late.append(end)
             try:
                 Variable._execution_engine.queue_callback(self._end_backward)
@@ -155,7 +163,7 @@ class VirtualClock:
 
     def _end_backward(self) -> None:
         late, self._late = self._late, []
-        self.wait_until(max(late, default=0.0))
+        self.wait_until(max((end.result() for end in late), default=0.0))
 
     @contextmanager
     def current(self, stream: Stream | None) -> Iterator[None]:
@@ -182,13 +190,28 @@ class VirtualClock:
 class _VirtualFuture(torch.futures.Future):  # type: ignore[type-arg]
     """A future that is done, but at a virtual time."""
 
-    def __init__(self, clock: VirtualClock, end: float) -> None:
+    def __init__(self, clock: VirtualClock, end: Ending) -> None:
         super().__init__()
         self._clock, self._end = clock, end
 
     def wait(self) -> Any:
-        self._clock.wait_until(self._end)
+        self._clock.wait_until(self._end.result())
         return super().wait()
+
+
+def _failed(known: Ending, future: Any) -> bool:
+    """Pass an error on to who waits for a collective."""
+    error = known.exception()
+    if error is not None:
+        future.set_exception(error)
+    return error is not None
+
+
+def ended(end: float) -> Ending:
+    """A time that is known."""
+    known: Ending = Future()
+    known.set_result(end)
+    return known
 
 
 class HostLine:
@@ -210,4 +233,4 @@ class HostLine:
         self._clock.wait_until(end)
 
     def future(self, end: float, result: Tensors) -> torch.futures.Future[Tensors]:
-        return self._clock.future(end, result)
+        return self._clock.future(ended(end), result)

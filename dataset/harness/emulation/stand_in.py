@@ -27,6 +27,7 @@ from ..plan import world_size
 from ..ranks import STAND_IN
 from .delays import Delays
 from .host_clocks import RealClock
+from .meeting_group import MeetingGroup
 from .spinning import Spinner
 from .stand_in_group import Group, World
 
@@ -69,4 +70,10 @@ def enter(world: World) -> None:
 
 def _make_group(options: Any, _: Any) -> Group:
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    return Group(options.group_rank, ranks, options.group_id, _worlds[-1])
+    real = set(_worlds[-1].real).intersection(ranks)
+    if len(real) > 1 and _worlds[-1].spinner is not None:
+        raise HarnessError(
+            "several real ranks must compute on CPUs: hide the GPU (CUDA_VISIBLE_DEVICES=''), or run one"
+        )
+    kind = MeetingGroup if len(real) > 1 else Group
+    return kind(options.group_rank, ranks, options.group_id, _worlds[-1])

@@ -33,6 +33,8 @@ class World:
         clock: Of what is on a CPU.
         spinner: Lets time pass on a GPU; None on a CPU.
         free: Kinds of collectives that take no time: what torch's own parallel classes do before the first step only.
+        real: Ranks of the job that run, where there are several.
+        store: Where these find each other.
     """
 
     delays: DelayModel
@@ -41,10 +43,12 @@ class World:
     clock: HostClock
     spinner: Spinner | None = None
     free: Collection[str] = ()
+    real: Sequence[int] = ()
+    store: Any = None
 
 
 @dataclass(frozen=True)
-class _Link:
+class Link:
     """What collectives of a group, or messages of a direction and peer, pass on.
 
     Attributes:
@@ -55,10 +59,10 @@ class _Link:
 
     ranks: list[int]
     ranks_per_node: int
-    line: HostLine | DeviceLine
+    line: Any
 
 
-class _Work(dist.Work):
+class StandInWork(dist.Work):
     """A collective under way.  It holds its tensors, so that their memory is nobody else's until it is waited for."""
 
     def __init__(self, line: Any, end: Any, held: Sequence[Tensor], result: list[Tensor]) -> None:
@@ -89,34 +93,40 @@ class Group(OneRankGroup):
     def __init__(self, rank: int, ranks: list[int], name: str, world: World) -> None:
         super().__init__(rank, ranks, name)
         self._world = world
-        self._links: dict[tuple[str, int], _Link] = {}
+        self._links: dict[tuple[str, int], Link] = {}
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> _Work:
-        work: _Work = self.recv(tensors, (self.rank() + 1) % self.size(), tag)
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> StandInWork:
+        work: StandInWork = self.recv(tensors, (self.rank() + 1) % self.size(), tag)
         return work
 
-    def barrier(self, opts: Any = None) -> _Work:
-        return _Work(HostLine(self._world.clock), 0.0, (), [])
+    def barrier(self, opts: Any = None) -> StandInWork:
+        return StandInWork(HostLine(self._world.clock), 0.0, (), [])
 
-    def _issue(self, call: Call) -> _Work:
+    def _issue(self, call: Call) -> StandInWork:
         held, result = [*call.writes, *call.reads], list(call.writes)
         if self.size() == 1 or call.kind in self._world.free:
             if call.effect is not None:
                 with torch.no_grad():
                     call.effect()
-            return _Work(HostLine(self._world.clock), 0.0, held, result)
+            return StandInWork(HostLine(self._world.clock), 0.0, held, result)
         key = call.direction, call.peer
         if key not in self._links:
-            self._links[key] = self._link(call.peer)
+            self._links[key] = self._link(*key)
         link, num_bytes = self._links[key], call.num_bytes
         kind = "all_gather" if call.kind == LISTS else call.kind
         seconds = self._world.delays.seconds(kind, num_bytes, len(link.ranks), link.ranks_per_node)
         with annotate.stood_in(kind, num_bytes, link.ranks, self._name, seconds), torch.no_grad():
-            return _Work(link.line, link.line.issue(seconds, call.effect), held, result)
+            return StandInWork(link.line, self._start(link, call, seconds), held, result)
 
-    def _link(self, peer: int) -> _Link:
+    def _start(self, link: Link, call: Call, seconds: float) -> Any:
+        return link.line.issue(seconds, call.effect)
+
+    def _link(self, direction: str, peer: int) -> Link:
         world = self._world
         ranks = list(self._ranks) if peer < 0 else [self._ranks[self.rank()], self._ranks[peer]]
         nodes = len({rank // world.devices_per_node for rank in ranks})
-        line = HostLine(world.clock) if world.spinner is None else DeviceLine(world.device, world.spinner)
-        return _Link(ranks, -(-len(ranks) // nodes), line)
+        return Link(ranks, -(-len(ranks) // nodes), self._line(direction, peer))
+
+    def _line(self, direction: str, peer: int) -> Any:
+        world = self._world
+        return HostLine(world.clock) if world.spinner is None else DeviceLine(world.device, world.spinner)

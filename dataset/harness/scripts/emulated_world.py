@@ -1,4 +1,4 @@
-"""A user's script as one rank of a world of which no other rank runs: see ``emulation.stand_in``."""
+"""A user's script as one of the real ranks of a world whose others do not run: see ``emulation.stand_in``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..emulation.delays import AskedDelays
 from ..emulation.host_clocks import HostClock, RealClock, VirtualClock
+from ..emulation.meeting_line import Peers
 from ..emulation.spinning import Spinner
 from ..emulation.stand_in import enter
 from ..emulation.stand_in_group import DelayModel, World
 from ..ranks import STAND_IN
+from ..running.rendezvous import FILE
 from .script_launch import PIPES
 
 
@@ -25,7 +27,7 @@ class EmulatedWorld:
     """The world of an emulated script, and what its rank communicates in it.
 
     Args:
-        settings: ``devices_per_node`` and ``virtual``.
+        settings: ``ranks`` (the real ones), ``devices_per_node`` and ``virtual``.
         delays: Of collectives; None: who started this process tells them.
 
     Attributes:
@@ -42,7 +44,14 @@ class EmulatedWorld:
         self._calls: Counter[tuple[str, int, int, int]] = Counter()
         cuda = torch.cuda.is_available() and not settings["virtual"]
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        enter(World(self, settings["devices_per_node"], device, self.clock, Spinner() if cuda else None))
+        real: list[int] = settings["ranks"]
+        spinner = Spinner() if cuda else None
+        store = None
+        self._peers: Peers | None = None
+        if len(real) > 1:
+            store = dist.FileStore(os.environ[FILE], len(real))  # type: ignore[attr-defined]
+            self._peers = Peers(real, int(os.environ["RANK"]), "world", store)
+        enter(World(self, settings["devices_per_node"], device, self.clock, spinner, real=real, store=store))
         c10d._new_process_group_helper = _in_this_world(c10d._new_process_group_helper)
 
     def seconds(self, kind: str, num_bytes: int, group_size: int, ranks_per_node: int) -> float:
@@ -56,6 +65,15 @@ class EmulatedWorld:
             self.clock.now()
             return self.clock.main.time
         return self.clock.now()
+
+    def meet(self) -> None:
+        """Wait for the other real ranks; a virtual clock goes on to the latest of theirs."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        if self._peers is not None:
+            latest, _ = self._peers.agree(self.clock.now(), 0.0, "the end of a step")
+            if isinstance(self.clock, VirtualClock):
+                self.clock.wait_until(latest)
 
     def forget(self) -> None:
         """Count collectives anew."""

@@ -56,15 +56,20 @@ class Ranks:
         return cls([{**_TORCHRUN, **place} for place in places(ranks)])
 
     @classmethod
-    def emulated(cls, rank: int, world_size: int, devices_per_node: int, pipes: tuple[int, int]) -> Ranks:
-        """One rank of a world; ``pipes`` are where it asks for delays, and where it reads them."""
-        place = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": str(rank % devices_per_node),
-            "LOCAL_WORLD_SIZE": str(min(world_size, devices_per_node)),
-        }
-        return cls([{**_TORCHRUN, **place, PIPES: ",".join(map(str, pipes))}], pipes)
+    def emulated(cls, pipes: Mapping[int, tuple[int, int]], world_size: int, devices_per_node: int) -> Ranks:
+        """Some ranks of a world; ``pipes`` are where each one asks for delays, and where it reads them."""
+        environments = [
+            {
+                **_TORCHRUN,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_RANK": str(rank % devices_per_node),
+                "LOCAL_WORLD_SIZE": str(min(world_size, devices_per_node)),
+                PIPES: ",".join(map(str, ends)),
+            }
+            for rank, ends in pipes.items()
+        ]
+        return cls(environments, [end for ends in pipes.values() for end in ends])
 
     @classmethod
     def in_box(cls, box: Mapping[str, Any]) -> Ranks:
@@ -130,6 +135,7 @@ def _follow(workers: Workers, log: Path, first: int, say: Callable[[str], None])
         HarnessError: If one failed or refused to be measured.
     """
     last, refused = "", ""
+    late: dict[int, str] = {}
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8") as stream:
         for line in workers.lines():
@@ -140,9 +146,13 @@ def _follow(workers: Workers, log: Path, first: int, say: Callable[[str], None])
             if found:
                 told = json.loads(facts)
                 refused = refused or told.get("refused", "")
-                if told.get("rank") == first:
+                if told.get("at"):
+                    late[told["rank"]] = told["at"]
+                elif told.get("rank") == first:
                     say(told["doing"])
     if refused:
+        if len(late) > 1:
+            refused += "; " + ", ".join(f"rank {rank} is at {late[rank]}" for rank in sorted(late))
         raise HarnessError(f"{refused}; see {log}")
     if workers.code:
         raise HarnessError(f"the script {_ended(workers.code)}{f': {last:.{_TOLD}}' if last else ''}; see {log}")

@@ -41,7 +41,7 @@ class Stages:
         leave: Callable[[], None],
         world: EmulatedWorld | None = None,
     ) -> None:
-        self._settings, self._rank, self._say, self._leave, self._world = settings, rank, say, leave, world
+        self._settings, self.rank, self._say, self._leave, self._world = settings, rank, say, leave, world
         self._alone = world is None and "box" not in settings and "WORLD_SIZE" not in os.environ
         self._collectives: list[dict[str, Any]] = []
         self.marks = StepMarks(self.step_ended, self._restart)
@@ -99,7 +99,7 @@ class Stages:
                 self._collectives = self._world.collectives()
         if len(self._rounds) < wanted["rounds"]:
             self._say(f"round {len(self._rounds) + 1}/{wanted['rounds']}")
-            barrier()
+            self._meet()
             if not self._rounds and self._alone:
                 cores.compute_in_real_time()
             if self._world is not None and not self._rounds:
@@ -108,11 +108,18 @@ class Stages:
             self._clock.mark()
         elif wanted["profile_steps"]:
             self._say("traced steps")
-            self._tracer = StepTracer(device(), wanted["profile_steps"], Path(wanted["out"]), self._rank)
+            self._tracer = StepTracer(device(), wanted["profile_steps"], Path(wanted["out"]), self.rank)
             self._tracer.__enter__()
             self._begin(self._tracer)
         else:
             self._finish([], {})
+
+    def _meet(self) -> None:
+        """Wait for all ranks."""
+        if self._world is not None:
+            self._world.meet()
+        else:
+            barrier()
 
     def _begin(self, tracer: StepTracer) -> None:
         tracer.begin()
@@ -135,7 +142,7 @@ class Stages:
         folder = Path(self._settings["out"])
         digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names.values()}
         found = {
-            "rank": self._rank,
+            "rank": self.rank,
             "steps_by": self.marks.kind,
             "rounds": self._rounds,
             "profiled_seconds": profiled,
@@ -147,8 +154,8 @@ class Stages:
         }
         if self._world is not None:
             found["collectives"] = self._collectives
-        write_json(folder / RESULT.format(self._rank), found)
-        barrier()
+        write_json(folder / RESULT.format(self.rank), found)
+        self._meet()
         self._leave()
 
 

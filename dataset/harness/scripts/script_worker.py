@@ -20,9 +20,11 @@ from typing import Any, NoReturn
 from .. import cores
 from ..plan_error import HarnessError
 from ..running.worker import PROGRESS
-from ..script_lines import line_of_thread
+from ..script_lines import line_of, line_of_thread
 from .script_errors import print_own_traceback, told
 from .step_marks import listening, watch_optimizers, watch_profilers
+
+_OTHERS_TELL_S = 0.5  # in which other ranks that are late too say where they are
 
 
 def main() -> None:
@@ -50,7 +52,7 @@ def run_rank(settings: dict[str, Any]) -> NoReturn:
         cores.hurry_communication()
         cores.go_first()
     elif not torch.cuda.is_available():
-        cores.pin(int(os.environ.get("LOCAL_RANK", "0")))
+        cores.pin(_place(settings))
         os.register_at_fork(after_in_child=cores.unpin)
     annotate.install()
     world = EmulatedWorld(settings["emulate"]) if "emulate" in settings else None
@@ -69,6 +71,14 @@ def run_rank(settings: dict[str, Any]) -> NoReturn:
     refuse(_ended_early(script, stages))
 
 
+def _place(settings: dict[str, Any]) -> int:
+    """Of this rank among those of this machine."""
+    if "emulate" in settings:
+        ranks: list[int] = settings["emulate"]["ranks"]
+        return ranks.index(int(os.environ["RANK"]))
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def run_script(script: Path, arguments: list[str]) -> None:
     """Run a script as Python's command line does; end the process where it fails."""
     sys.argv = [str(script), *arguments]
@@ -81,7 +91,8 @@ def run_script(script: Path, arguments: list[str]) -> None:
     except KeyboardInterrupt:
         os._exit(130)
     except HarnessError as error:
-        refuse(str(error))
+        where = line_of(error, script)
+        refuse(str(error) + (f" at {where}" if where else ""))
     except BaseException as error:
         print_own_traceback(error)
         refuse(told(error, script))
@@ -151,6 +162,8 @@ def _watch_time(limit_s: float, stages: Any, script: Path) -> None:
     def watch() -> None:
         time.sleep(max(0.0, began + limit_s - time.monotonic()))
         where = line_of_thread(thread, script)
+        report(doing="waits", rank=stages.rank, at=where)
+        time.sleep(_OTHERS_TELL_S)
         found = f"after step {stages.marks.count} of {stages.needed}" if stages.marks.kind else "before its first step"
         refuse(
             f"{script.name} must be through with its measured steps within --timeout-s {limit_s:g}, but it is {found}"

@@ -16,12 +16,16 @@ from stepsight.experiments.studies.emulation.delay_sweep import (
 FORWARD_S, BACKWARD_S = 0.5, 1.0
 
 
-@pytest.mark.parametrize(("mode", "closed", "seconds"), [("ddp", ddp_seconds, 1.5), ("fsdp2", fsdp2_seconds, 0.7)])
-def test_virtual_steps_take_what_the_closed_form_says(mode: str, closed: object, seconds: float) -> None:
-    """Rank 3 of 64; what the host computes itself comes on top."""
+@pytest.mark.parametrize(
+    ("mode", "closed", "seconds", "ranks"), [("ddp", ddp_seconds, 1.5, (3, 8)), ("fsdp2", fsdp2_seconds, 0.7, (3,))]
+)
+def test_virtual_steps_take_what_the_closed_form_says(
+    mode: str, closed: object, seconds: float, ranks: tuple[int, ...]
+) -> None:
+    """Ranks of 64, two with DDP; what the host computes itself comes on top."""
     words = [mode, str(LAYERS), str(FORWARD_S), str(BACKWARD_S), str(VALUES)]
     counts = {"warmup": 2, "rounds": 1, "steps": 2}
-    asked = Emulation(path=SCRIPT, arguments=words, world_size=64, rank=3, virtual=True, counts=counts)
+    asked = Emulation(path=SCRIPT, arguments=words, world_size=64, ranks=ranks, virtual=True, counts=counts)
     found = emulate(asked, lambda collective: seconds, progress=False)
     assert callable(closed)
     assert found["iteration_s"] == pytest.approx(closed(FORWARD_S, BACKWARD_S, seconds), rel=0.03)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stepsight.dataset.harness.emulation.host_clocks import HostLine, Stream, VirtualClock
+from stepsight.dataset.harness.emulation.host_clocks import HostLine, Stream, VirtualClock, ended
 
 HOST = 0.05  # what this test itself may compute
 
@@ -40,7 +40,7 @@ def test_collectives_of_a_line_follow_one_another_and_only_waits_cost_time() -> 
 
 def test_a_future_is_done_at_once_and_costs_time_where_it_is_waited_for() -> None:
     clock = VirtualClock()
-    future = clock.future(8, [torch.ones(1)])
+    future = clock.future(ended(8), [torch.ones(1)])
     assert future.done()
     assert clock.now() == pytest.approx(0, abs=HOST)
     assert future.wait()[0].item() == 1
@@ -51,6 +51,6 @@ def test_futures_of_a_backward_pass_are_waited_for_at_its_end() -> None:
     """As DDP does in C++."""
     clock = VirtualClock()
     leaf = torch.ones(1, requires_grad=True)
-    leaf.register_hook(lambda grad: clock.future(clock.now() + 9, [grad]) and None)
+    leaf.register_hook(lambda grad: clock.future(ended(clock.now() + 9), [grad]) and None)
     (2 * leaf).sum().backward()
     assert clock.now() == pytest.approx(9, abs=HOST)

@@ -1,0 +1,244 @@
+"""A process group of which several ranks run for real: they exchange values, and no other rank contributes any.
+
+A sum is one over the real ranks, a mean is their mean.  Parts of other ranks are as in a group with one real rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..one_rank_group import LISTS, Call, blocking, listed, tile
+from .meeting_line import MeetingLine, Peers
+from .stand_in_group import Group, Link, StandInWork, World
+
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+_UNEVEN = ("all_to_all",)  # each rank has its own number of bytes
+
+
+class MeetingGroup(Group):
+    """A process group with two or more real ranks.
+
+    Args:
+        rank: In the group.
+        ranks: Of the job, in the order of the group.
+        name: torch's.
+        world: Of the real ranks.
+    """
+
+    def __init__(self, rank: int, ranks: list[int], name: str, world: World) -> None:
+        super().__init__(rank, ranks, name, world)
+        self._places = [at for at, each in enumerate(ranks) if each in world.real]
+        self._met = self._line_among(self._places, name)
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        tensors = listed(tensors)
+
+        def effect() -> None:
+            for tensor in tensors:
+                self._sum(tensor, opts)
+
+        return self._issue(Call("all_reduce", tensors, tensors, tensors, effect, blocking(opts)))
+
+    def reduce(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
+        tensors = listed(tensors)
+
+        def effect() -> None:
+            for tensor in tensors:
+                total = tensor.clone()
+                self._sum(total, opts)
+                if self.rank() == opts.rootRank:
+                    tensor.copy_(total)
+
+        return self._issue(Call("broadcast", tensors, tensors, tensors, effect, blocking(opts)))
+
+    def broadcast(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
+        tensors = listed(tensors)
+
+        def effect() -> None:
+            if opts.rootRank in self._places:
+                options = dist.BroadcastOptions()
+                options.rootRank = self._places.index(opts.rootRank)
+                for tensor in tensors:
+                    self._gloo.broadcast([tensor], options).wait()
+
+        return self._issue(Call("broadcast", tensors, tensors, tensors, effect, blocking(opts)))
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], shards: list[Tensor], opts: Any = None) -> Any:
+        def effect() -> None:
+            for output, shard in zip(outputs, shards, strict=True):
+                self._gather(list(output.view(self.size(), -1)), shard.reshape(-1))
+
+        return self._issue(Call("all_gather", outputs, shards, outputs, effect, blocking(opts)))
+
+    def all_gather_single(self, output: Tensor, shard: Tensor, opts: Any = None) -> Any:
+        return self.all_gather_single_coalesced([output], [shard], opts)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        given = listed(inputs)
+        lists = outputs if isinstance(outputs[0], list) else [outputs]
+
+        def effect() -> None:
+            for parts, own in zip(lists, given, strict=True):
+                self._gather(parts, own)
+
+        flat = [part for parts in lists for part in parts]
+        return self._issue(Call(LISTS, flat, given, flat, effect, blocking(opts)))
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        own = listed(inputs)
+        return self.allgather(outputs or [[torch.empty_like(own[0]) for _ in self._ranks]], own, opts)
+
+    def reduce_scatter_single_coalesced(self, shards: list[Tensor], fulls: list[Tensor], opts: Any = None) -> Any:
+        def effect() -> None:
+            for shard, full in zip(shards, fulls, strict=True):
+                self._scatter_sum(shard, list(full.view(self.size(), -1)), opts)
+
+        return self._issue(Call("reduce_scatter", fulls, fulls, shards, effect, blocking(opts)))
+
+    def reduce_scatter_single(self, shard: Tensor, full: Tensor, opts: Any = None) -> Any:
+        return self.reduce_scatter_single_coalesced([shard], [full], opts)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        got = listed(outputs)
+        lists = inputs if isinstance(inputs[0], list) else [inputs]
+
+        def effect() -> None:
+            for output, parts in zip(got, lists, strict=True):
+                self._scatter_sum(output, parts, opts)
+
+        flat = [part for parts in lists for part in parts]
+        return self._issue(Call("reduce_scatter", flat, flat, got, effect, blocking(opts)))
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        (got,) = listed(outputs)
+        parts = listed(inputs[0]) if inputs else []
+
+        def effect() -> None:
+            if opts.rootRank not in self._places:
+                self._fill(got)
+                return
+            options = dist.ScatterOptions()
+            options.rootRank = self._places.index(opts.rootRank)
+            given = [[parts[place] for place in self._places]] if parts else []
+            self._gloo.scatter([got], given, options).wait()
+
+        return self._issue(Call("reduce_scatter", [got] * self.size(), parts, [got], effect, blocking(opts)))
+
+    def all_to_all_single(self, output: Tensor, given: Tensor, *rest: Any) -> Any:
+        to, of = (list(splits) for splits in rest[:2]) if len(rest) >= 2 else ([], [])
+
+        def effect() -> None:
+            tile(output, given)
+            self._exchange(_split(output, to, self.size()), _split(given, of, self.size()))
+
+        waits = blocking(rest[-1] if rest else None)
+        return self._issue(Call("all_to_all", [given], [given], [output], effect, waits))
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        def effect() -> None:
+            for output, own in zip(outputs, inputs, strict=True):
+                tile(output, own)
+            self._exchange(outputs, inputs)
+
+        return self._issue(Call("all_to_all", inputs, inputs, outputs, effect, blocking(opts)))
+
+    # Names until torch 2.12
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
+        if peer not in self._places:
+            return super().send(tensors, peer, tag)
+        tensors = listed(tensors)
+
+        def effect() -> None:
+            peers = self._peers("send", peer)
+            for tensor in tensors:
+                peers.gloo.send([tensor], 1 - peers.index, 0).wait()
+
+        return self._issue(Call("send_recv", tensors, tensors, [], effect, direction="send", peer=peer))
+
+    def recv(self, tensors: Any, peer: int, tag: int = 0) -> Any:
+        if peer not in self._places:
+            return super().recv(tensors, peer, tag)
+        tensors = listed(tensors)
+
+        def effect() -> None:
+            peers = self._peers("recv", peer)
+            for tensor in tensors:
+                peers.gloo.recv([tensor], 1 - peers.index, 0).wait()
+
+        return self._issue(Call("send_recv", tensors, [], tensors, effect, direction="recv", peer=peer))
+
+    def barrier(self, opts: Any = None) -> Any:
+        return StandInWork(self._met, self._met.issue(0.0, None, "barrier"), (), [])
+
+    @property
+    def _gloo(self) -> Any:
+        return self._met.peers.gloo
+
+    def _peers(self, direction: str, peer: int) -> Peers:
+        line = self._links[direction, peer].line
+        assert isinstance(line, MeetingLine)
+        return line.peers
+
+    def _line_among(self, places: Sequence[int], name: str) -> MeetingLine:
+        me = self._ranks[self.rank()]
+        return MeetingLine(self._world.clock, Peers([self._ranks[at] for at in places], me, name, self._world.store))
+
+    def _line(self, direction: str, peer: int) -> Any:
+        if peer < 0:
+            return self._met
+        if peer not in self._places:
+            return super()._line(direction, peer)
+        one, other = (self.rank(), peer) if direction == "send" else (peer, self.rank())
+        return self._line_among(sorted((one, other)), f"{self._name}:{one}>{other}")
+
+    def _start(self, link: Link, call: Call, seconds: float) -> Any:
+        if not isinstance(link.line, MeetingLine):
+            return super()._start(link, call, seconds)
+        kind = "all_gather" if call.kind == LISTS else call.kind
+        what = kind if kind in _UNEVEN else f"{kind} of {call.num_bytes} bytes"
+        return link.line.issue(seconds, call.effect, f"{what} in a group of {len(link.ranks)}")
+
+    def _sum(self, tensor: Tensor, opts: Any) -> None:
+        """Reduce a tensor over the real ranks, in place; gloo knows no mean."""
+        mean = opts is not None and opts.reduceOp == AVG
+        options = dist.AllreduceOptions()
+        options.reduceOp = SUM if mean or opts is None else opts.reduceOp
+        self._gloo.allreduce([tensor], options).wait()
+        if mean:
+            tensor.div_(len(self._places))
+
+    def _gather(self, parts: Sequence[Tensor], own: Tensor) -> None:
+        """Fill each rank's part: of others than the real ones with this rank's."""
+        own = own.clone()  # it may be a part
+        for part in parts:
+            tile(part, own)
+        self._gloo.allgather([[parts[place] for place in self._places]], [own]).wait()
+
+    def _scatter_sum(self, shard: Tensor, parts: Sequence[Tensor], opts: Any) -> None:
+        total = torch.stack([parts[place].reshape(-1) for place in self._places])
+        self._sum(total, opts)
+        shard.copy_(total[self._met.peers.index].view_as(shard))
+
+    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Send each real rank its part, and put what it sends into its place."""
+        got = [outputs[place] for place in self._places]
+        given = [inputs[place].reshape(-1) for place in self._places]
+        into = torch.empty(sum(part.numel() for part in got), dtype=got[0].dtype)
+        sizes = [part.numel() for part in got]
+        self._gloo.alltoall_base(into, torch.cat(given), sizes, [part.numel() for part in given]).wait()
+        for part, flat in zip(got, into.split(sizes), strict=True):
+            part.copy_(flat.view_as(part))
+
+
+def _split(tensor: Tensor, sizes: list[int], ranks: int) -> Sequence[Tensor]:
+    return tensor.split(sizes) if sizes else tensor.chunk(ranks)

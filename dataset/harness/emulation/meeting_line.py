@@ -1,0 +1,114 @@
+"""Links between ranks that run for real in an emulated world: they meet, exchange values, and a delay passes.
+
+The ranks agree on when a collective begins: when the last of them has issued it and the link is free.  Each has the
+same clock (the machine's, or virtual times that start together), so all of them are through at the same time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import cores
+from ..plan_error import HarnessError
+from .host_clocks import Effect, HostClock
+
+_FOREVER = timedelta(days=1)  # who measures has a time limit of his own
+_MESSAGE = 256  # bytes in which a rank says what it calls
+
+
+class Peers:
+    """Real ranks of this machine that exchange values through gloo, which connects them on first use.
+
+    Args:
+        ranks: Of the job, in the order of their group; this one among them.
+        rank: This one.
+        name: The same on all of them, and of no others.
+        store: Where they find each other.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, name: str, store: Any) -> None:
+        self.ranks, self.index = list(ranks), ranks.index(rank)
+        self._name, self._store = name, store
+        self._gloo: Any = None
+
+    @property
+    def gloo(self) -> Any:
+        """The process group of gloo."""
+        if self._gloo is None:
+            store = dist.PrefixStore(self._name, self._store)  # type: ignore[attr-defined]
+            with cores.any_core():
+                self._gloo = dist.ProcessGroupGloo(store, self.index, len(self.ranks), _FOREVER)
+        return self._gloo
+
+    def agree(self, now: float, seconds: float, what: str) -> tuple[float, float]:
+        """Wait for all of them; returns when the last one came, and the longest of their delays.
+
+        Raises:
+            HarnessError: If one of them calls something else, or has ended.
+        """
+        told = json.dumps([now, seconds, what]).encode().ljust(_MESSAGE)
+        own = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        every = [torch.empty_like(own) for _ in self.ranks]
+        try:
+            self.gloo.allgather([every], [own]).wait()
+        except RuntimeError as error:
+            others = ", ".join(str(rank) for at, rank in enumerate(self.ranks) if at != self.index)
+            raise HarnessError(
+                f"rank {self.ranks[self.index]} waits in {what} for rank {others}, which has ended: {error!s:.100}"
+            ) from None
+        said = [json.loads(bytes(each.tolist())) for each in every]
+        for rank, (_, _, other) in zip(self.ranks, said, strict=True):
+            if other != what:
+                raise HarnessError(
+                    f"ranks of a group must call the same collectives in the same order, but rank "
+                    f"{self.ranks[self.index]} calls {what} and rank {rank} calls {other}"
+                )
+        return max(each[0] for each in said), max(each[1] for each in said)
+
+
+class MeetingLine:
+    """A link whose collectives begin when all real ranks on it have issued them.
+
+    They run on a thread of the link, one after the other, while the script goes on.
+
+    Args:
+        clock: Of the world.
+        peers: The real ranks on the link.
+    """
+
+    def __init__(self, clock: HostClock, peers: Peers) -> None:
+        self._clock, self.peers = clock, peers
+        self._free = 0.0
+        self._thread = ThreadPoolExecutor(1, initializer=cores.unpin)
+
+    def issue(self, seconds: float, effect: Effect, what: str = "") -> Future[float]:
+        """When it will be over, on the clock; known when the others have come.
+
+        Args:
+            seconds: Of its delay.
+            effect: What it does, with values of the others.
+            what: The same on all ranks.
+        """
+        return self._thread.submit(self._meet, self._clock.now(), seconds, effect, what)
+
+    def _meet(self, now: float, seconds: float, effect: Effect, what: str) -> float:
+        begin, seconds = self.peers.agree(now, seconds, what)
+        if effect is not None:
+            with torch.no_grad():
+                effect()
+        self._free = max(self._free, begin) + seconds
+        return self._free
+
+    def wait(self, end: Future[float]) -> None:
+        self._clock.wait_until(end.result())
+
+    def future(self, end: Future[float], result: list[Tensor]) -> torch.futures.Future[list[Tensor]]:
+        return self._clock.future(end, result)
