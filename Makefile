@@ -42,7 +42,7 @@ demo: .venv/.installed
 	$(BIN)/stepsight demo --out runs/demo
 
 test: .venv/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 storm: .venv/.installed
 	$(BIN)/python -m pytest -m storm
