@@ -93,6 +93,12 @@ def _selected(mask: Tensor) -> int:
     return mask.numel() if mean is None else round(mean * mask.numel())
 
 
+def selects_unknown(func: Any, tensors: list[Tensor]) -> bool:
+    """Whether an op selects by a mask of which nothing is known, so that it selects everything."""
+    masks = tensors if func is _aten.nonzero.default else [each for each in tensors if _is_mask(each)]
+    return func in _SELECTING and any(spread_of(mask).mean is None for mask in masks)
+
+
 def _nonzero(mask: Tensor) -> Any:
     return mask.new_empty((_selected(mask), mask.dim()), dtype=torch.int64)
 
@@ -117,6 +123,7 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, FakeTensor) and index.dtype in (torch.bool, torch.uint8)
 
 
+_SELECTING = frozenset((_aten.nonzero.default, _aten.masked_select.default, _aten.index.Tensor))
 # Ops of which the result depends on values: what they give instead, None: as the op itself.
 RESULTS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
     {

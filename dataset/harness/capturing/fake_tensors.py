@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..script_lines import own_place
 from .collectives import Collectives, FunctionalCollectives
-from .even_spread import RESULTS, follow, spread_of
+from .even_spread import RESULTS, follow, selects_unknown, spread_of
 from .fused_kernels import FAKE
 from .recorder import OP, Recorder, storage_of
 from .signatures import Signatures
@@ -69,6 +69,8 @@ class FakeWorld(TorchDispatchMode):
                     return func(*args, **kwargs)
         elif func in _VALUES:
             return self._value(func, tensors[0])
+        if is_fake and selects_unknown(func, tensors) and (line := own_place(traceback.extract_stack(), self._script)):
+            self.recorder.note(f"{line} selects rows by values: all were selected, since nothing is computed")
         out = RESULTS[func](*args, **kwargs) if is_fake and func in RESULTS else None
         if out is None:
             out = FAKE.get(func, func)(*args, **kwargs)

@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 
+from stepsight.dataset.harness.capturing.even_spread import selects_unknown  # noqa: E402
 from stepsight.dataset.harness.capturing.fake_tensors import FakeWorld  # noqa: E402
 from stepsight.dataset.harness.capturing.recorder import Recorder  # noqa: E402
 
@@ -42,6 +43,13 @@ def test_a_mask_selects_its_part(chosen: torch.Tensor) -> None:
     assert slot.shape == row.shape == (EACH,) and x[row].shape == (EACH, 8)
     assert x[chosen[:, 0] == 5].shape == (ROWS // EXPERTS, 8)
     assert x[torch.randn(ROWS) > 0].shape == (ROWS, 8)  # of which nothing is known
+
+
+def test_a_mask_of_which_nothing_is_known_is_told(chosen: torch.Tensor) -> None:
+    select = torch.ops.aten.masked_select.default
+    assert selects_unknown(select, [torch.randn(ROWS), torch.randn(ROWS) > 0])
+    assert not selects_unknown(select, [torch.randn(ROWS), chosen[:, 0] == 5])
+    assert not selects_unknown(torch.ops.aten.add.Tensor, [torch.randn(ROWS) > 0])
 
 
 def test_an_uneven_division_gives_the_first_more(chosen: torch.Tensor) -> None:
