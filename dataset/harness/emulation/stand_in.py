@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..models.parallel import end_groups
 from ..plan import world_size
+from ..plan_error import HarnessError
 from ..ranks import STAND_IN
 from .delays import Delays
 from .host_clocks import RealClock
