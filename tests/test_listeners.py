@@ -203,7 +203,11 @@ def test_a_box_listens_in_its_own_networks(tmp_path: Path, second_address: str) 
     )
     counts = {"rounds": 1, "steps": 200, "warmup": 1, "profile_steps": 0}
     plan = box_plan(box, [("a", "train", job, counts)], SleepingLatency(hardware, box.links))
-    seen = watch(_collect(plan, tmp_path), second_address, enough=lambda seen: len(seen) >= 4)
+    seen = watch(
+        _collect(plan, tmp_path),
+        second_address,
+        enough=lambda seen: len(seen) >= 4 and len({listener.network for listener in seen}) >= 2,
+    )
     ours = str(Path("/proc/self/ns/net").readlink())
     assert seen and all(listener.network != ours for listener in seen)
     assert len({listener.network for listener in seen}) == 2
