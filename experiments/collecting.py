@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def collect_jobs(
     elif box is not None:
         plan = plan_in_box(box, [Job.from_file(path) for path in paths], role, counts, event_seconds)
     else:
-        jobs = [Job.from_file(path) for path in paths]
+        jobs = [_as_pytorch(Job.from_file(path)) for path in paths]
         for job in jobs:
             collectable(job, None if plan_only else available_ranks())
         plan = make_plan([(role, job, counts) for job in jobs], profile_jobs=jobs, event_seconds=event_seconds)
@@ -104,6 +105,13 @@ def collect_jobs(
         why = f"more than {100 * MOST_CPU:.0f} % CPU" if "box" in plan else "too little memory"
         text += f"\nrejected, {why}: {', '.join(summary['rejected'])}"
     return {**summary, "text": text}
+
+
+def _as_pytorch(job: Job) -> Job:
+    """The job with eager PyTorch as its engine, which is what runs here, if it is in mixed precision and names none."""
+    if job.execution.engine or job.batch.precision != "bf16":
+        return job
+    return replace(job, execution=replace(job.execution, engine="eager-pytorch"))
 
 
 def plan_in_box(

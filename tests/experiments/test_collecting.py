@@ -69,7 +69,7 @@ def test_a_plan_runs_elsewhere(job: Path, tmp_path: Path) -> None:
             },
             "ties embeddings only within one stage",
         ),
-        ({"batch": {"precision": "fp8"}}, "precisions fp32, pure-bf16 and pure-fp16, got 'fp8'"),
+        ({"batch": {"precision": "fp8"}}, "precisions fp32, bf16, pure-bf16 and pure-fp16, got 'fp8'"),
         ({"parallel": {"recompute": "selective"}}, "recompute none and full, got 'selective'"),
     ],
 )

@@ -73,6 +73,38 @@ def test_every_family_runs_the_ops_that_are_lowered(ranks: int, cpu: Hardware, t
             assert _works(segment.program) == _works(expected), (name, segment.label, segment.micro_batch)
 
 
+MIXED = [("gpt", "ddp2"), ("llama", "fsdp2"), ("llama", "tp2sp"), ("gpt", "pp2")]
+
+
+def test_mixed_precision_runs_the_ops_that_are_lowered(cpu: Hardware, tmp_path: Path) -> None:
+    """In their types: products and activations in bf16, gradients, the loss and the step in fp32.
+
+    Casts of weights and of logits are copies in the trace, which the lowering leaves out.
+    """
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs 2 cores")
+    from stepsight.dataset.harness.running.launch import collect
+
+    jobs = {f"{family}-{strategy}": _mixed(_job(family, strategy)) for family, strategy in MIXED}
+    counts = {"rounds": 1, "steps": 1, "warmup": 2, "profile_steps": 2}
+    runs = [{"name": name, "role": "train", "job": job.to_dict(), **counts} for name, job in jobs.items()]
+    collect({"schema": 1, "runs": runs, "events": []}, tmp_path / "out", progress=False)
+    for name, job in jobs.items():
+        lowered = lower(job, cpu)
+        for segment in read_run(tmp_path / "out" / "runs" / name).segments():
+            expected = lowered.program(segment.label, segment.stage, segment.micro_batch)
+            assert _but_copies(segment.program) == _but_copies(expected), (name, segment.label)
+
+
+def _mixed(job: Job) -> Job:
+    execution = replace(job.execution, engine="eager-pytorch")
+    return replace(job, batch=replace(job.batch, precision="bf16"), execution=execution)
+
+
+def _but_copies(program: Program) -> Counter[tuple[str, str]]:
+    return Counter({key: count for key, count in _works(program).items() if not key[1].startswith("copy[")})
+
+
 SIGNATURE = ("kind", "num_bytes", "group_size", "ranks_per_node")
 STAND_INS = [  # family, rank, strategy
     ("gpt", 5, {"dp": 8, "bucket_mbytes": 0.05}),

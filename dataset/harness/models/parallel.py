@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
@@ -100,9 +100,11 @@ class Training:
         if group is None or mesh is None:
             return self.stage
         if self.sharded:
+            self.stage.casts = False
+            policy = MixedPrecisionPolicy(self.shape.dtype, self.shape.main_dtype)
             for layer in self.stage.layers:
-                fully_shard(layer, mesh=mesh["dp"])
-            fully_shard(self.stage, mesh=mesh["dp"])
+                fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
+            fully_shard(self.stage, mesh=mesh["dp"], mp_policy=policy)
             return self.stage
         if self.groups["pp"] is not None:
             return self.stage
@@ -153,7 +155,7 @@ class Training:
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = tensor_parallel.CrossEntropy.apply(
-            logits, targets.reshape(-1), self.groups["tp"], 1.0 / self.num_micro_batches
+            logits.to(self.shape.main_dtype), targets.reshape(-1), self.groups["tp"], 1.0 / self.num_micro_batches
         )
         return loss
 
@@ -167,7 +169,7 @@ class Training:
                 losses.extend(self._micro_batches())
             with annotate.segment("optimizer", stage=self.stage_index):
                 self._synchronise_gradients()
-                with annotate.op("adamw", self._adamw_dims, self.shape.dtype):
+                with annotate.op("adamw", self._adamw_dims, self.shape.main_dtype):
                     self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)

@@ -20,7 +20,12 @@ from . import tensor_parallel
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The ``[model]`` table of a job, as the harness needs it, with what one rank holds of it."""
+    """The ``[model]`` table of a job, as the harness needs it, with what one rank holds of it.
+
+    Attributes:
+        dtype: Of activations.
+        main_dtype: Of parameters, gradients and the loss.
+    """
 
     family: str
     layers: int
@@ -38,6 +43,7 @@ class Shape:
     tied_embeddings: bool
     sequence_parallel: bool
     dtype: torch.dtype
+    main_dtype: torch.dtype
     device: torch.device
     group: tensor_parallel.Group | None  # tensor-parallel group, None for one rank
 
@@ -67,7 +73,7 @@ def full_weight(shape: Shape, name: str, rows: int, columns: int) -> Tensor:
     """The whole weight ``[rows, columns]``, the same on every rank."""
     generator = torch.Generator(shape.device).manual_seed(zlib.crc32(name.encode()))
     full = torch.empty(rows, columns, device=shape.device)
-    return full.normal_(0.0, 0.02, generator=generator).to(shape.dtype)
+    return full.normal_(0.0, 0.02, generator=generator).to(shape.main_dtype)
 
 
 def parameter(value: Tensor) -> nn.Parameter:
@@ -113,10 +119,10 @@ class Norm(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(shape.hidden, device=shape.device, dtype=shape.dtype))
+        self.weight = nn.Parameter(torch.ones(shape.hidden, device=shape.device, dtype=shape.main_dtype))
         self.bias: nn.Parameter | None = None
         if shape.has_bias:
-            self.bias = nn.Parameter(torch.zeros(shape.hidden, device=shape.device, dtype=shape.dtype))
+            self.bias = nn.Parameter(torch.zeros(shape.hidden, device=shape.device, dtype=shape.main_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:

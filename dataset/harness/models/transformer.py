@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from ..ops import composite
@@ -19,6 +20,14 @@ from . import tensor_parallel, torch_bert, torch_dense, torch_t5
 from .torch_parts import Norm, Positions, Shape
 
 _FAMILIES = MappingProxyType({"gpt": torch_dense, "llama": torch_dense, "bert": torch_bert, "t5": torch_t5})
+DTYPES = MappingProxyType(  # by precision: of activations, and of parameters
+    {
+        "fp32": (torch.float32, torch.float32),
+        "bf16": (torch.bfloat16, torch.float32),
+        "pure-bf16": (torch.bfloat16, torch.bfloat16),
+        "pure-fp16": (torch.float16, torch.float16),
+    }
+)
 
 
 class Stage(nn.Module):
@@ -38,6 +47,7 @@ class Stage(nn.Module):
         self.head: Any = family.Head(shape) if self.last else None
         if shape.tied_embeddings and self.embedding is not None and self.head is not None:
             self.head.logits.weight = self.embedding.weight
+        self.casts = shape.dtype != shape.main_dtype  # FSDP casts what it gathers: then this is no business of ours
         self.beside: tuple[Any, ...] = ()  # what every layer takes; no buffer: DDP and FSDP have no business with it
         if shape.family == "llama":
             self.beside = (composite.rope_tables(shape.seq_len, shape.head_dim, shape.device, shape.dtype),)
@@ -49,16 +59,16 @@ class Stage(nn.Module):
         if self.shape.family == "t5":
             x = self._encode_and_decode(x)
         else:
-            x = x if self.embedding is None else self.embedding(x)
+            x = x if self.embedding is None else self._cast(self.embedding, x)
             for layer in self.layers:
                 x = self._run(layer, x, *self.beside)
-        y: Tensor = x if self.head is None else self.head(x)
+        y: Tensor = x if self.head is None else self._cast(self.head, x)
         return y
 
     def _encode_and_decode(self, tokens: Tensor) -> Tensor:
         far: Tensor
         x: Tensor
-        far, x, far_bias, bias = self.embedding(tokens)
+        far, x, far_bias, bias = self._cast(self.embedding, tokens)
         for layer in self.layers[: self.shape.encoder_layers]:
             far = self._run(layer, far, far_bias)
         for layer in self.layers[self.shape.encoder_layers :]:
@@ -66,8 +76,18 @@ class Stage(nn.Module):
         return x
 
     def _run(self, layer: nn.Module, *inputs: Any) -> Tensor:
-        y: Tensor = checkpoint(layer, *inputs, use_reentrant=False) if self.shape.recompute else layer(*inputs)
+        if self.shape.recompute:
+            again: Tensor = checkpoint(self._cast, layer, *inputs, use_reentrant=False)
+            return again
+        y: Tensor = self._cast(layer, *inputs)
         return y
+
+    def _cast(self, part: nn.Module, *inputs: Any) -> Any:
+        """Run a part with its parameters in the type of activations, as autocast casts them."""
+        if not self.casts:
+            return part(*inputs)
+        cast = {name: p.to(self.shape.dtype) for name, p in part.named_parameters()}
+        return functional_call(part, cast, inputs)
 
     def replicated_parameters(self) -> list[nn.Parameter]:
         """Parameters that all tensor-parallel ranks hold; with sequence parallelism each has part of their gradient."""
@@ -98,7 +118,7 @@ def token_rows(shape: Shape, tokens: Tensor) -> Tensor:
 def shape_of(job: dict[str, Any], device: torch.device, group: tensor_parallel.Group | None) -> Shape:
     """Shape of a (checked) job's model on this rank."""
     model, parallel, batch = job["model"], job["parallel"], job["batch"]
-    dtypes = {"fp32": torch.float32, "pure-bf16": torch.bfloat16, "pure-fp16": torch.float16}
+    dtype, main_dtype = DTYPES[batch["precision"]]
     names = (
         "family",
         "layers",
@@ -118,7 +138,8 @@ def shape_of(job: dict[str, Any], device: torch.device, group: tensor_parallel.G
         micro_batch=batch["micro_batch"],
         recompute=parallel["recompute"] == "full",
         sequence_parallel=parallel["sequence_parallel"] and group is not None,
-        dtype=dtypes[batch["precision"]],
+        dtype=dtype,
+        main_dtype=main_dtype,
         device=device,
         group=group,
     )

@@ -17,6 +17,7 @@ from .parallel_rules import (
 )
 from .plan_sizes import num_micro_batches
 
+PRECISIONS = ("fp32", "bf16", "pure-bf16", "pure-fp16")
 ENGINES = ("", "eager-pytorch")  # empty: the default of the precisions that the harness runs
 FAMILIES = ("gpt", "llama", "bert", "t5")
 OPTIMIZER = {"kind": "adamw", "fused": True, "clip_grad_norm": False, "offload": False}
@@ -91,7 +92,7 @@ def _check_choices(rules: Rules, job: dict[str, Any]) -> None:
     for table, key, allowed, words in (
         (model, "family", FAMILIES, "families gpt, llama, bert and t5"),
         (model, "head_dim", (0, head_dim), f"head_dim = hidden / heads = {head_dim}"),
-        (batch, "precision", ("fp32", "pure-bf16", "pure-fp16"), "precisions fp32, pure-bf16 and pure-fp16"),
+        (batch, "precision", PRECISIONS, "precisions fp32, bf16, pure-bf16 and pure-fp16"),
         (parallel, "zero_stage", (0, 3), "zero_stage 0 (DDP) and 3 (FSDP2)"),
         (parallel, "dp_shard", (0, dp), f"zero_stage over all {dp} replicas (dp_shard)"),
         (parallel, "recompute", ("none", "full"), "recompute none and full"),
@@ -103,6 +104,10 @@ def _check_choices(rules: Rules, job: dict[str, Any]) -> None:
     ):
         value = table.get(key, allowed[0])
         rules.require(value in allowed, f"the harness runs {words}, got {value!r:.80}")
+    rules.require(
+        batch.get("precision") != "bf16" or job.get("execution", {}).get("engine") == "eager-pytorch",
+        'mixed precision runs as in PyTorch: execution.engine = "eager-pytorch" must say so',
+    )
     if model["family"] == "llama":
         check_rotary(rules, head_dim)
 

@@ -66,6 +66,14 @@ def test_micro_batches_and_recompute_change_nothing(alone: dict[str, list[float]
     assert jobs.losses(jobs.job(jobs.LLAMA, recompute="full")) == pytest.approx(alone["llama"], abs=1e-5)
 
 
+def test_mixed_precision_keeps_parameters_in_fp32(alone: dict[str, list[float]]) -> None:
+    """With and without recomputation, losses are close to those of fp32."""
+    for recompute in ("none", "full"):
+        job = jobs.job(jobs.LLAMA, recompute=recompute)
+        job["batch"]["precision"] = "bf16"
+        assert jobs.losses(job) == pytest.approx(alone["llama"], abs=5e-3)
+
+
 def test_tied_embeddings_share_one_weight() -> None:
     found = jobs.losses(jobs.job({"tied_embeddings": True}))
     assert found[2] < found[0]
