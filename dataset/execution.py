@@ -101,6 +101,8 @@ class OverlapSemantics:
         runtime: One of ``RUNTIMES``: who passes messages between stages, and how these wait.
         reads_norm: Whether the host reads the norm of all gradients: it then launches the step when the norm is there,
             and no stage steps before all have it.
+        gathers_lists: FSDP: whether each tensor is gathered into a list of the ranks' parts, which the host cuts and
+            copies one by one while the device waits; full recomputation then gathers for itself, and backward again.
     """
 
     tensor_parallel: str = ""
@@ -111,6 +113,7 @@ class OverlapSemantics:
     bucket_bytes: float = 25.0 * 2**20
     runtime: str = "asynchronous"
     reads_norm: bool = False
+    gathers_lists: bool = False
 
 
 @hashed_once
@@ -139,6 +142,9 @@ class ExecutionSemantics:
 # ``megatron`` is training as in Megatron-LM: fused kernels, gradients added up within the products into buffers that
 # exist from the beginning, an optimizer with main parameters of its own (Narayanan et al. 2021; Korthikanti et al.
 # 2022; Megatron-LM's ``DistributedDataParallel`` and ``Float16OptimizerWithFloat16Params``).
+# ``deepspeed-0.3`` is Megatron's kernels under DeepSpeed's ZeRO of before November 2021 (v0.3.13, ``runtime/zero/
+# partition_parameters.py`` and ``stage3.py``): ``_allgather_param`` waits for the device, cuts a tensor into a view for
+# each rank and calls ``all_gather`` with the list, for which ``ProcessGroupNCCL`` of PyTorch copies each part out.
 ENGINE_SEMANTICS: Mapping[str, ExecutionSemantics] = MappingProxyType(
     {
         "eager-pytorch": ExecutionSemantics(
@@ -152,6 +158,7 @@ ENGINE_SEMANTICS: Mapping[str, ExecutionSemantics] = MappingProxyType(
             states=StateSemantics(main_copy=False, gradient_buffers=False, bucket_copies=True),
         ),
         "megatron": ExecutionSemantics(),
+        "deepspeed-0.3": ExecutionSemantics(overlap=OverlapSemantics(gathers_lists=True)),
     }
 )
 
@@ -255,6 +262,7 @@ def _semantics(
         bucket_bytes=bucket_mbytes * 2**20,
         runtime=runtime or ("torch" if on_cpu else "asynchronous"),
         reads_norm=optimizer.clip_grad_norm,
+        gathers_lists=ENGINE_SEMANTICS[engine].overlap.gathers_lists,
     )
     form = "host" if optimizer.offload else "fused" if optimizer.fused else "foreach"
     return _execution(kernels=kernels, states=states, overlap=overlap, optimizer=form)

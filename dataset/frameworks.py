@@ -21,6 +21,7 @@ from stepsight.dataset.specs import CHECKPOINTS, ENGINES, FP8_SCALING, OVERLAP_T
 SELECTIVE = ("attention", "every-2nd-layer")
 GRADIENTS = ("model", "fp32", "fp32-cast")
 P2P = ("full", "scattered")
+_MONTH = "20[0-9]{2}-(?:0[1-9]|1[0-2])"
 ATTENTION = ("unfused", "flash-1", "flash-2", "flash-3")
 
 
@@ -31,6 +32,8 @@ class Framework:
     Attributes:
         name: Key in the presets.
         words: Parts of a name by which runs call it, lower case.
+        until: The month from which the software did otherwise, as ``2021-11``.  A run is taken for this profile only if
+            it states an earlier date: a year, or a year and a month.  Empty: the profile needs no date.
         source: Where this is known from, with a date.
         engine: As in ``ExecutionSpec``: whose kernels, autograd and optimizer these are; empty: not known, so that the
             default of the precision is taken.
@@ -62,6 +65,7 @@ class Framework:
 
     name: str
     words: tuple[str, ...] = ()
+    until: str = ""
     source: str = ""
     engine: str = ""
     checkpoint: str = ""
@@ -106,6 +110,8 @@ class Framework:
         ):
             if value not in allowed:
                 raise JobError(f"framework {self.name}: {key} must be one of {', '.join(allowed)}, got {value!r:.80}")
+        if self.until and not re.fullmatch(_MONTH, self.until):
+            raise JobError(f"framework {self.name}: until must be a month as 2021-11, got {self.until!r:.80}")
         if not 0 < self.loss_share <= 1 or self.mean_tokens < 0:
             raise JobError(
                 f"framework {self.name}: loss_share must lie in (0, 1] and mean_tokens be >= 0, got {self.loss_share} "
@@ -256,7 +262,12 @@ def _profile_in(text: str) -> Framework | None:
 @cached(1024)
 def _profile_by_words(text: str, version: int) -> Framework | None:
     """The first profile of which a word is in a text; ``version`` is there so that one added since is found."""
-    return next((f for f in FRAMEWORKS.values() if any(_stands(word, text) for word in f.words)), None)
+    date = re.search(rf"(?<![0-9]){_MONTH}|(?<![0-9])20[0-9]{{2}}(?![0-9])", text)
+    for profile in FRAMEWORKS.values():
+        held = not profile.until or (date is not None and date[0] < profile.until)
+        if held and any(_stands(word, text) for word in profile.words):
+            return profile
+    return None
 
 
 @cached(64)

@@ -12,9 +12,11 @@ from stepsight.dataset.op import Collective, Op
 def roofline_seconds(op: Op, hardware: Hardware) -> float:
     """Seconds of one op at the hardware's reachable peaks (Williams et al. 2009, doi:10.1145/1498765.1498785).
 
-    Transfers take the link to the host instead, ops on the host its memory.
+    Transfers take the link to the host instead, ops on the host its memory, calls of the host its time for a launch.
     """
     bound = op.record.bound
+    if bound == "host":
+        return op.dims[0] * hardware.host_op_s
     if bound == "host_memory":
         return op.num_bytes / hardware.host_memory_bandwidth_bytes_per_s + hardware.op_latency_s
     if bound == "host_link":

@@ -15,7 +15,7 @@ from stepsight.dataset.kinds.kind_table import code_of
 
 Args = Mapping[str, Any]  # of a call in a profiler's trace: "Input Dims", "Concrete Inputs", …
 Dims = tuple[int, ...]
-Bound = Literal["compute", "memory", "host_memory", "host_link"]
+Bound = Literal["compute", "memory", "host_memory", "host_link", "host"]
 
 STREAMED = "add"  # base of kinds that stream through memory: an addition that moves as many bytes
 
@@ -38,7 +38,8 @@ class OpKind:
         dim_names: Names of ``Op.dims``, in order.
         flops: FLOP of one call (one multiply-add is two).
         elements: Elements that one call reads plus those that it writes.
-        bound: What bounds its time: the device's arithmetic or memory, the host's memory, or the link to the host.
+        bound: What bounds its time: the device's arithmetic or memory, the host's memory, the link to the host, or the
+            time in which the host makes its first dim of calls.
         code: Number that represents the kind in the features of trees.  It never changes, because trained predictors
             hold it.  The package's first kinds have numbers of their own; -1 takes one from the name.
         flags: Dims that are 0 or 1.

@@ -1,4 +1,4 @@
-"""Transfers between a device and its host."""
+"""Transfers between a device and its host, and calls of the host that a device waits for."""
 
 from __future__ import annotations
 
@@ -18,4 +18,16 @@ def _transfer(name: str, code: int) -> OpKind:
     )
 
 
-KINDS = (_transfer("to_host", 37), _transfer("from_host", 38))
+HOST_CALLS = OpKind(
+    name="host_calls",
+    family="host_calls",
+    dim_names=("calls",),
+    flops=lambda n: 0.0,
+    elements=lambda n: 0.0,
+    bound="host",
+    in_harness=False,
+    units=lambda n: float(n),
+    base="",
+)
+
+KINDS = (_transfer("to_host", 37), _transfer("from_host", 38), HOST_CALLS)

@@ -129,8 +129,10 @@ def _run_digest(job: Job, seconds: str) -> str:
 
 def framework_of(row: Row) -> Framework:
     """The profile of a row's framework; flags and precisions that the row states go before."""
-    years = re.findall(r"\b20\d\d\b", row.text("source"))  # of a paper: they tell generations of a framework apart
-    framework, notes = framework_in(" ".join((row.text("framework"), *years))), row.notes
+    # The date of a run, or of a paper: it tells generations of a framework apart.
+    source = re.sub(r"\bSC'?(\d\d)\b", r"20\1", row.text("source"))
+    dates = row.text("date"), *re.findall(r"\b20\d\d\b", source)
+    framework, notes = framework_in(" ".join((row.text("framework"), *filter(None, dates)))), row.notes
     changes: dict[str, Any] = {}
     for flag, field in _FLAGS.items():
         stated = re.search(rf"\b{flag}=(true|false)\b", notes, re.IGNORECASE)

@@ -49,6 +49,7 @@ COLUMNS = (
     ),
     Column("inter_interconnect", "network between nodes: a preset's name, or words", "", ("network", "fabric")),
     Column("framework", "what ran it, as megatron-core or torchtitan", "megatron-core", ("software", "library")),
+    Column("date", "when it ran, as 2025-04: it tells generations of a framework apart", "", ("month", "year")),
     Column("model_name", "name of the model", "my-7b", ("model",)),
     Column("family", "gpt, llama, bert, t5 or vit", "llama", ("architecture", "model_family", "model_type")),
     Column("layers", "layers", "32", ("num_layers", "n_layers", "n_layer", "num_hidden_layers")),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from stepsight.simulator.clock.codes import DATA, SECOND
 from stepsight.simulator.lowering.replicas import Replicas
 from stepsight.simulator.lowering.segment import SegmentBuilder
-from stepsight.simulator.lowering.slots import Slot, UnitPattern
+from stepsight.simulator.lowering.slots import TWICE, Slot, UnitPattern
 
 
 class Gathers:
@@ -19,6 +19,7 @@ class Gathers:
         units: What is gathered, in the order of use, each with its number; equal units are one object.
         ahead: Whether the next unit is asked for early even where that hides nothing (backward on CPU).
         early: Whether all are on their way before the computation begins (parameters that stay, once an iteration).
+        twice: Whether recomputation and backward each gather what they use.
     """
 
     def __init__(
@@ -29,11 +30,13 @@ class Gathers:
         *,
         ahead: bool,
         early: bool = False,
+        twice: bool = False,
     ) -> None:
         self._builder = builder
         self._replicas = replicas
         self._units = units
         self._early = early and replicas.beside
+        self._suffix = TWICE if twice else ""
         self._ahead = replicas.gathering.prefetch if ahead or replicas.beside else 0
         self._asked = self._used = 0
         self._steady = 0  # units in a row that did the same
@@ -54,7 +57,7 @@ class Gathers:
             self._builder.wait(event)
         unit, number = self._units[self._used]
         self._used += 1
-        self._builder.run(Slot("copy_out", unit.number), unit.name, number)
+        self._builder.run(Slot(f"copy_out{self._suffix}", unit.number), unit.name, number)
 
     def alike(self) -> int:
         """How many of the next units do just what the last one did: wait for, and ask for, the same sizes."""
@@ -76,12 +79,13 @@ class Gathers:
     def _issue(self) -> None:
         (unit, number), groups = self._units[self._asked], self._replicas.groups
         self._asked += 1
-        self._builder.run(Slot("copy_in", unit.number), unit.name, number)
+        nodes = 1 + self._replicas.gathering.lists  # with the host's work on lists
+        self._builder.run(Slot(f"copy_in{self._suffix}", unit.number, num_nodes=nodes), unit.name, number)
         events = []
         for group, there, clock in ((groups.shard, unit.numel, DATA), (groups.experts, unit.expert_numel, SECOND)):
             if not there or group.size == 1:
                 continue
-            gather = Slot("gather", unit.number, clock == SECOND)
+            gather = Slot(f"gather{self._suffix}", unit.number, clock == SECOND)
             name = f"{unit.name}.parameters"
             if self._replicas.beside:
                 events.append(self._builder.send(gather, clock, name, number, early=self._early))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.clock.track import Track, find_track
 from stepsight.simulator.clock.track import track as order_entries
 from stepsight.simulator.lowering.optimizer_step import OptimizerHabits
+from stepsight.simulator.lowering.part_units import part_units
 from stepsight.simulator.lowering.rank_layout import Layout, layout_of
 from stepsight.simulator.lowering.rank_work import LABELS, Rank, passes_of, placement_of, rank_work
 from stepsight.simulator.lowering.replicas import replicas_of
@@ -159,16 +160,29 @@ def _asked(job: Job, hardware: Hardware) -> _Asked:
     )
 
 
+# DeepSpeed 0.3 gathers ahead only while fewer elements than this are whole (stage3_max_live_parameters).
+_MOST_LIVE = 10**9
+
+
+def _largest_tensor(shape: RankShape, parts: Parts) -> int:
+    """Elements of the largest parameter tensor of a layer."""
+    units = [unit for part in parts for unit in part_units(shape, part) if not unit.root]
+    return max((numel for unit in units for numel in unit.tensors), default=0)
+
+
 @cached(512)
 def _lower(asked: _Asked) -> Lowered:
     p, overlap = asked.strategy, asked.semantics.overlap
     track = _find_track(p, overlap.runtime)
     zero = p.zero_stage, p.pp > 1
+    replicas = replicas_of(zero, asked.groups, asked.semantics, beside=asked.beside, share=asked.share)
+    if overlap.gathers_lists and _largest_tensor(asked.shape, asked.parts) >= _MOST_LIVE:
+        replicas = replace(replicas, gathering=replace(replicas.gathering, prefetch=0))
     rank = Rank(
         asked.shape,
         asked.parts,
         asked.layout,
-        replicas_of(zero, asked.groups, asked.semantics, beside=asked.beside, share=asked.share),
+        replicas,
         (p.recompute, p.recompute_every),
         OptimizerHabits(
             asked.semantics.optimizer, asked.optimizer == "adamw", overlap.reads_norm, asked.semantics.states

@@ -29,12 +29,14 @@ class Duties(NamedTuple):
         gathers: Whether parameters are gathered again (FSDP).
         reduces: Whether gradients are sent.
         accumulates: Whether sums are then added to those of earlier micro-batches.
+        again: Whether parameters are gathered for recomputation, and once more for backward.
     """
 
     every: int
     gathers: bool
     reduces: bool
     accumulates: bool
+    again: bool = False
 
 
 @cached(4096)
@@ -98,7 +100,9 @@ def _one_by_one(units: Patterns) -> list[tuple[UnitPattern, int]]:
     return [(unit, unit.first + turn) for unit in units for turn in range(unit.times)]
 
 
-def _gathers(builder: SegmentBuilder, units: Patterns, replicas: Replicas, *, backward: bool) -> Gathers:
+def _gathers(
+    builder: SegmentBuilder, units: Patterns, replicas: Replicas, *, backward: bool, twice: bool = False
+) -> Gathers:
     """All-gathers in the order of use: the root first, in backward layers alone (the root stays gathered)."""
     layers = [(unit, number) for unit, number in _one_by_one(units) if not unit.root]
     wrapped = [unit for unit in units if unit.root]
@@ -107,7 +111,7 @@ def _gathers(builder: SegmentBuilder, units: Patterns, replicas: Replicas, *, ba
     )
     order = layers[::-1] if backward else ([(root, 0)] if root.numel else []) + layers
     early = not backward and not replicas.gathering.reshard  # nothing has to be freed before
-    return Gathers(builder, replicas, order, ahead=backward, early=early)
+    return Gathers(builder, replicas, order, ahead=backward, early=early, twice=twice)
 
 
 def _repeat(builder: SegmentBuilder, gathers: Gathers, unit: UnitPattern, since: int, most: int, step: int) -> int:
@@ -129,7 +133,7 @@ def _send_parameters(builder: SegmentBuilder, unit: UnitPattern, number: int, re
 
 def _run_gathered(builder: SegmentBuilder, units: Patterns, replicas: Replicas, duties: Duties) -> None:
     """FSDP: layers are gathered before they are used; the root's gradients are reduced at the end."""
-    gathers = _gathers(builder, units, replicas, backward=True)
+    gathers = _gathers(builder, units, replicas, backward=True, twice=duties.again)
     for unit in reversed(units):
         if unit.root:
             loss, nodes = unit.loss_nodes, unit.num_nodes

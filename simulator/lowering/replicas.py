@@ -30,11 +30,13 @@ class Gathering:
         prefetch: Units gathered ahead of their use.
         reshard: Whether a unit is dropped after its forward, and gathered again for its backward.
         reduce_once: Whether gradients stay whole until those of the last micro-batch are there (in a pipeline).
+        lists: As ``gathers_lists`` of ``OverlapSemantics``.
     """
 
     prefetch: int = 1
     reshard: bool = True
     reduce_once: bool = False
+    lists: bool = False
 
 
 @hashed_once
@@ -189,7 +191,12 @@ def replicas_of(
         beside,
         overlap.gradients,
         overlap.parameters,
-        Gathering(overlap.prefetch, overlap.reshard, reduce_once=zero_stage == 3 and pipelined and beside),
+        Gathering(
+            overlap.prefetch,
+            overlap.reshard,
+            reduce_once=zero_stage == 3 and pipelined and beside,
+            lists=overlap.gathers_lists,
+        ),
         gradient_bytes=DTYPE_BYTES[states.gradient_dtype],
         all_sums=zero_stage == 1 and not states.scatters_sums,
         bucket_copies=states.bucket_copies,

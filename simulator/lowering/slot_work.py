@@ -8,9 +8,14 @@ from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.lowering.part_units import Unit
 from stepsight.simulator.lowering.passages import Passage, items_passage
 from stepsight.simulator.lowering.replicas import Replicas, bucket_works
-from stepsight.simulator.lowering.slots import ROOT, Slot
+from stepsight.simulator.lowering.slots import ROOT, TWICE, Slot
 
 _GATHERING = ("copy_in", "copy_out", "gather")
+# DeepSpeed 0.3: tensors of fewer elements stay on every rank (stage3_param_persistence_threshold), and so do, between
+# recomputation and backward, those that are used again before this many elements of others (stage3_max_reuse_distance).
+# Each rank's part of a list costs the host a view and a copy.
+_STAYS, _REUSED = 100_000, 10**9
+_CALLS_PER_PART = 2
 
 
 class SlotWork:
@@ -73,15 +78,10 @@ class _UnitWork:
         return known
 
     def _make(self, what: str, expert: bool, second: bool) -> Passage | Collective:
-        replicas, groups, tensors = self._replicas, self._replicas.groups, self._tensors[expert]
-        dtype, main_dtype = self._dtypes
-        if what in _GATHERING:
-            numel, experts = sum(self._tensors[False]), sum(self._tensors[True])
-            if what == "gather":
-                group = groups.experts if expert else groups.shard
-                return group.collective("all_gather", sum(tensors) * DTYPE_BYTES[dtype])
-            shard = -(-numel // groups.shard.size) + -(-experts // groups.experts.size)
-            return items_passage((Op("copy", (shard if what == "copy_in" else numel + experts,), dtype),), what)
+        replicas, tensors = self._replicas, self._tensors[expert]
+        main_dtype = self._dtypes[1]
+        if what.removesuffix(TWICE) in _GATHERING:
+            return self._gathering(what.removesuffix(TWICE), expert, twice=what.endswith(TWICE))
         if what == "grad_in":  # gradients into their message
             return items_passage((Op("copy", (sum(tensors),), main_dtype),), "copy_in")
         if what == "add":  # to sums of earlier micro-batches, tensor by tensor, as they are declared
@@ -91,6 +91,32 @@ class _UnitWork:
         work = bucket_works(replicas, sum(tensors), expert=expert)[second]
         assert work is not None, what
         return work
+
+    def _gathering(self, what: str, expert: bool, *, twice: bool) -> Passage | Collective:
+        """What gathers parameters, once or both for recomputation and for backward."""
+        groups, dtype, lists = self._replicas.groups, self._dtypes[0], self._replicas.gathering.lists
+        others, experts = (_gathered(tensors, lists=lists, twice=twice) for tensors in self._tensors)
+        if what == "gather":
+            group = groups.experts if expert else groups.shard
+            return group.collective("all_gather", sum(experts if expert else others) * DTYPE_BYTES[dtype])
+        if what == "copy_out":
+            return items_passage((Op("copy", (sum(others) + sum(experts),), dtype),), what)
+        shard = -(-sum(others) // groups.shard.size) + -(-sum(experts) // groups.experts.size)
+        copy = Op("copy", (shard,), dtype)
+        if not lists:
+            return items_passage((copy,), what)
+        parts = len(others) * groups.shard.size + len(experts) * groups.experts.size
+        return items_passage((Op("host_calls", (_CALLS_PER_PART * parts,)), copy), what)
+
+
+def _gathered(tensors: tuple[int, ...], *, lists: bool, twice: bool) -> tuple[int, ...]:
+    """Elements of what is gathered of some tensors, which are in the order of backward."""
+    large = tuple([numel for numel in tensors if numel >= _STAYS]) if lists else ()
+    if not large:
+        return tensors
+    between = [2 * sum(large[:place]) for place in range(len(large))]  # forward and backward of those after it
+    again = [numel for numel, others in zip(large, between, strict=True) if others >= _REUSED]
+    return (*large, *again) if twice else large
 
 
 _unit_work = cached(8192)(_UnitWork)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from stepsight.simulator.lowering.segment import Segment
 
+TWICE = "_twice"
 ROOT = -1  # in the place of a unit's index: the units that FSDP wraps with the model itself
 
 
@@ -15,8 +16,8 @@ class Slot(NamedTuple):
     """The place of a passage or of a collective.
 
     Attributes:
-        what: ``run`` (a unit's own passage); ``copy_in``, ``copy_out`` and ``gather`` of its parameters; ``grad_in``,
-            ``reduce`` and ``add`` of its gradients.
+        what: ``run`` (a unit's own passage); ``copy_in``, ``copy_out`` and ``gather`` of its parameters, with ``TWICE``
+            where recomputation and backward each gather; ``grad_in``, ``reduce`` and ``add`` of its gradients.
         unit: Index of the unit, or ``ROOT``.
         expert: Whether it is for experts' parameters.
         second: Of two collectives that sum gradients, whether it is the one between hybrid shards.

@@ -110,7 +110,8 @@ def _backward(kernels: KernelSemantics, replicas: Replicas, recompute: tuple[str
         bucket_experts=bucket and replicas.groups.experts.size > 1,
         dtype=kernels.main_dtype,
     )
-    return _call(who, spec, Duties(every, gathers, reduces, accumulate and reduces))
+    again = gathers and replicas.gathering.lists and kind == "full" and every == 1
+    return _call(who, spec, Duties(every, gathers, reduces, accumulate and reduces, again))
 
 
 _call = cached(4096)(Call)  # equal calls are one object, as they are keys of other caches

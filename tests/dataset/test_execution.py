@@ -29,7 +29,7 @@ def job_of(precision: str = "bf16", *, engine: str = "", framework: str = "", **
 
 def test_every_engine_has_semantics_and_every_precision_an_engine() -> None:
     assert set(ENGINE_SEMANTICS) == set(ENGINES)
-    assert {default_engine(precision) for precision in PRECISIONS} == set(ENGINES)
+    assert {default_engine(precision) for precision in PRECISIONS} == {"eager-pytorch", "megatron"}
 
 
 def test_products_alone_are_rounded_to_tf32() -> None:
@@ -69,7 +69,9 @@ def test_a_profile_fills_the_engine_and_a_job_goes_before() -> None:
 
 
 def test_an_unknown_engine_is_refused() -> None:
-    with pytest.raises(JobError, match=r"execution.engine must be one of '', eager-pytorch, megatron, got 'jax'"):
+    with pytest.raises(
+        JobError, match=r"execution.engine must be one of '', eager-pytorch, megatron, deepspeed-0.3, got 'jax'"
+    ):
         job_of(engine="jax")
 
 
@@ -108,7 +110,7 @@ def test_only_mixed_precision_has_another_main_type(engine: str) -> None:
 def test_modules_that_are_measured_whole_are_not_taken_apart() -> None:
     """What the harness measures as one op stays one."""
     model = {"eager_kernels": True, "norms_again": True}
-    eager, megatron = (semantics_of(job_of("fp32", engine=engine, model=model)).kernels for engine in ENGINES)
+    eager, megatron = (semantics_of(job_of("fp32", engine=engine, model=model)).kernels for engine in ENGINES[:2])
     assert (eager.separate_kernels, eager.norms_again) == (False, False)
     assert (megatron.separate_kernels, megatron.norms_again) == (True, True)
 

@@ -31,6 +31,11 @@ def test_presets_are_sound() -> None:
         ("Megatron-DeepSpeed", "megatron-deepspeed"),
         ("Megatron-DeepSpeed (ZeRO-1 + PP)", "bloom"),
         ("DeepSpeed ZeRO-3", "deepspeed"),
+        ("DeepSpeed ZeRO-3 2021", "deepspeed-2021"),
+        ("DeepSpeed 2021-10", "deepspeed-2021"),
+        ("DeepSpeed 2021-11", "deepspeed"),
+        ("DeepSpeed 2023", "deepspeed"),
+        ("2021 Megatron-DeepSpeed", "megatron-deepspeed"),
         ("NeMo (v25.02 recipes)", "nemo"),
         ("NeMo-Megatron", "nemo-2021"),
         ("MaxText (JAX) (v25.04 recipes)", "maxtext"),
@@ -67,6 +72,7 @@ def test_generations_of_attention() -> None:
         ({"selective": "some"}, "selective must be one of"),
         ({"bucket_mbytes": 0}, "bucket_mbytes > 0"),
         ({"runtime": "mine"}, "runtime must be one of"),
+        ({"until": "2021"}, "until must be a month as 2021-11, got '2021'"),
     ],
 )
 def test_bad_profiles(table: dict[str, object], text: str) -> None:

@@ -15,6 +15,7 @@ DEVICE = Hardware(
     memory_bandwidth_bytes_per_s=1e12,
     memory_bytes=80e9,
     host_link_bytes_per_s=2e10,
+    host_op_s=8e-6,
 )
 
 

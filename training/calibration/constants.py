@@ -44,7 +44,13 @@ RESOURCES: Mapping[str, Resource] = {
     "far_links": Resource(0.30, -0.30, 1.50),
 }
 NAMES = tuple(RESOURCES)
-_RESOURCE_OF_BOUND = {"compute": "products", "memory": "streaming", "host_memory": "host", "host_link": "host"}
+_RESOURCE_OF_BOUND = {
+    "compute": "products",
+    "memory": "streaming",
+    "host_memory": "host",
+    "host_link": "host",
+    "host": "host",
+}
 
 
 def resource_of(work: Op | Collective) -> int:

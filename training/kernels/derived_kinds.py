@@ -86,6 +86,6 @@ def as_run(op: Op, hardware: Hardware) -> Op:
 
 def least_seconds(op: Op, hardware: Hardware) -> float:
     """What an op takes at least on a GPU whose memory has to move all that its caches cannot hold."""
-    if hardware.kind != "gpu" or op.record.bound in ("host_memory", "host_link"):
+    if hardware.kind != "gpu" or op.record.bound in ("host_memory", "host_link", "host"):
         return 0.0
     return (op.num_bytes - CACHED_BYTES) / (BEST_STREAM * hardware.memory_bandwidth_bytes_per_s)

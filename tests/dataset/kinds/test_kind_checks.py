@@ -33,7 +33,7 @@ SCAN: dict[str, Any] = {
         ({"flags": ("causal",)}, "flags must be among batch, length, got causal"),
         ({"aligned": ("m",)}, "aligned must be among batch, length, got m"),
         ({"padded": "m"}, "padded must be among batch, length, got m"),
-        ({"bound": "disk"}, "bound must be one of compute, memory, host_memory, host_link, got 'disk'"),
+        ({"bound": "disk"}, "bound must be one of compute, memory, host_memory, host_link, host, got 'disk'"),
         ({"code": "7"}, "code must be a whole number >= 0, or -1"),
         ({"code": -2}, "code must be a whole number >= 0, or -1"),
         ({"base": None}, "base must be a name, got None"),

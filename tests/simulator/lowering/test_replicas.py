@@ -17,6 +17,7 @@ from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.lowering.lower import lower
 from stepsight.simulator.lowering.part_units import part_units
 from stepsight.simulator.lowering.sizes import groups_of, part_shapes, rank_shape
+from stepsight.simulator.lowering.slot_work import _gathered
 from stepsight.simulator.simulate import simulate
 from tests.simulator.any_job import EXPERTS
 from tests.simulator.conftest import JobMaker
@@ -179,3 +180,34 @@ def test_zero_1_may_send_all_sums_to_every_rank(make_job: JobMaker, gpu: Hardwar
     kinds = [[work.kind for work in sent(lower(job, gpu).program("optimizer"))] for job in (shares, sums)]
     assert set(kinds[0]) == {"reduce_scatter", "all_gather"}
     assert kinds[1] == ["all_reduce" if kind == "reduce_scatter" else kind for kind in kinds[0]]
+
+
+def test_lists_cost_the_host_two_calls_for_each_part_and_recomputation_gathers_for_itself(
+    make_job: JobMaker, gpu: Hardware
+) -> None:
+    """DeepSpeed 0.3: as many bytes in forward; every call adds to the time, as the device waits for the host."""
+    job = make_job(dp=8, zero_stage=3, micro_batches=1, precision="fp16", model={"layers": 3}, recompute="full")
+    lists = replace(job, execution=replace(job.execution, engine="deepspeed-0.3"))
+    forward, before = lower(lists, gpu).program("forward"), lower(job, gpu).program("forward")
+    assert sent(forward, "all_gather") == sent(before, "all_gather")
+    layer = next(u for u in part_units(rank_shape(job), part_shapes(job)[0]) if not u.root)
+    calls = [node.work.dims[0] for node in forward.nodes if node.work.kind == "host_calls"]
+    assert calls[1:] == [2 * 8 * len(layer.tensors)] * 3
+    latency = RooflineLatency(replace(gpu, host_op_s=1e-3), Fabric("toy", Link(1e11), Link(1e11)))
+    assert simulate(lists, latency).iteration_time_s > 1e-3 * (sum(calls) + 3 * calls[-1])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "twice", "gathered"),
+    [
+        ((6, 6, 2, 4), False, (6, 6, 2, 4)),
+        ((6, 6, 2, 4), True, (6, 6, 2, 4, 6, 2, 4)),  # the last one that forward uses is still there for backward
+        ((4, 1, 6), True, (4, 1, 6, 6)),
+    ],
+)
+def test_what_is_used_again_soon_is_gathered_once(
+    tensors: tuple[int, ...], twice: bool, gathered: tuple[int, ...]
+) -> None:
+    """In units of 1e8 elements: gathered again are those with 1e9 of others in between; small tensors stay."""
+    found = _gathered((50_000, *(10**8 * n for n in tensors)), lists=True, twice=twice)
+    assert found == tuple(10**8 * n for n in gathered)
