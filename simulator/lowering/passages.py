@@ -112,7 +112,7 @@ class Passage:
     @cached_property
     def category(self) -> NDArray[np.int8]:
         """Index into ``STREAMS`` of each node, shape ``(num_nodes,)``: where its time is counted."""
-        return np.array([0 if isinstance(n, Op) else STREAMS.index(n.stream) for n in self.nodes], dtype=np.int8)
+        return np.array([_category(node) for node in self.nodes], dtype=np.int8)
 
     @cached_property
     def share(self) -> NDArray[np.float64]:
@@ -145,6 +145,12 @@ class Passage:
 
 def _work_of(node: Op | Comm | Beside | Lost) -> Work:
     return node if isinstance(node, Op) else node.work
+
+
+def _category(node: Op | Comm | Beside | Lost) -> int:
+    if isinstance(node, Op):  # calls of the host count as its time, as transfers do
+        return STREAMS.index("offload") if node.record.bound == "host" else 0
+    return STREAMS.index(node.stream)
 
 
 def _is_beside(node: Item) -> bool:

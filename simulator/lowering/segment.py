@@ -122,6 +122,8 @@ class OpGraph:
         is_op = np.array([isinstance(node.work, Op) for node in nodes], dtype=np.bool_)
         taken = np.array([node.stream == "compute" for node in nodes], dtype=np.bool_) & ~is_op
         stream = np.array([streams.get(node.stream, len(STREAMS)) for node in nodes], dtype=np.int8)
+        calls = [isinstance(node.work, Op) and node.work.record.bound == "host" for node in nodes]
+        stream[calls] = streams["offload"]
         return cls(
             np.array([place[node.work] for node in nodes], dtype=np.int32),
             np.array([node.share for node in nodes]),

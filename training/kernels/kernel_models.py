@@ -232,7 +232,7 @@ class KernelModel:
         A kind with a ratio that was measured elsewhere counts as measured; so does what a box's ranks sleep.
         """
         own = self.traced.get(label(op.kind, op, self.hardware))
-        if self._slept or (own is not None and own.holds(op)):
+        if self._slept or op.record.bound == "host" or (own is not None and own.holds(op)):
             return ""
         base, _, evident = self._traced(op)
         if not self._measured(base):
