@@ -106,7 +106,8 @@ class _UnitWork:
         if not lists:
             return items_passage((copy,), what)
         parts = len(others) * groups.shard.size + len(experts) * groups.experts.size
-        return items_passage((Op("host_calls", (_CALLS_PER_PART * parts,)), copy), what)
+        whole = Op("fill", (sum(others) + sum(experts),), dtype)  # torch.zeros, into which the parts come
+        return items_passage((whole, Op("host_calls", (_CALLS_PER_PART * parts,)), copy), what)
 
 
 def _gathered(tensors: tuple[int, ...], *, lists: bool, twice: bool) -> tuple[int, ...]:

@@ -7,8 +7,8 @@ import pytest
 
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.job import Job
-from stepsight.experiments.evaluation.row_jobs import job_of, precision_of
-from stepsight.experiments.evaluation.runs_table import RowError
+from stepsight.experiments.evaluation.row_jobs import framework_of, job_of, precision_of
+from stepsight.experiments.evaluation.runs_table import Row, RowError
 from tests.experiments.evaluation.run_tables import digest_of, run_row
 
 
@@ -198,3 +198,20 @@ def test_what_is_nearly_a_word_is_none(changes: dict[str, Any], text: str) -> No
     """It is left out with its value and what is allowed, not taken for the word."""
     with pytest.raises(RowError, match=text):
         job_of(run_row(**changes))
+
+
+@pytest.mark.parametrize(
+    ("cells", "name"),
+    [
+        ({}, "deepspeed"),
+        ({"date": "2021-04"}, "deepspeed-2021"),
+        ({"date": "2023-01"}, "deepspeed"),
+        ({"source": "SC'21 table 2"}, "deepspeed-2021"),
+        ({"source": "Somebody et al. 2022"}, "deepspeed"),
+        ({"date": "2022-05", "source": "SC21"}, "deepspeed"),
+    ],
+)
+def test_the_date_of_a_run_chooses_the_profile(cells: dict[str, str], name: str) -> None:
+    """Its own date goes before that of the paper which tells of it."""
+    row = Row({"source": "lab", "framework": "DeepSpeed ZeRO-3", "notes": "", "precision": "fp16", **cells})
+    assert framework_of(row).name == name
