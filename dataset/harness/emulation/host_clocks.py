@@ -153,7 +153,7 @@ class VirtualClock:
         """
         with self.settled():
             future = _VirtualFuture(self, end)
-            end.add_done_callback(lambda known: _failed(known, future) or future.set_result(result))
+            end.add_done_callback(lambda known: None if _failed(known, future) else future.set_result(result))
             self._late.append(end)
             try:
                 Variable._execution_engine.queue_callback(self._end_backward)

@@ -16,7 +16,7 @@ from ..one_rank_group import LISTS, Call, blocking, listed, tile
 from .meeting_line import MeetingLine, Peers
 from .stand_in_group import Group, Link, StandInWork, World
 
-SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+AVG = dist.ReduceOp.AVG
 _UNEVEN = ("all_to_all",)  # each rank has its own number of bytes
 
 
@@ -212,7 +212,8 @@ class MeetingGroup(Group):
         """Reduce a tensor over the real ranks, in place; gloo knows no mean."""
         mean = opts is not None and opts.reduceOp == AVG
         options = dist.AllreduceOptions()
-        options.reduceOp = SUM if mean or opts is None else opts.reduceOp
+        if opts is not None and not mean:
+            options.reduceOp = opts.reduceOp
         self._gloo.allreduce([tensor], options).wait()
         if mean:
             tensor.div_(len(self._places))
