@@ -7,3 +7,4 @@ RUN, SEND, BLOCK, WAIT = range(4)  # events of a segment: see ``lowering.segment
 COMPUTE, DATA, SECOND = range(3)
 NUM_CLOCKS = 3
 HOST = NUM_CLOCKS  # where the host, which launches, has a clock of its own
+ON_HOST = 2  # of an event that sends, in the place of whether it is early: the host's own work

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.simulator.clock.codes import HOST, NUM_CLOCKS, RUN, SEND, WAIT
+from stepsight.simulator.clock.codes import HOST, NUM_CLOCKS, ON_HOST, RUN, SEND, WAIT
 from stepsight.simulator.clock.engine import Floats, Ints
 from stepsight.simulator.compiling import compiled
 
@@ -197,7 +197,7 @@ def _run_from(
                 now[0] = clocks.finish[what]
                 if outside is not None:
                     clocks.now_outside[0] = clocks.finish_outside[what]
-            if what > newest and events[begin + what, KIND] == SEND:
+            if what > newest and events[begin + what, KIND] == SEND and events[begin + what, EARLY] != ON_HOST:
                 work = first_sent + events[begin + what, WHAT]
                 pending -= share * segments.sent[work]
                 if outside is not None:
@@ -205,7 +205,9 @@ def _run_from(
         else:
             work = first_sent + what
             _send(segments, row, event, work, clocks, outside)
-            if kind == SEND:
+            if kind == SEND and events[row, EARLY] == ON_HOST:
+                pass
+            elif kind == SEND:
                 pending += share * segments.sent[work]
                 if outside is not None:
                     pending_outside += share * outside.sent[work]
@@ -290,7 +292,7 @@ def _send(
     launch, follows = segments.launches[work], segments.events[row, FOLLOWS]
     now[HOST] += launch
     last = clock
-    if not sends or segments.events[row, EARLY] == 0:
+    if not sends or segments.events[row, EARLY] != 1:
         if now[0] > now[last]:
             last = 0
         if launch > 0.0 and now[HOST] > now[last]:

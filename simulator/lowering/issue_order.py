@@ -55,13 +55,22 @@ class Issue:
         self._awaited = [self._last]
         return self._last
 
-    def send(self, work: Collective, stream: str, name: str, after: Iterable[int] = (), *, early: bool = False) -> int:
+    def send(
+        self,
+        work: Collective,
+        stream: str,
+        name: str,
+        after: Iterable[int] = (),
+        *,
+        early: bool = False,
+        takes: bool = True,
+    ) -> int:
         """A collective beside the computation; what follows loses ``compute_share`` of its time.
 
-        ``early``: it was issued long before, and starts when its stream is free.
+        ``early``: it was issued long before, and starts when its stream is free.  ``takes``: False for the host's work.
         """
         index = self._node(work, stream, name, sorted({*([] if early else self._reached()), *after}))
-        if self._share > 0:
+        if self._share > 0 and takes:
             self._taken[index] = (work, name)
         return index
 

@@ -147,9 +147,13 @@ def _run_gathered(builder: SegmentBuilder, units: Patterns, replicas: Replicas, 
             since, number = builder.num_events, unit.first + unit.times - 1 - turn
             gathers.arrive()
             gathers.ask()
+            lists = duties.reduces and replicas.gathering.lists  # the host cuts them while the device computes
+            cut = builder.host(Slot("grad_lists", unit.number), f"{unit.name}.lists", number) if lists else -1
             builder.run(unit.run, unit.name, number, -1)
             if duties.reduces:  # buckets are numbered as the layers
                 _reduce_unit(builder, replicas, unit.number, unit.tensors, (number, duties.accumulates))
+            if lists:
+                builder.wait(cut)
             turn += 1 + _repeat(builder, gathers, unit, since, unit.times - turn - 1, -1)
     if duties.reduces:
         number = sum(unit.times for unit in units if not unit.root)

@@ -18,7 +18,7 @@ from stepsight.dataset.caching import cached
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
 from stepsight.simulator.blocks.step import Item
-from stepsight.simulator.clock.codes import BLOCK, COMPUTE, NUM_CLOCKS, RUN, SEND, WAIT
+from stepsight.simulator.clock.codes import BLOCK, COMPUTE, NUM_CLOCKS, ON_HOST, RUN, SECOND, SEND, WAIT
 from stepsight.simulator.lowering.issue_order import Issue, Work
 from stepsight.simulator.lowering.passages import STREAMS, Passage, dependencies, items_passage
 
@@ -36,7 +36,7 @@ class Segment:
         events: Shape ``(num_events, 8)``, int32; columns by kind::
 
             RUN    passage, first node, last node (exclusive), times   | name, number, step
-            SEND   collective, clock, event that it follows or -1, 1: early | name, number, -
+            SEND   collective, clock, event that it follows or -1, 1: early, 2: of the host | name, number, -
             BLOCK  collective, clock, -, -                             | name, number, -
             WAIT   event, -, -, -                                      | -, -, -
 
@@ -199,6 +199,10 @@ class SegmentBuilder:
         """Start a collective beside the computation; ``early``: before the computation has come to it."""
         return self._add((SEND, self.collective(work), clock, after, int(early), self.name(name), number, 0))
 
+    def host(self, work: Hashable, name: str, number: int = 0) -> int:
+        """Start work of the host beside the computation."""
+        return self._add((SEND, self.collective(work), SECOND, -1, ON_HOST, self.name(name), number, 0))
+
     def block(self, work: Hashable, clock: int, name: str, number: int = 0) -> int:
         """Run a collective that the computation waits for."""
         return self._add((BLOCK, self.collective(work), clock, 0, 0, self.name(name), number, 0))
@@ -281,9 +285,10 @@ def _write_out(segment: Segment) -> tuple[Program, tuple[int, ...], tuple[int, .
             node = out.block(segment.sent[what], CLOCK_STREAMS[a], name.format(number))
         else:
             after = [nodes[b]] if b >= 0 else []
-            node = out.send(segment.sent[what], CLOCK_STREAMS[a], name.format(number), after, early=times == 1)
+            takes, early = times != ON_HOST, times == 1
+            node = out.send(segment.sent[what], CLOCK_STREAMS[a], name.format(number), after, early=early, takes=takes)
         nodes.append(node)
     rows = list(zip(nodes, segment.events[:, 0].tolist(), segment.events[:, 4].tolist(), strict=True))
     blocking = tuple(node for node, kind, _ in rows if kind == BLOCK)
-    early = tuple(node for node, kind, soon in rows if kind == SEND and soon)
+    early = tuple(node for node, kind, soon in rows if kind == SEND and soon == 1)
     return out.program(), blocking, early, tuple(out.lost)

@@ -35,7 +35,7 @@ class SlotWork:
         self._units, self._passages, self._replicas = units, passages, replicas
         self._works: dict[int, _UnitWork] = {}
 
-    def of(self, slot: Slot) -> Passage | Collective:
+    def of(self, slot: Slot) -> Passage | Collective | Op:
         """The work of a slot."""
         if slot.what == "run":
             return self._passages[slot.unit]
@@ -67,9 +67,9 @@ class _UnitWork:
         self, tensors: tuple[tuple[int, ...], tuple[int, ...]], dtypes: tuple[str, str], replicas: Replicas
     ) -> None:
         self._tensors, self._dtypes, self._replicas = tensors, dtypes, replicas
-        self._known: dict[tuple[str, bool, bool], Passage | Collective] = {}
+        self._known: dict[tuple[str, bool, bool], Passage | Collective | Op] = {}
 
-    def of(self, slot: Slot) -> Passage | Collective:
+    def of(self, slot: Slot) -> Passage | Collective | Op:
         """The work of a slot of this unit."""
         key = slot.what, slot.expert, slot.second
         known = self._known.get(key)
@@ -77,11 +77,15 @@ class _UnitWork:
             self._known[key] = known = self._make(*key)
         return known
 
-    def _make(self, what: str, expert: bool, second: bool) -> Passage | Collective:
+    def _make(self, what: str, expert: bool, second: bool) -> Passage | Collective | Op:
         replicas, tensors = self._replicas, self._tensors[expert]
         main_dtype = self._dtypes[1]
         if what.removesuffix(TWICE) in _GATHERING:
             return self._gathering(what.removesuffix(TWICE), expert, twice=what.endswith(TWICE))
+        if what == "grad_lists":  # every tensor's, also of those that stay
+            parts = len(self._tensors[False]) * replicas.groups.shard.size
+            parts += len(self._tensors[True]) * replicas.groups.experts.size
+            return Op("host_calls", (_CALLS_PER_PART * parts,))
         if what == "grad_in":  # gradients into their message
             return items_passage((Op("copy", (sum(tensors),), main_dtype),), "copy_in")
         if what == "add":  # to sums of earlier micro-batches, tensor by tensor, as they are declared

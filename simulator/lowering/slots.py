@@ -17,7 +17,8 @@ class Slot(NamedTuple):
 
     Attributes:
         what: ``run`` (a unit's own passage); ``copy_in``, ``copy_out`` and ``gather`` of its parameters, with ``TWICE``
-            where recomputation and backward each gather; ``grad_in``, ``reduce`` and ``add`` of its gradients.
+            where recomputation and backward each gather; ``grad_in``, ``grad_lists``, ``reduce`` and ``add`` of its
+            gradients.
         unit: Index of the unit, or ``ROOT``.
         expert: Whether it is for experts' parameters.
         second: Of two collectives that sum gradients, whether it is the one between hybrid shards.

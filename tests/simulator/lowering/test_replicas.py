@@ -18,6 +18,7 @@ from stepsight.simulator.lowering.lower import lower
 from stepsight.simulator.lowering.part_units import part_units
 from stepsight.simulator.lowering.sizes import groups_of, part_shapes, rank_shape
 from stepsight.simulator.lowering.slot_work import _gathered
+from stepsight.simulator.segment_timing import timer_of
 from stepsight.simulator.simulate import simulate
 from tests.simulator.any_job import EXPERTS
 from tests.simulator.conftest import JobMaker
@@ -193,8 +194,14 @@ def test_lists_cost_the_host_two_calls_for_each_part_and_recomputation_gathers_f
     layer = next(u for u in part_units(rank_shape(job), part_shapes(job)[0]) if not u.root)
     calls = [node.work.dims[0] for node in forward.nodes if node.work.kind == "host_calls"]
     assert calls[1:] == [2 * 8 * len(layer.tensors)] * 3
-    latency = RooflineLatency(replace(gpu, host_op_s=1e-3), Fabric("toy", Link(1e11, 0.0), Link(1e11, 0.0)))
+    latency = RooflineLatency(
+        replace(gpu, host_op_s=1e-3, comm_compute_share=0.2), Fabric("toy", Link(1e11, 0.0), Link(1e11, 0.0))
+    )
     assert simulate(lists, latency).iteration_time_s > 1e-3 * (sum(calls) + 3 * calls[-1])
+    timer = timer_of(latency)
+    for segment in lower(lists, latency.hardware).segments:  # events and ops tell the same
+        in_events, in_ops = timer.segment(segment), timer.ops(segment)
+        assert in_events.transition == pytest.approx(in_ops.transition)
 
 
 @pytest.mark.parametrize(
