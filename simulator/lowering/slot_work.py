@@ -85,7 +85,7 @@ class _UnitWork:
         if what == "grad_lists":  # every tensor's, also of those that stay
             parts = len(self._tensors[False]) * replicas.groups.shard.size
             parts += len(self._tensors[True]) * replicas.groups.experts.size
-            return Op("host_calls", (_CALLS_PER_PART * parts,))
+            return Op("host_calls", (_CALLS_PER_PART * parts,), self._dtypes[0])
         if what == "grad_in":  # gradients into their message
             return items_passage((Op("copy", (sum(tensors),), main_dtype),), "copy_in")
         if what == "add":  # to sums of earlier micro-batches, tensor by tensor, as they are declared
@@ -111,7 +111,7 @@ class _UnitWork:
             return items_passage((copy,), what)
         parts = len(others) * groups.shard.size + len(experts) * groups.experts.size
         whole = Op("fill", (sum(others) + sum(experts),), dtype)  # torch.zeros, into which the parts come
-        return items_passage((whole, Op("host_calls", (_CALLS_PER_PART * parts,)), copy), what)
+        return items_passage((whole, Op("host_calls", (_CALLS_PER_PART * parts,), self._dtypes[0]), copy), what)
 
 
 def _gathered(tensors: tuple[int, ...], *, lists: bool, twice: bool) -> tuple[int, ...]:
