@@ -25,11 +25,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args(arguments)
     from stepsight.dataset.errors import StepsightError
+    from stepsight.experiments.studies.emulation.delay_sweep import knee
 
     figures: dict[str, Any] = {}
     try:
         for part in options.only or PARTS:
             figures[part] = _figures(part, options.box or ["2x1@200mbit", "4x1@200mbit"])
+            if part.endswith("ddp"):
+                figures[f"{part}-knee"] = knee(figures[part])
             if not options.json:
                 print(_text(part, figures[part]), flush=True)
     except (StepsightError, ValueError, OSError) as error:
@@ -61,4 +64,16 @@ def _text(part: str, rows: list[dict[str, Any]]) -> str:
         return Number(1e3 * value) if name.endswith("_s") else value
 
     cells = [[*(cell(name, row[name]) for name in names), Number(row["error_percent"], 2)] for row in rows]
-    return f"{part}\n{table([*titles, 'error %'], cells)}\n"
+    text = f"{part}\n{table([*titles, 'error %'], cells)}\n"
+    return text + (_knee_text(part, rows) if part.endswith("ddp") else "")
+
+
+def _knee_text(part: str, rows: list[dict[str, Any]]) -> str:
+    from stepsight.experiments.studies.emulation.delay_sweep import expected_knee, knee
+
+    found, closed = knee(rows), expected_knee(FORWARD_S[part.partition("-")[0]])
+    return (
+        f"flat step {1e3 * found['flat_s']:.1f} ms (closed form {1e3 * closed['flat_s']:.1f}), then slope "
+        f"{found['slope']:.3f} ({closed['slope']:.0f}) from {1e3 * found['knee_s']:.1f} ms of communication "
+        f"({1e3 * closed['knee_s']:.1f}: the backward pass without its first layer)\n"
+    )

@@ -5,6 +5,8 @@ The sweep of NeuronaBox's Figure 4, on layers that sleep: what a step must take 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,34 @@ def fsdp2_seconds(forward_s: float, backward_s: float, collective_s: float) -> f
         now = max(begin + backward_s, scattered)
         scattered = link = max(link, now) + collective_s
     return max(now, link)
+
+
+def knee(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Where communication is no longer hidden, from a sweep alone.
+
+    Args:
+        rows: ``communication_s`` and ``step_s``, in ascending order; at least the last two lie beyond the knee.
+
+    Returns:
+        ``flat_s`` (the step without communication), ``slope`` (of the last two rows) and ``knee_s``: the communication
+        at which the line through the last row with that slope meets the flat one.
+    """
+    flat, (before, last) = rows[0]["step_s"], rows[-2:]
+    slope = (last["step_s"] - before["step_s"]) / (last["communication_s"] - before["communication_s"])
+    return {
+        "flat_s": flat,
+        "slope": slope,
+        "knee_s": last["communication_s"] - (last["step_s"] - flat) / slope if slope > 0 else math.inf,
+    }
+
+
+def expected_knee(forward_s: float) -> dict[str, float]:
+    """The knee of DDP's sweep in closed form: all buckets but the first wait for the link, not for their gradients.
+
+    From there on the step is forward, the first layer's backward, and all communication.
+    """
+    backward_s = 2 * forward_s
+    return {"flat_s": LAYERS * (forward_s + backward_s), "slope": 1.0, "knee_s": (LAYERS - 1) * backward_s}
 
 
 def sweep(mode: str, *, virtual: bool, forward_s: float) -> list[dict[str, Any]]:

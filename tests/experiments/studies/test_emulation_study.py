@@ -10,7 +10,9 @@ from stepsight.experiments.studies.emulation.delay_sweep import (
     SCRIPT,
     VALUES,
     ddp_seconds,
+    expected_knee,
     fsdp2_seconds,
+    knee,
 )
 
 FORWARD_S, BACKWARD_S = 0.5, 1.0
@@ -38,3 +40,11 @@ def test_ddp_hides_communication_until_it_outlasts_the_backward_pass() -> None:
     backward = LAYERS * BACKWARD_S
     steps = [ddp_seconds(FORWARD_S, BACKWARD_S, total / LAYERS) for total in (0, backward, 2 * backward)]
     assert steps == pytest.approx([12, 13, 21])
+
+
+def test_the_knee_is_found_where_the_closed_form_has_it() -> None:
+    rows = [
+        {"communication_s": total, "step_s": ddp_seconds(FORWARD_S, BACKWARD_S, total / LAYERS)}
+        for total in (0, 4, 8, 12, 16)
+    ]
+    assert knee(rows) == pytest.approx(expected_knee(FORWARD_S))
