@@ -52,6 +52,17 @@ def test_accelerate_sums_gradients_once_in_two_parts() -> None:
     assert 7e6 < _reduced(captured) < 9e6  # 1.9 million parameters
 
 
+def test_llama_of_torchtitan_with_fsdp_and_tensor_parallelism() -> None:
+    """Each of 6 layers and the root are gathered and scattered over 32 ranks, and work on two ranks of each node."""
+    needs = ("torchtitan.models.llama3",)
+    captured = _captured("torchtitan_llama.py", "--tp", "2", "--seq-len", "64", needs=needs)
+    graph = captured.ranks[0].graph
+    works = [graph.works[work] for work in graph.nodes["work"].tolist() if work >= 0]
+    groups = {(work.kind, work.group_size) for work in works if isinstance(work, Collective)}
+    assert groups >= {(kind, size) for kind in ("all_gather", "reduce_scatter") for size in (2, 32)}
+    assert sum(work.kind == "attention_backward" for work in works) == 6
+
+
 @pytest.mark.parametrize(
     ("script", "module"), [("diffusers_unet.py", "diffusers"), ("torchvision_ddp.py", "torchvision")]
 )
