@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import schedules as pipelines
 from torch.distributed.pipelining import stage as stages_of_pipelines
 from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
@@ -43,8 +41,6 @@ class _Tracker(MemTracker):
 def tracked_peak(job: Job, rank: int = 0) -> int:
     """Bytes of all tensors of a rank at the peak of its second step.
 
-    A job with ``zero_stage`` 3 in bf16 is the fp32 model under FSDP2's mixed precision.
-
     Raises:
         JobError: If the fake world cannot run it.
     """
@@ -55,12 +51,8 @@ def tracked_peak(job: Job, rank: int = 0) -> int:
     device = torch.device("cpu")
     table = job.to_dict()
     with ExitStack() as stack:
-        if job.batch.precision == "bf16":
-            if not sharded:
-                raise JobError("mixed precision is FSDP2's here: bf16 needs zero_stage 3 and dp > 1")
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            stack.enter_context(mock.patch.object(parallel, "fully_shard", partial(fully_shard, mp_policy=policy)))
-            table["batch"]["precision"] = "fp32"
+        if job.batch.precision == "bf16" and not sharded:
+            raise JobError("mixed precision is FSDP2's here: bf16 needs zero_stage 3 and dp > 1")
         stack.enter_context(_fake_world(p.tp * p.pp * p.dp, rank))
         if p.tp * p.pp * p.dp > 1:
             parallel.device_mesh("cpu", pp=p.pp, dp=p.dp, tp=p.tp)  # with real numbers, before all tensors are fake

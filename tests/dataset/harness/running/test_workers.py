@@ -30,7 +30,7 @@ def test_every_rank_knows_its_place() -> None:
 
 
 def test_lines_of_all_are_forwarded() -> None:
-    code = "import os, sys; print('rank', os.environ['RANK'], file=sys.stderr)"
+    code = "import os, sys; sys.stderr.write(f'rank {os.environ[\"RANK\"]}\\n')"  # in one piece
     assert sorted(run(code, 3)[1]) == ["rank 0\n", "rank 1\n", "rank 2\n"]
 
 
