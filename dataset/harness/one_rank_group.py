@@ -2,7 +2,8 @@
 
 Of each collective it says the kind, the tensors whose bytes count, what is read and written, and its effect on this
 rank's tensors: an all-gather repeats the rank's own part, a reduce-scatter keeps it, an all-to-all returns what is
-sent, and what is received is small random numbers.  What becomes of a collective is its subclasses' business.
+sent, and what is received is small random numbers.  Subclasses say what becomes of a collective; one in which other
+ranks take part replaces the effects ``_repeat``, ``_gather``, ``_take``, ``_swap`` and ``_swap_rows``.
 """
 
 from __future__ import annotations
@@ -85,10 +86,7 @@ class OneRankGroup(_Base):  # type: ignore[misc]
         return self.broadcast(tensors, opts)  # the same way back
 
     def all_gather_single(self, output: Tensor, shard: Tensor, opts: Any = None) -> Any:
-        def effect() -> None:
-            self._repeat(output, shard)
-
-        return self._issue(Call("all_gather", [output], [shard], [output], effect, blocking(opts)))
+        return self.all_gather_single_coalesced([output], [shard], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], shards: list[Tensor], opts: Any = None) -> Any:
         def effect() -> None:
@@ -103,8 +101,7 @@ class OneRankGroup(_Base):  # type: ignore[misc]
 
         def effect() -> None:
             for parts, own in zip(lists, given, strict=True):
-                for part in parts:
-                    tile(part, own)
+                self._gather(parts, own)
 
         flat = [part for parts in lists for part in parts]
         return self._issue(Call(LISTS, flat, given, flat, effect, blocking(opts)))
@@ -119,15 +116,12 @@ class OneRankGroup(_Base):  # type: ignore[misc]
         return self._issue(Call("all_gather", own * self.size(), own, [], waits=blocking(opts)))
 
     def reduce_scatter_single(self, shard: Tensor, full: Tensor, opts: Any = None) -> Any:
-        def effect() -> None:
-            self._take(shard, full)
-
-        return self._issue(Call("reduce_scatter", [full], [full], [shard], effect, blocking(opts)))
+        return self.reduce_scatter_single_coalesced([shard], [full], opts)
 
     def reduce_scatter_single_coalesced(self, shards: list[Tensor], fulls: list[Tensor], opts: Any = None) -> Any:
         def effect() -> None:
             for shard, full in zip(shards, fulls, strict=True):
-                self._take(shard, full)
+                self._take(shard, full.view(self.size(), -1), opts)
 
         return self._issue(Call("reduce_scatter", fulls, fulls, shards, effect, blocking(opts)))
 
@@ -137,7 +131,7 @@ class OneRankGroup(_Base):  # type: ignore[misc]
 
         def effect() -> None:
             for output, parts in zip(got, lists, strict=True):
-                output.copy_(parts[self.rank()])
+                self._take(output, parts, opts)
 
         flat = [part for parts in lists for part in parts]
         return self._issue(Call("reduce_scatter", flat, flat, got, effect, blocking(opts)))
@@ -153,16 +147,17 @@ class OneRankGroup(_Base):  # type: ignore[misc]
         return self._issue(Call("reduce_scatter", got * self.size(), [], got, effect, blocking(opts)))
 
     def all_to_all_single(self, output: Tensor, given: Tensor, *rest: Any) -> Any:
+        splits = rest[:2] if len(rest) >= 2 else ([], [])
+
         def effect() -> None:
-            tile(output, given)
+            self._swap_rows(output, given, splits)
 
         waits = blocking(rest[-1] if rest else None)
         return self._issue(Call("all_to_all", [given], [given], [output], effect, waits))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         def effect() -> None:
-            for output, own in zip(outputs, inputs, strict=True):
-                tile(output, own)
+            self._swap(outputs, inputs)
 
         return self._issue(Call("all_to_all", inputs, inputs, outputs, effect, blocking(opts)))
 
@@ -193,8 +188,23 @@ class OneRankGroup(_Base):  # type: ignore[misc]
         rows[:rank].copy_(rows[rank])
         rows[rank + 1 :].copy_(rows[rank])
 
-    def _take(self, shard: Tensor, full: Tensor) -> None:
-        shard.view(-1).copy_(full.view(self.size(), -1)[self.rank()])
+    def _gather(self, parts: Sequence[Tensor], own: Tensor) -> None:
+        """Give every rank's part this rank's values."""
+        for part in parts:
+            tile(part, own)
+
+    def _take(self, shard: Tensor, parts: Tensor | Sequence[Tensor], opts: Any) -> None:
+        """Keep this rank's part, unreduced."""
+        shard.copy_(parts[self.rank()].view_as(shard))
+
+    def _swap(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Receive from each rank what is sent to it."""
+        for output, own in zip(outputs, inputs, strict=True):
+            tile(output, own)
+
+    def _swap_rows(self, output: Tensor, given: Tensor, splits: Sequence[Sequence[int]]) -> None:
+        """As ``_swap``, of rows: the splits are how many each rank sends and gets, or empty where all are equal."""
+        tile(output, given)
 
     def _fill(self, tensor: Tensor) -> None:
         """Whole numbers are votes of stages on what all of them know: for."""

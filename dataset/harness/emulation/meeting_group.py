@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..one_rank_group import LISTS, Call, blocking, listed, tile
+from ..one_rank_group import LISTS, Call, blocking, listed
 from .meeting_line import MeetingLine, Peers
 from .stand_in_group import Group, Link, StandInWork, World
 
@@ -68,51 +68,9 @@ class MeetingGroup(Group):
 
         return self._issue(Call("broadcast", tensors, tensors, tensors, effect, blocking(opts)))
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], shards: list[Tensor], opts: Any = None) -> Any:
-        def effect() -> None:
-            for output, shard in zip(outputs, shards, strict=True):
-                self._gather(list(output.view(self.size(), -1)), shard.reshape(-1))
-
-        return self._issue(Call("all_gather", outputs, shards, outputs, effect, blocking(opts)))
-
-    def all_gather_single(self, output: Tensor, shard: Tensor, opts: Any = None) -> Any:
-        return self.all_gather_single_coalesced([output], [shard], opts)
-
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        given = listed(inputs)
-        lists = outputs if isinstance(outputs[0], list) else [outputs]
-
-        def effect() -> None:
-            for parts, own in zip(lists, given, strict=True):
-                self._gather(parts, own)
-
-        flat = [part for parts in lists for part in parts]
-        return self._issue(Call(LISTS, flat, given, flat, effect, blocking(opts)))
-
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         own = listed(inputs)
         return self.allgather(outputs or [[torch.empty_like(own[0]) for _ in self._ranks]], own, opts)
-
-    def reduce_scatter_single_coalesced(self, shards: list[Tensor], fulls: list[Tensor], opts: Any = None) -> Any:
-        def effect() -> None:
-            for shard, full in zip(shards, fulls, strict=True):
-                self._scatter_sum(shard, list(full.view(self.size(), -1)), opts)
-
-        return self._issue(Call("reduce_scatter", fulls, fulls, shards, effect, blocking(opts)))
-
-    def reduce_scatter_single(self, shard: Tensor, full: Tensor, opts: Any = None) -> Any:
-        return self.reduce_scatter_single_coalesced([shard], [full], opts)
-
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        got = listed(outputs)
-        lists = inputs if isinstance(inputs[0], list) else [inputs]
-
-        def effect() -> None:
-            for output, parts in zip(got, lists, strict=True):
-                self._scatter_sum(output, parts, opts)
-
-        flat = [part for parts in lists for part in parts]
-        return self._issue(Call("reduce_scatter", flat, flat, got, effect, blocking(opts)))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         (got,) = listed(outputs)
@@ -128,30 +86,6 @@ class MeetingGroup(Group):
             self._gloo.scatter([got], given, options).wait()
 
         return self._issue(Call("reduce_scatter", [got] * self.size(), parts, [got], effect, blocking(opts)))
-
-    def all_to_all_single(self, output: Tensor, given: Tensor, *rest: Any) -> Any:
-        to, of = (list(splits) for splits in rest[:2]) if len(rest) >= 2 else ([], [])
-
-        def effect() -> None:
-            tile(output, given)
-            self._exchange(_split(output, to, self.size()), _split(given, of, self.size()))
-
-        waits = blocking(rest[-1] if rest else None)
-        return self._issue(Call("all_to_all", [given], [given], [output], effect, waits))
-
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        def effect() -> None:
-            for output, own in zip(outputs, inputs, strict=True):
-                tile(output, own)
-            self._exchange(outputs, inputs)
-
-        return self._issue(Call("all_to_all", inputs, inputs, outputs, effect, blocking(opts)))
-
-    # Names until torch 2.12
-    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
         if peer not in self._places:
@@ -218,17 +152,27 @@ class MeetingGroup(Group):
         if mean:
             tensor.div_(len(self._places))
 
+    def _repeat(self, output: Tensor, shard: Tensor) -> None:
+        self._gather(list(output.view(self.size(), -1)), shard.reshape(-1))
+
     def _gather(self, parts: Sequence[Tensor], own: Tensor) -> None:
-        """Fill each rank's part: of others than the real ones with this rank's."""
         own = own.clone()  # it may be a part
-        for part in parts:
-            tile(part, own)
+        super()._gather(parts, own)
         self._gloo.allgather([[parts[place] for place in self._places]], [own]).wait()
 
-    def _scatter_sum(self, shard: Tensor, parts: Sequence[Tensor], opts: Any) -> None:
+    def _take(self, shard: Tensor, parts: Tensor | Sequence[Tensor], opts: Any) -> None:
         total = torch.stack([parts[place].reshape(-1) for place in self._places])
         self._sum(total, opts)
         shard.copy_(total[self._met.peers.index].view_as(shard))
+
+    def _swap(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        super()._swap(outputs, inputs)
+        self._exchange(outputs, inputs)
+
+    def _swap_rows(self, output: Tensor, given: Tensor, splits: Sequence[Sequence[int]]) -> None:
+        super()._swap_rows(output, given, splits)
+        to, of = splits
+        self._exchange(_split(output, to, self.size()), _split(given, of, self.size()))
 
     def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Send each real rank its part, and put what it sends into its place."""
@@ -241,5 +185,5 @@ class MeetingGroup(Group):
             part.copy_(flat.view_as(part))
 
 
-def _split(tensor: Tensor, sizes: list[int], ranks: int) -> Sequence[Tensor]:
-    return tensor.split(sizes) if sizes else tensor.chunk(ranks)
+def _split(tensor: Tensor, sizes: Sequence[int], ranks: int) -> Sequence[Tensor]:
+    return tensor.split(list(sizes)) if sizes else tensor.chunk(ranks)
