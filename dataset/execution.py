@@ -46,6 +46,8 @@ class KernelSemantics:
         accumulation: How gradients of several micro-batches are summed: ``autograd`` (one ``add`` for each parameter
             tensor), ``product`` (within the product that computes them, at no cost), ``buffer`` (the product or a
             kernel of its own adds to a buffer), or ``cast`` (one kernel casts, another one adds).
+        casts_parameters: Whether parameters and logits of another type are cast where they are used, and their
+            gradients back, as autocast does; FSDP casts its shards before it gathers them.
         fp8_dynamic: Whether operands in 8 bits are scaled by what they hold, where they are used.
     """
 
@@ -58,6 +60,7 @@ class KernelSemantics:
     whole_layers_again: bool = True
     last_product_again: bool = True
     accumulation: str = "product"
+    casts_parameters: bool = False
     fp8_dynamic: bool = False
 
 
@@ -137,8 +140,9 @@ class ExecutionSemantics:
 
 # ``eager-pytorch`` is PyTorch as the harness runs it: modules, autograd and DDP or FSDP2 of PyTorch 2.x, parameters
 # that are the main ones, and gradients that autograd adds up one tensor at a time.  A norm or a gate is one op here,
-# since the harness measures the whole module.  With a mixed precision this is autocast; its casts of weights are not
-# modelled.
+# since the harness measures the whole module.  With a mixed precision, parameters are cast where they are used, or by
+# FSDP2's ``MixedPrecisionPolicy``; activations are in 16 bits throughout, where autocast keeps norms and residuals in
+# fp32.
 # ``megatron`` is training as in Megatron-LM: fused kernels, gradients added up within the products into buffers that
 # exist from the beginning, an optimizer with main parameters of its own (Narayanan et al. 2021; Korthikanti et al.
 # 2022; Megatron-LM's ``DistributedDataParallel`` and ``Float16OptimizerWithFloat16Params``).
@@ -154,6 +158,7 @@ ENGINE_SEMANTICS: Mapping[str, ExecutionSemantics] = MappingProxyType(
                 whole_layers_again=False,
                 last_product_again=False,
                 accumulation="autograd",
+                casts_parameters=True,
             ),
             states=StateSemantics(main_copy=False, gradient_buffers=False, bucket_copies=True),
         ),
@@ -207,6 +212,7 @@ def _kernels(
         norms_again=norms_again and not modules,
         token_metrics=metrics,
         accumulation=kernels.accumulation if modules else accumulation,
+        casts_parameters=kernels.casts_parameters and COMPUTE_DTYPE[precision] != PURE.get(precision, "fp32"),
         fp8_dynamic=precision == "fp8" and fp8_scaling != "delayed",
     )
 

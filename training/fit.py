@@ -177,7 +177,7 @@ def _with_host_calls(
     steps = [step for run in imported if run.device == "cpu" and (step := host_step(read_imported(run.folder)))]
     if not steps:
         return predictor
-    say(f"calls that the host runs: {len(steps)} scripts, {len(profile.calls)} calls measured on their own")
+    say(f"calls that the host runs: scripts {len(steps)}, calls measured on their own {len(profile.calls)}")
     return replace(predictor, host=learn_host_calls(steps, profile.calls, seed))
 
 

@@ -54,7 +54,12 @@ def read_exported(path: Path, dims: Mapping[str, int]) -> ModelSteps:
                 raise CaptureError(f"{path.name} must hold one exported program, got {len(found)}")
             tree = json.loads(archive.read(found[0]))
         return _Reader(tree, dims).model()
-    except (zipfile.BadZipFile, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except zipfile.BadZipFile:
+        raise CaptureError(
+            f"{path.name} must be a whole file that torch.export.save wrote, but it is cut short or of another format: "
+            "save or copy it again"
+        ) from None
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, CaptureError):
             raise
         raise CaptureError(f"{path.name} must be a file that torch.export.save wrote: {error}") from None

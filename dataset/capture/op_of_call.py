@@ -20,6 +20,7 @@ _FILLS = frozenset(
     )
 )  # fmt: skip
 _COPIES = ("aten::_to_copy", "aten::copy_", "aten::clone")
+_LISTS = ("aten::_foreach_copy_", "aten::_chunk_cat", "fsdp::chunk_cat")  # whose first and last tensors tell types
 _CAST = {"bf16": "bf16", "fp16": "fp16"}
 
 
@@ -47,6 +48,8 @@ def op_of_call(signature: Sequence[Any], scope: Scope) -> tuple[Op | None, bool]
         cast = _cast(read[-1], out_type)
         if cast:
             return _op("cast", (out_numel,), (cast, 1.0)), True
+    if name in _LISTS and len(read) > 1 and (cast := _cast(read[0], read[-1])):
+        return _op("cast", (count(dims[0]),), (cast, 1.0)), True
     known = call_table().get(name)
     found = None if known is None else known(args, scope)
     if known is not None and found is None:

@@ -40,6 +40,7 @@ _LLAMA: dict[str, Any] = {**_GPT, "family": "llama", "kv_heads": 8, "ffn": 5632}
 _MOE: dict[str, Any] = {**_LLAMA, "experts": 8, "experts_per_token": 2, "expert_ffn": 2816}
 _CHUNKS: dict[str, Any] = {"pp": 2, "micro_batches": 4, "virtual_stages": 2}
 _BERT: dict[str, Any] = {**_GPT, "family": "bert", "seq_len": 512}
+_MIXED = {"precision": "bf16"}  # parameters, gradients, loss and step in fp32
 STRATEGIES: Mapping[str, dict[str, Any]] = {
     "gpt, one device": {**_GPT},
     "gpt, two micro-batches": {**_GPT, "micro_batches": 2},
@@ -70,6 +71,15 @@ STRATEGIES: Mapping[str, dict[str, Any]] = {
     "llama, cp 4, ring": {**_LLAMA, "cp": 4},
     "llama, cp 2 x ddp 4, all-gather": {**_LLAMA, "cp": 2, "dp": 4, "context_parallel": "all_gather"},
     "llama, pp 2, zero-bubble V": {**_LLAMA, **_CHUNKS, "schedule": "zbv"},
+    "gpt, one device, mixed": {**_GPT, **_MIXED},
+    "llama, recomputed, mixed": {**_LLAMA, **_MIXED, "recompute": "full", "micro_batches": 2},
+    "gpt, ddp 8, mixed": {**_GPT, **_MIXED, "dp": 8},
+    "llama, ddp 16, mixed, two micro-batches": {**_LLAMA, **_MIXED, "dp": 16, "micro_batches": 2},
+    "llama, tp 2 x ddp 4, mixed": {**_LLAMA, **_MIXED, "tp": 2, "dp": 4, "sequence_parallel": True},
+    "gpt, fsdp 8, mixed": {**_GPT, **_MIXED, "dp": 8, "zero_stage": 3},
+    "llama, fsdp 64, mixed": {**_LLAMA, **_MIXED, "dp": 64, "zero_stage": 3},
+    "llama, tp 2 x fsdp 8, mixed": {**_LLAMA, **_MIXED, "tp": 2, "dp": 8, "zero_stage": 3, "sequence_parallel": True},
+    "gpt, pp 2 x dp 2, mixed": {**_GPT, **_MIXED, "pp": 2, "dp": 2, "micro_batches": 4},
     "gpt, pp 2, interleaved zero bubble": {**_GPT, **_CHUNKS, "schedule": "interleaved-zb"},
 }
 
@@ -79,6 +89,7 @@ def job_of(values: Mapping[str, Any]) -> Job:
     merged = {"tp": 1, "pp": 1, "dp": 1, "cp": 1, "micro_batches": 1, **values}
     many = merged.pop("micro_batches")
     model = {key: merged.pop(key) for key in _MOE if key in merged}
+    precision = merged.pop("precision", "pure-bf16")
     ranks = merged["tp"] * merged["pp"] * merged["dp"] * merged["cp"]
     if merged["pp"] > 1:  # as the harness runs pipelines: torch's runtime, and gradients after the schedule
         merged |= {"runtime": "torch", "overlap_grad_reduce": False}
@@ -86,7 +97,8 @@ def job_of(values: Mapping[str, Any]) -> Job:
         {
             "model": model,
             "parallel": merged,
-            "batch": {"micro_batch": 1, "global_batch": many * merged["dp"], "precision": "pure-bf16"},
+            "batch": {"micro_batch": 1, "global_batch": many * merged["dp"], "precision": precision},
+            "execution": {"engine": "eager-pytorch"},
             "cluster": {"hardware": HARDWARE, "nodes": -(-ranks // 8), "devices_per_node": min(ranks, 8)},
         }
     )

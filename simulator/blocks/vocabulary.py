@@ -84,7 +84,8 @@ def loss(shape: RankShape, rows: int, classes: int, statistics: tuple[Item, ...]
         ends = shape.op("cross_entropy", rows, classes), shape.op("cross_entropy_backward", rows, classes)
         saved = (Saved(rows * classes * shape.dtype_bytes),)
         return Step("loss", (ends[0], *statistics), (ends[1],), saved=saved)
-    casts = eager.casts(shape, rows * classes) if kernels.separate_kernels or kernels.token_metrics else ()
+    apart = kernels.separate_kernels or kernels.token_metrics or kernels.casts_parameters
+    casts = eager.casts(shape, rows * classes) if apart else ()
     metrics = eager.token_metrics(shape, rows, classes) if kernels.token_metrics else ()
     return Step(
         "loss",

@@ -79,7 +79,8 @@ class Gathers:
     def _issue(self) -> None:
         (unit, number), groups = self._units[self._asked], self._replicas.groups
         self._asked += 1
-        nodes = 3 if self._replicas.gathering.lists else 1  # with the whole tensor and the host's work on lists
+        gathering = self._replicas.gathering
+        nodes = 3 if gathering.lists else 1 + gathering.casts  # lists: with the whole tensor and the host's work
         self._builder.run(Slot(f"copy_in{self._suffix}", unit.number, num_nodes=nodes), unit.name, number)
         events = []
         for group, there, clock in ((groups.shard, unit.numel, DATA), (groups.experts, unit.expert_numel, SECOND)):

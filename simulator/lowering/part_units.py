@@ -91,13 +91,17 @@ def part_units(shape: RankShape, part: PartShape, every: int = 1) -> tuple[Unit,
     return tuple(units)
 
 
-_PASSAGES: Memo[tuple[int, BackwardSpec | None], tuple[Block, Passage]] = Memo("passages of blocks", 20_000)
+_PASSAGES: Memo[tuple[int, BackwardSpec | None, str], tuple[Block, Passage]] = Memo("passages of blocks", 20_000)
 
 
-def passage_of(block: Block, backward: BackwardSpec | None = None) -> Passage:
-    """Forward of a block, or its backward, by identity: blocks are made once, and hashing one costs more than this."""
-    known = _PASSAGES.get((id(block), backward))
+def passage_of(block: Block, backward: BackwardSpec | None = None, casts: str = "") -> Passage:
+    """Forward of a block, or its backward, by identity: blocks are made once, and hashing one costs more than this.
+
+    ``casts``: as in ``forward_passage``.
+    """
+    key = id(block), backward, casts
+    known = _PASSAGES.get(key)
     if known is None:
-        passage = forward_passage(block) if backward is None else backward_passage(block, backward)
-        _PASSAGES[id(block), backward] = known = (block, passage)  # the block is kept, so that its id stays its own
+        passage = forward_passage(block, casts) if backward is None else backward_passage(block, backward, casts)
+        _PASSAGES[key] = known = (block, passage)  # the block is kept, so that its id stays its own
     return known[1]

@@ -167,9 +167,17 @@ def dependencies(program: Program) -> tuple[NDArray[np.int32], NDArray[np.int32]
     return pointer, np.array([need for needs in incoming for need in needs], dtype=np.int32)
 
 
-def forward_passage(block: Block) -> Passage:
-    """Forward of a block."""
-    return _closed([(item, step.name) for step in block for item in step.forward])
+def forward_passage(block: Block, casts: str = "") -> Passage:
+    """Forward of a block; ``casts``: the type that parameters are cast to where they are used, empty: they are not."""
+    return _closed([(item, name) for step in block for item, name in _run_forward(step, step.name, casts)])
+
+
+def _run_forward(step: Step, name: str, casts: str) -> list[tuple[Item, str]]:
+    """Forward of a step, after the casts of its parameters, the last first: so their gradients arrive in order."""
+    own: list[tuple[Item, str]] = [(item, name) for item in step.forward]
+    if not casts:
+        return own
+    return [*((Op("cast", (numel,), casts), f"{name}.cast") for numel in reversed(step.parameters)), *own]
 
 
 @hashed_once
@@ -196,8 +204,11 @@ class BackwardSpec:
     dtype: str = "fp32"
 
 
-def backward_passage(block: Block, spec: BackwardSpec) -> Passage:
-    """Backward of a block: all of it, or the input's or the weights' gradients alone."""
+def backward_passage(block: Block, spec: BackwardSpec, casts: str = "") -> Passage:
+    """Backward of a block: all of it, or the input's or the weights' gradients alone.
+
+    ``casts``: as in ``forward_passage``; gradients of parameters are cast back.
+    """
     items: list[tuple[Item, str]] = []
     gradients: list[Gradient] = []
     last, again = _needed_again(block, spec) if spec.recompute == "full" and spec.part != WEIGHT else (-1, ())
@@ -205,8 +216,11 @@ def backward_passage(block: Block, spec: BackwardSpec) -> Passage:
     num_nodes = 0
 
     def add(new: Iterable[Item], name: str) -> None:
+        add_named((item, name) for item in new)
+
+    def add_named(new: Iterable[tuple[Item, str]]) -> None:
         nonlocal num_nodes
-        for item in new:
+        for item, name in new:
             items.append((item, name))
             num_nodes += not isinstance(item, Join)
 
@@ -214,11 +228,13 @@ def backward_passage(block: Block, spec: BackwardSpec) -> Passage:
         step = block[place]
         if place == last:
             for before in again:
-                add(before.forward, f"again.{before.name}")
+                add_named(_run_forward(before, f"again.{before.name}", casts))
         for before in cores.get(id(step), ()):
             add(before.forward, f"{before.name}.again")
         add(_gradient_items(step, spec.part), step.name)
         for numel in step.parameters if spec.part != INPUT else ():
+            if casts:
+                add([Op("cast", (numel,), casts)], f"{step.name}.cast")
             if spec.accumulate:
                 add([Op("add", (numel,), spec.dtype)], f"{step.name}.accumulate")
             if spec.bucket_experts if step.expert else spec.bucket:

@@ -31,12 +31,14 @@ class Gathering:
         reshard: Whether a unit is dropped after its forward, and gathered again for its backward.
         reduce_once: Whether gradients stay whole until those of the last micro-batch are there (in a pipeline).
         lists: As ``gathers_lists`` of ``OverlapSemantics``.
+        casts: Whether a rank casts its part before it is gathered (FSDP2's ``MixedPrecisionPolicy``).
     """
 
     prefetch: int = 1
     reshard: bool = True
     reduce_once: bool = False
     lists: bool = False
+    casts: bool = False
 
 
 @hashed_once
@@ -196,6 +198,7 @@ def replicas_of(
             overlap.reshard,
             reduce_once=zero_stage == 3 and pipelined and beside,
             lists=overlap.gathers_lists,
+            casts=semantics.kernels.casts_parameters,
         ),
         gradient_bytes=DTYPE_BYTES[states.gradient_dtype],
         all_sums=zero_stage == 1 and not states.scatters_sums,

@@ -86,8 +86,10 @@ class _UnitWork:
             parts = len(self._tensors[False]) * replicas.groups.shard.size
             parts += len(self._tensors[True]) * replicas.groups.experts.size
             return Op("host_calls", (_CALLS_PER_PART * parts,), self._dtypes[0])
-        if what == "grad_in":  # gradients into their message
-            return items_passage((Op("copy", (sum(tensors),), main_dtype),), "copy_in")
+        if what == "grad_in":  # gradients into their message, in its type
+            dtype = self._dtypes[0]
+            kind = "copy" if replicas.gradient_bytes == DTYPE_BYTES[dtype] else "cast"
+            return items_passage((Op(kind, (sum(tensors),), dtype),), "copy_in")
         if what == "add":  # to sums of earlier micro-batches, tensor by tensor, as they are declared
             shards = replicas.expert_shards if expert else replicas.shards
             ops = tuple([Op("add", (-(-tensor // shards),), main_dtype) for tensor in reversed(tensors)])
@@ -98,7 +100,8 @@ class _UnitWork:
 
     def _gathering(self, what: str, expert: bool, *, twice: bool) -> Passage | Collective:
         """What gathers parameters, once or both for recomputation and for backward."""
-        groups, dtype, lists = self._replicas.groups, self._dtypes[0], self._replicas.gathering.lists
+        groups, dtype, gathering = self._replicas.groups, self._dtypes[0], self._replicas.gathering
+        lists = gathering.lists
         others, experts = (_gathered(tensors, lists=lists, twice=twice) for tensors in self._tensors)
         if what == "gather":
             group = groups.experts if expert else groups.shard
@@ -108,7 +111,8 @@ class _UnitWork:
         shard = -(-sum(others) // groups.shard.size) + -(-sum(experts) // groups.experts.size)
         copy = Op("copy", (shard,), dtype)
         if not lists:
-            return items_passage((copy,), what)
+            casts = (Op("cast", (shard,), dtype),) if gathering.casts else ()
+            return items_passage((*casts, copy), what)
         parts = len(others) * groups.shard.size + len(experts) * groups.experts.size
         whole = Op("fill", (sum(others) + sum(experts),), dtype)  # torch.zeros, into which the parts come
         return items_passage((whole, Op("host_calls", (_CALLS_PER_PART * parts,), self._dtypes[0]), copy), what)

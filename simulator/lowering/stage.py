@@ -47,11 +47,13 @@ class Call:
         replicas: Those that it exchanges something with; ``SILENT`` if it does not.
         backward: What backward does; None: this is a forward.
         duties: What backward does beside its passages.
+        casts: Whether parameters are cast where they are used.
     """
 
     replicas: Replicas
     backward: BackwardSpec | None = None
     duties: Duties | None = None
+    casts: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,15 +84,20 @@ def calls_of(
     found: dict[Call, int] = {}
     of_pass = []
     for own in passes:
-        call = _forward(replicas, own) if own.label == FORWARD else _backward(kernels, replicas, recompute, own)
+        forward = own.label == FORWARD
+        call = _forward(kernels, replicas, own) if forward else _backward(kernels, replicas, recompute, own)
         of_pass.append(found.setdefault(call, len(found)))
     return Calls(tuple(found), tuple(of_pass))
 
 
-def _forward(replicas: Replicas, own: Pass) -> Call:
+def _forward(kernels: KernelSemantics, replicas: Replicas, own: Pass) -> Call:
     gathers = replicas.fully_sharded and (replicas.gathering.reshard or own.first)
     updates = replicas.overlap_parameters and replicas.zero_stage in (1, 2) and replicas.shards > 1 and own.first
-    return _call(replicas if gathers or updates else SILENT)
+    return _call(replicas if gathers or updates else SILENT, casts=_casts(kernels, replicas))
+
+
+def _casts(kernels: KernelSemantics, replicas: Replicas) -> bool:
+    return kernels.casts_parameters and not replicas.fully_sharded
 
 
 def _backward(kernels: KernelSemantics, replicas: Replicas, recompute: tuple[str, int], own: Pass) -> Call:
@@ -111,7 +118,8 @@ def _backward(kernels: KernelSemantics, replicas: Replicas, recompute: tuple[str
         dtype=kernels.main_dtype,
     )
     again = gathers and replicas.gathering.lists and kind == "full" and every == 1
-    return _call(who, spec, Duties(every, gathers, reduces, accumulate and reduces, again))
+    duties = Duties(every, gathers, reduces, accumulate and reduces, again)
+    return _call(who, spec, duties, casts=_casts(kernels, replicas))
 
 
 _call = cached(4096)(Call)  # equal calls are one object, as they are keys of other caches
@@ -128,12 +136,12 @@ def part_segments(shape: RankShape, part: PartShape, calls: Calls) -> tuple[Segm
 def _segment(shape: RankShape, part: PartShape, call: Call) -> Segment:
     spec, duties, replicas = call.backward, call.duties, call.replicas
     if spec is None or duties is None:
-        run = _part_run(shape, part, 1, None)
+        run = _part_run(shape, part, 1, None, call.casts)
         plan = forward_plan(run.patterns, replicas.pattern)
     elif duties.reduces and replicas.zero_stage < 2:
-        return send_buckets(_bucket_run(shape, part, duties.every, spec), replicas)
+        return send_buckets(_bucket_run(shape, part, duties.every, spec, call.casts), replicas)
     else:
-        run = _part_run(shape, part, duties.every, spec)
+        run = _part_run(shape, part, duties.every, spec, call.casts)
         plan = backward_plan(run.patterns, replicas.pattern, spec.part, duties)
     return plan.filled(SlotWork(shape, run.units, run.passages, replicas).of)
 
@@ -147,10 +155,10 @@ class _PartRun(NamedTuple):
 
 
 @cached(8192)
-def _part_run(shape: RankShape, part: PartShape, every: int, spec: BackwardSpec | None) -> _PartRun:
-    """``spec``: of the backward; None: the forward."""
-    units = part_units(shape, part, every)
-    passages = tuple([passage_of(u.block, None if spec is None else _spec_for(u, spec)) for u in units])
+def _part_run(shape: RankShape, part: PartShape, every: int, spec: BackwardSpec | None, casts: bool) -> _PartRun:
+    """``spec``: of the backward; None: the forward.  ``casts``: as in ``Call``."""
+    units, to = part_units(shape, part, every), shape.dtype if casts and shape.casts else ""
+    passages = tuple([passage_of(u.block, None if spec is None else _spec_for(u, spec), to) for u in units])
     numbers = [(u.name, u.first, u.times, u.root, *_numbers(u, p)) for u, p in zip(units, passages, strict=True)]
     return _PartRun(units, passages, _patterns(tuple(numbers)))
 
@@ -184,8 +192,8 @@ def _loss_nodes(passage: Passage) -> int:
 
 
 @cached(4096)
-def _bucket_run(shape: RankShape, part: PartShape, every: int, spec: BackwardSpec) -> BucketRun:
-    run = _part_run(shape, part, every, spec)
+def _bucket_run(shape: RankShape, part: PartShape, every: int, spec: BackwardSpec, casts: bool) -> BucketRun:
+    run = _part_run(shape, part, every, spec, casts)
     pairs = zip(run.units[::-1], run.passages[::-1], strict=True)
     in_order = [Repeated(p, unit.times, unit.name, unit.first + unit.times - 1) for unit, p in pairs]
     return BucketRun.of(spec.part, in_order)

@@ -79,7 +79,8 @@ MIXED = [("gpt", "ddp2"), ("llama", "fsdp2"), ("llama", "tp2sp"), ("gpt", "pp2")
 def test_mixed_precision_runs_the_ops_that_are_lowered(cpu: Hardware, tmp_path: Path) -> None:
     """In their types: products and activations in bf16, gradients, the loss and the step in fp32.
 
-    Casts of weights and of logits are copies in the trace, which the lowering leaves out.
+    Parameters are cast where they are used, and their gradients back.  What FSDP casts and copies is left out: traces
+    do not tell the types of lists of tensors.
     """
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs 2 cores")
@@ -93,7 +94,8 @@ def test_mixed_precision_runs_the_ops_that_are_lowered(cpu: Hardware, tmp_path: 
         lowered = lower(job, cpu)
         for segment in read_run(tmp_path / "out" / "runs" / name).segments():
             expected = lowered.program(segment.label, segment.stage, segment.micro_batch)
-            assert _but_copies(segment.program) == _but_copies(expected), (name, segment.label)
+            works = _but_copies if job.parallel.zero_stage == 3 else _works
+            assert works(segment.program) == works(expected), (name, segment.label)
 
 
 def _mixed(job: Job) -> Job:
@@ -102,7 +104,7 @@ def _mixed(job: Job) -> Job:
 
 
 def _but_copies(program: Program) -> Counter[tuple[str, str]]:
-    return Counter({key: count for key, count in _works(program).items() if not key[1].startswith("copy[")})
+    return Counter({key: count for key, count in _works(program).items() if not key[1].startswith(("copy[", "cast["))})
 
 
 SIGNATURE = ("kind", "num_bytes", "group_size", "ranks_per_node")

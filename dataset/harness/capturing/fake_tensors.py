@@ -69,8 +69,8 @@ class FakeWorld(TorchDispatchMode):
                     return func(*args, **kwargs)
         elif func in _VALUES:
             return self._value(func, tensors[0])
-        if is_fake and selects_unknown(func, tensors) and (line := own_place(traceback.extract_stack(), self._script)):
-            self.recorder.note(f"{line} selects rows by values: all were selected, since nothing is computed")
+        if is_fake and selects_unknown(func, tensors):
+            self.note("selects rows by values: all were selected, since nothing is computed")
         out = RESULTS[func](*args, **kwargs) if is_fake and func in RESULTS else None
         if out is None:
             out = FAKE.get(func, func)(*args, **kwargs)
@@ -103,7 +103,6 @@ class FakeWorld(TorchDispatchMode):
 
     def _value(self, func: Any, tensor: Tensor) -> Any:
         """The value that a script gets where none is known."""
-        line = own_place(traceback.extract_stack(), self._script)
         if self.recorder.active:
             self.recorder.wait_on_host(self.recorder.stream, "item", self.scope()[0])
         if func is _aten.equal.default:
@@ -111,11 +110,15 @@ class FakeWorld(TorchDispatchMode):
         mean = spread_of(tensor).mean
         if tensor.dtype is torch.bool and mean is not None:
             return mean > 0.5
-        if line:
-            self.recorder.note(f"{line} reads a value of a tensor: it was given 1 or False, since nothing is computed")
+        self.note("reads a value of a tensor: it was given 1 or False, since nothing is computed")
         if tensor.dtype is torch.bool:
             return False
         return 1.0 if tensor.dtype.is_floating_point else 1
+
+    def note(self, what: str) -> None:
+        """Say once what a line of the script does, if one is running."""
+        if line := own_place(traceback.extract_stack(), self._script):
+            self.recorder.note(f"{line} {what}")
 
     def scope(self) -> tuple[int, int, int]:
         """Phase, evaluation of autograd (-1: forward) and autograd's sequence number."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import wraps
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -37,6 +38,7 @@ def install(world: FakeWorld, *, on_host: bool = False) -> None:
     _storages(world)
     _shardings(world)
     _processes()
+    _compiles(world)
     autocast = _autocast_on_cpu(torch.autocast)
     for module in (torch, torch.amp, torch.amp.autocast_mode):
         patch(module, autocast=autocast)
@@ -87,6 +89,18 @@ def _processes() -> None:
         )
 
     patch(BaseProcess, start=start)
+
+
+def _compiles(world: FakeWorld) -> None:
+    """``torch.compile`` changes nothing here: dynamo is disabled in the environment."""
+    make = torch.compile
+
+    @wraps(make)
+    def compile_(*args: Any, **kwargs: Any) -> Any:
+        world.note("compiles: its ops were captured one by one, as eager PyTorch runs them, not as fused kernels")
+        return make(*args, **kwargs)
+
+    patch(torch, compile=compile_)
 
 
 def _unrecorded(world: FakeWorld, function: Any) -> Any:

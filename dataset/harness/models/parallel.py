@@ -24,6 +24,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import annotate, cores
+from ..ops import composite
 from ..plan import num_micro_batches
 from . import tensor_parallel
 from .transformer import Stage, shape_of, token_rows
@@ -100,7 +101,6 @@ class Training:
         if group is None or mesh is None:
             return self.stage
         if self.sharded:
-            self.stage.casts = False
             policy = MixedPrecisionPolicy(self.shape.dtype, self.shape.main_dtype)
             for layer in self.stage.layers:
                 fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
@@ -155,7 +155,10 @@ class Training:
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = tensor_parallel.CrossEntropy.apply(
-            logits.to(self.shape.main_dtype), targets.reshape(-1), self.groups["tp"], 1.0 / self.num_micro_batches
+            composite.cast(logits, self.shape.main_dtype),
+            targets.reshape(-1),
+            self.groups["tp"],
+            1.0 / self.num_micro_batches,
         )
         return loss
 

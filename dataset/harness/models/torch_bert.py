@@ -21,6 +21,7 @@ from .torch_parts import (
     enter_region,
     full_weight,
     leave_region,
+    linear,
     parameter,
     self_attention,
 )
@@ -71,7 +72,8 @@ class Embedding(nn.Module):
         return self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.positions(self.tokens(tokens)) + F.embedding(self.type_of_row, self.types)
+        (x,) = self.tokens(tokens)
+        x = self.positions(x) + F.embedding(self.type_of_row, composite.cast(self.types, self.shape.dtype))
         y: Tensor = self.norm(x)
         return y
 
@@ -81,12 +83,13 @@ class Head(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        self.shape = shape
         self.transform = parameter(full_weight(shape, "transform", shape.hidden, shape.hidden))
         self.transform_bias = parameter(self.transform.new_zeros(shape.hidden))
         self.norm = Norm(shape)
         self.logits = Logits(shape, bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.gelu(F.linear(x, self.transform, self.transform_bias), approximate="tanh")
+        x = F.gelu(linear(self.shape, x, self.transform, self.transform_bias), approximate="tanh")
         y: Tensor = self.logits(self.norm(x))
         return y

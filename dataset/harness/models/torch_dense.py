@@ -63,5 +63,5 @@ class Embedding(nn.Module):
         return self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x: Tensor = self.tokens(tokens)
+        (x,) = self.tokens(tokens)
         return x if self.positions is None else self.positions(x)

@@ -2,7 +2,8 @@
 
 Activations between modules are ``[rows, hidden]``, ``rows = micro_batch * seq_len`` (with sequence parallel, that
 over the group's size outside the tensor-parallel regions).  Initial weights depend on their names alone, so every
-parallel strategy starts from the same model.
+parallel strategy starts from the same model.  Parameters of another type than activations are cast where they are
+used, as autocast does; FSDP hands over what it has cast.
 """
 
 from __future__ import annotations
@@ -80,11 +81,18 @@ def parameter(value: Tensor) -> nn.Parameter:
     return nn.Parameter(value.clone(memory_format=torch.contiguous_format))
 
 
+def linear(shape: Shape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ w.T + b`` in the type of activations."""
+    weight = composite.cast(weight, shape.dtype)
+    return F.linear(x, weight, None if bias is None else composite.cast(bias, shape.dtype))
+
+
 class ColumnLinear(nn.Module):
     """``x @ w.T + b`` where each rank holds some rows of ``w``; blocks (q, k, v; gate, up) are sharded one by one."""
 
     def __init__(self, shape: Shape, name: str, blocks: list[int]) -> None:
         super().__init__()
+        self.shape = shape
         full = full_weight(shape, name, sum(blocks), shape.hidden).split(blocks)
         shards = [block.chunk(shape.size)[shape.rank] for block in full]
         self.weight = parameter(torch.cat(shards) if len(shards) > 1 else shards[0])
@@ -93,7 +101,7 @@ class ColumnLinear(nn.Module):
             self.bias = parameter(self.weight.new_zeros(self.weight.shape[0]))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(self.shape, x, self.weight, self.bias)
 
 
 class RowLinear(nn.Module):
@@ -101,17 +109,20 @@ class RowLinear(nn.Module):
 
     def __init__(self, shape: Shape, name: str, columns: int) -> None:
         super().__init__()
-        self.size = shape.size
+        self.shape = shape
         self.weight = parameter(full_weight(shape, name, shape.hidden, columns).chunk(shape.size, 1)[shape.rank])
         self.bias: nn.Parameter | None = None
         if shape.has_bias:
             self.bias = parameter(self.weight.new_zeros(shape.hidden))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.size > 1 and self.bias is not None:
-            y: Tensor = tensor_parallel.BiasedRowLinear.apply(x, self.weight, self.bias, self.size)
+        shape = self.shape
+        if shape.size > 1 and self.bias is not None:
+            bias = composite.cast(self.bias, shape.dtype)  # first, so that its gradient arrives last
+            weight = composite.cast(self.weight, shape.dtype)
+            y: Tensor = tensor_parallel.BiasedRowLinear.apply(x, weight, bias, shape.size)
             return y
-        return F.linear(x, self.weight, self.bias)
+        return linear(shape, x, self.weight, self.bias)
 
 
 class Norm(nn.Module):
@@ -119,16 +130,18 @@ class Norm(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        self.dtype = shape.dtype
         self.weight = nn.Parameter(torch.ones(shape.hidden, device=shape.device, dtype=shape.main_dtype))
         self.bias: nn.Parameter | None = None
         if shape.has_bias:
             self.bias = nn.Parameter(torch.zeros(shape.hidden, device=shape.device, dtype=shape.main_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
+        weight = composite.cast(self.weight, self.dtype)
         if self.bias is None:
-            y: Tensor = composite.RMSNorm.apply(x, self.weight)
+            y: Tensor = composite.RMSNorm.apply(x, weight)
             return y
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, composite.EPSILON)
+        return F.layer_norm(x, weight.shape, weight, composite.cast(self.bias, self.dtype), composite.EPSILON)
 
 
 def self_attention(shape: Shape, qkv: Tensor, *, causal: bool) -> Tensor:
@@ -168,13 +181,16 @@ class Tokens(nn.Module):
             full_weight(shape, "embedding", shape.vocab, shape.hidden).chunk(shape.size)[shape.rank]
         )
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """``tokens``, any shape, to ``[rows, hidden]``."""
-        shape, tokens = self.shape, tokens.reshape(-1)
-        if shape.group is None:
-            return F.embedding(tokens, self.weight)
-        x = tensor_parallel.VocabEmbedding.apply(tokens, self.weight, shape.rank * self.weight.shape[0])
-        return leave_region(shape, x)
+    def forward(self, *tokens: Tensor) -> list[Tensor]:
+        """Tensors of tokens, any shape, each to ``[rows, hidden]``."""
+        table = composite.cast(self.weight, self.shape.dtype)
+        return [self._rows(each.reshape(-1), table) for each in tokens]
+
+    def _rows(self, tokens: Tensor, table: Tensor) -> Tensor:
+        if self.shape.group is None:
+            return F.embedding(tokens, table)
+        x = tensor_parallel.VocabEmbedding.apply(tokens, table, self.shape.rank * table.shape[0])
+        return leave_region(self.shape, x)
 
 
 class Positions(nn.Module):
@@ -187,13 +203,14 @@ class Positions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, seq_len = x.shape[0], self.shape.seq_len
+        weight = composite.cast(self.weight, self.shape.dtype)
         first = self.shape.rank * rows if self.shape.sequence_parallel else 0
         if rows % seq_len == 0:  # whole sequences
-            return (x.view(-1, seq_len, x.shape[1]) + self.weight).view(rows, -1)
+            return (x.view(-1, seq_len, x.shape[1]) + weight).view(rows, -1)
         if seq_len % rows == 0:  # a part of one sequence
-            return x + self.weight.narrow(0, first % seq_len, rows)
+            return x + weight.narrow(0, first % seq_len, rows)
         index = torch.arange(first, first + rows, device=x.device).remainder_(seq_len)
-        return x + F.embedding(index, self.weight)
+        return x + F.embedding(index, weight)
 
 
 class Logits(nn.Module):
@@ -206,7 +223,7 @@ class Logits(nn.Module):
         self.bias = parameter(self.weight.new_zeros(self.weight.shape[0])) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(enter_region(self.shape, x), self.weight, self.bias)
+        return linear(self.shape, enter_region(self.shape, x), self.weight, self.bias)
 
 
 class Head(nn.Module):

@@ -91,11 +91,12 @@ class RelativePositions(nn.Module):
         super().__init__()
         table = full_weight(shape, name, shape.heads, BUCKETS).chunk(shape.size)[shape.rank]
         self.weight = parameter(table.t())
-        self.causal = causal
+        self.causal, self.dtype = causal, shape.dtype
         self.buckets = relative_buckets(length, causal=causal).to(shape.device)
 
     def forward(self) -> Tensor:
-        y: Tensor = composite_unfused.RelativeBias.apply(self.weight, self.buckets, self.causal)
+        weight = composite.cast(self.weight, self.dtype)
+        y: Tensor = composite_unfused.RelativeBias.apply(weight, self.buckets, self.causal)
         return y
 
 
@@ -129,8 +130,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``tokens[encoder_seq_len + seq_len, micro_batch]`` to both activations and both biases."""
-        far, near = tokens.split([self.shape.encoder_seq_len, self.shape.seq_len])
-        return self.tokens(far), self.tokens(near), self.encoder_positions(), self.decoder_positions()
+        far, near = self.tokens(*tokens.split([self.shape.encoder_seq_len, self.shape.seq_len]))
+        return far, near, self.encoder_positions(), self.decoder_positions()
 
 
 def layers(shape: Shape) -> list[nn.Module]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from ..ops import composite
@@ -47,7 +46,6 @@ class Stage(nn.Module):
         self.head: Any = family.Head(shape) if self.last else None
         if shape.tied_embeddings and self.embedding is not None and self.head is not None:
             self.head.logits.weight = self.embedding.weight
-        self.casts = shape.dtype != shape.main_dtype  # FSDP casts what it gathers: then this is no business of ours
         self.beside: tuple[Any, ...] = ()  # what every layer takes; no buffer: DDP and FSDP have no business with it
         if shape.family == "llama":
             self.beside = (composite.rope_tables(shape.seq_len, shape.head_dim, shape.device, shape.dtype),)
@@ -59,16 +57,16 @@ class Stage(nn.Module):
         if self.shape.family == "t5":
             x = self._encode_and_decode(x)
         else:
-            x = x if self.embedding is None else self._cast(self.embedding, x)
+            x = x if self.embedding is None else self.embedding(x)
             for layer in self.layers:
                 x = self._run(layer, x, *self.beside)
-        y: Tensor = x if self.head is None else self._cast(self.head, x)
+        y: Tensor = x if self.head is None else self.head(x)
         return y
 
     def _encode_and_decode(self, tokens: Tensor) -> Tensor:
         far: Tensor
         x: Tensor
-        far, x, far_bias, bias = self._cast(self.embedding, tokens)
+        far, x, far_bias, bias = self.embedding(tokens)
         for layer in self.layers[: self.shape.encoder_layers]:
             far = self._run(layer, far, far_bias)
         for layer in self.layers[self.shape.encoder_layers :]:
@@ -77,17 +75,10 @@ class Stage(nn.Module):
 
     def _run(self, layer: nn.Module, *inputs: Any) -> Tensor:
         if self.shape.recompute:
-            again: Tensor = checkpoint(self._cast, layer, *inputs, use_reentrant=False)
+            again: Tensor = checkpoint(layer, *inputs, use_reentrant=False)
             return again
-        y: Tensor = self._cast(layer, *inputs)
+        y: Tensor = layer(*inputs)
         return y
-
-    def _cast(self, part: nn.Module, *inputs: Any) -> Any:
-        """Run a part with its parameters in the type of activations, as autocast casts them."""
-        if not self.casts:
-            return part(*inputs)
-        cast = {name: p.to(self.shape.dtype) for name, p in part.named_parameters()}
-        return functional_call(part, cast, inputs)
 
     def replicated_parameters(self) -> list[nn.Parameter]:
         """Parameters that all tensor-parallel ranks hold; with sequence parallelism each has part of their gradient."""

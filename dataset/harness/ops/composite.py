@@ -18,6 +18,32 @@ from .compiled import composite, composite_as
 EPSILON = 1e-5
 
 
+class Cast(torch.autograd.Function):
+    """A conversion between fp32 and 16 bits, with that of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = x.dtype
+        return _converted(x, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _converted(grad, ctx.dtype), None
+
+
+def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    with annotate.op("cast", (x.numel(),), min(x.dtype, dtype, key=lambda each: each.itemsize)):
+        return x.to(dtype)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in a type; the tensor itself where it has the type."""
+    if x.dtype == dtype:
+        return x
+    y: Tensor = Cast.apply(x, dtype)
+    return y
+
+
 @composite
 def rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of ``x[rows, hidden]`` over their root mean square, and its inverse ``[rows, 1]``."""

@@ -124,6 +124,31 @@ def test_every_stage_of_a_pipeline_is_captured_and_meets_its_neighbours(
         assert [work.num_bytes for work in sent] == [8 * 64 * 4] * 8
 
 
+COMPILED = """
+    import torch
+    from torch import nn
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).cuda()
+    if {blocks}:
+        for layer in model:
+            layer.compile(fullgraph=False)
+    else:
+        model = torch.compile(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        model(torch.randn(32, 64, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_compiled_modules_are_captured_op_by_op_and_noted(blocks: bool, tmp_path: Path) -> None:
+    (rank,) = capture(CaptureRequest(written(tmp_path, COMPILED.format(blocks=blocks)), (), 8)).to_dict()["ranks"]
+    assert (rank["ops_by_kind"]["linear"], rank["ops_by_kind"]["gelu_backward"]) == (2, 1)
+    line = 7 if blocks else 9
+    assert any(text.startswith(f"train.py:{line} compiles: its ops") for text in rank["warnings"])
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -43,6 +43,22 @@ def test_the_halves_of_a_backward_are_the_whole(block: Block, accumulate: bool, 
     assert sum(sizes[0]) == sum(sum(step.parameters) for step in block)
 
 
+@given(block=blocks, how=st.sampled_from(["none", "selective", "full"]))
+def test_parameters_are_cast_where_they_are_used_and_their_gradients_back(block: Block, how: str) -> None:
+    """Once forward, once more where all of the block runs again, and once backward, before the gradient is there."""
+    sizes = sorted(numel for step in block for numel in step.parameters)
+    spec = BackwardSpec(recompute=how, whole=True)
+    forward, backward = forward_passage(block, "bf16"), backward_passage(block, spec, "bf16")
+    casts = [[node.dims[0] for node in passage.nodes if isinstance(node, Op) and node.kind == "cast"]
+             for passage in (forward, backward)]  # fmt: skip
+    assert sorted(casts[0]) == sizes
+    assert sorted(casts[1]) == sorted(sizes * (2 if how == "full" else 1))
+    for gradient in backward.gradients:
+        assert backward.nodes[gradient.node - 1] == Op("cast", (gradient.numel,), "bf16")
+    plain, uncast = forward_passage(block), [item for item, name in forward.items if not name.endswith(".cast")]
+    assert uncast == [item for item, _ in plain.items]
+
+
 @given(block=blocks, spec=st.builds(BackwardSpec, recompute=st.sampled_from(["none", "selective", "full"])))
 def test_a_gradient_is_there_after_the_op_that_makes_it(block: Block, spec: BackwardSpec) -> None:
     """Nodes never go back, and the last gradient is there when the passage ends."""

@@ -23,6 +23,12 @@ def x() -> Tensor:
     return torch.randn(6, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
 
 
+def test_a_cast_gives_its_gradient_the_first_type(x: Tensor) -> None:
+    y = composite.cast(x, torch.bfloat16)
+    assert y.dtype == torch.bfloat16 and composite.cast(x, x.dtype) is x
+    _same_gradients(composite.cast(y, torch.float32), x.to(torch.bfloat16).float(), x)
+
+
 def test_rms_norm(x: Tensor) -> None:
     weight = torch.linspace(0.5, 2.0, 16, requires_grad=True)
     _same_gradients(composite.RMSNorm.apply(x, weight), F.rms_norm(x, (16,), weight, composite.EPSILON), x, weight)
