@@ -15,14 +15,12 @@ import numpy as np
 from stepsight.dataset.errors import JobError, TraceError
 from stepsight.dataset.files import digest, read_json
 from stepsight.dataset.hardware import Fabric, Hardware, find_fabric, usual_fabric
-from stepsight.dataset.imported.imported_run import read_imported
 from stepsight.training.calibration.corrections import fit_scale
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.intervals.conformal import Intervals, fit_intervals
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.measured.host_costs import learn_host_calls
 from stepsight.training.measured.host_launches import fit_launches, launches_alone
-from stepsight.training.measured.host_steps import host_step
 from stepsight.training.measured.imported_facts import launch_seconds, overlap_of, with_facts
 from stepsight.training.measured.imported_ops import ImportedSegments
 from stepsight.training.measured.measured import (
@@ -174,7 +172,7 @@ def _with_host_calls(
     predictor: Predictor, imported: Sequence[ImportedSegments], profile: Profile, seed: int, say: Progress
 ) -> Predictor:
     """The predictor with what calls of a host take, where scripts were collected that it computes."""
-    steps = [step for run in imported if run.device == "cpu" and (step := host_step(read_imported(run.folder)))]
+    steps = [run.host for run in imported if run.host is not None]
     if not steps:
         return predictor
     say(f"calls that the host runs: scripts {len(steps)}, calls measured on their own {len(profile.calls)}")

@@ -23,11 +23,14 @@ from stepsight.dataset.run_manifest import RunManifest
 _LEAST_TOLD = 8  # nodes of a graph by which it can be told from others
 INDEX = "runs.json"
 SCOPES = ("step", "segment")
-FORM = 3  # of features and relations: another number is another version of every dataset
+FORM = 4  # of features and relations: another number is another version of every dataset
 
 
-def describe_run(name: str, job: Job | None, graphs: Sequence[RankGraph]) -> dict[str, Any]:
-    """Metadata of a run, by which splits are made.  Without a job, model and strategy follow from the ops that ran."""
+def describe_run(name: str, job: Job | None, graphs: Sequence[RankGraph], timed_s: float = 0.0) -> dict[str, Any]:
+    """Metadata of a run, by which splits are made.  Without a job, model and strategy follow from the ops that ran.
+
+    ``timed_s``: a step without a profiler; 0 if not timed.
+    """
     first = graphs[0]
     model, strategy = _of_graphs(graphs) if job is None else _of_job(job)
     group = digest(*(part.tobytes() for graph in graphs for part in (graph.start_s, graph.duration_s)))
@@ -38,6 +41,7 @@ def describe_run(name: str, job: Job | None, graphs: Sequence[RankGraph]) -> dic
         "scale": str(first.world_size),
         "hardware": first.device_name or first.device,
         "group": group,
+        "timed_s": timed_s,
     }
 
 
@@ -64,6 +68,7 @@ def describe_own_run(run: RunManifest) -> dict[str, Any]:
         "scale": str(run.world_size),
         "hardware": run.job.hardware_name,
         "group": digest_files(files),
+        "timed_s": run.iteration_time_s if run.whole else 0.0,
     }
 
 
@@ -92,7 +97,7 @@ def read_index(root: Path) -> dict[str, Any]:
 def run_parts(folder: Path, run: dict[str, Any]) -> Iterator[tuple[dict[str, Any], GraphPart]]:
     """Metadata and parts of a stored run: every step and segment of every rank."""
     graphs = [read_graph(folder, stem) for stem in run["ranks"]]
-    names = ("source", "run", "role", "model", "strategy", "scale", "hardware", "group")
+    names = ("source", "run", "role", "model", "strategy", "scale", "hardware", "group", "timed_s")
     about = {name: run[name] for name in names}
     if graphs:
         met = meetings(graphs)[0]

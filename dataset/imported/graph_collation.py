@@ -13,8 +13,8 @@ from stepsight.dataset.imported.graph_schema import GraphPart, edge_types
 from stepsight.dataset.imported.rank_graph import NODE_KINDS
 
 About = dict[str, Any]
-_COLUMNS = ("x", "y", "kind", "node", "signature", "share", "launch", "beside")
-_NUMBERS = ("step", "busy", "micro_batch", "stage", "wait_s", "span_s")
+_COLUMNS = ("x", "y", "kind", "node", "signature", "share", "launch", "beside", "call", "recorded")
+_NUMBERS = ("step", "busy", "micro_batch", "stage", "wait_s", "span_s", "events")
 
 
 def to_hetero_data(part: GraphPart, about: About) -> HeteroData:
@@ -71,4 +71,5 @@ def _arrays(part: GraphPart) -> dict[Any, dict[str, Any]]:
 
 def _attributes(part: GraphPart, about: About) -> About:
     numbers = {name: getattr(part, name) for name in _NUMBERS}
-    return {**about, "scope": part.scope, "segment": part.label, "streams": list(part.streams), **numbers}
+    names = {"streams": list(part.streams), "calls": list(part.calls)}
+    return {**about, "scope": part.scope, "segment": part.label, **names, **numbers}

@@ -13,7 +13,7 @@ from stepsight.dataset.imported.call_segments import call_segments
 from stepsight.dataset.imported.dataset_index import FORM, INDEX, SCOPES, describe_own_run, describe_run
 from stepsight.dataset.imported.graph_files import write_graph
 from stepsight.dataset.imported.graph_schema import DTYPES, EDGE_NUMBERS, NUMBERS, TARGETS, edge_types, kind_names
-from stepsight.dataset.imported.imported_run import has_traces, is_imported, run_folders, run_graphs
+from stepsight.dataset.imported.imported_run import has_traces, is_imported, read_imported, run_folders, run_graphs
 from stepsight.dataset.imported.rank_graph import NODE_KINDS
 from stepsight.dataset.imported.segment_files import write_segments
 from stepsight.dataset.run_folder import read_run
@@ -91,8 +91,9 @@ def _add_run(raw: Path, folder: Path, scopes: Sequence[str], warnings: list[str]
     raw.mkdir(parents=True)
     told: dict[str, Any] = {"ranks": [], "segments": "segment" in scopes}
     if run is not None:
+        timed_s = run.iteration_s if own else read_imported(folder).timed_s
         warnings += [f"run {run.name}: {each}" for graph in run.graphs for each in graph.warnings]
-        told |= {"role": run.role, **describe_run(run.name, run.job, run.graphs)}
+        told |= {"role": run.role, **describe_run(run.name, run.job, run.graphs, timed_s)}
     elif segments is not None:
         told |= {"role": segments.manifest.role, **describe_own_run(segments.manifest)}
     if run is not None and "step" in scopes:
@@ -163,7 +164,8 @@ and in context. `kind`: index into `kinds`.
 `signature`: exact sizes; of an op the index of its type in {", ".join(index["dtypes"])}, then its dims; of a collective
 its bytes, ranks, and ranks on a node. `share`: part of the signature's time that a node takes. `launch`: seconds of the
 host from the launch before, and calls recorded in them, both as profiled. `beside`: seconds of an op in which a
-collective of its rank ran. Logarithms of sizes are log(1 + size).
+collective of its rank ran. `call`: of an op that the host runs itself, index into the graph's `calls`, and `recorded`:
+calls that the profiler recorded within it. Logarithms of sizes are log(1 + size).
 
 ## Edges
 

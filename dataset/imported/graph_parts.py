@@ -80,7 +80,8 @@ class RankParts:
 
     def _part(self, nodes: Ints, step: int) -> GraphPart:
         graph = self._graph
-        part = GraphPart("step", "step", step)
+        part = GraphPart("step", "step", step, events=graph.events / len(graph.steps_s))
+        part.span_s = float(graph.steps_s[step, 1] - graph.steps_s[step, 0])
         place = self._within
         kind = graph.nodes["kind"][nodes]
         work = graph.nodes["work"][nodes]
@@ -97,11 +98,19 @@ class RankParts:
             part.signature[name] = self._signatures[work[kind == number]]
             part.share[name] = np.ones(len(chosen))
             part.launch[name], part.beside[name] = self._launch[chosen], self._beside[chosen]
+            part.call[name], part.recorded[name] = np.full(len(chosen), -1), graph.nodes["recorded"][chosen]
+        self._add_calls(part)
         inside = self._by_step[self._edge_bounds[step] : self._edge_bounds[step + 1]]
         self._add_edges(part, nodes, place, inside)
         self._add_streams(part, nodes)
         self._add_peers(part)
         return part
+
+    def _add_calls(self, part: GraphPart) -> None:
+        """Names of the calls that a host runs itself."""
+        if self._graph.device == "cpu":
+            used, part.call["op"] = np.unique(self._graph.nodes["name"][part.node["op"]], return_inverse=True)
+            part.calls = tuple(self._graph.names[name] for name in used.tolist())
 
     def _add_edges(self, part: GraphPart, nodes: Ints, place: Ints, inside: Ints) -> None:
         graph = self._graph
@@ -174,6 +183,8 @@ class RankParts:
                 "share": np.ones(len(pairs)),
                 "launch": np.zeros((len(pairs), 2)),
                 "beside": np.zeros(len(pairs)),
+                "call": np.full(len(pairs), -1),
+                "recorded": np.zeros(len(pairs), dtype=np.int64),
             }
             for name, values in more.items():
                 column = getattr(part, name)

@@ -70,11 +70,16 @@ class GraphPart:
         share: By node type, ``(k,)``: part of the signature's time that the node takes.
         launch: By node type, ``(k, 2)``: host seconds from the launch before, and calls recorded in that time.
         beside: By node type, ``(k,)``: seconds of an op in which a collective of its rank ran.
+        call: By node type, ``(k,)``: of an op that the host runs itself, index of ``calls``; else -1.
+        recorded: By node type, ``(k,)``: calls that a profiler recorded within such an op; else 0.
         edges: By edge type: ``(2, e)`` and ``(e, len(EDGE_NUMBERS))``.
         streams: Names.
+        calls: Of a step on a host: names of the framework's calls.
+        events: Of a step: what the profiler recorded in it, mean over the steps of its trace.
         busy: Ranks that compute at the same time on the node.
         micro_batch, stage: Of a segment.
-        wait_s, span_s: Of a segment: seconds in which the compute stream waited, and seconds in all.
+        wait_s: Of a segment: seconds in which the compute stream waited.
+        span_s: Seconds in all, as traced.
     """
 
     scope: str
@@ -88,8 +93,12 @@ class GraphPart:
     share: dict[str, Floats] = field(default_factory=dict)
     launch: dict[str, Floats] = field(default_factory=dict)
     beside: dict[str, Floats] = field(default_factory=dict)
+    call: dict[str, Ints] = field(default_factory=dict)
+    recorded: dict[str, Ints] = field(default_factory=dict)
     edges: dict[tuple[str, str, str], tuple[Ints, NDArray[np.float32]]] = field(default_factory=dict)
     streams: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()
+    events: float = 0.0
     busy: int = 1
     micro_batch: int = 0
     stage: int = 0

@@ -20,10 +20,11 @@ from stepsight.dataset.imported.rank_graph import NODE_KINDS
 
 _ABOUT = (
     "source", "run", "role", "model", "strategy", "scale", "hardware", "group", "digest", "rank", "scope", "segment",
-    "step", "streams", "busy", "micro_batch", "stage", "wait_s", "span_s",
+    "step", "streams", "busy", "micro_batch", "stage", "wait_s", "span_s", "calls",
+    "events", "timed_s",
 )  # fmt: skip
 _LAUNCH = ("launch_s", "launch_events")
-_SINGLE = ("kind", "node", "share", "beside")
+_SINGLE = ("kind", "node", "share", "beside", "call", "recorded")
 _STREAM = ("is_device",)
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.files import digest, new_folder, read_json, write_json
 from stepsight.dataset.imported.graph_files import read_graph, write_graph
@@ -45,6 +47,12 @@ class ImportedRun:
     role: str = "train"
     hardware: str = ""
     rounds: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def timed_s(self) -> float:
+        """Median seconds of a step that was timed without a profiler; 0 if none was."""
+        steps = [seconds for each in self.rounds for seconds in each]
+        return float(np.median(steps)) if steps else 0.0
 
     def graphs(self) -> list[RankGraph]:
         """Graphs of all ranks, in order."""

@@ -97,6 +97,7 @@ class SegmentParts:
         beside = _beside(segment, drawn.chosen)
         for name, chosen in drawn.chosen.items():
             part.y[name], part.launch[name], part.beside[name] = seconds[chosen], launch[chosen], beside[chosen]
+            part.call[name], part.recorded[name] = np.full(len(chosen), -1), np.zeros(len(chosen), dtype=np.int64)
         for edge_type, (ends, numbers) in same.edges.items():
             pairs = drawn.pairs.get(edge_type)
             if pairs is not None and pairs.shape[1] and len(segment.start_s):

@@ -28,10 +28,12 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
     ``feature_names``), ``y`` (natural logarithm of seconds alone and in context, NaN where unknown), ``kind`` (index of
     ``kinds``), ``node`` (place in the rank's graph or in the segment's order of issue, -1: a peer's collective),
     ``signature`` (exact sizes), ``share``, ``launch`` (seconds of the host, and calls recorded in them) and ``beside``
-    (seconds of an op in which a collective ran).  Each edge
+    (seconds of an op in which a collective ran).  Ops that a host runs itself have ``call`` (index of the graph's
+    ``calls``) and ``recorded`` (calls that a profiler recorded within them).  Each edge
     has ``edge_attr`` (columns: ``edge_feature_names``).  Metadata are attributes of a graph: ``run``, ``role``
     (``heldout``: it must never train), ``source`` (number of the run), ``rank``, ``step``, ``scope`` (``step`` or
-    ``segment``), ``segment``, ``streams``, ``busy``, ``micro_batch``, ``stage``, ``wait_s``, ``span_s``, ``model``,
+    ``segment``), ``segment``, ``streams``, ``busy``, ``micro_batch``, ``stage``, ``wait_s``, ``span_s``, ``events``
+    (recorded in a step), ``timed_s`` (a step without a profiler, 0: not timed), ``calls``, ``model``,
     ``strategy``, ``scale``, ``hardware``, ``group`` (of the trace) and ``digest`` (of what was measured).
 
     Args:

@@ -8,16 +8,21 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
 from stepsight.dataset.trace import TracedSegment
+from stepsight.training.measured.host_steps import HostStep, host_step
 
 if TYPE_CHECKING:
     from stepsight.dataset.imported.learning_steps import StepWorks
 
 
 class RunGraphs(NamedTuple):
-    """What the dataset holds of a run: its segments and, if they were asked for, what ran in its steps."""
+    """What the dataset holds of a run: its segments and, if steps were asked for, what ran in them.
+
+    ``host``: the step of a host that computes; None where a device does, or where no step was timed.
+    """
 
     segments: tuple[TracedSegment, ...]
     steps: StepWorks
+    host: HostStep | None = None
 
 
 def read_graphs(folders: Sequence[Path], scopes: Sequence[str] = ("segment",)) -> list[RunGraphs]:
@@ -50,4 +55,5 @@ def read_graphs(folders: Sequence[Path], scopes: Sequence[str] = ("segment",)) -
         for run, segment in zip(runs, learning_segments(graphs), strict=True):
             found[run].append(segment)
         works = [step_works(graphs, places) for places in steps]
-    return [RunGraphs(tuple(segments), step) for segments, step in zip(found, works, strict=True)]
+        hosts = [host_step(graphs, places) if places else None for places in steps]
+    return [RunGraphs(tuple(segments), *each) for segments, *each in zip(found, works, hosts, strict=True)]

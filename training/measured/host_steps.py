@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.imported.imported_run import ImportedRun
-from stepsight.dataset.imported.rank_graph import OP, PHASES, RankGraph
+from stepsight.dataset.imported.graph_schema import NUMBERS, work_of
+from stepsight.dataset.imported.rank_graph import PHASES
 from stepsight.dataset.op import Op
 from stepsight.dataset.overhead import profiling_correction, without_overhead
+
+if TYPE_CHECKING:
+    from stepsight.dataset.imported.trace_graphs import TraceGraphs
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -34,6 +38,7 @@ class HostStep:
         phase: ``(n,)``: index of ``PHASES``.
         op_s: ``(n,)``: seconds without a profiler, the median over traced steps.
         step_s: Median seconds of a step that was timed without a profiler.
+        place: Of the graph of such a step in the dataset.
     """
 
     name: str
@@ -42,52 +47,83 @@ class HostStep:
     phase: Ints
     op_s: Floats
     step_s: float
+    place: int = -1
 
     def counts(self) -> Floats:
         """Number of ops by phase, shape ``(len(PHASES),)``."""
         return np.bincount(self.phase, minlength=len(PHASES)).astype(np.float64)
 
 
-def host_step(run: ImportedRun) -> HostStep | None:
-    """The step of an imported run of one rank that computes on its host; None where it is none, or was not timed."""
-    graphs = run.graphs()
-    steps = [seconds for each in run.rounds for seconds in each]
-    if len(graphs) != 1 or graphs[0].device != "cpu" or not steps or not len(graphs[0].steps_s):
+def host_step(graphs: TraceGraphs, places: Sequence[int]) -> HostStep | None:
+    """What a run's host does in one step, from the dataset's graphs of its steps.
+
+    Args:
+        graphs: The dataset.
+        places: Of the run's steps in it.
+
+    Returns:
+        None where several ranks ran, a device computed, or no step was timed without a profiler.
+    """
+    places = sorted(places, key=graphs.values("step").__getitem__)
+    timed_s, ranks, hardware = (
+        {graphs.values(name)[place] for place in places} for name in ("timed_s", "rank", "hardware")
+    )
+    if len(ranks) != 1 or hardware != {"cpu"} or timed_s == {0.0}:
         return None
-    graph, step_s = graphs[0], float(np.median(steps))
-    nodes = graph.nodes
-    inside = np.flatnonzero((nodes["kind"] == OP) & (nodes["step"] >= 0))
-    by_step = [inside[nodes["step"][inside] == step] for step in range(len(graph.steps_s))]
-    alike = _alike(graph, by_step)
+    steps = [_Step.of(graphs, place) for place in places]
+    alike = _alike(steps)
     if not alike:
         return None
-    lengths = graph.steps_s[:, 1] - graph.steps_s[:, 0]
-    profiled = float(np.median([lengths[step] for step in alike]))
-    recorded = graph.events / len(graph.steps_s)
-    correction = profiling_correction(step_s, profiled, recorded, 0.0)
+    step_s = timed_s.pop()
+    profiled = float(np.median([steps[number].span_s for number in alike]))
+    correction = profiling_correction(step_s, profiled, steps[0].events, 0.0)
     seconds = np.median(
         [
-            correction.drift
-            * without_overhead(
-                graph.duration_s[by_step[step]],
-                nodes["recorded"][by_step[step]].astype(np.float64),
-                correction.per_event_s,
-            )
-            for step in alike
+            correction.drift * without_overhead(steps[number].seconds, steps[number].recorded, correction.per_event_s)
+            for number in alike
         ],
         axis=0,
     )
-    first = by_step[alike[0]]
-    works = [graph.works[work] for work in nodes["work"][first].tolist()]
+    first = steps[alike[0]]
+    works = [work_of(graphs.kinds[kind], exact) for kind, *exact in first.works]
     ops = tuple(work for work in works if isinstance(work, Op))
-    calls = tuple(graph.names[name] for name in nodes["name"][first].tolist())
-    phase = np.maximum(nodes["phase"][first], 0)
-    return HostStep(run.name, ops, calls, phase, seconds, step_s)
+    name = str(graphs.values("run")[places[0]])
+    return HostStep(name, ops, first.calls, first.phase, seconds, step_s, places[alike[0]])
 
 
-def _alike(graph: RankGraph, by_step: Sequence[Ints]) -> list[int]:
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """Ops of a traced step, ``(n,)`` each."""
+
+    works: tuple[tuple[int, ...], ...]  # kind, and exact signature
+    calls: tuple[str, ...]
+    phase: Ints
+    seconds: Floats
+    recorded: Floats
+    span_s: float
+    events: float
+
+    @classmethod
+    def of(cls, graphs: TraceGraphs, place: int) -> _Step:
+        told = {name: graphs.column("op", name, [place])[0] for name in ("kind", "signature", "x", "y", "recorded")}
+        names = graphs.values("calls")[place]
+        calls = tuple(names[call] for call in graphs.column("op", "call", [place])[0].tolist())
+        columns = [NUMBERS.index(f"is_{phase}") for phase in PHASES]
+        works = np.concatenate([told["kind"][:, None], told["signature"]], axis=1)
+        return cls(
+            tuple(map(tuple, works.tolist())),
+            calls,
+            told["x"][:, columns].argmax(axis=1).astype(np.int64),
+            np.exp(told["y"][:, 1].astype(np.float64)),
+            told["recorded"].astype(np.float64),
+            float(graphs.values("span_s")[place]),
+            float(graphs.values("events")[place]),
+        )
+
+
+def _alike(steps: Sequence[_Step]) -> list[int]:
     """Steps that run the same ops as most do; the last one, which another observer slows, only where it is alone."""
-    works = [tuple(graph.nodes["work"][nodes].tolist()) for nodes in by_step]
+    works = [step.works for step in steps]
     told = works[:-1] or works
     usual = max(set(told), key=told.count, default=())
     return [step for step, each in enumerate(told) if each == usual and usual]

@@ -17,6 +17,7 @@ from stepsight.training.measured.graph_segments import read_graphs
 
 if TYPE_CHECKING:
     from stepsight.dataset.imported.learning_steps import StepWorks
+    from stepsight.training.measured.host_steps import HostStep
 
 HELDOUT = "heldout"  # role of runs that judge: they never train
 
@@ -32,6 +33,7 @@ class ImportedSegments:
         job: The job that ran; None if unknown.
         segments: Of all steps and ranks.
         steps: What ran in all steps, kernel by kernel.
+        host: The step of a host that computes; None where a device does, or where no step was timed.
     """
 
     folder: Path
@@ -40,6 +42,7 @@ class ImportedSegments:
     job: Job | None
     segments: tuple[TracedSegment, ...]
     steps: StepWorks
+    host: HostStep | None
 
     whole = False  # nobody timed its iteration without a profiler
 
@@ -70,7 +73,7 @@ def read_imported_segments(folders: Iterable[Path], hardware: str = "") -> list[
         _check_hardware(run.hardware, hardware, run.folder)
     found = read_graphs([run.folder for run in runs], ("segment", "step"))
     return [
-        ImportedSegments(run.folder, run.name, run.hardware or "cuda", run.job, graphs.segments, graphs.steps)
+        ImportedSegments(run.folder, run.name, run.hardware or "cuda", run.job, graphs.segments, *graphs[1:])
         for run, graphs in zip(runs, found, strict=True)
     ]
 

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepsight.dataset.harness.progress import Progress
-from stepsight.dataset.imported.imported_run import ImportedRun, read_imported
 from stepsight.experiments.script_collecting import Script, collect_script
+from stepsight.training.measured.graph_segments import read_graphs
+from stepsight.training.measured.host_steps import HostStep
 
 SCRIPT = Path(__file__).with_name("family_script.py")
 CONFIGURATIONS = 3
 COUNTS = {"warmup": 3, "rounds": 4, "steps": 6, "profile_steps": 4}
 _TIMEOUT_S = 180.0
+_TOGETHER = 32  # runs whose graphs are in memory at once
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,6 @@ class FamilyRun:
     @property
     def name(self) -> str:
         return f"{self.family}-{self.configuration}"
-
-    @property
-    def imported(self) -> ImportedRun:
-        """Its traced steps, and the seconds of those without a profiler."""
-        return read_imported(next(self.folder.glob("runs/*")))
 
 
 def collect_runs(
@@ -80,6 +77,16 @@ def read_runs_of_families(out: Path, families: Sequence[str]) -> list[FamilyRun]
     """What is collected of the families."""
     repeats = len(list(out.glob("repeat*")))
     return [run for run in _asked(out, families, repeats) if (run.folder / "plan.json").exists()]
+
+
+def steps_of(runs: Sequence[FamilyRun]) -> Iterator[tuple[FamilyRun, HostStep]]:
+    """What the host did in a step of each run; runs whose steps were not timed are left out."""
+    for begin in range(0, len(runs), _TOGETHER):
+        part = runs[begin : begin + _TOGETHER]
+        folders = [next(run.folder.glob("runs/*")) for run in part]
+        for run, graphs in zip(part, read_graphs(folders, ("step",)), strict=True):
+            if graphs.host is not None:
+                yield run, graphs.host
 
 
 def _asked(out: Path, families: Sequence[str], repeats: int) -> Iterator[FamilyRun]:

@@ -13,12 +13,12 @@ from stepsight.dataset.hardware import HARDWARE, find_fabric, usual_fabric
 from stepsight.dataset.imported.rank_graph import OP, RankGraph
 from stepsight.dataset.op import Op
 from stepsight.experiments.studies.architectures.family_programs import program_folder, read_alone, read_program
-from stepsight.experiments.studies.architectures.family_runs import CONFIGURATIONS, read_runs_of_families
+from stepsight.experiments.studies.architectures.family_runs import CONFIGURATIONS, read_runs_of_families, steps_of
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.replay.captured_step import time_captured
 from stepsight.training.kernels.host_calls import HostCalls, Known
 from stepsight.training.measured.host_costs import learn_host_calls, slowdown_of, with_alone
-from stepsight.training.measured.host_steps import HostStep, host_step
+from stepsight.training.measured.host_steps import HostStep
 
 FOLDS = 3
 _HARDWARE = "local-cpu"
@@ -64,11 +64,9 @@ def folds_of(families: Sequence[str], folds: int = FOLDS) -> dict[str, int]:
 
 def judge(out: Path, families: Sequence[str]) -> list[Judged]:
     """Predict every captured script from the families of the other folds."""
-    runs = {(run.family, run.configuration, run.repeat): run for run in read_runs_of_families(out, families)}
     repeats: dict[tuple[str, int], list[HostStep]] = {}
-    for (family, number, _), run in runs.items():
-        if (found := host_step(run.imported)) is not None:
-            repeats.setdefault((family, number), []).append(found)
+    for run, found in steps_of(read_runs_of_families(out, families)):
+        repeats.setdefault((run.family, run.configuration), []).append(found)
     steps = {key: _mean(each) for key, each in repeats.items()}
     spreads = {key: float(np.log(each[-1].step_s / each[0].step_s)) for key, each in repeats.items() if len(each) > 1}
     programs = [
