@@ -36,7 +36,7 @@ class ContextWeights:
 
     Attributes:
         bound: Largest absolute log-correction.
-        num_layers: Rounds of message passing.
+        num_layers: Rounds of message passing; 0: a network without edges.
         tensors: By name, as in the PyTorch model's ``state_dict``.
         features: Names of the features that it reads, in the order of its weights.
     """
@@ -45,6 +45,11 @@ class ContextWeights:
     num_layers: int
     tensors: Mapping[str, Array]
     features: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """What it is, for reports."""
+        return "graph network" if self.num_layers else "network without edges"
 
     def log_correction(self, program: Program, alone: Array, hardware: Hardware, busy: int) -> Array:
         """Log of seconds in context over seconds alone for every node, ``(len(program),)``, within ``+-bound``."""

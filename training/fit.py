@@ -15,9 +15,8 @@ import numpy as np
 from stepsight.dataset.errors import JobError, TraceError
 from stepsight.dataset.files import digest, read_json
 from stepsight.dataset.hardware import Fabric, Hardware, find_fabric, usual_fabric
-from stepsight.training.calibration.corrections import fit_scale
 from stepsight.training.collectives.collective_models import fit_collectives
-from stepsight.training.intervals.conformal import Intervals, fit_intervals
+from stepsight.training.intervals.conformal import Intervals
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.measured.host_costs import learn_host_calls
 from stepsight.training.measured.host_launches import fit_launches, launches_alone
@@ -41,6 +40,7 @@ from stepsight.training.regression.regressor import UNKNOWN
 from stepsight.training.tracking import TrackedRun, check_store, default_uri, tracked
 
 Progress = Any
+MIN_RUNS = 4  # fewer cannot be held back in turn
 
 
 def train(
@@ -165,7 +165,12 @@ def _learn(
         if error < UNKNOWN  # too few of a family to leave any out
     }
     predictor = _with_launches(Predictor(hardware, kernel, collective, manifest={"metrics": metrics}), profile, runs)
-    return _learn_context(_with_host_calls(predictor, imported, profile, seed, say), runs, imported, seed, say)
+    predictor = _with_host_calls(predictor, imported, profile, seed, say)
+    if not runs and len(imported) < MIN_RUNS:
+        return predictor
+    from stepsight.training.context.learn_context import learn_context
+
+    return learn_context(predictor, runs, imported, seed, say)
 
 
 def _with_host_calls(
@@ -194,59 +199,6 @@ def _with_launches(predictor: Predictor, profile: Profile, runs: Sequence[Measur
     return having(kinds) if kinds else predictor
 
 
-def _learn_context(
-    predictor: Predictor, runs: list[MeasuredRun], imported: list[ImportedSegments], seed: int, say: Progress
-) -> Predictor:
-    """Context model, calibration and intervals, each judged on runs held back."""
-    from stepsight.training.context.examples import MIN_RUNS, family_errors, hold_back, make_examples, make_wholes
-    from stepsight.training.context.fit_context import fit_context
-
-    every: list[MeasuredRun | ImportedSegments] = [*runs, *imported]
-    judged = sum(run.whole for run in runs)
-    if not runs and len(every) < MIN_RUNS:
-        return predictor
-    examples, wholes = make_examples(every, predictor), make_wholes(runs, predictor)
-    say(f"context: {len(every)} runs, {len(examples)} distinct segments")
-    metrics = dict(predictor.manifest["metrics"])
-    if judged < MIN_RUNS and len(every) < MIN_RUNS:
-        say(f"only {judged} runs, {MIN_RUNS} are needed to hold some back: errors unknown, a wide default interval")
-        few = fit_context(examples, wholes, predictor.hardware, seed=seed)
-        return replace(predictor, context=few, manifest={"metrics": metrics})
-    held = hold_back(
-        every, examples, wholes, predictor, seed=seed, on_fold=lambda at, of: say(f"context: fold {at + 1} of {of}")
-    )
-    fitted = fit_context(examples, wholes, predictor.hardware, seed=seed)
-    context = fitted if held.context_helps else None
-    metrics |= {
-        "op_error_regressor_percent": held.op_error_alone,
-        "op_error_with_gnn_percent": held.op_error_in_context,
-    }
-    for family, error in family_errors(examples, context, predictor).items():
-        metrics[f"in_context_fit_{family}_percent"] = error
-    if judged < MIN_RUNS:
-        say(f"{judged} iterations were timed, {MIN_RUNS} are needed for an interval: a wide default one")
-        return replace(predictor, context=context, manifest={"metrics": metrics})
-    predicted = held.in_context if held.context_helps else held.alone
-    calibration = fit_scale(predicted, held.measured)
-    off = np.log(held.measured / (predicted * calibration.scale))
-    intervals = fit_intervals(off, 2 * float(np.median([run.spread_log for run in runs])))
-    metrics |= {
-        "mape_regressor_percent": _mape(held.alone, held.measured),
-        "mape_with_gnn_percent": _mape(held.in_context, held.measured),
-        "mape_percent": _mape(predicted * calibration.scale, held.measured),
-        "calibration_scale": calibration.scale,
-        "interval_half_width_percent": 100 * float(np.expm1(intervals.half_width_log)),
-    }
-    say(
-        f"runs held back: iteration time {metrics['mape_percent']:.1f} %, "
-        f"ops {held.op_error_alone:.1f} % by regressors, {held.op_error_in_context:.1f} % with the GNN"
-        + ("" if held.context_helps else " (so it is left out)")
-    )
-    return replace(
-        predictor, context=context, calibration=calibration, intervals=intervals, manifest={"metrics": metrics}
-    )
-
-
 def _mape(predicted: Any, measured: Any) -> float:
     return 100 * float(np.mean(np.abs(predicted / measured - 1)))
 
@@ -273,6 +225,7 @@ def _manifest(
         "versions": {name: version(name) for name in ("stepsight", "lightgbm", "torch", "torch-geometric", "numpy")},
         "seed": seed,
         "metrics": predictor.manifest["metrics"],
+        "context_model": predictor.manifest.get("context_model", {}),
         **tracking,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
@@ -307,7 +260,7 @@ def _track(run: TrackedRun, predictor: Predictor, out: Path, folders: Sequence[P
         "num_ops": manifest["num_ops"],
         "num_collectives": manifest["num_collectives"],
         "num_runs": len(manifest["runs"]),
-        "context_gnn": predictor.context is not None,
+        "context_model": manifest["context_model"].get("ships", "none"),
         "families_with_trees": " ".join(sorted(kernel.trees)) or "none",
         "interval_coverage": predictor.intervals.coverage if predictor.intervals != Intervals() else 0.0,
     }

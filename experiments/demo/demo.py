@@ -83,6 +83,7 @@ def run_demo(out: Path) -> tuple[dict[str, Any], str]:
         "gnn": {
             "op_error_regressor": evaluation.op_error_regressor,
             "op_error_with_gnn": evaluation.op_error_with_gnn,
+            "model": predictor.context.name if predictor.context is not None else "",
         },
         "search": {
             "best": found.best.to_dict(),

@@ -65,13 +65,15 @@ def _kernels(predictor: Predictor) -> str:
 
 
 def _context(predictor: Predictor) -> str:
-    metrics = predictor.manifest.get("metrics", {})
-    if predictor.context is None:
-        return "none: ops take as long as on their own"
-    if "op_error_with_gnn_percent" not in metrics:
-        return "a graph neural network"
-    alone, within = metrics["op_error_regressor_percent"], metrics["op_error_with_gnn_percent"]
-    return f"a graph neural network: ops of runs held back {within:.1f} % off, {alone:.1f} % without it"
+    told = predictor.manifest.get("context_model", {})
+    ships = predictor.context.name if predictor.context is not None else "none: ops take as long as on their own"
+    rows = [row for row in told.get("held_back", ()) if row["op_error_percent"] or row["mape_percent"]]
+    if not rows:
+        return ships
+    by_ops = any(row["op_error_percent"] for row in rows)
+    key, what = ("op_error_percent", "ops") if by_ops else ("mape_percent", "iterations")
+    off = ", ".join(f"{row['model']} {row[key]:.1f} %" for row in rows)
+    return f"{ships} ({what} of runs held back, off by: {off})"
 
 
 def _held_back(metrics: Mapping[str, float]) -> str:

@@ -1,9 +1,9 @@
-"""From measured runs to what the context model learns from, and how well it does on runs held back."""
+"""From measured runs to what context models learn from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +13,11 @@ from stepsight.dataset.hardware import find_fabric, usual_fabric
 from stepsight.dataset.imported.rank_graph import OPAQUE
 from stepsight.dataset.op import Op
 from stepsight.dataset.program import Node
-from stepsight.gnn.inference import ContextWeights
+from stepsight.gnn.context_table import Context
 from stepsight.simulator.latency_model import LatencyModel
 from stepsight.simulator.segment_timing import timer_of
 from stepsight.simulator.simulate import simulate
-from stepsight.training.context.fit_context import Example, Whole, fit_context, op_error
+from stepsight.training.context.fit_context import Example, Whole
 from stepsight.training.context.through_simulator import Iteration
 from stepsight.training.measured.imported_ops import ImportedSegments
 from stepsight.training.measured.measured import MeasuredRun, average
@@ -26,8 +26,6 @@ from stepsight.training.predictor.learned_latency import LearnedLatency
 from stepsight.training.predictor.predictor import Predictor
 
 Array = NDArray[np.float64]
-FOLDS = 5
-MIN_RUNS = 4  # fewer cannot be held back in turn
 _UNKNOWN_LINKS = "loopback"  # of hardware without usual links: they are features of collectives, and teach nothing
 
 
@@ -95,89 +93,7 @@ def iteration_times(runs: Sequence[MeasuredRun], predictor: Predictor) -> Array:
     return np.array([simulate(job, latency).iteration_time_s for job, latency in latencies])
 
 
-@dataclass(frozen=True)
-class HeldBack:
-    """What comes out when runs are held back in turn; shapes ``(runs,)``, those that are whole.
-
-    Attributes:
-        measured: Iteration times.
-        alone: Predicted by regressors alone.
-        in_context: Predicted with a context model that never saw the run.
-        op_error_alone, op_error_in_context: Of ops in traces, percent, runs held back; NaN without traces.
-    """
-
-    measured: Array
-    alone: Array
-    in_context: Array
-    op_error_alone: float
-    op_error_in_context: float
-
-    @property
-    def context_helps(self) -> bool:
-        """Whether the context model earns its place on runs that it never saw."""
-        whole = 1.0
-        if len(self.measured):
-            before, after = (np.abs(np.log(each / self.measured)).mean() for each in (self.alone, self.in_context))
-            whole = float(after) / max(1e-9, float(before))
-        ops = self.op_error_in_context / max(1e-9, self.op_error_alone) if self.op_error_alone > 0 else 1.0
-        return bool(np.sqrt(whole * ops) < 1.0)
-
-
-def hold_back(
-    runs: Sequence[Taught],
-    examples: Sequence[Example],
-    wholes: Sequence[Whole],
-    predictor: Predictor,
-    *,
-    seed: int,
-    on_fold: Callable[[int, int], None],
-) -> HeldBack:
-    """Cross-validate over runs; what is held back counts as never measured, its ops and collectives included.
-
-    Args:
-        runs: To hold back in turn.
-        examples, wholes: Of the runs, for training.
-        predictor: Fitted regressors, no context model.
-        seed: Of folds and weights.
-        on_fold: Called with the number of the fold and of all folds.
-    """
-    folds = np.random.default_rng(seed).permutation(len(runs)) % min(FOLDS, len(runs))
-    unseen = predictor.left_out
-    whole = np.array([run.whole for run in runs], dtype=np.bool_)
-    in_context = np.zeros(len(runs))
-    before, after = [], []
-    for fold in range(folds.max() + 1):
-        on_fold(fold, int(folds.max()) + 1)
-        own = [run for run, at in zip(runs, folds, strict=True) if at == fold]
-        names = {run.name for run in own}
-        context = fit_context(
-            [example for example in examples if example.run not in names],
-            [whole for whole in wholes if whole.run not in names],
-            predictor.hardware,
-            seed=seed,
-        )
-        judged = _whole(own)
-        in_context[(folds == fold) & whole] = iteration_times(judged, replace(unseen, context=context))
-        if left_out := make_examples(own, unseen):
-            before.append(op_error(left_out, None, predictor.hardware))
-            after.append(op_error(left_out, context, predictor.hardware))
-    judged = _whole(runs)
-    return HeldBack(
-        np.array([run.manifest.iteration_time_s for run in judged]),
-        iteration_times(judged, unseen),
-        in_context[whole],
-        float(np.mean(before)) if before else 0.0,
-        float(np.mean(after)) if after else 0.0,
-    )
-
-
-def _whole(runs: Sequence[Taught]) -> list[MeasuredRun]:
-    return [run for run in runs if isinstance(run, MeasuredRun) and run.whole]
-
-
-def family_errors(
-    examples: Sequence[Example], context: ContextWeights | None, predictor: Predictor
-) -> dict[str, float]:
+def family_errors(examples: Sequence[Example], context: Context | None, predictor: Predictor) -> dict[str, float]:
     """Time-weighted error of ops in context by family, percent."""
     off: dict[str, list[tuple[float, float]]] = {}
     for example in examples:

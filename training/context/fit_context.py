@@ -14,7 +14,8 @@ from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.op import Op
 from stepsight.dataset.program import Program
 from stepsight.features.graph_features import Topology, join, node_features, topology
-from stepsight.gnn.context_model import BOUND, ContextModel
+from stepsight.gnn.context_model import BOUND, LAYERS, ContextModel
+from stepsight.gnn.context_table import Context
 from stepsight.gnn.inference import ContextWeights
 from stepsight.gnn.loss import iteration_loss, node_loss
 from stepsight.training.context.through_simulator import Iteration, iteration_seconds
@@ -75,6 +76,7 @@ def fit_context(
     hardware: Hardware,
     *,
     seed: int = 0,
+    layers: int = LAYERS,
     epochs: int = EPOCHS,
     on_epoch: Callable[[int, float], None] | None = None,
 ) -> ContextWeights:
@@ -85,6 +87,7 @@ def fit_context(
         wholes: Whole iterations, which train through the simulator.
         hardware: What was measured.
         seed: Of the weights.
+        layers: Rounds of messages; 0: a network without edges.
         epochs: Full-batch steps.
         on_epoch: Called with the number of the epoch and its loss.
     """
@@ -93,7 +96,7 @@ def fit_context(
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     try:
-        model = ContextModel()
+        model = ContextModel(num_layers=layers)
         batch = _Batch.of(examples, wholes, hardware)
         model.set_range(batch.features)
         _train(model, batch, epochs, on_epoch)
@@ -199,7 +202,7 @@ def node_weights(examples: Sequence[Example]) -> Array:
     return np.concatenate(parts or [np.zeros(0)])
 
 
-def op_error(examples: Sequence[Example], context: ContextWeights | None, hardware: Hardware) -> float:
+def op_error(examples: Sequence[Example], context: Context | None, hardware: Hardware) -> float:
     """Time-weighted mean absolute log-error of ops in context, in percent; without ``context``, that of alone."""
     total = weights = 0.0
     for example in examples:

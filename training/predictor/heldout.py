@@ -33,7 +33,7 @@ class HeldoutEvaluation:
         spearman: Rank correlation of predicted and measured iteration times.
         coverage: Percent of the runs that their interval holds.
         op_error_regressor: Time-weighted error of ops in context by regressors alone, percent; 0 without traces.
-        op_error_with_gnn: The same with the context model.
+        op_error_with_gnn: The same with the context model that ships, whichever it is.
     """
 
     rows: list[dict[str, Any]]

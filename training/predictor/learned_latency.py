@@ -20,7 +20,7 @@ from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.kernels.kernel_models import KernelModel
 
 if TYPE_CHECKING:
-    from stepsight.gnn.inference import ContextWeights
+    from stepsight.gnn.context_table import Context
 
 Seconds = NDArray[np.float64]
 MAX_PROGRAMS, MAX_WORKS = 4096, 100_000  # that a latency model remembers
@@ -47,7 +47,7 @@ class LearnedLatency:
         hardware: Hardware,
         kernel: KernelModel,
         collective: CollectiveModel,
-        context: ContextWeights | None,
+        context: Context | None,
         *,
         fabric: Fabric,
         busy: int,

@@ -6,7 +6,8 @@
     hardware.json       measured facts
     kernel.json         physics, neighbours and supports of ops;        kernel.<family>.txt.gz  LightGBM
     collective.json     the same for collectives;                       collective.<label>.txt.gz
-    gnn.json            shape of the context model, where there is one; gnn.safetensors      its weights
+    gnn.json            shape of the context network, where there is one; gnn.safetensors    its weights
+    context_table.json  instead of a network: a table of corrections in context
     intervals.json      held-back residuals, calibration
 
 Loading reads numbers and never executes code, and refuses a folder with a file changed, missing or added.  Predictors
@@ -66,7 +67,7 @@ from stepsight.training.regression.trees import Trees
 from stepsight.training.transfer.transferred import Teacher, Transfer
 
 if TYPE_CHECKING:
-    from stepsight.gnn.inference import ContextWeights
+    from stepsight.gnn.context_table import Context
 
 MAX_LATENCIES = 128  # latency models that a predictor remembers
 ROWWISE = "a scale for each row"  # in names of software whose 8-bit products have one
@@ -97,7 +98,7 @@ class Predictor:
     hardware: Hardware
     kernel: KernelModel
     collective: CollectiveModel
-    context: ContextWeights | None = None
+    context: Context | None = None
     calibration: Calibration = field(default_factory=Calibration)
     intervals: Intervals = field(default_factory=Intervals)
     manifest: Mapping[str, Any] = field(default_factory=dict)
@@ -291,10 +292,10 @@ class Predictor:
         nccl, carried, between = read_part(folder / "collective.json", library)
         tables = read_part(folder / "intervals.json", dict)
         context = None
-        if (folder / "gnn.json").exists():
-            from stepsight.gnn.inference import ContextWeights
+        if any((folder / name).exists() for name in ("gnn.json", "context_table.json")):
+            from stepsight.gnn.context_table import load_context
 
-            context = ContextWeights.load(folder)
+            context = load_context(folder)
         return cls(
             hardware,
             KernelModel(

@@ -237,7 +237,7 @@ def _steps(predictor: Predictor, folder: Path, hardware: str) -> dict[str, Any]:
             "coverage": found.coverage,
             "op_error_regressor": found.op_error_regressor,
             "op_error_with_gnn": found.op_error_with_gnn,
-            "gnn": predictor.context is not None,
+            "gnn": predictor.context.name if predictor.context is not None else "",
         },
     }
 

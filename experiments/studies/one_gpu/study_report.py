@@ -61,14 +61,17 @@ def _steps(of: Mapping[str, Any]) -> str:
         if name in sums:
             one = sums[name]
             lines.append(f"steps, {name} ({one['rows']}): MAPE {one['mape']:.1f} %, max {one['max']:.1f} %")
-    context = "" if sums["gnn"] else "; the GNN did not help on runs held back, so it is left out"
     lines.append(
         f"by regressors alone MAPE {sums['mape_without_gnn']:.1f} %; Spearman {sums['spearman']:.3f}, "
         f"interval holds {sums['coverage']:.0f} % of the runs"
     )
     lines.append(
         f"ops in context: error {sums['op_error_regressor']:.1f} % by regressors alone, "
-        f"{sums['op_error_with_gnn']:.1f} % with the GNN{context}"
+        + (
+            f"{sums['op_error_with_gnn']:.1f} % with the {sums['gnn']}"
+            if sums["gnn"]
+            else "which no context model beat"
+        )
     )
     return "\n".join(lines)
 

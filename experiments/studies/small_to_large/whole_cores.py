@@ -210,7 +210,7 @@ def _text(summary: Mapping[str, Any]) -> str:
         f"max {summary['max_error']:.1f} %, Spearman {summary['spearman']:.3f}, regret {summary['regret']:.1f} %, "
         f"within the interval {summary['coverage']:.0f} %",
         f"ops in context: {summary['op_error_regressor']:.1f} % by regressors, "
-        f"{summary['op_error_with_gnn']:.1f} % with the GNN",
+        f"{summary['op_error_with_gnn']:.1f} % with the context model",
         "",
         table(["family", "iteration %", "ops by regressors %", "ops with GNN %"], families),
     ]

@@ -5,6 +5,7 @@ from stepsight.dataset.hardware import Hardware, find_fabric
 from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.program import Program
 from stepsight.training.context.fit_context import Example, Whole, fit_context, op_error
+from stepsight.training.context.fit_table import fit_table
 from stepsight.training.context.through_simulator import Iteration
 from stepsight.training.predictor.predictor import Predictor
 
@@ -78,6 +79,25 @@ def test_whole_iterations_alone_teach_it_too(
     context = fit_context([], train, hardware, epochs=40)
     taught = Predictor(hardware, predictor.kernel, predictor.collective, context)
     assert _iteration_error(heldout, taught) < 0.5 * _iteration_error(heldout, predictor)
+
+
+def test_a_table_learns_a_factor_of_each_kind(
+    measured: tuple[list[Example], list[Whole], list[Example], list[Whole]], hardware: Hardware
+) -> None:
+    train, _, heldout, _ = measured
+    table = fit_table(train, [])
+    assert op_error(heldout, table, hardware) < 0.6 * op_error(heldout, None, hardware)
+    slow = table.logs["", ""] + table.logs["gelu", ""] + table.logs["gelu", "forward"]
+    plain = table.logs["", ""] + table.logs["linear", ""] + table.logs["linear", "forward"]
+    assert slow - plain == pytest.approx(np.log(1.3), abs=0.03)
+
+
+def test_whole_iterations_alone_teach_a_table_too(
+    measured: tuple[list[Example], list[Whole], list[Example], list[Whole]], hardware: Hardware, predictor: Predictor
+) -> None:
+    _, train, _, heldout = measured
+    taught = Predictor(hardware, predictor.kernel, predictor.collective, fit_table([], train))
+    assert _iteration_error(heldout, taught) < 0.6 * _iteration_error(heldout, predictor)
 
 
 def test_training_is_deterministic(
