@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from stepsight.dataset.errors import StepsightError
-from stepsight.experiments.studies.context.benchmark import judge, outcome_dict, outcome_text
+from stepsight.experiments.studies.context.benchmark import judge
+from stepsight.experiments.studies.context.benchmark_report import outcome_dict, outcome_text
 from stepsight.experiments.studies.context.context_task import ContextTask
 from stepsight.experiments.studies.context.overlap_task import overlap_task
 from stepsight.experiments.studies.context.region_collecting import collect
@@ -32,13 +33,23 @@ TASKS: dict[str, Callable[[Path], ContextTask]] = {"regions": regions_task, "ove
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="stepsight experiment context", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--task", choices=sorted(TASKS), help="one task; all whose data are there, if left out")
-    parser.add_argument("--data", type=Path, default=Path("runs/context"), help="folder with a folder for each task")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path("runs/context"),
+        help="folder with a folder for each task, or that of one --task",
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--folds", type=int, default=3)
     parser.add_argument("--only", action="append", default=[], help="models whose names hold this word (repeatable)")
     parser.add_argument("--no-variants", action="store_true", help="leave out networks without each kind of edge")
     parser.add_argument(
         "--collect", type=int, metavar="N", help="first measure N functions of each family of regions on this machine"
+    )
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="judge everything anew; else what was judged before is read from DATA/judged",
     )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
@@ -52,9 +63,11 @@ def main(arguments: Sequence[str]) -> int:
             raise StepsightError(f"{options.data} must hold a folder for a task ({', '.join(TASKS)}), got none")
         outcomes = []
         for name in names:
-            task = TASKS[name](options.data / name)
+            own = options.data / name
+            task = TASKS[name](own if own.exists() else options.data)
             wanted = {"only": options.only, "variants": not options.no_variants}
-            outcomes.append(judge(task, seeds=options.seeds, folds=options.folds, **wanted))
+            cache = None if options.again else options.data / "judged"
+            outcomes.append(judge(task, seeds=options.seeds, folds=options.folds, cache=cache, **wanted))
     except StepsightError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

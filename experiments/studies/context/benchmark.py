@@ -5,21 +5,20 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from torch_geometric.data import HeteroData
 
-from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.studies.context.context_task import ContextTask
 from stepsight.experiments.studies.context.edgeless_models import MODELS, Answers, Fit
+from stepsight.experiments.studies.context.judged_cache import Judged, JudgedCache
 from stepsight.experiments.studies.context.network_models import LABELS, ablations, network, without_edges
 
 Array = NDArray[np.float64]
 FOLDS = 3
-AS_GOOD = 1.02  # times the error of the best
 CLEAR = 2.0  # standard errors by which a task is won
 GNN = "GNN"
 
@@ -33,6 +32,9 @@ class Row:
         error: Mean over seeds of the weighted mean |log| error.
         seed_error: Standard error over seeds.
         mape: Mean absolute error in percent, weighted alike.
+        worst: Largest error of a graph, percent; mean over seeds.
+        difference: Mean error minus that of the best model without messages, paired by graph.
+        difference_error: Its standard error over groups.
         seconds: Training and prediction of one fold, mean.
         hears: Whether it passes messages.
     """
@@ -41,8 +43,21 @@ class Row:
     error: float
     seed_error: float
     mape: float
+    worst: float
+    difference: float
+    difference_error: float
     seconds: float
     hears: bool
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """Mean errors on one group of the network and of the best model without messages."""
+
+    group: str
+    graphs: int
+    gnn: float
+    best_other: float
 
 
 @dataclass(frozen=True)
@@ -55,12 +70,13 @@ class Outcome:
         groups: How many.
         seeds: Over which the rows are means.
         rows: One for each model.
-        gnn: The network with edges that counts: the design chosen on held-back groups.
+        gnn: The network with edges that counts: the design with the least error.
         best_other: The best model without messages.
         difference: Mean error of ``gnn`` minus that of ``best_other``, paired by graph.
         difference_error: Its standard error over groups.
         won: Whether the difference is below minus two standard errors.
-        ships: The model that held-back groups choose, fold by fold.
+        by_group: Both models on every group that judges.
+        ships: The model that held-back groups of the teaching part choose, and in how many folds.
     """
 
     task: str
@@ -75,6 +91,7 @@ class Outcome:
     difference: float
     difference_error: float
     won: bool
+    by_group: tuple[GroupRow, ...] = ()
     ships: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -85,8 +102,11 @@ def models_of(task: ContextTask) -> tuple[dict[str, Fit], dict[str, Fit], dict[s
     same = all((g[task.readout].roofline == g[task.readout].baseline).all() for g in task.graphs)
     if same:
         del plain["regressors"]  # there are none for this task
+    plain |= task.plain_models
     plain |= {f"sum over {node}s, no edges": without_edges(node) for node in task.edgeless}
-    designs = {f"{GNN}: {name}": network(design) for name, design in task.designs.items()}
+    designs = {f"{GNN}: {name}": network(design) for name, design in task.designs.items()} | dict(task.networks)
+    if not task.designs:
+        return plain, designs, {}
     main = next(iter(task.designs.values()))
     variants = ablations(task, main)
     labelled = all("seconds" in g[main.readout] and "total" in g for g in task.graphs)
@@ -112,16 +132,22 @@ def errors_of(task: ContextTask, graphs: Sequence[HeteroData], answers: Answers)
     return np.array(logs), np.array(relative)
 
 
-class _Judged:
+class _Errors:
     """Errors of one model by seed and graph."""
 
     def __init__(self, seeds: int, graphs: int) -> None:
-        self.logs, self.relative = np.full((seeds, graphs), np.nan), np.full((seeds, graphs), np.nan)
+        self.logs, self.relative = np.zeros((seeds, graphs)), np.zeros((seeds, graphs))
         self.seconds: list[float] = []
 
 
 def judge(
-    task: ContextTask, *, seeds: int = 3, folds: int = FOLDS, only: Sequence[str] = (), variants: bool = True
+    task: ContextTask,
+    *,
+    seeds: int = 3,
+    folds: int = FOLDS,
+    only: Sequence[str] = (),
+    variants: bool = True,
+    cache: Path | None = None,
 ) -> Outcome:
     """Train and judge all models of a task.
 
@@ -131,108 +157,118 @@ def judge(
         folds: Parts of each split.
         only: Models whose names hold one of these words; all if empty.
         variants: Whether networks without each kind of edge and with other labels are judged too.
+        cache: Folder of what was judged before; None: everything is judged anew.
     """
     plain, designs, others = models_of(task)
     every = {**plain, **designs, **(others if variants else {})}
     every = {name: fit for name, fit in every.items() if not only or any(word in name for word in only)}
-    judged = {name: _Judged(seeds, len(task.graphs)) for name in every}
+    known = JudgedCache(cache, task)
+    errors = {name: _Errors(seeds, len(task.graphs)) for name in every}
     chosen: dict[str, int] = {}
     for seed in range(seeds):
         for number, (taught, held) in enumerate(task.folds(folds, seed)):
             for name, fit in every.items():
-                _run(task, fit, (taught, held), seed, judged[name])
                 print(f"{task.name} seed {seed} fold {number}: {name}", file=sys.stderr, flush=True)
+                own = errors[name]
+                own.logs[seed, held], own.relative[seed, held], seconds = _judged(
+                    task, known, (name, fit), (taught, held), seed
+                )
+                own.seconds.append(seconds)
             if seed == 0:
-                found = _choose(task, {n: f for n, f in every.items() if n in plain or n in designs}, taught)
+                print(f"{task.name} fold {number}: models on groups held back of the rest", file=sys.stderr, flush=True)
+                found = _choose(task, known, {n: f for n, f in every.items() if n in plain or n in designs}, taught)
                 chosen[found] = chosen.get(found, 0) + 1
-    return _outcome(task, judged, set(plain), set(designs), chosen)
+    return _outcome(task, errors, set(plain), set(designs), chosen)
 
 
-def _run(task: ContextTask, fit: Fit, fold: tuple[Sequence[int], Sequence[int]], seed: int, judged: _Judged) -> None:
-    taught, held = fold
-    begin = time.process_time()
-    graphs = [task.graphs[place] for place in held]
-    answers = fit(task, [task.graphs[place] for place in taught], seed)(graphs)
-    judged.seconds.append(time.process_time() - begin)
-    judged.logs[seed, held], judged.relative[seed, held] = errors_of(task, graphs, answers)
+def _judged(
+    task: ContextTask,
+    known: JudgedCache,
+    model: tuple[str, Fit],
+    fold: tuple[Sequence[int], Sequence[int]],
+    seed: int,
+) -> Judged:
+    """Errors of a model that some graphs taught on others."""
+    (name, fit), (taught, held) = model, fold
+
+    def judge_now() -> Judged:
+        begin = time.process_time()
+        graphs = [task.graphs[place] for place in held]
+        answers = fit(task, [task.graphs[place] for place in taught], seed)(graphs)
+        seconds = time.process_time() - begin
+        return *errors_of(task, graphs, answers), seconds
+
+    return known.get((name, seed, list(taught), list(held)), judge_now)
 
 
-def _choose(task: ContextTask, models: Mapping[str, Fit], taught: Sequence[int]) -> str:
-    """The first model, the simplest come first, that is as good as the best on groups that are held back."""
+def _choose(task: ContextTask, known: JudgedCache, models: Mapping[str, Fit], taught: Sequence[int]) -> str:
+    """The first model, the simplest come first, within a standard error of the best on groups that are held back."""
     names = sorted({task.groups[place] for place in taught})
     back = set(names[::3])
     part = [place for place in taught if task.groups[place] not in back]
     held = [place for place in taught if task.groups[place] in back]
-    weights = task.weights()[held]
-    found: dict[str, float] = {}
-    for name, fit in models.items():
-        graphs = [task.graphs[place] for place in held]
-        logs, _ = errors_of(task, graphs, fit(task, [task.graphs[place] for place in part], 0)(graphs))
-        found[name] = float(np.average(logs, weights=weights))
-    best = min(found, key=lambda name: found[name])
-    return next(name for name in found if found[name] <= AS_GOOD * found[best])
+    logs = np.zeros((len(models), len(task.graphs)))
+    for row, (name, fit) in zip(logs, models.items(), strict=True):
+        row[held] = _judged(task, known, (name, fit), (part, held), 0)[0]
+    inside = np.isin(np.arange(len(task.graphs)), held)
+    weights = np.where(inside, task.weights() if task.weights()[held].any() else 1.0, 0.0)
+    best = logs[np.argmin(logs @ weights)]
+    for row, name in zip(logs, models, strict=True):
+        mean, doubt = _paired(task, weights, row, best)
+        if mean <= doubt:
+            return name
+    raise AssertionError("the best model is as good as itself")
 
 
 def _outcome(
     task: ContextTask,
-    judged: Mapping[str, _Judged],
+    errors: Mapping[str, _Errors],
     plain: set[str],
     designs: set[str],
     chosen: dict[str, int],
 ) -> Outcome:
     weights = task.weights()
-    rows = []
-    for name, each in judged.items():
-        by_seed = each.logs @ weights / weights.sum()
-        spread = float(by_seed.std(ddof=1) / np.sqrt(len(by_seed))) if len(by_seed) > 1 else 0.0
-        mape = 100 * float((each.relative @ weights / weights.sum()).mean())
-        seconds = float(np.mean(each.seconds))
-        rows.append(Row(name, float(by_seed.mean()), spread, mape, seconds, name not in plain))
-    error = {row.model: row.error for row in rows}
-    best = min((name for name in error if name in plain), key=error.__getitem__, default="")
-    gnn = min((name for name in error if name in designs), key=error.__getitem__, default="")
-    mean, doubt = _paired(task, judged, gnn, best) if best and gnn else (0.0, 0.0)
+    means = {name: each.logs.mean(axis=0) for name, each in errors.items()}
+    total = {name: float(mean @ weights / weights.sum()) for name, mean in means.items()}
+    best = min((name for name in total if name in plain), key=total.__getitem__, default="")
+    gnn = min((name for name in total if name in designs), key=total.__getitem__, default="")
+    rows = [
+        _row(name, each, weights, _paired(task, weights, means[name], means[best]) if best else (0.0, 0.0), plain)
+        for name, each in errors.items()
+    ]
+    mean, doubt = _paired(task, weights, means[gnn], means[best]) if best and gnn else (0.0, 0.0)
+    judging = [group for group in sorted(set(task.groups)) if group not in task.teachers]
+    by_group = []
+    for group in judging if best and gnn else ():
+        own = np.array([each == group for each in task.groups])
+        share = weights * own / max(float((weights * own).sum()), 1e-12)
+        by_group.append(GroupRow(group, int(own.sum()), float(means[gnn] @ share), float(means[best] @ share)))
+    seeds = len(next(iter(errors.values())).logs)
     return Outcome(
-        task.name, task.about, len(task.graphs), len(set(task.groups)), len(next(iter(judged.values())).logs),
-        task.floor, tuple(rows), gnn, best, mean, doubt, bool(best and gnn) and mean < -CLEAR * doubt, chosen,
-        task.notes,
+        task.name, task.about, len(task.graphs), len(judging), seeds, task.floor, tuple(rows), gnn, best, mean, doubt,
+        bool(best and gnn) and mean < -CLEAR * doubt, tuple(by_group), chosen, task.notes,
     )  # fmt: skip
 
 
-def _paired(task: ContextTask, judged: Mapping[str, _Judged], one: str, other: str) -> tuple[float, float]:
-    """Difference of mean errors, and its standard error where graphs of a group are alike."""
-    weights = task.weights() / task.weights().sum()
-    each = weights * (judged[one].logs.mean(axis=0) - judged[other].logs.mean(axis=0))
+def _row(name: str, errors: _Errors, weights: Array, paired: tuple[float, float], plain: set[str]) -> Row:
+    share = weights / weights.sum()
+    by_seed = errors.logs @ share
+    spread = float(by_seed.std(ddof=1) / np.sqrt(len(by_seed))) if len(by_seed) > 1 else 0.0
+    relative = 100 * errors.relative
+    worst = float(relative[:, weights > 0].max(axis=1).mean())
+    return Row(
+        name, float(by_seed.mean()), spread, float((relative @ share).mean()), worst, *paired,
+        float(np.mean(errors.seconds)), name not in plain,
+    )  # fmt: skip
+
+
+def _paired(task: ContextTask, weights: Array, one: Array, other: Array) -> tuple[float, float]:
+    """Difference of mean errors, and its standard error where graphs of a group are alike; errors ``(graphs,)``."""
+    share = weights / weights.sum()
+    each = share * (one - other)
     mean = float(each.sum())
-    names = sorted(set(task.groups))
-    groups = np.array([names.index(group) for group in task.groups])
-    by_group = np.bincount(groups, each - weights * mean, minlength=len(names))
+    names = sorted({group for group, part in zip(task.groups, share, strict=True) if part > 0})
+    groups = np.array([names.index(group) if group in names else 0 for group in task.groups])
+    by_group = np.bincount(groups, each - share * mean, minlength=len(names))
     count = len(names)
     return mean, float(np.sqrt((by_group**2).sum() * count / max(count - 1, 1)))
-
-
-def outcome_text(outcome: Outcome) -> str:
-    """A task's table."""
-    cells = [
-        [row.model, Number(100 * row.error), Number(100 * row.seed_error), Number(row.mape), Number(row.seconds)]
-        for row in outcome.rows
-    ]
-    header = ["model", "mean |log| error %", "± over seeds", "MAPE %", "CPU s a fold"]
-    floor = "" if outcome.floor is None else f"; two measurements differ by {100 * outcome.floor:.1f} %"
-    verdict = "won" if outcome.won else "not won"
-    chosen = ", ".join(f"{name} ({count})" for name, count in outcome.ships.items())
-    lines = [
-        f"{outcome.task}: {outcome.about}",
-        f"{outcome.graphs} graphs of {outcome.groups} groups, {outcome.seeds} seeds{floor}",
-        table(header, cells),
-        f"{verdict}: {outcome.gnn} against {outcome.best_other}: {100 * outcome.difference:+.1f} "
-        f"± {100 * outcome.difference_error:.1f} points (paired, standard error over groups)",
-        f"held-back groups choose: {chosen}",
-        *outcome.notes,
-    ]
-    return "\n".join(lines)
-
-
-def outcome_dict(outcome: Outcome) -> dict[str, Any]:
-    """For JSON."""
-    return asdict(outcome)

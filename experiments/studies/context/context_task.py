@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +37,9 @@ class ContextTask:
         designs: Networks that are tried: what they read out and which relations they hear.
         edgeless: Types of nodes that sums without edges read out.
         notes: What was left out.
+        teachers: Groups that always teach and never judge.
+        plain_models: Further models without messages, simple ones first: fits as ``edgeless_models.Fit``.
+        networks: Further models that pass messages.
     """
 
     name: str
@@ -50,14 +54,17 @@ class ContextTask:
     designs: dict[str, Design] = field(default_factory=dict)
     edgeless: tuple[str, ...] = ("op",)
     notes: tuple[str, ...] = ()
+    teachers: tuple[str, ...] = ()
+    plain_models: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    networks: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     def folds(self, count: int, seed: int) -> list[tuple[list[int], list[int]]]:
-        """Places of graphs that teach and that judge; every group judges once.
+        """Places of graphs that teach and that judge; every group but teachers judges once.
 
         Raises:
             TraceError: If there are too few groups.
         """
-        names = sorted(set(self.groups))
+        names = sorted(set(self.groups) - set(self.teachers))
         if len(names) < LEAST_GROUPS:
             raise TraceError(f"task {self.name} needs graphs of {LEAST_GROUPS} groups, got {len(names)}: collect more")
         random.Random(seed).shuffle(names)
@@ -71,7 +78,7 @@ class ContextTask:
     def weights(self) -> Array:
         """How much each graph counts, ``(graphs,)``: whole graphs alike, nodes by their time, every group alike."""
         if self.whole:
-            return np.ones(len(self.graphs))
+            return np.array([float(group not in self.teachers) for group in self.groups])
         spent = np.array([float(torch.nansum(graph[self.readout].seconds)) for graph in self.graphs])
         totals: dict[str, float] = {}
         for group, seconds in zip(self.groups, spent.tolist(), strict=True):

@@ -22,8 +22,11 @@ def own_features(graph: HeteroData, node: str) -> Array:
 def neighbour_features(graph: HeteroData, node: str) -> Array:
     """``own_features``, and by edge type and direction: the number of edges, and means and maxima of what they tell.
 
-    That is features of the edges, and features and baseline of the nodes at the other end.
+    That is features of the edges, and features and baseline of the nodes at the other end.  Graphs that bring hand-made
+    features (``around``) have these instead.
     """
+    if "around" in graph[node]:
+        return np.concatenate([own_features(graph, node), graph[node].around.double().numpy()], axis=1)
     parts = [torch.from_numpy(own_features(graph, node))]
     for kind in graph.edge_types:
         for near, far in ((1, 0), (0, 1)):

@@ -1,9 +1,12 @@
-"""Task *ops*: seconds of ops within traced steps of any model; families of models, or runs, held out."""
+"""Task *ops*: seconds of the calls of training scripts that a CPU runs eagerly; families of models held out."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -11,89 +14,234 @@ from numpy.typing import NDArray
 from torch_geometric.data import HeteroData
 
 from stepsight.dataset.errors import TraceError
-from stepsight.dataset.graph_data import relation_pairs
+from stepsight.dataset.files import digest, digest_files
 from stepsight.dataset.hardware import Hardware, find_hardware
-from stepsight.dataset.imported.graph_schema import kind_names, work_numbers
+from stepsight.dataset.imported.graph_dataset import make_dataset
 from stepsight.dataset.imported.imported_run import has_traces, run_folders
+from stepsight.dataset.imported.trace_graphs import TraceGraphs
 from stepsight.dataset.op import Op
 from stepsight.dataset.physics import roofline_seconds
-from stepsight.dataset.program import Program
 from stepsight.experiments.studies.context.context_task import ContextTask, Design
-from stepsight.features.graph_features import LABELS, node_features
-from stepsight.training.measured.graph_segments import read_graphs
-from stepsight.training.measured.measured import MeanSegment, average
+from stepsight.experiments.studies.context.edgeless_models import table, trees
+from stepsight.experiments.studies.context.neighbour_features import neighbour_features
+from stepsight.experiments.studies.context.network_models import network, without_edges
+from stepsight.experiments.studies.context.over_regressors import over_regressors, regressors
+from stepsight.features.host_call_features import call_features, call_label
+from stepsight.training.measured.host_steps import HostStep, host_step
 
 Array = NDArray[np.float64]
-LEAST_S = 1e-6
+Ints = NDArray[np.int64]
+LEAST_S = 4e-6  # that any call takes beside its roofline
+TOGETHER = 32  # runs whose graphs are in memory at once
+CACHE = "ops-steps.pt"
 _NUMBER = re.compile(r"[-_]\d+$")
 
 
+@dataclass(frozen=True)
+class Script:
+    """What a script's host did in a step.
+
+    Attributes:
+        name: ``FAMILY-NUMBER``.
+        step: Its calls, geometric means over repeats.
+        data: ``(2, e)``: calls that make and use a tensor.
+        spread: Mean |log| between repeats, weighted by time; NaN where there is one.
+    """
+
+    name: str
+    step: HostStep
+    data: Ints
+    spread: float
+
+
 def ops_task(folder: Path) -> ContextTask:
-    """The task, from a folder of collections whose names are ``FAMILY-NUMBER``; collections of a family are a group.
+    """The task, from collections of scripts called ``FAMILY-NUMBER``, or from folders of such (repeats).
 
     Raises:
-        TraceError: If no collection holds a traced run.
+        TraceError: If no collection holds steps of a host that were also timed without a profiler.
     """
+    scripts = read_scripts(folder)
+    if not scripts:
+        raise TraceError(f"{folder} must hold collections of scripts that a CPU ran (`collect --script`), got none")
     hardware = find_hardware("local-cpu")
     assert hardware is not None
-    graphs, groups = [], []
-    for collection in sorted(path for path in folder.iterdir() if path.is_dir()):
-        runs = [run for run in run_folders(collection) if has_traces(run)]
-        for segments, _ in read_graphs(runs):
-            own = [segment_graph(mean, hardware) for mean in average(segments) if len(mean.program)]
-            total = sum(float(torch.nansum(graph["op"].seconds)) for graph in own)
-            for graph in own:
-                graph["op"].weight = torch.nan_to_num(graph["op"].seconds) / max(total, 1e-12)
-            graphs += own
-            groups += [_NUMBER.sub("", collection.name)] * len(own)
-    if not graphs:
-        raise TraceError(f"{folder} must hold collections with traced runs, got none")
-    _drop_empty(graphs)
+    labels = sorted({label for script in scripts for label in _labels(script.step)})
+    graphs = [script_graph(script, number, labels, hardware) for number, script in enumerate(scripts)]
+    steps = [script.step for script in scripts]
+    groups = [_NUMBER.sub("", script.name) for script in scripts]
+    spreads = [script.spread for script in scripts if np.isfinite(script.spread)]
+    over = {
+        "table": table,
+        "trees, neighbours' features": trees(neighbour_features),
+        "sum without edges": without_edges("op"),
+    }
     return ContextTask(
         "ops",
-        "time-weighted |log| error of ops within traced steps, families held out",
+        "time-weighted |log| error of calls within steps, families held out",
         graphs,
         groups,
-        designs={"data, order and synchronisation edges": Design("op"), "data edges": Design("op", None, ("data",))},
+        floor=float(np.mean(spreads)) if spreads else None,
+        designs={
+            "data, order and repetition edges": Design("op"),
+            "data edges": Design("op", None, ("data",)),
+            "all edges, one round": Design("op", layers=1),
+        },
+        plain_models={"product: physics, trees and known calls": regressors(steps)}
+        | {f"product, then {name}": over_regressors(steps, groups, fit) for name, fit in over.items()},
+        networks={"GNN over the product, all edges": over_regressors(steps, groups, network(Design("op")))},
     )
 
 
-def segment_graph(mean: MeanSegment, hardware: Hardware) -> HeteroData:
-    """A segment as a graph: features of ops and collectives, and every relation between them."""
-    program = mean.program
-    works = [node.work for node in program.nodes]
-    share = np.array([node.share for node in program.nodes])
-    roofline = np.array([roofline_seconds(w, hardware) if isinstance(w, Op) else 0.0 for w in works]) * share
-    baseline = LEAST_S + roofline
-    names = {name: number for number, name in enumerate(kind_names())}
-    label = LABELS.index(program.label) if program.label in LABELS else len(LABELS)
-    is_op = np.array([isinstance(work, Op) for work in works])
-    graph = HeteroData()
-    numbers = node_features(program, baseline, hardware, mean.busy)
-    graph["op"].x = torch.from_numpy(np.concatenate([numbers, work_numbers(works)[:-1]], axis=1)).float()
+def read_scripts(folder: Path) -> list[Script]:
+    """Every script of a folder; kept beside them, because reading takes minutes."""
+    runs = list(_runs(folder))
+    key = digest(digest_files([run / "manifest.json" for _, run in runs]), *(name for name, _ in runs))
+    path = folder / CACHE
+    if path.exists():
+        known = torch.load(path, weights_only=True)
+        if known["key"] == key:
+            return [_script(each) for each in known["scripts"]]
+    found: dict[str, list[tuple[HostStep, Ints]]] = {}
+    for begin in range(0, len(runs), TOGETHER):
+        part = runs[begin : begin + TOGETHER]
+        for (name, _), step in zip(part, _read([run for _, run in part]), strict=True):
+            if step is not None:
+                found.setdefault(name, []).append(step)
+    scripts = [_merged(name, repeats) for name, repeats in sorted(found.items())]
+    torch.save({"key": key, "scripts": [_plain(script) for script in scripts]}, path)
+    return scripts
+
+
+def _runs(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Names of scripts, and run folders, of all repeats."""
+    within = sorted(path for path in folder.iterdir() if path.is_dir())
+    for path in within:
+        if (path / "runs").is_dir():
+            yield from ((path.name, run) for run in run_folders(path) if has_traces(run))
+        elif path.name.startswith("repeat"):
+            yield from _runs(path)
+
+
+def _read(runs: Sequence[Path]) -> list[tuple[HostStep, Ints] | None]:
+    with TemporaryDirectory(prefix="stepsight-") as scratch:
+        make_dataset(runs, Path(scratch) / "dataset", scopes=("step",))
+        graphs = TraceGraphs(Path(scratch) / "dataset")
+        places: list[list[int]] = [[] for _ in runs]
+        for place, run in enumerate(graphs.values("source")):
+            places[run].append(place)
+        found: list[tuple[HostStep, Ints] | None] = []
+        for own in places:
+            step = host_step(graphs, own) if own else None
+            if step is None:
+                found.append(None)
+            else:
+                found.append((step, graphs.column(("op", "data", "op"), "edge_index", [step.place])[0]))
+    return found
+
+
+def _merged(name: str, repeats: Sequence[tuple[HostStep, Ints]]) -> Script:
+    (first, data), alike = repeats[0], [step for step, _ in repeats if step.ops == repeats[0][0].ops]
+    logs = np.log(np.maximum([step.op_s for step in alike], 1e-8))
+    weight = np.exp(logs.mean(axis=0))
+    spread = float(np.average(np.abs(logs[0] - logs[-1]), weights=weight)) if len(alike) > 1 else float("nan")
+    step_s = float(np.exp(np.mean([np.log(step.step_s) for step in alike])))
+    return Script(name, HostStep(name, first.ops, first.calls, first.phase, weight, step_s), data, spread)
+
+
+def _plain(script: Script) -> dict[str, object]:
+    step = script.step
+    return {
+        "name": script.name,
+        "ops": [[op.kind, list(op.dims), op.dtype] for op in step.ops],
+        "calls": list(step.calls),
+        "phase": torch.from_numpy(step.phase),
+        "op_s": torch.from_numpy(step.op_s),
+        "step_s": step.step_s,
+        "data": torch.from_numpy(np.ascontiguousarray(script.data)),
+        "spread": script.spread,
+    }
+
+
+def _script(of: dict[str, object]) -> Script:
+    told: dict[str, object] = of
+    ops = tuple(Op(kind, tuple(dims), dtype) for kind, dims, dtype in told["ops"])  # type: ignore[attr-defined]
+    phase, op_s, data = (told[name].numpy() for name in ("phase", "op_s", "data"))  # type: ignore[attr-defined]
+    name, calls = str(told["name"]), tuple(map(str, told["calls"]))  # type: ignore[call-overload]
+    step = HostStep(name, ops, calls, phase, op_s, float(told["step_s"]))  # type: ignore[arg-type]
+    return Script(name, step, data, float(told["spread"]))  # type: ignore[arg-type]
+
+
+def script_graph(script: Script, number: int, labels: Sequence[str], hardware: Hardware) -> HeteroData:
+    """A step as a graph: its calls, and edges of data, of order, and between calls of one signature.
+
+    Args:
+        script: The step.
+        number: Of the script in the task, which ``over_regressors`` reads.
+        labels: Of all calls of the task.
+        hardware: For the roofline.
+    """
+    step, graph = script.step, HeteroData()
+    baseline = LEAST_S + np.array([roofline_seconds(op, hardware) for op in step.ops])
+    own = np.nan_to_num(call_features(step.calls, step.ops, step.phase.tolist(), baseline))
+    named = [labels.index(label) for label in _labels(step)]
+    pairs = {"data": script.data, "order": _in_order(len(step.ops)), "again": _again(step)}
+    graph["op"].x = torch.from_numpy(
+        np.concatenate([own, np.eye(len(labels))[named], np.eye(3)[step.phase]], 1)
+    ).float()
     graph["op"].baseline = torch.from_numpy(baseline).float()
     graph["op"].roofline = graph["op"].baseline
-    graph["op"].key = torch.tensor([4 * names[work.kind] + label for work in works])
-    seconds = np.where(is_op, np.maximum(mean.slot_s, 1e-8), np.nan)
-    graph["op"].seconds = torch.from_numpy(seconds).float()
-    for relation, pairs in relation_pairs(program).items():
-        graph["op", relation, "op"].edge_index = torch.from_numpy(np.ascontiguousarray(pairs))
-        graph["op", relation, "op"].edge_attr = torch.from_numpy(_about(program, pairs)).float()
+    graph["op"].key = torch.tensor([4 * label + phase for label, phase in zip(named, step.phase.tolist(), strict=True)])
+    graph["op"].seconds = torch.from_numpy(np.maximum(step.op_s, 1e-7)).float()
+    graph["op"].weight = graph["op"].seconds / graph["op"].seconds.sum()
+    graph["op"].around = torch.from_numpy(_around(step, pairs, own)).float()
+    for name, ends in pairs.items():
+        graph["op", name, "op"].edge_index = torch.from_numpy(ends.astype(np.int64))
+        graph["op", name, "op"].edge_attr = torch.from_numpy(_about(step, ends)).float()
+    graph.total = torch.tensor([step.step_s]).float()
+    graph.number = number
     return graph
 
 
-def _about(program: Program, pairs: NDArray[np.int64]) -> Array:
-    """Of each edge: bytes of the source, nodes between, and bytes moved since."""
-    moved = np.array([float(node.work.num_bytes) for node in program.nodes])
+def _labels(step: HostStep) -> list[str]:
+    return [call_label(call, op) for call, op in zip(step.calls, step.ops, strict=True)]
+
+
+def _in_order(count: int) -> Ints:
+    return np.stack([np.arange(count - 1), np.arange(1, count)]) if count > 1 else np.zeros((2, 0), dtype=np.int64)
+
+
+def _again(step: HostStep) -> Ints:
+    """Each call, and the next one of its signature."""
+    last: dict[tuple[str, Op], int] = {}
+    pairs = []
+    for place, key in enumerate(zip(step.calls, step.ops, strict=True)):
+        if key in last:
+            pairs.append((last[key], place))
+        last[key] = place
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+
+
+def _about(step: HostStep, ends: Ints) -> Array:
+    """Of each edge: bytes of the source, calls between, and bytes moved between, as logarithms, ``(e, 3)``."""
+    moved = np.array([float(op.num_bytes) for op in step.ops])
     before = np.concatenate([[0.0], np.cumsum(moved)])
-    source, target = pairs
+    source, target = ends
     since = np.abs(before[target] - before[np.minimum(source + 1, len(moved))])
     return np.stack([np.log1p(moved[source]), np.log1p(np.abs(target - source)), np.log1p(since)], axis=1)
 
 
-def _drop_empty(graphs: list[HeteroData]) -> None:
-    """Leave out relations that occur in no graph."""
-    for kind in graphs[0].edge_types:
-        if not any(graph[kind].num_edges for graph in graphs):
-            for graph in graphs:
-                del graph[kind]
+def _around(step: HostStep, pairs: dict[str, Ints], own: Array) -> Array:
+    """Hand-made features of order, ``(n, f)``: the calls before and after, and how far data come and go."""
+    count = len(step.ops)
+    parts = [np.roll(own[:, :9], shift, axis=0) for shift in (2, 1, -1)]
+    for name in ("data", "again"):
+        ends, about = pairs[name], _about(step, pairs[name])
+        for side in (1, 0):
+            nearest = np.full((count, 3), 40.0)
+            np.minimum.at(nearest, ends[side], about)
+            farthest = np.zeros((count, 3))
+            np.maximum.at(farthest, ends[side], about)
+            parts += [nearest, farthest, np.bincount(ends[side], minlength=count)[:, None].astype(float)]
+    moved = np.cumsum([float(op.num_bytes) for op in step.ops])
+    parts.append(np.stack([np.log1p(moved), np.arange(count) / count, np.full(count, np.log1p(moved[-1]))], axis=1))
+    return np.concatenate(parts, axis=1)

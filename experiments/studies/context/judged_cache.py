@@ -1,0 +1,67 @@
+"""Errors of models that were judged before: a benchmark that was stopped goes on where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch_geometric.data import HeteroData
+
+from stepsight.dataset.files import digest, digest_files, read_json, write_json
+from stepsight.experiments.studies.context.context_task import ContextTask
+from stepsight.gnn import typed_network
+from stepsight.training.context import fit_typed
+
+Array = NDArray[np.float64]
+Judged = tuple[Array, Array, float]  # log and relative error of each graph that judges, and CPU seconds
+
+
+class JudgedCache:
+    """Keeps what was judged in a folder, by the task's data, the code of the models, the model, and the split.
+
+    Args:
+        folder: None: nothing is kept.
+        task: What is judged.
+    """
+
+    def __init__(self, folder: Path | None, task: ContextTask) -> None:
+        self._folder = folder
+        self._task = digest(task.name, *_contents(task), _code()) if folder is not None else ""
+
+    def get(self, key: Sequence[Any], judge: Callable[[], Judged]) -> Judged:
+        """What was judged before, or else what ``judge`` says now.
+
+        Args:
+            key: Model, seed, and places that teach and that judge.
+            judge: Trains and judges.
+        """
+        if self._folder is None:
+            return judge()
+        path = self._folder / f"{digest(self._task, *map(str, key))}.json"
+        if path.exists():
+            known = read_json(path)
+            return np.array(known["logs"]), np.array(known["relative"]), float(known["seconds"])
+        logs, relative, seconds = judge()
+        write_json(path, {"logs": logs.tolist(), "relative": relative.tolist(), "seconds": seconds}, indent=None)
+        return logs, relative, seconds
+
+
+def _contents(task: ContextTask) -> list[bytes | str]:
+    found: list[bytes | str] = [*task.groups]
+    for graph in task.graphs:
+        found += [part for store in graph.stores for part in _arrays(store, graph)]
+    return found
+
+
+def _arrays(store: Any, graph: HeteroData) -> list[bytes | str]:
+    named = sorted((str(name), value) for name, value in store.items() if hasattr(value, "numpy"))
+    return [str(getattr(store, "_key", "")), *(p for name, value in named for p in (name, value.numpy().tobytes()))]
+
+
+def _code() -> str:
+    """Digest of the source of all models."""
+    own = [*sorted(Path(__file__).parent.glob("*_models.py")), Path(__file__).with_name("neighbour_features.py")]
+    return digest_files([*own, Path(typed_network.__file__), Path(fit_typed.__file__)])
