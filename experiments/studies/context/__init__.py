@@ -21,13 +21,19 @@ from pathlib import Path
 from stepsight.dataset.errors import StepsightError
 from stepsight.experiments.studies.context.benchmark import judge
 from stepsight.experiments.studies.context.benchmark_report import outcome_dict, outcome_text
+from stepsight.experiments.studies.context.cluster_task import cluster_task
 from stepsight.experiments.studies.context.context_task import ContextTask
 from stepsight.experiments.studies.context.overlap_task import overlap_task
 from stepsight.experiments.studies.context.region_collecting import collect
 from stepsight.experiments.studies.context.regions_task import regions_task
 from stepsight.experiments.studies.context.traced_ops_task import ops_task
 
-TASKS: dict[str, Callable[[Path], ContextTask]] = {"regions": regions_task, "overlap": overlap_task, "ops": ops_task}
+TASKS: dict[str, Callable[[Path], ContextTask]] = {
+    "regions": regions_task,
+    "overlap": overlap_task,
+    "ops": ops_task,
+    "cluster": cluster_task,
+}
 
 
 def main(arguments: Sequence[str]) -> int:

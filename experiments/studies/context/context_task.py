@@ -37,7 +37,9 @@ class ContextTask:
         designs: Networks that are tried: what they read out and which relations they hear.
         edgeless: Types of nodes that sums without edges read out.
         notes: What was left out.
-        teachers: Groups that always teach and never judge.
+        teachers: Groups that teach, where no other does; they never judge.
+        bound: By which a node's factor may be off that of all nodes, log units.
+        rest: Whether a graph takes seconds that belong to no node; None: where whole graphs are judged.
         plain_models: Further models without messages, simple ones first: fits as ``edgeless_models.Fit``.
         networks: Further models that pass messages.
     """
@@ -55,16 +57,23 @@ class ContextTask:
     edgeless: tuple[str, ...] = ("op",)
     notes: tuple[str, ...] = ()
     teachers: tuple[str, ...] = ()
+    bound: float = 2.0
+    rest: bool | None = None
     plain_models: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     networks: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     def folds(self, count: int, seed: int) -> list[tuple[list[int], list[int]]]:
-        """Places of graphs that teach and that judge; every group but teachers judges once.
+        """Places of graphs that teach and that judge; every group judges once.
+
+        Where there are teachers, there is one fold: they teach, and all others judge.
 
         Raises:
             TraceError: If there are too few groups.
         """
-        names = sorted(set(self.groups) - set(self.teachers))
+        names = sorted(set(self.groups))
+        if self.teachers:
+            teaches = [group in self.teachers for group in self.groups]
+            return [([p for p, t in enumerate(teaches) if t], [p for p, t in enumerate(teaches) if not t])]
         if len(names) < LEAST_GROUPS:
             raise TraceError(f"task {self.name} needs graphs of {LEAST_GROUPS} groups, got {len(names)}: collect more")
         random.Random(seed).shuffle(names)

@@ -32,7 +32,8 @@ def network(design: Design, *, labels: tuple[float, float] | None = None, settin
             relations=design.relations,
             layers=design.layers,
             head=task.head,
-            rest=task.whole,
+            rest=task.whole if task.rest is None else task.rest,
+            bound=task.bound,
             node_weight=node,
             total_weight=whole,
         )
