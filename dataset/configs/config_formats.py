@@ -82,7 +82,8 @@ def _words_file(path: Path, draft: Draft, given: Given) -> None:
     text = read_source(path)
     if re.match(r"(\s*(#[^\n]*)?\n)*\s*--?[A-Za-z]", text):
         try:
-            words = shlex.split(text.replace("\\\n", " "), comments=True)
+            lines = re.sub(r"(?m)^[ \t]*#.*", "", text)  # a comment ends with its line, even after a backslash
+            words = shlex.split(lines.replace("\\\n", " "), comments=True)
         except ValueError as error:
             raise JobError(f"a file of arguments must be words of a shell, got {error}") from None
         settings = settings_of_words(words)

@@ -229,6 +229,7 @@ def _flat(words: list[str]) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
+    text = text.replace("\\\n", " ")
     try:
         return shlex.split(text, comments=False)
     except ValueError:

@@ -34,7 +34,7 @@ def shell_tokens(text: str) -> list[Token]:
     Raises:
         JobError: If a quote or a bracket is left open, or the script is too long.
     """
-    return _Tokenizer(text.replace("\\\n", " ")).run()
+    return _Tokenizer(text).run()
 
 
 class _Tokenizer:
@@ -54,7 +54,9 @@ class _Tokenizer:
         char = self._text[self._at]
         if char in " \t\r":
             self._at += 1
-        elif char == "#":
+        elif self._text.startswith("\\\n", self._at):  # the line goes on
+            self._at += 2
+        elif char == "#":  # to the end of the line, even after a backslash
             end = self._text.find("\n", self._at)
             self._at = len(self._text) if end < 0 else end
         elif operator := next((o for o in _OPERATORS if self._text.startswith(o, self._at)), ""):

@@ -94,7 +94,8 @@ class _Expansion:
         while self._at < len(self._raw):
             char = self._raw[self._at]
             if char == "\\" and self._at + 1 < len(self._raw):
-                self._add(self._raw[self._at + 1])
+                if self._raw[self._at + 1] != "\n":  # otherwise the line goes on
+                    self._add(self._raw[self._at + 1])
                 self._at += 2
             elif char == "'" and self._quotes and not quoted:
                 end = self._raw.find("'", self._at + 1)
