@@ -34,6 +34,10 @@ _DEGREES = {
     "parallelism_config.parallelism_config_tp_size": "parallel.tp",
     "parallelism_config.parallelism_config_cp_size": "parallel.cp",
 }
+_FSDP = (
+    *("sharding_strategy", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "backward_prefetch", "state_dict_type"),
+    *("reshard_after_forward", "activation_checkpointing", "min_num_params", "forward_prefetch", "use_orig_params"),
+)
 _TRAINING = ("per_device_train_batch_size", "gradient_checkpointing", "output_dir", "num_train_epochs")
 
 
@@ -42,9 +46,23 @@ def is_accelerate(tables: Mapping[str, Any]) -> bool:
     return "distributed_type" in tables or ("num_processes" in tables and "mixed_precision" in tables)
 
 
+def is_fsdp(tables: Mapping[str, Any]) -> bool:
+    """Whether tables are the ``fsdp_config`` of transformers' training arguments, in a file of their own."""
+    return any(str(name).removeprefix("fsdp_") in _FSDP for name in tables)
+
+
 def is_training_arguments(tables: Mapping[str, Any]) -> bool:
     """Whether tables are training arguments of transformers, or of a trainer that has the same."""
     return sum(name in tables for name in _TRAINING) >= 2
+
+
+def read_fsdp(tables: Mapping[str, Any], draft: Draft) -> None:
+    """Fill a draft from transformers' ``fsdp_config``: names with or without ``fsdp_`` before them."""
+    values = {f"fsdp_config.fsdp_{name.removeprefix('fsdp_')}": value for name, value in flat(tables).items()}
+    settings = Settings(values, {f"fsdp_config.fsdp_{name.removeprefix('fsdp_')}": name for name in flat(tables)})
+    _fsdp(settings, draft)
+    for text in settings.left():
+        draft.ignore(text)
 
 
 def read_accelerate(tables: Mapping[str, Any], draft: Draft, folder: Path) -> None:
@@ -101,11 +119,7 @@ def _fsdp(settings: Settings, draft: Draft) -> None:
 def _deepspeed(settings: Settings, draft: Draft, folder: Path) -> None:
     named = settings.word("deepspeed_config.deepspeed_config_file")
     if named:
-        path = folder / Path(named).name
-        if path.is_file():
-            read_deepspeed(read_tables(path), draft)
-        else:
-            draft.ignore(f"deepspeed_config_file {named}: not beside the file; name it too")
+        _read_named(named, "deepspeed_config_file", draft, folder)
     stage = settings.number("deepspeed_config.zero_stage")
     if stage is not None:
         draft.map("parallel.zero_stage", stage, "deepspeed_config.zero_stage")
@@ -116,6 +130,15 @@ def _deepspeed(settings: Settings, draft: Draft, folder: Path) -> None:
     clip = settings.number("deepspeed_config.gradient_clipping", whole=False)
     if clip is not None:
         draft.map("optimizer.clip_grad_norm", clip > 0, "deepspeed_config.gradient_clipping")
+
+
+def _read_named(named: str, key: str, draft: Draft, folder: Path) -> None:
+    """Read the DeepSpeed JSON that a file names, where it is named or beside the file."""
+    path = next((path for path in (folder / named, folder / Path(named).name) if path.is_file()), None)
+    if path is None:
+        draft.ignore(f"{key} {named}: not found beside the file; name it too")
+    else:
+        read_deepspeed(read_tables(path), draft)
 
 
 def _megatron(settings: Settings, draft: Draft) -> None:
@@ -158,14 +181,13 @@ def read_training_arguments(tables: Mapping[str, Any], draft: Draft, folder: Pat
     if length:
         draft.map("model.seq_len", length, "max_seq_length")
     clip = settings.number("max_grad_norm", whole=False)
-    draft.map("optimizer.clip_grad_norm", clip is None or clip > 0, "max_grad_norm")
+    stated = settings.stated("max_grad_norm")
+    draft.settle("optimizer.clip_grad_norm", clip is None or clip > 0, stated, "transformers' default: max_grad_norm 1")
     if "adamw_torch_fused" in settings.word("optim"):
         draft.map("optimizer.fused", True, "optim")
     named = settings.word("deepspeed")
-    if named and (folder / Path(named).name).is_file():
-        read_deepspeed(read_tables(folder / Path(named).name), draft)
-    elif named:
-        draft.ignore(f"deepspeed {named}: not beside the file; name it too")
+    if named:
+        _read_named(named, "deepspeed", draft, folder)
     if "full_shard" in settings.word("fsdp"):
         draft.map("parallel.zero_stage", 3, "fsdp")
     elif "shard_grad_op" in settings.word("fsdp"):

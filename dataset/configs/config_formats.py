@@ -10,8 +10,10 @@ from typing import Any
 
 from stepsight.dataset.configs.accelerate_in import (
     is_accelerate,
+    is_fsdp,
     is_training_arguments,
     read_accelerate,
+    read_fsdp,
     read_training_arguments,
 )
 from stepsight.dataset.configs.deepspeed_in import is_deepspeed, read_deepspeed
@@ -146,6 +148,10 @@ def _accelerate(path: Path, draft: Draft, given: Given) -> None:
     read_accelerate(read_tables(path), draft, path.parent)
 
 
+def _fsdp(path: Path, draft: Draft, given: Given) -> None:
+    read_fsdp(read_tables(path), draft)
+
+
 def _nanotron(path: Path, draft: Draft, given: Given) -> None:
     read_nanotron(read_tables(path), draft)
 
@@ -174,4 +180,5 @@ _TABLES: dict[str, tuple[Callable[[Mapping[str, Any]], bool], Reader]] = {
     "accelerate": (is_accelerate, _accelerate),
     "training-arguments": (is_training_arguments, _training_arguments),
     "deepspeed": (is_deepspeed, _deepspeed),
+    "fsdp": (is_fsdp, _fsdp),
 }

@@ -79,6 +79,20 @@ class Draft:
             self.tables[section][name] = value
             self.reasons[key] = reason
 
+    def settle(self, key: str, value: Any, stated: str, default: str) -> None:
+        """Set a key to what a configuration states, or to the framework's default where it states nothing.
+
+        Args:
+            key: Of the job.
+            value: Stated or by default.
+            stated: The words of the configuration; empty: it states nothing.
+            default: Why the value is assumed then.
+        """
+        if stated:
+            self.map(key, value, stated)
+        else:
+            self.assume(key, value, default)
+
     def ignore(self, text: str) -> None:
         """List something that no key of a job expresses."""
         self.ignored.append(shorten(text, 160))
@@ -112,6 +126,10 @@ class Settings:
         """The value of the first of some keys that has one."""
         key = self.find(*keys)
         return self._values[key] if key else default
+
+    def stated(self, *keys: str) -> str:
+        """How the configuration writes the first of some keys that has a value; empty if none has."""
+        return self.source(*keys) if any(self._values.get(key) is not None for key in keys) else ""
 
     def source(self, *keys: str) -> str:
         """How the configuration writes the first of some keys that has a value."""
@@ -186,7 +204,10 @@ class Settings:
     def left(self) -> list[str]:
         """Keys with values that no reader has used, as text."""
         return [
-            f"{self.source(key)} {'' if self.source(key)[:2] == '--' and value is False else _shown(value)}".strip()
+            self.source(key)
+            if self.source(key)[:2] == "--" and value in (True, False)
+            # an option of a command line that stands alone
+            else f"{self.source(key)} {_shown(value)}".strip()
             for key, value in self._values.items()
             if key not in self._used and value is not None
         ]
@@ -212,6 +233,4 @@ def _parsed_number(text: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    if value is True:
-        return ""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)

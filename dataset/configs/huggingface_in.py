@@ -10,6 +10,7 @@ from typing import Any
 
 from stepsight.dataset.configs.documents import flat
 from stepsight.dataset.configs.drafts import Draft, Settings
+from stepsight.dataset.configs.megatron_model import expert_layers
 from stepsight.dataset.errors import JobError
 
 LONGEST_ASSUMED = 8192  # tokens of a training sequence, where a model takes more
@@ -20,13 +21,41 @@ TYPES: Mapping[str, tuple[str, bool, str]] = {
     "mistral": ("llama", False, ""),
     "ministral": ("llama", False, ""),
     "mixtral": ("llama", False, ""),
+    "qwen": ("llama", False, "biases of query, key and value"),
     "qwen2": ("llama", False, "biases of query, key and value"),
     "qwen2_moe": ("llama", False, "biases of query, key and value"),
     "qwen3": ("llama", False, "norms of query and key"),
     "qwen3_moe": ("llama", False, "norms of query and key"),
+    "qwen3_vl_text": ("llama", False, "norms of query and key"),
+    "qwen3_vl_moe_text": ("llama", False, "norms of query and key"),
+    "deepseek": ("llama", False, ""),
     "deepseek_v2": ("llama", False, ""),
     "deepseek_v3": ("llama", False, ""),
+    "deepseek_v32": ("llama", False, "sparse attention over the index_topk keys that an indexer chooses"),
+    "glm_moe_dsa": ("llama", False, "sparse attention over the index_topk keys that an indexer chooses"),
     "kimi_k2": ("llama", False, ""),
+    "chatglm": ("llama", False, "biases of query, key and value"),
+    "glm": ("llama", False, "biases of query, key and value"),
+    "glm4": ("llama", False, "norms after blocks"),
+    "glm4_moe": ("llama", False, "biases of query, key and value"),
+    "ernie4_5": ("llama", True, ""),
+    "ernie4_5_moe": ("llama", True, ""),
+    "minimax_m2": ("llama", False, "norms of query and key"),
+    "minicpm": ("llama", False, ""),
+    "minicpm3": ("llama", False, ""),
+    "mimo": ("llama", False, "biases of query, key and value"),
+    "seed_oss": ("llama", False, "biases of query, key and value"),
+    "hunyuan_v1_dense": ("llama", False, "norms of query and key"),
+    "exaone": ("llama", False, ""),
+    "exaone4": ("llama", False, "norms after blocks, sliding windows"),
+    "cohere": ("llama", True, "LayerNorm, attention beside the MLP"),
+    "cohere2": ("llama", True, "LayerNorm, attention beside the MLP, sliding windows"),
+    "nemotron": ("llama", False, "LayerNorm, squared ReLU"),
+    "arcee": ("llama", False, "squared ReLU"),
+    "phimoe": ("llama", False, "LayerNorm, biases"),
+    "granitemoe": ("llama", False, ""),
+    "olmo3": ("llama", False, "norms after blocks, sliding windows"),
+    "internlm": ("llama", False, "biases of query, key and value"),
     "gemma": ("llama", True, "GELU"),
     "gemma2": ("llama", True, "GELU, norms after blocks, sliding windows"),
     "gemma3_text": ("llama", True, "GELU, norms after blocks, sliding windows"),
@@ -50,19 +79,51 @@ TYPES: Mapping[str, tuple[str, bool, str]] = {
     "bloom": ("gpt", True, "positions as biases of attention"),
     "falcon": ("gpt", True, "rotary positions, no biases"),
     "mpt": ("gpt", True, "positions as biases of attention, no biases"),
+    "codegen": ("gpt", False, "rotary positions"),
+    "xglm": ("gpt", True, ""),
     "phi": ("gpt", False, "rotary positions"),
     "starcoder2": ("gpt", True, "rotary positions"),
     "bert": ("bert", True, ""),
     "roberta": ("bert", True, ""),
     "xlm-roberta": ("bert", True, ""),
+    "camembert": ("bert", True, ""),
     "distilbert": ("bert", True, ""),
     "electra": ("bert", True, ""),
-    "modernbert": ("bert", True, "rotary positions, gated MLP"),
+    "modernbert": ("bert", True, "rotary positions, sliding windows"),
     "t5": ("t5", True, ""),
     "mt5": ("t5", False, ""),
+    "umt5": ("t5", False, ""),
     "vit": ("vit", False, ""),
     "deit": ("vit", False, ""),
+    "dinov2": ("vit", False, ""),
 }
+_GATED = {"nemotron": False, "arcee": False, "modernbert": True}  # where the family has it the other way
+_NO_ATTENTION = (
+    *(
+        "mamba",
+        "mamba2",
+        "falcon_mamba",
+        "jamba",
+        "bamba",
+        "zamba",
+        "zamba2",
+        "falcon_h1",
+        "nemotron_h",
+        "granitemoehybrid",
+    ),
+    *(
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_text",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "kimi_linear",
+        "minimax",
+        "rwkv",
+        "lfm2",
+    ),
+)
+_INNER = ("text_config", "language_config", "llm_config")
 # What files of some models leave out, because it is the default of their class in transformers.
 LEFT_OUT: Mapping[str, Mapping[str, int]] = {
     "gemma3_text": {
@@ -79,12 +140,12 @@ LEFT_OUT: Mapping[str, Mapping[str, int]] = {
 }  # fmt: skip
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
-HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "attn_config.kv_n_heads")
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "attn_config.kv_n_heads", "multi_query_group_num")
 FFN = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim", "ffn_config.ffn_hidden_size", "ffn_hidden_size")
 LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "ffn_config.moe_num_experts")
-USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "ffn_config.moe_top_k")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "ffn_config.moe_num_experts", "moe_num_experts")
+USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "ffn_config.moe_top_k", "moe_k")
 SHARED = ("shared_expert_intermediate_size",)
 DROPOUT = ("resid_pdrop", "hidden_dropout_prob", "hidden_dropout", "dropout", "dropout_rate", "residual_dropout")
 SCORES_DROPOUT = ("attn_pdrop", "attention_probs_dropout_prob", "attention_dropout")
@@ -107,11 +168,14 @@ def read_huggingface(tables: Mapping[str, Any], draft: Draft) -> None:
         JobError: If the model is of a type that no family of a job comes close to.
     """
     kind = str(tables.get("model_type") or "")
-    if isinstance(tables.get("text_config"), Mapping):
-        draft.ignore(f"all of {kind or 'the model'} but its text_config")
-        inner = tables["text_config"]
+    within = next((name for name in _INNER if isinstance(tables.get(name), Mapping)), "")
+    if within:
+        draft.ignore(f"all of {kind or 'the model'} but its {within}")
+        inner = tables[within]
         tables = {**{key: tables[key] for key in ("tie_word_embeddings", "torch_dtype") if key in tables}, **inner}
         kind = str(inner.get("model_type") or kind)
+    if kind in _NO_ATTENTION or str(tables.get("model_type")) in _NO_ATTENTION:
+        raise JobError(f"a job has no layers with linear attention or state spaces, got model_type {kind}")
     if kind not in TYPES:
         raise JobError(f"model_type must be one of {', '.join(TYPES)}, got {kind!r:.80}")
     stated = flat(tables)
@@ -124,6 +188,8 @@ def read_huggingface(tables: Mapping[str, Any], draft: Draft) -> None:
     draft.map("model.family", family, f"model_type {kind}")
     if differs:
         draft.ignore(f"{differs} of {kind}: no key of a job")
+    if kind in _GATED:
+        draft.map("model.gated_mlp", _GATED[kind], f"model_type {kind}")
     draft.assume("model.fused_attention", True, "transformers attends with PyTorch's fused kernels since 4.36")
     if family == "t5":
         _encoder_decoder(settings, draft)
@@ -149,7 +215,9 @@ def _sizes(settings: Settings, draft: Draft, kind: str) -> None:
     ffn = _number(settings, draft, "model.ffn", FFN)
     if ffn is None and hidden:
         draft.assume("model.ffn", 4 * hidden, f"{kind} has it so")
-    _number(settings, draft, "model.vocab", ("vocab_size",))
+    elif kind == "qwen":
+        draft.map("model.ffn", ffn // 2, f"{settings.source(*FFN)} {ffn}, of the gate and the other product")
+    _number(settings, draft, "model.vocab", ("vocab_size", "padded_vocab_size"))
     if kind in ("vit", "deit"):
         image, patch = settings.positive("image_size") or 224, settings.positive("patch_size") or 16
         channels = settings.positive("num_channels") or 3
@@ -210,17 +278,26 @@ def _experts(settings: Settings, draft: Draft, kind: str) -> None:
         draft.map("model.expert_ffn", draft.get("model.ffn"), "intermediate_size")
         draft.map("model.ffn", dense, "intermediate_size_mlp")
         draft.assume("model.shared_experts", 1, "Llama 4 has one")
-    _number(settings, draft, "model.shared_experts", ("n_shared_experts", "num_shared_experts"))
+    _number(
+        settings, draft, "model.shared_experts", ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    )
     shared = settings.number(*SHARED)
     inner = draft.get("model.expert_ffn") or draft.get("model.ffn")
     if shared and inner:
         exact = shared % inner == 0
         record = draft.map if exact else draft.assume
         record("model.shared_experts", max(1, round(shared / inner)), f"{SHARED[0]} {shared} over {inner}")
-    _number(settings, draft, "model.dense_layers", ("first_k_dense_replace",))
-    every = settings.positive("moe_layer_freq", "decoder_sparse_step", "interleave_moe_layer_step")
-    if every and every > 1:
-        draft.map("model.moe_every", every, "moe_layer_freq, decoder_sparse_step or interleave_moe_layer_step")
+    _number(settings, draft, "model.dense_layers", ("first_k_dense_replace", "moe_layer_start_index"))
+    dense = settings.take("mlp_only_layers")
+    if dense and dense == list(range(len(dense))):
+        draft.map("model.dense_layers", len(dense), f"mlp_only_layers {dense}")
+    elif dense:
+        draft.ignore(f"mlp_only_layers {dense}: a job has dense layers first, or experts in every n-th layer")
+    every = settings.find("moe_layer_freq", "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
+    if isinstance(settings.take(every), list):
+        expert_layers(draft, settings.take(every), every)
+    elif every and settings.positive(every) > 1:
+        draft.map("model.moe_every", settings.number(every), every)
 
 
 def _rest(settings: Settings, draft: Draft, tied: bool, kind: str) -> None:

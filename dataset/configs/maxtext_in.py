@@ -12,6 +12,7 @@ from typing import Any
 from stepsight.dataset.configs.documents import flat, read_tables
 from stepsight.dataset.configs.drafts import Draft, Settings
 from stepsight.dataset.errors import JobError
+from stepsight.dataset.models import MODELS
 
 MODEL = {
     "base_emb_dim": "hidden",
@@ -47,6 +48,7 @@ AXES = {
 }
 POLICIES = {"full": "full", "none": "none", "": "none", "minimal_with_context": "none", "minimal": "selective"}
 _MARKS = ("base_emb_dim", "base_num_decoder_layers", "per_device_batch_size", "ici_fsdp_parallelism", "base_config")
+_DEFAULT = "MaxText's base.yml"
 _STATE_SPACES = ("qwen3_next", "qwen3_5")
 _BASE = {  # what base.yml states, where it is not near
     "base_emb_dim": 2048,
@@ -70,7 +72,7 @@ _BASE = {  # what base.yml states, where it is not near
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-_FOLDERS = ("", "models", "../models", "../../models", "..", "../..", "../../configs/models")
+_FOLDERS = ("", "models", *(f"{'../' * up}{place}" for up in range(1, 5) for place in ("models", "", "configs/models")))
 
 
 def is_maxtext(tables: Mapping[str, Any]) -> bool:
@@ -94,8 +96,9 @@ def read_maxtext(path: Path, draft: Draft) -> None:
     if name and name != "default" and "base_emb_dim" not in stated:
         file = _near(path.parent, f"{name}.yml")
         if file is None:
-            raise JobError(f"model_name {name}: its file {name}.yml must lie beside the configuration, or in models/")
-        model = flat(read_tables(file))
+            _known_model(name, draft)
+        else:
+            model = flat(read_tables(file))
     settings = Settings({**model, **stated})
     draft.framework = draft.framework or "maxtext"
     _model(settings, draft, defaults)
@@ -103,6 +106,21 @@ def read_maxtext(path: Path, draft: Draft) -> None:
     _training(settings, draft, defaults)
     for text in settings.left():
         draft.ignore(text)
+
+
+def _known_model(name: str, draft: Draft) -> None:
+    """Sizes of a model whose own file is not near, from the catalogue.
+
+    Raises:
+        JobError: If the catalogue does not have it.
+    """
+    found = MODELS.get(name.replace("llama3.1-", "llama3-").replace("llama3.3-", "llama3-"))
+    if found is None:
+        raise JobError(f"model_name {name}: its file {name}.yml must lie beside the configuration, or in models/")
+    derived = {"kv_heads": found["heads"], "gated_mlp": found["family"] == "llama", "tied_embeddings": False}
+    for key, value in {**derived, "ffn": 4 * found["hidden"], **found}.items():
+        if key != "seq_len":
+            draft.map(f"model.{key}", value, f"model_name {name}, by the catalogue")
 
 
 def _near(folder: Path, name: str) -> Path | None:
@@ -121,15 +139,21 @@ def _copy(settings: Settings, draft: Draft, pairs: Mapping[str, str], defaults: 
     settings.copy(draft, {key: f"model.{name}" for key, name in pairs.items()})
     for key, name in pairs.items():
         if defaults.get(key) is not None:
-            draft.assume(f"model.{name}", defaults[key], "MaxText's base.yml")
+            draft.assume(f"model.{name}", defaults[key], _DEFAULT)
 
 
 def _model(settings: Settings, draft: Draft, defaults: Mapping[str, Any]) -> None:
     block = settings.word("decoder_block") or str(defaults["decoder_block"])
     if block in _STATE_SPACES:
         raise JobError(f"a job has no layers with linear attention or state spaces, got decoder_block {block}")
-    draft.map("model.family", "gpt" if block == "gpt3" else "llama", f"decoder_block {block}")
-    latent = settings.word("attention_type") == "mla"
+    kind = settings.word("attention_type")
+    if kind == "compressed":
+        raise JobError(f"a job has no layers with compressed attention, got decoder_block {block}")
+    if kind not in ("", "global", "mla"):
+        draft.ignore(f"attention_type {kind}: a job attends to all tokens before")
+    stated = settings.stated("decoder_block")
+    draft.settle("model.family", "gpt" if block == "gpt3" else "llama", stated and f"{stated} {block}", _DEFAULT)
+    latent = kind == "mla"
     pairs = {key: name for key, name in MODEL.items() if not (latent and name in ("head_dim", "kv_heads"))}
     _copy(settings, draft, pairs, defaults)
     settings.find("head_dim", "base_num_kv_heads")
@@ -140,7 +164,9 @@ def _model(settings: Settings, draft: Draft, defaults: Mapping[str, Any]) -> Non
         _copy(settings, draft, LATENT, defaults)
     settings.find(*LATENT)
     activations = settings.take("mlp_activations", default=defaults["mlp_activations"])
-    draft.map("model.gated_mlp", "linear" in activations, f"mlp_activations {' '.join(map(str, activations))}")
+    stated = settings.stated("mlp_activations")
+    words = stated and f"{stated} {' '.join(map(str, activations))}"
+    draft.settle("model.gated_mlp", "linear" in activations, words, _DEFAULT)
     experts = settings.positive("num_experts") or 1
     if experts > 1:
         draft.map("model.experts", experts, "num_experts")
@@ -172,10 +198,9 @@ def _parallel(settings: Settings, draft: Draft, defaults: Mapping[str, Any]) -> 
         draft.map("parallel.sequence_parallel", True, "ici_tensor_sequence_parallelism")
     shard = _axis(settings, defaults, "fsdp") * _axis(settings, defaults, "fsdp_transpose")
     data = _axis(settings, defaults, "data")
-    if shard not in (0, 1) or degrees["ep"] > 1 or _number(settings, defaults, "ici_fsdp_parallelism") == -1:
-        draft.map("parallel.zero_stage", 3, "ici_fsdp_parallelism")
-    else:
-        draft.map("parallel.zero_stage", 0, "ici_fsdp_parallelism 1")
+    sharded = shard not in (0, 1) or degrees["ep"] > 1 or _number(settings, defaults, "ici_fsdp_parallelism") == -1
+    axes = [f"{mesh}_{axis}_parallelism" for mesh in ("ici", "dcn") for axis in ("fsdp", "fsdp_transpose", "expert")]
+    draft.settle("parallel.zero_stage", 3 if sharded else 0, settings.stated(*axes), _DEFAULT)
     if shard and data and shard * data > 1:
         draft.map("parallel.dp", shard * data * max(1, degrees["ep"]), "axes data, fsdp, expert")
         if data > 1 and shard > 1:
@@ -185,7 +210,8 @@ def _parallel(settings: Settings, draft: Draft, defaults: Mapping[str, Any]) -> 
         draft.map("parallel.context_parallel", "ring" if way == "ring" else "all_gather", f"strategy {way}")
     policy = settings.word("remat_policy") or str(defaults["remat_policy"])
     if policy in POLICIES:
-        draft.map("parallel.recompute", POLICIES[policy], f"remat_policy {policy}")
+        stated = settings.stated("remat_policy")
+        draft.settle("parallel.recompute", POLICIES[policy], stated and f"{stated} {policy}", _DEFAULT)
     else:
         draft.assume("parallel.recompute", "selective", f"a job has no remat_policy {policy}")
     if settings.flag("optimizer_memory_host_offload"):
@@ -213,7 +239,7 @@ def _training(settings: Settings, draft: Draft, defaults: Mapping[str, Any]) -> 
     length = settings.positive("max_target_length")
     if length:
         draft.map("model.seq_len", length, "max_target_length")
-    draft.assume("model.seq_len", defaults["max_target_length"], "MaxText's base.yml")
+    draft.assume("model.seq_len", defaults["max_target_length"], _DEFAULT)
     size = settings.positive("per_device_batch_size", whole=False) or defaults["per_device_batch_size"]
     steps = settings.positive("gradient_accumulation_steps") or 1
     others = 1
@@ -222,7 +248,9 @@ def _training(settings: Settings, draft: Draft, defaults: Mapping[str, Any]) -> 
     sequences = size * others  # of one replica, which has as many devices
     if sequences >= 1:
         pieces = settings.positive("num_pipeline_microbatches", auto=-1) or draft.degree("pp")
-        draft.map("batch.micro_batch", max(1, int(sequences) // pieces), f"per_device_batch_size {size:g}")
+        stated = settings.stated("per_device_batch_size")
+        words = stated and f"{stated} {size:g}"
+        draft.settle("batch.micro_batch", max(1, int(sequences) // pieces), words, _DEFAULT)
         draft.facts["local_batch"] = int(sequences) * steps
     else:
         draft.assume("batch.micro_batch", 1, f"per_device_batch_size {size:g} is less than a sequence")
@@ -232,9 +260,12 @@ def _training(settings: Settings, draft: Draft, defaults: Mapping[str, Any]) -> 
         draft.map("batch.precision", "fp8", f"quantization {quantized}")
         draft.assume("batch.fp8_scaling", "delayed", "scales are those of earlier steps")
     else:
-        draft.map("batch.precision", {"float32": "fp32", "float16": "fp16"}.get(dtype, "bf16"), f"dtype {dtype}")
+        stated = settings.stated("dtype")
+        precision = {"float32": "fp32", "float16": "fp16"}.get(dtype, "bf16")
+        draft.settle("batch.precision", precision, stated and f"{stated} {dtype}", _DEFAULT)
     clip = _number(settings, defaults, "gradient_clipping_threshold")
-    draft.map("optimizer.clip_grad_norm", bool(clip and clip > 0), "gradient_clipping_threshold")
+    stated = settings.stated("gradient_clipping_threshold")
+    draft.settle("optimizer.clip_grad_norm", bool(clip and clip > 0), stated, _DEFAULT)
     kind = settings.word("opt_type") or "adamw"
     if kind not in ("adamw", "adam_pax"):
         draft.assume("optimizer.kind", "adamw", f"a job has no optimizer {kind}")

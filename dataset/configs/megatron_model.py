@@ -38,6 +38,7 @@ _LATENT_DEFAULTS = {"kv_lora_rank": 32, "head_dim": 128, "rope_head_dim": 64, "v
 _VOCABULARIES = (
     ("gpt2", 50257),
     ("256k", 256000),
+    ("250k", 250680),  # BigScience's, of BLOOM
     ("llama-3", 128256),
     ("llama3", 128256),
     ("llama2", 32000),
@@ -115,7 +116,9 @@ def _family(settings: Settings, draft: Draft) -> None:
     facts = [norm or "layernorm", f"positions {position or 'learned_absolute'}", f"bias {bias is not False}".lower()]
     if draft.get("model.family") is None:
         like_llama = norm == "rmsnorm" or (position == "rope" and bias is False)
-        draft.map("model.family", "llama" if like_llama else "gpt", ", ".join(facts))
+        family = "llama" if like_llama else "gpt"
+        says = bool(norm or position or bias is not None)
+        draft.settle("model.family", family, ", ".join(facts) if says else "", _DEFAULT)
         exact = (norm == "rmsnorm", position == "rope", bias is False)
         if len(set(exact)) > 1:
             wanted = "RMSNorm, rotary positions, no biases" if like_llama else "LayerNorm, learned positions, biases"
@@ -139,11 +142,21 @@ def _sizes(settings: Settings, draft: Draft) -> None:
         draft.assume("model.ffn", int(4 * hidden * 2 / 3 / 64) * 64, "Megatron-LM's default with --swiglu")
     elif hidden:
         draft.assume("model.ffn", 4 * hidden, "Megatron-LM's default")
-    length = settings.number("seq_length", "encoder_seq_length")
-    if length is not None and draft.get("model.seq_len") is None:
-        draft.map("model.seq_len", length, settings.source("seq_length", "encoder_seq_length"))
+    _length(settings, draft)
     if draft.get("model.family") == "vit":
         _patches(settings, draft)
+
+
+def _length(settings: Settings, draft: Draft) -> None:
+    """Tokens of a sequence; of models of images and text those of the text."""
+    names: tuple[str, ...] = ("seq_length", "encoder_seq_length")
+    if "decoder_seq_length" in settings and draft.get("model.family") != "t5":
+        source, length = settings.source(*names), settings.number(*names)
+        draft.ignore(f"the encoder of images, with {source} {length}: the job is the model of text alone")
+        names = ("decoder_seq_length",)
+    length = settings.number(*names)
+    if length is not None and draft.get("model.seq_len") is None:
+        draft.map("model.seq_len", length, settings.source(*names))
 
 
 def _patches(settings: Settings, draft: Draft) -> None:
@@ -205,13 +218,13 @@ def _experts(settings: Settings, draft: Draft) -> None:
             draft.assume("model.shared_experts", count, f"{source} {shared} is {shared / size:.2f} experts of {size}")
     frequency = settings.take("moe_layer_freq")
     if frequency is not None:
-        _expert_layers(draft, frequency, settings.source("moe_layer_freq"))
+        expert_layers(draft, frequency, settings.source("moe_layer_freq"))
     dense = settings.number("first_k_dense_replace")
     if dense:
         draft.map("model.dense_layers", dense, settings.source("first_k_dense_replace"))
 
 
-def _expert_layers(draft: Draft, frequency: Any, source: str) -> None:
+def expert_layers(draft: Draft, frequency: Any, source: str) -> None:
     """Which layers have experts: every n-th one, or a pattern of zeros and ones."""
     text = frequency if isinstance(frequency, str) else repr(frequency)
     if text.strip().isdigit():
@@ -259,9 +272,10 @@ def _listed(node: ast.AST) -> list[int]:
 def _vocabulary(settings: Settings, draft: Draft) -> None:
     if draft.get("model.vocab") is not None:
         return
-    size = settings.positive("vocab_size", "padded_vocab_size", "override_vocab_size")
+    sizes = ("vocab_size", "padded_vocab_size", "override_vocab_size", "pad_vocab_size_to")
+    size = settings.positive(*sizes)
     if size:
-        draft.map("model.vocab", size, settings.source("vocab_size", "padded_vocab_size", "override_vocab_size"))
+        draft.map("model.vocab", size, settings.source(*sizes))
         return
     names = ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path", "vocab_file", "merge_file", "run_name")
     words = [settings.word(name) for name in names]

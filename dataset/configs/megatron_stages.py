@@ -32,8 +32,9 @@ def _uneven(settings: Settings, draft: Draft, parts: int) -> None:
     layers, pp = draft.get("model.layers"), draft.degree("pp")
     first = settings.positive("decoder_first_pipeline_num_layers")
     last = settings.positive("decoder_last_pipeline_num_layers")
-    embedding = settings.flag("account_for_embedding_in_pipeline_split") or False
-    loss = settings.flag("account_for_loss_in_pipeline_split") or False
+    parted = "embedding" in settings.word("pp_partition_method")  # DeepSpeed counts both tables as layers
+    embedding = settings.flag("account_for_embedding_in_pipeline_split") or parted
+    loss = settings.flag("account_for_loss_in_pipeline_split") or parted
     if not layers or pp == 1 or parts > _MOST_STAGES or not (first or last or embedding or loss):
         return
     if embedding or loss:
@@ -41,7 +42,8 @@ def _uneven(settings: Settings, draft: Draft, parts: int) -> None:
         counts = [even] * parts
         counts[0] -= embedding
         counts[-1] -= loss
-        source = settings.source("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+        names = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pp_partition_method")
+        source = settings.source(*names)
     else:
         # Counts are those of a rank, so that each of its virtual stages has an equal part.
         source = settings.source("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")

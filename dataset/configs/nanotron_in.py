@@ -80,9 +80,9 @@ def _model(settings: Settings, draft: Draft) -> None:
         )
     multiple = settings.positive("model.make_vocab_size_divisible_by") or 1
     size = draft.get("model.vocab")
-    if multiple > 1 and size is not None:
-        step = multiple * (settings.positive("parallelism.tp") or 1)
-        draft.map("model.vocab", -(-size // step) * step, f"vocab_size, divisible by {step}")
+    step = multiple * (settings.positive("parallelism.tp") or 1)
+    if size is not None and size % step:
+        draft.map("model.vocab", -(-size // step) * step, f"vocab_size {size}, made divisible by {step}")
 
 
 def _shared(settings: Settings, draft: Draft, prefix: str) -> None:
@@ -109,11 +109,13 @@ def _parallel(settings: Settings, draft: Draft) -> None:
             draft.map("parallel.overlap_tp", "backward", "parallelism.tp_linear_async_communication")
     engine = settings.word("parallelism.pp_engine").lower() or "afab"
     if draft.degree("pp") > 1:
-        draft.map("parallel.schedule", ENGINES.get(engine, "1f1b"), f"parallelism.pp_engine {engine}")
+        stated = settings.stated("parallelism.pp_engine")
+        draft.settle("parallel.schedule", ENGINES.get(engine, "1f1b"), stated and f"{stated} {engine}", _DEFAULT)
     again = settings.flag("parallelism.recompute_layer")
-    draft.map("parallel.recompute", "full" if again else "none", "parallelism.recompute_layer")
+    stated = settings.stated("parallelism.recompute_layer")
+    draft.settle("parallel.recompute", "full" if again else "none", stated, _DEFAULT)
     stage = settings.number("optimizer.zero_stage")
-    draft.map("parallel.zero_stage", stage or 0, "optimizer.zero_stage")
+    draft.settle("parallel.zero_stage", stage or 0, settings.stated("optimizer.zero_stage"), _DEFAULT)
     wide = settings.flag("optimizer.accumulate_grad_in_fp32")
     if wide is not None:
         draft.map("parallel.gradient_dtype", "fp32" if wide else "model", "optimizer.accumulate_grad_in_fp32")
@@ -133,12 +135,16 @@ def _training(settings: Settings, draft: Draft) -> None:
     if dtype in DTYPES:
         draft.map("batch.precision", DTYPES[dtype], f"model.dtype {dtype}")
     clip = settings.number("optimizer.clip_grad", whole=False)
-    draft.map("optimizer.clip_grad_norm", bool(clip), "optimizer.clip_grad")
+    draft.settle("optimizer.clip_grad_norm", bool(clip), settings.stated("optimizer.clip_grad"), _DEFAULT)
     kind = settings.word("optimizer.optimizer_factory.name").lower() or "adamw"
     if kind in ("adam", "adamw"):
-        draft.map("optimizer.kind", kind, "optimizer.optimizer_factory.name")
+        draft.settle("optimizer.kind", kind, settings.stated("optimizer.optimizer_factory.name"), _DEFAULT)
     else:
         draft.assume("optimizer.kind", "adamw", f"a job has no optimizer {kind}")
-    fused = settings.flag("optimizer.optimizer_factory.torch_adam_is_fused")
+    names = (
+        "optimizer.optimizer_factory.torch_adam_is_fused",
+        "optimizer.torch_adam_is_fused",
+    )  # the second until 2024
+    fused = settings.flag(*names)
     if fused is not None:
-        draft.map("optimizer.fused", fused, "optimizer.optimizer_factory.torch_adam_is_fused")
+        draft.map("optimizer.fused", fused, settings.source(*names))

@@ -65,7 +65,7 @@ def read_torchtitan(tables: Mapping[str, Any], draft: Draft, text: str = "") -> 
 def read_settings(settings: Settings, draft: Draft) -> None:
     """Fill a draft from all but the model's sizes."""
     length = settings.positive("training.seq_len", "training.max_context_length") or 2048
-    draft.map("model.seq_len", length, settings.source("training.seq_len", "training.max_context_length"))
+    draft.settle("model.seq_len", length, settings.stated("training.seq_len", "training.max_context_length"), _DEFAULT)
     _degrees(settings, draft)
     _pipeline(settings, draft)
     _batch(settings, draft)
@@ -94,7 +94,9 @@ def _degrees(settings: Settings, draft: Draft) -> None:
     if shard == 1:
         draft.map("parallel.zero_stage", 0, f"{source} 1")
     else:
-        draft.map("parallel.zero_stage", 3, f"{source} {shard} (FSDP2)")
+        keys = (*_of("data_parallel_shard_degree"), "training.data_parallel_degree")
+        stated = settings.stated(*keys)
+        draft.settle("parallel.zero_stage", 3, stated and f"{stated} {shard} (FSDP2)", f"{_DEFAULT} (FSDP2)")
     if shard > 0:
         draft.map("parallel.dp", replicate * shard, f"{source} {shard}, replicated {replicate} times")
         if replicate > 1 and shard > 1:
@@ -113,10 +115,14 @@ def _degrees(settings: Settings, draft: Draft) -> None:
     reshard = settings.word("parallelism.fsdp_reshard_after_forward") or "default"
     if shard != 1:
         value = reshard == "always" or (reshard == "default" and draft.degree("pp") == 1)
-        draft.map("parallel.reshard_after_forward", value, f"fsdp_reshard_after_forward {reshard}")
+        stated = settings.stated("parallelism.fsdp_reshard_after_forward")
+        words = stated and f"{stated} {reshard}"
+        draft.settle("parallel.reshard_after_forward", value, words, f"{_DEFAULT}: fsdp_reshard_after_forward default")
     if draft.degree("cp") > 1:
-        rotate = settings.word("parallelism.context_parallel_rotate_method") or "allgather"
-        draft.map("parallel.context_parallel", "all_gather" if rotate == "allgather" else "ring", f"rotate {rotate}")
+        name = "parallelism.context_parallel_rotate_method"
+        rotate, stated = settings.word(name) or "allgather", settings.stated(name)
+        way = "all_gather" if rotate == "allgather" else "ring"
+        draft.settle("parallel.context_parallel", way, stated and f"{stated} {rotate}", _DEFAULT)
 
 
 def _pipeline(settings: Settings, draft: Draft) -> None:
@@ -132,7 +138,8 @@ def _pipeline(settings: Settings, draft: Draft) -> None:
     schedule, chunks = SCHEDULES.get(word.lower().replace(" ", ""), ("", 1))
     if not schedule:
         raise JobError(f"pipeline_parallel_schedule must be one of {', '.join(SCHEDULES)}, got {word!r:.80}")
-    draft.map("parallel.schedule", schedule, f"pipeline_parallel_schedule {word}")
+    stated = settings.stated(*_of("pipeline_parallel_schedule"))
+    draft.settle("parallel.schedule", schedule, stated and f"{stated} {word}", _DEFAULT)
     weights = 1 if first is None else first, 1 if last is None else last
     counts: list[int] = []
     if isinstance(splits, list) and splits:
@@ -178,16 +185,20 @@ def _batch(settings: Settings, draft: Draft) -> None:
         return
     local = settings.positive("training.local_batch_size", "training.batch_size") or 8
     source = settings.source("training.local_batch_size", "training.batch_size")
+    stated = settings.stated("training.local_batch_size", "training.batch_size")
     micro = settings.positive("parallelism.pipeline_parallel_microbatch_size")
     count = settings.positive(*_of("pipeline_parallel_microbatches"))
     if pp == 1:
-        draft.map("batch.micro_batch", local, source)
+        draft.settle("batch.micro_batch", local, stated, _DEFAULT)
     elif count:
-        draft.map("batch.micro_batch", max(1, local // count), f"{source} over {count} micro-batches")
+        words = stated and f"{stated} over {count} micro-batches"
+        draft.settle("batch.micro_batch", max(1, local // count), words, f"{_DEFAULT} over {count} micro-batches")
     elif micro is None and "training.batch_size" in settings:
         draft.assume("batch.micro_batch", max(1, local // pp), f"{source} over {pp} micro-batches, {_DEFAULT}")
     else:
-        draft.map("batch.micro_batch", micro or 1, "pipeline_parallel_microbatch_size")
+        draft.settle(
+            "batch.micro_batch", micro or 1, settings.stated("parallelism.pipeline_parallel_microbatch_size"), _DEFAULT
+        )
     total = settings.positive("training.global_batch_size", auto=-1)
     if total is not None:
         draft.map("batch.global_batch", total, settings.source("training.global_batch_size"))
@@ -219,9 +230,11 @@ def _recompute(settings: Settings, draft: Draft) -> None:
     stated = settings.word("activation_checkpoint.selective_ac_option")
     option, source = stated or "2", settings.source("activation_checkpoint.mode")
     if mode == "selective" and option.isdecimal():
-        words = f"selective_ac_option {option}{'' if stated else ', ' + _DEFAULT}"
-        draft.map("parallel.recompute", "full", f"{source} selective, every {option} layers")
-        draft.map("parallel.recompute_every", int(option), words)
+        reason = f"{_DEFAULT}: mode selective, selective_ac_option {option}"
+        words = f"{source} selective, every {option} layers"
+        says = settings.stated("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option")
+        draft.settle("parallel.recompute", "full", says and words, reason)
+        draft.settle("parallel.recompute_every", int(option), stated and f"selective_ac_option {option}", reason)
     elif mode == "selective" and option == "op":
         words = "attention and every second product are kept; a job of torchtitan takes it as recompute_every 2"
         draft.map("parallel.recompute", "selective", f"{source} selective, selective_ac_option op: {words}")
@@ -254,4 +267,4 @@ def _rest(settings: Settings, draft: Draft) -> None:
     elif kind:
         draft.assume("optimizer.kind", "adamw", f"a job has no optimizer {kind}")
     norm = settings.number("training.max_norm", whole=False)
-    draft.map("optimizer.clip_grad_norm", norm is None or norm > 0, "training.max_norm")
+    draft.settle("optimizer.clip_grad_norm", norm is None or norm > 0, settings.stated("training.max_norm"), _DEFAULT)

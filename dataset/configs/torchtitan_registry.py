@@ -9,8 +9,10 @@ from __future__ import annotations
 import ast
 import copy
 import operator
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from stepsight.dataset.configs.documents import flat, read_python
@@ -27,6 +29,7 @@ _ACTIONS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
 }
+_NO_ATTENTION = re.compile("DeltaNet|Mamba|LinearAttention").search  # in names of a model's parts
 # Keyword arguments of a flavor's calls, and the keys of a job's model.
 _SIZES = {
     "n_layers": "layers",
@@ -58,7 +61,8 @@ def read_registry(path: Path, draft: Draft, given: Given) -> None:
     Raises:
         JobError: If there is more than one and none is picked, or it states no known model.
     """
-    functions = _functions(read_python(path))
+    module = read_python(path)
+    functions = _functions(module)
     names = [
         name
         for name, node in functions.items()
@@ -68,7 +72,7 @@ def read_registry(path: Path, draft: Draft, given: Given) -> None:
         got = f", got {given.pick!r:.80}" if given.pick else ""
         raise JobError(f"a registry holds several configurations: pick one of {', '.join(names)}{got}")
     name = given.pick or names[0]
-    config = _Evaluation(functions).call(name, 0)
+    config = _Evaluation(module).call(name, 0)
     if not isinstance(config, dict):
         raise JobError(f"function {name} must return a configuration")
     draft.framework = "torchtitan"
@@ -84,20 +88,45 @@ def _functions(module: ast.Module) -> dict[str, ast.FunctionDef]:
 class _Evaluation:
     """Values of simple statements: assignments, calls with keyword arguments, attributes, arithmetic."""
 
-    def __init__(self, functions: Mapping[str, ast.FunctionDef]) -> None:
-        self._functions = functions
+    def __init__(self, module: ast.Module) -> None:
+        self._functions = _functions(module)
+        self._constants = {
+            node.targets[0].id: node.value.value
+            for node in module.body
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+            if isinstance(node.value, ast.Constant)
+        }
 
-    def call(self, name: str, depth: int) -> Any:
-        """What a function returns."""
+    def call(self, name: str, depth: int, given: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        """What a function returns.
+
+        Args:
+            name: Of the function.
+            depth: Of calls within calls.
+            given: Values of its arguments by name; others have their defaults.
+        """
         if depth > MOST_DEPTH:
             raise JobError(f"functions of a registry must build on each other at most {MOST_DEPTH} times")
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = {**self._constants, **_defaults(self._functions[name].args), **given}
         for statement in self._functions[name].body:
             if isinstance(statement, ast.Return) and statement.value is not None:
                 return self._value(statement.value, values, depth)
-            if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-                self._assign(statement.targets[0], self._value(statement.value, values, depth), values)
+            self._carry_out(statement, values, depth)
         return None
+
+    def _carry_out(self, statement: ast.stmt, values: dict[str, Any], depth: int) -> None:
+        """Carry out an assignment, or once the body of a loop, in which lists grow."""
+        match statement:
+            case ast.Assign(targets=[target]):
+                self._assign(target, self._value(statement.value, values, depth), values)
+            case ast.AnnAssign(value=ast.expr() as value):
+                self._assign(statement.target, self._value(value, values, depth), values)
+            case ast.For():
+                for inner in statement.body:
+                    self._carry_out(inner, values, depth)
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append"), args=[item])):
+                if isinstance(values.get(name), list):
+                    values[name].append(self._value(item, values, depth))
 
     def _assign(self, target: ast.AST, value: Any, values: dict[str, Any]) -> None:
         if isinstance(target, ast.Name):
@@ -122,6 +151,11 @@ class _Evaluation:
                 return node.value
             case ast.Name():
                 return values.get(node.id)
+            case ast.ListComp():
+                return [self._value(node.elt, values, depth)]
+            case ast.IfExp():
+                first = self._value(node.body, values, depth)
+                return self._value(node.orelse, values, depth) if first is None else first
             case ast.List() | ast.Tuple():
                 return [self._value(item, values, depth) for item in node.elts]
             case ast.Attribute():
@@ -138,14 +172,30 @@ class _Evaluation:
 
     def _called(self, node: ast.Call, values: dict[str, Any], depth: int) -> Any:
         name = ast.unparse(node.func)
-        if name in self._functions and not node.args and not node.keywords:
-            return copy.deepcopy(self.call(name, depth + 1))
         found = {word.arg: self._value(word.value, values, depth) for word in node.keywords if word.arg}
+        if name in self._functions:
+            names = [word.arg for word in self._functions[name].args.args]
+            places = dict(zip(names, [self._value(item, values, depth) for item in node.args], strict=False))
+            value = copy.deepcopy(self.call(name, depth + 1, {**places, **found}))
+            whole = not found or (isinstance(value, dict) and str(value.get(_CALLED)).endswith("Trainer.Config"))
+            return value if whole else {_CALLED: name, **found, "_returned": value}
+        if name == "int" and len(node.args) == 1:
+            number = self._value(node.args[0], values, depth)
+            return int(number) if isinstance(number, int | float) else None
         if name.rpartition(".")[2] == "compute_ffn_hidden_dim":
             dim = self._value(node.args[0], values, depth) if node.args else found.get("dim")
             return _ffn(dim, found.get("multiple_of") or 1, found.get("ffn_dim_multiplier"))
         positional = [self._value(argument, values, depth) for argument in node.args]
         return {_CALLED: name, **found, **({"_arguments": positional} if positional else {})}
+
+
+def _defaults(arguments: ast.arguments) -> dict[str, Any]:
+    """Values that a function's arguments have where a call does not state them."""
+    pairs = [
+        *zip(arguments.args[len(arguments.args) - len(arguments.defaults) :], arguments.defaults, strict=True),
+        *((word, node) for word, node in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if node),
+    ]
+    return {word.arg: node.value for word, node in pairs if isinstance(node, ast.Constant)}
 
 
 def _ffn(dim: Any, multiple: int, multiplier: float | None) -> int | None:
@@ -166,6 +216,10 @@ def _model(path: Path, function: str, spec: Mapping[str, Any], draft: Draft) -> 
         names = [path.resolve().parent.name, *(family for family in FLAVORS if function.startswith(family))]
         found = [(flavor_sizes(name, flavor), f"{name} {flavor}") for name in names]
         sizes, source = next((pair for pair in found if pair[0] is not None), (None, ""))
+    if sizes is None and beside.is_file():
+        raise JobError(
+            f"{beside} must state the sizes of flavor {flavor!r:.80} as arguments of calls: give them instead"
+        )
     if sizes is None:
         raise JobError(f"the sizes of flavor {flavor!r:.80} are not known: put the model's __init__.py beside {path}")
     for key, value in sizes.items():
@@ -176,6 +230,9 @@ def _flavor_in_code(path: Path, flavor: str) -> dict[str, Any] | None:
     """Sizes of a flavor from keyword arguments of the calls in its function."""
     module = read_python(path)
     functions = _functions(module)
+    other = next((node.id for node in ast.walk(module) if isinstance(node, ast.Name) and _NO_ATTENTION(node.id)), "")
+    if other:
+        raise JobError(f"a job has no layers with linear attention or state spaces, got {other} in {path.name}")
     name = next(
         (
             value.id
@@ -189,8 +246,8 @@ def _flavor_in_code(path: Path, flavor: str) -> dict[str, Any] | None:
     if name not in functions:
         return None
     found: dict[str, Any] = {}
-    _collect(_Evaluation(functions).call(name, 0), found)
-    if not {"layers", "hidden", "heads"} <= set(found):
+    _collect(_Evaluation(module).call(name, 0), found)
+    if not {"layers", "hidden", "heads"} <= set(found) or not {"ffn", "expert_ffn"} & set(found):
         return None
     if "kv_lora_rank" in found:
         found |= {"attention": "mla", "kv_heads": found["heads"]}

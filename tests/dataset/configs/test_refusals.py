@@ -23,7 +23,7 @@ BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
         ("a.yaml", "- 1\n- 2\n", "must hold tables"),
         ("a.yaml", "a: " + "[" * 5000, "a.yaml"),
         ("a.yaml", "distributed_type: &x\n  y: *x\n", "deep"),
-        ("a.json", '{"model_type": "rwkv"}', "model_type must be one of"),
+        ("a.json", '{"model_type": "whisper"}', "model_type must be one of"),
         ("a.json", '{"nothing": 1}', "must be a configuration of"),
         ("a.toml", '[model]\nname = "llama3"\nflavor = "9B"\n', r"model\.flavor must be one of"),
         ("a.toml", '[model]\nname = "llama9"\nflavor = "8B"\n', r"model\.name must be one of"),

@@ -65,7 +65,8 @@ def test_a_sourced_script_of_the_folder_is_read(tmp_path: Path) -> None:
         ("A=1\nif ((A == 1)); then B=2; fi; run $B", ["run", "2"]),
         ("A=0\n[[ $A == 1 || $A == 0 ]] || A=5; run $A", ["run", "0"]),
         ("run `rm -rf /` $(rm -rf /) x", ["run", "x"]),
-        ("run a\\\nb", ["run", "a", "b"]),
+        ("run a\\\nb", ["run", "ab"]),
+        ("run a \\\n  b", ["run", "a", "b"]),
     ],
 )
 def test_words(script: str, words: list[str]) -> None:

@@ -1,0 +1,131 @@
+"""What frameworks' own files have in them: comments, inherited defaults, models of text and images, padded sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepsight.dataset.configs.config_job import ConfigJob, read_configs
+from stepsight.dataset.configs.drafts import Given
+from tests.dataset.configs.test_published import LLAMA, NANOTRON, num_parameters, read
+
+BLOOM = r"""
+GPT_ARGS=" \
+    --num-layers 70 --hidden-size 14336 --num-attention-heads 112 --seq-length 2048 --micro-batch-size 2 \
+    --global-batch-size 2048 --pp-partition-method 'type:transformer|embedding' --pad-vocab-size-to 250880 --bf16 \
+    "
+#    --universal-checkpoint \
+export CMD=" \
+    `pwd`/pretrain_gpt.py --tensor-model-parallel-size 4 --pipeline-model-parallel-size 12 $GPT_ARGS \
+    "
+clear; srun --jobid $SLURM_JOB_ID bash -c "$LAUNCHER --node_rank \$SLURM_PROCID $CMD" 2>&1 | tee -a log.txt
+"""
+
+
+def test_a_comment_of_a_script_ends_with_its_line(tmp_path: Path) -> None:
+    """A backslash at the end of a comment does not make the next line a part of it."""
+    job = read(tmp_path, {"tr11.slurm": BLOOM}).job
+    assert (job.parallel.tp, job.parallel.pp, job.model.vocab) == (4, 12, 250880)
+    assert job.parallel.stage_layers == (5, *(6,) * 10, 5)  # both tables count as layers
+    options = "--num-layers 2 --hidden-size 64 \\\n# --bf16 \\\n--num-attention-heads 4 --seq-length 8\n"
+    assert read(tmp_path, {"args.txt": options}).mapped["model.heads"] == 4
+
+
+def test_only_what_a_file_states_is_mapped(tmp_path: Path) -> None:
+    """Defaults of a framework are assumed, so that a reader can tell them from what the file says."""
+    files: Mapping[str, Any] = {
+        "llama.yml": "base_emb_dim: 4096\nbase_num_query_heads: 32\nbase_num_kv_heads: 8\nbase_mlp_dim: 14336\n",
+        "args.txt": "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 8\n",
+        "nanotron.yaml": NANOTRON,
+        "llama3.toml": '[model]\nname = "llama3"\nflavor = "8B"\n',
+    }
+    stated = {name: set(read(tmp_path, {name: text}).mapped) for name, text in files.items()}
+    assert stated["llama.yml"] == {"model.hidden", "model.heads", "model.kv_heads", "model.ffn"}
+    assert stated["args.txt"] == {"model.layers", "model.hidden", "model.heads", "model.seq_len"}
+    assert not {"parallel.recompute", "optimizer.kind"} & stated["nanotron.yaml"]
+    assert not any(key.startswith(("parallel.", "batch.", "optimizer.")) for key in stated["llama3.toml"])
+
+
+def test_maxtext_knows_models_whose_file_is_not_near(tmp_path: Path) -> None:
+    run = 'base_config: "base.yml"\nmodel_name: "llama3.1-70b"\nper_device_batch_size: 6\n'
+    found = read(tmp_path, {"run.yml": run})
+    assert num_parameters(found.job.model) == pytest.approx(70.6, rel=3e-3)
+    assert "catalogue" in found.sources["model.layers"]
+    with pytest.raises(ValueError, match="compressed attention"):
+        read(tmp_path, {"v4.yml": "base_emb_dim: 4096\ndecoder_block: deepseek4\nattention_type: compressed\n"})
+
+
+def test_a_vocabulary_is_padded_as_nanotron_pads_it(tmp_path: Path) -> None:
+    text = NANOTRON.replace("vocab_size: 32000", "vocab_size: 50277")
+    assert read(tmp_path, {"config.yaml": text}).job.model.vocab == 50278
+
+
+def test_the_text_of_a_model_of_images_and_text(tmp_path: Path) -> None:
+    text = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 256 --decoder-seq-length 1024\n"
+    found = read(tmp_path, {"args.txt": text})
+    assert found.job.model.seq_len == 1024 and any("--seq-length 256" in words for words in found.ignored)
+
+
+def test_fsdp_json_beside_a_model(tmp_path: Path) -> None:
+    fsdp = {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "activation_checkpointing": True, "xla": False}
+    found = read(tmp_path, {"config.json": LLAMA, "fsdp.json": fsdp})
+    assert (found.job.parallel.zero_stage, found.job.parallel.recompute) == (2, "full")
+    assert found.formats == ("huggingface", "fsdp") and "xla False" in found.ignored
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "glm4_moe", "n_routed_experts": 128, "n_shared_experts": 1, "first_k_dense_replace": 1,
+          "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "head_dim": 128},
+         {"experts": 128, "shared_experts": 1, "dense_layers": 1, "expert_ffn": 1408, "head_dim": 128}),
+        ({"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [0, 1]},
+         {"experts": 8, "dense_layers": 2}),
+        ({"model_type": "deepseek_v2", "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_layer_freq": [0, 1] * 16},
+         {"experts": 8, "moe_every": 2}),
+        ({"model_type": "nemotron"}, {"gated_mlp": False}),
+        ({"model_type": "qwen", "intermediate_size": 22016}, {"ffn": 11008}),
+        ({"model_type": "chatglm", "multi_query_group_num": 2, "num_key_value_heads": None}, {"kv_heads": 2}),
+    ],
+)  # fmt: skip
+def test_models_of_hugging_face(tmp_path: Path, config: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = read(tmp_path, {"config.json": {**LLAMA, **config}})
+    assert {key: found.mapped[f"model.{key}"] for key in expected} == expected
+    assert found.job.model.layers == 32
+
+
+def test_layers_without_attention_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="linear attention or state spaces"):
+        read(tmp_path, {"config.json": {**LLAMA, "model_type": "qwen3_next"}})
+
+
+def test_a_registry_whose_flavors_are_functions_with_arguments(tmp_path: Path) -> None:
+    (tmp_path / "__init__.py").write_text(
+        "_RATIO = 3.5\n"
+        "def _base(dim: int, depth: int = 32):\n"
+        "    layers = []\n"
+        "    for index in range(depth):\n"
+        "        layers.append(Layer.Config(n_heads=32, n_kv_heads=8, hidden_dim=int(_RATIO * dim)))\n"
+        "    return Model.Config(dim=dim, n_layers=depth, vocab_size=128256, layers=layers)\n"
+        "def _8b():\n    return _base(4096)\n"
+        'configs = {"8B": _8b}\n'
+    )
+    registry = 'def run() -> Trainer.Config:\n    return Trainer.Config(model_spec=model_registry("8B"))\n'
+    model = read(tmp_path, {"config_registry.py": registry}).job.model
+    assert (model.layers, model.hidden, model.heads, model.ffn) == (32, 4096, 32, 14336)
+    (tmp_path / "__init__.py").write_text("from x import GatedDeltaNet\ny = GatedDeltaNet\n")
+    with pytest.raises(ValueError, match="got GatedDeltaNet"):
+        read(tmp_path, {"config_registry.py": registry})
+
+
+def test_a_deepspeed_file_that_accelerate_names_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "ds").mkdir()
+    (tmp_path / "ds" / "zero3.json").write_text('{"zero_optimization": {"stage": 3}}')
+    (tmp_path / "yaml").mkdir()
+    path = tmp_path / "yaml" / "accelerate.yaml"
+    path.write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ../ds/zero3.json}\n")
+    found: ConfigJob = read_configs([path], Given())
+    assert found.mapped["parallel.zero_stage"] == 3
