@@ -46,9 +46,9 @@ def training_plan(prediction: Prediction, goal: Goal, reliability: Reliability |
     }
 
 
-def plan_text(name: str, hardware: str, plan: Mapping[str, Any]) -> str:
-    """One line about a plan: duration with its range, device-hours, and the cost or why none is known."""
+def plan_text(hardware: str, plan: Mapping[str, Any]) -> str:
+    """Write a plan as one line: duration with its range, device-hours, and the cost or why none is known."""
     cost = f"no price of {hardware} is known (--prices)" if plan["cost"] is None else f"cost {plan['cost']:,.0f}"
     days = f"{plan['days']:.1f} days ({plan['low_days']:.1f} to {plan['high_days']:.1f})"
     lost = f", goodput {100 * plan['goodput']:.1f} %" if "mtbf_hours" in plan else ""
-    return f"{name}: {plan['tokens']:.4g} tokens in {days}, {plan['device_hours']:,.0f} device-hours, {cost}{lost}"
+    return f"{plan['tokens']:.4g} tokens in {days}, {plan['device_hours']:,.0f} device-hours, {cost}{lost}"

@@ -47,7 +47,7 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
     if job.framework:
         profile = find_framework(job.framework)
         habits = f"{profile.name} ({profile.of})" if profile.of else profile.name
-        lines.insert(1, f"framework  {job.framework}: profile {habits} fills what is open")
+        lines.insert(1, f"framework  {job.framework}: profile {habits} sets what the job file leaves open")
     lines += [f"warning: {text}" for text in prediction.warnings]
     if not prediction.memory.fits:
         lines.append(f"does not fit: {prediction.memory.reason}")
@@ -55,7 +55,8 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
         others = len(prediction.unsupported) - 1
         more = f"; {others} more (--json lists all)" if others else ""
         part = f"{100 * prediction.unsupported_share:.0f} % of the time"
-        lines.append(f"outside    {part} was never measured: {_cut(prediction.unsupported[0], 100)}{more}")
+        where = "is spent in ops or messages outside the measured range"
+        lines.append(f"outside    {part} {where}: {_cut(prediction.unsupported[0], 100)}{more}")
     return {**prediction.to_dict(), "text": "\n".join(lines)}
 
 
@@ -82,7 +83,7 @@ def explanation_report(job: Job, prediction: Prediction, top: int) -> dict[str, 
     text = f"{job.name}: {seconds_text(whole)}\n{table(header, cells)}"
     launches = prediction.simulation.launches_share
     if launches > 0.01:
-        text += f"\nthe host's launches decide {100 * launches:.1f} % of the time: there no op's seconds count"
+        text += f"\nthe host's launches are {100 * launches:.1f} % of the critical path: faster ops do not shorten them"
     text += "".join(f"\nwarning: {warning}" for warning in prediction.warnings)
     values = [row.to_dict() for row in rows]
     told = {"job": job.name, "iteration_time_s": whole, "launches_share": launches}
@@ -133,7 +134,7 @@ def demo_text(summary: dict[str, Any]) -> str:
             "held-out runs (no training run had their shapes):",
             table(["run", "measured", "spread %", "predicted", "interval", "error %"], cells),
             f"iteration time: MAPE {summary['mape']:.1f} %, Spearman {summary['spearman']:.3f}, "
-            f"interval holds {summary['coverage']:.0f} % of the runs",
+            f"{summary['coverage']:.0f} % of the runs lie in their intervals",
             f"ops in context: error {gnn['op_error_regressor']:.1f} % by regressors alone, "
             + (f"{gnn['op_error_with_gnn']:.1f} % with the {gnn['model']}" if gnn["model"] else "which ship"),
             f"search: {strategy}: {seconds_text(best['iteration_time_s'])} predicted, "

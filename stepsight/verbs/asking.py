@@ -34,6 +34,7 @@ from stepsight.verbs.options import (
     progress,
     refuse_given,
 )
+from stepsight.verbs.plan_options import Prices, add_plan
 
 
 def predict_command(
@@ -62,9 +63,15 @@ def predict_command(
     schedule: Annotated[
         Path | None,
         typer.Option(
-            parser=path, help="Write the pipeline schedule to this file, as a table of actions of torch. One job only."
+            parser=path,
+            help="Write the pipeline schedule to this file (.csv), in the format of torch's pipelining. One job only.",
         ),
     ] = None,
+    tokens: Annotated[
+        float | None,
+        typer.Option(help="Also print the days, device-hours and cost of training on this many tokens, as 15e12."),
+    ] = None,
+    prices: Prices = None,
     framework: FrameworkName = "",
     hardware: HardwareName = "",
     nodes: Nodes = None,
@@ -72,9 +79,10 @@ def predict_command(
 ) -> None:
     """Predict iteration time, interval, breakdown and memory of jobs.
 
-    Example:
+    Examples:
 
         stepsight predict examples/gpt3-175b-1024.toml --timeline timeline.json
+        stepsight predict examples/llama3-70b-fsdp-512.toml --tokens 15e12 --prices prices.toml
         stepsight predict --program captured --hardware h100-sxm-80gb --fabric dgx-h100
     """
     from stepsight.dataset.files import new_file
@@ -85,7 +93,7 @@ def predict_command(
     if program is not None:
         refuse_given(
             context,
-            ("jobs", "schedule", "framework", "nodes", "level", "latency"),
+            ("jobs", "schedule", "tokens", "prices", "framework", "nodes", "level", "latency"),
             "does not go with --program: leave it out",
         )
         predict_program(program, predictor, (hardware, fabric), timeline, as_json=as_json)
@@ -109,6 +117,8 @@ def predict_command(
     read = [read_job(path, framework, hardware, nodes) for path in jobs]
     predictions = [predict(job, loaded, latency=latency) for job in read]
     reports = [prediction_report(job, prediction) for job, prediction in zip(read, predictions, strict=True)]
+    for report, prediction in zip(reports, predictions, strict=True):
+        add_plan(report, prediction, tokens, prices)
     if timeline is not None:
         with new_file(timeline) as part, part.open("wb") as file:
             file.writelines(predictions[0].timeline_json(level))
@@ -166,8 +176,8 @@ def search_command(
         Path | None,
         typer.Option(
             parser=path,
-            help="A .csv file of the tokens that each expert gets, in one line or one for each layer with experts: "
-            "place the experts so that the busiest rank has the least to compute.",
+            help="A .csv file with the tokens of each expert: one line, or one line for each layer with experts. The "
+            "search then places experts so that the busiest rank has the least work.",
         ),
     ] = None,
     out: Annotated[
@@ -182,9 +192,7 @@ def search_command(
     ] = "",
     space: Annotated[
         str,
-        typer.Option(
-            help="Search space: usual, wide (all axes), or a .toml file with the attributes of stepsight.Space."
-        ),
+        typer.Option(help="Search space: usual, wide (all axes), or a .toml file with attributes of stepsight.Space."),
     ] = "usual",
     gap: Annotated[
         float,
@@ -197,8 +205,9 @@ def search_command(
     sampler: Annotated[
         str,
         typer.Option(
-            help="auto: by lower bounds, until the best is proved. enumerate: every legal strategy. tpe: Optuna's "
-            "sampler. random: at random. tpe and random stop after 200 strategies unless --trials is given."
+            help="Order in which strategies are predicted. auto: by lower bounds, until the best is proved. enumerate: "
+            "every legal strategy. tpe: Optuna's sampler. random: at random. tpe and random stop after 200 strategies "
+            "unless --trials is given."
         ),
     ] = "auto",
     robust: Annotated[
@@ -206,9 +215,8 @@ def search_command(
         typer.Option(
             metavar="interval|regret",
             help="Take prediction errors into account, and list the strategies that cannot be distinguished from the "
-            "best. interval: rank by the upper end of the interval. regret: rank the 25 fastest by how much "
-            "longer each "
-            "takes, on average over possible errors, than the one that turns out to be the fastest.",
+            "best. interval: rank by the upper end of the interval. regret: rank the 25 fastest by expected regret, "
+            "which is how much longer a strategy takes than the truly fastest one, on average over possible errors.",
         ),
     ] = "",
     hardware: HardwareName = "",
@@ -235,7 +243,9 @@ def search_command(
     tokens: Annotated[
         float,
         typer.Option(
-            help="Tokens to train on, for training time, cost and energy; with --critical-batch: for a small batch."
+            help="Tokens to train on, for training time, cost and energy. With --critical-batch: the tokens that a "
+            "very small batch needs.",
+            show_default="1e9",
         ),
     ] = 1e9,
     critical_batch: Annotated[
@@ -245,14 +255,7 @@ def search_command(
             "--tokens. 0: the number of tokens does not depend on the batch."
         ),
     ] = 0.0,
-    prices: Annotated[
-        Path | None,
-        typer.Option(
-            parser=path,
-            help="A .toml file with a table [price_per_device_hour] by hardware, and optionally [power_w], which "
-            "replaces the watts of the datasheets.",
-        ),
-    ] = None,
+    prices: Prices = None,
     top: Annotated[int, typer.Option(min=1, help="Number of best strategies to find and show.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the sampler.")] = 0,
     storage: Storage = None,
@@ -275,18 +278,21 @@ def search_command(
 ) -> None:
     """Find the parallel strategy with the shortest predicted iteration that fits in memory.
 
-    The search varies the degrees of all axes, micro-batch, schedule and virtual stages, ZeRO stage, recomputation and
+    The search varies the parallel degrees, micro-batch, schedule, virtual stages, ZeRO stage, recomputation and
     sequence parallelism. With --space wide it also varies hybrid sharding, recomputation of every n-th layer,
-    offloading and the order of ranks. Everything else stays as in the job. Every strategy has lower bounds of its time
-    and memory. The search predicts strategies in the order of these bounds until no remaining one can be faster than
-    the best; the best is then optimal. Strategies that do not fit in memory are not timed. In the table, mb is the
-    micro-batch, zero the ZeRO stage (3/8: over 8 replicas), sp sequence parallelism, and GB the memory of the fullest
-    pipeline stage.
+    offloading and the order of ranks. Everything else stays as in the job.
 
-    With --nodes, --clusters, --global-batches or --seq-lens every combination is searched. Their best strategies are
-    compared by time, throughput, cost and energy (an estimate from the rated power of the devices).
+    The search computes lower bounds of the time and memory of every strategy. It predicts strategies in the order of
+    these bounds until no remaining one can be faster than the best; the best is then optimal. Strategies that do not
+    fit in memory are not timed.
 
-    Example:
+    Columns of the table: mb is the micro-batch, zero the ZeRO stage (3/8: sharded over 8 replicas), sp sequence
+    parallelism, GB the memory of the fullest pipeline stage.
+
+    With --nodes, --clusters, --global-batches or --seq-lens every combination is searched. The table then has the best
+    strategy of each combination, with time, throughput, cost and energy (an estimate from the devices' rated power).
+
+    Examples:
 
         stepsight search examples/gpt3-175b-1024.toml --plot search.png
         stepsight search examples/llama3-70b-fsdp-512.toml --nodes 16,32,64 --tokens 1e12 --prices prices.toml

@@ -27,24 +27,22 @@ def capture_command(
     *,
     world_size: Annotated[int, typer.Option(help="Ranks of the job.")],
     out: Annotated[Path, typer.Option("--out", "-o", parser=path, help="New folder to write.")],
-    rank: Annotated[int | None, typer.Option(help="Rank to capture; the same as --ranks with one number.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Rank to capture; short for --ranks with one number.")] = None,
     ranks: Annotated[
         str,
         typer.Option(
-            help="Ranks to capture, for example 0,8,16. auto: rank 0, every rank that it reaches by messages (so that "
-            "each pipeline stage is captured once), and the last rank of each all-to-all group (experts)."
+            help="Ranks to capture, for example 0,8,16. auto: rank 0, every rank to which it sends messages, directly "
+            "or through others (one of each pipeline stage), and the last rank of each all-to-all group (experts)."
         ),
     ] = "auto",
     devices_per_node: Annotated[int, typer.Option(help="Ranks on each node.")] = 8,
     warm_up: Annotated[int, typer.Option(help="Training steps before the captured one.")] = 1,
-    device: Annotated[
-        str, typer.Option(help="cuda, or cpu: the script finds no GPU and runs the ops of a CPU.")
-    ] = "cuda",
+    device: Annotated[str, typer.Option(help="cuda, or cpu: the script then finds no GPU and runs CPU ops.")] = "cuda",
     timeout: Annotated[float, typer.Option(help="Time limit for one rank, in seconds.")] = 600.0,
-    inference: Annotated[bool, typer.Option("--inference", help="For a model: the forward alone.")] = False,
+    inference: Annotated[bool, typer.Option("--inference", help="For a model: only the forward pass.")] = False,
     dims: Annotated[str, typer.Option(help="For a model: sizes of symbolic dimensions, as batch=8,seq=1024.")] = "",
     precision: Annotated[
-        str, typer.Option(help="For a model: fp32, bf16 or fp16 in the place of the file's floating-point type.")
+        str, typer.Option(help="For a model: fp32, bf16 or fp16; replaces the floating-point type of the file.")
     ] = "",
     as_json: Json = False,
 ) -> None:

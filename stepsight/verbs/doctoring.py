@@ -26,12 +26,12 @@ def doctor_command(
     predictor: PredictorPath = None,
     as_json: Json = False,
 ) -> None:
-    """Check this machine: libraries, GPUs, links, quietness, and what can be collected here. Or find out why a traced
-    run is slow.
+    """Check this machine: libraries, GPUs, links, load, and what can be collected here. Or find out why a traced run
+    is slow.
 
-    For a run, named causes are listed with evidence and advice: host-bound, data loader, waiting for peers, exposed
-    communication, small messages, slow transport, throttling. If the run's job is known, its prediction stands beside
-    the measured step. Examples:
+    For a run, the answer lists causes with evidence and advice: host-bound, data loader, waiting for peers, exposed
+    communication, small messages, slow transport, throttling. If the run's job is known, the prediction is printed
+    beside the measured step. Examples:
 
         stepsight doctor
         stepsight doctor runs/theirs --job job.toml

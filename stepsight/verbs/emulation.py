@@ -32,9 +32,9 @@ def emulate_command(
     delays: Annotated[
         str,
         typer.Option(
-            help="Model of the delays of collectives: `alpha-beta` (latency and bandwidth of --fabric), "
-            "`predictor`, or "
-            "a Python file of yours, which is run: seconds(kind, num_bytes, group_size, ranks_per_node)."
+            help="Model of the delays of collectives: `alpha-beta` (latency and bandwidth of --fabric), `predictor`, "
+            "or your own Python file with a function seconds(kind, num_bytes, group_size, ranks_per_node). The file "
+            "is run."
         ),
     ] = "alpha-beta",
     fabric: Annotated[str, typer.Option(help="Fabric of the world: a name or a file.")] = "",
@@ -44,22 +44,23 @@ def emulate_command(
             "--predictor",
             "-p",
             parser=path,
-            help="With `--delays predictor`: a folder, or a predictor that comes with stepsight.",
+            help="With `--delays predictor`: a folder, or the name of a shipped predictor.",
         ),
     ] = None,
     extra_ms: Annotated[
         list[str] | None,
         typer.Option(
             metavar="WHAT=MS",
-            help="Make collectives take longer: `all`, a kind (all_reduce), group:RANKS or bytes:AT_LEAST. Repeatable.",
+            help="Add MS milliseconds to collectives. WHAT is `all`, a kind (all_reduce), group:RANKS (groups of this "
+            "size) or bytes:N (N bytes or more). Repeatable.",
         ),
     ] = None,
     virtual: Annotated[
         bool,
         typer.Option(
             "--virtual",
-            help="Use a virtual clock: nothing waits, and streams overlap as on a device. Only the CPU time of the "
-            "script's thread and its sleeps count as computation.",
+            help="Use a virtual clock: delays are added up instead of waited for, and streams overlap as on a device. "
+            "Computation is the CPU time of the script's thread plus its sleeps.",
         ),
     ] = False,
     warmup: Annotated[int, typer.Option(min=1, help="Steps before the first round.")] = 2,
@@ -70,10 +71,11 @@ def emulate_command(
     ] = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Run one or more ranks of your script for real; modelled delays replace all other ranks.
+    """Run one or more ranks of your script; modelled delays replace all other ranks.
 
-    DDP, FSDP2, tensor parallel and pipelines run unmodified. Each collective completes when its modelled delay has
-    passed, in order, while the script continues to compute. Values of ranks that do not run are made up. Examples:
+    Scripts with DDP, FSDP2, tensor parallelism and pipelines run unmodified. Each collective completes, in order, when
+    its modelled delay has passed; the script computes meanwhile. Values from ranks that do not run are placeholders.
+    Examples:
 
         stepsight emulate --world-size 256 --fabric dgx-h100 train.py --lr 0.1
         stepsight emulate --world-size 256 --ranks 0,8 --fabric dgx-h100 train.py --lr 0.1

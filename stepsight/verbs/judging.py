@@ -1,4 +1,4 @@
-"""Verbs that set predictions beside measured runs: evaluate, calibrate."""
+"""Verbs that compare predictions with measured runs: evaluate, calibrate."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def evaluate_command(
     calibrate: Annotated[
         str | None,
         typer.Option(
-            help="Also calibrate on each source's runs of at most this many devices (for example 8gpus), or on the "
-            "smallest runs of each series, and judge by the larger runs."
+            help="Also calibrate twice and judge by the larger runs: once on each source's runs of at most this many "
+            "devices (for example 8gpus), once on the smallest runs of each series."
         ),
     ] = None,
     plot: Annotated[
@@ -51,8 +51,8 @@ def evaluate_command(
     fabric: Annotated[
         str | None,
         typer.Option(
-            help="For a table of collectives: the fabric that they ran on, a name or a .toml file. Default: the fabric "
-            "that each row names."
+            help="For a table of collectives: the fabric of the measured cluster, a name or a .toml file. Default: the "
+            "fabric that each row names."
         ),
     ] = None,
     explain_columns: Annotated[
@@ -77,12 +77,13 @@ def evaluate_command(
 ) -> None:
     """Compare predictions with measured runs: errors, ranks, regret and coverage per source.
 
-    A table of ops and collectives that `stepsight import` wrote (.parquet) is compared by kind, size and ranks.
+    For a table of ops and collectives that `stepsight import` wrote (.parquet), errors are printed by kind, size and
+    number of ranks.
 
-    Without --predictor, each row is predicted by the predictor for its hardware, or from hardware facts. Two naive
-    references are printed too: one utilisation fitted to each source, and the smallest run of a series scaled up. Rows
-    that cannot be expressed as a job, and rows that the predictor was fitted on, are left out and counted by reason. If
-    no row remains, that is an error (exit code 2). Examples:
+    Without --predictor, each row is predicted by the shipped predictor for its hardware; if there is none, by a
+    roofline. Two simple baselines are printed too: one utilisation (MFU) fitted to each source, and the smallest run of
+    a series scaled up. Rows that cannot be expressed as a job, and rows that the predictor was fitted on, are left out
+    and counted by reason. If no row remains, the exit code is 2. Examples:
 
         stepsight evaluate published_runs.csv.gz --source "*megatron*" --plot runs.png
         stepsight evaluate published_runs.csv.gz --calibrate 8gpus
@@ -146,7 +147,7 @@ def calibrate_command(
             "--predictor",
             "-p",
             parser=path,
-            help="Predictor to correct: a folder, or a name that comes with stepsight.",
+            help="Predictor to correct: a folder, or the name of a shipped predictor.",
         ),
     ],
     *,
@@ -155,22 +156,26 @@ def calibrate_command(
         int | None,
         typer.Option(
             min=1,
-            help="Fit runs of at most this many devices (default: 8), or a source's smallest size. For a table of "
-            "collectives: groups of at most this many ranks (default: 64).",
+            help="Fit on runs of at most this many devices (default: 8); if a source has none, on its smallest runs. "
+            "For a table of collectives: on groups of at most this many ranks (default: 64).",
         ),
     ] = None,
     fabric: Annotated[
         str | None,
-        typer.Option(help="For a table of collectives: the fabric of the cluster as stated, a name or a .toml file."),
+        typer.Option(help="For a table of collectives: the fabric of the measured cluster, a name or a .toml file."),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Correct a predictor with the iteration times of small runs.
 
-    Calibration fits factors for compute, memory, host and links by gradient through the simulator, and corrects similar
-    jobs by what remains. A table of collectives that `stepsight import` wrote (.parquet) corrects how NCCL behaves
-    between the nodes of the measured cluster. A collection of imported traces (a folder) corrects kernels by kind, the
-    cost of launches and the slowdown of compute beside collectives; held-out ops judge it.
+    Calibration fits factors for compute, memory, host and links, by gradient descent through the simulator. The errors
+    that remain correct similar jobs. Instead of a table of runs it also accepts:
+
+    - a table of collectives that `stepsight import` wrote (.parquet): it corrects the model of NCCL between the nodes
+    of the measured cluster;
+
+    - a collection of imported traces (a folder): it corrects kernels by kind, the cost of launches, and the slowdown of
+    computation that overlaps with collectives; held-out ops judge it.
 
     The larger runs of the table judge the calibration; if there are none, sizes or runs are held out in turn. The new
     predictor is written only if it predicts them better than before; otherwise the exit code is 2. Examples:

@@ -35,8 +35,7 @@ def train_command(
     like: Annotated[
         str,
         typer.Option(
-            help="Tables: the most similar device among the predictors that come with stepsight, for example b200-sxm. "
-            "Default: all of them."
+            help="Tables: the shipped predictor of the most similar device, for example b200-sxm. Default: all of them."
         ),
     ] = "",
     software: Annotated[
@@ -46,7 +45,7 @@ def train_command(
         ),
     ] = "",
     fabric: Annotated[
-        str, typer.Option(help="Tables: the fabric of collectives whose rows name none, a name or a .toml file.")
+        str, typer.Option(help="Tables: the fabric for rows that name none: a name or a .toml file.")
     ] = "",
     samples: Annotated[
         int,
@@ -63,9 +62,9 @@ def train_command(
     """Train a predictor on collections, or on tables of a device's ops and collectives; record it in MLflow.
 
     Collections train regressors for ops and collectives, and a graph neural network that corrects them in context.
-    Tables train regressors alone. A family of ops with thousands of rows is learned from its own rows. With fewer rows,
-    the efficiency of the devices that come with stepsight is the starting point, and the rows correct it. A fifth of
-    the shapes is held out to judge the predictor (`held_out` in --json). Examples:
+    Tables train only the regressors. A family of ops with thousands of rows is trained on its own rows. A family with
+    fewer rows starts from the efficiency of the shipped predictors' devices, and its rows correct it. A fifth of the
+    shapes is held out to judge the predictor (`held_out` in --json). Examples:
 
         stepsight train runs/mine --out runs/predictor
         stepsight import aiconfigurator data/gb200 --out gb200.parquet
@@ -117,8 +116,8 @@ def plan_profile_command(
 ) -> None:
     """Choose what to measure first on a new device, and write it as a plan for the harness.
 
-    The candidates are the ops of training the catalogue's models. The plan lists the most informative ones first: those
-    that lower the expected error over all candidates most, given the devices that come with stepsight. Examples:
+    The candidates are the training ops of the models in the catalogue. The plan begins with the most informative ones:
+    those that most reduce the expected error over all candidates, given what the shipped predictors know. Examples:
 
         stepsight plan-profile --hardware my-gpu.toml --minutes 5 --out plan.json
         stepsight collect plan.json --out runs/profile

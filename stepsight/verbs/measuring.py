@@ -24,13 +24,13 @@ def collect_command(
     *,
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", parser=path, help="Collection folder. A collection that was killed resumes there."),
+        typer.Option("--out", "-o", parser=path, help="Collection folder. An interrupted collection resumes there."),
     ],
     role: Annotated[
         str, typer.Option(help="Purpose of the runs. Only runs with the role `train` can train a predictor.")
     ] = "train",
     rounds: Annotated[
-        int, typer.Option(min=1, help="Repeats, interleaved over the runs so that drift becomes visible.")
+        int, typer.Option(min=1, help="Rounds: each runs every job once, so that drift of the machine becomes visible.")
     ] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps per round, without a profiler.")] = 4,
     warmup: Annotated[
@@ -41,19 +41,19 @@ def collect_command(
         int | None, typer.Option(min=0, help="Profiled steps in the last round; in a box 0.", show_default="2")
     ] = None,
     event_seconds: Annotated[
-        float, typer.Option(min=0, help="Time for measuring each distinct op and collective; 0: do not measure them.")
+        float, typer.Option(min=0, help="Seconds for measuring all distinct ops and collectives. 0: skip this.")
     ] = 30.0,
     box: Box = None,
     plan_only: Annotated[
-        bool, typer.Option(help="Only write plan.json; the harness folder alone can run it elsewhere.")
+        bool, typer.Option(help="Only write plan.json. Another machine with a copy of the harness folder can run it.")
     ] = False,
     script: Annotated[
         Path | None,
         typer.Option(
             parser=path,
             metavar="FILE ARGS…",
-            help="Run your own training script instead of jobs, unmodified, until its measured steps are done. Must be "
-            "the last option: what follows the file are its arguments (except --out and --json at the very end).",
+            help="Run your own unmodified training script instead of jobs, until the measured steps are done. Must be "
+            "the last option: all words after FILE are arguments of the script (except --out and --json at the end).",
         ),
     ] = None,
     ops: Annotated[
@@ -61,20 +61,19 @@ def collect_command(
         typer.Option(
             parser=path,
             metavar="PROGRAM",
-            help="Measure the heavy calls of this captured program that --predictor does not know, each on its own, "
-            "instead of jobs.",
+            help="Measure ops instead of jobs: the slowest calls of this captured program that the training data of "
+            "--predictor does not contain, one by one.",
         ),
     ] = None,
     predictor: Annotated[
-        Path | None, typer.Option(parser=path, help="With --ops: the predictor whose unknown calls are measured.")
+        Path | None, typer.Option(parser=path, help="With --ops: the predictor that lacks these calls.")
     ] = None,
     nproc_per_node: Annotated[
         str | None,
         typer.Option(
             "--nproc-per-node",
-            help="With --script: number of ranks, started as torchrun does; `auto`: one for each core or GPU. "
-            "Without it "
-            "the script runs as one process without ranks.",
+            help="With --script: number of ranks, started as torchrun does; `auto`: one for each core or GPU. Default: "
+            "one process without torch.distributed.",
         ),
     ] = None,
     timeout_s: Annotated[
@@ -83,10 +82,10 @@ def collect_command(
     ] = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Run jobs for real as processes of torch.distributed, time and trace them, and measure their ops one by one.
+    """Run jobs as processes of torch.distributed, time and trace them, and measure their ops one by one.
 
-    Needs one core (or GPU) for each rank. In a box sixteen ranks share two cores; a run that needs too much of the
-    cores for valid times is rejected (exit code 2). Examples:
+    Each rank needs a core or a GPU. In a box, sixteen ranks share two cores; a run is rejected (exit code 2) if the
+    load on the cores distorts its times. Examples:
 
         stepsight collect examples/local-gpt-tp2.toml --out runs/mine
         stepsight collect examples/box-gpt-pp4.toml --box 4x1@200mbit --out runs/box
@@ -186,21 +185,21 @@ def demo_command(
 
 
 EXPERIMENTS = {  # by name: the module of ``experiments/studies`` (not in the wheel), and what it measures
-    "architectures": ("architectures", "scripts of model families that no trace had"),
-    "box-search": ("box_regret", "the strategy that search chooses, run with others on sixteen ranks"),
-    "capture": ("capture_agreement", "lowered jobs against captured scripts"),
-    "collectives": ("collective_accuracy", "collectives between nodes, sites held out"),
+    "architectures": ("architectures", "training scripts of model families that are not in the training data"),
+    "box-search": ("box_regret", "the strategy that search chooses against other strategies, run on sixteen ranks"),
+    "capture": ("capture_agreement", "programs lowered from jobs against programs captured from scripts"),
+    "collectives": ("collective_accuracy", "collectives between nodes, with sites held out"),
     "context": ("context", "the context network against simpler models, task by task"),
-    "dilated": ("dilated", "pipelines that sleep, for real"),
-    "emulate": ("emulation", "emulated ranks, against closed forms and real ranks"),
-    "kernels": ("kernel_accuracy", "kernels of public tables, shapes held out"),
-    "memory": ("memory_accuracy", "memory against PyTorch's tracker"),
-    "one-gpu": ("one_gpu", "ten minutes of a GPU, judged on what was held out"),
-    "search": ("search_regret", "search against asking about every strategy"),
-    "small-to-large": ("small_to_large", "train on four ranks, predict sixteen"),
-    "traced": ("traced_accuracy", "ops of traces, by other steps and by other traces of the device"),
-    "transfer": ("transfer_accuracy", "a device from few measurements"),
-    "what-if": ("what_if_accuracy", "changes predicted from one trace, against runs with the change"),
+    "dilated": ("dilated", "predicted pipelines against real pipelines whose stages sleep"),
+    "emulate": ("emulation", "emulated ranks against closed forms and real ranks"),
+    "kernels": ("kernel_accuracy", "kernels of public tables, with shapes held out"),
+    "memory": ("memory_accuracy", "predicted memory against PyTorch's tracker"),
+    "one-gpu": ("one_gpu", "a predictor from ten minutes of measurements on one GPU, judged on held-out runs"),
+    "search": ("search_regret", "search against predictions of every strategy"),
+    "small-to-large": ("small_to_large", "predictions for sixteen ranks, trained on four"),
+    "traced": ("traced_accuracy", "ops of a trace, predicted from its other steps and from other traces of the device"),
+    "transfer": ("transfer_accuracy", "a predictor for a device with few measurements"),
+    "what-if": ("what_if_accuracy", "changes predicted from one trace against runs with the change"),
 }
 _NAMED = "; ".join(f"`{name}`: {what}" for name, (_, what) in EXPERIMENTS.items())
 
@@ -209,7 +208,7 @@ def experiment_command(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help=f"One of {_NAMED}.")] = "",
 ) -> None:
-    """Run a study that measures the accuracy that the documentation claims. Each study has its own options, also
+    """Run a study that measures an accuracy that the documentation states. Each study has its own options; all have
     `--json` and `--help`.
 
     Example:
@@ -269,9 +268,9 @@ def import_command(
     """Import traces of any PyTorch job into a collection, or published measurements into a table.
 
     Traces become graphs of ops, streams and dependencies, which `replay`, `show`, `dataset` and `train` read. A trace
-    needs no annotations and no job file. For a table, the summary shows which ops, sizes, devices and software it
-    holds, in one set of units and names, and what was left out. The predictors that come with stepsight are trained on
-    such tables (`python -m stepsight.training.shipped.catalogue`). Examples:
+    needs no annotations and no job file. For a table, the summary lists its ops, sizes, devices and software, and the
+    rows that were left out, in common units and names. The shipped predictors are trained on such tables
+    (`python -m stepsight.training.shipped.catalogue`). Examples:
 
         stepsight import kineto rank0.json.gz rank1.json.gz --out runs/theirs
         stepsight import chakra traces/chakra.*.et --out runs/theirs

@@ -41,26 +41,26 @@ PredictorPath = Annotated[
         "--predictor",
         "-p",
         parser=path,
-        help="Folder of a trained predictor, name of one that comes with stepsight (a100-sxm), a registered one "
-        "(models:/h100@champion), or `roofline`. Default: the predictor that comes with stepsight for the job's "
-        "hardware; if there is none, a roofline from hardware facts. The answer names its source.",
+        help="Folder of a trained predictor, name of a shipped one (a100-sxm), a registered one "
+        "(models:/h100@champion), or `roofline`. Default: the shipped predictor for the job's hardware; if there is "
+        "none, a roofline from hardware facts. The answer names its source.",
     ),
 ]
 LatencyName = Annotated[
     str,
     typer.Option(
         "--latency",
-        help="Take durations from your own latency model instead of a predictor: a registered name, or "
-        "module:function, which gets a Hardware and a Fabric and returns an object with op_seconds(ops). This runs the "
-        "module's code.",
+        help="Use your own latency model instead of a predictor: a registered name, or module:function. The function "
+        "is called with a Hardware and a Fabric and returns an object with the method op_seconds(ops). The module's "
+        "code is run.",
     ),
 ]
 Trials = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Stop when the study holds this many evaluated strategies, including those of earlier searches and "
-        "other processes. Default: no limit. If scenarios are compared, the limit holds for each of them.",
+        help="Stop when the study has this many evaluated strategies; those of earlier searches and of other "
+        "processes count. Default: no limit. If scenarios are compared, the limit is for each of them.",
     ),
 ]
 Storage = Annotated[
@@ -74,16 +74,15 @@ FrameworkName = Annotated[
     str,
     typer.Option(
         "--framework",
-        help="Framework that runs the job, for example megatron-core or torchtitan. Its profile fills what the job "
-        "file leaves open. Overrides `framework` of the file.",
+        help="Framework that runs the job, for example megatron-core or torchtitan. Its profile sets the keys that the "
+        "job file leaves open. Overrides `framework` of the file.",
     ),
 ]
 Box = Annotated[
     str | None,
     typer.Option(
         help="Run in a cluster made of network namespaces: nodes x ranks per node @ link rate, for example "
-        "4x1@200mbit, "
-        "or a .toml file. Sleeping replaces computation. Needs root and iproute2.",
+        "4x1@200mbit, or a .toml file. Ranks sleep instead of computing. Needs root and iproute2.",
     ),
 ]
 HardwareName = Annotated[

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stepsight.dataset.errors import StepsightError
 from stepsight.verbs.options import path
 
 if TYPE_CHECKING:
     from stepsight.experiments.goodput import Reliability
     from stepsight.experiments.search.objectives import Goal
+    from stepsight.training.predictor.prediction import Prediction
 
-Tokens = Annotated[float, typer.Option(help="Tokens to train on, for duration, device-hours, cost and energy.")]
+Tokens = Annotated[
+    float,
+    typer.Option(help="Tokens to train on, for duration, device-hours, cost and energy.", show_default="1e12"),
+]
 Prices = Annotated[
     Path | None,
     typer.Option(
@@ -27,12 +32,12 @@ NodeMtbf = Annotated[
     typer.Option(
         "--node-mtbf-hours",
         min=0,
-        help="Mean time between failures of one node, in hours; durations and costs then count failures and "
-        "checkpoints. 0: do not count them.",
+        help="Mean time between failures of one node, in hours. Duration and cost then include failures and "
+        "checkpoints. 0: they include none.",
     ),
 ]
 CheckpointSeconds = Annotated[
-    float, typer.Option("--checkpoint-s", min=0, help="Seconds that a checkpoint stops training.")
+    float, typer.Option("--checkpoint-s", min=0, help="Seconds for which a checkpoint stops training.")
 ]
 RestartSeconds = Annotated[
     float, typer.Option("--restart-s", min=0, help="Seconds from a failure until training continues.")
@@ -45,6 +50,23 @@ def goal_of(tokens: float, prices: Path | None) -> Goal:
 
     price, power = ({}, {}) if prices is None else read_prices(prices)
     return Goal(tokens=tokens, prices=price, power_w=power)
+
+
+def add_plan(report: dict[str, Any], prediction: Prediction, tokens: float | None, prices: Path | None) -> None:
+    """Add to a job's report what training on ``tokens`` takes; None: add nothing.
+
+    Raises:
+        StepsightError: If there are prices without tokens.
+    """
+    if tokens is None:
+        if prices is not None:
+            raise StepsightError("--prices needs --tokens: the number of tokens to train on")
+        return
+    from stepsight.experiments.training_plan import plan_text, training_plan
+
+    plan = training_plan(prediction, goal_of(tokens, prices))
+    report["plan"] = plan
+    report["text"] += f"\ntraining   {plan_text(prediction.job.hardware_name, plan)}"
 
 
 def reliability_of(node_mtbf_hours: float, checkpoint_s: float, restart_s: float) -> Reliability | None:

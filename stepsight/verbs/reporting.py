@@ -56,9 +56,9 @@ def report_command(
     restart_s: RestartSeconds = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Write a page about jobs: one HTML file that loads nothing from elsewhere.
+    """Write a page about jobs: one self-contained HTML file.
 
-    It shows the answer and what it rests on, where the time goes, a timeline that zooms, memory over time by stage,
+    The page shows the prediction and its basis, where the time goes, a zoomable timeline, memory over time by stage,
     duration and cost of training, sensitivity to links, batch and nodes, what to try next, and all assumptions. With
     several jobs it begins with their comparison. Examples:
 
@@ -90,7 +90,7 @@ def report_command(
     write_text(out, jobs_page(parts, [f"{each['job']} on {each['hardware']}" for each in facts], compared))
     told = {"out": str(out), "jobs": facts, **({"comparison": compared} if compared else {})}
     lines = [f"wrote {out}: {len(facts)} job{'s' if len(facts) > 1 else ''}"]
-    lines += [plan_text(str(each["job"]), each["hardware"], each["plan"]) for each in facts]
+    lines += [f"{each['job']}: {plan_text(each['hardware'], each['plan'])}" for each in facts]
     answer(told, "\n".join(lines), as_json)
 
 
@@ -118,8 +118,9 @@ def compare_command(
 ) -> None:
     """Compare jobs, predictors and measured runs: what differs, and where the time differs.
 
-    Every job is predicted by every predictor; runs are measured. The first one is the reference. For a traced run, the
-    time is split by the kinds of ops on its critical path. Examples:
+    Every job is predicted with every predictor. Runs need no prediction: their measured times are used. All others are
+    compared with the first. For a traced run, the table splits the time by the kinds of ops on its critical path.
+    Examples:
 
         stepsight compare a.toml b.toml
         stepsight compare job.toml -p h100-sxm -p runs/predictor
@@ -150,8 +151,8 @@ def sweep_command(
         typer.Option(
             metavar="KEY=VALUES",
             help="Key of the job and its values: cluster.nodes=8..1024 (doubling), cluster.nodes=8..64+8 (steps of 8), "
-            "parallel.recompute=none,full. Repeat it to vary several keys. Links have keys too: "
-            "cluster.fabric.inter_node.bandwidth_gbytes_per_s.",
+            "parallel.recompute=none,full. Repeatable: all combinations are predicted. Links have keys too, for "
+            "example cluster.fabric.inter_node.bandwidth_gbytes_per_s.",
         ),
     ],
     predictor: PredictorPath = None,

@@ -60,13 +60,14 @@ def replay_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Replay traced steps from durations and dependencies alone, and compare them with the measured steps.
+    """Replay traced steps from durations and dependencies, and compare the replay with the measured steps.
 
-    The replay uses no recorded start times, so a small error shows that the dependencies of the graph are right. Idle
-    time that no dependency explains is reported as unexplained.
+    The replay uses durations and dependencies, but no recorded start times. A small error therefore shows that the
+    dependencies of the graph are right. Idle time that no dependency explains is reported as unexplained.
 
-    With --job, ops and collectives of the traced step are compared with those of the job's program: missing, extra, or
-    different in dims or bytes, with counts and seconds. A job that cannot have produced the trace is refused. Examples:
+    With --job, ops and collectives of the traced step are compared with those of the job's program. The table lists
+    missing, extra and different ones, with counts and seconds. A job that cannot have produced the trace is an error.
+    Examples:
 
         stepsight import kineto traces/ --out runs/theirs
         stepsight replay runs/theirs
@@ -130,16 +131,17 @@ def what_if_command(
         list[str] | None,
         typer.Option(
             metavar="WHAT=FACTOR",
-            help="Make these faster by a factor, for example gemm=1.5; below 1 is slower. WHAT is a kind or family of "
-            "ops, a kind of collective, `communication`, `host`, or part of a kernel's name. Repeatable.",
+            help="Divide durations by a factor, for example gemm=1.5; a factor below 1 makes them longer. WHAT is a "
+            "kind or family of ops, a kind of collective, `communication`, `host`, or part of a kernel's name. "
+            "Repeatable.",
         ),
     ] = None,
     no_host: Annotated[bool, typer.Option("--no-host", help="The host takes no time.")] = False,
     cuda_graph: Annotated[
-        bool, typer.Option("--cuda-graph", help="Launches take no time; loading data still does.")
+        bool, typer.Option("--cuda-graph", help="Kernel launches take no time; loading data still does.")
     ] = False,
     remove_straggler: Annotated[
-        bool, typer.Option("--remove-straggler", help="The slowest rank computes like the median of the others.")
+        bool, typer.Option("--remove-straggler", help="The slowest rank computes as fast as the median of the others.")
     ] = False,
     batch: Annotated[str, typer.Option(help="Size of micro-batches relative to the trace, for example 2x.")] = "1x",
     replicas: Annotated[
@@ -158,8 +160,9 @@ def what_if_command(
 ) -> None:
     """Replay a traced step with changes: faster kernels, no host, another batch, bucket size, scale, fabric or device.
 
-    Durations that depend on sizes or devices are multiplied by a ratio that a predictor gives. The answer shows for how
-    much of the device's time this was possible, and how much was scaled by a constant factor. Examples:
+    For another batch, fabric or device, each duration is multiplied by the ratio of two predictions: after and before
+    the change. The answer states for which share of the device's time this was possible; the rest is scaled by a
+    constant factor. Examples:
 
         stepsight what-if runs/theirs --faster gemm=1.5 --cuda-graph
         stepsight what-if runs/theirs --hardware h100-sxm --batch 2x

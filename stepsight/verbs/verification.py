@@ -37,10 +37,10 @@ def verify_command(
     box: Box = None,
     as_json: Json = False,
 ) -> None:
-    """Run the best strategies of a search, or job files, for real, and print predicted beside measured times.
+    """Run the best strategies of a search, or job files, and print predicted beside measured times.
 
-    Runs work as in `stepsight collect`: one core or GPU for each rank on this machine, or a box, where sleeping
-    replaces computation. Strategies that the harness cannot run are left out and named. Examples:
+    Runs are made as in `stepsight collect`: with one core or GPU for each rank, or in a box, where ranks sleep instead
+    of computing. Strategies that the harness cannot run are skipped and named. Examples:
 
         stepsight verify job.toml --top 3 --out runs/verified --predictor runs/predictor
         stepsight search job.toml --json > found.json

@@ -33,7 +33,7 @@ def test_predict_json_and_timeline(tmp_path: Path) -> None:
     answer = json.loads(done.stdout)
     assert answer["low_s"] <= answer["iteration_time_s"] <= answer["high_s"]
     assert sum(answer["breakdown"].values()) == pytest.approx(answer["iteration_time_s"])
-    assert "predictor a100-sxm, which comes with stepsight" in answer["source"]
+    assert "shipped predictor a100-sxm for" in answer["source"]
     assert (answer["hardware"], answer["framework"]) == ("a100-sxm-80gb", "")
     named = json.loads(run("predict", EXAMPLE, "--json", "--framework", "megatron-core").stdout)
     assert named["framework"] == "megatron-core"

@@ -43,3 +43,17 @@ def test_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cluster.nodes" in capsys.readouterr().out
     assert len((tmp_path / "nodes.csv").read_text().splitlines()) == 3
     assert "<svg" in (tmp_path / "nodes.svg").read_text()
+
+
+def test_predict_prints_days_and_cost_of_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Days, device-hours and cost follow from tokens, tokens per second and the price."""
+    prices = tmp_path / "prices.toml"
+    prices.write_text("[price_per_device_hour]\na100-sxm-80gb = 2.0\n")
+    asked = ["predict", JOB, "-p", "roofline", "--tokens", "3e12", "--prices", str(prices), "--json"]
+    app(asked, standalone_mode=False)
+    told = json.loads(capsys.readouterr().out)
+    plan, hours = told["plan"], 3e12 / told["tokens_per_s"] / 3600
+    assert plan["days"] == pytest.approx(hours / 24, rel=1e-3)
+    assert plan["cost"] == pytest.approx(2.0 * 1024 * hours, rel=1e-3)
+    with pytest.raises(StepsightError, match="--prices needs --tokens"):
+        app(["predict", JOB, "-p", "roofline", "--prices", str(prices)], standalone_mode=False)

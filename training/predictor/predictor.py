@@ -167,12 +167,13 @@ class Predictor:
     def source(self) -> str:
         """Where its durations come from, for people."""
         name = self.manifest.get("name", "")  # those that come with the package have one
-        shipped = ", which comes with stepsight," if name and self.manifest.get("files") == _shipped_files(name) else ""
-        own = f"{name}{shipped} for {self.hardware.name}" if name else self.hardware.name
+        shipped = "shipped " if name and self.manifest.get("files") == _shipped_files(name) else ""
         digest = self.manifest.get("digest", "")
-        context = "with context" if self.context is not None else "without context"
-        calibrated = f", calibrated on {self.calibrated_on}" if self.calibrated_on else ""
-        return f"predictor {own}{f' {digest}' if digest else ''}, {context}{calibrated}"
+        details = [f"digest {digest}"] if digest else []
+        details.append("with a context model" if self.context is not None else "no context model")
+        details += [f"calibrated on {self.calibrated_on}"] if self.calibrated_on else []
+        named = f"{name} " if name else ""
+        return f"{shipped}predictor {named}for {self.hardware.name} ({', '.join(details)})"
 
     @property
     def calibrated_on(self) -> str:

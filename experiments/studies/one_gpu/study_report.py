@@ -63,7 +63,7 @@ def _steps(of: Mapping[str, Any]) -> str:
             lines.append(f"steps, {name} ({one['rows']}): MAPE {one['mape']:.1f} %, max {one['max']:.1f} %")
     lines.append(
         f"by regressors alone MAPE {sums['mape_without_gnn']:.1f} %; Spearman {sums['spearman']:.3f}, "
-        f"interval holds {sums['coverage']:.0f} % of the runs"
+        f"{sums['coverage']:.0f} % of the runs lie in their intervals"
     )
     lines.append(
         f"ops in context: error {sums['op_error_regressor']:.1f} % by regressors alone, "

@@ -100,7 +100,7 @@ def test_a_better_predictor_is_written_with_its_evidence(tmp_path: Path) -> None
     assert result["overall"]["mape"] == pytest.approx(answer["evidence"]["after"]["mape"], abs=1e-6)
     with pytest.raises(PredictorError, match="fitted on none of its rows"):
         calibrate(runs, mine, tmp_path / "twice")
-    assert mine.source.endswith("without context, calibrated on 1 run of runs.csv")
+    assert mine.source.endswith("no context model, calibrated on 1 run of runs.csv)")
     shown = describe(tmp_path / "mine")["text"]
     assert "calibrated   on 1 run of runs.csv, by 'Megatron-LM'" in shown and "larger runs (3): mean error 13." in shown
 

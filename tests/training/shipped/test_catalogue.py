@@ -83,7 +83,7 @@ def test_collectives_reach_most_of_their_links_and_never_more(name: str) -> None
 def test_a_job_is_answered_offline() -> None:
     job = Job.from_file(EXAMPLES / "gpt3-175b-1024.toml")
     answer = predict(job)
-    assert answer.source.startswith("predictor a100-sxm, which comes with stepsight, for a100-sxm-80gb")
+    assert answer.source.startswith("shipped predictor a100-sxm for a100-sxm-80gb")
     assert 0.4 < answer.mfu < 0.7
     assert not any("linear" in reason for reason in answer.unsupported)
     assert any("physics carry it" in reason for reason in answer.unsupported)
