@@ -120,10 +120,10 @@ def demo_text(summary: dict[str, Any]) -> str:
         [
             row["job"],
             seconds_text(row["measured_s"]),
-            Number(row["spread_percent"]),
             seconds_text(row["predicted_s"]),
             f"{seconds_text(row['low_s'])} to {seconds_text(row['high_s'])}",
             Number(row["error_percent"]),
+            Number(row["repeat_percent"]),
         ]
         for row in summary["heldout"]
     ]
@@ -132,8 +132,10 @@ def demo_text(summary: dict[str, Any]) -> str:
     return "\n".join(
         [
             "held-out runs (no training run had their shapes):",
-            table(["run", "measured", "spread %", "predicted", "interval", "error %"], cells),
-            f"iteration time: MAPE {summary['mape']:.1f} %, Spearman {summary['spearman']:.3f}, "
+            table(["run", "measured", "predicted", "interval", "error %", "repeat error %"], cells),
+            "repeat error: how far one repeat of the measurement lies from the others; predictions cannot do better",
+            f"iteration time: MAPE {summary['mape']:.1f} %, mean repeat error {summary['floor']:.1f} %, "
+            f"Spearman {summary['spearman']:.3f}, "
             f"{summary['coverage']:.0f} % of the runs lie in their intervals",
             f"ops in context: error {gnn['op_error_regressor']:.1f} % by regressors alone, "
             + (f"{gnn['op_error_with_gnn']:.1f} % with the {gnn['model']}" if gnn["model"] else "which ship"),

@@ -96,6 +96,7 @@ def make_plan(
     *,
     profile_jobs: Sequence[Job] = (),
     event_seconds: float = 30.0,
+    extra_seconds: float = 0.0,
 ) -> dict[str, Any]:
     """A plan for the harness, as plain JSON.
 
@@ -104,6 +105,7 @@ def make_plan(
             the counts ``stand_in`` (see ``stand_in_of``) where one process stands in for a rank of the job.
         profile_jobs: Jobs whose distinct ops and collectives are measured on their own; of those in stand-ins the ops.
         event_seconds: Time budget of those measurements; 0 leaves them out.
+        extra_seconds: Time for more rounds of the runs whose median step is least certain.
     """
     planned: dict[str, dict[str, Any]] = {}
     for role, job, counts in runs:
@@ -113,8 +115,9 @@ def make_plan(
         planned[name] = {"name": name, "role": role, "job": job.to_dict(), **counts}
     stand_ins = [job for _, job, counts in runs if "stand_in" in counts]
     events = event_plan(profile_jobs, event_seconds, stand_ins) if event_seconds > 0 else []
+    plan = {"schema": SCHEMA, "runs": list(planned.values()), "events": events, "extra_seconds": extra_seconds}
     try:
-        return check_plan(json.loads(json.dumps({"schema": SCHEMA, "runs": list(planned.values()), "events": events})))
+        return check_plan(json.loads(json.dumps(plan)))
     except HarnessError as error:
         raise CollectError(str(error)) from None
 

@@ -1,7 +1,8 @@
-"""Predicted against measured, on runs that no training saw."""
+"""Predicted against measured times, on held-out runs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,10 +26,11 @@ class HeldoutEvaluation:
     """How good a predictor is.
 
     Attributes:
-        rows: One per run: ``run``, ``job``, ``measured_s``, ``spread_percent``, ``num_steps``, ``predicted_s``,
-            ``low_s``, ``high_s``, ``error_percent``, ``predicted_without_gnn_s``, ``unsupported``, and the run's own
-            ``op_error_regressor`` and ``op_error_with_gnn``.
+        rows: One per run: ``run``, ``job``, ``measured_s``, ``spread_percent``, ``repeat_percent``, ``num_steps``,
+            ``predicted_s``, ``low_s``, ``high_s``, ``error_percent``, ``predicted_without_gnn_s``, ``unsupported``, and
+            the run's own ``op_error_regressor`` and ``op_error_with_gnn``.
         mape: Mean absolute error of the iteration time, percent.
+        floor: Mean of ``repeat_percent``: the error that measuring the runs again would have, percent.
         mape_without_gnn: The same by regressors alone, percent.
         spearman: Rank correlation of predicted and measured iteration times.
         coverage: Percent of the runs that their interval holds.
@@ -38,6 +40,7 @@ class HeldoutEvaluation:
 
     rows: list[dict[str, Any]]
     mape: float
+    floor: float
     mape_without_gnn: float
     spearman: float
     coverage: float
@@ -46,9 +49,9 @@ class HeldoutEvaluation:
 
 
 def evaluate_heldout(predictor: Predictor, collection: Path, *, role: str = "heldout") -> HeldoutEvaluation:
-    """Predict every run of a role and set it beside what it took.
+    """Predict every run of a role and compare the prediction with the measured time.
 
-    An emulated pipeline stage judges ops alone, because its iteration is not one of a job.
+    Emulated pipeline stages judge only ops, because their iterations are not iterations of a job.
 
     Raises:
         TraceError: If the collection has no such run to judge iterations by, or one of them trained the predictor.
@@ -73,6 +76,7 @@ def evaluate_heldout(predictor: Predictor, collection: Path, *, role: str = "hel
     return HeldoutEvaluation(
         rows,
         _mape(predicted, measured),
+        float(np.mean([row["repeat_percent"] for row in rows])),
         _mape(alone, measured),
         spearman(predicted, measured),
         100.0 * float(np.mean(held)),
@@ -92,6 +96,7 @@ def _row(run: MeasuredRun, predictor: Predictor, examples: list[Example]) -> dic
         "job": manifest.job.name,
         "measured_s": measured,
         "spread_percent": 100 * float(np.std(steps) / measured),
+        "repeat_percent": 100 * repeat_error(manifest.rounds),
         "num_steps": len(steps),
         "predicted_s": prediction.iteration_time_s,
         "low_s": prediction.low_s,
@@ -102,6 +107,19 @@ def _row(run: MeasuredRun, predictor: Predictor, examples: list[Example]) -> dic
         "op_error_regressor": by_regressor,
         "op_error_with_gnn": with_gnn,
     }
+
+
+def repeat_error(rounds: Sequence[Sequence[float]]) -> float:
+    """Compute how far a round's median lies from the median of all other rounds: the mean over rounds.
+
+    Args:
+        rounds: Seconds of each step by round; of one round, each step counts as a round.
+    """
+    parts = [np.array(steps) for steps in (rounds if len(rounds) > 1 else [[step] for step in rounds[0]])]
+    if len(parts) < 2:
+        return 0.0
+    others = [np.median(np.concatenate(parts[:at] + parts[at + 1 :])) for at in range(len(parts))]
+    return float(np.mean([abs(np.median(part) / other - 1) for part, other in zip(parts, others, strict=True)]))
 
 
 def _op_errors(examples: list[Example], predictor: Predictor) -> tuple[float, float]:

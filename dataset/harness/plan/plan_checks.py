@@ -26,8 +26,8 @@ def check_plan(plan: Any) -> dict[str, Any]:
     if not isinstance(plan, dict) or plan.get("schema") != SCHEMA:
         got = plan.get("schema") if isinstance(plan, dict) else type(plan).__name__
         raise HarnessError(f"a plan is a JSON object with schema = {SCHEMA}, got {got!r:.80}")
-    if unknown := sorted(set(plan) - {"schema", "runs", "events", "device", "compile", "box"}):
-        known = "schema, runs, events, device, compile and box"
+    if unknown := sorted(set(plan) - {"schema", "runs", "events", "device", "compile", "box", "extra_seconds"}):
+        known = "schema, runs, events, device, compile, box and extra_seconds"
         raise HarnessError(f"a plan has the keys {known}, got also {', '.join(unknown)}")
     boxed = "box" in plan
     if boxed and (wrong := box_problems(plan["box"])):
@@ -38,6 +38,9 @@ def check_plan(plan: Any) -> dict[str, Any]:
     compiled = plan.get("compile", False)
     if not isinstance(compiled, bool) or (compiled and boxed):
         problems.append(f"compile must be true or false, and false in a box, got {compiled!r:.80}")
+    extra: Any = plan.get("extra_seconds", 0.0)
+    if not is_of(extra, float) or extra < 0 or (extra and boxed):
+        problems.append(f"extra_seconds must be a number >= 0, and 0 in a box, got {extra!r:.80}")
     runs, events = (_items(plan, key) for key in ("runs", "events"))
     for run in runs:
         problems += [f"run {run.get('name')!r:.80}: {text}" for text in _run_problems(run, ranks)]
@@ -51,6 +54,7 @@ def check_plan(plan: Any) -> dict[str, Any]:
     if problems:
         raise HarnessError("; ".join(problems))
     checked = {"schema": SCHEMA, "runs": [{**OPTIONS, **run} for run in runs], "events": events, "device": device}
+    checked |= {"extra_seconds": float(extra)} if extra else {}
     return checked | ({"compile": True} if compiled else {}) | ({"box": plan["box"]} if boxed else {})
 
 

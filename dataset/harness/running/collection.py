@@ -34,7 +34,7 @@ from ..plan_error import HarnessError
 from ..progress import ROUND_UNITS
 from ..ranks import barrier, gather
 from .rendezvous import join
-from .rounds import read_rounds, rounds_path, write_rounds
+from .rounds import least_certain, read_rounds, rounds_path, write_rounds
 
 
 class Collection:
@@ -99,42 +99,62 @@ class Collection:
         runs = [run for run in self.plan["runs"] if plans.ranks_needed(run) == self.size]
         runs = [run for run in runs if not self._agreed(self._is_done(run["name"]))]
         state = {run["name"]: self._agreed(self._load_rounds(run)) for run in runs}
-        for number in range(max((run["rounds"] for run in runs), default=0)):
+        for number in range(max((run["rounds"] - 1 for run in runs), default=0)):
             for run in runs:
-                rounds = len(state[run["name"]]["rounds"])
-                if rounds <= number < run["rounds"] and not self._agreed(self._is_done(run["name"])):
-                    with stand_in.world(run, self.device) if "stand_in" in run else nullcontext():
-                        self._round(run, number, state[run["name"]])
+                if len(state[run["name"]]["rounds"]) <= number < run["rounds"] - 1:
+                    self._round(run, state[run["name"]])
+        self._extra_rounds({run["name"]: run for run in runs}, state)
+        for run in runs:
+            self._round(run, state[run["name"]], last=True)
+
+    def _extra_rounds(self, runs: dict[str, dict[str, Any]], state: dict[str, dict[str, Any]]) -> None:
+        """Spend this world size's part of the plan's extra seconds on the runs whose median is least certain."""
+        if not runs or "extra_seconds" not in self.plan:
+            return
+        end = time.monotonic() + self.plan["extra_seconds"] * len(runs) / len(self.plan["runs"])
+        while True:
+            rounds = {name: state[name]["rounds"] for name in runs if not self._is_done(name)}
+            chosen = self._agreed(least_certain(rounds) if time.monotonic() < end else None)
+            if chosen is None:
+                return
+            self._round(runs[chosen], state[chosen])
 
     def _is_done(self, name: str) -> bool:
         return any((self.out / place / name / "manifest.json").exists() for place in ("runs", "rejected"))
 
     def _load_rounds(self, run: dict[str, Any]) -> dict[str, Any]:
         state = read_rounds(self.out, run)
+        if "extra_seconds" in self.plan:
+            return state
         keep = run["rounds"] - 1  # the last round also profiles, so it is done again
         return {**state, "rounds": state["rounds"][:keep], "records": state["records"][:keep]}
 
-    def _round(self, run: dict[str, Any], number: int, state: dict[str, Any]) -> None:
-        name = run["name"]
-        self._say(f"{name} round {number + 1}/{run['rounds']}")
+    def _round(self, run: dict[str, Any], state: dict[str, Any], *, last: bool = False) -> None:
+        """Do a round of a run, unless the run was rejected; the last round profiles, and writes the run."""
+        name, number = run["name"], len(state["rounds"])
+        if self._agreed(self._is_done(name)):
+            return
+        extra = number >= run["rounds"] - 1 and not last
+        self._say(f"{name} extra round" if extra else f"{name} round {number + 1}/{max(number + 1, run['rounds'])}")
         free_memory()  # what is left of other runs is no part of this one's
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         try:
-            self._train(run, number, state)
+            with stand_in.world(run, self.device) if "stand_in" in run else nullcontext():
+                self._train(run, number, state, last)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
             reason = str(error).splitlines()[0]
         else:
-            self._say(name, done=ROUND_UNITS)
+            self._say(name, done=0 if extra else ROUND_UNITS)
             return
         self._reject(run, reason)
         if self.size > 1:  # the others wait for this rank in vain
             raise RuntimeError(f"{name} was skipped: out of memory; run again to continue with the rest: {reason}")
-        self._say(name, done=ROUND_UNITS * (run["rounds"] - number))
+        self._say(name, done=ROUND_UNITS * max(1, run["rounds"] - number))
 
-    def _train(self, run: dict[str, Any], number: int, state: dict[str, Any]) -> None:
+    def _train(self, run: dict[str, Any], number: int, state: dict[str, Any], last: bool) -> None:
         """Build, time, and in the last round profile and write."""
         name, took = run["name"], self._took[run["name"]]
         began = time.monotonic()
@@ -145,11 +165,10 @@ class Collection:
             self._samples[name] += self._watch.since(built)
         for part, seconds in (("build", built - began), ("steps", time.monotonic() - built)):
             took[part] = took.get(part, 0.0) + seconds
-        if number < run["rounds"] - 1:
-            if self.rank == 0:
-                write_rounds(self.out, run, state)
-        else:
+        if last:
             self._finish(run, state, training)
+        elif self.rank == 0:
+            write_rounds(self.out, run, state)
         barrier()
         groups = training.mesh, training.groups["pp"]
         del training

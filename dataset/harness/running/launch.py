@@ -200,7 +200,7 @@ def _units_done(out: Path, plan: dict[str, Any]) -> int:
         if _is_done(out, run["name"]):
             done += ROUND_UNITS * run["rounds"]
         else:
-            done += ROUND_UNITS * len(read_rounds(out, run)["rounds"])
+            done += ROUND_UNITS * min(run["rounds"] - 1, len(read_rounds(out, run)["rounds"]))
     return done + sum(_event_units(e) for e in plan["events"] if (out / "events" / f"{e['name']}.json").exists())
 
 

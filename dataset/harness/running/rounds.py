@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..atomic_files import read_json, write_json
+
+CERTAIN = 0.01  # a run whose median is known this well needs no more rounds
 
 
 def rounds_path(out: Path, name: str) -> Path:
@@ -25,6 +29,26 @@ def read_rounds(out: Path, run: dict[str, Any]) -> dict[str, Any]:
     return state if _is_state(state, run) else {"rounds": [], "losses": [], "records": []}
 
 
+def least_certain(rounds: Mapping[str, Sequence[Sequence[float]]]) -> str | None:
+    """Return the run whose median step is least certain; None if all are certain.
+
+    Args:
+        rounds: Seconds of each step by round, of each run.
+    """
+    unsure = {name: uncertainty(of) for name, of in rounds.items() if of}
+    worst = max(unsure, key=unsure.__getitem__, default=None)
+    return worst if worst is not None and unsure[worst] > CERTAIN else None
+
+
+def uncertainty(rounds: Sequence[Sequence[float]]) -> float:
+    """Estimate the relative error of the median step: half the interquartile range over the root of the rounds."""
+    steps = [seconds for each in rounds for seconds in each]
+    if len(steps) < 2:
+        return 1.0
+    low, middle, high = statistics.quantiles(steps, n=4, method="inclusive")
+    return (high - low) / (2.0 * middle * len(rounds) ** 0.5)
+
+
 def write_rounds(out: Path, run: dict[str, Any], state: dict[str, Any]) -> None:
     """What ``read_rounds`` reads back."""
     write_json(rounds_path(out, run["name"]), state)
@@ -36,7 +60,7 @@ def _is_state(state: Any, run: dict[str, Any]) -> bool:
     rounds, losses, records = state["rounds"], state["losses"], state["records"]
     if not isinstance(records, list) or len(records) != (len(rounds) if "sleeps" in run else 0):
         return False
-    if not isinstance(rounds, list) or not 0 < len(rounds) <= run["rounds"]:
+    if not isinstance(rounds, list) or not rounds:
         return False
     if not all(_are_numbers(seconds, run["steps"]) and min(seconds) > 0 for seconds in rounds):
         return False

@@ -10,7 +10,14 @@ import pytest
 
 from stepsight.dataset.harness.plan import check_plan
 from stepsight.dataset.harness.running.launch import collect
-from stepsight.dataset.harness.running.rounds import read_rounds, rounds_path, write_rounds
+from stepsight.dataset.harness.running.rounds import (
+    CERTAIN,
+    least_certain,
+    read_rounds,
+    rounds_path,
+    uncertainty,
+    write_rounds,
+)
 
 EMPTY: dict[str, list[float]] = {"rounds": [], "losses": [], "records": []}
 RUN = jobs.run("a", jobs.job(), rounds=3)  # two steps a round, after two of warm-up
@@ -43,7 +50,6 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
                 {"rounds": [[0.1, True]]},
                 {"rounds": [[0.1, 0.0]]},
                 {"rounds": [[0.1, float("nan")]]},
-                {"rounds": [[0.1, 0.2]] * 4},
                 {"losses": []},
                 {"losses": [4.0, 3.0, 2.0, [1.0]]},
                 {"records": None},
@@ -78,3 +84,19 @@ def test_a_collection_goes_on_past_damage(tmp_path: Path, content: bytes, kept: 
     assert [len(seconds) for seconds in manifest["rounds"]] == [2, 2]
     assert len(manifest["losses"]) == 4
     assert (manifest["rounds"][:1] == KEPT["rounds"], manifest["losses"] == KEPT["losses"]) == (kept, kept)
+
+
+def test_extra_time_goes_to_the_least_certain_run() -> None:
+    """More rounds make a run more certain; a run that repeats within a percent needs none."""
+    steady, wild = [[1.0, 1.001, 0.999]] * 2, [[1.0, 1.4, 0.9], [1.2, 1.6, 1.1]]
+    assert least_certain({"steady": steady, "wild": wild, "unmeasured": []}) == "wild"
+    assert least_certain({"steady": steady}) is None
+    assert uncertainty(wild * 4) < uncertainty(wild)
+
+
+def test_extra_seconds_become_rounds(tmp_path: Path) -> None:
+    """A run whose times vary gets more rounds than planned, and all of them are in its manifest."""
+    run = jobs.run("a", jobs.job(), rounds=2)
+    collect(check_plan({"schema": 1, "runs": [run], "events": [], "extra_seconds": 0.5}), tmp_path, progress=False)
+    rounds = json.loads((tmp_path / "runs" / "a" / "manifest.json").read_text())["rounds"]
+    assert len(rounds) > 2 or uncertainty(rounds[:1]) <= CERTAIN

@@ -114,7 +114,7 @@ def stubbed(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     def evaluate(predictor: str, collection: Path, *, role: str) -> HeldoutEvaluation:
         assert (predictor, role) == ("predictor", "heldout")
         rows = [_row(case) for case in core_cases() if case.role == "heldout" and "/llama/" in case.name]
-        return HeldoutEvaluation(rows[::-1], 10.0, 20.0, 0.5, 100.0, 20.0, 8.0)
+        return HeldoutEvaluation(rows[::-1], 10.0, 4.0, 20.0, 0.5, 100.0, 20.0, 8.0)
 
     def read_collection(folder: Path) -> Any:
         names = [run["name"] for run in asked["plans"][-1]["runs"]]
