@@ -1,4 +1,4 @@
-"""Where the time of an iteration goes."""
+"""The breakdown of an iteration's time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def break_down(simulation: SimulatedIteration) -> dict[str, float]:
     seconds = {"compute": streams["compute"], "host": host + streams["offload"]}
     seconds |= {f"{axis}_communication": streams[axis] for axis in ("tp", "cp", "ep")}
     inside = float((run.finish[:, 0] - run.start[:, 0]).sum()) / stages - sum(seconds.values())
-    # The optimizer's ops; the rest between a stage's last backward and its end is traffic, or waiting for others.
+    # The optimizer's ops; the remaining time between a stage's last backward and its end is traffic, or waiting for
+    # others.
     ends = [
         simulation.timer.segment(low.segments[at], simulation.optimizer_condition(stage))
         for stage, at in enumerate(low.optimizer.tolist())
@@ -49,7 +50,7 @@ def break_down(simulation: SimulatedIteration) -> dict[str, float]:
     seconds["dp_communication"] = max(data, 0.0)
     seconds["pp_communication"] = _messages(simulation) if low.track.num_messages else 0.0
     seconds["bubble"] = total - sum(seconds.values())
-    if seconds["bubble"] < 0:  # messages that hide each other
+    if seconds["bubble"] < 0:  # messages that overlap
         seconds["pp_communication"] = max(0.0, seconds["pp_communication"] + seconds["bubble"])
         seconds["bubble"] = 0.0
         seconds["bubble"] = max(0.0, total - sum(seconds.values()))
@@ -57,14 +58,14 @@ def break_down(simulation: SimulatedIteration) -> dict[str, float]:
 
 
 def _host(passing: Passing) -> float:
-    """Seconds that the one stage waits for the host."""
+    """Seconds for which a single stage waits for the host."""
     free = np.ascontiguousarray(passing.transition[:, :NUM_CLOCKS, :NUM_CLOCKS])
     clocks = track_clocks(passing.lowered.track, passing.rows, free, passing.message_seconds, *passing.host)
     return float(passing.clocks[0, 0] - clocks[0, 0])
 
 
 def _unlaunched(simulation: SimulatedIteration) -> Floats:
-    """Seconds of every stage's optimizer if the host took no time, shape ``(num_stages,)``."""
+    """Seconds of every stage's optimizer without host time, shape ``(num_stages,)``."""
     optimizers = simulation.optimizer_paths(carried=True)[:, :NUM_CLOCKS, :NUM_CLOCKS]
     paths = simulation.entry[:, None, :NUM_CLOCKS] + optimizers
     return np.asarray(paths.max(axis=(1, 2)) - simulation.begin)

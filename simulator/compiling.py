@@ -1,4 +1,4 @@
-"""Loops over arrays that are interpreted at first, and compiled by numba where that pays."""
+"""Loops over arrays that are interpreted at first, and compiled by numba if that is worth the time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Generic, ParamSpec
 
 P = ParamSpec("P")
 
-PATIENCE_S = 0.1  # of a core: a crowded machine too answers a single question without numba
-COLD_PATIENCE_S = 3.0  # the same where nothing compiled is on disk: compiling takes longer than any question
+PATIENCE_S = 0.1  # seconds of a core: also on a busy machine, a single question is answered without numba
+COLD_PATIENCE_S = 3.0  # the same if no compiled code is on disk: compiling takes longer than any single question
 
 
 class compiled(Generic[P]):  # noqa: N801  (a decorator)
@@ -30,8 +30,8 @@ class compiled(Generic[P]):  # noqa: N801  (a decorator)
     passed as one ``NamedTuple`` of arrays and numbers.
     """
 
-    spent_s: ClassVar[float] = 0.0  # interpreting, all kernels together
-    said: ClassVar[bool] = False  # that something is compiled
+    spent_s: ClassVar[float] = 0.0  # seconds of interpretation of all kernels together
+    said: ClassVar[bool] = False  # whether anything is compiled
 
     def __init__(self, function: Callable[P, None]) -> None:
         self.function = function
@@ -57,7 +57,7 @@ class compiled(Generic[P]):  # noqa: N801  (a decorator)
             if told:
                 return any(Path(told).rglob(name))
             return any((file.parent / "__pycache__").glob(name)) or any((Path.home() / ".cache/numba").rglob(name))
-        except (OSError, RuntimeError):  # a folder that cannot be read, or no home
+        except (OSError, RuntimeError):  # an unreadable folder, or no home
             return False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -68,7 +68,7 @@ class compiled(Generic[P]):  # noqa: N801  (a decorator)
             self._native = self.compile()
             try:
                 self._native(*args, **kwargs)
-            except (ImportError, AttributeError):  # on disk is what an earlier version of the package compiled
+            except (ImportError, AttributeError):  # the code on disk is from an earlier version of the package
                 self._native = self.compile(keep=False)
                 self._native(*args, **kwargs)
         else:
@@ -77,14 +77,14 @@ class compiled(Generic[P]):  # noqa: N801  (a decorator)
             compiled.spent_s += time.thread_time() - begin
 
     def _announce(self) -> None:
-        """Say once that loops are compiled, where that takes long."""
+        """Say once that loops are being compiled, if that takes long."""
         if not self._kept and not compiled.said:
             compiled.said = True
             told = "stepsight: compiling with numba, once after installing: some ten seconds"
             print(told, file=sys.stderr, flush=True)
 
     def compile(self, *, keep: bool = True) -> Callable[P, None]:
-        """The function, and the functions of its module that it calls, as machine code.
+        """Compile the function, and the functions of its module that it calls.
 
         Args:
             keep: Whether to take it from disk, and to keep it there.

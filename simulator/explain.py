@@ -1,5 +1,6 @@
-"""What the iteration time is sensitive to: how often each op and collective is on the critical path, and what halving
-it would bring."""
+"""Sensitivity of the iteration time: how often each op and collective is on the critical path, and what halving it
+saves.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from stepsight.simulator.simulate import Simulation, simulate_lowered
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """One signature.
+    """One signature and its effect on the iteration time.
 
     Attributes:
         work: What is done.
@@ -41,7 +42,7 @@ class Sensitivity:
 
 
 def explain(simulation: Simulation, most: int = 10) -> tuple[Sensitivity, ...]:
-    """The signatures that the time depends on most, first that with the largest share."""
+    """The signatures with the largest shares of the time, in order."""
     if most < 1:
         raise StepsightError(f"explain lists at least 1 row, got {most}")
     total = simulation.iteration_time_s
@@ -54,7 +55,7 @@ def explain(simulation: Simulation, most: int = 10) -> tuple[Sensitivity, ...]:
 
 
 def _with(simulation: Simulation, work: Op | Collective) -> float:
-    """The iteration time if a signature took half as long."""
+    """The iteration time if one signature took half as long."""
     timer = simulation.timer.but({work: float(simulation.timer.work_seconds([work])[0]) / 2})
     pipelines = tuple(passing.pipeline for passing in simulation.passings)
     halved = simulate_lowered(simulation.job, simulation.lowered, timer, simulation.hardware, pipelines)

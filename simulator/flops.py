@@ -1,4 +1,4 @@
-"""Work of an iteration in FLOP: what the model needs, and what the devices do.
+"""Work of an iteration in FLOP: needed by the model, and executed by the devices.
 
 Only matrix products and attention count, a multiply-add as two.  Causal attention counts the half that is computed.
 """
@@ -30,10 +30,11 @@ def segment_flops(segment: Segment) -> float:
 
 
 def iteration_flops(lowered: Lowered) -> tuple[float, float]:
-    """FLOP of an iteration that the model needs, and that are done (recomputation included): of one rank of each stage,
-    summed over stages."""
+    """FLOP of an iteration, needed by the model and executed (with recomputation): of one rank of each stage, summed
+    over stages.
+    """
     flops = np.array([segment_flops(segment) for segment in lowered.segments])
     done = float(flops[lowered.segment].sum())
     forward = float(flops[lowered.segment[lowered.track.kind == FORWARD]].sum())
-    # Where nobody needs the gradient of an input (the patches of an image), less is needed.
+    # If the gradient of an input is not needed (the patches of an image), the model needs less.
     return min((1.0 + BACKWARD_OVER_FORWARD) * forward, done), done

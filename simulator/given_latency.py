@@ -1,4 +1,4 @@
-"""Latency from elsewhere: a user's or another package's durations, named by ``--latency``."""
+"""Latency models of users and of other packages, named by ``--latency``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LATENCIES: Registry[LatencyMaker] = Registry(
 
 
 class GivenLatency:
-    """Durations that somebody else's object gives, completed by hardware facts.
+    """Durations from a user's object, completed by hardware facts.
 
     The object has ``op_seconds(ops)``, and if it can ``collective_seconds(collectives)`` and ``in_context``, as
     ``LatencyModel`` says.  Where it answers NaN, or has no such method, hardware facts answer.
@@ -94,7 +94,7 @@ class GivenLatency:
 
 
 def named_latency(name: str, hardware: Hardware, fabric: Fabric) -> GivenLatency:
-    """The latency of a name, for a hardware and its links.
+    """Find a latency model by name, for a hardware and its links.
 
     Args:
         name: One that is registered or brought by an installed package, or ``module:function``; the function takes a
@@ -117,7 +117,7 @@ def named_latency(name: str, hardware: Hardware, fabric: Fabric) -> GivenLatency
 
 
 def latency_of_job(job: Job, name: str) -> GivenLatency:
-    """The latency of a name for a job, on hardware whose facts answer for what it does not know.
+    """Find a latency model by name for a job; hardware facts supply the durations that it does not know.
 
     Raises:
         JobError: If nothing is known of the hardware.

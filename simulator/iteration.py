@@ -47,11 +47,11 @@ class Passing:
 
     @cached_property
     def run(self) -> TrackRun:
-        """When every action and message runs; ``run.segment`` are ``rows``."""
+        """When every action and message runs; ``run.segment`` indexes ``rows``."""
         return run_track(self.lowered.track, self.rows, self.transition, self.message_seconds, *self.host)
 
     def condition(self, row: int) -> Slowdown:
-        """What slows a row."""
+        """The slowdown of a row."""
         return self.slowdowns[row if len(self.slowdowns) > 1 else 0]
 
 
@@ -82,22 +82,22 @@ class SimulatedIteration:
 
     @cached_property
     def iteration_time_s(self) -> float:
-        """Seconds of one iteration: until the last stage is done."""
+        """Seconds of one iteration: until the last stage has finished."""
         return float(self.finish[:, :NUM_CLOCKS].max())
 
     @property
     def carried(self) -> bool:
-        """Whether the host has a clock of its own."""
+        """Whether the host has its own clock."""
         return len(self.clocks[0]) > HOST
 
     @cached_property
     def entry(self) -> Floats:
-        """Clocks of each stage as its optimizer takes over, shape of ``clocks``."""
+        """Clocks of each stage when its optimizer starts, shape of ``clocks``."""
         return enter_optimizers(self.lowered, self.clocks, self.begin)
 
     @cached_property
     def slowest(self) -> Passing:
-        """The pipeline that decides when the last optimizer starts."""
+        """The pipeline that determines when the last optimizer starts."""
         return max(self.passings, key=lambda passing: float(passing.clocks[:, :NUM_CLOCKS].max()))
 
     @cached_property
@@ -114,7 +114,7 @@ class SimulatedIteration:
 
     @property
     def launches_share(self) -> float:
-        """Part of the time that the host's launches decide: no op's or collective's seconds count there."""
+        """Share of the time that is determined by the host's launches, and by no op or collective."""
         seconds = self.timer.work_seconds(list(self.op_counts))
         counted = float(np.array(list(self.op_counts.values())) @ seconds)
         return max(0.0, 1.0 - counted / self.iteration_time_s)
@@ -141,7 +141,9 @@ class SimulatedIteration:
 
     @cached_property
     def _path(self) -> tuple[Passing, LastSteps, Floats, Floats]:
-        """The pipeline on the critical path; the end of that; its uses of ``times`` and of messages."""
+        """The pipeline on the critical path, the end of its part of the path, and the counts of ``times`` and of
+        messages.
+        """
         clocks = np.array([passing.clocks for passing in self.passings])
         paths = self.optimizer_paths(carried=self.carried)
         end = last_steps(self.lowered, clocks, self.entry, self.finish, paths)
@@ -150,7 +152,7 @@ class SimulatedIteration:
         return passing, end, uses, message_uses
 
     def segment_uses(self) -> list[tuple[int, Slowdown, Floats]]:
-        """Segment, condition and how often it is passed from clock to clock on the critical path, ``(to, from)``."""
+        """Segment, condition, and how often the critical path passes it from clock to clock, ``(to, from)``."""
         passing, end, uses, _ = self._path
         rows = np.flatnonzero((uses > 0).any(axis=(1, 2))).tolist()
         found: dict[tuple[int, Slowdown], Floats] = {}
@@ -163,7 +165,7 @@ class SimulatedIteration:
         return [*((*key, uses) for key, uses in found.items()), optimizer]
 
     def message_uses(self) -> Floats:
-        """How often each distinct message lies on the critical path, in terms of its time alone."""
+        """How often each distinct message lies on the critical path, counted in its undisturbed time."""
         passing, _, _, uses = self._path
         factors = passing.pipeline.message_factors(self.lowered)
         counts = np.zeros(len(self.lowered.messages))
@@ -171,7 +173,7 @@ class SimulatedIteration:
         return counts
 
     def optimizer_condition(self, stage: int) -> Slowdown:
-        """What slows a stage's optimizer most."""
+        """The largest slowdown of a stage's optimizer."""
         found = dict.fromkeys(passing.pipeline.slowdowns[stage] for passing in self.passings)
         if len(found) == 1:
             return next(iter(found))
@@ -195,5 +197,5 @@ class SimulatedIteration:
 
 
 def segment_paths(time: SegmentTime, carried: bool) -> Floats:
-    """Longest paths through a segment, with the host's clock or without."""
+    """Longest paths through a segment, with or without the host's clock."""
     return time.carried if carried else time.transition

@@ -1,4 +1,4 @@
-"""How long things take, as the simulator asks for it; and the answer from hardware facts alone."""
+"""The latency model that the simulator asks for durations; and the roofline from hardware facts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Seconds = NDArray[np.float64]
 
 
 class LatencyModel(Protocol):
-    """Durations for one job's hardware.  Every call is batched.
+    """Durations for the hardware of one job. Every call is batched.
 
     Attributes:
         hardware: What the durations are for.
@@ -42,7 +42,7 @@ class LatencyModel(Protocol):
 
 
 class HostTimes(Protocol):
-    """Durations of framework calls that a host runs itself, which follow each other.
+    """Durations of framework calls that run on a host, one after the other.
 
     Attributes:
         gaps_s: Between calls, by phase.
@@ -58,12 +58,14 @@ class HostTimes(Protocol):
 
 
 def host_times(latency: LatencyModel) -> HostTimes | None:
-    """Seconds of calls that a host runs itself by a latency model; None if it has none."""
+    """Seconds of calls on a host, by a latency model; None if the model has none."""
     return getattr(latency, "host_times", None)
 
 
 def preset_latency(hardware_name: str, fabric: Fabric) -> RooflineLatency | None:
-    """The roofline of a known hardware, or of that in a file, the same each time; None if the name is not known."""
+    """The roofline of a known hardware or of a hardware file, the same object each time; None if the name is
+    unknown.
+    """
     hardware = find_hardware(hardware_name)
     return None if hardware is None else _roofline(hardware, fabric)
 
@@ -74,7 +76,7 @@ def _roofline(hardware: Hardware, fabric: Fabric) -> RooflineLatency:
 
 
 class RooflineLatency:
-    """Roofline and latency-bandwidth from hardware facts: the fallback where nothing was measured."""
+    """Roofline and latency-bandwidth model from hardware facts: the fallback without measurements."""
 
     knows_context = False
 

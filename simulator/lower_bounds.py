@@ -1,4 +1,4 @@
-"""What no schedule can hide: the least that the blocks of a model take on a rank, in seconds and in bytes.
+"""Lower bounds of any schedule: the least seconds and bytes of a model's blocks on a rank.
 
 A stage's computation runs one passage at a time, and traffic of replicas, messages and launches only delay it (every
 rule of the clock is a maximum or a sum of times that are not negative).  So the seconds of its passages, added up, are
@@ -57,7 +57,7 @@ class BlockFloors:
 def block_floors(
     timer: Timer, shapes: Sequence[RankShape], kinds: Sequence[str], passes: Sequence[PassKind]
 ) -> BlockFloors:
-    """Time passes through the blocks of some ranks; all durations are asked for in one batch.
+    """Time passes through the blocks of several ranks; all durations are requested in one batch.
 
     Args:
         timer: Of the latency model that predicts.

@@ -1,4 +1,4 @@
-"""From the end of the pipeline to the end of the iteration: when optimizers start, and which of them decides."""
+"""From the end of the pipeline to the end of the iteration: when optimizers start, and which one decides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stepsight.simulator.lowering.lower import Lowered
 
 
 def begin_optimizers(low: Lowered, clocks: Floats) -> Floats:
-    """When each stage's optimizer starts, shape ``(num_stages, ...)``: all that meet there wait for the last of them.
+    """When each stage's optimizer starts, shape ``(num_stages, ...)``: stages of one group wait for the last of them.
 
     Args:
         low: The job.
@@ -25,10 +25,10 @@ def begin_optimizers(low: Lowered, clocks: Floats) -> Floats:
 
 
 def enter_optimizers(low: Lowered, clocks: Floats, begin: Floats) -> Floats:
-    """Clocks of each stage as its optimizer takes over, shape of ``clocks``; arguments of ``begin_optimizers``."""
+    """Clocks of each stage when its optimizer starts, shape of ``clocks``; arguments as in ``begin_optimizers``."""
     entry = clocks.copy()
     entry[..., 0] = begin
-    if clocks.shape[-1] > HOST and low.semantics.overlap.reads_norm:  # then the host is no longer ahead
+    if clocks.shape[-1] > HOST and low.semantics.overlap.reads_norm:  # the host is then no longer ahead
         entry[..., HOST] = np.maximum(entry[..., HOST], begin)
     return entry
 
@@ -52,7 +52,7 @@ class LastSteps(NamedTuple):
 
 
 def last_steps(low: Lowered, clocks: Floats, entry: Floats, finish: Floats, paths: Floats) -> LastSteps:
-    """Which optimizer decides the length of an iteration, and what it waited for.
+    """The optimizer that decides the length of an iteration, and the clock that it waited for.
 
     Args:
         low: The job.

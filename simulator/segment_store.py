@@ -1,4 +1,4 @@
-"""Segments of many jobs, timed together for one latency model.
+"""Segments of many jobs, timed together with one latency model.
 
 ``Timer`` answers for one segment at a time, with all that explains it.  ``many_paths`` answers for thousands, with what
 an iteration time needs alone: longest paths, and the part of each outside of what was measured.
@@ -38,7 +38,7 @@ def many_paths(
     """
     passages = {id(passage): passage for segment in segments for passage in segment.passages}
     uses = [work for segment in segments for work in segment.sent]
-    by_identity = {id(work): work for work in uses}  # there are few: identities are quicker to hash
+    by_identity = {id(work): work for work in uses}  # there are few of them, and identities are faster to hash
     sent = dict.fromkeys(by_identity.values())
     row = {key: at for at, key in enumerate(passages)}
     number = {work: at for at, work in enumerate(sent)}
@@ -73,7 +73,7 @@ def many_paths(
 
 
 def _events(segments: Sequence[Segment]) -> tuple[Ints, NDArray[np.int64]]:
-    """``SegmentList.events`` and ``places``; plans that segments share are listed once."""
+    """``SegmentList.events`` and ``places``; plans shared by segments are listed once."""
     plans: dict[int, tuple[int, int]] = {}  # begin and end by identity of the events
     tables, length, passages, sent, places = [], 0, 0, 0, []
     for segment in segments:
@@ -87,7 +87,7 @@ def _events(segments: Sequence[Segment]) -> tuple[Ints, NDArray[np.int64]]:
 
 
 def _outside(passage: Passage, time: PassageTime, far: dict[Work, bool]) -> tuple[tuple[float, float, float], Floats]:
-    """The part of a passage's paths, and of its nodes, outside of what was measured."""
+    """The share of a passage's paths and nodes outside the measured range."""
     there = np.array([far[work] for work in passage.works], dtype=np.bool_)
     count = len(time.seconds)
     if not there.any():

@@ -1,4 +1,4 @@
-"""How long segments take: each distinct passage and segment is timed once for a latency model.
+"""Durations of segments: each distinct passage and segment is timed once for a latency model.
 
 A segment is a map between the clocks of its stage (``segment.NUM_CLOCKS``): its longest paths from each clock to each,
 a matrix in max-plus algebra.  There are two ways to it, which agree: over its events, where a repeated layer is one
@@ -26,15 +26,15 @@ from stepsight.simulator.lowering.segment import Segment
 
 # Passages as ``run_events`` takes them: timed; the row of each; seconds of each by stream; the stream of each node.
 _Table = tuple[PassageTable, NDArray[np.int64], Floats, NDArray[np.int8]]
-_Key = int | tuple[int, "Slowdown"]  # the identity of a thing, and what slows it
+_Key = int | tuple[int, "Slowdown"]  # the identity of an object, and its slowdown
 _TIMER = "_timer"  # attribute of a latency model
-MAX_WORKS, MAX_PASSAGES, MAX_SEGMENTS, MAX_OP_TIMES = 100_000, 20_000, 10_000, 2_000  # that a timer remembers
+MAX_WORKS, MAX_PASSAGES, MAX_SEGMENTS, MAX_OP_TIMES = 100_000, 20_000, 10_000, 2_000  # set by a timer on the model
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Slowdown:
-    """How much slower ranks that move in step are than the job's hardware alone.
+    """Slowdown of ranks that work in lockstep, relative to the job's hardware.
 
     Attributes:
         compute: Of ops on its devices; 0 if none of the ranks has one.
@@ -110,7 +110,7 @@ class OpTimes:
 
 
 class Timer:
-    """Times passages and segments with one latency model, and remembers their times.
+    """Times passages and segments with one latency model, and caches their times.
 
     Segments and passages are made once and are long to hash, so memos have their identities as keys.  An entry keeps
     its object alive, so that no other object can have the same identity while the entry is there.
@@ -136,7 +136,7 @@ class Timer:
         return self._latency
 
     def but(self, known: Mapping[Work, float]) -> Timer:
-        """Copy of the timer with other seconds of some signatures."""
+        """Copy of the timer with other durations for some signatures."""
         return Timer(self._latency, {**self._works, **self._given, **known})
 
     def work_seconds(self, works: Sequence[Work]) -> Floats:
@@ -183,7 +183,7 @@ class Timer:
         return known[1]
 
     def launch_seconds(self, works: Sequence[Work]) -> Floats:
-        """What the host takes to launch one of each, shape ``(len(works),)``."""
+        """The host's launch time of one of each, shape ``(len(works),)``."""
         if not self._hardware.has_host:
             return np.zeros(len(works))
         return np.array([self._hardware.launch_s(work) for work in works], dtype=np.float64)
@@ -212,7 +212,7 @@ class Timer:
         return slowed
 
     def passage(self, passage: Passage, slowdown: Slowdown = AS_IT_IS) -> PassageTime:
-        """A passage's paths."""
+        """The paths of a passage."""
         key = id(passage) if slowdown is AS_IT_IS else (id(passage), slowdown)
         known = self._passages.get(key)
         if known is None:
@@ -238,11 +238,11 @@ class Timer:
         return SegmentTime(transition, carried, totals[:-1], float(totals[-1]))
 
     def new_ends(self, num_segments: int, *, carried: bool) -> Floats:
-        """An array for ``run_events`` to fill; ``carried``: where the host is wanted as a clock of its own."""
+        """An empty array for ``run_events`` to fill; ``carried``: whether the host has its own clock."""
         return np.empty((num_segments, len(STARTS) if carried and self._hardware.has_host else NUM_CLOCKS, HOST + 1))
 
     def _table(self, passages: tuple[Passage, ...], slowdown: Slowdown) -> _Table:
-        """Some passages as ``run_events`` takes them; segments often share them."""
+        """Some passages as input of ``run_events``; segments often share them."""
         key = id(passages) if slowdown is AS_IT_IS else (id(passages), slowdown)
         known = self._tables.get(key)
         if known is None:
@@ -264,7 +264,7 @@ class Timer:
 
 
 def passage_table(times: Sequence[PassageTime]) -> PassageTable:
-    """Timed passages as the clock takes them."""
+    """Timed passages as input of the clock."""
     return PassageTable(
         paths=np.array([time.paths for time in times], dtype=np.float64).reshape(-1, 3),
         nodes=np.concatenate([np.zeros(0), *(time.seconds for time in times)]),
@@ -274,7 +274,7 @@ def passage_table(times: Sequence[PassageTime]) -> PassageTable:
 
 
 def _across(works: Sequence[Work], factor: float) -> Floats:
-    """The factor for collectives that leave a node, 1 for all else, shape ``(len(works),)``."""
+    """The factor for collectives that leave a node, 1 for everything else, shape ``(len(works),)``."""
     if factor == 1.0:
         return np.ones(len(works))
     leaves = [isinstance(work, Collective) and work.num_nodes > 1 for work in works]
@@ -282,20 +282,20 @@ def _across(works: Sequence[Work], factor: float) -> Floats:
 
 
 def timer_of(latency: LatencyModel) -> Timer:
-    """The timer that a latency model owns: it is made on first use, and freed with the model."""
+    """The timer that a latency model owns: made on first use, and freed with the model."""
     try:
         owned = vars(latency)
-    except TypeError:  # an object with slots holds nothing more
+    except TypeError:  # an object with slots has no other attributes
         return Timer(latency)
     timer = owned.get(_TIMER)
-    if timer is None or timer.latency is not latency:  # that of a model which this one was copied from
+    if timer is None or timer.latency is not latency:  # the timer of a model that this one was copied from
         owned[_TIMER] = timer = Timer(latency)
     return timer
 
 
 def _time_passage(passage: Passage, seconds: Floats, launches: Floats) -> PassageTime:
     count = len(seconds)
-    # What needs no launch, as time that is lost to a collective, waits for none, here as in ``time_ops``.
+    # Work without a launch, such as time lost to a collective, waits for no launch, here as in ``time_ops``.
     launched: Floats = np.where(launches > 0.0, launches.cumsum(dtype=np.float64), -np.inf)
     of_host = float(launches.sum())
     if passage.serial:
@@ -310,7 +310,7 @@ def _time_passage(passage: Passage, seconds: Floats, launches: Floats) -> Passag
     by_host = float(finish.max())
     longest_paths(seconds, pointer, before, np.zeros(count), finish, critical)
     last = int(finish.argmax())
-    # What the computation does itself; the rest it waits for what runs beside it and is on the longest path.
+    # Nodes of the computation; the rest is waiting for overlapping work that is on the longest path.
     by_stream = _sums(passage.category, np.where(passage.beside, 0.0, seconds), len(STREAMS))
     waited = np.zeros(len(STREAMS))
     add_path(critical, last, passage.category.astype(np.int32), seconds * passage.beside, 1.0, waited)

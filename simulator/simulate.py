@@ -1,4 +1,4 @@
-"""How long one iteration takes: segments, then the schedule over segments, then the optimizer.
+"""The time of one iteration: segments, then the schedule over segments, then the optimizer.
 
 A segment is a map between the clocks of a stage, of its computation and of its replicas' traffic (see ``timing``), so
 every distinct one is timed once, and the result is exactly that of the whole op-level graph.
@@ -31,11 +31,11 @@ from stepsight.simulator.timeline import trace_events
 
 
 class Simulation(SimulatedIteration):
-    """One simulated iteration, with what is read from it: where its time goes, its memory, its timeline."""
+    """One simulated iteration, and its breakdown, memory and timeline."""
 
     @cached_property
     def breakdown(self) -> dict[str, float]:
-        """Seconds of the iteration by what a device does, mean over stages; they add up to the iteration time.
+        """Seconds of the iteration by activity of a device, mean over stages; they add up to the iteration time.
 
         ``compute`` ops of forward and backward; ``tp_communication``, ``cp_communication``, ``ep_communication`` what
         collectives of these groups hold up; ``dp_communication`` time that a stage stands still for its replicas, or

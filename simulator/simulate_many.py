@@ -1,4 +1,4 @@
-"""How long one iteration of many jobs takes: the same times as ``simulate``, all at once and without explanations."""
+"""Iteration times of many jobs: the same times as ``simulate``, computed together and without explanations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stepsight.simulator.optimizer_start import begin_optimizers, enter_optimize
 from stepsight.simulator.segment_store import Unmeasured, many_paths
 from stepsight.simulator.segment_timing import timer_of
 
-TOGETHER = 16  # jobs whose durations are laid out at once: they stay in a near cache
+TOGETHER = 16  # jobs that are laid out at once: they fit in a near cache
 
 
 class Times(NamedTuple):
@@ -33,7 +33,7 @@ class Times(NamedTuple):
 
 
 def can_simulate_many(job: Job, latency: LatencyModel) -> bool:
-    """Whether ``simulate_many`` can simulate a job: all ranks are equal, and no op's time depends on others."""
+    """Whether ``simulate_many`` can simulate a job: all ranks are equal, and ops do not depend on context."""
     cluster = job.cluster
     return not (cluster.stragglers or cluster.slow_links or cluster.mixed or latency.knows_context)
 
@@ -57,7 +57,7 @@ def simulate_many(jobs: Sequence[Job], latency: LatencyModel, unmeasured: Unmeas
 
 
 def _ask_works(lowered: list[Lowered], latency: LatencyModel) -> None:
-    """Let the timer know every op and collective: latency models answer long lists quicker than several short ones."""
+    """Request every op and collective in one list: latency models answer long lists faster than several short ones."""
     works = {id(low.segments): low for low in lowered}.values()
     segments = {id(segment): segment for low in works for segment in low.segments}.values()
     passages = {id(passage): passage for segment in segments for passage in segment.passages}.values()
@@ -70,7 +70,7 @@ def _ask_works(lowered: list[Lowered], latency: LatencyModel) -> None:
 def _simulate(
     lowered: list[Lowered], places: list[int], latency: LatencyModel, unmeasured: Unmeasured | None, times: Times
 ) -> None:
-    """Fill in the times of jobs that all have a pipeline, or all have none; ``places``: theirs in ``times``."""
+    """Fill in the times of jobs that all have a pipeline, or all have none; ``places``: their indices in ``times``."""
     timer, hardware, carried = timer_of(latency), latency.hardware, lowered[0].num_stages == 1
     works = {id(low.segments): low for low in lowered}  # strategies that differ in the schedule share the rest
     segments = list({id(segment): segment for low in works.values() for segment in low.segments}.values())
@@ -81,7 +81,7 @@ def _simulate(
     seconds = dict(zip(messages, timer.work_seconds(messages).tolist(), strict=True))
     far_of = {} if unmeasured is None else dict(zip(messages, unmeasured(messages), strict=True))
     host = (0.0, 0.0) if carried else (hardware.host_action_s, hardware.host_message_s)
-    families: dict[tuple[int, ...], list[int]] = {}  # of jobs that differ in durations alone
+    families: dict[tuple[int, ...], list[int]] = {}  # jobs that differ only in durations
     for at, low in enumerate(lowered):
         families.setdefault((id(low.track), id(low.table), id(low.message), id(low.meets)), []).append(at)
     for family in families.values():
@@ -97,7 +97,7 @@ def _simulate(
 
 
 def _iterations(low: Lowered, takes: Taken, far: Taken | None, host: tuple[float, float]) -> tuple[Floats, Floats]:
-    """Seconds of one iteration of some jobs, and the part of each outside of what was measured.
+    """Seconds of one iteration of several jobs, and the share of each outside the measured range.
 
     Args:
         low: One of the jobs; they differ in durations alone.

@@ -28,7 +28,7 @@ _MICROSECONDS = 1e6
 # Times are written in whole nanoseconds: starts rounded up and durations down, so that what follows on a stream never
 # begins before what precedes it has ended.  The margin is far above the error of a sum of floats.
 _MARGIN_NS = 0.01
-_ACTION, _PROCESS = b"\x01", b"\x02"  # what a template leaves open, beside the times
+_ACTION, _PROCESS = b"\x01", b"\x02"  # fields that a template leaves open, besides the times
 
 
 def trace_events(simulation: SimulatedIteration, level: str = "segment") -> dict[str, Any]:
@@ -138,7 +138,7 @@ class _Writer:
         yield filled % tuple(parts.tolist())
 
     def _template(self, of: tuple[int, Any]) -> tuple[bytes, tuple[str, ...]]:
-        """Events of a segment with action, process and times left open, and the streams that they are on."""
+        """Events of a segment with open action, process and times, and the streams that they are on."""
         known = self._templates.get(of)
         if known is None:
             times = self._simulation.ops_of(*of)
@@ -170,7 +170,7 @@ class _Writer:
 
     def _messages(self, passing: Passing, first: int, names: list[str]) -> Iterator[bytes]:
         track, run = self._simulation.lowered.track, passing.run
-        lanes: dict[tuple[int, str], list[float]] = {}  # when the last message of each lane of a stream ends
+        lanes: dict[tuple[int, str], list[float]] = {}  # end of the last message of each lane of a stream
         for message in np.argsort(run.message_start, kind="stable").tolist():
             source, target = int(track.source[message]), int(track.target[message])
             stage, to = int(track.stage[source]), int(track.stage[target])
@@ -179,7 +179,7 @@ class _Writer:
             ends = lanes.setdefault((stage, stream), [])
             lane = next((number for number, last in enumerate(ends) if last <= begin), len(ends))
             ends[lane : lane + 1] = [end]
-            if lane:  # several messages at once between two stages
+            if lane:  # several messages between two stages at the same time
                 stream += f" ({lane + 1})"
             yield self._event(f"{names[source]} to stage {to}", first + stage, stream, begin, end, "pp")
             if not self._by_op:
@@ -205,7 +205,7 @@ class _Writer:
         return f'{{"ph":"C","name":"{name}","pid":{process},"ts":{at},"args":{{"value":{value:g}}}}},'.encode()
 
     def _in_flight(self, passing: Passing, first: int) -> Iterator[bytes]:
-        """Counters of the messages that each stage sends at once."""
+        """Counters of the messages that each stage has in flight."""
         track, run = self._simulation.lowered.track, passing.run
         stages = track.stage[track.source]
         for stage in range(track.num_stages):

@@ -1,4 +1,4 @@
-"""Blocks of models as data: what one rank computes and says, forward and backward.
+"""Blocks of models as data: the computation and communication of one rank, forward and backward.
 
 A model's family is a few functions from a rank's shape to lists of steps; ``examples/own_block.py`` adds one.
 """

@@ -1,4 +1,4 @@
-"""Attention: from the activation to what the residual takes."""
+"""Attention, from the layer's input to the input of the residual addition."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def self_heads(shape: RankShape, causal: bool) -> Heads:
 
 
 def core(shape: RankShape, heads: Heads) -> Block:
-    """Queries, keys and values to what each head has found: what selective recomputation repeats."""
+    """From queries, keys and values to the output of each head; selective recomputation repeats this part."""
     joined: tuple[Item, ...] = ()
     if heads.joined:
         joined = (shape.op("copy", shape.micro_batch * heads.q_len * heads.joined),)
@@ -57,7 +57,7 @@ def core(shape: RankShape, heads: Heads) -> Block:
             "attention",
             forward,
             backward + joined,
-            saved=(arrived, Saved(heads.rows(shape) * shape.main_bytes)),  # with the logarithm of every row's sum
+            saved=(arrived, Saved(heads.rows(shape) * shape.main_bytes)),  # with the log-sum-exp of every row
             temporary_bytes=temporary,
             attention_core=True,
         ),

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2018, arXiv:1810.04805): an encoder with norms after the residuals, and masked tokens predicted.
+"""BERT (Devlin et al. 2018, arXiv:1810.04805): an encoder with norms after the residuals; masked tokens are predicted.
 
 The loss is of every token, as in Hugging Face's ``BertForMaskedLM``, or of the masked ones alone (``loss_share``):
 they are copied together before it.  There is no pooler and no next-sentence loss.

@@ -1,4 +1,4 @@
-"""Context parallelism: every rank has a part of each sequence, and attention needs all keys and values.
+"""Context parallelism: each rank has a part of every sequence, and its attention needs all keys and values.
 
 ``ring`` (Liu et al. 2023, arXiv:2310.01889): keys and values go round while the attention to those at hand runs.  A
 causal mask is balanced by giving every rank one part from the front and one from the back of the sequence, so that each
@@ -19,7 +19,7 @@ Passes = tuple[tuple[Item, ...], tuple[Item, ...]]  # forward, backward
 
 
 def ring(shape: RankShape, heads: Heads) -> Passes:
-    """Attention in as many steps as there are ranks; the first is the rank's own part."""
+    """Attention in one step per rank of the group; the first step uses the rank's own part."""
     size, near = shape.cp.size, 2 if shape.cp.per_node == shape.cp.size else 1
     kv_numel = heads.kv_numel(shape)
 
@@ -47,7 +47,7 @@ def ring(shape: RankShape, heads: Heads) -> Passes:
 
 
 def all_gather(shape: RankShape, heads: Heads) -> Passes:
-    """Attention of the rank's queries to everything."""
+    """Attention of the rank's queries to all keys and values."""
     gather, scatter = gathers(shape, heads)
     kv_len = heads.kv_len * shape.cp.size
     return (
@@ -57,7 +57,7 @@ def all_gather(shape: RankShape, heads: Heads) -> Passes:
 
 
 def gathers(shape: RankShape, heads: Heads) -> tuple[Comm, Comm]:
-    """What fetches all keys and values, and what brings their gradients back."""
+    """Fetch all keys and values, and return their gradients."""
     num_bytes = heads.kv_numel(shape) * shape.cp.size * shape.dtype_bytes
     return (
         Comm(shape.cp.collective("all_gather", num_bytes), "cp"),

@@ -14,7 +14,7 @@ from stepsight.simulator.blocks.step import Block
 
 
 def layer_kinds(model: ModelSpec) -> tuple[tuple[str, int], ...]:
-    """Kinds of the layers: all the same, or ``dense`` ones first and then every ``moe_every``-th with experts."""
+    """Kind of each layer: all equal, or ``dense`` ones first and then an expert layer every ``moe_every`` layers."""
     if not model.experts:
         return (("layer", model.layers),)
     kinds = ["dense"] * model.dense_layers

@@ -1,4 +1,4 @@
-"""What PyTorch runs where nothing fuses the operations of norms, rotary positions, gated activations and losses.
+"""The kernels that PyTorch runs for norms, rotary positions, gated activations and losses without fusion.
 
 Element by element in the activations' type, with the main type (fp32) in between where the modules say so
 (``nn.RMSNorm`` before PyTorch 2.8; torchtitan's ``apply_rotary_emb``, 2024-25, in complex fp32; ``F.silu(gate) * up``;
@@ -14,12 +14,14 @@ Ops = tuple[Op, ...]
 
 
 def casts(shape: RankShape, numel: int) -> Ops:
-    """Casts to the main type, or back."""
+    """Cast to the main type, or back."""
     return (shape.op("cast", numel),) if shape.casts else ()
 
 
 def rms_norm(shape: RankShape, rows: int, width: int) -> tuple[Ops, Ops]:
-    """Forward: to fp32, square, mean, times its root's inverse, back, times the weight.  Backward of each."""
+    """RMSNorm, forward and backward: cast to fp32, square, mean, multiply by the inverse root, cast back, multiply by
+    the weight.
+    """
     numel = rows * width
     cast = casts(shape, numel)
     each, add, reduce = (shape.main_op(kind, numel) for kind in ("elementwise", "add", "reduce"))
@@ -32,18 +34,19 @@ def rms_norm(shape: RankShape, rows: int, width: int) -> tuple[Ops, Ops]:
 
 
 def rope(shape: RankShape, numel: int) -> Ops:
-    """Rotary positions: a cast to fp32, a complex product and a cast back; the same in backward."""
+    """Rotary positions: a cast to fp32, a complex product and a cast back, in forward and in backward."""
     return *casts(shape, numel), shape.main_op("elementwise", numel), *casts(shape, numel)
 
 
 def gated(shape: RankShape, numel: int) -> tuple[Ops, Ops]:
-    """The activation of the gate, and a product with what it lets through; backward has two products and one more."""
+    """The activation of the gate, and its product with the other branch; backward has two products and one more."""
     product = shape.op("add", numel)  # as much traffic as an addition
     return (shape.op("elementwise", numel), product), (product, product, product)
 
 
 def token_metrics(shape: RankShape, rows: int, vocab: int) -> Ops:
-    """Loss, two largest and the place of the largest, difference to it, exponentials and their sum, of every token.
+    """Cross-entropy of every token: loss, the two largest logits and their index, difference to the maximum,
+    exponentials, sum.
 
     InternEvo, ``internlm/model/metrics.py``, 2023-24 (``AccPerplex``), after every micro-batch on fp32 logits.
     """

@@ -1,4 +1,4 @@
-"""Families of models: which blocks they are made of.
+"""Model families: the blocks that each family consists of.
 
 A family is one small file of functions that return lists of steps; a user adds one with ``register_family``.
 """
@@ -31,7 +31,7 @@ def _one_activation(shape: RankShape, layers_before: int) -> int:
 
 @dataclass(frozen=True)
 class Family:
-    """How a model is put together.
+    """A model family: functions that make the blocks of its parts.
 
     Attributes:
         embedding: ``(shape, shared) -> Block``: what comes first; ``shared`` if its table is the head's on this rank.
@@ -80,7 +80,7 @@ def register_family(name: str, family: Family) -> None:
 
 
 def find_family(name: str) -> Family:
-    """The blocks of a family.
+    """Return the blocks of a family.
 
     Raises:
         JobError: If the name is not known, or what a package brings under it is no ``Family``.
@@ -95,7 +95,7 @@ def _checked(name: str, family: Any) -> Family:
 
 
 def _block(name: str, part: str, *arguments: Any) -> Block:
-    """The steps of a part of a family's model; a mistake in a user's family is a ``JobError``."""
+    """Make the steps of a part of a family's model; a mistake in a user's family becomes a ``JobError``."""
     function = getattr(find_family(name), part)
     if name in _BUILT_IN:
         return cast(Block, function(*arguments))
@@ -103,7 +103,7 @@ def _block(name: str, part: str, *arguments: Any) -> Block:
         block = function(*arguments)
     except StepsightError:
         raise
-    except Exception as error:  # a user's own function may raise anything
+    except Exception as error:  # a user's function can raise any exception
         raise JobError(f"model family {name!r:.80}: {part} raises {type(error).__name__}: {error}") from error
     if not isinstance(block, tuple) or not all(isinstance(step, Step) for step in block):
         raise JobError(f"model family {name!r:.80}: {part} must return a tuple of steps, got {block!r:.80}")
@@ -112,18 +112,18 @@ def _block(name: str, part: str, *arguments: Any) -> Block:
 
 @cached(4096)
 def embedding_block(shape: RankShape, shared: bool = False) -> Block:
-    """What the first part begins with."""
+    """Blocks before the first layer."""
     return _block(shape.model.family, "embedding", shape, shared)
 
 
 @cached(4096)
 def layer_block(shape: RankShape, kind: str) -> Block:
-    """One layer, with what it keeps offloaded where that is asked for."""
+    """One layer; its kept activations are offloaded if the job says so."""
     block = _block(shape.model.family, "layer", shape, kind)
     return offloaded(block, shape.dtype) if shape.offload_activations else block
 
 
 @cached(4096)
 def head_block(shape: RankShape, shared: bool = False) -> Block:
-    """What the last part ends with."""
+    """Blocks after the last layer."""
     return _block(shape.model.family, "head", shape, shared)

@@ -1,4 +1,4 @@
-"""Sizes of one attention on one rank, and its fused kernels."""
+"""Sizes of an attention on one rank, and its fused kernels."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from stepsight.dataset.op import Op
 from stepsight.simulator.blocks.shape import RankShape
 
-_GENERATIONS = {"flash-1": "flash1_", "flash-2": "flash2_"}  # the last one is what plain ``attention`` stands for
+_GENERATIONS = {"flash-1": "flash1_", "flash-2": "flash2_"}  # plain ``attention`` means the last one
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """One attention of a micro-batch on one rank.
+    """The attention of one micro-batch on one rank.
 
     Attributes:
         heads, kv_heads: Of this rank.
@@ -34,7 +34,7 @@ class Heads:
     joined: int = 0
 
     def kernel(self, shape: RankShape, kind: str, q_len: int, kv_len: int, *, causal: bool) -> Op:
-        """Fused ``attention`` or ``attention_backward`` of some queries and some keys."""
+        """Fused ``attention`` or ``attention_backward`` of a number of queries and keys."""
         batch, flag = shape.micro_batch, int(causal)
         if self.v_dim == self.head_dim:
             kind = _GENERATIONS.get(shape.model.attention_kernels, "") + kind

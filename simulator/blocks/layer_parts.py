@@ -1,4 +1,4 @@
-"""Parts that layers share: linears, norms, residuals, and where a tensor-parallel region begins and ends.
+"""Parts that layers share: linears, norms, residuals, and the borders of tensor-parallel regions.
 
 Tensor parallelism is Megatron's (Shoeybi et al. 2019, arXiv:1909.08053): column- then row-parallel linears
 between two conjugate operators, ``enter`` and ``leave``.  Sequence parallelism is that of Korthikanti et al. 2022
@@ -24,12 +24,12 @@ _NOTHING: tuple[Item, ...] = ()
 
 
 def column_linear(shape: RankShape, name: str, n: int, k: int, *, keeps: str = "") -> Step:
-    """A column-parallel linear; it keeps its input as it was before an all-gather, or after it in eager PyTorch."""
+    """A column-parallel linear. It keeps its input from before an all-gather; in eager PyTorch, from after it."""
     return linear(shape, name, n, k, shape.rows, input_rows=shape.rows_before_columns, keeps=keeps)
 
 
 def row_linear(shape: RankShape, name: str, n: int, k: int) -> Step:
-    """A row-parallel linear; with ranks that share its bias, the bias's gradient arrives last.
+    """A row-parallel linear; if ranks share its bias, the gradient of the bias is computed last.
 
     With such a bias it is a function of its own, which keeps its inputs when it has run.
     """
@@ -84,7 +84,7 @@ def linear(
 
 
 def accumulated(shape: RankShape, numel: int) -> tuple[Op, ...]:
-    """What adding gradients to a buffer moves more than a product alone.
+    """Extra memory traffic of adding a product to a gradient buffer, compared with the product alone.
 
     In 16 bits it is 6 bytes of each element: by a kernel of its own, or in fp32 within the product (Megatron's fused
     accumulation).  Where products write the main type, they read the buffer as well: one more read of each element.
@@ -98,28 +98,32 @@ def accumulated(shape: RankShape, numel: int) -> tuple[Op, ...]:
 
 
 def kept(num_bytes: int, name: str) -> Saved:
-    """What several steps may keep of an activation: once for each form (all rows or the rank's own, cast or not)."""
+    """The forms of an activation that several steps may keep (all rows or only the rank's rows, cast or not), each kept
+    once.
+    """
     return Saved(num_bytes, name and f"{name} ({num_bytes} B)")
 
 
 def cast(shape: RankShape, numel: int) -> tuple[Op, ...]:
-    """An operand of a matrix product to 8 or 4 bits, and its transpose; nothing in other precisions."""
+    """Quantise an operand of a matrix product to 8 or 4 bits, and its transpose; no ops in other precisions."""
     largest = (shape.op("reduce", numel),) if shape.kernels.fp8_dynamic else ()
     return (*largest, shape.op("copy", numel)) if shape.quantizes else ()
 
 
 def cast_again(shape: RankShape, numel: int) -> tuple[Op, ...]:
-    """Weights, and inputs in backward, where nothing keeps them in 8 bits (torchao's ``Float8Linear``, 2024-25)."""
+    """Quantise weights, and inputs in backward, if they are not kept in 8 bits (torchao's ``Float8Linear``,
+    2024-25).
+    """
     return cast(shape, numel) if shape.kernels.fp8_dynamic else ()
 
 
 def norm_kind(model: ModelSpec) -> str:
-    """Models without biases have RMSNorm."""
+    """The kind of norm: models without biases have RMSNorm."""
     return "layer_norm" if model.has_bias else "rms_norm"
 
 
 def norm(shape: RankShape, name: str, *, fork: bool = True, rows: int = 0, width: int = 0) -> Step:
-    """A norm; where the residual forks before it, the backward adds the two gradients."""
+    """A norm; if the residual forks before it, its backward adds the two gradients."""
     kind = norm_kind(shape.model)
     rows, width = rows or shape.local_rows, width or shape.model.hidden
     forward: tuple[Op, ...] = (shape.op(kind, rows, width),)
@@ -128,7 +132,7 @@ def norm(shape: RankShape, name: str, *, fork: bool = True, rows: int = 0, width
         forward, backward = eager.rms_norm(shape, rows, width)
     elif shape.kernels.norms_again:
         casts, full = eager.casts(shape, rows * width), shape.main_op(kind, rows, width)
-        forward = (*casts, full)  # which reads 4 bytes and writes 2, all but as much
+        forward = (*casts, full)  # reads 4 bytes and writes 2: nearly as much traffic
         again = (shape.op("add", rows * width), *casts, full)
         backward = (*again, shape.main_op(f"{kind}_backward", rows, width), *casts)
     return Step(
@@ -142,17 +146,17 @@ def norm(shape: RankShape, name: str, *, fork: bool = True, rows: int = 0, width
 
 
 def fork(shape: RankShape, name: str = "fork") -> Step:
-    """Where an activation goes two ways: the backward adds the two gradients."""
+    """An activation with two consumers; the backward adds the two gradients."""
     return Step(name, backward=(shape.op("add", shape.local_rows * shape.model.hidden),))
 
 
 def residual(shape: RankShape) -> Step:
-    """Where the residual comes back."""
+    """The residual addition."""
     numel = shape.local_rows * shape.model.hidden
     forward = (shape.op("add", numel),)
     if not shape.model.dropout:
         return Step("residual", forward=forward)
-    backward = (shape.op("dropout_backward", numel),)  # forward it is fused with the addition (Megatron, 2021)
+    backward = (shape.op("dropout_backward", numel),)  # in forward it is fused with the addition (Megatron, 2021)
     return Step("residual", forward, backward, saved=(Saved(numel),))
 
 
@@ -179,7 +183,7 @@ def leave(shape: RankShape) -> tuple[Step, ...]:
 
 
 def entered(shape: RankShape, linear: Step) -> Block:
-    """A column-parallel linear with what ``enter`` does before it, beside it where ``overlap_tp`` says so.
+    """A column-parallel linear after the collective of ``enter``; the two overlap if ``overlap_tp`` says so.
 
     Backward then gathers the input again beside the gradient of the input, and sums that beside the weights'
     (Megatron-LM, ``LinearWithGradAccumulationAndAsyncCommunication``, 2022; Transformer Engine likewise).  Logits,
@@ -200,7 +204,7 @@ def entered(shape: RankShape, linear: Step) -> Block:
 
 
 def left(shape: RankShape, linear: Step) -> Block:
-    """A row-parallel linear with what ``leave`` does after it, beside it where ``overlap_tp`` is ``split``."""
+    """A row-parallel linear before the collective of ``leave``; the two overlap if ``overlap_tp`` is ``split``."""
     if shape.overlap_tp != "split" or shape.tp.size == 1 or not shape.sequence_parallel:
         return (linear, *leave(shape))
     num_bytes = _full_bytes(shape)
@@ -212,7 +216,7 @@ def left(shape: RankShape, linear: Step) -> Block:
 
 
 def _beside(shape: RankShape, kind: str, num_bytes: int) -> tuple[Item, ...]:
-    """A collective beside what follows, and what that loses to it."""
+    """A collective that overlaps with the steps after it, and the computation time lost to it."""
     comm = shape.tp_comm(kind, num_bytes, beside=True)
     return (comm, Lost(comm.work, shape.compute_share, comm.stream)) if shape.compute_share else (comm,)
 
@@ -220,7 +224,7 @@ def _beside(shape: RankShape, kind: str, num_bytes: int) -> tuple[Item, ...]:
 def _split(
     shape: RankShape, kind: str, num_bytes: int, products: tuple[Item, ...]
 ) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """A collective in as many parts as ranks: the first is waited for, the others overlap with the products."""
+    """A collective split into one part per rank: the first part is exposed, the others overlap with the products."""
     if shape.overlap_tp != "split":
         return (shape.tp_comm(kind, num_bytes),), products
     one = num_bytes // shape.tp.size
@@ -234,6 +238,8 @@ def _full_bytes(shape: RankShape, width: int = 0) -> int:
 
 @cached(4096)
 def arrivals(shape: RankShape) -> tuple[Block, Block]:
-    """Where a part's activation arrives in parts, and where the gradient of its output does: each is gathered."""
+    """Gather the chunks of a part's activation, and of the gradient of its output, after they arrive from another
+    stage.
+    """
     gather = shape.tp_comm("all_gather", _full_bytes(shape, 0))
     return (Step("arrival", forward=(gather,)),), (Step("arrival", backward=(gather,)),)

@@ -36,7 +36,7 @@ def latent_attention(shape: RankShape, *, causal: bool = True) -> Block:
         q_norm = norm(shape, "q_norm", fork=False, width=rank)
         latents: Block = (fork(shape), q_down, kv_down, q_norm, kv_norm, *enter(shape, rank + kv_width))
         up: Block = (column_linear(shape, "q_up", queries, rank), kv_up)
-    else:  # whole queries from the activation of all rows
+    else:  # whole queries, from the activation of all rows
         latents = (fork(shape), kv_down, kv_norm, *enter(shape, kv_width), *enter(shape))
         up = (column_linear(shape, "q", queries, model.hidden, keeps="norm1"), kv_up)
     out = row_linear(shape, "out", model.hidden, heads.heads * model.v_head_dim)
@@ -51,7 +51,7 @@ def latent_heads(shape: RankShape, causal: bool) -> Heads:
 
 
 def _rope(shape: RankShape, heads: Heads) -> Step:
-    """Positions for every head's queries and for one key, which is then joined to each head's keys."""
+    """Rotary positions of each head's queries and of one shared key, which is then concatenated to each head's keys."""
     numel = shape.rows * (heads.heads + 1) * shape.model.rope_head_dim
     join = shape.op("copy", shape.rows * heads.heads * heads.head_dim)
     return Step("rope", (shape.op("rope", numel), join), (join, shape.op("rope_backward", numel)))

@@ -11,14 +11,16 @@ from stepsight.simulator.blocks.step import Block, Saved, Step
 
 
 def activation_kind(model: ModelSpec) -> str:
-    """T5 has ReLU or gated GELU (Raffel et al. 2019, arXiv:1910.10683), others GELU or gated SiLU."""
+    """Activation of the MLP: ReLU or gated GELU for T5 (Raffel et al. 2019, arXiv:1910.10683), GELU or gated SiLU
+    otherwise.
+    """
     if model.family == "t5":
         return "geglu" if model.gated_mlp else "relu"
     return "swiglu" if model.gated_mlp else "gelu"
 
 
 def activation(shape: RankShape, rows: int, ffn: int) -> Step:
-    """What is between the two linears."""
+    """The activation between the two linears."""
     kind, numel = activation_kind(shape.model), rows * ffn
     width = 2 * ffn if shape.model.gated_mlp else ffn
     forward: tuple[Op, ...] = (shape.op(kind, numel),)
@@ -30,7 +32,7 @@ def activation(shape: RankShape, rows: int, ffn: int) -> Step:
         forward,
         backward,
         saved=(Saved(rows * width * shape.dtype_bytes),),
-        temporary_bytes=numel * shape.dtype_bytes if shape.model.gated_mlp else 0,  # the gate again
+        temporary_bytes=numel * shape.dtype_bytes if shape.model.gated_mlp else 0,  # the gate is computed again
     )
 
 

@@ -25,7 +25,7 @@ from stepsight.simulator.blocks.step import Block, Comm, Join, Saved, Step
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Rows at every stage of a mixture, on one rank.
+    """Numbers of rows at each step of a mixture, on one rank.
 
     Attributes:
         routed: Tokens that this rank routes.
@@ -41,7 +41,7 @@ class Tokens:
 
 
 def token_counts(shape: RankShape) -> Tokens:
-    """How many tokens go where."""
+    """Numbers of tokens that are sent to each expert."""
     model, tp = shape.model, shape.tp.size
     routed = shape.local_rows
     if tp > 1 and shape.expert_tp == 1 and not shape.sequence_parallel:
@@ -55,7 +55,7 @@ def token_counts(shape: RankShape) -> Tokens:
 
 
 def experts(shape: RankShape) -> Block:
-    """The mixture in the place of an MLP, without norm and residual."""
+    """The mixture that replaces an MLP, without norm and residual."""
     model, count = shape.model, token_counts(shape)
     split = shape.tp.size > 1 and not shape.sequence_parallel and shape.expert_tp == 1
     reduce = shape.expert_tp > 1 and not shape.sequence_parallel
@@ -78,7 +78,7 @@ def experts(shape: RankShape) -> Block:
 
 
 def _router(shape: RankShape, count: Tokens) -> Step:
-    """Scores in the activations' type; probabilities, choice and balancing loss in the main type."""
+    """Router: scores in the activations' type; probabilities, choice and balancing loss in the main type."""
     hidden, numel = shape.model.hidden, count.routed * shape.model.experts
     sizes = (count.routed, shape.model.experts, hidden)
     return Step(
@@ -93,7 +93,7 @@ def _router(shape: RankShape, count: Tokens) -> Step:
             shape.main_op("elementwise", numel),
             shape.main_op("softmax_backward", *sizes[:2]),
             shape.op("linear_dgrad", *sizes),
-            shape.op("add", count.routed * hidden),  # to what comes back from the experts
+            shape.op("add", count.routed * hidden),  # weights for the outputs of the experts
         ),
         (shape.op("linear_wgrad", *sizes),),
         (shape.model.experts * hidden,),
@@ -110,7 +110,7 @@ def _permute(shape: RankShape, count: Tokens) -> Step:
 
 
 def _unpermute(shape: RankShape, count: Tokens) -> Step:
-    """Copies weighted by their probabilities and summed: it keeps them for the router's gradient."""
+    """Sum the copies of each token, weighted by their probabilities; the copies are kept for the router's gradient."""
     dims = (count.sent, count.routed, shape.model.hidden)
     return Step(
         "unpermute",
@@ -121,7 +121,7 @@ def _unpermute(shape: RankShape, count: Tokens) -> Step:
 
 
 def _away_and_back(shape: RankShape, count: Tokens, shared: Block) -> Block:
-    """Copies to their experts and back; shared experts compute while they travel."""
+    """Send copies to their experts and back; shared experts compute during the exchange."""
     model, size = shape.model, shape.dtype_bytes
     before: Block = shared
     after: Block = ()
@@ -129,7 +129,7 @@ def _away_and_back(shape: RankShape, count: Tokens, shared: Block) -> Block:
         travel = shape.ep.collective("all_to_all", count.received * model.hidden * size)
         here, beside = Comm(travel, "ep"), Comm(travel, "ep", beside=True)
         after = (Step("combine", (here,), (here,)),)
-        if shared:  # in backward the same the other way round
+        if shared:  # in backward the same in reverse
             arrive = Step("dispatch", (Join("ep"),), (beside,))
             before = (Step("dispatch", (beside,), (Join("ep"),)), *shared, arrive)
         else:
@@ -140,7 +140,7 @@ def _away_and_back(shape: RankShape, count: Tokens, shared: Block) -> Block:
         before = (*before, Step("tp", (gather,), (scatter,)))
         after = (Step("tp", (scatter,), (gather,)), *after)
     if shape.ep.size > 1 and model.experts > shape.ep.size:
-        sort = shape.op("copy", count.computed * model.hidden)  # by sender to by expert
+        sort = shape.op("copy", count.computed * model.hidden)  # from sorted by sender to sorted by expert
         before = (*before, Step("sort", (sort,), (sort,)))
         after = (Step("sort", (sort,), (sort,)), *after)
     return (*before, *_local_experts(shape, count.computed), *after)
@@ -158,7 +158,7 @@ def _local_experts(shape: RankShape, rows: int) -> Block:
 
 
 def grouped_linear(shape: RankShape, name: str, rows: int, n: int, k: int) -> Step:
-    """One linear for each local expert, all in one kernel; ``rows`` of all of them."""
+    """One linear per local expert, in one grouped kernel; ``rows`` counts the rows of all of them."""
     groups, bias = shape.model.experts // shape.ep.size, shape.model.has_bias
     return Step(
         name,

@@ -1,4 +1,4 @@
-"""Activations that wait in the host's memory between forward and backward.
+"""Activations that are offloaded to the host's memory between forward and backward.
 
 What a layer keeps leaves beside the next layer's forward and comes back beside the backward of the layer after it
 (vDNN, Rhu et al. 2016, arXiv:1602.08124; so does Transformer Engine).  Layers in a row are alike, so each block carries
@@ -12,13 +12,13 @@ from stepsight.simulator.blocks.step import Beside, Block, Join, Step
 
 
 def kept_bytes(block: Block) -> int:
-    """Bytes that a block keeps for its backward, each named tensor once."""
+    """Bytes that a block keeps for its backward; each named tensor counts once."""
     named = {tensor.name: tensor.num_bytes for step in block for tensor in step.saved if tensor.name}
     return sum(named.values()) + sum(t.num_bytes for step in block for t in step.saved if not t.name)
 
 
 def offloaded(block: Block, dtype: str) -> Block:
-    """A layer whose kept activations move to the host and back beside its computation."""
+    """A layer whose kept activations are copied to the host and back while it computes."""
     numel = -(-kept_bytes(block) // DTYPE_BYTES[dtype])
     if not numel:
         return block

@@ -1,4 +1,4 @@
-"""What one rank sees of a micro-batch: the sizes that its blocks are made of."""
+"""Sizes of a micro-batch on one rank, from which blocks are made."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Group:
 @hashed_once
 @dataclass(frozen=True)
 class RankShape:
-    """What one rank sees of a micro-batch.  Two ranks with equal shapes run equal blocks.
+    """Sizes of a micro-batch on one rank; ranks with equal shapes run equal blocks.
 
     Attributes:
         model: The whole model.
@@ -66,7 +66,7 @@ class RankShape:
 
     @property
     def dtype(self) -> str:
-        """Type of activations, and of all ops except matrix products."""
+        """Type of activations and of all ops except matrix products."""
         return COMPUTE_DTYPE[self.precision]
 
     @property
@@ -75,7 +75,7 @@ class RankShape:
 
     @property
     def casts(self) -> bool:
-        """Whether the main type is another one, so that tensors are cast to it and back."""
+        """Whether the activations' type differs from the main type, so that tensors are cast to it and back."""
         return self.dtype != self.kernels.main_dtype
 
     @property
@@ -95,7 +95,7 @@ class RankShape:
 
     @property
     def seq_len(self) -> int:
-        """Tokens of a sequence on this rank (the decoder's, where there are two kinds)."""
+        """Tokens of a sequence on this rank (of the decoder, if there is also an encoder)."""
         return (self.model.unpadded_len or self.model.seq_len) // self.cp.size
 
     @property
@@ -105,12 +105,12 @@ class RankShape:
 
     @property
     def local_rows(self) -> int:
-        """Tokens that norms and residuals hold."""
+        """Tokens in norms and residuals."""
         return self.local(self.rows)
 
     @property
     def rows_before_columns(self) -> int:
-        """Tokens of its input that a column-parallel linear keeps."""
+        """Tokens of the input that a column-parallel linear keeps."""
         return self.rows if self.kernels.keeps_gathered_input else self.local_rows
 
     @property
@@ -119,7 +119,7 @@ class RankShape:
         return self.tp.size if self.vocab_parallel else 1
 
     def local(self, rows: int) -> int:
-        """Part of some rows that norms and residuals hold."""
+        """The share of a number of rows that belongs to this rank in norms and residuals."""
         return rows // self.tp.size if self.sequence_parallel else rows
 
     def op(self, kind: str, *dims: int) -> Op:

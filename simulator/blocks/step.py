@@ -1,4 +1,4 @@
-"""Steps: one module call each, as data.  A block is a tuple of them.
+"""Steps: one module call each, as data. A block is a tuple of steps.
 
 A block's backward pass is its steps' ``backward`` and ``weight_grad`` in reverse order.
 """
@@ -28,7 +28,7 @@ class Comm:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """An op on a stream of its own (``offload``), beside the computation until a ``Join``."""
+    """An op on its own stream (``offload``); it overlaps with the computation until a ``Join``."""
 
     work: Op
     stream: str = "offload"
@@ -36,7 +36,7 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Time that the computation loses to a collective beside it, which holds some of the device's cores.
+    """Computation time lost to an overlapping collective, which occupies some of the device's cores.
 
     Attributes:
         work: The collective's signature.
@@ -51,7 +51,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The computation waits for everything on a stream."""
+    """The computation waits until a stream is empty."""
 
     stream: str
 
@@ -115,7 +115,7 @@ class Step:
 
     @property
     def full_backward(self) -> tuple[Item, ...]:
-        """Both parts of the backward in the order of autograd."""
+        """Both parts of the backward, in the order of autograd."""
         if self.weight_grad_first:
             return self.weight_grad + self.backward
         return self.backward + self.weight_grad

@@ -1,4 +1,4 @@
-"""T5 (Raffel et al. 2019, arXiv:1910.10683): an encoder, and a decoder that also looks at what the encoder found.
+"""T5 (Raffel et al. 2019, arXiv:1910.10683): an encoder, and a decoder that also attends to the encoder's output.
 
 RMSNorm before each part of a layer, no biases, ReLU or (version 1.1) gated GELU.  The first pipeline part looks up the
 tokens of both; what the decoder needs of them travels along with the encoder's activation, as the encoder's output then
@@ -19,7 +19,7 @@ from stepsight.simulator.blocks.mlp import mlp
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Item, Saved, Step
 
-BUCKETS = 32  # of relative positions
+BUCKETS = 32  # buckets of relative positions
 
 
 def encoder_shape(shape: RankShape) -> RankShape:
@@ -28,14 +28,14 @@ def encoder_shape(shape: RankShape) -> RankShape:
 
 
 def layer_kinds(model: ModelSpec) -> tuple[tuple[str, int], ...]:
-    """The last layers have no gradient to add theirs to; the encoder's has the encoder's final norm."""
+    """The last layers do not add their gradients to another one; the encoder's last layer includes its final norm."""
     encoder = (("encoder", model.encoder_layers - 1), ("last_encoder", 1))
     kinds = (*encoder, ("decoder", model.layers - 1), ("last_decoder", 1))
     return tuple((kind, count) for kind, count in kinds if count)
 
 
 def boundary_bytes(shape: RankShape, layers_before: int) -> int:
-    """Encoder's and decoder's activation, wherever the boundary is."""
+    """The activations of encoder and decoder at the end of a part."""
     rows = shape.local_rows + encoder_shape(shape).local_rows
     return rows * shape.model.hidden * shape.dtype_bytes
 
@@ -79,14 +79,14 @@ def _scores(shape: RankShape) -> int:
 
 
 def _cross(shape: RankShape, adds: bool) -> Block:
-    """Attention of the decoder's tokens to the encoder's.
+    """Attention of the decoder's tokens to the encoder's output.
 
     All of the decoder's layers keep the same encoder's output, which is counted with the encoder's last layer.
     """
     model, far = shape.model, encoder_shape(shape)
     heads, kv_heads, size = model.heads // shape.tp.size, model.kv_heads // shape.tp.size, model.head_size
     sizes = Heads(heads, kv_heads, size, size, shape.seq_len, far.seq_len, causal=False)
-    sums: Block = ()  # gradients of the encoder's output
+    sums: Block = ()  # gradients of the encoder's output are summed
     if adds:
         sums = (Step("fork", backward=(shape.op("add", far.local_rows * model.hidden),)),)
     return (
@@ -104,7 +104,9 @@ def _cross(shape: RankShape, adds: bool) -> Block:
 
 
 def embedding(shape: RankShape, shared: bool = False) -> Block:
-    """The tokens of the encoder and, from the same table, those of the decoder; the tables of relative positions."""
+    """Embed the tokens of the encoder and of the decoder with the same table, and read the tables of relative
+    positions.
+    """
     far = encoder_shape(shape)
     tables = (_relative(far, "encoder_positions"), _relative(shape, "decoder_positions"))
     return (*vocabulary.tokens(far, shared), *vocabulary.tokens(shape, again=True), *tables)

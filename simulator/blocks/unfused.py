@@ -1,4 +1,4 @@
-"""Attention as separate kernels that keep the score matrix.
+"""Attention as separate kernels that keep the matrix of scores.
 
 Korthikanti et al. 2022 (arXiv:2205.05198) count 5 a s^2 b bytes for it in 16 bits: 2 for the softmax's output, 1 for
 the mask of a dropout and 2 for what the dropout leaves.  Without dropout 2 a s^2 b are kept, once, as the softmax's
@@ -14,7 +14,7 @@ from stepsight.simulator.blocks.step import Block, Item, Saved, Step
 
 
 def unfused_core(shape: RankShape, heads: Heads, joined: tuple[Item, ...]) -> Block:
-    """Scores, softmax and weighted values; ``joined`` ends the backward.
+    """Scores, softmax and weighted values; with ``joined`` the backward ends with one joined gradient.
 
     With context parallelism the keys and values of all ranks are fetched first (``all_gather``).
     """
@@ -30,7 +30,7 @@ def unfused_core(shape: RankShape, heads: Heads, joined: tuple[Item, ...]) -> Bl
     if shape.cp.size > 1:
         gather, scatter = gathers(shape, heads)
         fetch, bring = (gather,), (scatter,)
-    if heads.kv_heads < heads.heads:  # grouped queries: keys and values are repeated for every head
+    if heads.kv_heads < heads.heads:  # grouped queries: keys and values are repeated for each head
         repeated = kv_numel * heads.heads // heads.kv_heads
         fetch, bring = (*fetch, shape.op("copy", repeated)), (shape.op("reduce", repeated), *bring)
         kv_numel = repeated
@@ -62,12 +62,12 @@ def unfused_core(shape: RankShape, heads: Heads, joined: tuple[Item, ...]) -> Bl
 
 
 def _side_by_side(shape: RankShape, heads: Heads) -> tuple[Item, ...]:
-    """A copy of what the heads found to where each token has all of it, if the product does not write there."""
+    """Copy the output of the heads into one row per token, unless the product writes it there."""
     return (shape.op("copy", heads.out_numel(shape)),) if shape.kernels.joins_heads else ()
 
 
 def _dropout(shape: RankShape, numel: int) -> Block:
-    """Dropout of the scores: its mask takes a byte of each, its output is the second product's input."""
+    """Dropout of the scores: the mask takes one byte per score, and the output is the input of the second product."""
     if not shape.model.dropout:
         return ()
     forward, backward = (shape.op("dropout", numel),), (shape.op("dropout_backward", numel),)

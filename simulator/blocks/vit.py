@@ -21,11 +21,11 @@ def layer(shape: RankShape, kind: str = "layer") -> Block:
 
 
 def embedding(shape: RankShape, shared: bool = False) -> Block:
-    """A linear over every patch, the class token before them, and positions."""
+    """A linear on every patch, the class token, and positions."""
     model, whole = shape.model, shape.local_rows == shape.rows and shape.cp.size == 1
     rows = shape.local_rows - (shape.micro_batch if whole else 0)  # ranks with a part of an image: at most one fewer
     patches = linear(shape, "patches", model.hidden, model.patch_dim, rows, replicated=True)
-    patches = Step(  # nobody asks for the gradient of an image
+    patches = Step(  # images need no gradient
         patches.name,
         patches.forward,
         weight_grad=patches.weight_grad,
@@ -44,7 +44,7 @@ def embedding(shape: RankShape, shared: bool = False) -> Block:
 
 
 def head(shape: RankShape, shared: bool = False) -> Block:
-    """Final norm of all rows, logits of one row for each image, loss."""
+    """Final norm of all rows, logits of one row per image, loss."""
     model, images = shape.model, shape.micro_batch
     pick = Step(
         "pick",

@@ -1,4 +1,4 @@
-"""Where tokens become activations and activations become a loss.
+"""The embedding, and the head with its loss.
 
 The vocabulary is shared by tensor-parallel ranks, or every rank has all of it: then each looks its own rows up, and,
 with sequence parallelism, fetches all rows before the logits, which every rank computes.
@@ -33,7 +33,7 @@ def tokens(shape: RankShape, shared: bool = False, *, again: bool = False) -> Bl
 
 
 def positions(shape: RankShape) -> Step:
-    """Learned positions are added."""
+    """Add the learned positions."""
     numel = shape.local_rows * shape.model.hidden
     return Step(
         "positions",
@@ -60,7 +60,7 @@ def logits_and_loss(shape: RankShape, shared: bool = False, *, bias: bool = Fals
         saved=(Saved(shape.rows_before_columns * model.hidden * shape.dtype_bytes),),
     )
     statistics: tuple[Item, ...] = ()
-    if shape.vocab_tp > 1:  # largest logit; sum of exponentials and logit of the target
+    if shape.vocab_tp > 1:  # maximum of the logits; sum of exponentials and the target's logit
         reduce, scale = shape.tp_comm("all_reduce", rows * shape.main_bytes), shape.main_op("elementwise", rows)
         statistics = (shape.main_op("copy", rows), reduce, scale, reduce, reduce, scale)
     return (*_before(shape), logits, loss(shape, rows, vocab, statistics))
@@ -72,11 +72,11 @@ def _before(shape: RankShape) -> Block:
     if shape.tp.size == 1 or not shape.sequence_parallel:
         return ()
     gather = shape.tp_comm("all_gather", shape.rows * shape.model.hidden * shape.dtype_bytes)
-    return (Step("tp", (gather,)),)  # every rank finds the whole gradient and keeps its rows
+    return (Step("tp", (gather,)),)  # each rank computes the whole gradient and keeps its rows
 
 
 def loss(shape: RankShape, rows: int, classes: int, statistics: tuple[Item, ...] = ()) -> Step:
-    """Cross-entropy in the main type; logits and their gradient are in the activations' type, as is all with
+    """Cross-entropy in the main type; logits and their gradient are in the activations' type, as is everything with
     ``fused_loss``.
     """
     kernels, size = shape.kernels, shape.main_bytes

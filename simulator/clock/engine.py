@@ -1,4 +1,4 @@
-"""Longest paths over static graphs in issue order.
+"""Longest paths through static graphs in issue order.
 
 Ties are broken towards the dependency that is listed first, so results never depend on chance.
 """
@@ -18,7 +18,7 @@ Ints = NDArray[np.int32]
 
 @compiled
 def longest_paths(seconds: Floats, pointer: Ints, before: Ints, ready: Floats, finish: Floats, critical: Ints) -> None:
-    """Finish of every node of a graph and the dependency that it waited for longest.
+    """Finish times of all nodes of a graph, and for each node the dependency that decided its start.
 
     Args:
         seconds: Duration of each node, shape ``(n,)``; a node only depends on earlier ones.
@@ -39,7 +39,7 @@ def longest_paths(seconds: Floats, pointer: Ints, before: Ints, ready: Floats, f
 
 
 class DelayedGraph(NamedTuple):
-    """A graph whose dependencies take time of their own.
+    """A graph whose dependencies have durations.
 
     Attributes:
         order: The nodes such that each comes after those that it depends on, shape ``(n,)``.
@@ -56,7 +56,7 @@ class DelayedGraph(NamedTuple):
 
 @compiled
 def delayed_paths(graph: DelayedGraph, seconds: Floats, ready: Floats, ends: Floats, cause: Ints) -> None:
-    """End of every node of a graph whose dependencies take time, and the edge that decided its start.
+    """End times of all nodes of a graph whose dependencies have durations, and the edge that decided each start.
 
     Args:
         graph: Order and dependencies.
@@ -86,7 +86,7 @@ def find_ends(
     transition: Floats,
     last: NDArray[np.int64],
 ) -> None:
-    """Longest path through a program from a clock to a clock.
+    """Longest path through a program, from each clock to each clock.
 
     Args:
         clock: Of each node's stream, shape ``(n,)``.

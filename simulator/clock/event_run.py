@@ -1,4 +1,4 @@
-"""Longest paths through segments' events, from each clock of a stage to each.
+"""Longest paths through segments' events, from each clock of a stage to each clock.
 
 Beside every time may run its *outside*, as in ``kernel``.
 """
@@ -18,12 +18,12 @@ Longs = NDArray[np.int64]
 
 # Columns of events, see ``Segment.events``.
 KIND, WHAT = 0, 1
-FIRST, LAST, TIMES = 2, 3, 4  # of RUN
-CLOCK, FOLLOWS, EARLY = 2, 3, 4  # of SEND; BLOCK has the clock alone
+FIRST, LAST, TIMES = 2, 3, 4  # column of RUN
+CLOCK, FOLLOWS, EARLY = 2, 3, 4  # column of SEND; BLOCK has only the clock
 # Columns of ``PassageTable.paths``.
 COMPUTATION, FROM_HOST, OF_HOST = range(3)
-# The clocks that each walk over the events starts from: the computation with the host, without which no node starts;
-# each other stream; and, where there is a host, the computation without it, and the host by itself.
+# The walks over the events start from these clocks: the computation with the host, without which no node starts; each
+# other stream; and, if there is a host, the computation without the host, and the host alone.
 STARTS = np.where(
     np.array([[1, 0, 0, 1], [0, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 1]], dtype=np.bool_), 0.0, -np.inf
 )
@@ -31,7 +31,7 @@ _EACH_ALONE = (3, 1, 2, 4)  # the starts from one clock each, in the order of cl
 
 
 class PassageTable(NamedTuple):
-    """Passages, timed; seconds.
+    """Durations of passages; seconds.
 
     Attributes:
         paths: Longest path of each passage from the computation; the same from the host, ``-inf`` if it launches
@@ -69,7 +69,7 @@ class SegmentList(NamedTuple):
 
 
 class StreamSeconds(NamedTuple):
-    """Where the time of segments goes; seconds.
+    """Breakdown of the time of segments; seconds.
 
     Attributes:
         passages: Of each passage by stream, shape ``(num_passages, num_streams)``.
@@ -87,7 +87,7 @@ NO_STREAMS = StreamSeconds(np.empty((0, 0)), np.empty(0, dtype=np.int8), np.empt
 
 
 class OutsideEvents(NamedTuple):
-    """The part of every time that comes from work outside of what was measured; seconds.
+    """The share of every time that is spent in work outside the measured range; seconds.
 
     Attributes:
         paths, nodes: Of those of ``PassageTable``, same shapes.
@@ -102,7 +102,7 @@ class OutsideEvents(NamedTuple):
 
 
 class _Clocks(NamedTuple):
-    """Where the walk over events is.
+    """The state of the walk over events.
 
     Attributes:
         now: The clocks, shape ``(HOST + 1,)``.
@@ -172,10 +172,10 @@ def _run_from(
     streams: StreamSeconds,
     outside: OutsideEvents | None,
 ) -> None:
-    """Let all events of one segment happen, from where the clocks are."""
+    """Process all events of one segment, from the given clocks on."""
     events, now, share = segments.events, clocks.now, segments.compute_share[at]
     begin, first_passage, first_sent = segments.places[at, 0], segments.places[at, 2], segments.places[at, 3]
-    pending, pending_outside, newest = 0.0, 0.0, -1  # what the next run loses to what was sent since the last
+    pending, pending_outside, newest = 0.0, 0.0, -1  # time that the next run loses to messages sent since the last
     for row in range(begin, segments.places[at, 1]):
         event = row - begin
         kind, what = events[row, KIND], events[row, WHAT]
@@ -184,7 +184,7 @@ def _run_from(
             if outside is not None:
                 clocks.now_outside[0] += pending_outside
             pending, pending_outside, newest = 0.0, 0.0, event
-            if now[0] == -np.inf and now[HOST] == -np.inf:  # nothing has come to the computation yet
+            if now[0] == -np.inf and now[HOST] == -np.inf:  # nothing has reached the computation yet
                 continue
             passage = segments.passage[first_passage + what]
             first, last, node = events[row, FIRST], events[row, LAST], passages.bounds[passage]
@@ -225,7 +225,7 @@ def _run_whole(
     streams: StreamSeconds,
     outside: OutsideEvents | None,
 ) -> None:
-    """Run a whole passage some times."""
+    """Run a whole passage a number of times."""
     now, now_outside = clocks.now, clocks.now_outside
     own, of_host = passages.paths[passage, COMPUTATION], passages.paths[passage, OF_HOST]
     end = now[0] + times * own
@@ -256,7 +256,7 @@ def _run_nodes(
     streams: StreamSeconds,
     outside: OutsideEvents | None,
 ) -> None:
-    """Run some nodes of a passage one after the other."""
+    """Run some nodes of a passage, one after the other."""
     now, now_outside = clocks.now, clocks.now_outside
     for node in range(begin, end):
         launch, seconds = passages.launches[node], passages.nodes[node]
@@ -279,7 +279,7 @@ def _run_nodes(
 def _send(
     segments: SegmentList, row: int, event: int, work: int, clocks: _Clocks, outside: OutsideEvents | None
 ) -> None:
-    """Run a collective on its own clock, from when the computation has reached it, unless it is early.
+    """Run a collective on its own clock; it starts when the computation reaches it, or earlier if it is marked early.
 
     Args:
         segments, clocks, outside: As elsewhere.
@@ -306,7 +306,7 @@ def _send(
 
 
 def to_from(ends: Floats, *, carried: bool, nothing: float = -np.inf) -> Floats:
-    """Longest paths to each clock, from each.
+    """Longest paths from each clock to each clock.
 
     Args:
         ends: As filled by ``run_events``, shape ``(..., num_starts, HOST + 1)``.
@@ -321,7 +321,7 @@ def to_from(ends: Floats, *, carried: bool, nothing: float = -np.inf) -> Floats:
     paths = ends[..., :NUM_CLOCKS, :NUM_CLOCKS].swapaxes(-1, -2)
     if not carried:
         return paths
-    beside = np.full((*ends.shape[:-2], HOST + 1, HOST + 1), nothing)  # nothing is launched: the host does nothing
+    beside = np.full((*ends.shape[:-2], HOST + 1, HOST + 1), nothing)  # nothing is launched, so the host is idle
     beside[..., :NUM_CLOCKS, :NUM_CLOCKS] = paths
     beside[..., HOST, HOST] = 0.0
     return beside

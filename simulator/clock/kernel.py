@@ -1,4 +1,4 @@
-"""The rules of the pipeline's clock, each written once.
+"""The rules of the pipeline's clock; each is written once.
 
 A rank has ``K`` clocks, shape ``(num_ranks, K)``: clock 0 is when its computation is free, the others when its
 data-parallel streams are, and ``HOST``, where there is one, when its host is.  Every entry of a rank follows one of
@@ -28,12 +28,12 @@ from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.compiling import compiled
 from stepsight.simulator.runtimes.entries import COMPUTE, POST, WAIT, Entries
 
-Indices = NDArray[np.uint32]  # unsigned: indices that may be negative cost a fifth of the time
-TOLERANCE = 1e-12  # relative: two periods that differ by less move on by the same time
+Indices = NDArray[np.uint32]  # unsigned: signed indices cost a fifth of the time
+TOLERANCE = 1e-12  # relative: two periods whose steps differ by less count as equal
 
 
 class Durations(NamedTuple):
-    """What entries take; seconds.
+    """Durations of entries; seconds.
 
     Attributes:
         segment: Of each action, shape ``(num_actions,)``.
@@ -52,7 +52,7 @@ class Durations(NamedTuple):
 
 
 class State(NamedTuple):
-    """Where a run is; seconds.
+    """The state of a run; seconds.
 
     Attributes:
         clocks: Of each rank, shape ``(num_ranks, K)``.
@@ -68,13 +68,13 @@ class State(NamedTuple):
 
 
 def at_rest(num_ranks: int, num_messages: int, num_clocks: int, period: int) -> State:
-    """The state in which every run begins; ``period``: entries of a period, 0 if nothing repeats."""
+    """The initial state of a run; ``period`` is the number of entries of a period, 0 if nothing repeats."""
     shape = (num_ranks, num_clocks)
     return State(np.zeros(shape), np.empty((num_messages, 2)), np.empty((2, period)), np.empty(shape))
 
 
 class Outside(NamedTuple):
-    """The part of every time that comes from work outside of what was measured; seconds.
+    """The share of every time that is spent in work outside the measured range; seconds.
 
     Attributes:
         transition, message: Of those of ``Durations``, same shapes.
@@ -87,7 +87,7 @@ class Outside(NamedTuple):
 
 
 class OutsideRuns(NamedTuple):
-    """``Outside`` for several runs; arrays have a first axis of runs.
+    """``Outside`` for several runs; arrays have a leading axis of runs.
 
     Attributes:
         transition, message: Of those of ``Durations``.
@@ -100,7 +100,7 @@ class OutsideRuns(NamedTuple):
 
 
 class Log(NamedTuple):
-    """What ``advance`` notes of each action and message.
+    """What ``advance`` records for each action and message.
 
     Attributes:
         start, finish: Clocks of its rank before and after each action, shape ``(num_actions, K)``.
@@ -121,7 +121,7 @@ class Log(NamedTuple):
 
 
 def new_log(num_actions: int, num_messages: int, num_clocks: int) -> Log:
-    """A log to be filled."""
+    """An empty log."""
     start, finish = np.empty((2, num_actions, num_clocks))
     cause = np.empty((num_actions, num_clocks), dtype=np.int8)
     message_start, message_finish = np.empty((2, num_messages))
@@ -130,7 +130,7 @@ def new_log(num_actions: int, num_messages: int, num_clocks: int) -> Log:
 
 
 class Steady(NamedTuple):
-    """Entries that repeat.
+    """Entries that repeat periodically.
 
     Attributes:
         first: Where they begin.
@@ -146,7 +146,7 @@ class Steady(NamedTuple):
 
 
 class Uses(NamedTuple):
-    """How often each duration lies on a critical path; the derivative of a clock by that duration.
+    """How often each duration lies on a critical path: the derivative of a clock with respect to that duration.
 
     Attributes:
         transition: Shape of ``Durations.transition``.
@@ -160,13 +160,13 @@ class Uses(NamedTuple):
 
 
 Span = tuple[int, int, int]  # see ``advance``
-APART = -1  # in place of 0 or 1, the turn of a period: entries that are part of none
+APART = -1  # replaces 0 or 1: the turn of a period; its entries are part of none
 
 
 def advance(
     entries: Entries, durations: Durations, state: State, log: Log | None, outside: Outside | None, span: Span
 ) -> None:
-    """Let some entries happen: all rules of the clock.
+    """Process a range of entries: all rules of the clock.
 
     Args:
         entries, durations: What happens.
@@ -231,7 +231,7 @@ run_entries = compiled(advance)
 def run_periods(
     entries: Entries, durations: Durations, clocks: Floats, outside: OutsideRuns | None, steady: Steady
 ) -> None:
-    """Let all entries happen in some runs that differ in durations alone, but for periods that repeat the one before.
+    """Process all entries of several runs that differ only in durations; skip periods that repeat the one before.
 
     Args:
         entries: What happens.
@@ -253,13 +253,13 @@ def run_periods(
 
 
 def _run_periods(entries: Entries, durations: Durations, state: State, outside: Outside | None, steady: Steady) -> None:
-    """Let all entries of one run happen, except for periods that only repeat the one before.
+    """Process all entries of one run; skip periods that repeat the one before.
 
     Once all clocks and all posts move on by the same time from one period to the next, they do so until the pattern
     ends (the state of a max-plus system decides its future), and the rest of the periods is skipped.  A host that
     moves on by less is never waited for again.
     """
-    period, alike = -1, 0  # what comes before the first period is -1
+    period, alike = -1, 0  # -1 before the first period
     while period <= steady.periods:
         begin, end, turn = steady.first + period * steady.length, len(entries.op), APART
         if 0 <= period < steady.periods:
@@ -282,14 +282,14 @@ def _run_periods(entries: Entries, durations: Durations, state: State, outside: 
 
 
 def _note_clocks(state: State) -> None:
-    """Keep the clocks for the next period."""
+    """Store the clocks for the comparison with the next period."""
     for rank in range(len(state.clocks)):
         for clock in range(state.clocks.shape[1]):
             state.before[rank, clock] = state.clocks[rank, clock]
 
 
 def _moves_on(state: State, outside: Outside | None, turn: int) -> bool:
-    """Whether clock 0 moved on by the same time after every entry, no other clock did, and no host by more.
+    """Whether clock 0 advanced by the same time after every entry, and no other clock or host advanced more.
 
     Args:
         state: After a period.
@@ -320,7 +320,7 @@ def _moves_on(state: State, outside: Outside | None, turn: int) -> bool:
 
 
 def _skip(entries: Entries, state: State, steady: Steady, period: int) -> None:
-    """Let all periods from ``period`` on pass as the last one did.
+    """Advance all clocks over the periods from ``period`` on, each of which equals the last one.
 
     Args:
         entries, state, steady: As in ``run_periods``.
@@ -341,7 +341,7 @@ def _skip(entries: Entries, state: State, steady: Steady, period: int) -> None:
 
 @compiled
 def trace_path(entries: Entries, segment: Indices, log: Log, end: tuple[int, int], uses: Uses) -> None:
-    """Walk back over the entries along the causes in a log, and count the durations on the way.
+    """Walk back over the entries along the logged causes, and count the durations on the way.
 
     Args:
         entries, segment: As in a full run.
@@ -351,7 +351,7 @@ def trace_path(entries: Entries, segment: Indices, log: Log, end: tuple[int, int
     """
     ops, ranks, items, sides = entries
     rank, clock = end
-    sought, late = -1, 0  # the post whose message held the path up: until it comes, nothing lies on the path
+    sought, late = -1, 0  # the post whose message delayed the path: until the message arrives, nothing is on the path
     for entry in range(len(ops) - 1, -1, -1):
         op, at = ops[entry], items[entry]
         if sought >= 0:

@@ -1,4 +1,4 @@
-"""A schedule as what its ranks do, entry by entry, in one order that can run; worked out once for all jobs."""
+"""A schedule as the entries of its ranks, in one order that can run; computed once for all jobs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class Track:
-    """Every action of a schedule, the messages between stages, and what ranks do with them.
+    """Every action of a schedule, the messages between stages, and the entries of the ranks.
 
     Attributes:
         schedule: The order of each stage.
@@ -50,7 +50,7 @@ class Track:
 
     @cached_property
     def unsigned(self) -> Entries:
-        """``entries.unsigned()``, once."""
+        """``entries.unsigned()``, cached."""
         return self.entries.unsigned()
 
     @property
@@ -103,11 +103,12 @@ def track(schedule: Schedule, runtime: str = "asynchronous") -> Track:
 
 
 def _in_step(entries: Entries, num_stages: int, num_messages: int) -> Entries:
-    """The entries in the order in which they end if all actions take equally long: then what repeats, repeats for each
-    micro-batch."""
+    """Sort the entries by their end times if all actions take equally long; repeating parts then repeat for each
+    micro-batch.
+    """
     ends = np.empty(len(entries.op), dtype=np.int64)
     _count_ticks(entries, num_stages, num_messages, ends)
-    order = np.argsort(ends * num_stages + entries.stage, kind="stable")  # of sorted runs: merging them is quicker
+    order = np.argsort(ends * num_stages + entries.stage, kind="stable")  # sorted runs: merging them is faster
     return Entries(*(field[order] for field in entries))
 
 
@@ -116,7 +117,7 @@ ACTION = 2**20  # ticks
 
 @compiled
 def _count_ticks(entries: Entries, num_stages: int, num_messages: int, ends: NDArray[np.int64]) -> None:
-    """Give every entry a tick after those of all that it depends on.
+    """Give every entry a tick later than the ticks of its dependencies.
 
     An action ends at the next multiple of ``ACTION``, a post or a wait one tick later, so that the ticks of one round
     of actions differ from those of the round before by ``ACTION`` alone.  This is an order, not a time.
@@ -138,7 +139,7 @@ def _turns(order: Order) -> Ints:
     numbers = np.arange(len(order))
     first = np.zeros(int(group.max()) + 1, dtype=np.int64)
     last = first.copy()
-    first[group[::-1]] = numbers[::-1]  # the last to be written stays
+    first[group[::-1]] = numbers[::-1]  # the last write wins
     last[group] = numbers
     turn = np.full(len(order), MIDDLE, dtype=np.int32)
     turn[first[group]] = FIRST
@@ -146,12 +147,12 @@ def _turns(order: Order) -> Ints:
     return turn
 
 
-_FEWEST = 8  # periods that are worth a look
+_FEWEST = 8  # periods that are worth testing
 
 
 @cached(512)
 def steady_state(track: Track) -> Steady:
-    """The longest stretch of a track in which the same stages do the same to the next micro-batch, or the next few."""
+    """Find the longest stretch of a track in which all stages repeat their entries for the next micro-batches."""
     compute = track.entries.op == COMPUTE
     action = np.where(compute, track.entries.item, 0)
     if track.num_messages:
@@ -171,7 +172,7 @@ def steady_state(track: Track) -> Steady:
 
 
 def _longest(same: NDArray[np.bool_]) -> tuple[int, int]:
-    """Where the longest run of true values begins, and how long it is."""
+    """Return the start and the length of the longest run of true values."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]]).astype(np.int8)))
     if not len(edges):
         return 0, 0

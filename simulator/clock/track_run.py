@@ -1,4 +1,4 @@
-"""Runs of a track: when every action and message of an iteration runs, and what its length is made of."""
+"""Runs of a track: when every action and message of an iteration runs, and the critical path."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ class TrackRun:
 
     @property
     def message_start(self) -> Floats:
-        """When each message began to pass, shape ``(num_messages,)``."""
+        """When each message began to be transferred, shape ``(num_messages,)``."""
         return self.log.message_start
 
     @property
     def message_finish(self) -> Floats:
-        """When each message had passed, shape ``(num_messages,)``."""
+        """When each message had been transferred, shape ``(num_messages,)``."""
         return self.log.message_finish
 
     @property
     def held(self) -> NDArray[np.bool_]:
-        """Whether the sender and the receiver of each message were held by it, shape ``(num_messages, 2)``."""
+        """Whether each message delayed its sender and its receiver, shape ``(num_messages, 2)``."""
         return self.log.held
 
 
@@ -103,7 +103,7 @@ def track_clocks(
     host_action_s: float = 0.0,
     host_message_s: float = 0.0,
 ) -> Floats:
-    """The clocks at the end alone, shape ``(num_stages, K)``: ``run_track(...).clocks`` except for rounding.
+    """The clocks at the end, shape ``(num_stages, K)``: ``run_track(...).clocks`` up to rounding.
 
     Most of a long schedule does the same again and again, and is skipped.
     """
@@ -113,7 +113,7 @@ def track_clocks(
 
 
 class Taken(NamedTuple):
-    """What the entries of a track take in many runs, or the part of that outside of what was measured; seconds.
+    """Durations of a track's entries in many runs, or their share outside the measured range; seconds.
 
     Attributes:
         transition: Of each segment of each run, shape ``(num_runs, num_segments, K, K)``: to clock, from clock.
@@ -127,7 +127,7 @@ class Taken(NamedTuple):
 def many_clocks(
     track: Track, segment: Ints, takes: Taken, far: Taken | None, host: tuple[float, float]
 ) -> tuple[Floats, Floats | None]:
-    """The clocks at the end of many runs, each as ``track_clocks``.
+    """The clocks at the end of many runs, each equal to ``track_clocks``.
 
     Args:
         track: What ranks do in every run.
@@ -147,14 +147,14 @@ def many_clocks(
 
 
 def end_clocks(entries: Entries, durations: Durations) -> Floats:
-    """The clocks of all ranks after any entries, shape ``(num_ranks, K)``."""
+    """The clocks of all ranks after some of the entries, shape ``(num_ranks, K)``."""
     state = at_rest(len(durations.host), len(durations.message), len(durations.clocks), 0)
     run_entries(entries.unsigned(), durations, state, None, None, (0, len(entries.op), APART))
     return state.clocks
 
 
 def through(transition: Floats, clocks: Floats) -> Floats:
-    """The clocks after a segment, by themselves: the rule of an action for many ranks at once.
+    """The clocks after a segment: the rule of an action, for many ranks at once.
 
     Args:
         transition: To clock, from clock, shape ``(..., K, K)``.
@@ -165,7 +165,7 @@ def through(transition: Floats, clocks: Floats) -> Floats:
 
 
 def walk(run: TrackRun, stage: int, clock: int = 0) -> tuple[Floats, Floats, float, float]:
-    """What lies on the critical path that ends at a stage and clock.
+    """The critical path that ends at a stage and clock.
 
     ``run.clocks[stage, clock] == sum(uses * transition) + sum(message_uses * message_seconds)
     + host_actions * host_action_s + host_messages * host_message_s``, over the uses that are not 0.
@@ -183,7 +183,7 @@ def walk(run: TrackRun, stage: int, clock: int = 0) -> tuple[Floats, Floats, flo
 def _durations(
     track: Track, segment: Ints, transition: Floats, message_seconds: Floats, host: tuple[float, float]
 ) -> Durations:
-    """What the entries of a track take, where every stage's host takes the same before an action, and before a post."""
+    """Durations of a track's entries if every stage's host takes the same time before an action, and before a post."""
     of_stages = np.empty((track.num_stages, 2))
     of_stages[:] = host
     numbers = tuple(range(transition.shape[-1]))

@@ -1,4 +1,4 @@
-"""Gradient buckets: where a backward pass is interrupted to send one, and the events that follow from it."""
+"""Gradient buckets: where a backward pass is interrupted to send one, and the resulting events."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Repeated:
 
 @dataclass(frozen=True, eq=False)
 class BucketPlan:
-    """Where gradients arrive in a backward pass; independent of its ops, the buckets and the replicas.
+    """Where gradients arrive in a backward pass; independent of the ops, the buckets and the replicas.
 
     Attributes:
         names: For people: of the passages' blocks, then of the two kinds of buckets.
@@ -95,13 +95,13 @@ def _plan(rows: tuple[tuple[int, int, int, str, int, bool], ...], tables: tuple[
 
 
 def send_buckets(run: BucketRun, replicas: Replicas) -> Segment:
-    """Run a backward pass; gradients are sent on the way, the last bucket holds what is left."""
+    """Run a backward pass that sends gradients on the way; the last bucket has the remainder."""
     sent = _sent(run.plan, replicas)
     return Segment(run.label, run.passages, sent.works, sent.events, run.plan.names, replicas.compute_share)
 
 
 class _Sent(NamedTuple):
-    """What replicas send in a backward pass.
+    """The messages of replicas in a backward pass.
 
     Attributes:
         works: Distinct collectives.
@@ -126,7 +126,7 @@ def _sent(plan: BucketPlan, replicas: Replicas) -> _Sent:
 
 @dataclass(frozen=True, eq=False)
 class _Cuts:
-    """Where buckets are full.
+    """The positions at which buckets are full.
 
     Attributes:
         cuts: As in ``bucket_rows``.
@@ -142,7 +142,7 @@ def _cuts(plan: BucketPlan, limit: int) -> _Cuts:
     table, found = np.empty((plan.most, 7), dtype=np.int64), np.zeros(2, dtype=np.int64)
     cut_buckets(plan.places, plan.tensors, plan.bounds, limit, table, found)
     cuts, sizes = np.ascontiguousarray(table[: found[0], :5]), table[: found[1], 5:]
-    if cuts[:, 4].any():  # experts' cuts come after the others'
+    if cuts[:, 4].any():  # the cuts of experts come after the others
         cuts = cuts[np.lexsort((cuts[:, 4], cuts[:, 2], cuts[:, 1], cuts[:, 0]))]
     return _Cuts(cuts, tuple([(numel, bool(expert)) for numel, expert in sizes.tolist()]))
 
@@ -166,7 +166,7 @@ def cut_buckets(
     table: NDArray[np.int64],
     found: NDArray[np.int64],
 ) -> None:
-    """Where buckets are full.
+    """The positions at which buckets are full.
 
     Args:
         places, tensors, bounds: See ``BucketPlan``.
@@ -260,6 +260,6 @@ def bucket_rows(
 
 
 def _put(rows: NDArray[np.int32], at: int, columns: tuple[int, ...]) -> None:
-    """Fill in one row: a loop, since numba takes seconds to compile the assignment of an array to a row."""
+    """Fill in one row with a loop: numba takes seconds to compile the assignment of an array to a row."""
     for column in range(len(columns)):
         rows[at, column] = columns[column]

@@ -27,7 +27,7 @@ from stepsight.simulator.segment_timing import AS_IT_IS, Slowdown
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """One replica, or several that are equal.
+    """One replica, or several equal ones.
 
     Attributes:
         slowdowns: Of each stage.
@@ -41,7 +41,7 @@ class Pipeline:
 
     @property
     def replica(self) -> int:
-        """Number of the first."""
+        """Index of the first of them."""
         return self.replicas[0]
 
     @property
@@ -51,11 +51,11 @@ class Pipeline:
 
     @property
     def is_plain(self) -> bool:
-        """Whether no message is slower than it is anyway."""
+        """Whether no message is slowed down."""
         return all(link == 1.0 for link in self.links)
 
     def message_factors(self, lowered: Lowered) -> Floats:
-        """How much slower each message of the track is, shape ``(num_messages,)``."""
+        """Slowdown of each message of the track, shape ``(num_messages,)``."""
         links, track = np.array(self.links), lowered.track
         factors: Floats = np.maximum(links[track.stage[track.source]], links[track.stage[track.target]])
         leaves = np.array([message.num_nodes > 1 for message in lowered.messages], dtype=np.bool_)
@@ -109,7 +109,7 @@ def _plain(stages: int, replicas: int) -> Pipeline:
 
 
 def _in_step(job: Job, layout: Layout, *, beside: bool) -> int:
-    """Neighbouring replicas that wait for each other in every layer: for parameters, or for experts' tokens."""
+    """Neighbouring replicas that wait for each other in every layer, for parameters or for experts' tokens."""
     p = job.parallel
     shards = p.shards * p.cp if beside else p.dp * p.cp
     parameters = layout.together(REPLICAS, shards, "dp") if p.zero_stage == 3 else 1

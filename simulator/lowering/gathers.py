@@ -1,4 +1,4 @@
-"""FSDP's all-gathers of parameters as events, each unit some units ahead of its use."""
+"""FSDP's all-gathers of parameters as events; each unit is gathered some units before its use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stepsight.simulator.lowering.slots import TWICE, Slot, UnitPattern
 
 
 class Gathers:
-    """FSDP's all-gathers of parameters, some units ahead of the computation where they overlap.
+    """FSDP's all-gathers of parameters; if they overlap, they run some units ahead of the computation.
 
     Args:
         builder: Where to.
@@ -39,16 +39,16 @@ class Gathers:
         self._suffix = TWICE if twice else ""
         self._ahead = replicas.gathering.prefetch if ahead or replicas.beside else 0
         self._asked = self._used = 0
-        self._steady = 0  # units in a row that did the same
-        self._flying: list[tuple[int, ...]] = []  # events of what was asked for and is not used yet
+        self._steady = 0  # consecutive units with the same events
+        self._flying: list[tuple[int, ...]] = []  # events of gathers whose unit has not been used yet
 
     def ask(self) -> None:
-        """Ask for units ahead of their use."""
+        """Start the all-gathers of the next units."""
         while self._asked < len(self._units) and len(self._flying) < self._ahead:
             self._issue()
 
     def arrive(self) -> None:
-        """Wait for the oldest unit and copy it out into parameters."""
+        """Wait for the oldest gathered unit, and copy it out into parameters."""
         again = self._used > 0 and self._units[self._used][0] is self._units[self._used - 1][0]
         self._steady = self._steady + 1 if again and len(self._flying) == self._ahead else 0
         if not self._flying:
@@ -60,9 +60,9 @@ class Gathers:
         self._builder.run(Slot(f"copy_out{self._suffix}", unit.number), unit.name, number)
 
     def alike(self) -> int:
-        """How many of the next units do just what the last one did: wait for, and ask for, the same sizes."""
+        """Count the next units that have the same events as the last one: the same sizes waited for and gathered."""
         if self._steady <= self._ahead or len(self._flying) < self._ahead:
-            return 0  # what it waited for was not yet asked for by one that is like it
+            return 0  # the gather that it waited for was started by a unit of another kind
         units, used, asked, count = self._units, self._used, self._asked, 0
         while asked + count < len(units):
             if units[used + count][0] is not units[used - 1][0] or units[asked + count][0] is not units[used - 1][0]:
@@ -80,7 +80,7 @@ class Gathers:
         (unit, number), groups = self._units[self._asked], self._replicas.groups
         self._asked += 1
         gathering = self._replicas.gathering
-        nodes = 3 if gathering.lists else 1 + gathering.casts  # lists: with the whole tensor and the host's work
+        nodes = 3 if gathering.lists else 1 + gathering.casts  # lists: with the whole tensor, and the host's list work
         self._builder.run(Slot(f"copy_in{self._suffix}", unit.number, num_nodes=nodes), unit.name, number)
         events = []
         for group, there, clock in ((groups.shard, unit.numel, DATA), (groups.experts, unit.expert_numel, SECOND)):

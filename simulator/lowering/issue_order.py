@@ -1,4 +1,4 @@
-"""Issue order: programs as a framework's host thread makes them.
+"""Issue order: programs in the order in which a framework's host thread launches their nodes.
 
 Streams: ``compute``; one for each kind of group (``tp``, ``cp``, ``ep``), for copies to the host (``offload``) and for
 traffic between replicas (``dp``, ``dp2``).  An op waits for what the host was told to wait for; a collective starts
@@ -25,8 +25,8 @@ class Issue:
         self._last: int | None = None  # newest node of the computation: an op, or a collective that blocks
         self._awaited: list[int] = []  # nodes that the next op waits for
         self._newest: dict[str, int] = {}  # by stream: what runs beside the computation until it is joined
-        self._taken: dict[int, tuple[Collective, str]] = {}  # sent, and no computation issued since
-        self.lost: list[int] = []  # nodes of time that was lost to what was sent
+        self._taken: dict[int, tuple[Collective, str]] = {}  # messages sent since the last computation was issued
+        self.lost: list[int] = []  # nodes of the computation time lost to these messages
 
     def program(self) -> Program:
         return self._builder.build()
@@ -49,7 +49,7 @@ class Issue:
             self._newest[item.stream] = self._node(item.work, item.stream, name, self._reached())
 
     def block(self, work: Collective, stream: str, name: str) -> int:
-        """A collective that starts when the computation reaches it and that the computation waits for."""
+        """A collective that starts when the computation reaches it, and that the computation waits for."""
         self._last = self._node(work, stream, name, self._reached())
         self._newest.pop(stream, None)
         self._awaited = [self._last]
@@ -65,7 +65,7 @@ class Issue:
         early: bool = False,
         takes: bool = True,
     ) -> int:
-        """A collective beside the computation; what follows loses ``compute_share`` of its time.
+        """A collective that overlaps with the computation; the ops after it lose ``compute_share`` of its time.
 
         ``early``: it was issued long before, and starts when its stream is free.  ``takes``: False for the host's work.
         """
@@ -75,13 +75,13 @@ class Issue:
         return index
 
     def wait(self, index: int) -> None:
-        """What comes next waits for a node; if nothing runs beside it, nothing is lost."""
+        """Make the next op wait for a node; if no collective overlaps, no time is lost."""
         if index not in self._awaited:
             self._awaited.append(index)
         self._taken.pop(index, None)
 
     def take_time(self) -> None:
-        """The time that the computation loses to what was sent, before it goes on."""
+        """The time that the computation loses to messages in flight, before it continues."""
         for work, name in self._taken.values():
             self._last = self._node(work, "compute", f"{name} (cores)", self._awaited, self._share)
             self.lost.append(self._last)

@@ -1,4 +1,6 @@
-"""From a job to what has to be timed: distinct segments, which action runs which, and the messages between stages."""
+"""Lower a job to the things that have to be timed: distinct segments, the actions that run them, and messages between
+stages.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """One iteration of a job, each distinct thing once.
+    """One iteration of a job; each distinct thing is stored once.
 
     Attributes:
         segments: Distinct segments of the parts of the model, and the stages' optimizers.
@@ -101,7 +103,7 @@ class Lowered:
         return {work: index for index, work in enumerate(self.all_works)}
 
     def program(self, label: str, stage: int = 0, micro_batch: int = 0) -> Program:
-        """Segments that a stage runs for a micro-batch (``optimizer``: independent of the micro-batch)."""
+        """Segments that a stage runs for a micro-batch (``optimizer`` does not depend on the micro-batch)."""
         if label == "optimizer":
             return self.segments[int(self.optimizer[stage])].program
         track, kind = self.track, {name: kind for kind, name in LABELS.items()}[label]
@@ -118,7 +120,7 @@ def lower(job: Job, hardware: Hardware) -> Lowered:
 
 
 class _Strategy(NamedTuple):
-    """Fields of ``ParallelSpec`` that nothing else of ``_Asked`` depends on, and the micro-batches of a replica."""
+    """Fields of ``ParallelSpec`` on which nothing else of ``_Asked`` depends, and the micro-batches of a replica."""
 
     schedule: str
     pp: int
@@ -130,7 +132,7 @@ class _Strategy(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """Everything that a lowered job depends on; jobs with equal values share one."""
+    """Everything that a lowered job depends on; jobs with equal values share one lowering."""
 
     strategy: _Strategy
     semantics: ExecutionSemantics
@@ -160,7 +162,7 @@ def _asked(job: Job, hardware: Hardware) -> _Asked:
     )
 
 
-# DeepSpeed 0.3 gathers ahead only while fewer elements than this are whole (stage3_max_live_parameters).
+# DeepSpeed 0.3 gathers ahead only while fewer elements than this are gathered (stage3_max_live_parameters).
 _MOST_LIVE = 10**9
 
 
@@ -218,8 +220,8 @@ def _find_track(p: _Strategy, runtime: str) -> Track:
 
 @cached(64)
 def _read_track(path: Path, changed: int, stages: int, micro_batches: int, virtual_stages: int, runtime: str) -> Track:
-    """A user's own table; ``changed`` is there to read a file again that is another."""
-    with suppress(OSError):  # what is no file is told by its reader
+    """A user's schedule table; ``changed`` makes the cache read a file again after it was changed."""
+    with suppress(OSError):  # the reader reports a path that is no file
         ranks = sum(1 for _ in itertools.islice(io.BytesIO(read_file(path)), stages + 1))
         if ranks != stages:
             got = ranks if ranks < stages else "more"
@@ -235,6 +237,6 @@ def _read_track(path: Path, changed: int, stages: int, micro_batches: int, virtu
 
 
 def signatures(job: Job, hardware: Hardware) -> tuple[set[Op], set[Collective]]:
-    """Distinct ops and collectives of a job: what has to be known to predict it."""
+    """Distinct ops and collectives of a job: the signatures whose durations a prediction needs."""
     works = lower(job, hardware).all_works
     return {w for w in works if isinstance(w, Op)}, {w for w in works if isinstance(w, Collective)}

@@ -1,4 +1,6 @@
-"""What follows the last backward of a stage: gradients still to be summed, the step, parameters gathered again."""
+"""The work after the last backward of a stage: remaining gradient sums, the optimizer step, all-gathers of
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from stepsight.simulator.lowering.sizes import Parts
 
 
 class OptimizerHabits(NamedTuple):
-    """What the optimizer of a rank does.
+    """Sizes that the optimizer of a rank works on.
 
     Attributes:
         form: As ``ExecutionSemantics.optimizer``.
@@ -36,8 +38,8 @@ class OptimizerHabits(NamedTuple):
 def optimizer_segment(
     shape: RankShape, parts: Parts, replicas: Replicas, habits: OptimizerHabits, tied: Group
 ) -> Segment:
-    """Gradients that are still to be summed, then the optimizer on a rank's share of the parameters; ZeRO stages 1
-    and 2 then gather them again.
+    """Sum the remaining gradients, then run the optimizer on a rank's share of the parameters; ZeRO stages 1 and 2 then
+    all-gather the parameters.
 
     Args:
         shape, parts, replicas: The rank and all of the model that it holds.
@@ -76,7 +78,7 @@ def optimizer_segment(
 
 
 def _unscaled(shape: RankShape, states: StateSemantics, numel: int) -> list[Op]:
-    """Gradients of a scaled loss: to the main type, divided by the scale and searched for overflows.
+    """Gradients of a scaled loss: cast to the main type, divide by the scale, and check for overflows.
 
     As Megatron's ``Float16OptimizerWithFloat16Params`` and DeepSpeed's ``FP16_Optimizer`` of 2021-22 do.
     """
@@ -147,7 +149,7 @@ def _tensors_of(shape: RankShape, parts: Parts) -> HashedTuple[_Tensors]:
 
 
 def _sum_replicated(builder: SegmentBuilder, shape: RankShape, numel: int) -> None:
-    """Sequence parallelism: each rank has a part of the gradients of norms and positions; one message sums them."""
+    """Sequence parallelism: each rank has a part of the gradients of norms and positions; one all-reduce sums them."""
     if numel:
         builder.items([shape.main_op("copy", numel)], "replicated", own="copy_in")
         builder.items([shape.tp_comm("all_reduce", numel * shape.main_bytes)], "replicated")

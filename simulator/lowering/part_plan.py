@@ -1,4 +1,4 @@
-"""Plans of a part's forward and backward: their events, independent of the sizes of blocks and groups.
+"""Plans of a part's forward and backward: their events, without the sizes of blocks and groups.
 
 Strategies that differ in micro-batch, degrees or replicas run the same events with other work, so a plan is made once
 for all of them.
@@ -22,7 +22,7 @@ Patterns = HashedTuple[UnitPattern]
 
 
 class Duties(NamedTuple):
-    """What a backward segment does beside its passages.
+    """The events of a backward segment besides its passages.
 
     Attributes:
         every: As in ``Recompute``.
@@ -62,10 +62,10 @@ def forward_plan(units: Patterns, replicas: Replicas) -> Plan:
                 since, number = builder.num_events, unit.first + turn
                 if not unit.root:
                     gathers.arrive()
-                    gathers.ask()  # the next layers' parameters travel while this one computes
+                    gathers.ask()  # parameters of the next layers are gathered during this one
                 builder.run(unit.run, unit.name, number)
                 turn += 1 + _repeat(builder, gathers, unit, since, unit.times - turn - 1, 1)
-    else:  # the optimizer's shards, each waited for where it is used
+    else:  # parameters of the optimizer's shards; each gather is waited for before its first use
         sent = [_send_parameters(builder, unit, number, replicas) for unit, number in _one_by_one(units)]
         for (unit, number), events in zip(_one_by_one(units), sent, strict=True):
             for event in events:
@@ -76,7 +76,7 @@ def forward_plan(units: Patterns, replicas: Replicas) -> Plan:
 
 @cached(4096)
 def backward_plan(units: Patterns, replicas: Replicas, label: str, duties: Duties) -> Plan:
-    """Plan of the backward of one micro-batch, in which gradients are not sent bucket by bucket.
+    """Plan of the backward of one micro-batch whose gradients are not sent bucket by bucket.
 
     Args:
         units, replicas: As in ``forward_plan``.
@@ -103,19 +103,19 @@ def _one_by_one(units: Patterns) -> list[tuple[UnitPattern, int]]:
 def _gathers(
     builder: SegmentBuilder, units: Patterns, replicas: Replicas, *, backward: bool, twice: bool = False
 ) -> Gathers:
-    """All-gathers in the order of use: the root first, in backward layers alone (the root stays gathered)."""
+    """All-gathers in the order of use: the root first; in backward only layers (the root stays gathered)."""
     layers = [(unit, number) for unit, number in _one_by_one(units) if not unit.root]
     wrapped = [unit for unit in units if unit.root]
     root = UnitPattern(
         ROOT, "root", 0, 1, True, 0, 0, (0, 0), any(u.numel for u in wrapped), any(u.expert_numel for u in wrapped)
     )
     order = layers[::-1] if backward else ([(root, 0)] if root.numel else []) + layers
-    early = not backward and not replicas.gathering.reshard  # nothing has to be freed before
+    early = not backward and not replicas.gathering.reshard  # nothing needs to be freed before
     return Gathers(builder, replicas, order, ahead=backward, early=early, twice=twice)
 
 
 def _repeat(builder: SegmentBuilder, gathers: Gathers, unit: UnitPattern, since: int, most: int, step: int) -> int:
-    """Do again what was done for a layer since an event, as often as all stays alike; returns how often."""
+    """Repeat the events of a layer for the next layers as long as they are equal; return the number of repetitions."""
     times = 0 if unit.root else min(most, gathers.alike())
     if times > 0:
         gathers.skip(times, builder.repeat(since, times, step))
@@ -132,14 +132,14 @@ def _send_parameters(builder: SegmentBuilder, unit: UnitPattern, number: int, re
 
 
 def _run_gathered(builder: SegmentBuilder, units: Patterns, replicas: Replicas, duties: Duties) -> None:
-    """FSDP: layers are gathered before they are used; the root's gradients are reduced at the end."""
+    """FSDP: layers are gathered before their use; the root's gradients are reduced at the end."""
     gathers = _gathers(builder, units, replicas, backward=True, twice=duties.again)
     for unit in reversed(units):
         if unit.root:
             loss, nodes = unit.loss_nodes, unit.num_nodes
             builder.run(unit.run, unit.name, nodes=(0, loss))
             if loss:
-                gathers.ask()  # the last layer's parameters travel beside the head, which the loss is no part of
+                gathers.ask()  # the last layer's parameters are gathered during the head, without its loss
             builder.run(unit.run, unit.name, nodes=(loss, nodes))
             continue
         turn = 0
@@ -147,10 +147,10 @@ def _run_gathered(builder: SegmentBuilder, units: Patterns, replicas: Replicas, 
             since, number = builder.num_events, unit.first + unit.times - 1 - turn
             gathers.arrive()
             gathers.ask()
-            lists = duties.reduces and replicas.gathering.lists  # the host cuts them while the device computes
+            lists = duties.reduces and replicas.gathering.lists  # the host splits them while the device computes
             cut = builder.host(Slot("grad_lists", unit.number), f"{unit.name}.lists", number) if lists else -1
             builder.run(unit.run, unit.name, number, -1)
-            if duties.reduces:  # buckets are numbered as the layers
+            if duties.reduces:  # buckets are numbered like the layers
                 _reduce_unit(builder, replicas, unit.number, unit.tensors, (number, duties.accumulates))
             if lists:
                 builder.wait(cut)

@@ -15,7 +15,7 @@ from stepsight.simulator.lowering.sizes import PartShape
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Equal blocks of a part that follow each other.
+    """Equal consecutive blocks of a part.
 
     Attributes:
         block: One of them.
@@ -44,12 +44,12 @@ class Unit:
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters of one of them but experts'."""
+        """Elements of all parameters of one block, without experts."""
         return sum(self.tensors)
 
     @property
     def expert_numel(self) -> int:
-        """Elements of the experts' parameters of one of them."""
+        """Elements of the experts' parameters of one block."""
         return sum(self.expert_tensors)
 
 
@@ -58,7 +58,7 @@ _TENSORS: Memo[int, tuple[Block, _Tensors]] = Memo("tensors of blocks", 20_000)
 
 
 def _tensors(block: Block) -> _Tensors:
-    """Others' and experts' parameter tensors of a block, in the order in which gradients arrive."""
+    """Parameter tensors of a block, without experts and of experts, in the order in which gradients arrive."""
     known = _TENSORS.get(id(block))
     if known is None:
         found: tuple[list[int], list[int]] = ([], [])
@@ -70,7 +70,7 @@ def _tensors(block: Block) -> _Tensors:
 
 @cached(4096)
 def part_units(shape: RankShape, part: PartShape, every: int = 1) -> tuple[Unit, ...]:
-    """Blocks of a part in forward order; ``every`` n-th layer is recomputed."""
+    """Blocks of a part in forward order; every ``every``-th layer is recomputed."""
     shared = shape.model.tied_embeddings and part.first and part.last
     here, there = arrivals(shape) if shape.scatter_p2p else ((), ())
     units = [Unit(embedding_block(shape, shared), "embedding", root=True)] if part.first else []
@@ -95,7 +95,7 @@ _PASSAGES: Memo[tuple[int, BackwardSpec | None, str], tuple[Block, Passage]] = M
 
 
 def passage_of(block: Block, backward: BackwardSpec | None = None, casts: str = "") -> Passage:
-    """Forward of a block, or its backward, by identity: blocks are made once, and hashing one costs more than this.
+    """Forward or backward of a block, cached by identity: blocks are made once, and hashing one is more expensive.
 
     ``casts``: as in ``forward_passage``.
     """
@@ -103,5 +103,5 @@ def passage_of(block: Block, backward: BackwardSpec | None = None, casts: str = 
     known = _PASSAGES.get(key)
     if known is None:
         passage = forward_passage(block, casts) if backward is None else backward_passage(block, backward, casts)
-        _PASSAGES[key] = known = (block, passage)  # the block is kept, so that its id stays its own
+        _PASSAGES[key] = known = (block, passage)  # a reference to the block keeps its id unique
     return known[1]

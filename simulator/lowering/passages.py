@@ -40,7 +40,7 @@ class Gradient:
 
 @dataclass(frozen=True, eq=False)
 class GradientTable:
-    """Gradients of a passage; equal tables are one object, as they are keys of a cache.
+    """Gradients of a passage; equal tables are one object, because they are keys of a cache.
 
     Attributes:
         rows: Node, elements and whether an expert's, of each gradient, shape ``(num_gradients, 3)``.
@@ -56,7 +56,7 @@ def _gradient_table(rows: tuple[tuple[int, int, bool], ...]) -> GradientTable:
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """A program without traffic between replicas, and where in it gradients arrive.
+    """A program without traffic between replicas, and the positions at which its gradients arrive.
 
     Attributes:
         items: What is issued, each with the name of its step.
@@ -96,7 +96,7 @@ class Passage:
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
-        """Distinct signatures in order of first use; ``work`` points into them."""
+        """Distinct signatures in order of first use, indexed by ``work``."""
         return tuple(self._place)
 
     @cached_property
@@ -111,27 +111,27 @@ class Passage:
 
     @cached_property
     def category(self) -> NDArray[np.int8]:
-        """Index into ``STREAMS`` of each node, shape ``(num_nodes,)``: where its time is counted."""
+        """Index into ``STREAMS`` of each node, shape ``(num_nodes,)``: the stream that its time counts for."""
         return np.array([_category(node) for node in self.nodes], dtype=np.int8)
 
     @cached_property
     def share(self) -> NDArray[np.float64]:
-        """Part of its signature's time that each node takes, shape ``(num_nodes,)``."""
+        """The fraction of its signature's time that each node takes, shape ``(num_nodes,)``."""
         return np.array([node.share if isinstance(node, Lost) else 1.0 for node in self.nodes])
 
     @cached_property
     def launched(self) -> NDArray[np.bool_]:
-        """Whether the host launches each node (rather than that its time is lost), shape ``(num_nodes,)``."""
+        """Whether the host launches each node (lost time has no launch), shape ``(num_nodes,)``."""
         return np.array([not isinstance(node, Lost) for node in self.nodes], dtype=np.bool_)
 
     @cached_property
     def beside(self) -> NDArray[np.bool_]:
-        """Whether each node runs beside the computation, shape ``(num_nodes,)``."""
+        """Whether each node overlaps with the computation, shape ``(num_nodes,)``."""
         return np.array([_is_beside(node) for node in self.nodes], dtype=np.bool_)
 
     @cached_property
     def serial(self) -> bool:
-        """Whether each node waits for the one before it: then a passage can be cut anywhere."""
+        """Whether each node waits for the one before it; a passage can then be cut anywhere."""
         if not any(_is_beside(node) for node in self.nodes):
             return True
         follows = {before for before, after, _ in self.program.all_edges() if after == before + 1}
@@ -148,7 +148,7 @@ def _work_of(node: Op | Comm | Beside | Lost) -> Work:
 
 
 def _category(node: Op | Comm | Beside | Lost) -> int:
-    if isinstance(node, Op):  # calls of the host count as its time, as transfers do
+    if isinstance(node, Op):  # the host's calls count as host time, like transfers
         return STREAMS.index("offload") if node.record.bound == "host" else 0
     return STREAMS.index(node.stream)
 
@@ -158,7 +158,7 @@ def _is_beside(node: Item) -> bool:
 
 
 def dependencies(program: Program) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Dependencies of every node in CSR (pointer, before), stream order included, each once."""
+    """Dependencies of every node in CSR (pointer, before), with stream order, without duplicates."""
     incoming: list[list[int]] = [[] for _ in program.nodes]
     for earlier, later, _ in program.all_edges():
         if earlier not in incoming[later]:
@@ -183,7 +183,7 @@ def _run_forward(step: Step, name: str, casts: str) -> list[tuple[Item, str]]:
 @hashed_once
 @dataclass(frozen=True)
 class BackwardSpec:
-    """What backward does beside the gradients.
+    """Additional work of a backward pass.
 
     Attributes:
         part: ``backward`` (all), ``input`` or ``weight``: which gradients.
@@ -205,7 +205,7 @@ class BackwardSpec:
 
 
 def backward_passage(block: Block, spec: BackwardSpec, casts: str = "") -> Passage:
-    """Backward of a block: all of it, or the input's or the weights' gradients alone.
+    """Backward of a block: all of it, or only the gradients of the input or of the weights.
 
     ``casts``: as in ``forward_passage``; gradients of parameters are cast back.
     """
@@ -244,7 +244,7 @@ def backward_passage(block: Block, spec: BackwardSpec, casts: str = "") -> Passa
 
 
 def _closed(items: list[tuple[Item, str]], gradients: Sequence[Gradient] = ()) -> Passage:
-    """A passage that ends when all of its streams do."""
+    """A passage that ends when all of its streams have finished."""
     running: dict[str, None] = {}
     for item, _ in items:
         if isinstance(item, Beside) or (isinstance(item, Comm) and item.beside):
@@ -255,7 +255,7 @@ def _closed(items: list[tuple[Item, str]], gradients: Sequence[Gradient] = ()) -
 
 
 def _attention_cores(block: Block) -> dict[int, Block]:
-    """Neighbouring steps of attention cores, by the identity of the last of them."""
+    """Consecutive steps of attention cores, by the identity of the last of them."""
     found: dict[int, Block] = {}
     run: Block = ()
     for step in block:
@@ -273,7 +273,8 @@ def _gradient_items(step: Step, part: str) -> tuple[Item, ...]:
 
 
 def _needed_again(block: Block, spec: BackwardSpec) -> tuple[int, Block]:
-    """The last step that full recomputation comes to, and what it runs again, just before the backward of that step.
+    """The last step that full recomputation reaches, and the steps that it runs again just before the backward of that
+    step.
 
     PyTorch's checkpoint (not ``whole``) stops at the last step that keeps something for its backward.
     """
@@ -286,5 +287,5 @@ def _needed_again(block: Block, spec: BackwardSpec) -> tuple[int, Block]:
 
 @cached(8192)
 def items_passage(items: tuple[Item, ...], name: str) -> Passage:
-    """Some items in a row."""
+    """Some items one after the other."""
     return Passage(tuple((item, name) for item in items))

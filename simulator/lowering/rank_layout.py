@@ -1,4 +1,4 @@
-"""Where ranks lie: which groups share a node.
+"""The placement of ranks: which groups share a node.
 
 Ranks are numbered along the axes of ``ParallelSpec.order``, the first fastest.  With Megatron's default,
 ``tp-cp-dp-pp``::
@@ -62,7 +62,7 @@ class Layout:
         return self.strided(_joined(named))
 
     def part_of(self, axes: tuple[str, ...], inner: int, size: int) -> Group:
-        """A group of ``size`` that skips ``inner`` ranks of the group along some axes at a time.
+        """A group of ``size`` ranks that skips ``inner`` ranks of the group along some axes at a time.
 
         Expert- and hybrid-sharded groups divide the data-parallel one: ``inner`` 1 takes neighbours.
         """
@@ -91,7 +91,7 @@ class Layout:
         return 1
 
     def strided(self, strides: Strides) -> Group:
-        """The group of some strides, as the one of its kind that spans most nodes sees it."""
+        """The group with the given strides, as seen by the one that spans the most nodes."""
         size = 1
         for _, number in strides:
             size *= number
@@ -100,7 +100,7 @@ class Layout:
         return Group(size, _per_node(strides, size, self.num_ranks, self.devices_per_node))
 
     def pipeline_neighbours(self, stage: int, other: int) -> int:
-        """2 if every pair of ranks that passes messages between two stages shares a node, else 1."""
+        """2 if all pairs of ranks that exchange messages between two stages share a node, else 1."""
         distance = abs(other - stage) * self.stride("pp")
         if distance % self.devices_per_node == 0 and distance:
             return 1
@@ -121,13 +121,13 @@ def layout_of(job: Job) -> Layout:
 
 @cached(4096)
 def _layout(order: str, degrees: tuple[int, int, int, int], devices_per_node: int) -> Layout:
-    """Equal layouts are one object, as they are keys of other caches."""
+    """Return one object for equal layouts, because they are keys of caches."""
     size = dict(zip(("tp", "cp", "dp", "pp"), degrees, strict=True))
     return Layout(tuple([(axis, size[axis]) for axis in order.split("-")]), devices_per_node)
 
 
 def _joined(strides: list[tuple[int, int]]) -> Strides:
-    """Neighbouring axes as one."""
+    """Merge neighbouring axes."""
     out: list[tuple[int, int]] = []
     for stride, size in strides:
         if out and out[-1][0] * out[-1][1] == stride:
@@ -139,7 +139,7 @@ def _joined(strides: list[tuple[int, int]]) -> Strides:
 
 @cached(4096)
 def _per_node(strides: Strides, size: int, num_ranks: int, devices_per_node: int) -> int:
-    """``ceil(size / nodes)`` of the worst group, so that ``Collective.num_nodes`` is what it spans."""
+    """``ceil(size / nodes)`` of the worst group, such that ``Collective.num_nodes`` is the number of nodes it spans."""
     if len(strides) == 1:
         stride = strides[0][0]
         if stride % devices_per_node == 0:

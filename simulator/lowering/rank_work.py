@@ -1,4 +1,4 @@
-"""The work of ranks without the order of micro-batches; strategies that differ only in that order share it."""
+"""The work of ranks without the order of micro-batches; strategies that differ only in the order share it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LABELS = {FORWARD: FORWARDS, BACKWARD: WHOLE, BACKWARD_INPUT: INPUT, BACKWARD_WE
 
 
 class Rank(NamedTuple):
-    """What the work of a job's ranks depends on, apart from the schedule.
+    """Everything that the work of a job's ranks depends on, except the schedule.
 
     Attributes:
         shape, parts, layout: What a rank sees of a micro-batch, parts of the model, where ranks lie.
@@ -48,7 +48,7 @@ class Rank(NamedTuple):
 
 
 class RankWork(NamedTuple):
-    """What the ranks of a job run.
+    """The work of a job's ranks.
 
     Attributes:
         segments, table, optimizer, messages, meets: As in ``Lowered``.
@@ -96,7 +96,7 @@ _shared_placement = cached(512)(HashedTuple)
 
 @cached(2048)
 def rank_work(rank: Rank, placement: Placement, passes: Passes) -> RankWork:
-    """What the ranks of a job run.
+    """Make the work of a job's ranks.
 
     Args:
         rank: Of the job.
@@ -106,7 +106,7 @@ def rank_work(rank: Rank, placement: Placement, passes: Passes) -> RankWork:
     shape, parts, replicas = rank.shape, rank.parts, rank.replicas
     held = _held(placement, parts)
     calls = calls_of(shape.kernels, replicas, rank.recompute, passes.passes)
-    numbers: dict[Segment, int] = {}  # by identity: equal segments are one object, their makers are cached
+    numbers: dict[Segment, int] = {}  # by identity: equal segments are one object because their makers are cached
     of_parts = []
     for part in held.rows:
         own = part_segments(shape, part, calls)
@@ -125,7 +125,7 @@ def rank_work(rank: Rank, placement: Placement, passes: Passes) -> RankWork:
 
 @dataclass(frozen=True, eq=False)
 class _Held:
-    """The parts of the model that each stage holds.
+    """The parts of the model on each stage.
 
     Attributes:
         rows: Distinct parts.

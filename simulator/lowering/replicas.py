@@ -1,4 +1,4 @@
-"""How the replicas of a rank agree: who they are, and which collectives sum their gradients."""
+"""The synchronisation of replicas: their groups, and the collectives that sum their gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stepsight.simulator.lowering.segment import SegmentBuilder
 from stepsight.simulator.lowering.sizes import Groups
 from stepsight.simulator.lowering.slots import Slot
 
-BUCKET_NAMES = ("gradients{}", "expert_gradients{}")  # of others, of experts
+BUCKET_NAMES = ("gradients{}", "expert_gradients{}")  # of ordinary parameters, of experts
 _NOBODY = Groups(Group(), Group(), Group(), Group(), Group())
 
 
@@ -44,7 +44,7 @@ class Gathering:
 @hashed_once
 @dataclass(frozen=True)
 class Replicas:
-    """How the replicas of a rank agree.
+    """The synchronisation of a rank's replicas.
 
     Attributes:
         groups: Who they are.
@@ -74,7 +74,7 @@ class Replicas:
 
     @property
     def size(self) -> int:
-        """Ranks that hold the same parameters; of experts', where only these are held several times."""
+        """Ranks that have the same parameters; the same experts, if only experts are replicated."""
         return max(self.groups.replicas.size, self.groups.experts.size)
 
     @property
@@ -93,17 +93,19 @@ class Replicas:
 
     @property
     def accumulates_shards(self) -> bool:
-        """Whether gradients are reduced, and only then added to those of earlier micro-batches."""
+        """Whether gradients are reduced before they are added to those of earlier micro-batches."""
         return self.zero_stage >= 2 and self.size > 1 and not self.gathering.reduce_once
 
     @cached_property
     def pattern(self) -> Replicas:
-        """The replicas with groups of two instead of larger ones: what the events of a segment depend on."""
+        """The replicas with groups of two instead of larger ones, because the events of a segment do not depend on the
+        size.
+        """
         groups = {field.name: _pair(getattr(self.groups, field.name)) for field in fields(self.groups)}
         return _same(replace(self, groups=Groups(**groups)))
 
     def reduces(self, last: bool) -> bool:
-        """Whether the backward of a micro-batch sends gradients, ``last`` saying whether it is the last."""
+        """Whether the backward of a micro-batch sends gradients; ``last``: whether it is the last one."""
         if self.size == 1:
             return False
         if self.zero_stage >= 2:
@@ -116,7 +118,7 @@ SILENT = Replicas()
 
 @cached(1024)
 def _same(replicas: Replicas) -> Replicas:
-    """Equal replicas as one object, which the keys of plans are compared by."""
+    """Return one object for equal replicas, because they are keys of caches."""
     return replicas
 
 
@@ -126,7 +128,7 @@ def _pair(group: Group) -> Group:
 
 @cached(16384)
 def bucket_works(replicas: Replicas, numel: int, *, expert: bool) -> tuple[Collective | None, Collective | None]:
-    """Collectives that sum one bucket of gradients: of the first group, and between hybrid shards."""
+    """Collectives that sum one bucket of gradients: in the first group, and between hybrid shards."""
     groups, num_bytes = replicas.groups, numel * replicas.gradient_bytes
     own = groups.experts if expert else groups.shard if replicas.zero_stage else groups.replicas
     first = second = None
@@ -167,7 +169,7 @@ def reduce_gradients(
 
 
 def gathering_of(p: ParallelSpec, overlap: OverlapSemantics, *, beside: bool = True) -> Gathering:
-    """How a job gathers; ``beside``: whether its collectives run beside the computation."""
+    """How a job gathers parameters; ``beside``: whether its collectives overlap with the computation."""
     return Gathering(overlap.prefetch, overlap.reshard, reduce_once=p.zero_stage == 3 and p.pp > 1 and beside)
 
 
@@ -175,7 +177,7 @@ def gathering_of(p: ParallelSpec, overlap: OverlapSemantics, *, beside: bool = T
 def replicas_of(
     zero: tuple[int, bool], groups: Groups, semantics: ExecutionSemantics, *, beside: bool, share: float
 ) -> Replicas:
-    """How the replicas of a rank agree.
+    """The synchronisation of a rank's replicas.
 
     Args:
         zero: The ZeRO stage, and whether there is a pipeline.

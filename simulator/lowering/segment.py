@@ -1,4 +1,4 @@
-"""Segments: what one stage does in one go, as passages through blocks and the replicas' traffic beside them.
+"""Segments: what one stage runs without interruption, as passages through blocks and the replicas' traffic.
 
 A segment is a list of *events* in the order of issue.  Repeated layers are one event, so its cost grows with the
 replicas' messages, not with ops; ``program`` writes all of it out at op level, and takes exactly as long.
@@ -146,14 +146,14 @@ _Row = tuple[int, int, int, int, int, int, int, int]  # as ``Segment.events``
 
 
 class Runnable(Protocol):
-    """What is run: a passage, or a slot for one."""
+    """The target of a run: a passage, or a slot for one."""
 
     @property
     def num_nodes(self) -> int: ...
 
 
 class SegmentBuilder:
-    """Writes down events in the order of issue.  ``send`` returns what ``wait`` takes.
+    """Records events in the order of issue. ``send`` returns the handle that ``wait`` takes.
 
     Passages and collectives may be slots (``slots``): then what is built belongs to a plan.
     """
@@ -166,7 +166,7 @@ class SegmentBuilder:
         self._sent: dict[Any, int] = {}
         self._names: dict[str, int] = {}
         self._rows: list[_Row] = []
-        self._done: list[NDArray[np.int32]] = []  # what came before ``_rows``
+        self._done: list[NDArray[np.int32]] = []  # events before ``_rows``
         self._before = 0
 
     @property
@@ -183,24 +183,24 @@ class SegmentBuilder:
         times: int = 1,
         nodes: tuple[int, int] | None = None,
     ) -> None:
-        """Run a passage several times, or some nodes of it once."""
+        """Run a passage several times, or some of its nodes once."""
         first, last = nodes or (0, passage.num_nodes)
         if last > first and times:
             self._add((RUN, self.passage(passage), first, last, times, self.name(name), number, step))
 
     def items(self, items: Sequence[Item], name: str, number: int = 0, own: str = "") -> None:
-        """Run some ops, and collectives of other groups than replicas, as ``name.own``."""
+        """Run ops, and collectives of groups other than replicas, as ``name.own``."""
         if items:
             self.run(items_passage(tuple(items), own), name, number)
 
     def send(
         self, work: Hashable, clock: int, name: str, number: int = 0, *, after: int = -1, early: bool = False
     ) -> int:
-        """Start a collective beside the computation; ``early``: before the computation has come to it."""
+        """Start a collective that overlaps with the computation; ``early``: before the computation reaches it."""
         return self._add((SEND, self.collective(work), clock, after, int(early), self.name(name), number, 0))
 
     def host(self, work: Hashable, name: str, number: int = 0) -> int:
-        """Start work of the host beside the computation."""
+        """Start work of the host that overlaps with the computation."""
         return self._add((SEND, self.collective(work), SECOND, -1, ON_HOST, self.name(name), number, 0))
 
     def block(self, work: Hashable, clock: int, name: str, number: int = 0) -> int:
@@ -208,11 +208,11 @@ class SegmentBuilder:
         return self._add((BLOCK, self.collective(work), clock, 0, 0, self.name(name), number, 0))
 
     def wait(self, event: int) -> None:
-        """Let the computation wait for what was sent."""
+        """Make the computation wait for a message."""
         self._add((WAIT, event, 0, 0, 0, self.name(""), 0, 0))
 
     def repeat(self, since: int, times: int, step: int) -> int:
-        """Do what came since an event again; numbers go on by ``step``.  Returns by how much events are shifted."""
+        """Repeat the events since an event; indices advance by ``step``. Return by how many events they are shifted."""
         rows = np.array(self._rows[since - self._before :], dtype=np.int32)
         length = len(rows)
         again = np.tile(rows, (times, 1))
@@ -225,7 +225,7 @@ class SegmentBuilder:
         return length * times
 
     def extend(self, rows: NDArray[np.int32]) -> None:
-        """Add rows as they are."""
+        """Append rows unchanged."""
         if self._rows:
             self._done.append(np.array(self._rows, dtype=np.int32))
         self._done.append(rows)
@@ -268,9 +268,9 @@ def _events(rows: tuple[_Row, ...]) -> NDArray[np.int32]:
 
 
 def _write_out(segment: Segment) -> tuple[Program, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Every event's nodes with their dependencies; which block the computation, are early, are time lost to others."""
+    """Nodes of every event with their dependencies; which ones block the computation, are early, or are lost time."""
     out = Issue(segment.label, segment.compute_share)
-    nodes: list[int] = []  # of each event, -1 if none
+    nodes: list[int] = []  # of each event, -1 if it has none
     for kind, what, a, b, times, label, number, step in segment.events.tolist():
         name, node = segment.names[label], -1
         if kind == RUN:

@@ -1,4 +1,4 @@
-"""From a job to the sizes that everything else is made of: groups, rank shape, parts of the model."""
+"""From a job to its sizes: groups, the shape of a rank, parts of the model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from stepsight.simulator.blocks.family import LayerKinds, find_family
 from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.lowering.rank_layout import Layout, layout_of
 
-REPLICAS = ("cp", "dp")  # context-parallel ranks hold the same parameters too
+REPLICAS = ("cp", "dp")  # context-parallel ranks hold the same parameters as replicas
 
 
 @hashed_once
 @dataclass(frozen=True)
 class PartShape:
-    """What distinguishes a part of the model from others: a pipeline stage holds one, or one per virtual stage.
+    """Properties that distinguish a part of the model; a pipeline stage has one part, or one per virtual stage.
 
     Attributes:
         layers: Kinds of its layers in order, run-length encoded.
@@ -36,7 +36,7 @@ class PartShape:
         return sum(count for _, count in self.layers)
 
 
-Parts = HashedTuple[PartShape]  # of a model, in its order
+Parts = HashedTuple[PartShape]  # positions in the model, in order
 
 
 @hashed_once
@@ -59,7 +59,7 @@ class Groups:
 
 
 class _Split(NamedTuple):
-    """How a job's ranks share a micro-batch: fields of ``RankShape``, but for ``ep``, which is a degree."""
+    """How a job's ranks share a micro-batch: the fields of ``RankShape`` except ``ep``, which is a degree."""
 
     ep: int
     expert_tp: int
@@ -73,7 +73,7 @@ class _Split(NamedTuple):
 
 
 def rank_shape(job: Job, compute_share: float = 0.0, semantics: ExecutionSemantics | None = None) -> RankShape:
-    """What one rank of a job sees of a micro-batch.
+    """The sizes of a micro-batch on one rank of a job.
 
     Args:
         job: The job.
@@ -92,7 +92,7 @@ def rank_shape(job: Job, compute_share: float = 0.0, semantics: ExecutionSemanti
         p.offload_activations,
         p.scatter_p2p and p.tp > 1 and p.pp > 1 and p.zero_stage < 3 and not p.sequence_parallel,
         overlap,
-        compute_share if overlap == "backward" else 0.0,  # what is split is copied by engines of its own
+        compute_share if overlap == "backward" else 0.0,  # copy engines transfer the chunks
     )
     return _rank_shape(job.model, batch.micro_batch, batch.dtype, kernels, layout_of(job), split)
 
@@ -110,7 +110,7 @@ def _rank_shape(
 def groups_of(job: Job) -> Groups:
     """Groups of a job over which parameters are replicated or sharded."""
     p = job.parallel
-    whole = bool(job.model.experts) and p.experts_tp < p.tp  # every tensor-parallel rank has experts of its own
+    whole = bool(job.model.experts) and p.experts_tp < p.tp  # each tensor-parallel rank has its own experts
     return _groups(layout_of(job), p.shards * p.cp, p.ep, whole)
 
 
@@ -129,7 +129,7 @@ def _groups(layout: Layout, shards: int, ep: int, whole: bool) -> Groups:
 
 
 def part_shapes(job: Job) -> Parts:
-    """Parts of the model in model order: even with the remainder on the earlier ones, or as ``stage_layers`` says."""
+    """Parts of the model in model order: equal, with the remainder on the earlier ones, or as ``stage_layers`` says."""
     p = job.parallel
     return _part_shapes(job.model, p.pp * p.virtual_stages, p.stage_layers)
 
@@ -154,12 +154,12 @@ def _part_shapes(model: ModelSpec, num_parts: int, stage_layers: tuple[int, ...]
     return Parts(parts)
 
 
-_part_shape = cached(4096)(PartShape)  # equal parts are one object, as they are keys of other caches
+_part_shape = cached(4096)(PartShape)  # equal parts are one object, because they are keys of caches
 
 
 @cached(4096)
 def boundary_bytes(shape: RankShape, parts: Parts) -> tuple[int, ...]:
-    """Bytes of the activation that passes from each part to the next, ``len(parts) - 1``."""
+    """Bytes of the activation that each part sends to the next one, ``len(parts) - 1`` values."""
     passes, before, out = find_family(shape.model.family).boundary_bytes, 0, []
     for part in parts[:-1]:
         before += part.num_layers

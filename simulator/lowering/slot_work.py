@@ -1,4 +1,4 @@
-"""The work that one rank puts into the slots of a plan."""
+"""The work of one rank for the slots of a plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CALLS_PER_PART = 2
 
 
 class SlotWork:
-    """What fills the slots of a plan.
+    """Fills the slots of a plan.
 
     Args:
         shape: The rank.
@@ -45,7 +45,7 @@ class SlotWork:
         return work.of(slot)
 
     def _tensors(self, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Elements of others' and of experts' parameter tensors, in the order in which gradients arrive."""
+        """Elements of ordinary and of experts' parameter tensors, in the order in which gradients arrive."""
         if index != ROOT:
             unit = self._units[index]
             return unit.tensors, unit.expert_tensors
@@ -55,7 +55,7 @@ class SlotWork:
 
 
 class _UnitWork:
-    """What replicas do with the parameters and gradients of one unit; each is made once.
+    """The replicas' work on the parameters and gradients of one unit; each is made once.
 
     Args:
         tensors: Elements of others' and of experts' parameter tensors, in the order in which gradients arrive.
@@ -82,15 +82,15 @@ class _UnitWork:
         main_dtype = self._dtypes[1]
         if what.removesuffix(TWICE) in _GATHERING:
             return self._gathering(what.removesuffix(TWICE), expert, twice=what.endswith(TWICE))
-        if what == "grad_lists":  # every tensor's, also of those that stay
+        if what == "grad_lists":  # of every tensor, including those that stay on every rank
             parts = len(self._tensors[False]) * replicas.groups.shard.size
             parts += len(self._tensors[True]) * replicas.groups.experts.size
             return Op("host_calls", (_CALLS_PER_PART * parts,), self._dtypes[0])
-        if what == "grad_in":  # gradients into their message, in its type
+        if what == "grad_in":  # copy gradients into the message, in its type
             dtype = self._dtypes[0]
             kind = "copy" if replicas.gradient_bytes == DTYPE_BYTES[dtype] else "cast"
             return items_passage((Op(kind, (sum(tensors),), dtype),), "copy_in")
-        if what == "add":  # to sums of earlier micro-batches, tensor by tensor, as they are declared
+        if what == "add":  # add to the sums of earlier micro-batches, tensor by tensor, in the order of declaration
             shards = replicas.expert_shards if expert else replicas.shards
             ops = tuple([Op("add", (-(-tensor // shards),), main_dtype) for tensor in reversed(tensors)])
             return items_passage(ops, "accumulate")
@@ -99,7 +99,7 @@ class _UnitWork:
         return work
 
     def _gathering(self, what: str, expert: bool, *, twice: bool) -> Passage | Collective:
-        """What gathers parameters, once or both for recomputation and for backward."""
+        """The ops and collectives that gather parameters: once, or separately for recomputation and backward."""
         groups, dtype, gathering = self._replicas.groups, self._dtypes[0], self._replicas.gathering
         lists = gathering.lists
         others, experts = (_gathered(tensors, lists=lists, twice=twice) for tensors in self._tensors)
@@ -114,16 +114,16 @@ class _UnitWork:
             casts = (Op("cast", (shard,), dtype),) if gathering.casts else ()
             return items_passage((*casts, copy), what)
         parts = len(others) * groups.shard.size + len(experts) * groups.experts.size
-        whole = Op("fill", (sum(others) + sum(experts),), dtype)  # torch.zeros, into which the parts come
+        whole = Op("fill", (sum(others) + sum(experts),), dtype)  # torch.zeros, into which the chunks arrive
         return items_passage((whole, Op("host_calls", (_CALLS_PER_PART * parts,), self._dtypes[0]), copy), what)
 
 
 def _gathered(tensors: tuple[int, ...], *, lists: bool, twice: bool) -> tuple[int, ...]:
-    """Elements of what is gathered of some tensors, which are in the order of backward."""
+    """Gathered elements of some tensors, which are in the order of backward."""
     large = tuple([numel for numel in tensors if numel >= _STAYS]) if lists else ()
     if not large:
         return tensors
-    between = [2 * sum(large[:place]) for place in range(len(large))]  # forward and backward of those after it
+    between = [2 * sum(large[:place]) for place in range(len(large))]  # forward and backward of the tensors after it
     again = [numel for numel, others in zip(large, between, strict=True) if others >= _REUSED]
     return (*large, *again) if twice else large
 

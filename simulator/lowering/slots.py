@@ -1,4 +1,4 @@
-"""Slots: the places of passages and collectives in a plan of events, which one rank's work fills."""
+"""Slots: placeholders for passages and collectives in a plan of events, which the work of one rank fills."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from stepsight.simulator.lowering.segment import Segment
 
 TWICE = "_twice"
-ROOT = -1  # in the place of a unit's index: the units that FSDP wraps with the model itself
+ROOT = -1  # replaces a unit's index: the units that FSDP wraps with the model itself
 
 
 class Slot(NamedTuple):
-    """The place of a passage or of a collective.
+    """A placeholder for a passage or a collective.
 
     Attributes:
         what: ``run`` (a unit's own passage); ``copy_in``, ``copy_out`` and ``gather`` of its parameters, with ``TWICE``
@@ -63,7 +63,7 @@ class UnitPattern(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A segment with slots in the place of its work.
+    """A segment with slots instead of work.
 
     Attributes:
         segment: Its ``passages`` and ``sent`` are slots.

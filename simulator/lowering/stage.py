@@ -1,4 +1,4 @@
-"""What one pipeline stage runs for a micro-batch: forward and backward segments of its parts of the model.
+"""The work of one pipeline stage for a micro-batch: forward and backward segments of its parts of the model.
 
 What an engine does beside the blocks is in ``dataset.execution``.  With autograd's accumulation, gradients are added by
 one ``add`` for each parameter tensor, and DDP scales each into its bucket (``copy``), which it sends once it holds
@@ -41,7 +41,7 @@ class Pass(NamedTuple):
 @hashed_once
 @dataclass(frozen=True)
 class Call:
-    """The kind of a segment, independent of the rank and its part of the model.
+    """The kind of a segment, independent of the rank and of its part of the model.
 
     Attributes:
         replicas: Those that it exchanges something with; ``SILENT`` if it does not.
@@ -58,7 +58,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Calls:
-    """What a part does in several passes.
+    """The segments of a part in several passes.
 
     Attributes:
         distinct: Each once.
@@ -73,7 +73,7 @@ class Calls:
 def calls_of(
     kernels: KernelSemantics, replicas: Replicas, recompute: tuple[str, int], passes: tuple[Pass, ...]
 ) -> Calls:
-    """What the parts of a rank do.
+    """The segments of a rank's parts.
 
     Args:
         kernels: Of the engine.
@@ -122,12 +122,12 @@ def _backward(kernels: KernelSemantics, replicas: Replicas, recompute: tuple[str
     return _call(who, spec, duties, casts=_casts(kernels, replicas))
 
 
-_call = cached(4096)(Call)  # equal calls are one object, as they are keys of other caches
+_call = cached(4096)(Call)  # equal calls are one object, because they are keys of caches
 
 
 @cached(8192)
 def part_segments(shape: RankShape, part: PartShape, calls: Calls) -> tuple[Segment, ...]:
-    """What a part runs in each of some passes."""
+    """Make the segments of a part for each of some passes."""
     own = [_segment(shape, part, call) for call in calls.distinct]
     return tuple([own[at] for at in calls.of_pass])
 
@@ -147,7 +147,7 @@ def _segment(shape: RankShape, part: PartShape, call: Call) -> Segment:
 
 
 class _PartRun(NamedTuple):
-    """A part's units in forward order, the passage of each, and what plans read of both."""
+    """A part's units in forward order, the passage of each, and the properties that plans depend on."""
 
     units: tuple[Unit, ...]
     passages: tuple[Passage, ...]
@@ -168,7 +168,7 @@ _NUMBERS: Memo[tuple[int, str], tuple[Passage, _Numbers]] = Memo("numbers of uni
 
 
 def _numbers(unit: Unit, passage: Passage) -> _Numbers:
-    """What a plan reads of a block and its passage, by identity of the passage: each is made once."""
+    """The properties of a block and its passage that a plan depends on, cached by identity of the passage."""
     key = id(passage), unit.name
     known = _NUMBERS.get(key)
     if known is None:
@@ -181,12 +181,12 @@ def _numbers(unit: Unit, passage: Passage) -> _Numbers:
 
 @cached(4096)
 def _patterns(numbers: tuple[tuple[Any, ...], ...]) -> Patterns:
-    """Equal patterns are one object, which the keys of plans are compared by."""
+    """Return one object for equal patterns, because they are keys of caches."""
     return Patterns([UnitPattern(at, *own) for at, own in enumerate(numbers)])
 
 
 def _loss_nodes(passage: Passage) -> int:
-    """Nodes of a head's first step in backward, which is the loss."""
+    """Nodes of the first step of a head's backward, which is the loss."""
     names = [name for _, name in passage.items]
     return next((i for i, name in enumerate(names) if name != names[0]), len(names))
 

@@ -1,4 +1,4 @@
-"""What joins pipeline stages: messages between parts, a shared table, and who waits for whom before the optimizer."""
+"""Links between pipeline stages: messages between parts, a shared table, and which stages meet before the optimizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Placement = HashedTuple[int]  # the stage of each part of the model, in its orde
 
 
 def tied_group(shape: RankShape, layout: Layout, placement: Placement) -> Group:
-    """The two ranks that hold the same embedding's table in different stages; nobody if there is only one."""
+    """The two ranks in different stages that hold the same embedding table; None if there is only one."""
     first, last = placement[0], placement[-1]
     if first == last or not shape.model.tied_embeddings:
         return Group()
@@ -29,7 +29,7 @@ def tied_group(shape: RankShape, layout: Layout, placement: Placement) -> Group:
 
 @cached(1024)
 def meeting_stages(placement: Placement, tied: Group, *, all_meet: bool) -> Ints:
-    """Number of each stage's group of those that wait for each other before the optimizer, shape ``(num_stages,)``.
+    """Group of each stage: stages of one group wait for each other before the optimizer; shape ``(num_stages,)``.
 
     All meet for the norm of all gradients, two for a shared table.
     """
@@ -46,7 +46,7 @@ def meeting_stages(placement: Placement, tied: Group, *, all_meet: bool) -> Ints
 def part_messages(
     shape: RankShape, parts: Parts, layout: Layout, placement: Placement
 ) -> tuple[tuple[Collective, ...], tuple[int, ...]]:
-    """Distinct messages between stages, and which of them passes after each part, -1 if none."""
+    """Distinct messages between stages, and the message after each part, -1 if none."""
     kinds = list(zip(boundary_bytes(shape, parts), _nearness(placement, layout), strict=True))
     distinct = {kind: index for index, kind in enumerate(dict.fromkeys(kind for kind in kinds if kind[1]))}
     messages = tuple(Collective("send_recv", size, 2, near) for size, near in distinct)
@@ -55,7 +55,7 @@ def part_messages(
 
 @cached(1024)
 def message_kinds(track: Track, after_part: tuple[int, ...]) -> Ints:
-    """Kind of each message of a track, from the kind of those after each part; shape ``(num_messages,)``."""
+    """Kind of each message of a track, from the kinds after each part; shape ``(num_messages,)``."""
     if not track.num_messages or max(after_part) == 0:
         return np.zeros(track.num_messages, dtype=np.int32)
     kinds: Ints = np.array(after_part, dtype=np.int32)
@@ -64,11 +64,11 @@ def message_kinds(track: Track, after_part: tuple[int, ...]) -> Ints:
 
 @cached(512)
 def _nearness(placement: Placement, layout: Layout) -> tuple[int, ...]:
-    """After each part: whether its message stays within a node (2), leaves it (1), or there is none (0)."""
+    """For each part: whether the message after it stays within a node (2) or leaves it (1), or there is none (0)."""
     return tuple(0 if a == b else layout.pipeline_neighbours(a, b) for a, b in pairwise(placement))
 
 
 @cached(512)
 def _boundaries(track: Track) -> Ints:
-    """The part after which each message passes."""
+    """The part that sends each message."""
     return np.minimum(track.part[track.source], track.part[track.target])

@@ -1,4 +1,4 @@
-"""What a job needs of a device's memory, per pipeline stage.
+"""The device memory that a job needs, per pipeline stage.
 
 Blocks say what each step keeps for its backward and what it works on; parts add their blocks up; a schedule says how
 many micro-batches are between forward and backward; conventions say how many bytes a parameter costs.  The peak is the

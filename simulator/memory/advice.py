@@ -1,4 +1,4 @@
-"""What to try when a job does not fit: the first change, cheapest in time first, that makes it fit."""
+"""Advice if a job does not fit: the first change that makes it fit, tried from the cheapest in time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stepsight.dataset.job import Job
 
 
 class Need(Protocol):
-    """What advice reads of a memory estimate."""
+    """The fields of a memory estimate that advice uses."""
 
     @property
     def peak_bytes(self) -> float: ...
@@ -20,7 +20,8 @@ class Need(Protocol):
 
 
 def advice(job: Job, peak_bytes: float, estimate: Callable[[Job], Need]) -> str:
-    """``recompute "selective" would free 12.3 GB``: enough if any change alone is, else the one that frees most.
+    """Advise like ``recompute "selective" would free 12.3 GB``: the first sufficient change, else the one that frees
+    most.
 
     Args:
         job: What does not fit.

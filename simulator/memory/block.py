@@ -1,4 +1,4 @@
-"""What one block keeps for its backward, and the most that it needs for a moment, forward and backward.
+"""The memory that one block keeps for its backward, and its largest temporary memory in forward and backward.
 
 What a step works on beside what it keeps follows from what its ops read and write: an op that reads the kept tensors
 or the parameters adds the rest.  Steps add to this with ``temporary_bytes``.
@@ -24,7 +24,7 @@ from stepsight.simulator.blocks.step import Block, Comm, Item, Step
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Bytes per element of gradients that come into being while backward runs.
+    """Bytes per element of gradients that are allocated during backward.
 
     Attributes:
         numel, expert_numel: Kept until the optimizer's step; 0 where there is a place for them from the beginning.
@@ -77,7 +77,7 @@ def layer_memory(shape: RankShape, kind: str, recompute: str, gradients: Gradien
 
 @cached(4096)
 def end_memory(shape: RankShape, is_head: bool, shared: bool, gradients: Gradients) -> BlockMemory:
-    """Memory of the embedding or the head; neither is recomputed, and no residual bypasses them."""
+    """Memory of the embedding or the head; neither is recomputed or has a residual."""
     block = (head_block if is_head else embedding_block)(shape, shared)
     return block_memory(block, "none", 0, 0, gradients)
 
@@ -98,7 +98,7 @@ def block_memory(
     work = [_working_bytes(step) for step in block]
     core = [_inside(step) if recompute == "selective" and step.attention_core else 0.0 for step in block]
     before, forward = 0.0, 0.0
-    live = []  # what of this block is there in each step's backward
+    live = []  # memory of this block during each step of its backward
     for step, size, needs, inside in zip(block, saved, work, core, strict=True):
         forward = max(forward, before + size + needs)
         before += size - inside
@@ -130,12 +130,12 @@ def block_memory(
 
 
 def _inside(step: Step) -> float:
-    """Bytes kept of an attention core that it makes itself."""
+    """Bytes of an attention core's own tensors that it keeps."""
     return float(sum(tensor.num_bytes for tensor in step.saved if not tensor.outside))
 
 
 def _saved(block: Block) -> list[float]:
-    """Bytes that each step is the first to keep."""
+    """Bytes that each step keeps first."""
     names: set[str] = set()
     out = []
     for step in block:
@@ -149,7 +149,7 @@ def _saved(block: Block) -> list[float]:
 
 
 def _working_bytes(step: Step) -> float:
-    """Most that a step works on beside what it keeps and its parameters."""
+    """The largest temporary memory of a step, without kept tensors and parameters."""
     numel, kept = sum(step.parameters), step.saved_bytes
     most = 0.0
     for item in _ops((*step.forward, *step.backward, *step.weight_grad)):
@@ -174,7 +174,7 @@ def _waits(step: Step) -> bool:
 
 
 def _output_gradients(step: Step) -> float:
-    """Bytes of the gradient of a linear's output, or a norm's, which is as large as its input."""
+    """Bytes of the gradient of a linear's output, or of a norm's, which has the size of its input."""
     products = _products(step)
     if not products:
         return float(step.saved_bytes if step.parameters else 0)
@@ -182,7 +182,7 @@ def _output_gradients(step: Step) -> float:
 
 
 def _weight_bytes(step: Step) -> float:
-    """What the products for a linear's parameters read beside what waited: a gathered input."""
+    """Bytes that the products for a linear's parameter gradients read in addition: a gathered input."""
     there, most = step.saved_bytes + _output_gradients(step), 0.0
     for op in _products(step):
         written = prod((*op.dims[:-3], *op.dims[-2:])) * DTYPE_BYTES[op.dtype]

@@ -1,4 +1,4 @@
-"""Whose memory decides: of every stage the smallest device that holds one of its ranks."""
+"""The device that limits the memory: for each stage, the smallest device that has one of its ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stepsight.simulator.lowering.rank_layout import layout_of
 
 
 def smallest_devices(job: Job, hardware: Hardware) -> tuple[Hardware, ...]:
-    """One device for each stage; a single one if all nodes are equal.
+    """One device per stage; a single one if all nodes are equal.
 
     Raises:
         JobError: If nothing is known of the devices of some nodes.
@@ -31,7 +31,7 @@ def smallest_devices(job: Job, hardware: Hardware) -> tuple[Hardware, ...]:
 
 
 def _room(device: Hardware) -> float:
-    """Bytes that tensors can have."""
+    """Bytes available for tensors."""
     return (device.memory_bytes - device.reserved_bytes) / (1 + device.fragmentation)
 
 

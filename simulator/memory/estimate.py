@@ -1,4 +1,4 @@
-"""Bytes that a rank of each pipeline stage needs at its peak."""
+"""Peak bytes of a rank of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MOMENTS = ("forward", "backward", "backward", "backward", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of one rank of a stage at the moment when it needs most.
+    """Bytes of one rank of a stage at its peak.
 
     Attributes:
         parameters, gradients, optimizer: Of training's states, those that are there.
@@ -64,7 +64,7 @@ class StageMemory:
 
     @property
     def tensors(self) -> float:
-        """Without what is reserved: what a framework counts as allocated."""
+        """Bytes without the reserve: what a framework counts as allocated."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
 
     @property
@@ -77,7 +77,7 @@ class StageMemory:
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """What a job needs against what devices have.
+    """The memory that a job needs, and the memory of its devices.
 
     Attributes:
         bytes_of: Shape ``(num_stages, 6)``: the fields of ``StageMemory`` of every stage, in ``FIELDS``'s order.
@@ -109,12 +109,12 @@ class Memory:
         )
 
     def device(self, stage: int) -> Hardware:
-        """The smallest that holds a rank of a stage."""
+        """The smallest device that has a rank of a stage."""
         return self.devices[stage % len(self.devices)]
 
     @cached_property
     def fullest(self) -> int:
-        """Number of the stage that needs most of what its device has."""
+        """Number of the stage that needs the largest share of its device."""
         needs = self.bytes_of.sum(axis=1)
         if len(self.devices) > 1:
             needs /= [device.memory_bytes for device in self.devices]
@@ -138,7 +138,7 @@ class Memory:
 
     @property
     def reason(self) -> str:
-        """Why it does not fit, and what to try; empty if it does."""
+        """Why the job does not fit, and what to try; empty if it fits."""
         if self.fits:
             return ""
         at = self.fullest
@@ -203,9 +203,9 @@ class _Asked:
     shape: RankShape
     parts: Parts
     states: States
-    schedule: tuple[str, int, int, int, int]  # as ``_schedule`` takes it
+    schedule: tuple[str, int, int, int, int]  # argument of ``_schedule``
     torch_runtime: bool
-    reserve: tuple[float, float]  # bytes, part of the rest
+    reserve: tuple[float, float]  # bytes, included in the rest
 
 
 def estimate_moments(job: Job, hardware: Hardware) -> tuple[Floats, ...]:
@@ -268,30 +268,30 @@ def _stages(asked: _Asked) -> tuple[Floats, Floats, Floats]:
     reserved_bytes, fragmentation = asked.reserve
     more = 1.0 + fragmentation
     own = more if _frees_gradients(states) else 1.0
-    steps = own * gradients + more * workspace > own * there + more * moment  # where the optimizer's step needs most
+    steps = own * gradients + more * workspace > own * there + more * moment  # at the peak of the optimizer's step
     out = np.empty((schedule.num_stages, 6))
     out[:, 0], out[:, 2] = parameters, optimizer
     out[:, 1] = np.where(steps, gradients, there)
     out[:, 3] = np.where(steps, 0.0, peak[:, ACTIVATIONS])
     out[:, 4] = np.where(steps, workspace, moment - peak[:, ACTIVATIONS])
     out[:, 5] = reserved_bytes + fragmentation * _passing(out, states)
-    out.flags.writeable = False  # all jobs alike share it
+    out.flags.writeable = False  # shared by all equal jobs
     return out, np.where(steps, 0, peak[:, FLYING]), np.where(steps, len(MOMENTS) - 1, peak[:, ACTION])
 
 
 def _frees_gradients(states: States) -> bool:
-    """Whether gradients come into being in each backward and are freed after the step."""
+    """Whether gradients are allocated in each backward and freed after the step."""
     return states.keeping.gradients.numel > 0
 
 
 def _passing(bytes_of: Floats, states: States) -> Floats:
-    """Bytes of each stage that are allocated and freed within a step: what fragments; states are not."""
+    """Bytes of each stage that are allocated and freed within a step and cause fragmentation; states do not."""
     found: Floats = bytes_of[:, 3] + bytes_of[:, 4]
     return found + bytes_of[:, 1] if _frees_gradients(states) else found
 
 
 def _changed(name: str) -> int:
-    """When a user's own table was written; 0 for the others."""
+    """When a user's schedule table was written; 0 for built-in schedules."""
     if not name.endswith(".csv"):
         return 0
     path = Path(name)
@@ -310,7 +310,7 @@ def _schedule(name: str, num_stages: int, num_micro_batches: int, virtual_stages
 
 
 class _Place(NamedTuple):
-    """A part of the model, and what passes its ends.
+    """A part of the model, and the messages at its ends.
 
     Attributes:
         part: Its layers.
@@ -350,14 +350,14 @@ def _places(shape: RankShape, parts: Parts) -> _Places:
 
 
 def _bytes_of(asked: _Asked, schedule: Schedule, places: _Places, parts: list[PartMemory]) -> tuple[Floats, Floats]:
-    """What ``find_peaks`` wants, and bytes of messages on every stage; ``parts``: of the distinct places.
+    """Arguments of ``find_peaks``, and bytes of messages on every stage; ``parts``: of the distinct places.
 
     PyTorch's pipeline runtime has a place for each micro-batch's message of either direction, keeps what each sends
     until its backward, and keeps all logits until the end; Megatron's has two messages at a time.  PyTorch's split
     backward frees little before the parameters' half: only what comes after the last parameters, the softmax of the
     loss; the first part has no input's half at all.
     """
-    logits = asked.shape.dtype_bytes / asked.shape.main_bytes  # as they are, of their softmax in the main type
+    logits = asked.shape.dtype_bytes / asked.shape.main_bytes  # as they are; of their softmax, in the main type
     piped = asked.torch_runtime and len(places.of_part) > 1
     rows = []
     for place, part in zip(places.distinct, parts, strict=True):

@@ -1,4 +1,4 @@
-"""What a part of the model needs: its blocks in turn, with FSDP's gathered parameters around them."""
+"""The memory of a part of the model: its blocks in turn, with FSDP's gathered parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stepsight.simulator.memory.block import BlockMemory, Gradients, end_memory,
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """FSDP: parameters that are whole for a while.
+    """FSDP: parameters that are gathered for a while.
 
     Attributes:
         element_bytes: Of a gathered parameter and its gradient; 0: none are gathered.
@@ -35,7 +35,7 @@ class Gathered:
 @hashed_once
 @dataclass(frozen=True)
 class Keeping:
-    """How a part is run.
+    """How a part is executed.
 
     Attributes:
         recompute, every: As in ``ParallelSpec``.
@@ -67,12 +67,12 @@ class PartMemory(BlockMemory):
 
 @dataclass(slots=True)
 class _Run:
-    """Equal blocks that follow each other."""
+    """Equal consecutive blocks."""
 
     block: BlockMemory
     times: int = 1
     root: bool = False  # wrapped with the model itself
-    before: float = 0.0  # kept by earlier blocks
+    before: float = 0.0  # tensors that earlier blocks keep
 
     @property
     def numel(self) -> int:
@@ -85,7 +85,7 @@ def part_memory(shape: RankShape, part: PartShape, keeping: Keeping) -> PartMemo
     runs = _runs(shape, part, keeping)
     layers = [run for run in runs if not run.root]
     resident = max((float(run.block.numel * keeping.placeholder_bytes) for run in layers), default=0.0)
-    if shape.offload_activations:  # one layer leaves or arrives beside another
+    if shape.offload_activations:  # one layer is copied out or in while another computes
         resident += 2.0 * max((run.block.kept for run in layers), default=0.0)
     shared = shape.model.tied_embeddings and part.first and part.last
     gathered = _Around(runs, keeping.gathered, shared)
@@ -147,13 +147,13 @@ def _runs(shape: RankShape, part: PartShape, keeping: Keeping) -> list[_Run]:
 
 
 def _with_copies(head: BlockMemory, of_output: float) -> BlockMemory:
-    """A head's memory with copies of some part of its output, which is in the main type."""
+    """A head's memory with copies of some part of its output, in the main type."""
     more = head.output * of_output
     return replace(head, backward=head.backward + more, backward_first=head.backward_first + more)
 
 
 class _Around:
-    """Whole parameters and gradients that are there while a block runs."""
+    """Gathered parameters and gradients during a block."""
 
     def __init__(self, runs: list[_Run], gathered: Gathered, shared: bool) -> None:
         self.gathered = gathered
@@ -161,23 +161,23 @@ class _Around:
         self.total = sum(run.times * run.numel for run in runs)
         self.root = sum(run.numel for run in runs if run.root)
         self.layer = max((run.numel for run in runs if not run.root), default=0)
-        self.head = 0  # gradients that are there before those of layers, where they do not stay anyway
+        self.head = 0  # gradients that exist before those of the layers, unless they stay anyway
         if runs and runs[-1].root and not how.reduce_once:
             self.head = self.root if shared else runs[-1].numel
         self.last = runs[-1] if runs else None
         self.first_layers = next((run for run in runs if not run.root), None)
         layers = sum(run.times for run in runs if not run.root)
-        self.prefetch = max(0, min(how.prefetch, layers - 1))  # there are no more to gather ahead
+        self.prefetch = max(0, min(how.prefetch, layers - 1))  # there are no more layers to gather
         self.ahead = 0.0 if gathered.all_stay else float(self.layer * self.prefetch * gathered.element_bytes)
 
     @property
     def begin(self) -> float:
-        """What the root came in is still there when the first layer arrives."""
+        """The buffer of the root's all-gather still exists when the first layer is gathered."""
         return float(2 * (self.root + self.layer) * self.gathered.element_bytes)
 
     @property
     def stays(self) -> float:
-        """What later passes find gathered: the root always."""
+        """Bytes that later passes find gathered: always the root."""
         return float((self.total if self.gathered.all_stay else self.root) * self.gathered.element_bytes)
 
     def forward(self, run: _Run) -> float:
@@ -202,18 +202,18 @@ class _Around:
         return 0.0 if self.how.reduce_once or run.root else float(run.numel * self.gathered.element_bytes)
 
     def reduced(self, run: _Run) -> float:
-        """A layer's gradients on their way."""
+        """A layer's gradients during their reduction."""
         if not self.gathered.element_bytes or self.how.reduce_once or run.root:
             return 0.0
         return float(run.numel * self.gathered.reduce_bytes)
 
     def is_last(self, run: _Run, turn: int) -> bool:
-        """Whether backward comes to this layer last: there is nothing to gather ahead then."""
+        """Whether this layer is the last one in backward: no layer is then gathered ahead."""
         return run is self.first_layers and turn == run.times - 1
 
     @property
     def end(self) -> float:
-        """When the root's own gradients are reduced, last of all; its parameters are gone by then."""
+        """The reduction of the root's own gradients, at the end; its parameters are freed by then."""
         size = self.gathered.element_bytes
         if not size or self.how.reduce_once:
             return 0.0

@@ -1,4 +1,4 @@
-"""The largest moment of every stage's schedule."""
+"""The peak of every stage over its schedule."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ def _walk(
                 moment = kept + peak
                 if kind == 1:
                     flying -= 1
-                else:  # the parameters' gradients are yet to come
+                else:  # the gradients of the parameters come later
                     kept += bytes_of[stage, chunk, 2]
                     if kept + bytes_of[stage, chunk, 7] > moment:
                         moment, there = kept + bytes_of[stage, chunk, 7], kept
-            moment += gathered - bytes_of[stage, chunk, 7]  # the chunk's own are part of its peaks
+            moment += gathered - bytes_of[stage, chunk, 7]  # the chunk's own bytes are included in its peaks
             if len(moments):
                 moments[at] = moment + grown
             if moment + grown > out[stage, 0]:

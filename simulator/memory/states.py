@@ -1,4 +1,4 @@
-r"""Parameters, gradients and optimizer states: bytes per element, and what of it a rank holds.
+r"""Parameters, gradients and optimizer states: bytes per element, and the share that a rank holds.
 
 =============  ====  ====  ====  ====  ====  ======================================================================
 \               fp32  fp16  bf16  fp8   FSDP
@@ -65,7 +65,7 @@ def states_of(p: ParallelSpec, semantics: ExecutionSemantics, precision: str, gr
     size, casts = DTYPE_BYTES[dtype], dtype != kernels.main_dtype
     shards = (groups.shard.size, groups.experts.size)
     sharded, replicated = p.zero_stage == 3 and groups.shard.size > 1, groups.replicas.size > 1
-    copied = states.main_copy and not sharded  # what the model holds is not what the optimizer steps
+    copied = states.main_copy and not sharded  # the model's parameters differ from those that the optimizer updates
     half = states.main_gradients and not sharded
     parts = [shards if p.zero_stage >= stage else (1, 1) for stage in (3, 2, 1)]
 
@@ -85,7 +85,7 @@ def states_of(p: ParallelSpec, semantics: ExecutionSemantics, precision: str, gr
     stay = each(float(main), (1, 1)) if whole else gradients if grows else (0.0, 0.0)
     growing = Gradients(*stay, fresh, whole_blocks=sharded and not whole)
     bucket_bytes = semantics.overlap.bucket_bytes
-    own_loss = 6 if p.tp == 1 else 14  # of PyTorch's cross-entropy, and of its ``loss_parallel``
+    own_loss = 6 if p.tp == 1 else 14  # as in PyTorch's cross-entropy, and in its ``loss_parallel``
     return States(
         parameters=each(float(size + QUANTIZED.get(precision, 0) if copied else main), parts[0]),
         gradients=gradients,

@@ -1,1 +1,1 @@
-"""Traces replayed: measured steps from durations and dependencies alone."""
+"""Replay of traces: measured steps from durations and dependencies."""

@@ -1,4 +1,4 @@
-"""One captured training step, timed: durations of a latency model on the graphs of captured ranks.
+"""One captured training step with times: durations of a latency model on the graphs of captured ranks.
 
 The graphs are those that traces become, without times, and the engine is that of replays.  As for a job, an overlapped
 collective takes a part of its time from the computation, and a host that launches ops is a clock of its own.
@@ -26,7 +26,7 @@ from stepsight.simulator.segment_timing import timer_of
 Floats = NDArray[np.float64]
 COMPUTE = 0  # number of the stream on which a script computes
 
-# Axes of groups by words in their names; the rest are replicas.
+# axes of groups, by words in their names; all others are replicas
 _AXES = (("tp", "tp"), ("tensor", "tp"), ("cp", "cp"), ("context", "cp"), ("ep", "ep"), ("expert", "ep"))
 CAUSES = (
     "compute", "tp_communication", "cp_communication", "ep_communication", "dp_communication", "pp_communication",
@@ -50,7 +50,7 @@ class CapturedStep:
 
     @cached_property
     def iteration_time_s(self) -> float:
-        """Until the last rank has done everything."""
+        """Seconds until the last rank has finished."""
         return float(self.walked.end_s.max(initial=0.0))
 
     def of_rank(self, place: int) -> tuple[Floats, Floats]:
@@ -61,7 +61,7 @@ class CapturedStep:
 
     @cached_property
     def breakdown(self) -> dict[str, float]:
-        """Seconds by what the computation's stream does or waits for, mean over ranks; they add up to the step."""
+        """Seconds by what the computation stream does or waits for, mean over ranks; they add up to the step."""
         sums = dict.fromkeys(CAUSES, 0.0)
         for place in range(len(self.graphs)):
             for cause, seconds in _rank_causes(self, place).items():
@@ -70,7 +70,7 @@ class CapturedStep:
 
     @cached_property
     def critical(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Nodes of the critical path from its end: place of the rank, and node."""
+        """Nodes of the critical path from its end: index of the rank, and node."""
         cause, source = self.walked.cause, self.walked.joined.source
         first = np.array([*self.walked.joined.first, sum(map(len, self.graphs))])
         node, found = int(np.argmax(self.walked.end_s)), []
@@ -148,13 +148,13 @@ def _timed(graph: RankGraph, alone: Floats, latency: LatencyModel) -> RankGraph:
     if not latency.hardware.has_host or not len(waits):
         return graph
     done = np.cumsum(_launches(graph, latency.hardware))
-    since = np.searchsorted(waits, np.arange(len(graph)), "left") - 1  # the host's newest wait before each node
+    since = np.searchsorted(waits, np.arange(len(graph)), "left") - 1  # the last wait of the host before each node
     after = np.flatnonzero(since >= 0)
     return graph.with_edges(waits[since[after]], after, Dependency.LAUNCH, done[after] - done[waits[since[after]]])
 
 
 def _timed_on_host(graph: RankGraph, alone: Floats, host: HostTimes) -> RankGraph:
-    """The graph of a rank whose host runs its ops: with durations, and with what lies between them."""
+    """The graph of a rank whose host runs its ops: durations, and the host's time between ops."""
     nodes, work = graph.nodes, graph.nodes["work"]
     seconds = np.where(work >= 0, alone[work], 0.0) if len(alone) else np.zeros(len(work))
     chosen = np.flatnonzero((nodes["kind"] == OP) & (work >= 0))
@@ -166,13 +166,15 @@ def _timed_on_host(graph: RankGraph, alone: Floats, host: HostTimes) -> RankGrap
     gaps = np.zeros(len(graph))
     gaps[chosen] = np.array(host.gaps_s)[phases]
     delay = np.where(nodes["kind"][graph.edges["source"]] == OP, gaps[graph.edges["target"]], graph.delay_s)
-    if len(chosen):  # what no op follows is before the first one
+    if len(chosen):  # time that no op follows is before the first op
         seconds[chosen[0]] += host.step_s
     return replace(graph, duration_s=seconds, delay_s=delay)
 
 
 def _taken(graph: RankGraph, seconds: Floats, share: float) -> Floats:
-    """Seconds that ops lose to collectives beside them: the next op after the issue, unless it waits for it."""
+    """Seconds that ops lose to overlapping collectives: charged to the next op after the issue, unless it waits for
+    it.
+    """
     taken = np.zeros(len(graph))
     is_compute = (graph.nodes["kind"] == OP) & (graph.nodes["stream"] == COMPUTE)
     ops = np.flatnonzero(is_compute)
@@ -186,14 +188,14 @@ def _taken(graph: RankGraph, seconds: Floats, share: float) -> Floats:
 
 
 def _launches(graph: RankGraph, hardware: Hardware) -> Floats:
-    """What the host takes to launch each node."""
+    """The host's time to launch each node."""
     each = np.array([hardware.launch_s(work) for work in graph.works])
     work = graph.nodes["work"]
     return np.where(work >= 0, each[work], 0.0) if len(each) else np.zeros(len(work))
 
 
 def _add_launches(joined: Joined, graphs: Sequence[RankGraph], hardware: Hardware) -> None:
-    """No node starts before the host has launched it and what came before."""
+    """Add launches: no node starts before the host has launched it and all nodes before it."""
     if not hardware.has_host:
         return
     for graph, first in zip(graphs, joined.first, strict=True):
@@ -229,7 +231,7 @@ def _rank_causes(step: CapturedStep, place: int) -> dict[str, float]:
 
 
 def _count_gap(step: CapturedStep, place: int, node: int, gap: float, found: dict[str, float]) -> None:
-    """Add an idle time to what it waited for: back to the newest collective that caused it."""
+    """Attribute an idle time to its cause: walk back to the last collective that caused it."""
     joined, graph, first = step.walked.joined, step.graphs[place], step.walked.joined.first[place]
     at = first + node
     while step.walked.cause[at] >= 0:
@@ -251,7 +253,7 @@ def _count_gap(step: CapturedStep, place: int, node: int, gap: float, found: dic
 
 
 def axis_of(graph: RankGraph, node: int) -> str:
-    """The cause in ``CAUSES`` that a collective's time counts as; of an op, ``dp_communication``."""
+    """The entry of ``CAUSES`` that a collective's time counts as; for an op, ``dp_communication``."""
     work = graph.works[graph.nodes["work"][node]] if graph.nodes["work"][node] >= 0 else None
     if work is None or isinstance(work, Op):
         return "dp_communication"

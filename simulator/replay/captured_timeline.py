@@ -1,4 +1,4 @@
-"""A timed captured step as Chrome trace events, with the memory of each rank as a counter."""
+"""A captured step with times as Chrome trace events, with the memory of each rank as a counter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stepsight.dataset.imported.rank_graph import HOST, PHASES
 from stepsight.simulator.replay.captured_step import CapturedStep
 
 _US = 1e6
-_LEAST_CHANGE = 0.002  # of the peak: smaller changes of memory are not drawn
+_LEAST_CHANGE = 0.002  # share of the peak: smaller changes of memory are not drawn
 
 
 def write_timeline(step: CapturedStep, memory: Sequence[NDArray[np.int64]], to: Path, name: str) -> None:
@@ -61,7 +61,7 @@ def _rank_events(step: CapturedStep, place: int) -> list[dict[str, Any]]:
 
 
 def _memory_events(step: CapturedStep, place: int, live: NDArray[np.int64]) -> list[dict[str, Any]]:
-    """The memory when each op of the computation starts; changes too small to see are left out."""
+    """The memory at the start of each op of the computation; changes that are too small to see are left out."""
     graph, (start, _) = step.graphs[place], step.of_rank(place)
     nodes = np.flatnonzero((graph.nodes["stream"] == 0) & graph.on_device)
     events, drawn, least = [], -np.inf, _LEAST_CHANGE * float(live.max(initial=0))

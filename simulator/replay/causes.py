@@ -1,4 +1,4 @@
-"""Where the time of traced steps goes: kinds, overlap, idle time by cause, the critical path, skew of ranks."""
+"""Breakdown of traced steps: kinds, overlap, idle time by cause, the critical path, skew of ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Floats = NDArray[np.float64]
 
 HOST_BOUND, PEERS, LOADER, SYNCHRONISATION = "host_bound", "waiting_for_peers", "data_loader", "synchronisation"
 COMMUNICATION, GAPS, UNEXPLAINED = "waiting_for_communication", "between_kernels", "unexplained"
-_MOST_OPAQUE = 10  # names of opaque kernels that are told
+_MOST_OPAQUE = 10  # opaque kernels that are listed by name
 
 
 @dataclass
 class Breakdown:
-    """What one run's steps spend; seconds of all ranks and steps unless they say otherwise.
+    """Breakdown of one run's steps; seconds of all ranks and steps unless stated otherwise.
 
     Attributes:
         kinds: Device seconds by kind of op and collective.
@@ -98,7 +98,7 @@ def _length(intervals: Intervals) -> float:
 
 
 def _idle(graph: RankGraph, walked: Walk, first: int) -> dict[str, float]:
-    """Idle seconds of the busiest stream by what its next op waited for."""
+    """Idle seconds of the busiest stream, by what its next op waited for."""
     inside = np.flatnonzero((graph.nodes["step"] >= 0) & (graph.nodes["kind"] == OP))
     if not len(inside):
         return {}
@@ -125,14 +125,14 @@ def _idle(graph: RankGraph, walked: Walk, first: int) -> dict[str, float]:
 
 
 def _host_waits(graph: RankGraph) -> Intervals:
-    """When the host was in a call that waits for the device."""
+    """The intervals in which the host was in a call that waits for the device."""
     into = graph.edges["target"][graph.edges["why"] == WHY_NUMBER[Dependency.SYNCHRONISATION]]
     nodes = np.unique(into[graph.nodes["kind"][into] == HOST])
     return merge(list(zip(graph.start_s[nodes].tolist(), graph.end_s[nodes].tolist(), strict=True)))
 
 
 def _cause(graph: RankGraph, walked: Walk, node: int, first: int) -> str:
-    """What the walk says that a node waited for longest."""
+    """The dependency that decided the start of a node."""
     joined = walked.joined
     edge = int(walked.cause[node])
     if edge < 0:
@@ -149,7 +149,9 @@ def _cause(graph: RankGraph, walked: Walk, node: int, first: int) -> str:
 
 
 def critical_path(walked: Walk) -> dict[str, float]:
-    """Seconds of the longest path of a walk by family of ops, ``host``, and ``device_delays`` between the two."""
+    """Seconds of the longest path of a walk: by family of ops, of the ``host``, and of ``device_delays`` between
+    them.
+    """
     joined = walked.joined
     families: defaultdict[str, float] = defaultdict(float)
     bounds = [*joined.first, len(joined.meeting)]
@@ -191,7 +193,7 @@ def _family(graph: RankGraph, node: int) -> str:
 
 
 def _skew(graphs: Sequence[RankGraph]) -> tuple[list[dict[str, float]], float]:
-    """Each rank's step and lateness at collectives, and seconds that all ranks waited for each other."""
+    """Each rank's step time and lateness at collectives, and the seconds that all ranks waited for each other."""
     met, offsets = meetings(graphs)
     late: list[list[float]] = [[] for _ in graphs]
     waited = 0.0

@@ -1,4 +1,4 @@
-"""Changes to traced graphs, whose replay answers what if: faster kernels, no host, another fabric, batch or device.
+"""Changes to traced graphs for what-if questions: faster kernels, no host, another fabric, batch or device.
 
 The idea is that of Daydream (Zhu et al. 2020, arXiv:2006.03318) and dPRO (Hu et al. 2022, arXiv:2205.02473): change
 durations and dependencies of what was measured, and simulate.  A duration is multiplied by a ratio that a latency
@@ -22,20 +22,20 @@ from stepsight.simulator.latency_model import LatencyModel
 
 Floats = NDArray[np.float64]
 
-DEVICES_PER_NODE = 8  # of nodes that a trace does not tell
+DEVICES_PER_NODE = 8  # nodes whose phase the trace does not show
 COMMUNICATION, ANY_HOST = "communication", "host"
 _OPTIMIZER = 2  # index of the phase
 
 
 class Tally:
-    """How device time was changed: predicted by a model, or scaled."""
+    """How much device time was changed: by model predictions, or by a constant factor."""
 
     def __init__(self) -> None:
         self.predicted_s = 0.0
         self.scaled_s = 0.0
 
     def add(self, seconds: float, predicted: bool) -> None:
-        """Count device time of the unchanged graph."""
+        """Count the device time of the unchanged graph."""
         if predicted:
             self.predicted_s += seconds
         else:
@@ -43,7 +43,7 @@ class Tally:
 
 
 def faster(graphs: Sequence[RankGraph], what: str, factor: float, tally: Tally) -> list[RankGraph]:
-    """Make what is named take ``1 / factor`` of its time.
+    """Divide the durations of the named ops by a factor.
 
     Args:
         graphs: Of the ranks.
@@ -87,7 +87,7 @@ def _named(graph: RankGraph, what: str) -> NDArray[np.bool_]:
 
 
 def host_scaled(graph: RankGraph, factor: float, loading: float | None = None) -> RankGraph:
-    """A graph whose host works ``factor`` times as long; loading of data ``loading`` times, as the rest for None."""
+    """Multiply the host's time by ``factor``; the time of loading data by ``loading``, None: by ``factor``."""
     factors = np.full(len(graph), factor)
     if loading is not None:
         for begin, end in graph.loading_s.tolist():
@@ -97,18 +97,18 @@ def host_scaled(graph: RankGraph, factor: float, loading: float | None = None) -
     order = graph.edges["why"] == WHY_NUMBER[Dependency.HOST_ORDER]
     delay = np.where(order, graph.delay_s * factors[graph.edges["target"]], graph.delay_s)
     launch = (graph.edges["why"] == WHY_NUMBER[Dependency.LAUNCH]) & (delay < 0)
-    delay = np.where(launch, delay * factor, delay)  # before the call returns: no more than the call lasts
+    delay = np.where(launch, delay * factor, delay)  # before the call returns: at most the duration of the call
     return replace(graph, duration_s=duration, delay_s=delay)
 
 
 def without_host(graphs: Sequence[RankGraph]) -> list[RankGraph]:
-    """The host takes no time at all."""
+    """Set the host's time to zero."""
     _need_device(graphs, "--no-host")
     return [host_scaled(graph, 0.0) for graph in graphs]
 
 
 def as_device_graph(graphs: Sequence[RankGraph]) -> list[RankGraph]:
-    """Launches cost nothing, as in a CUDA graph that is launched once a step; loading of data remains."""
+    """Set the time of launches to zero, as with a CUDA graph that is launched once a step; loading of data remains."""
     _need_device(graphs, "--cuda-graph")
     return [host_scaled(graph, 0.0, loading=1.0) for graph in graphs]
 
@@ -119,7 +119,7 @@ def _need_device(graphs: Sequence[RankGraph], option: str) -> None:
 
 
 def without_straggler(graphs: Sequence[RankGraph]) -> list[RankGraph]:
-    """The rank whose ops take longest works like the median of the others.
+    """Let the rank whose ops take longest compute like the median of the others.
 
     Raises:
         StepsightError: If there are fewer than two ranks.
@@ -166,7 +166,7 @@ def _host_work(graph: RankGraph) -> float:
 def on_latencies(
     graphs: Sequence[RankGraph], before: LatencyModel, after: LatencyModel, tally: Tally
 ) -> list[RankGraph]:
-    """Durations by the ratio of two latency models: another device, or another fabric.
+    """Scale durations by the ratio of two latency models: another device, or another fabric.
 
     Ops of unknown sizes change as the memory bandwidths of the devices differ.
     """
@@ -175,7 +175,7 @@ def on_latencies(
 
 
 def with_batch(graphs: Sequence[RankGraph], factor: float, latency: LatencyModel, tally: Tally) -> list[RankGraph]:
-    """Every micro-batch is ``factor`` times as large; the optimizer, gradients and the host stay as they are.
+    """Multiply the size of every micro-batch; the optimizer, gradients and the host do not change.
 
     Raises:
         StepsightError: If the factor is not above 0.
@@ -192,12 +192,14 @@ def with_batch(graphs: Sequence[RankGraph], factor: float, latency: LatencyModel
 
 
 def _reduces(graph: RankGraph) -> NDArray[np.bool_]:
-    """Collectives of gradients and parameters, whose sizes no batch changes: those of backward and the optimizer."""
+    """Collectives of gradients and parameters, whose sizes do not depend on the batch: in backward and in the
+    optimizer.
+    """
     return np.asarray(graph.nodes["phase"] != 0)
 
 
 def with_replicas(graphs: Sequence[RankGraph], factor: int, latency: LatencyModel, tally: Tally) -> list[RankGraph]:
-    """``factor`` times as many ranks: groups of all ranks grow with the job, all other groups stay as they are.
+    """Multiply the number of ranks: groups of all ranks grow with it, other groups do not.
 
     A node holds as many ranks as the trace says, at most ``DEVICES_PER_NODE`` of a group that is said to share one.
     Waiting for ranks that come late is not scaled.
@@ -226,7 +228,7 @@ def _grown(work: Op | Collective, world: int, factor: int) -> Op | Collective:
 
 
 def _larger(work: Op | Collective, factor: float) -> Op | Collective:
-    """The signature of ``factor`` times as many samples: its first dim counts rows, tokens, samples or elements."""
+    """The signature with ``factor`` times as many samples: its first dim counts rows, tokens, samples or elements."""
     if isinstance(work, Collective):
         return replace(work, num_bytes=max(int(work.num_bytes * factor), 0))
     first = max(round(work.dims[0] * factor), 1) if work.dims[0] else 0
@@ -240,7 +242,9 @@ def _scaled(
     plain: float,
     tally: Tally,
 ) -> RankGraph:
-    """Durations by what the models say of each signature before and after; ``plain`` where they cannot know."""
+    """Scale durations by the models' predictions for each signature before and after; by ``plain`` if the models cannot
+    predict it.
+    """
     ratios = np.full(len(pairs) + 1, plain)
     known = np.zeros(len(pairs) + 1, dtype=np.bool_)
     for kind in (Op, Collective):
@@ -260,7 +264,7 @@ def _scaled(
 
 
 def _can_know(work: Op | Collective, models: Sequence[LatencyModel]) -> bool:
-    """Whether models can know how long a work takes: its sizes are known, and each device computes in its dtype."""
+    """Whether models can predict the duration of a work: its sizes are known, and both devices support its dtype."""
     if isinstance(work, Collective):
         return work.num_bytes > 0
     sized = work.kind != "opaque" and min(work.dims, default=0) > 0

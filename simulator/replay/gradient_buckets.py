@@ -1,4 +1,4 @@
-"""Gradient buckets of traced steps joined to larger ones."""
+"""Merging the gradient buckets of traced steps into larger ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stepsight.simulator.replay.changes import Floats, Tally, seconds_of
 
 
 def with_buckets(graphs: Sequence[RankGraph], num_bytes: float, latency: LatencyModel, tally: Tally) -> list[RankGraph]:
-    """Join the gradient all-reduces of a step to buckets of at least a number of bytes.
+    """Merge the gradient all-reduces of a step into buckets of at least a number of bytes.
 
     Each bucket runs when its last part was ready on all ranks.  It takes what its parts took together, those that ran
     at once counted once, times what the latency model says one message takes beside its parts.
@@ -46,7 +46,7 @@ def with_buckets(graphs: Sequence[RankGraph], num_bytes: float, latency: Latency
 
 
 def _arrivals(graphs: Sequence[RankGraph]) -> list[Floats]:
-    """When the last rank came to each node, by each rank's own clock; ``(n,)`` each."""
+    """When the last rank reached each node, on each rank's own clock; ``(n,)`` each."""
     found = [graph.start_s.copy() for graph in graphs]
     met, offsets = meetings(graphs)
     for members in met:
@@ -57,7 +57,7 @@ def _arrivals(graphs: Sequence[RankGraph]) -> list[Floats]:
 
 
 def _buckets(graph: RankGraph, num_bytes: float) -> list[list[int]]:
-    """Runs of all-reduces in backward that are joined, each of at least two."""
+    """Groups of at least two all-reduces in backward that are merged."""
     kinds = np.array([*(work.kind == "all_reduce" for work in graph.works), False], dtype=np.bool_)
     nodes = np.flatnonzero(kinds[graph.nodes["work"]] & (graph.nodes["phase"] == 1) & (graph.nodes["step"] >= 0))
     found: list[list[int]] = []

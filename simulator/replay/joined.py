@@ -1,4 +1,4 @@
-"""Graphs of several ranks as one: clocks aligned, and each collective one meeting of its ranks."""
+"""Graphs of several ranks joined into one: clocks aligned, and each collective a meeting of its ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Ints = NDArray[np.int32]
 
 @dataclass
 class Joined:
-    """Graphs of all ranks as one list of nodes, the meetings of collectives after them.
+    """The graphs of all ranks as one list of nodes, followed by the meetings of collectives.
 
     Shapes: ``n`` nodes, ``e`` edges.
 
@@ -76,7 +76,7 @@ def join(graphs: Sequence[RankGraph]) -> Joined:
 
 
 def _met(joined: Joined) -> Joined:
-    """Lead what a collective waits for to its meeting, and the meeting to all of its ranks."""
+    """Route the dependencies of a collective to its meeting, and from the meeting to all of its ranks."""
     met = joined.meeting >= 0
     members = np.flatnonzero(met)
     joined.ready[joined.meeting[members]] = np.maximum(joined.ready[joined.meeting[members]], joined.ready[members])
@@ -91,7 +91,7 @@ def _met(joined: Joined) -> Joined:
 
 
 def _sorted(joined: Joined) -> Ints:
-    """Nodes such that each comes after its sources."""
+    """Sort nodes such that each comes after its sources."""
     count = len(joined.seconds)
     by_source = np.argsort(joined.source, kind="stable")
     bounds = np.searchsorted(joined.source[by_source], np.arange(count + 1)).tolist()

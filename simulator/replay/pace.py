@@ -1,4 +1,4 @@
-"""Traced steps at the pace that they have without a profiler."""
+"""Correct traced steps for the profiler's slowdown."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from stepsight.dataset.imported.rank_graph import OP, RankGraph
 from stepsight.simulator.replay.changes import host_scaled
 from stepsight.simulator.replay.replay import replay
 
-_LEAST_PACE = 0.25  # of the profiled time: a profiler does not slow a host more
+_LEAST_PACE = 0.25  # share of the profiled time: a profiler does not slow a host more than this
 _HALVINGS = 12
 
 
 def as_timed(graphs: Sequence[RankGraph], iteration_s: float) -> list[RankGraph]:
-    """A host that computes as fast as without a profiler: a step then takes what it took when nothing recorded it.
+    """Scale the host's time such that a step takes as long as without a profiler.
 
     All ops and the host's own work take the same part of their profiled time.  Collectives stay as they are, because a
     profiler does not slow what worker threads send.  Graphs of devices stay too: their kernels run at their own pace.

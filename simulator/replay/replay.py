@@ -1,4 +1,4 @@
-"""Replay of a traced step: its graph walked from durations and dependencies, and set beside what was measured."""
+"""Replay of a traced step: compute its graph from durations and dependencies, and compare it with the measurement."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from stepsight.simulator.replay.joined import Joined, join
 
 Floats = NDArray[np.float64]
 
-MARK = "step"  # name of the host calls at the bounds of steps
+MARK = "step"  # name of the host calls at the borders of steps
 
 
 @dataclass
 class Walk:
-    """A walked graph: start and end of every node, and the edge that each waited for longest (-1: none)."""
+    """A replayed graph: start and end of every node, and the edge that decided each start (-1: none)."""
 
     joined: Joined
     start_s: Floats
@@ -98,7 +98,7 @@ class Replay:
 
 
 def walk(joined: Joined) -> Walk:
-    """Walk a joined graph: every node starts as soon as what it waits for allows."""
+    """Walk a joined graph: every node starts as soon as its dependencies allow."""
     count = len(joined.seconds)
     by_target = np.argsort(joined.target, kind="stable").astype(np.int32)
     pointer = np.searchsorted(joined.target[by_target], np.arange(count + 1)).astype(np.int32)
@@ -111,7 +111,7 @@ def walk(joined: Joined) -> Walk:
 
 
 def arrivals(walked: Walk) -> Floats:
-    """``(n,)``: when each node began on its stream: a collective before the others have come."""
+    """``(n,)``: when each node began on its stream; for a collective, before its peers have arrived."""
     joined = walked.joined
     start = walked.start_s[: len(joined.meeting)].copy()
     original = [
@@ -170,7 +170,7 @@ def replay(graphs: Sequence[RankGraph]) -> Replay:
 
 
 def _span(graph: RankGraph, start: Floats, end: Floats) -> float:
-    """Time from the begin of the first step to the end of the last, on the host and on the device."""
+    """Time from the beginning of the first step to the end of the last, on the host and on the device."""
     marks = [number for number, name in enumerate(graph.names) if name == MARK]
     is_mark = np.isin(graph.nodes["name"], marks) & (graph.nodes["kind"] == HOST)
     at = graph.start_s

@@ -1,4 +1,4 @@
-"""What ranks do in a pipeline, entry by entry: computations, posts of messages, and waits for them; in one order.
+"""The entries of ranks in a pipeline: computations, posts of messages, and waits for them; in one order.
 
 A post is never blocking: a side says that it is ready to send or to receive.  A message passes when both sides have
 posted it.  A wait ends when the message has passed.
@@ -23,7 +23,7 @@ SEND, RECEIVE = range(2)
 
 
 class Entries(NamedTuple):
-    """What ranks do, in one order that can run; arrays of shape ``(num_entries,)``.
+    """Entries of all ranks, in one order that can run; arrays of shape ``(num_entries,)``.
 
     Attributes:
         op: ``COMPUTE``, ``POST`` or ``WAIT``.
@@ -38,13 +38,13 @@ class Entries(NamedTuple):
     side: Ints
 
     def unsigned(self) -> Entries:
-        """The entries for the clock's loops: indices that may be negative cost a fifth of the time."""
+        """The entries as unsigned integers for the clock's loops: signed indices cost a fifth of the time."""
         fields: Iterator[Any] = (field.view(np.uint32) for field in self)
         return Entries(*fields)
 
 
 class RankLists(NamedTuple):
-    """What ranks do, rank after rank.
+    """Entries of the ranks, rank after rank.
 
     Attributes:
         op, item, side: As in ``Entries``.
@@ -83,14 +83,14 @@ def find_messages(order: Order) -> Messages:
 
 
 def interleaved(order: Order, messages: Messages, ranks: list[tuple[Ints, ...]]) -> Entries:
-    """Put every rank's entries, given as op, item and side, in one order that can run."""
+    """Sort every rank's entries, given as op, item and side, into one order that can run."""
     op, item, side = (np.concatenate([rank[field] for rank in ranks]) for field in range(3))
     first = np.cumsum([0, *(len(rank[0]) for rank in ranks)]).astype(np.int32)
     return in_one_order(order, messages, RankLists(op, item, side, first))
 
 
 def in_one_order(order: Order, messages: Messages, lists: RankLists) -> Entries:
-    """Put the entries of all ranks in one order that can run.
+    """Sort the entries of all ranks into one order that can run.
 
     Raises:
         JobError: If ranks wait for each other in a circle.
@@ -107,7 +107,7 @@ def in_one_order(order: Order, messages: Messages, lists: RankLists) -> Entries:
 
 @compiled
 def _interleave(lists: RankLists, posted: NDArray[np.bool_], entries: Ints, reached: Ints) -> None:
-    """Let every rank go on as far as it can, round after round.
+    """Advance every rank as far as possible, round after round.
 
     Args:
         lists: What each rank does.
@@ -136,7 +136,7 @@ def _interleave(lists: RankLists, posted: NDArray[np.bool_], entries: Ints, reac
 
 
 def _circle(order: Order, messages: Messages, lists: RankLists, reached: Ints) -> str:
-    """Say which rank waits for which."""
+    """Describe which rank waits for which."""
     waits = []
     for rank in range(len(reached)):
         at = int(reached[rank])

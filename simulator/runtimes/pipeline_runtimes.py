@@ -1,4 +1,4 @@
-"""How pipeline runtimes turn actions into entries: GPU frameworks, DeepSpeed, and PyTorch over gloo."""
+"""How pipeline runtimes order communication around actions: GPU frameworks, DeepSpeed, and PyTorch over gloo."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stepsight.simulator.runtimes.torch_runtime import torch_lowered
 from stepsight.simulator.schedules.find import find_schedule
 from stepsight.simulator.schedules.order import Order
 
-# What may stand around an action, in this order: columns of ``_Slots``.
+# The possible entries around an action, in this order: columns of ``_Slots``.
 _COLUMNS = ((POST, SEND), (POST, RECEIVE), (WAIT, SEND), (WAIT, RECEIVE), (COMPUTE, 0), (WAIT, SEND), (POST, SEND))
 _SEND_FIRST, _ASK, _SENT_FIRST, _ARRIVED, _COMPUTE, _SENT, _SEND = range(len(_COLUMNS))
 _OPS = np.array([op for op, _ in _COLUMNS], dtype=np.int32)
@@ -30,7 +30,7 @@ _SIDES = np.array([side for _, side in _COLUMNS], dtype=np.int32)
 
 
 def asynchronous(order: Order, messages: Messages) -> Entries:
-    """GPU frameworks: an action asks for what it needs, waits for it, and sends what it made without waiting."""
+    """GPU frameworks: an action requests its inputs, waits for them, and sends its result without waiting."""
     slots = np.full((len(order), len(_COLUMNS)), -1, dtype=np.int32)
     slots[:, _ASK] = slots[:, _ARRIVED] = messages.of_target
     slots[:, _COMPUTE] = np.arange(len(order))
@@ -39,13 +39,13 @@ def asynchronous(order: Order, messages: Messages) -> Entries:
     return Entries(op, order.stage[where], index, side)
 
 
-# DeepSpeed's columns: every message is posted and waited for in its turn.
+# columns of DeepSpeed: every message is posted and waited for immediately
 _IN_TURN = ((POST, RECEIVE), (WAIT, RECEIVE), (POST, SEND), (WAIT, SEND), (COMPUTE, 0), (POST, SEND), (WAIT, SEND))
 
 
 def deepspeed_entries(schedule: Schedule, order: Order, messages: Messages) -> Entries:
-    """DeepSpeed's ``PipelineEngine`` with its ``TrainSchedule`` (0.3 to 0.16): one message after the other, each waited
-    for by both sides.  A backward first receives its gradient, then sends the result of the forward just before it.
+    """DeepSpeed's ``PipelineEngine`` with its ``TrainSchedule`` (0.3 to 0.16): one message after the other, and both
+    sides wait for it. A backward first receives its gradient, then sends the result of the forward just before it.
 
     Raises:
         JobError: If the schedule is not 1F1B of one part per stage.
@@ -60,9 +60,10 @@ def deepspeed_entries(schedule: Schedule, order: Order, messages: Messages) -> E
         own = order.by_stage[order.first[stage] : order.first[stage + 1]]
         sent = messages.of_source[own]
         backward = order.kind[own] == BACKWARD
-        # What a backward has to send for the forward before it; all else is sent when it is there.
+        # The result that a backward has to send for the forward before it; all other results are sent when they are
+        # computed.
         late = np.append(~backward[:-1] & backward[1:], False)
-        late &= schedule.num_micro_batches >= schedule.num_stages - stage  # else the pipeline drains in between
+        late &= schedule.num_micro_batches >= schedule.num_stages - stage  # otherwise the pipeline drains in between
         slots = np.full((len(own), len(_IN_TURN)), -1, dtype=np.int32)
         slots[:, 0] = slots[:, 1] = messages.of_target[own]
         slots[1:, 2] = slots[1:, 3] = np.where(late[:-1], sent[:-1], -1)
@@ -94,13 +95,13 @@ def torch_entries(schedule: Schedule, order: Order, messages: Messages) -> Entri
 
 
 def _is_standard(schedule: Schedule) -> bool:
-    """Whether it is the schedule of its name, not a user's of the same name."""
+    """Whether it is the built-in schedule of this name, and not a user's schedule with the same name."""
     usual = find_schedule(schedule.name, schedule.num_stages, schedule.num_micro_batches)
     return schedule is usual or all(map(np.array_equal, schedule.actions, usual.actions))
 
 
 def _flatten(slots: Ints) -> tuple[Ints, Ints, Ints, NDArray[np.int64]]:
-    """Op, index and side of the slots that are not empty, row after row, and their rows."""
+    """Op, index and side of the non-empty slots, row by row, and their rows."""
     where, column = np.nonzero(slots >= 0)
     return _OPS[column], slots[where, column], _SIDES[column], where
 
@@ -112,7 +113,7 @@ def _waits(messages: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def _gpipe(schedule: Schedule, stage: int, own: Ints, messages: Messages) -> tuple[Ints, ...]:
-    """``ScheduleGPipe``: sends of a pass are waited for when the pass is over."""
+    """``ScheduleGPipe``: sends of a pass are waited for at the end of the pass."""
     slots = np.full((len(own), len(_COLUMNS)), -1, dtype=np.int32)
     slots[:, _ASK] = slots[:, _ARRIVED] = messages.of_target[own]
     slots[:, _COMPUTE] = own
@@ -125,12 +126,12 @@ def _gpipe(schedule: Schedule, stage: int, own: Ints, messages: Messages) -> tup
 
 
 def _one_f_one_b(schedule: Schedule, stage: int, own: Ints, messages: Messages) -> tuple[Ints, ...]:
-    """``Schedule1F1B``: in the steady state a rank sends and asks at once and waits for both."""
+    """``Schedule1F1B``: in the steady state a rank posts a send and a receive together and waits for both."""
     num = schedule.num_micro_batches
     warm_up = min(num, schedule.num_stages - stage)
     is_forward = np.zeros(len(own), dtype=np.bool_)
     is_forward[: warm_up - 1] = True
-    is_forward[warm_up - 1 : 2 * num - warm_up + 1 : 2] = True  # then in turn
+    is_forward[warm_up - 1 : 2 * num - warm_up + 1 : 2] = True  # afterwards one after the other
     forward, backward = np.flatnonzero(is_forward), np.flatnonzero(~is_forward)
     send = messages.of_source[own]
     slots = np.full((len(own), len(_COLUMNS)), -1, dtype=np.int32)
@@ -138,7 +139,7 @@ def _one_f_one_b(schedule: Schedule, stage: int, own: Ints, messages: Messages) 
     slots[:, _COMPUTE] = own
     slots[forward[: warm_up - 1], _SEND] = send[forward[: warm_up - 1]]
     slots[forward[1:warm_up], _SENT] = send[forward[: warm_up - 1]]
-    # Each backward sends the forward's result before it, and each later forward the backward's.
+    # Each backward sends the result of the forward before it, and each later forward the result of the backward.
     pairs = num - warm_up + 1
     slots[backward[:pairs], _SEND_FIRST] = slots[backward[:pairs], _SENT_FIRST] = send[forward[warm_up - 1 :]]
     slots[forward[warm_up:], _SEND_FIRST] = slots[forward[warm_up:], _SENT_FIRST] = send[backward[: pairs - 1]]

@@ -13,7 +13,7 @@ from stepsight.simulator.compiling import compiled
 from stepsight.simulator.runtimes.entries import COMPUTE, POST, RECEIVE, SEND, WAIT, Messages, RankLists
 from stepsight.simulator.schedules.order import Order
 
-UNSHARDED_PARTS = 3  # that torch's lowering keeps at once, whether or not anything is sharded
+UNSHARDED_PARTS = 3  # parts that torch's lowering keeps gathered at the same time, with or without sharding
 
 
 class _Actions(NamedTuple):
@@ -49,7 +49,7 @@ class _Needs(NamedTuple):
 
 
 class _Turns(NamedTuple):
-    """How far the lowering is.
+    """The state of the lowering.
 
     Attributes:
         at, to: Where each rank is in ``_Actions`` and in ``RankLists``, shape ``(num_ranks,)``.
@@ -93,7 +93,7 @@ def torch_lowered(schedule: Schedule, order: Order, messages: Messages) -> RankL
 
 
 def _stuck(order: Order, done: NDArray[np.bool_], fused: NDArray[np.bool_]) -> str:
-    """Only pairs that run as one can still wait for each other, or for themselves, once the order is known to run."""
+    """Raise if fused pairs wait for each other or for themselves; the order itself is known to run."""
     waits = []
     for stage in range(len(order.first) - 1):
         places = np.arange(order.first[stage], order.first[stage + 1])
@@ -123,7 +123,7 @@ def _count_idle(actions: _Actions, num_micro_batches: int, num_parts: int, idle:
     soon = np.zeros(num_parts, dtype=np.int32)
     for stage in range(len(first) - 1):
         begin, end = first[stage], first[stage + 1]
-        nearest = np.full((end - begin, UNSHARDED_PARTS), -1, dtype=np.int32)  # parts used next from each action on
+        nearest = np.full((end - begin, UNSHARDED_PARTS), -1, dtype=np.int32)  # parts used next after each action
         _find_nearest(part[begin:end], soon, nearest)
         active[:] = False
         left[:] = num_micro_batches
@@ -148,7 +148,7 @@ def _count_idle(actions: _Actions, num_micro_batches: int, num_parts: int, idle:
 
 
 def _find_nearest(part: Ints, soon: Ints, nearest: Ints) -> None:
-    """Fill in the distinct parts that a rank uses next from each action on, the nearest first."""
+    """Fill in the distinct parts that a rank uses next after each action, the nearest first."""
     known = 0
     for at in range(len(part) - 1, -1, -1):
         move = 0
@@ -165,7 +165,7 @@ def _find_nearest(part: Ints, soon: Ints, nearest: Ints) -> None:
 
 @compiled
 def _lower(actions: _Actions, needs: _Needs, turns: _Turns, lists: RankLists) -> None:
-    """Write every rank's entries, as ``_add_send_recv`` orders them; it stops where ranks wait in a circle.
+    """Write every rank's entries, in the order of ``_add_send_recv``; stop if ranks wait in a cycle.
 
     Args:
         actions, needs: What is lowered.
@@ -203,7 +203,7 @@ def _lower(actions: _Actions, needs: _Needs, turns: _Turns, lists: RankLists) ->
 
 
 def _lower_actions(own: Ints, rank: int, needs: _Needs, turns: _Turns, lists: RankLists) -> None:
-    """Write the entries of one or two actions that run as one, and the receives that they have others post."""
+    """Write the entries of one action or of two fused ones, and the receives that other ranks post for them."""
     for action in own:
         if needs.asks[action] >= 0:
             _add(WAIT, needs.asks[action], RECEIVE, rank, turns, lists)

@@ -1,4 +1,4 @@
-"""Pipeline schedules in use: found by name, read from tables, checked and put in an order that can run.
+"""Pipeline schedules: found by name, read from tables, checked, and sorted into an order that can run.
 
 What a schedule is, and which there are: ``dataset.schedules``.
 """

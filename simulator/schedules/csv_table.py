@@ -24,7 +24,7 @@ _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """A schedule from torch's CSV of actions; parts are placed where their actions are.
+    """Read a schedule from torch's CSV of actions; parts are on the ranks of their actions.
 
     Raises:
         JobError: If the file is no such table, or if what it says cannot run.

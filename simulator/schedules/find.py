@@ -10,7 +10,7 @@ from stepsight.dataset.schedules.single import alternate
 
 @cached(256)
 def find_schedule(name: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
-    """Find the schedule of that name; with a single stage every micro-batch runs forward and backward in turn.
+    """Find the schedule of that name; with a single stage, forward and backward of every micro-batch alternate.
 
     Raises:
         JobError: If there is none of that name, or it does not allow these numbers.

@@ -46,12 +46,12 @@ class Order:
         return len(self.stage)
 
     def name(self, action: int) -> str:
-        """The action as people write it, for messages."""
+        """The action in readable form, for messages."""
         return f"{KIND_NAMES[self.kind[action]]}{self.micro_batch[action]} of part {self.part[action]}"
 
 
 def order_actions(schedule: Schedule) -> Order:
-    """Check a schedule and put its actions in an order that can run.
+    """Check a schedule and sort its actions into an order that can run.
 
     Raises:
         JobError: If an action is missing, repeated or out of range, or if stages wait for each other in a circle; the
@@ -99,7 +99,9 @@ def _check_ranges(schedule: Schedule, rows: Actions, stage: Ints, part_of: Ints)
 
 
 def _index(schedule: Schedule, kind: Ints, micro_batch: Ints, part: Ints) -> Ints:
-    """Where each kind of each part and micro-batch is, -1 if nowhere; shape ``(4, num_parts, num_micro_batches)``."""
+    """Index of each kind of action of each part and micro-batch, -1 if missing; shape ``(4, num_parts,
+    num_micro_batches)``.
+    """
     parts, micro = schedule.num_parts, schedule.num_micro_batches
     index = np.full((4, parts, micro), -1, dtype=np.int32)
     flat = (kind * parts + part) * micro + micro_batch
@@ -134,7 +136,7 @@ def _requirements(schedule: Schedule, kind: Ints, micro_batch: Ints, part: Ints,
 
 @compiled
 def _sweep(first: Ints, source: Ints, own: Ints, order: Ints, position: Ints) -> None:
-    """Let every stage go on as far as it can, round after round.
+    """Advance every stage as far as possible, round after round.
 
     Args:
         first: Actions of stage ``s`` are ``first[s]`` to ``first[s + 1]``, in its order.
