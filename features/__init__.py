@@ -1,1 +1,1 @@
-"""What a model sees: numbers from ops, collectives and graphs.  Pure functions."""
+"""Inputs of models: numbers from ops, collectives and graphs. Pure functions."""

@@ -1,4 +1,4 @@
-"""Numbers from collectives on a fabric: what takes time, and features for the trees.
+"""Numbers from collectives on a fabric: the terms of their time, and features for the trees.
 
 A collective is seen relative to the links that it crosses, so what is learned on one fabric serves others: links of
 another rate, nodes of another size.
@@ -17,13 +17,13 @@ from stepsight.dataset.op import Collective
 Array = NDArray[np.float64]
 
 COLLECTIVE_TERMS = ("calls", "steps", "buffer_bytes", "wire_seconds", "messages")
-OVERLAPPING = (3, 4)  # terms that run at the same time: the longer counts
+OVERLAPPING = (3, 4)  # terms that overlap: the longer one counts
 COLLECTIVE_FEATURES = ("kind", "log_bytes", "log_group_size", "log_ranks_per_node", "log_wire_seconds")
 COLLECTIVE_AXES = 4  # of ``collective_position``
 
 
 def ring_steps(collective: Collective) -> float:
-    """Messages that follow one another in a ring; 1 for a message."""
+    """Consecutive messages in a ring; 1 for a point-to-point message."""
     record = collective.record
     return 1.0 if record.route == "message" else record.passes * (collective.group_size - 1)
 
@@ -36,7 +36,7 @@ def wire_bytes(collective: Collective) -> float:
 
 
 def wire_seconds(collective: Collective, fabric: Fabric) -> float:
-    """Seconds in which the slowest link that a collective crosses moves what has to cross it.
+    """Seconds that the slowest link of a collective takes for the bytes that must cross it.
 
     A link's bandwidth is that of one device; what leaves a node leaves through those of all the group's ranks there.
     """
@@ -81,7 +81,7 @@ def features_on_links(collectives: Sequence[Collective], seconds: Sequence[float
 
 
 def collective_position(collective: Collective, fabric: Fabric) -> Array:
-    """Where a collective lies among its kind: log of bytes, group size, ranks per node and seconds on the link."""
+    """Position of a collective among its kind: log of bytes, group size, ranks per node and seconds on the link."""
     return position_on_links(collective, max(wire_seconds(collective, fabric), 1e-9))
 
 

@@ -1,4 +1,4 @@
-"""Numbers from programs: what the context model sees of every node, and which nodes it hears from.
+"""Numbers from programs: the features of every node, and the edges between nodes, for the context model.
 
 One row or index per node of the program, ops and collectives alike; streams are groups of nodes.
 """
@@ -23,7 +23,7 @@ from stepsight.features.named_columns import check_known
 Array = NDArray[np.float64]
 Edges = NDArray[np.int64]
 
-STREAMS = ("compute", "tp", "dp", "pp")  # any other name counts as none of them
+STREAMS = ("compute", "tp", "dp", "pp")  # other names count as none of them
 LABELS = ("forward", "backward", "optimizer")
 NUMBERS = (
     "is_collective",
@@ -37,7 +37,7 @@ NUMBERS = (
     "is_first",
     "log_seconds_before",  # of the work issued just before, on any stream
     "log_bytes_before",
-    "log_segment_bytes",  # all that the segment moves: whether caches can hold it
+    "log_segment_bytes",  # all bytes that the segment moves: whether they fit in caches
     "log_segment_seconds",
 )
 _KIND = "kind="

@@ -1,4 +1,4 @@
-"""Numbers from framework calls that a host runs itself: what takes time, and features for trees.
+"""Numbers from framework calls that run on a host: the terms of their time, and features for trees.
 
 A kind such as ``elementwise`` holds calls that differ by a factor of ten on a CPU, so the call's name counts beside its
 op.  Pure functions; every array has one row per call.
@@ -27,12 +27,12 @@ CALL_FEATURES = (
 # From about this size on the C library gives memory back and takes it anew, and each fresh page costs a fault.
 FRESH_BYTES = 750_000
 _LANES = 16  # numbers of 4 bytes in the widest vector of a CPU; channels and columns are padded to it
-_ROWS = 4  # rows of a product that a kernel works on at once
+_ROWS = 4  # rows of a product that a kernel processes together
 _SEVERAL = frozenset(
     ("elementwise", "copy", "add", "reduce", "fill", "sort", "random", "pool", "pool_backward", "foreach", "dropout",
      "batch_norm", "batch_norm_backward", "cast")
 )  # fmt: skip  # kinds that hold calls which differ
-_SAME = {  # one call by the name in traces, and by the name under autograd
+_SAME = {  # one call by its name in traces, and by its name under autograd
     "adaptive_avg_pool2d": "mean", "_adaptive_avg_pool2d": "mean", "batch_norm": "native_batch_norm",
     "max_pool2d": "max_pool2d_with_indices", "max_pool3d": "max_pool3d_with_indices",
     "native_dropout": "dropout",
@@ -40,7 +40,7 @@ _SAME = {  # one call by the name in traces, and by the name under autograd
 
 
 def call_label(call: str, op: Op) -> str:
-    """What is fitted together: the op's kind, or the call where its kind holds several that differ."""
+    """The unit of fitting: the op's kind, or the call if its kind has several that differ."""
     if op.family == "conv":
         ins, groups, positions, inside = op.dims[1], op.dims[5], op.dims[3], op.dims[6]
         form = "depthwise" if groups > 1 and ins == 1 else "grouped" if groups > 1 else ""
@@ -53,7 +53,7 @@ def call_label(call: str, op: Op) -> str:
 
 
 def holds_several(kind: str) -> bool:
-    """Whether a kind holds calls that differ in what they take."""
+    """Whether the calls of a kind differ in their durations."""
     return kind in _SEVERAL
 
 
@@ -87,7 +87,7 @@ def padded_flops(op: Op) -> float:
         if groups > 1 and ins == 1:
             channels = float(_up(outs, _LANES))
         else:
-            wide = _up(ins, _LANES) if ins > 3 else ins  # kernels of images with few channels pad none
+            wide = _up(ins, _LANES) if ins > 3 else ins  # kernels of images with few channels do not pad
             channels = float(groups * _up(max(outs // max(groups, 1), 1), _LANES) * wide)
         return 2.0 * products * batch * channels * window * min(positions, inside)
     if op.family in ("gemm", "batched_gemm"):
@@ -102,7 +102,7 @@ def padded_flops(op: Op) -> float:
 
 
 def made_bytes(call: str, op: Op) -> int:
-    """Bytes of a call's result, 0 where it writes in place or nobody knows."""
+    """Bytes of a call's result; 0 if it writes in place or the result is unknown."""
     dims, size, kind = op.dims, DTYPE_BYTES[op.dtype], op.kind
     if call.endswith("_") or kind == "reduce":
         return 0

@@ -15,7 +15,7 @@ FEATURE_VERSION = 1
 
 
 def columns_of(asked: Sequence[str], known: Sequence[str], model: str) -> list[int]:
-    """Place among ``known`` of each feature that a model reads.
+    """Index in ``known`` of each feature that a model reads.
 
     Raises:
         PredictorError: If some are not known; the message names them.

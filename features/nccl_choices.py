@@ -1,4 +1,4 @@
-"""Times of a collective under each algorithm and protocol that NCCL may choose, for all collectives at once.
+"""Times of a collective with each algorithm and protocol that NCCL may choose, for many collectives at once.
 
 NCCL compares a latency plus bytes over a bandwidth for every algorithm (ring, tree, NVLS tree, PAT) and protocol (LL,
 LL128, Simple), and runs the cheapest.  The constants below are those of its own comparison (``src/graph/tuning.cc`` of
@@ -25,10 +25,10 @@ Array = NDArray[np.float64]
 # those in other protocols, bytes through the adapters of a node, and bytes through a rank's link within the node.
 # Where there are no protocols: the latency of the network, and what each rank that a rank sends to costs.
 CHOICE_TERMS = ("call", "quick_steps", "bulk_steps", "adapters", "links_within_node")
-OVERLAPPING = (3, 4)  # they run at the same time: the longer counts
+OVERLAPPING = (3, 4)  # these overlap: the longer one counts
 
 US = 1e-6
-NEAR_LATENCY, FAR_LATENCY = 5e-6, 10e-6  # stated latencies of the fabrics (DGX) that NCCL's constants hold for
+NEAR_LATENCY, FAR_LATENCY = 5e-6, 10e-6  # stated latencies of the fabrics (DGX) for which NCCL's constants are valid
 LL, LL128, SIMPLE = range(3)
 # Growth with each doubling of the nodes, of which NCCL knows nothing.  Steps between nodes in LL128 and Simple
 # fill the links' buffers, meet more switches and wait for the slowest of more.  An all-to-all crosses the core of the
@@ -37,8 +37,8 @@ STEP_GROWTH, CORE_GROWTH = 0.1, 0.02
 CALL = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4)}  # us, by protocol
 NEAR = {"ring": (0.6, 1.9, 3.4), "tree": (0.6, 1.25, 4.0)}  # us per step over NVLink
 FAR = {"ring": (2.7, 4.0, 14.0), "tree": (5.0, 8.5, 14.0)}  # us per step over the network
-HOST = (1.0, 1.0, 3.0)  # us that the host takes to post a step of a ring over nodes: no step is shorter
-PLATEAU = 1.4  # an all-reduce by rings in Simple takes so much longer than its steps
+HOST = (1.0, 1.0, 3.0)  # us that the host takes to post a step of a ring over nodes: the shortest step
+PLATEAU = 1.4  # factor of an all-reduce by rings in Simple relative to its steps
 RING_SHARE = (0.5, 0.92, 1.0)  # of the links' bandwidth, by protocol
 TREE_SHARE = (0.92 / 3.8, 0.92 * 120 / 128, 0.92)
 LL_MOST = 20e9  # bytes/s of a node in LL on A100; faster GPUs move more (35e9 on H100, 70e9 on B200)
@@ -55,7 +55,7 @@ TREE_PART = np.array(
 NVLS_CALL, NVLS_FAR = 25.0, 14.0  # us
 NVLS_SHARE, NVLS_LINK = 5 / 6, 400e9  # of the adapters' bandwidth on two nodes, half of it on more; Hopper and later
 NVLS_WITHIN = 0.76  # of NVLink: 480 GB/s of bus bandwidth on 8 H100 (DGX H100), before the factor of that term
-NVLS_NEAR = 8  # ranks of a node that must take part: nodes of fewer devices have no switch that sums
+NVLS_NEAR = 8  # least number of participating ranks of a node: smaller nodes have no switch that sums
 PAT_CALL, PAT_FAR, PAT_NEAR, PAT_SHARE = 8.0, 14.0 / 3.5, 2.8, 0.75
 # us of a call and of each rank that a rank sends to, by measurements within nodes; and how many connections make each
 # of them twice as slow, since over a thousand ranks an all-to-all takes many times what a constant cost explains.
@@ -110,11 +110,11 @@ class _Layout:
         return np.stack([*latencies, *transfers], axis=-1)
 
     def far(self, protocol: int) -> Array:
-        """How much longer than NCCL's constants a step between nodes takes."""
+        """Slowdown of a step between nodes relative to NCCL's constants."""
         return np.asarray(self.far_pace * (1.0 if protocol == LL else 1 + STEP_GROWTH * self.doublings))
 
     def steps(self, protocol: int, call: Array | float, steps: Array, transfers: tuple[Array, Array]) -> Array:
-        """Terms of a choice of a protocol, whose steps take some microseconds."""
+        """Terms of a choice of a protocol with the given microseconds per step."""
         quick, bulk = (steps, 0.0) if protocol == LL else (0.0, steps)
         return self.terms(call, quick, bulk, *transfers)
 
@@ -137,7 +137,7 @@ def _direct(layout: _Layout) -> Array:
 
 
 def _around(layout: _Layout, passes: float, trees: bool) -> Array:
-    """Choices of what goes around all ranks; those that add up (``trees``) also go up and down trees."""
+    """Choices of ring collectives; those that sum (``trees``) can also use trees."""
     choices = [_ring(layout, passes, trees, protocol) for protocol in (LL, LL128, SIMPLE)]
     if trees:
         choices += [_tree(layout, protocol) for protocol in (LL, LL128, SIMPLE)]

@@ -1,4 +1,4 @@
-"""Numbers from collectives as NCCL runs them: what takes time on the fabric's links, for physics and for trees.
+"""Numbers from collectives with NCCL: the terms of their time on the fabric's links, for physics and for trees.
 
 Rings pass through all ranks: every rank sends to the next one in its node, and those at its ends through their own
 network adapters, all of a node's at once.  All-to-all and messages go straight to their target.  Sums over many nodes
@@ -21,11 +21,11 @@ from stepsight.features.collective_features import features_on_links, position_o
 Array = NDArray[np.float64]
 
 NCCL_TERMS = ("calls", "steps", "buffer_bytes", "seconds_between_nodes", "seconds_within_node")
-OVERLAPPING = (3, 4)  # terms that run at the same time: the longer counts
+OVERLAPPING = (3, 4)  # terms that overlap: the longer one counts
 
 
 def seconds_between(collective: Collective, fabric: Fabric) -> float:
-    """Seconds in which a node's adapters move what has to leave it; 0 within a node."""
+    """Seconds that a node's adapters take for the bytes that leave it; 0 within a node."""
     if collective.num_nodes == 1:
         return 0.0
     size, near = collective.group_size, collective.ranks_per_node
@@ -39,7 +39,7 @@ def seconds_between(collective: Collective, fabric: Fabric) -> float:
 
 
 def seconds_within(collective: Collective, fabric: Fabric) -> float:
-    """Seconds in which a rank's link within the node moves what it has for its neighbours; 0 without any."""
+    """Seconds that a rank's link within the node takes for the bytes to its neighbours; 0 without neighbours."""
     size, near = collective.group_size, collective.ranks_per_node
     if near == 1:
         return 0.0
@@ -68,12 +68,12 @@ def tree_terms(collective: Collective, fabric: Fabric) -> tuple[float, ...]:
 
 
 def nccl_features(collectives: Sequence[Collective], fabrics: Sequence[Fabric]) -> Array:
-    """Features for trees, shape ``(len(collectives), len(COLLECTIVE_FEATURES))``, as that names them."""
+    """Features for trees, shape ``(len(collectives), len(COLLECTIVE_FEATURES))``, in the order of those names."""
     return features_on_links(collectives, [_longest(c, fabric) for c, fabric in zip(collectives, fabrics, strict=True)])
 
 
 def nccl_position(collective: Collective, fabric: Fabric) -> Array:
-    """Where a collective lies among its kind: log of bytes, group size, ranks per node and seconds on the links."""
+    """Position of a collective among its kind: log of bytes, group size, ranks per node and seconds on the links."""
     return position_on_links(collective, _longest(collective, fabric))
 
 

@@ -1,4 +1,4 @@
-"""Numbers from ops: physical quantities that take time, and features for the trees.
+"""Numbers from ops: the physical terms of their time, and features for the trees.
 
 Pure functions of nouns; every array has one row per op.
 """
@@ -26,7 +26,7 @@ _DIMS = len(_BEFORE_DIMS)
 
 
 def op_feature_names() -> tuple[str, ...]:
-    """Names of the columns of ``op_features``: as many dims as the kind with the most of them has."""
+    """Names of the columns of ``op_features``: one for each dim of the kind with the most dims, and others."""
     return _names(kinds_version())
 
 
@@ -52,7 +52,7 @@ def op_terms(op: Op) -> tuple[float, ...]:
 
 
 def _alignment(op: Op) -> int:
-    """Logarithm of the largest power of two, up to 64, that divides every dim that has to be aligned; 0 without any."""
+    """Logarithm of the largest power of two, up to 64, that divides every aligned dim; 0 without any."""
     kind = op.record
     if not kind.aligned:
         return 0
@@ -97,5 +97,5 @@ def op_features(
 
 
 def op_position(op: Op) -> Array:
-    """Where an op lies among its kind: log of every dim and of its bytes, for distances and supports."""
+    """Position of an op among its kind: log of every dim and of its bytes, for distances and supports."""
     return np.log(np.maximum([*op.dims, op.flops, op.num_bytes], 1.0))

@@ -167,12 +167,12 @@ def _scalars(loop: Loop) -> float:
 
 
 def _rest(loop: Loop) -> float:
-    """Part of a vectorised loop that is left for the end of each row."""
+    """Share of a vectorised loop that remains at the end of each row."""
     return (loop.inner % loop.lanes) / max(loop.inner, 1)
 
 
 def _computing(loop: Loop) -> dict[str, float]:
-    """Seconds of a loop's operations: vectors where its code has them, and scalar code for the rest of each row."""
+    """Seconds of a loop's operations: vectors if its code has them, and scalar code for the rest of each row."""
     slow = float(_iterations(loop) * sum(count * _SLOW.get(name, 0) for name, count in loop.ops.items()))
     quick = max(_scalars(loop) - slow, 0.0)
     rest = _rest(loop) / 4 if loop.tiles else 1.0
@@ -190,7 +190,7 @@ def _computing_s(loop: Loop) -> float:
 
 
 def _moved(loop: Loop, access: Access) -> float:
-    """Bytes that are touched: of a table that is looked up in, what the lookups find."""
+    """Bytes that are accessed: of a table that is indexed, only the elements read."""
     looked = _iterations(loop) * max(loop.element_bytes, 1)
     return float(min(access.num_bytes, looked) if access.mode == "indirect" else access.num_bytes)
 
@@ -225,7 +225,7 @@ def _kernel_parts(loops: Sequence[Loop], outside: tuple[float, float, float]) ->
 
 
 def _kind(loop: Loop) -> int:
-    """Extern, reduction or pointwise; and whether it walks with strides, looks up, or uses a slow function."""
+    """Extern, reduction or pointwise; and whether it is strided, indirect, or uses a slow function."""
     if loop.extern:
         return 0
     modes = {each.mode for each in (*loop.reads, *loop.writes)}
@@ -341,7 +341,7 @@ def _edges(region: Region, member: Edges, groups: Sequence[Sequence[Loop]]) -> d
 
 
 def _uses(groups: Sequence[Sequence[Loop]], member: Edges, *, produced: bool) -> list[tuple[float, ...]]:
-    """Edges to each reader of a buffer: from who wrote it (``produced``), or from who read it last.
+    """Edges to each reader of a buffer: from its writer (``produced``), or from its previous reader.
 
     Their numbers: bytes, groups between, bytes touched since (its reuse distance), and whether both are one kernel.
     """

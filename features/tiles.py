@@ -1,4 +1,4 @@
-"""How well the tiles of a matrix product fill a device: a large part of what its shape does to its speed.
+"""How well the tiles of a matrix product fill a device: an important effect of its shape on its speed.
 
 A product's output is cut into tiles, each computed by one processor; a last wave that fills only part of the
 processors, and tiles that stick out over the edge, take as long as full ones (NVIDIA, "Matrix Multiplication Background

@@ -28,7 +28,7 @@ from stepsight.verbs.help_texts import keep_examples
 from stepsight.verbs.script_arguments import ScriptCommand
 from stepsight.verbs.streams import finish_stdout, prepare_streams, storage_problem
 
-_USAGE: Any = typer.BadParameter.__base__  # click's UsageError, which newer versions of typer bring along
+_USAGE: Any = typer.BadParameter.__base__  # click's UsageError, which newer versions of typer include
 
 app = typer.Typer(
     name="stepsight",
@@ -85,7 +85,7 @@ app.command("what-if")(tracing.what_if_command)
 app.command("dataset")(tracing.dataset_command)
 keep_examples(app)
 
-# What is left after an interrupt, by verb.
+# Files that an interrupted verb leaves, by verb.
 _LEAVES = {
     "verify": ": completed runs are kept; run the same command again to continue",
     "collect": ": completed runs are kept; run the same command again to continue",
@@ -94,12 +94,12 @@ _LEAVES = {
     "search": ": with --storage and --study, run the same command again to continue",
 }
 _INTERRUPTED = 130
-MOST_LINE = 2000  # characters of an error: a job may break many rules
+MOST_LINE = 2000  # characters of an error message: a job may break many rules
 
 
 def main() -> None:
     """Entry point: a user's mistake is one line on stderr and exit code 2."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that workers and MLflow runs are ended too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that workers and MLflow runs end too
     try:
         prepare_streams()
         code = app(standalone_mode=False)
@@ -126,7 +126,7 @@ def main() -> None:
         typer.echo(f"{over_progress}interrupted{_LEAVES.get(sys.argv[1], '')}", err=True)
     unwritten = finish_stdout()
     if isinstance(unwritten, BrokenPipeError):
-        sys.exit(1)  # who reads the answer has read enough
+        sys.exit(1)  # the reader closed the pipe
     if unwritten is not None:
         _fail(f"cannot write the answer to stdout: {unwritten.strerror}")
     sys.exit(code if isinstance(code, int) else 0)

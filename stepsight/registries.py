@@ -1,4 +1,4 @@
-"""Where you add parts of your own: each registry, and the classes that a part is made of.
+"""Registries for parts of your own, and the classes that a part consists of.
 
 Register a part in Python, for the running process::
 

@@ -1,1 +1,1 @@
-"""How it learns: regressors, fitting, calibration, evaluation, tracking, the saved predictor."""
+"""Learning: regressors, fitting, calibration, evaluation, tracking, the saved predictor."""

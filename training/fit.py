@@ -83,7 +83,7 @@ def train(
             print(f"  train: [{time.monotonic() - started:4.1f} s] {text}", file=sys.stderr, flush=True)
 
     uri = tracking_uri or default_uri(out)
-    check_output(out)  # before anything is learned
+    check_output(out)  # fail before the training
     check_store(uri)
     say("reading event profiles and traces")
     runs = read_runs(folders, roles)
@@ -116,16 +116,16 @@ def _check_measured(
 
 
 def _fabric(hardware_name: str, runs: Sequence[MeasuredRun]) -> Fabric | None:
-    """The fabric on which collectives were measured: the hardware's usual one, or that of the runs' jobs."""
+    """The fabric of the measured collectives: the hardware's usual one, or that of the runs' jobs."""
     try:
         return find_fabric(usual_fabric(hardware_name))
-    except JobError:  # no usual one is known
+    except JobError:  # the hardware has no known usual fabric
         stated = {run.manifest.job.fabric for run in runs}
         return stated.pop() if len(stated) == 1 else None
 
 
 def with_host(hardware: Hardware, runs: Sequence[MeasuredRun]) -> Hardware:
-    """The hardware with what the pipeline runtime's host takes, where runs in boxes tell."""
+    """Add the host time of the pipeline runtime to the hardware, if runs in boxes show it."""
     records = [
         (run.manifest.job, step)
         for run in runs
@@ -139,7 +139,7 @@ def with_host(hardware: Hardware, runs: Sequence[MeasuredRun]) -> Hardware:
 
 
 def with_imported(hardware: Hardware, imported: Sequence[ImportedSegments]) -> Hardware:
-    """The hardware with launches and overlap as imported traces of a GPU say, where they tell."""
+    """Add launches and overlap from imported traces of a GPU to the hardware, if they show them."""
     steps = [run.steps for run in imported if run.device != "cpu"]
     return with_facts(hardware, launch_seconds(steps), overlap_of(steps))
 
@@ -162,7 +162,7 @@ def _learn(
         f"alone_error_{family.replace('/', '_')}_percent": 100 * float(np.expm1(error))
         for model in (kernel.regressor, collective.regressor)
         for family, error in model.errors.items()
-        if error < UNKNOWN  # too few of a family to leave any out
+        if error < UNKNOWN  # too few rows of a family to leave any out
     }
     predictor = _with_launches(Predictor(hardware, kernel, collective, manifest={"metrics": metrics}), profile, runs)
     predictor = _with_host_calls(predictor, imported, profile, seed, say)
@@ -176,7 +176,7 @@ def _learn(
 def _with_host_calls(
     predictor: Predictor, imported: Sequence[ImportedSegments], profile: Profile, seed: int, say: Progress
 ) -> Predictor:
-    """The predictor with what calls of a host take, where scripts were collected that it computes."""
+    """Add the durations of framework calls on a host to the predictor, if scripts that ran on it were collected."""
     steps = [run.host for run in imported if run.host is not None]
     if not steps:
         return predictor
@@ -185,7 +185,7 @@ def _with_host_calls(
 
 
 def _with_launches(predictor: Predictor, profile: Profile, runs: Sequence[MeasuredRun]) -> Predictor:
-    """The predictor with what the host takes to launch ops, where it launches any."""
+    """Add the host's launch times to the predictor, if its device has launches."""
     from stepsight.training.context.examples import iteration_times
 
     timed = [run for run in runs if run.manifest.job.parallel.pp == 1]
@@ -212,7 +212,7 @@ def _manifest(
     seed: int,
     tracking: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Say what the predictor was trained from; ``tracking`` names the MLflow run that tracks it."""
+    """What the predictor was trained on; ``tracking`` names the MLflow run."""
     data = {"events": profile.digest, "runs": runs_digest(runs) if runs else ""}
     return {
         "digest": digest(*data.values(), str(seed), version("stepsight")),
@@ -232,7 +232,7 @@ def _manifest(
 
 
 def _compared(predictor: Predictor, folders: Sequence[Path]) -> Callable[[Predictor], tuple[float, float] | None]:
-    """How a predictor is compared with the champion: on held-out runs, else on the same runs held back in turn."""
+    """Compare a predictor with the champion: on held-out runs, else on the same runs held out in turn."""
 
     def compare(champion: Predictor) -> tuple[float, float] | None:
         whole = [run for run in read_runs(folders, ("heldout",)) if run.manifest.whole]

@@ -1,4 +1,4 @@
-"""A predictor as MLflow serves it: a frame of jobs in, a frame of times and intervals out.
+"""A predictor served by MLflow: a frame of jobs as input, a frame of times and intervals as output.
 
 ``mlflow.pyfunc.load_model`` imports this module by its name and hands it the predictor's folder, so that nothing is
 unpickled and no code of the model's own runs.
@@ -19,13 +19,13 @@ from stepsight.training.predictor.predictor import Predictor
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-JOB = "job"  # the column that is read: a job's tables as JSON, as ``Job.to_json`` writes them
+JOB = "job"  # the input column: a job's tables as JSON, as ``Job.to_json`` writes them
 ANSWERS = ("iteration_time_s", "low_s", "high_s", "tokens_per_s", "peak_memory_bytes")
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What ``mlflow.pyfunc.load_model`` returns inside.
+    """The model inside the object that ``mlflow.pyfunc.load_model`` returns.
 
     Attributes:
         predictor: Answers.

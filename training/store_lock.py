@@ -9,7 +9,7 @@ from pathlib import Path
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.harness.atomic_files import locked
 
-_SERVER_LOCK = 0x7374657073696768  # number of the advisory lock, of which every PostgreSQL database has its own
+_SERVER_LOCK = 0x7374657073696768  # number of the advisory lock; every PostgreSQL database has its own
 # By these a server ends the connection of a machine that was switched off, and frees its lock, within half a minute:
 # probes where nothing is under way, else a limit for what is not acknowledged.
 _KEEP_ALIVE = {
@@ -47,7 +47,7 @@ def store_lock(store: str | Path) -> Iterator[None]:
 
 
 def _lock_file(store: str | Path) -> Path | None:
-    """File beside a store that processes lock; None for a server or a database in memory.
+    """The file next to a store that processes lock; None for a server or a database in memory.
 
     It is not the store itself: closing any handle of an SQLite file would release SQLite's own locks on it.
     """
@@ -67,7 +67,7 @@ def _lock_file(store: str | Path) -> Path | None:
 
 
 def _lock_server(url: str, stack: ExitStack) -> None:
-    """Take the lock of a database until the stack ends; where it is out of reach, the caller's next call says so."""
+    """Take the lock of a database until the stack ends; if it is out of reach, the caller's next call reports it."""
     import sqlalchemy
     from sqlalchemy.exc import SQLAlchemyError
 

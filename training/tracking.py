@@ -1,4 +1,4 @@
-"""Training runs and predictors in MLflow: parameters, data digests, errors, the folder, and who is champion."""
+"""Training runs and predictors in MLflow: parameters, data digests, errors, the folder, and the champion."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ ALIAS, CHALLENGER = "champion", "challenger"
 ARTIFACT = "predictor"
 MODELS = "models:/"
 Compare = Callable[[Predictor], tuple[float, float] | None]
-PROCESS = "stepsight.process"  # tag: which process wrote a run
+PROCESS = "stepsight.process"  # tag: the process that wrote a run
 PATIENCE_S = 5
 _EXISTS = "RESOURCE_ALREADY_EXISTS"
 _PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}
 
 
 def default_uri(out: Path) -> str:
-    """An sqlite database beside a predictor's folder."""
+    """An SQLite database next to a predictor's folder."""
     return f"sqlite:///{(out.resolve().parent / 'mlflow.db')}"
 
 
@@ -67,7 +67,7 @@ class TrackedRun:
         )
 
     def log_data(self, name: str, digest: str, context: str) -> None:
-        """Name the data by its digest."""
+        """Identify the data by its digest."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         dataset = Dataset(name=name, digest=digest, source_type="local", source="{}")
@@ -98,7 +98,7 @@ class TrackedRun:
             self._client.log_artifacts(self.run_id, str(Path(place) / ARTIFACT), ARTIFACT)
         name = model_name(hardware)
         source = f"{self._client.get_run(self.run_id).info.artifact_uri}/{ARTIFACT}"
-        with store_lock(self._uri):  # versions are numbered one after the other
+        with store_lock(self._uri):  # versions are numbered consecutively
             try:
                 self._client.create_registered_model(name, {"hardware": hardware})
             except MlflowException as error:
@@ -113,7 +113,7 @@ class TrackedRun:
 
 
 def _alias_of_new(client: Any, name: str, compare: Compare) -> tuple[str, dict[str, str]]:
-    """Whether a new version is the champion or the challenger, and how it was judged."""
+    """Decide whether a new version is the champion or the challenger; also how it was judged."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -154,7 +154,7 @@ def _download(client: Any, version: Any) -> Predictor:
     from mlflow.models import Model
 
     folder = Path(client.download_artifacts(version.run_id, ARTIFACT))
-    if (folder / MANIFEST).is_file():  # as versions before this form were stored
+    if (folder / MANIFEST).is_file():  # format of earlier versions
         return Predictor.load(folder)
     flavor = Model.load(str(folder)).flavors["python_function"]
     return Predictor.load(folder / str(flavor["data"]))
@@ -175,7 +175,7 @@ def tracked(uri: str, run_name: str) -> Iterator[TrackedRun]:
     run_id = client.create_run(experiment_id, run_name=run_name, tags=tags).info.run_id
 
     def end(status: str) -> None:
-        with suppress(MlflowException):  # a store that is gone is no reason to hide why it ended
+        with suppress(MlflowException):  # an unreachable store must not hide the original error
             client.set_terminated(run_id, status)
 
     try:
@@ -190,12 +190,12 @@ def tracked(uri: str, run_name: str) -> Iterator[TrackedRun]:
 
 
 def reopened(uri: str, run_id: str) -> TrackedRun:
-    """A run that has ended, to add what became known later."""
+    """A finished run, to add later results."""
     return TrackedRun(run_id, _client(uri), uri)
 
 
 def check_store(uri: str) -> None:
-    """A store can be reached; to be asked before long work.
+    """Check that a store can be reached; called before long work.
 
     Raises:
         PredictorError: If not.
@@ -206,14 +206,14 @@ def check_store(uri: str) -> None:
 
 
 def _open(uri: str) -> tuple[Any, str]:
-    """Client and experiment of a store that answers."""
+    """Client and experiment of a reachable store."""
     from mlflow.exceptions import MlflowException
 
     check_store(uri)
     try:
         with store_lock(uri), _impatient(), _quiet():  # two processes that create a store break each other's migrations
             client = _client(uri)
-            client.search_registered_models(max_results=1)  # a store without a registry is of no use at the end
+            client.search_registered_models(max_results=1)  # a store without a registry would fail at the end
             return client, _experiment_id(client, uri)
     except (MlflowException, ImportError) as error:
         raise PredictorError(
@@ -222,20 +222,20 @@ def _open(uri: str) -> tuple[Any, str]:
 
 
 def _experiment_id(client: Any, uri: str) -> str:
-    """Number of the experiment, made if the store does not have it yet."""
+    """Number of the experiment, created if the store does not have it."""
     from mlflow.exceptions import MlflowException
 
     if client.get_experiment_by_name(EXPERIMENT) is None:
         try:
             client.create_experiment(EXPERIMENT, artifact_location=_artifact_location(uri))
-        except MlflowException as error:  # another process was faster
+        except MlflowException as error:  # another process created it first
             if error.error_code != _EXISTS:
                 raise
     return str(client.get_experiment_by_name(EXPERIMENT).experiment_id)
 
 
 def _unreachable(uri: str) -> str:
-    """Why a store is out of reach, "" if it is not: MLflow itself would try again for minutes."""
+    """Why a store is out of reach, "" if it is reachable: MLflow itself would retry for minutes."""
     if uri.startswith("sqlite:"):
         return _unusable_database(uri)
     try:
@@ -267,7 +267,7 @@ def _database(uri: str) -> Path:
 
 @contextmanager
 def _impatient() -> Iterator[None]:
-    """Requests to a tracking server fail within seconds, unless the user has set other limits."""
+    """Let requests to a tracking server fail within seconds, unless the user has set other limits."""
     limits = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": str(PATIENCE_S)}
     own = {key: value for key, value in limits.items() if key not in os.environ}
     os.environ.update(own)
@@ -280,7 +280,7 @@ def _impatient() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """A new store does not report that it creates its tables."""
+    """Suppress the messages of a new store that creates its tables."""
     logger = logging.getLogger("mlflow.store.db.utils")
     before = logger.level
     logger.setLevel(logging.WARNING)
@@ -291,7 +291,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _end_killed(client: Any, experiment_id: str) -> None:
-    """End the runs whose process on this machine is gone without having said so."""
+    """End the runs whose process on this machine ended without closing them."""
     for run in client.search_runs([experiment_id], "attributes.status = 'RUNNING'"):
         if is_gone(run.data.tags.get(PROCESS, "")):
             client.set_terminated(run.info.run_id, "KILLED")
@@ -319,7 +319,7 @@ def load_registered(hardware: str, uri: str, alias: str = ALIAS) -> Predictor:
 
 
 def load_model_uri(uri: str) -> Predictor:
-    """Load a registered predictor by MLflow's words: ``models:/h100@champion``, ``models:/stepsight-h100-sxm-80gb/3``.
+    """Load a registered predictor by MLflow's names: ``models:/h100@champion``, ``models:/stepsight-h100-sxm-80gb/3``.
 
     The name is a registered model's, or a hardware's.  The registry is the one that ``MLFLOW_REGISTRY_URI`` or
     ``MLFLOW_TRACKING_URI`` names, else ``mlflow.db`` in the current folder.
@@ -365,7 +365,7 @@ def _client(uri: str) -> Any:
 
 
 def _artifact_location(uri: str) -> str | None:
-    """Artifact folder beside a SQLite database; a server has its own."""
+    """Artifact folder next to a SQLite database; a server has its own."""
     if not uri.startswith("sqlite:///"):
         return None
     return (_database(uri).resolve().parent / "mlartifacts").as_uri()

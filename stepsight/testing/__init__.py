@@ -1,4 +1,4 @@
-"""Contracts for parts of your own: subclass one, say where your part is, and run pytest.
+"""Contracts for parts of your own: subclass one, return your part in its fixture, and run pytest.
 
 - ``TraceReaderContract``: a reader of traces
 - ``TableReaderContract``: a reader of tables of measurements
@@ -19,7 +19,7 @@ for _name in (
     "table_reader_contract",
     "trace_reader_contract",
 ):
-    pytest.register_assert_rewrite(f"{__name__}.{_name}")  # a failure then shows the values
+    pytest.register_assert_rewrite(f"{__name__}.{_name}")  # failures then show the values
 
 from stepsight.testing.latency_model_contract import LatencyModelContract  # noqa: E402
 from stepsight.testing.op_kind_contract import CollectiveKindContract, OpKindContract  # noqa: E402

@@ -27,7 +27,7 @@ COLLECTIVES = (
 
 
 def small_program() -> Program:
-    """Return a program of three ops, and a collective beside one of them."""
+    """Return a program of three ops, and a collective that overlaps with one of them."""
     builder = ProgramBuilder("backward")
     first = builder.add(OPS[0])
     sent = builder.add(COLLECTIVES[0], "dp", after=[first])
@@ -64,7 +64,7 @@ class LatencyModelContract:
             assert (seconds > 0).all()
 
     def test_a_batch_is_its_parts(self, latency: LatencyModel) -> None:
-        """Asking together or one by one, in any order, gives the same seconds."""
+        """One call for all, or a call for each in any order, gives the same seconds."""
         together = latency.op_seconds(OPS)
         assert together[::-1] == pytest.approx(np.concatenate([latency.op_seconds([op]) for op in OPS[::-1]]))
         together = latency.collective_seconds(COLLECTIVES)

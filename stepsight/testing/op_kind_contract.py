@@ -1,4 +1,4 @@
-"""What every op kind and every collective kind must do.
+"""The contracts of op kinds and collective kinds.
 
 Subclass a contract and give it a ``kind`` fixture that returns the record::
 
@@ -34,7 +34,7 @@ from stepsight.features.nccl_features import NCCL_TERMS, nccl_terms
 from stepsight.features.op_features import OP_TERMS, op_features, op_position, op_terms
 from stepsight.training.kernels.derived_kinds import base_of
 
-_SIZES = ((8, 8), (3, 64), (1, 1), (512, 16))  # of dims at even and at odd places
+_SIZES = ((8, 8), (3, 64), (1, 1), (512, 16))  # dims at even and at odd places
 _GPU, _CPU = "h100-sxm-80gb", "local-cpu"
 _FABRICS = ("dgx-h100", "loopback")
 
@@ -43,11 +43,11 @@ class OpKindContract:
     """Shared tests of op kinds."""
 
     def small_dims(self, kind: OpKind) -> tuple[int, ...]:
-        """Dims of an op that the harness can run within a moment; override it where 8 of everything is none."""
+        """Dims of an op that the harness can run quickly; override it if dims of 8 are not valid."""
         return self._dims(kind, (8, 8))
 
     def test_its_costs_are_numbers(self, kind: OpKind) -> None:
-        """FLOP and bytes are finite and not negative, also where a trace tells no sizes; an op does something."""
+        """FLOP and bytes are finite and not negative, also if a trace has no sizes; an op has some work."""
         with _known_op(kind):
             for op in (*self._ops(kind), Op(kind.name, (0,) * len(kind.dim_names))):
                 assert 0 <= op.flops < inf and 0 <= op.num_bytes < inf, f"costs of {op}: {op.flops}, {op.num_bytes}"
@@ -56,7 +56,7 @@ class OpKindContract:
                 assert busy, f"{op} must do or move something, or have the host do so"
 
     def test_its_costs_grow_with_every_dim(self, kind: OpKind) -> None:
-        """No dim makes an op cheaper, but flags, which may."""
+        """No larger dim makes an op cheaper, except flags, which may."""
         with _known_op(kind):
             for op in self._ops(kind):
                 for index, name in enumerate(kind.dim_names):
@@ -66,7 +66,7 @@ class OpKindContract:
                         assert all(less <= more for less, more in pairs), f"{larger} must cost at least as much as {op}"
 
     def test_its_terms_and_features_are_finite(self, kind: OpKind) -> None:
-        """Physics and trees get numbers: terms that are not negative, one row of features, a position."""
+        """Physics and trees get numbers: non-negative terms, one row of features, a position."""
         with _known_op(kind):
             for op in self._ops(kind):
                 terms = op_terms(op)
@@ -80,14 +80,14 @@ class OpKindContract:
                 assert len(op_position(op)) == len(op.dims) + 2
 
     def test_its_tiles_are_sizes(self, kind: OpKind) -> None:
-        """The grid, where there is one, holds at least one output of at least one element."""
+        """The grid, if there is one, has at least one output of at least one element."""
         with _known_op(kind):
             for op in self._ops(kind):
                 grid = kind.grid(*op.dims) if kind.grid else (1, 1, 1)
                 assert len(grid) == 3 and min(grid) >= 1, f"the grid of {op} must hold three sizes >= 1, got {grid}"
 
     def test_its_base_is_another_kind(self, kind: OpKind) -> None:
-        """What stands for it where it was not measured leads to a kind that nothing stands for."""
+        """The chain of kinds that replace an unmeasured one ends."""
         hardware = find_hardware(_GPU)
         assert hardware is not None
         with _known_op(kind):
@@ -98,7 +98,7 @@ class OpKindContract:
                 assert at is None, f"bases of {kind.name} must end, got {at}"
 
     def test_the_harness_runs_it_where_it_says_so(self, kind: OpKind) -> None:
-        """A callable of its name runs twice on a CPU; a kind that says that there is none has none."""
+        """The callable of its name runs twice on a CPU; a kind without one says so."""
         import torch
 
         from stepsight.dataset.harness.ops.callables import op_call
@@ -130,7 +130,7 @@ class CollectiveKindContract:
     """Shared tests of collective kinds."""
 
     def test_its_time_grows_with_its_bytes(self, kind: CollectiveKind) -> None:
-        """By physics its time grows with its bytes, within a node and across nodes, on every fabric."""
+        """The time by physics grows with the bytes, within a node and across nodes, on every fabric."""
         with _known_collective(kind):
             for near in (1, 2):
                 few, many = (Collective(kind.name, num_bytes, 2, near) for num_bytes in (1000, 10**8))
@@ -139,7 +139,7 @@ class CollectiveKindContract:
                     assert 0 < alpha_beta_seconds(few, fabric) < alpha_beta_seconds(many, fabric) < inf
 
     def test_its_terms_are_finite(self, kind: CollectiveKind) -> None:
-        """Terms are not negative, on one host's links and as NCCL runs it."""
+        """Terms are not negative, on one host's links and with NCCL."""
         with _known_collective(kind):
             for size, near in ((2, 2), (2, 1), (8, 8), (64, 8)):
                 work = Collective(kind.name, 2**20, size, near)

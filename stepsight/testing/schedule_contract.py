@@ -1,4 +1,6 @@
-"""The contract of pipeline schedules: what the simulator, the memory estimate and the runtimes rely on."""
+"""The contract of pipeline schedules: the properties that the simulator, the memory estimate and the runtimes rely
+on.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,14 @@ class ScheduleContract:
         raise NotImplementedError("a subclass gives its kind of schedule")
 
     def most_in_flight(self, num_stages: int, num_micro_batches: int, virtual_stages: int) -> int:
-        """Forwards of chunks that a stage may have run without their weight gradients, at most: all of them.
+        """The most chunks that a stage may have forwarded without their weight gradients: all of them by default.
 
         Override it with the bound that is published for your schedule.
         """
         return num_micro_batches * virtual_stages
 
     def test_makes_what_is_asked_for(self, kind: ScheduleKind) -> None:
-        """Some size works, and the schedule has the numbers that it was asked for."""
+        """Some size works, and the schedule has the requested numbers."""
         assert kind.doc, "make needs a docstring, or the kind a doc"
         for size, schedule in self._made(kind):
             assert (schedule.num_stages, schedule.num_micro_batches, schedule.virtual_stages) == size
@@ -96,7 +98,9 @@ class ScheduleContract:
                 assert (place[BACKWARD_WEIGHT][split] > place[BACKWARD_INPUT][split]).all()
 
     def test_no_stage_waits_in_a_circle(self, kind: ScheduleKind) -> None:
-        """All actions run, each after those of other stages that it needs, and a stage's in its own order."""
+        """All actions run: each after the actions of other stages that it needs, and those of a stage in their
+        order.
+        """
         for size, schedule in self._made(kind):
             on = track(schedule)
             assert on.num_actions == sum(map(len, schedule.actions))
@@ -109,7 +113,9 @@ class ScheduleContract:
                 assert (np.stack([on.kind[own], on.micro_batch[own]], axis=1) == rows[:, :2]).all()
 
     def test_takes_no_less_than_its_work(self, kind: ScheduleKind) -> None:
-        """An iteration takes at least a stage's work and a micro-batch's way, and at most all work in turn."""
+        """An iteration takes at least a stage's work and the path of a micro-batch, and at most all work in
+        sequence.
+        """
         for (num_stages, num_micro_batches, v), schedule in self._made(kind):
             on, seconds = track(schedule), np.array([1.0, 2.0, 1.0, 1.0]).reshape(4, 1, 1)
             end = run_track(on, on.kind, seconds, np.zeros(on.num_messages)).clocks.max()
@@ -127,7 +133,7 @@ class ScheduleContract:
                 )
 
     def test_marks_whole_pairs_as_fused(self, kind: ScheduleKind) -> None:
-        """What runs as one is a forward and the whole backward behind it."""
+        """Fused actions are a forward and the whole backward after it."""
         for _, schedule in self._made(kind):
             assert len(schedule.fused) in (0, schedule.num_stages)
             for rows, fused in zip(schedule.actions, schedule.fused, strict=False):

@@ -170,13 +170,13 @@ def check_plot(plot: Path | None) -> None:
     check_output_file(plot)
 
 
-# How files begin that a verb may write over: its own of before.
+# The beginnings of files that a verb may overwrite: those that it wrote itself.
 TIMELINE, SCHEDULE = (".json", rb'\{"displayTimeUnit":'), (".csv", rb"\(?\d+[A-Z]")
 STRATEGIES = (".csv", rb"tp,cp,pp,ep,dp,")
 
 
 def check_result(option: str, wanted: Path, kind: tuple[str, bytes]) -> None:
-    """Before the work: refuse a file of another type than ``kind``, which is a suffix and how such files begin."""
+    """Refuse to overwrite a file of another type than ``kind``, which is a suffix and a pattern of the first bytes."""
     from stepsight.dataset.files import check_output_file
 
     suffix, begins = kind
@@ -190,7 +190,7 @@ def check_result(option: str, wanted: Path, kind: tuple[str, bytes]) -> None:
 
 
 def progress(what: str) -> Callable[..., None]:
-    """Say on stderr how much is done, of how many if that is known, and what more there is to say.
+    """Show on stderr how much is done, of how many if that is known, and further text.
 
     On a terminal it is one line that changes, elsewhere a line every ten seconds; nothing is said of what is quick.
     """

@@ -1,4 +1,4 @@
-"""The part of a command line that is a user's script and its arguments, as torchrun takes it."""
+"""The part of a command line with a user's script and its arguments, in torchrun's form."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typer.core import TyperCommand
 
 from stepsight.dataset.errors import StepsightError
 
-WORDS = "script_arguments"  # where the context keeps the script's own arguments
+WORDS = "script_arguments"  # key of the script's own arguments in the context
 _KEPT = "--nproc-per-node"
 _WITH_VALUE = (
     "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--max-restarts", "--monitor-interval",
@@ -17,7 +17,7 @@ _WITH_VALUE = (
 )  # fmt: skip
 _FLAGS = ("--standalone",)
 _REFUSED = ("-m", "--module", "--no-python", "--run-path")
-_OURS_AT_THE_END = {"--out": 2, "-o": 2, "--json": 1}  # and how many words each is
+_OURS_AT_THE_END = {"--out": 2, "-o": 2, "--json": 1}  # and the number of words of each
 
 
 def rank_numbers(text: str) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ class ScriptCommand(TyperCommand):
 
 
 def _launch_options(words: list[str], everywhere: bool = False) -> tuple[list[str], list[str]]:
-    """Words without torchrun's, and what follows the first one that is no option of torchrun.
+    """Words without torchrun's, and the words from the first one that is no option of torchrun.
 
     Args:
         words: Of the command line.
@@ -83,7 +83,7 @@ def _launch_options(words: list[str], everywhere: bool = False) -> tuple[list[st
 
 
 def _our_last_words(words: list[str], before: list[str]) -> tuple[list[str], list[str]]:
-    """The script's arguments, and stepsight's own behind them."""
+    """The script's arguments, and stepsight's own after them."""
     last: list[str] = []
     while True:
         for name, count in _OURS_AT_THE_END.items():

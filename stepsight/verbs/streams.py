@@ -1,4 +1,4 @@
-"""The streams of the command line: closed ones, full disks and terminals that know few characters."""
+"""The streams of the command line: closed ones, full disks, and terminals with few characters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr take every character: one that the terminal lacks is written as its code.
+    """Make stdout and stderr accept every character: one that the terminal lacks is written as its code.
 
     Raises:
         StepsightError: If stdout is closed, since nobody would get the answer.
     """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # a closed 0, 1 or 2 would be the next opened file's
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the next opened file would get this number
         pass
     os.close(descriptor)
     if sys.stderr is None:
@@ -33,7 +33,7 @@ def prepare_streams() -> None:
 
 
 def finish_stdout() -> OSError | None:
-    """Write out what stdout still holds; returns why that failed, None if it did not.
+    """Write the rest of stdout; return why that failed, None if it did not.
 
     What could not be written is dropped, so that the interpreter does not try again when it ends.
     """
@@ -49,7 +49,7 @@ def finish_stdout() -> OSError | None:
 
 
 def storage_problem(error: BaseException) -> str:
-    """What is wrong with the disk, if that is what an error of a library comes from; else ""."""
+    """What is wrong with the disk, if that caused an error of a library; else ""."""
     for link in _chain(error):
         if isinstance(link, OSError) and link.errno in _FULL:
             where = f": {link.filename}" if link.filename else ""
@@ -63,7 +63,7 @@ def storage_problem(error: BaseException) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, what it was raised from, and what that was raised from in turn."""
+    """An error, its cause, the cause of that, and so on."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

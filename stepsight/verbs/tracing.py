@@ -84,7 +84,7 @@ def replay_command(
 
 
 def _beside(run: Path, job: Path) -> tuple[dict[str, Any], str]:
-    """A run beside the program of its job, as JSON and as text."""
+    """Compare a run with the program of its job, as JSON and as text."""
     from stepsight.dataset.imported.imported_run import run_folders, run_graphs
     from stepsight.dataset.job import Job
     from stepsight.experiments.measured_program import compare, comparison_text

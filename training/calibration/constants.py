@@ -1,4 +1,4 @@
-"""What whole iterations may correct in physics: one factor for each resource that bounds a duration.
+"""Physical factors that whole iterations may correct: one factor for each resource that bounds a duration.
 
 Factors multiply durations of ops and collectives before the simulator adds them up, so a correction of links changes
 what they hide as well as what they take.  Each has a prior around 1 and may not leave what the resource allows.
@@ -54,7 +54,7 @@ _RESOURCE_OF_BOUND = {
 
 
 def resource_of(work: Op | Collective) -> int:
-    """Place among ``NAMES`` of what bounds a work."""
+    """Index in ``NAMES`` of the resource that bounds a work."""
     if isinstance(work, Collective):
         return NAMES.index("far_links" if work.num_nodes > 1 else "near_links")
     return NAMES.index(_RESOURCE_OF_BOUND[work.record.bound])
@@ -85,7 +85,7 @@ class Constants:
 
     @classmethod
     def within(cls, logs: Array) -> Constants:
-        """The nearest ones that physics allows."""
+        """The nearest factors within the physical bounds."""
         limits = RESOURCES.values()
         pairs = zip(logs.tolist(), limits, strict=True)
         return cls(tuple(min(max(value, limit.low_log), limit.high_log) for value, limit in pairs))
@@ -96,7 +96,7 @@ class Constants:
         return not any(self.logs)
 
     def factor(self, work: Op | Collective) -> float:
-        """What a work's duration is multiplied by."""
+        """The factor of a work's duration."""
         return math.exp(self.logs[resource_of(work)])
 
     def to_dict(self) -> dict[str, float]:

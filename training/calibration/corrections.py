@@ -21,14 +21,14 @@ from stepsight.training.intervals.conformal import MOST_LOG
 Array = NDArray[np.float64]
 
 MAX_LOG_SCALE = 0.3
-PRIOR_RUNS = 4.0  # so many runs' worth of belief that no correction is needed
-MIN_GAIN = 0.05  # the held-back error must fall by this part
+PRIOR_RUNS = 4.0  # weight of the prior that no correction is needed, in runs
+MIN_GAIN = 0.05  # the held-out error must fall by this share
 MOST_WIDTH = 10.0
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """``calibrated = scale * exp(residual) * seconds``, the seconds being simulated with the constants.
+    """``calibrated = scale * exp(residual) * seconds``; the seconds are simulated with the constants.
 
     Attributes:
         scale: Multiplies every duration; 1: uncalibrated.
@@ -48,18 +48,18 @@ class Calibration:
 
     @property
     def by_runs(self) -> bool:
-        """Whether a table of runs changed it."""
+        """Whether a table of runs changed the calibration."""
         return self.residual is not None or not self.constants.plain
 
     def factor(self, job: Job, software: str = "") -> float:
-        """What the simulated time of a job is multiplied by."""
+        """The factor of a job's simulated time."""
         if self.residual is None:
             return self.scale
         return self.scale * math.exp(self.residual.mean_and_std(job, software)[0])
 
     def half_width_log(self, job: Job, software: str, otherwise: float, *, judged: bool = False) -> float:
-        """Half of the interval of a job: its residual's as far as jobs like it are known, and ``otherwise``; never
-        less than runs were off by, but for those that judged, if the job is ``judged`` itself.
+        """Half of a job's interval: from the residual if it knows similar jobs, else ``otherwise``; at least the errors
+        on runs, except the judging ones if the job is itself ``judged``.
         """
         if self.residual is None:
             return otherwise
@@ -96,7 +96,7 @@ class Calibration:
 
 
 def fit_scale(predicted: Array, measured: Array) -> Calibration:
-    """Fit on whole iterations, ``(runs,)``; returns no correction unless it helps each run held back in turn."""
+    """Fit on whole iterations, ``(runs,)``; return no correction unless it helps on each held-out run in turn."""
     off = np.log(measured / predicted)
     if len(off) < 3:
         return Calibration()

@@ -1,4 +1,5 @@
-"""Learn from a table of iteration times: constants by gradient through the simulator, the rest from similar jobs.
+"""Fit a calibration to a table of iteration times: constants by gradient through the simulator, the rest by similar
+jobs.
 
 The logarithm of an iteration's time falls with that of a resource's factor by the part of the critical path that the
 resource makes up: ``d log T / d log f_g = sum_{i in g} n_i t_i / T``, with ``n_i = dT / dt_i`` from the engine.  With
@@ -27,14 +28,14 @@ from stepsight.training.regression.gaussian_process import GaussianProcess
 
 Array = NDArray[np.float64]
 
-STEPS = 3  # of Gauss-Newton; times are nearly linear in factors
-MIN_ROWS = 10  # that tell what runs are off by
-NORMAL_WIDTH = 1.645  # deviations that hold 90 % of a normal distribution
+STEPS = 3  # steps of Gauss-Newton; times are nearly linear in factors
+MIN_ROWS = 10  # fewest runs for an estimate of their errors
+NORMAL_WIDTH = 1.645  # deviations that contain 90 % of a normal distribution
 
 
 @dataclass(frozen=True, slots=True)
 class TimedJob:
-    """A job and how long an iteration of it took.
+    """A job and its measured iteration time.
 
     Attributes:
         seconds: Measured.
@@ -65,7 +66,7 @@ class CalibrationFit:
 
 
 def fit_calibration(predictor: Predictor, rows: Sequence[TimedJob]) -> CalibrationFit:
-    """Fit factors of resources and a residual in place of the predictor's; a scale from own runs stays."""
+    """Fit factors of resources and a residual, which replace the predictor's; a scale fitted on its own runs stays."""
     assert rows
     scale = predictor.calibration.scale
     likes = [row.like for row in rows]
@@ -76,7 +77,7 @@ def fit_calibration(predictor: Predictor, rows: Sequence[TimedJob]) -> Calibrati
     for step in range(STEPS):
         logs, parts = _simulate(predictor, constants, rows)
         by_constants = parts @ prior @ parts.T
-        left = measured - logs + parts @ np.array(constants.logs)  # as if nothing had been corrected
+        left = measured - logs + parts @ np.array(constants.logs)  # without any correction
         if step == 0:
             first = left
             spread, noise = most_likely(left, shared, by_constants)
@@ -93,7 +94,7 @@ def fit_calibration(predictor: Predictor, rows: Sequence[TimedJob]) -> Calibrati
 
 
 def off_by(logs: Array) -> float:
-    """What ``COVERAGE`` of runs are off by at most, from ``log(measured / predicted)`` of some; 0 of too few."""
+    """The ``COVERAGE`` quantile of errors, from ``log(measured / predicted)`` of some runs; 0 if there are too few."""
     return conformal_quantile(np.abs(logs).tolist()) if len(logs) >= MIN_ROWS else 0.0
 
 
@@ -114,7 +115,7 @@ def _simulate(predictor: Predictor, constants: Constants, rows: Sequence[TimedJo
 
 
 def _width(fit: CalibrationFit, jobs: Sequence[Job]) -> float:
-    """Deviations that hold ``COVERAGE`` of jobs left out in turn; never less than of a normal distribution."""
+    """Deviations that contain ``COVERAGE`` of jobs left out in turn; at least those of a normal distribution."""
     off, stds = fit.process.left_out(jobs)
     width = conformal_quantile(np.abs(off / stds).tolist(), too_few=2 * NORMAL_WIDTH)
     return min(max(NORMAL_WIDTH, width), MOST_WIDTH)

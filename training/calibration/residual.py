@@ -1,4 +1,4 @@
-"""Residual of whole iterations: a Gaussian process over similar jobs, which fades where none is similar.
+"""Residual of whole iterations: a Gaussian process over similar jobs, which is zero far from all of them.
 
 Its mean is the correction of a new job, its deviation says how much is known of it: next to nothing is added far away
 from all rows it was fitted on, and the deviation is then that of any job.
@@ -21,11 +21,11 @@ from stepsight.training.regression.gaussian_process import GaussianProcess
 
 Array = NDArray[np.float64]
 
-MAX_LOG = 0.3  # no correction beyond this, whatever the rows say
-SPREADS = (0.03, 0.06, 0.1, 0.15)  # of corrections from job to job, in log units: what simulators are off by
+MAX_LOG = 0.3  # limit of every correction
+SPREADS = (0.03, 0.06, 0.1, 0.15)  # deviation of corrections between jobs, in log units: typical errors of simulators
 NOISES = (0.01, 0.02)  # published runs of the same job differ by up to 4.7 %
 USUAL = (0.1, 0.01)
-LEAST = 1e-3  # of spread and noise: what is known better has no inverse
+LEAST = 1e-3  # of spread and noise: with smaller ones the matrix has no inverse
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,21 @@ class Residual:
 
     @property
     def software(self) -> tuple[str, ...]:
-        """What ran the jobs, in the words of who measured."""
+        """The framework that ran the jobs, in the words of the source."""
         place = list(UNLIKE).index("software")
         return tuple(dict.fromkeys(row.labels[place] for row in self.rows))
 
     def mean_and_std(self, job: Job, software: str = "") -> tuple[float, float]:
-        """Correction of a job, within ``MAX_LOG``, and its deviation, a repeated run's included; in log units."""
+        """Correction of a job, within ``MAX_LOG``, and its deviation with the noise of a repeated run; in log units."""
         shared = self._shared(job, software)
         mean = float(np.clip(self._process.mean(shared), -MAX_LOG, MAX_LOG))
         variance = self.spread**2 * (1.0 - self.known(job, software))
         return mean, math.sqrt(variance + self.noise**2)
 
     def known(self, job: Job, software: str = "") -> float:
-        """Share of the variance between jobs that the rows explain for this one: 1 for one of them, 0 far from all."""
+        """Share of the variance between jobs that the rows explain for this one: 1 for a job of the rows, 0 far from
+        all.
+        """
         shared = self._shared(job, software)
         return min(1.0, self._process.explained(shared) / self.spread**2)
 
@@ -88,7 +90,7 @@ class Residual:
 
 
 def most_likely(logs: Array, shared: Array, more: Array) -> tuple[float, float]:
-    """Spread and noise under which some residuals are most likely: of ``SPREADS`` and ``NOISES``.
+    """The most likely spread and noise of residuals, among ``SPREADS`` and ``NOISES``.
 
     Args:
         logs: ``log(measured / predicted)``, ``(rows,)``.

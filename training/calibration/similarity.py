@@ -17,7 +17,7 @@ from stepsight.dataset.job import Job
 
 Array = NDArray[np.float64]
 
-# Doublings of each quantity that make two jobs as unlike as one unit of distance.
+# Doublings of each quantity that correspond to one unit of distance.
 SCALES = {
     "hidden": 1.0,
     "layers": 2.0,
@@ -34,15 +34,15 @@ SCALES = {
 }
 # Distance between jobs that differ in one of these.
 UNLIKE = {"software": 0.7, "device": 0.7, "precision": 1.0, "recompute": 1.0, "family": 1.0, "mixture": 2.0}
-NEAR, WIDE = 1.0, 3.0  # distances at which two kinds of likeness fall to exp(-1/2)
-NEAR_PART, WIDE_PART, DRIFT_PART = 0.7, 0.3, 0.05  # of the variance
-MOST_DOUBLINGS = 1000.0  # beyond, a number is a slip of the pen
-DRIFT_DOUBLINGS = 2.0  # of the number of devices after which a correction's drift is another
+NEAR, WIDE = 1.0, 3.0  # distances at which two kinds of similarity fall to exp(-1/2)
+NEAR_PART, WIDE_PART, DRIFT_PART = 0.7, 0.3, 0.05  # shares of the variance
+MOST_DOUBLINGS = 1000.0  # larger numbers are typing mistakes
+DRIFT_DOUBLINGS = 2.0  # doublings of the number of devices over which a correction's drift decorrelates
 
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """What of a job matters.
+    """The features of a job that its similarity depends on.
 
     Attributes:
         place: Doublings over ``SCALES``, ``(len(SCALES),)``.
@@ -86,7 +86,7 @@ class Likeness:
 
 
 def covariance(one: Sequence[Likeness], two: Sequence[Likeness]) -> Array:
-    """How much of a unit variance of corrections jobs share, ``(len(one), len(two))``; 1 for a job with itself."""
+    """Covariance of unit-variance corrections, ``(len(one), len(two))``; 1 for a job with itself."""
     places, others = np.array([row.place for row in one]), np.array([row.place for row in two])
     squared = ((places[:, None] - others[None]) ** 2).sum(axis=2)
     for index, distance in enumerate(UNLIKE.values()):

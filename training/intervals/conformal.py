@@ -1,4 +1,4 @@
-"""How far to trust a prediction: conformal intervals from runs that were held back."""
+"""Conformal prediction intervals from held-out runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 COVERAGE = 0.9
-ROOFLINE_LOG = math.log(3.0)  # facts alone are within a factor of three, rarely worse
-UNSUPPORTED_LOG = math.log(2.0)  # added in full when nothing of an iteration lies within what was measured
-MOST_LOG = 100.0  # a wider interval says nothing, and its end is no number
+ROOFLINE_LOG = math.log(3.0)  # a roofline is within a factor of three of almost all measurements
+UNSUPPORTED_LOG = math.log(2.0)  # added in full if all of an iteration lies outside the measured range
+MOST_LOG = 100.0  # a wider interval is useless, and its end would overflow
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Intervals:
     num_runs: int = 0
 
     def half_width(self, unsupported_share: float = 0.0) -> float:
-        """Half of the width in log-seconds, wider by the share of the time that lies outside of what was measured."""
+        """Half of the width in log-seconds; it grows with the share of the time outside the measured range."""
         return self.half_width_log + UNSUPPORTED_LOG * min(max(unsupported_share, 0.0), 1.0)
 
     def to_dict(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Intervals:
 
 
 def conformal_quantile(scores: Sequence[float], coverage: float = COVERAGE, *, too_few: float | None = None) -> float:
-    """Find the score that a further one exceeds with probability ``1 - coverage`` at most.
+    """Find the score that a new one exceeds with a probability of at most ``1 - coverage``.
 
     With the finite-sample correction of split-conformal prediction (Vovk et al. 2005; Lei et al. 2018).
 

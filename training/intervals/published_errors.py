@@ -1,4 +1,4 @@
-"""How wide intervals of predictors from public tables are: what they were off by on published runs of other sources.
+"""Widths of the intervals of predictors from public tables: their errors on published runs of other sources.
 
 Such a predictor has no runs of its own to hold back.  Its errors on published runs are kept by source and by what their
 jobs are like: mixtures of experts, 8-bit products, fused attention, the generation of the chip, and the number of
@@ -29,20 +29,20 @@ from stepsight.dataset.specs import QUANTIZED
 from stepsight.training.intervals.conformal import COVERAGE, MOST_LOG, ROOFLINE_LOG
 
 PRESET = Path(__file__).with_name("published_widths.json")
-# The next six were chosen so that sources left out in turn are covered, not by any error of a prediction.
-SHARE_WEIGHT = 1.0  # an error counts half where all of an iteration lies outside of what was measured
-DEVICES_WEIGHT = 0.05  # of each doubling of the devices beyond a node of eight
-CHIP_WEIGHT = 5.0  # over the number of sources that ran on the chip
-SOURCE_POWER = 0.8  # a run counts for one over this power of the number of runs of its source
-MISMATCH = (0.1, 0.3, 0.3, 0.5)  # what a run counts for that differs in one of ``Likeness.kind``
-DOUBLINGS = 4.0  # of the devices by which a run counts for 1/e
+# The next six were chosen for coverage of sources left out in turn, not for the error of any prediction.
+SHARE_WEIGHT = 1.0  # an error counts half if all of an iteration lies outside the measured range
+DEVICES_WEIGHT = 0.05  # per doubling of the devices beyond a node of eight
+CHIP_WEIGHT = 5.0  # divided by the number of sources with runs on the chip
+SOURCE_POWER = 0.8  # a run's weight is one over this power of the number of runs of its source
+MISMATCH = (0.1, 0.3, 0.3, 0.5)  # weight of a run that differs in one of ``Likeness.kind``
+DOUBLINGS = 4.0  # ratio of the numbers of devices at which a run's weight is 1/e
 MOST_KNOWN = 4096
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """What of a job makes predictions of it good or bad.
+    """The properties of a job that the size of its prediction error depends on.
 
     Attributes:
         kind: Dense or a mixture, width of products, attention, and generation of the chip.
@@ -60,7 +60,7 @@ def likeness_of(job: Job) -> Likeness:
 
 
 def likeness(mixture: bool, narrow: bool, fused: bool, hardware: str, devices: int) -> Likeness:
-    """A likeness from facts.
+    """A likeness from plain facts.
 
     Args:
         mixture: Whether there are experts.
@@ -97,7 +97,7 @@ class Off:
 
 
 def _scale(share: Array, devices: Array, others: Array) -> Array:
-    """The unit of errors.
+    """The scale of errors.
 
     Args:
         share: Part of the time outside of what was measured.
@@ -133,11 +133,11 @@ class Widths:
     )
 
     def half_width(self, job: Job, unsupported_share: float, without: str = "") -> float:
-        """Half of a job's interval in log-seconds, by the errors of all sources but ``without``."""
+        """Half of a job's interval in log-seconds, from the errors of all sources except ``without``."""
         return self.half_width_of(likeness_of(job), unsupported_share, without)
 
     def half_width_of(self, like: Likeness, unsupported_share: float, without: str = "") -> float:
-        """The same for anything that has a likeness."""
+        """The same for any likeness."""
         half = self._known.get((like, without))
         if half is None:
             others = np.array([len(self._on_chip(like) - {without})])
@@ -146,7 +146,7 @@ class Widths:
         return min(half * (1.0 + SHARE_WEIGHT * min(max(unsupported_share, 0.0), 1.0)), MOST_LOG)
 
     def _on_chip(self, like: Likeness) -> frozenset[str]:
-        """Sources that ran on a chip."""
+        """Number of sources with runs on a chip."""
         return self._chips.get(like.kind[3], frozenset())
 
     @cached_property
@@ -158,7 +158,7 @@ class Widths:
         return {chip: frozenset(names) for chip, names in chips.items()}
 
     def _table(self, without: str) -> _Table:
-        """The runs of all sources but one."""
+        """The runs of all sources except one."""
         rows = [(name, off, len(offs)) for name, offs in self.sources.items() if name != without for off in offs]
         devices = np.array([off.like.devices for _, off, _ in rows], dtype=np.float64)
         others = np.array([len(self._on_chip(off.like) - {name, without}) for name, off, _ in rows], dtype=np.float64)
@@ -171,7 +171,7 @@ class Widths:
         )
 
     def _quantile(self, like: Likeness, without: str) -> float:
-        """The weighted conformal quantile of scores; ``ROOFLINE_LOG`` without any."""
+        """The weighted conformal quantile of scores; ``ROOFLINE_LOG`` if there are none."""
         table = self._known_table(without)
         if not len(table.scores):
             return ROOFLINE_LOG
@@ -214,5 +214,5 @@ class Widths:
 
 @cached(1)
 def published_widths() -> Widths:
-    """The preset that comes with the package."""
+    """The preset of the package."""
     return Widths.from_dict(read_json(PRESET))

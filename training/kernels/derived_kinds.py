@@ -14,16 +14,16 @@ from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.kinds import STREAMED
 from stepsight.dataset.op import DTYPE_BYTES, OP_KINDS, Op
 
-# A kernel at less than half of its base's efficiency is no evidence, nor is one that is faster than its base.
+# Kernels with less than half of their base's efficiency are ignored, and so are those faster than their base.
 MIN_LOG_RATIO, MAX_LOG_RATIO = -0.05, 0.7
-CACHED_BYTES = 100e6  # second-level caches hold 40 MB (A100) to 126 MB (B200); operands may come from one and go to it
-BEST_STREAM = 0.93  # part of the stated bandwidth that a long copy reaches (a rule of thumb)
-HEAD_DIM_STEP = 32  # FlashAttention-2 has kernels for such head sizes and pads others to the next (its README, 2023)
+CACHED_BYTES = 100e6  # second-level caches have 40 MB (A100) to 126 MB (B200); operands may stay in them
+BEST_STREAM = 0.93  # share of the stated bandwidth that a long copy reaches (a rule of thumb)
+HEAD_DIM_STEP = 32  # FlashAttention-2 has kernels for these head sizes and pads others (its README, 2023)
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """How much longer than at its base's efficiency a kind takes.
+    """The slowdown of a kind relative to its base's efficiency.
 
     Attributes:
         log_ratio: What was measured elsewhere, from ``MIN_LOG_RATIO`` to ``MAX_LOG_RATIO``.
@@ -46,19 +46,19 @@ class Ratio:
 
 
 def dtype_class(op: Op, hardware: Hardware) -> str:
-    """What of a GPU op's precision changes its kernels: empty but for products that are not in 16 bits."""
+    """The part of a GPU op's precision that changes its kernels: empty except for products that are not in 16 bits."""
     products = op.record.bound == "compute"
     return op.dtype if products and hardware.kind == "gpu" and DTYPE_BYTES[op.dtype] != 2 else ""
 
 
 def label(name: str, op: Op, hardware: Hardware) -> str:
-    """Kind or family, with the precision where it makes kernels of their own."""
+    """Kind or family, with the precision if it has its own kernels."""
     precision = dtype_class(op, hardware)
     return f"{name}/{precision}" if precision else name
 
 
 def base_of(op: Op, hardware: Hardware) -> Op | None:
-    """The op whose efficiency is used for an op of a kind that was not measured; None: only the roofline is known."""
+    """The op whose efficiency replaces that of an op whose kind was not measured; None: only the roofline is known."""
     if dtype_class(op, hardware):
         return Op(op.kind, op.dims, "fp8" if op.dtype == "nvfp4" else "bf16")
     kind = op.record
@@ -72,7 +72,7 @@ def base_of(op: Op, hardware: Hardware) -> Op | None:
 
 
 def as_run(op: Op, hardware: Hardware) -> Op:
-    """The op that a GPU's library runs for it: an attention with its head size padded."""
+    """The op that a GPU's library runs: an attention with its head size padded."""
     kind = op.record
     if not kind.padded or hardware.kind != "gpu":
         return op
@@ -85,7 +85,7 @@ def as_run(op: Op, hardware: Hardware) -> Op:
 
 
 def least_seconds(op: Op, hardware: Hardware) -> float:
-    """What an op takes at least on a GPU whose memory has to move all that its caches cannot hold."""
+    """Lower bound of an op's time on a GPU whose memory must move everything that exceeds the caches."""
     if hardware.kind != "gpu" or op.record.bound in ("host_memory", "host_link", "host"):
         return 0.0
     return (op.num_bytes - CACHED_BYTES) / (BEST_STREAM * hardware.memory_bandwidth_bytes_per_s)

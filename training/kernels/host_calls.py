@@ -1,4 +1,4 @@
-"""Seconds of framework calls that a host runs itself, and of what lies between them: learned from steps of scripts.
+"""Seconds of framework calls that run on a host, and of the gaps between them: learned from steps of scripts.
 
 Three layers.  *Physics*: seconds are a weighted sum of a call's FLOP, bytes and fresh memory.  The constants of a label
 are shrunk to those of its family, and these to those of all calls: a label of which few shapes were seen says little.
@@ -23,21 +23,21 @@ from stepsight.training.regression.trees import Trees, fit_trees
 Array = NDArray[np.float64]
 Known = Mapping[tuple[str, Op], float]  # seconds by label and op
 
-FLOOR_S = 3e-6  # added to all seconds before logarithms: what is shorter does not count
+FLOOR_S = 3e-6  # added to all seconds before logarithms: shorter times are ignored
 BOUNDS = Bounds(  # seconds per unit of ``CALL_TERMS``
     prior=np.array([5e-6, 3e-11, 1e-10, 1e-10, 3e-10]),
     low=np.array([2e-7, 1e-13, 1e-13, 1e-12, 1e-12]),
     high=np.array([2e-3, 1e-8, 1e-7, 1e-4, 5e-9]),
 )
 ALL_STD, FAMILY_STD, LABEL_STD = 2.0, 1.0, 0.6  # of priors, in log units
-NOISE = 0.3  # log-seconds that calls of equal terms differ by
-FEWEST_ROWS = 40  # of a family that trees learn from
-MOST_TREES = 1.0  # log units that trees may say
+NOISE = 0.3  # deviation of log-seconds between calls of equal terms
+FEWEST_ROWS = 40  # fewest rows of a family for trees
+MOST_TREES = 1.0  # limit of the trees' correction, in log units
 
 
 @dataclass(frozen=True)
 class HostCalls:
-    """What the calls of a host take.
+    """Durations of the calls of a host.
 
     Attributes:
         everything: Physics of all calls.
@@ -59,7 +59,7 @@ class HostCalls:
     step_s: float = 0.0
 
     def seconds(self, calls: Sequence[str], ops: Sequence[Op], phases: Sequence[int]) -> Array:
-        """Seconds of each call within a step, without what lies between calls, ``(n,)``."""
+        """Seconds of each call within a step, without the gaps between calls, ``(n,)``."""
         found = self.learned(calls, ops, phases)
         for place, (call, op) in enumerate(zip(calls, ops, strict=True)):
             measured = self.known.get((call_label(call, op), op))
@@ -72,7 +72,7 @@ class HostCalls:
         return (call_label(call, op), op) in self.known
 
     def learned(self, calls: Sequence[str], ops: Sequence[Op], phases: Sequence[int]) -> Array:
-        """Seconds by physics and trees alone."""
+        """Seconds by physics and trees only."""
         physics = self._physics(calls, ops)
         log_s = np.log(physics)
         if self.trees and len(ops):
@@ -92,7 +92,7 @@ class HostCalls:
         return out
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the trees, which are LightGBM text."""
+        """Everything except the trees, which are LightGBM text."""
         return {
             "terms": list(CALL_TERMS),
             "everything": self.everything.to_dict(),
@@ -106,7 +106,7 @@ class HostCalls:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any], trees: Mapping[str, Trees]) -> HostCalls:
-        """What ``to_dict`` wrote.
+        """Read the result of ``to_dict``.
 
         Raises:
             ValueError: If a number is none that a fit finds.

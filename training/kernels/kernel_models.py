@@ -1,4 +1,4 @@
-"""Seconds of ops on their own, learned from event profiles."""
+"""Seconds of ops alone, learned from event profiles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from stepsight.training.regression.regressor import Regressor, SignatureRows, fi
 
 Array = NDArray[np.float64]
 
-GAP = 1.4  # log units between an op within the measured range and the nearest measured one from which it counts as well
+GAP = 1.4  # log units within which the nearest measured op supports another one within the measured range
 OUTSIDE = 0.7  # log units beyond the measured range from which an op counts as unsupported: twice the largest size
 
 
@@ -50,11 +50,11 @@ def num_axes(label: str) -> int:
     return len(OP_KINDS[label.split("/")[0]].dim_names) + 2
 
 
-SCORES_OF_GPU = 0.25  # part of the time to stream attention scores that a fused kernel is thought to take for them
+SCORES_OF_GPU = 0.25  # share of the time to stream attention scores that a fused kernel is assumed to take for them
 
 
 def op_bounds(hardware: Hardware, kind: OpKind) -> Bounds:
-    """What physics allows on this hardware, in seconds per unit of ``OP_TERMS``.
+    """Physical bounds on this hardware, in seconds per unit of ``OP_TERMS``.
 
     Nothing computes faster than twice the stated peak; caches may outrun memory by fifty; an op costs between
     0.1 microseconds and 3 ms of overhead.  A GPU's fused attention keeps its scores in registers: where a single head
@@ -73,14 +73,14 @@ def op_bounds(hardware: Hardware, kind: OpKind) -> Bounds:
 
 
 class OtherDevices(Protocol):
-    """Ops of which a device has few measurements or none, by other devices' efficiency (``training.transfer``)."""
+    """Ops of a device with few measurements or none, by other devices' efficiency (``training.transfer``)."""
 
     def seconds(self, ops: Sequence[Op], variants: Sequence[int] | NDArray[np.int64] | int = 0) -> Array:
         """Seconds of each op, ``(ops,)``."""
         ...
 
     def unsupported(self, op: Op) -> str:
-        """Why an op lies outside what was measured; empty if it does not."""
+        """Why an op lies outside the measured range; empty if it lies within."""
         ...
 
 
@@ -112,7 +112,7 @@ class KernelModel:
     software: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def seconds(self, ops: Sequence[Op], busy: int, software: Sequence[str] = ()) -> Array:
-        """Seconds of each op alone, shape ``(len(ops),)``; see ``derives`` for kinds that were never measured.
+        """Seconds of each op alone, shape ``(len(ops),)``; see ``derives`` for kinds that were not measured.
 
         Args:
             ops: Signatures.
@@ -126,7 +126,7 @@ class KernelModel:
         return np.asarray(seconds * np.exp(log_factors(self.traced, ops, self.hardware))) if self.traced else seconds
 
     def _untraced(self, ops: Sequence[Op], busy: int, variants: NDArray[np.int64]) -> Array:
-        """Seconds of each op without what traces add."""
+        """Seconds of each op without the corrections from traces."""
         if self.transfer is None:
             return self._by_regressor(ops, busy, variants)
         own = np.array([self._measured(self._traced(op)[0]) for op in ops])
@@ -139,7 +139,7 @@ class KernelModel:
         return seconds
 
     def variant(self, op: Op, software: str) -> int:
-        """Number of a software among those that ran ops like this one; 0, the one to predict for, if it ran none."""
+        """Index of a software among those that ran similar ops; 0, the one to predict for, if it ran none."""
         known = self.software.get(label(op.family, op, self.hardware), ())
         wanted = software.lower()
         return next((number for number, name in enumerate(known) if wanted in name.lower()), 0) if wanted else 0
@@ -168,7 +168,7 @@ class KernelModel:
         seconds = self.regressor.seconds_left_out(rows) if self.left_out else self.regressor.seconds(rows)
         seconds *= np.array(longer)
         for index, (op, (base, log_ratio, _)) in enumerate(zip(ops, traced, strict=True)):
-            if np.isnan(seconds[index]):  # nothing tells of it
+            if np.isnan(seconds[index]):  # no measurement covers it
                 seconds[index] = roofline_seconds(op, self.hardware)
             elif base is not op:
                 run = as_run(op, self.hardware) if self.derives else op
@@ -181,15 +181,15 @@ class KernelModel:
         return seconds
 
     def measured(self, kind: str) -> bool:
-        """Whether a kind was measured, in the precision that names it."""
+        """Whether a kind was measured, in the precision of its label."""
         return kind in self.regressor.physics
 
     def _measured(self, op: Op) -> bool:
         return label(op.kind, op, self.hardware) in self.regressor.physics
 
     def _traced(self, op: Op) -> tuple[Op, float, bool]:
-        """The measured op that tells of this one (itself if there is none), the log-ratio between them, and whether
-        that was measured somewhere, step by step.
+        """The measured op that represents this one (itself if there is none), the log-ratio between them, and whether
+        each step of that ratio was measured somewhere.
         """
         if not self.derives:
             return op, 0.0, True
@@ -203,8 +203,8 @@ class KernelModel:
         return (op, 0.0, True) if at is None else (at, log_ratio, evident)
 
     def _within_length(self, op: Op) -> tuple[Op, float]:
-        """What streams takes as much longer as it is longer than the longest of its kind that was measured: that one
-        (itself if it is no longer), and how often it goes.
+        """A streaming op longer than the longest measured one of its kind: that one (itself if it is not longer), and
+        the factor between them.
         """
         kind = label(op.kind, op, self.hardware)
         if not self.derives or not op.record.streams or kind not in self.regressor.support:
@@ -216,18 +216,18 @@ class KernelModel:
 
     @property
     def _slept(self) -> bool:
-        """Whether ops take as long as a box lets its ranks sleep."""
+        """Whether ops are replaced by sleeping, as in a box."""
         return self.hardware.name == BOX
 
     def crowded(self, busy: int) -> str:
-        """Why a number of busy devices of a node lies outside the measured range; empty if it does not."""
+        """Why a number of busy devices of a node lies outside the measured range; empty if it lies within."""
         low, high = self.regressor.busy
         if low <= busy <= high or self.derives or self._slept:
             return ""
         return f"{busy} devices of a node compute at once: measured with {low:.0f} to {high:.0f}"
 
     def unsupported(self, op: Op) -> str:
-        """Why an op lies outside what was measured; empty if it does not.
+        """Why an op lies outside the measured range; empty if it lies within.
 
         A kind with a ratio that was measured elsewhere counts as measured; so does what a box's ranks sleep.
         """
@@ -252,8 +252,8 @@ class KernelModel:
 
 
 def same_chip(hardware: Hardware, measured: Hardware) -> Hardware:
-    """A device as ``KernelModel.serves`` takes it: products are as efficient as on the measured one with its chip, and
-    power limits count by themselves (``Hardware.power_slowdown``).
+    """A device for ``KernelModel.serves``: products are as efficient as on the measured device with the same chip, and
+    power limits are separate (``Hardware.power_slowdown``).
     """
     return replace(hardware, compute_efficiency=measured.compute_efficiency)
 
@@ -268,7 +268,7 @@ def fit_kernels(
     seed: int = 0,
     judged: bool = True,
 ) -> KernelModel:
-    """Fit from measured ops; the same op may be given for several numbers of busy devices and several variants.
+    """Fit on measured ops; the same op may be measured with several numbers of busy devices and in several variants.
 
     ``judged``: whether errors are wanted where nothing depends on them; see ``fit_regressor``.
     """

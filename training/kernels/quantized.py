@@ -1,4 +1,4 @@
-"""Products in 8 bits by themselves: inference engines time them with the conversion of their input.
+"""Separate 8-bit products from the conversion of their input; inference engines time both together.
 
 aiconfigurator's collectors call ``sgl_per_token_quant_fp8`` and then ``fp8_scaled_mm``, or TensorRT-LLM's ``Linear``
 without a scale of its input, which it then finds (``collector/sglang/collect_gemm.py``, ``collector/trtllm``, 2025-26).
@@ -19,13 +19,13 @@ from stepsight.dataset.tables import Measurements
 
 Array = NDArray[np.float64]
 
-LEAST_ROWS, LEAST_SIDE = 4096, 1024  # of products that are long enough to tell from
+LEAST_ROWS, LEAST_SIDE = 4096, 1024  # fewest products that are long enough for an estimate
 MIN_EVIDENCE = 20
-MOST_BYTES = 12.0  # of memory traffic for each element: three passes and what they write, at a modest bandwidth
+MOST_BYTES = 12.0  # memory traffic per element: three passes and their writes, at a low bandwidth
 
 
 def products_alone(table: Measurements, hardware: Hardware) -> Measurements:
-    """The same rows, those of products in 8 bits without the conversion of their input.
+    """The same rows, with 8-bit products without the conversion of their input.
 
     What an element's conversion takes is found for every device and software from their own rows, and is bounded by
     what memory needs for it; nothing becomes faster than the roofline at the device's peaks.
@@ -43,7 +43,7 @@ def products_alone(table: Measurements, hardware: Hardware) -> Measurements:
 
 
 def conversion_seconds(dims: Array, seconds: Array, hardware: Hardware) -> float:
-    """What the conversion takes for an element of the input, 0 if too little tells.
+    """Time of the conversion per element of the input; 0 if too few rows show it.
 
     Args:
         dims: ``m``, ``n`` and ``k`` of products with their conversion, shape ``(rows, 3)``.

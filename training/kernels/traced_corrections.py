@@ -1,4 +1,4 @@
-"""What traces of real steps add to a predictor's kernels: a factor for each kind, and more near what was traced.
+"""Corrections of a predictor's kernels from traces of real steps: a factor for each kind, and more near traced sizes.
 
 A predictor of tables says how long a kernel takes alone, by the library that the tables measured.  In a training step
 another variant of it runs, beside other work.  The layer multiplies what the predictor says, so what it learned of
@@ -24,12 +24,12 @@ from stepsight.training.regression.regressor import FADE
 
 Array = NDArray[np.float64]
 
-FEWEST = 4  # signatures of a kind that teach anything
+FEWEST = 4  # fewest signatures of a kind for a correction
 FOLDS = 5
-MIN_GAIN = 0.1  # a choice must lower the error on left-out signatures by this part to replace a simpler one
-MOST_LOG = 1.6  # of a correction: beyond a factor of 5, the sizes of the op are not what its call says
-_PRIOR = 2.0  # so many signatures' worth of belief that the predictor is right
-_REACH = LENGTHS[2:]  # shorter ones remember single signatures
+MIN_GAIN = 0.1  # a choice must lower the error on left-out signatures by this share to replace a simpler one
+MOST_LOG = 1.6  # limit of a correction: beyond a factor of 5, the call does not show the op's real sizes
+_PRIOR = 2.0  # weight of the predictor, in signatures
+_REACH = LENGTHS[2:]  # shorter lengths would memorise single signatures
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class TracedKind:
     high: Array
 
     def log_factor(self, positions: Array) -> Array:
-        """Logarithm of the factor at positions ``(rows, axes)``, shape ``(rows,)``; it fades outside the support."""
+        """Logarithm of the factor at positions ``(rows, axes)``, shape ``(rows,)``; zero far from the support."""
         excess = np.maximum(np.maximum(self.low - positions, positions - self.high), 0.0).max(axis=1)
         found = np.clip(self.offset + self.near.residual(positions), -MOST_LOG, MOST_LOG)
         return np.asarray(found * np.exp(-excess / FADE))
 
     def holds(self, op: Op) -> bool:
-        """Whether an op lies within what was traced."""
+        """Whether an op lies within the traced range."""
         position = op_position(op)
         return bool((position >= self.low - 1e-9).all() and (position <= self.high + 1e-9).all())
 
@@ -64,7 +64,7 @@ class TracedKind:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any], axes: int) -> TracedKind:
-        """What ``to_dict`` wrote.
+        """Read the result of ``to_dict``.
 
         Raises:
             ValueError: If its arrays do not fit each other.
@@ -83,7 +83,7 @@ class TracedKind:
 
 
 def log_factors(kinds: Mapping[str, TracedKind], ops: Sequence[Op], hardware: Hardware) -> Array:
-    """Logarithm of what traces multiply each op by, ``(len(ops),)``."""
+    """Logarithm of the factor of each op, ``(len(ops),)``."""
     out = np.zeros(len(ops))
     if kinds:
         for name, index in _by_label(ops, hardware).items():
@@ -121,7 +121,9 @@ def fit_traced(
 
 
 def _choose(positions: Array, residual: Array) -> tuple[float, Array]:
-    """Reach of neighbours (0: a factor alone, below 0: nothing helps), and log-factors of positions left out."""
+    """Choose the reach of neighbours (0: only a factor, below 0: nothing helps); also log-factors of left-out
+    positions.
+    """
     folds = np.random.default_rng(0).permutation(len(residual)) % FOLDS
     best, best_left = -1.0, np.zeros(len(residual))
     error = float(np.abs(residual).mean())

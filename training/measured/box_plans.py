@@ -1,4 +1,4 @@
-"""Plans for a cluster in a box: what every rank of a job sleeps, and what it says to the others."""
+"""Plans for a cluster in a box: how long every rank of a job sleeps, and the messages that it exchanges."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TABLES = ("zb-h1",)  # schedules that torch has no class for
 
 
 class SleepingLatency(RooflineLatency):
-    """What ranks of a box are given to sleep; and links by their facts."""
+    """Durations that ranks of a box sleep; links from their facts."""
 
     def op_seconds(self, ops: Sequence[Op]) -> Seconds:
         seconds = super().op_seconds(ops)
@@ -39,7 +39,7 @@ class SleepingLatency(RooflineLatency):
 
 
 def sleeps_of(job: Job, latency: LatencyModel) -> dict[str, Any]:
-    """What the harness must know to run a job asleep (``dataset.harness.box.sleeping``).
+    """What the harness needs to run a sleeping job (``dataset.harness.box.sleeping``).
 
     Args:
         job: On a box.
@@ -100,7 +100,7 @@ def sleeps_of(job: Job, latency: LatencyModel) -> dict[str, Any]:
 
 
 def _table(schedule: Schedule) -> str:
-    """A schedule as torch reads it."""
+    """A schedule in torch's form."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "schedule.csv"
         write_schedule(schedule, path)
@@ -108,7 +108,7 @@ def _table(schedule: Schedule) -> str:
 
 
 def paces(job: Job) -> list[float]:
-    """How much slower each rank is than the others."""
+    """The slowdown of each rank relative to the others."""
     slow = {straggler.rank: straggler.slowdown for straggler in job.cluster.stragglers}
     return [slow.get(rank, 1.0) for rank in range(job.cluster.num_devices)]
 
@@ -147,7 +147,7 @@ def box_plan(
     ops: Sequence[Op] = (),
     event_seconds: float = 0.0,
 ) -> dict[str, Any]:
-    """A plan for the harness: jobs asleep on one box.
+    """A plan for the harness: sleeping jobs in one box.
 
     Args:
         box: Where.

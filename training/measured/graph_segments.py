@@ -1,4 +1,4 @@
-"""Traced runs as training reads them: through the graph dataset, and no other way."""
+"""Reading traced runs for training: only through the graph dataset."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RunGraphs(NamedTuple):
-    """What the dataset holds of a run: its segments and, if steps were asked for, what ran in them.
+    """Contents of the dataset about a run: its segments and, if requested, the work of its steps.
 
     ``host``: the step of a host that computes; None where a device does, or where no step was timed.
     """
@@ -26,7 +26,7 @@ class RunGraphs(NamedTuple):
 
 
 def read_graphs(folders: Sequence[Path], scopes: Sequence[str] = ("segment",)) -> list[RunGraphs]:
-    """Graphs of each traced run: a dataset of them is made in a temporary folder, and read.
+    """Read the graphs of each traced run from a dataset that is made in a temporary folder.
 
     Args:
         folders: Run folders, each with traces.

@@ -1,4 +1,4 @@
-"""From steps of scripts, and calls measured on their own, to what the calls of a host take: ``HostCalls``."""
+"""Fit ``HostCalls``, the durations of calls on a host, to steps of scripts and to calls measured alone."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _STEP = Bounds(  # scale of all calls; seconds between calls by phase; seconds o
     low=np.array([0.8, 1e-8, 1e-8, 1e-8, 1e-6]),
     high=np.array([1.25, 1e-4, 1e-4, 1e-4, 2e-3]),
 )
-_NOISE = 0.1  # log-seconds that steps differ by
-_FEWEST_PAIRS = 8  # calls that were measured within steps and alone, to say how they differ
-_USUAL_SLOWDOWN = 1.07  # of a call within a step, to the same call alone
+_NOISE = 0.1  # deviation of log-seconds between steps
+_FEWEST_PAIRS = 8  # fewest calls measured both within steps and alone
+_USUAL_SLOWDOWN = 1.07  # ratio of a call's time within a step to its time alone
 _LEAST_SLOWDOWN, _MOST_SLOWDOWN = 0.6, 1.7
 
 
 def learn_host_calls(steps: Sequence[HostStep], alone: Known | None = None, seed: int = 0) -> HostCalls:
-    """Learn what calls take from steps.
+    """Learn the durations of calls from steps.
 
     Args:
         steps: At least one.
@@ -50,7 +50,7 @@ def learn_host_calls(steps: Sequence[HostStep], alone: Known | None = None, seed
 
 
 def with_alone(inside: Known, alone: Known, slowdown: float | None = None) -> dict[tuple[str, Op], float]:
-    """Calls measured within steps, and those that were measured on their own, which take longer within a step.
+    """Calls measured within steps, and those measured alone, which take longer within a step.
 
     ``slowdown``: how many times as long; None: see ``slowdown_of``.
     """
@@ -59,7 +59,7 @@ def with_alone(inside: Known, alone: Known, slowdown: float | None = None) -> di
 
 
 def slowdown_of(inside: Known, alone: Known) -> float:
-    """How much longer calls take within a step: of those that were measured both ways, each as much as it takes."""
+    """The slowdown of calls within a step: from calls that were measured both ways, weighted by their time."""
     both = [(np.log(inside[key] / seconds), inside[key]) for key, seconds in alone.items() if key in inside]
     slowdown = _USUAL_SLOWDOWN
     if len(both) >= _FEWEST_PAIRS:
@@ -70,7 +70,7 @@ def slowdown_of(inside: Known, alone: Known) -> float:
 
 
 def _between(steps: Sequence[HostStep]) -> tuple[float, tuple[float, ...], float]:
-    """What lies between calls: ``scale``, ``gaps_s`` and ``step_s`` of ``HostCalls``."""
+    """The time between calls: ``scale``, ``gaps_s`` and ``step_s`` of ``HostCalls``."""
     terms = np.array([[step.op_s.sum(), *step.counts(), 1.0] for step in steps])
     measured = np.array([step.step_s for step in steps])
     fitted = fit_physics(terms, np.ones(len(steps)), measured, _STEP, noise=_NOISE, prior_std=1.0)
@@ -79,6 +79,6 @@ def _between(steps: Sequence[HostStep]) -> tuple[float, tuple[float, ...], float
 
 
 def step_seconds(costs: HostCalls, calls: Sequence[str], ops: Sequence[Op], phases: Sequence[int]) -> float:
-    """Seconds of a step of calls that follow each other."""
+    """Seconds of a step of consecutive calls."""
     counts = np.bincount(np.asarray(phases, dtype=np.int64), minlength=len(PHASES))
     return float(costs.seconds(calls, ops, phases).sum() + counts @ np.array(costs.gaps_s) + costs.step_s)

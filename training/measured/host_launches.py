@@ -1,4 +1,4 @@
-"""What the host takes to launch ops on a GPU, by kind: from traces of training steps, else from event profiles.
+"""The host's time to launch ops on a GPU, by kind: from traces of training steps, else from event profiles.
 
 A kind's launches cost about the same whatever its sizes; an optimizer's grow with its tensors.  A profiler slows the
 host with every call that it records: how much is what best explains the runs' times without one.
@@ -18,8 +18,8 @@ from stepsight.training.measured.measured import MeasuredRun
 
 Array = NDArray[np.float64]
 _STEPS = 9
-_STALL = 5.0  # times the median of a kind in a run: the launch waited for something, as a full queue
-_LEAST_S = 5e-7  # that any launch takes
+_STALL = 5.0  # times the median of a kind in a run: the launch waited, for example for space in a queue
+_LEAST_S = 5e-7  # least time of any launch
 
 
 def launches_in_traces(runs: Sequence[MeasuredRun], per_event_s: float) -> dict[str, float]:
@@ -38,7 +38,7 @@ def launches_in_traces(runs: Sequence[MeasuredRun], per_event_s: float) -> dict[
 
 
 def _by_kind(run: MeasuredRun, per_event_s: float) -> dict[str, tuple[Array, Array]]:
-    """Host seconds of each launch, and how many times what a kind's launch takes it is worth, by kind."""
+    """Host seconds of each launch, and its weight relative to its kind's launch, by kind."""
     kinds: dict[str, list[tuple[float, float]]] = {}
     for segment in run.segments:
         if not segment.launch_s.any():
@@ -75,6 +75,6 @@ def fit_launches(
     for per_event_s in np.linspace(0.0, MOST_PER_EVENT_S, _STEPS).tolist():
         kinds = {**alone, **launches_in_traces(runs, per_event_s)}
         off = float(np.abs(np.log(iterations(kinds) / measured)).mean())
-        off += 1e-4 * abs(per_event_s - USUAL_PER_EVENT_S) / USUAL_PER_EVENT_S  # where no run waits for its host
+        off += 1e-4 * abs(per_event_s - USUAL_PER_EVENT_S) / USUAL_PER_EVENT_S  # if no run waits for its host
         best = min(best, (off, kinds), key=lambda found: found[0])
     return best[1]

@@ -1,4 +1,4 @@
-"""Steps of scripts whose ops the host runs itself, without what the profiler added to them.
+"""Steps of scripts whose ops run on the host, without the profiler's overhead.
 
 A profiler takes time for every call that it records, within ops and between them: a step of many small ops is twice as
 long with it.  Steps that were timed without it say how much of that is taken off (``dataset.overhead``).
@@ -27,7 +27,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class HostStep:
-    """What one rank's host does in one step.
+    """The work of one rank's host in one step.
 
     Shapes: ``n`` ops in order.
 
@@ -122,7 +122,7 @@ class _Step:
 
 
 def _alike(steps: Sequence[_Step]) -> list[int]:
-    """Steps that run the same ops as most do; the last one, which another observer slows, only where it is alone."""
+    """Steps with the most common sequence of ops; the last step, slowed by an observer, only if it is alone."""
     works = [step.works for step in steps]
     told = works[:-1] or works
     usual = max(set(told), key=told.count, default=())

@@ -1,4 +1,6 @@
-"""Facts of execution that imported traces of a GPU tell: what launches cost, what compute loses beside collectives."""
+"""Execution facts from imported traces of a GPU: launch times, and the slowdown of compute that overlaps with
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,16 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 
-FEWEST_LAUNCHES = 20  # of a kind that tell what one costs
-FEWEST_BESIDE, LEAST_BESIDE_S = 50, 1e-3  # ops beside collectives, and their time, that tell what overlap costs
-_STALL = 5.0  # times the median of a kind: the host waited for something
-_LEAST_S = 5e-7  # that any launch takes
-_BESIDE, _ALONE = 0.5, 0.02  # part of an op that runs beside a collective
+FEWEST_LAUNCHES = 20  # fewest launches of a kind for its launch time
+FEWEST_BESIDE, LEAST_BESIDE_S = 50, 1e-3  # fewest overlapping ops, and least time of them, for the slowdown
+_STALL = 5.0  # times the median of a kind: the host waited
+_LEAST_S = 5e-7  # least time of any launch
+_BESIDE, _ALONE = 0.5, 0.02  # share of an op that overlaps with a collective
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """What compute loses beside collectives.
+    """The slowdown of compute that overlaps with collectives.
 
     Attributes:
         share: Part of the overlapped time that is lost: ``Hardware.comm_compute_share``.
@@ -43,7 +45,7 @@ class Overlap:
 
 
 def with_facts(hardware: Hardware, launches: Mapping[str, float], overlap: Overlap | None) -> Hardware:
-    """The hardware with launches and overlap as traces say, and a source that says so."""
+    """The hardware with launches and overlap from traces; its source says so."""
     changes: dict[str, Any] = {}
     if launches:
         kinds = {**hardware.host_kinds_s, **launches}
@@ -58,7 +60,7 @@ _NAMED = {"host_kinds_s": "launches", "comm_compute_share": "overlap"}
 
 
 def overlap_of(steps: Sequence[StepWorks]) -> Overlap | None:
-    """What compute loses beside collectives, None where the traces do not tell."""
+    """The slowdown of compute that overlaps with collectives; None if the traces do not show it."""
     lost, beside_s, count, alone_s = 0.0, 0.0, 0, 0.0
     for step in steps:
         op = np.array([isinstance(work, Op) for work in step.works], dtype=np.bool_)
@@ -76,7 +78,7 @@ def overlap_of(steps: Sequence[StepWorks]) -> Overlap | None:
 
 
 def _medians(keys: NDArray[np.int64], values: Floats, chosen: NDArray[np.bool_]) -> Floats:
-    """``(n,)``: median of the chosen values of each row's key, NaN where there are none."""
+    """``(n,)``: median of the chosen values with each row's key, NaN if there are none."""
     rows = np.flatnonzero(chosen)
     out = np.full(int(keys.max(initial=-1)) + 1, np.nan)
     order = rows[np.lexsort((values[rows], keys[rows]))]
@@ -86,7 +88,7 @@ def _medians(keys: NDArray[np.int64], values: Floats, chosen: NDArray[np.bool_])
 
 
 def launch_seconds(steps: Sequence[StepWorks]) -> dict[str, float]:
-    """Seconds that the host takes to launch an op or collective of each kind that was launched often enough.
+    """Seconds that the host takes to launch an op or collective of each kind with enough launches.
 
     From one launch of a thread to the next, less what the profiler takes for the calls that it records between.
     """

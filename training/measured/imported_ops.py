@@ -24,7 +24,7 @@ HELDOUT = "heldout"  # role of runs that judge: they never train
 
 @dataclass(frozen=True)
 class ImportedSegments:
-    """An imported run as the dataset holds it.
+    """An imported run, read from the dataset.
 
     Attributes:
         folder: The run folder.
@@ -44,7 +44,7 @@ class ImportedSegments:
     steps: StepWorks
     host: HostStep | None
 
-    whole = False  # nobody timed its iteration without a profiler
+    whole = False  # its iteration was not timed without a profiler
 
 
 @dataclass
@@ -63,7 +63,7 @@ class ImportedTimes:
 
 
 def read_imported_segments(folders: Iterable[Path], hardware: str = "") -> list[ImportedSegments]:
-    """Read imported runs, but those that judge.
+    """Read imported runs, except those that judge.
 
     Raises:
         TraceError: If a run was traced on another hardware than the one named.

@@ -1,4 +1,4 @@
-"""What a predictor is trained on: event profiles and traced runs of one or several collections."""
+"""The training data of a predictor: event profiles and traced runs of one or several collections."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from stepsight.training.measured.imported_ops import ImportedSegments, imported_
 
 Array = NDArray[np.float64]
 
-HELDOUT = "heldout"  # name of an event file that judges: it is never trained on
-MOST_TRAINING_RANKS = 4  # of a box: what is larger is there to judge predictions, and must stay unseen
+HELDOUT = "heldout"  # name of an event file that judges: it never trains
+MOST_TRAINING_RANKS = 4  # in a box: larger sizes judge predictions, and must stay unseen
 
 
 @dataclass
@@ -59,14 +59,14 @@ class Profile:
     calls: dict[tuple[str, Op], float] = field(default_factory=dict)
 
     def hardware(self, name: str, device: str) -> Hardware:
-        """The hardware that was measured; what was not comes from a preset of the same name.
+        """The measured hardware; facts that were not measured come from a preset of the same name.
 
         Raises:
             TraceError: If neither knows the facts.
         """
         preset = find_hardware(name)
         if preset is not None and name == SLEEPERS:
-            return preset  # they sleep as long as it says: there is nothing to measure
+            return preset  # ranks sleep as long as it says: there is nothing to measure
         known = preset.to_dict() if preset else {"op_latency_s": 5e-6}
         facts = {**known, **self.facts, "name": name, "kind": "cpu" if device == "cpu" else "gpu"}
         facts["source"] = "measured by stepsight collect" if self.facts else known.get("source", "")
@@ -107,7 +107,7 @@ class MeasuredRun:
 def read_profiles(
     collections: Iterable[Path], fabric: Fabric | None, imported: Sequence[ImportedSegments] = ()
 ) -> Profile:
-    """Read every event file of some collections but ``HELDOUT``, and take what imported runs measured.
+    """Read every event file of some collections except ``HELDOUT``, and add the measurements of imported runs.
 
     Args:
         collections: Folders.
@@ -135,7 +135,7 @@ def read_profiles(
 
 
 def _add_imported(profile: Profile, runs: Sequence[ImportedSegments]) -> None:
-    """Add the median of each signature that imported runs hold and no event file: there ops are measured alone."""
+    """Add the median of each signature of imported runs that no event file has; ops count as measured alone."""
     times = imported_times(runs)
     profile.device = times.device
     alone = {*profile.ops, *profile.collectives}
@@ -154,7 +154,7 @@ def _add_imported(profile: Profile, runs: Sequence[ImportedSegments]) -> None:
 
 
 def _take_medians(profile: Profile) -> None:
-    """Collectives that several files measured on like links count once: one visit may have been disturbed."""
+    """Merge collectives that several files measured on equal links, because one visit may have been disturbed."""
     found: dict[tuple[Collective, Link, Link], list[tuple[float, Fabric]]] = {}
     for work, fabric, seconds in zip(profile.collectives, profile.fabrics, profile.collective_seconds, strict=True):
         found.setdefault((work, fabric.intra_node, fabric.inter_node), []).append((seconds, fabric))
@@ -178,7 +178,7 @@ def _add(file: EventFile, profile: Profile) -> None:
         if isinstance(work, Op) and call:
             profile.calls[call_label(call, work), work] = seconds
         if isinstance(work, Op) and holds_several(work.kind) and call:
-            continue  # of that kind, there are calls that take another time
+            continue  # some calls of that kind take another time
         if isinstance(work, Op):
             profile.ops.append(work)
             profile.op_busy.append(file.busy)
@@ -190,11 +190,11 @@ def _add(file: EventFile, profile: Profile) -> None:
             profile.collective_seconds.append(seconds)
     facts = dict(file.hardware)
     shares = [table["memory_bytes"] for table in (profile.facts, facts) if "memory_bytes" in table]
-    if shares:  # ranks of a CPU share its memory: what counts is a rank's part when all of them run
+    if shares:  # ranks of a CPU share its memory: the fact is a rank's share while all of them run
         facts["memory_bytes"] = profile.facts["memory_bytes"] = min(shares)
     if file.busy == 1:
         profile.facts = {**profile.facts, **facts}
-    else:  # peaks are those of a device that computes alone, where both were measured
+    else:  # peaks are those of a device that computes alone, if both were measured
         profile.facts = {**facts, **profile.facts}
 
 
@@ -209,7 +209,7 @@ def _distinct(collections: Iterable[Path]) -> list[Path]:
 
 
 def read_runs(collections: Iterable[Path], roles: Sequence[str] | None) -> list[MeasuredRun]:
-    """Read the complete runs of some roles (None: all), traces included where there are any.
+    """Read the complete runs of some roles (None: all), with traces if there are any.
 
     Raises:
         TraceError: As ``read_profiles``.
@@ -227,7 +227,7 @@ def read_runs(collections: Iterable[Path], roles: Sequence[str] | None) -> list[
 
 
 def read_imported_runs(collections: Iterable[Path], hardware: str = "") -> list[ImportedSegments]:
-    """Read the imported runs of some collections, but those that judge.
+    """Read the imported runs of some collections, except those that judge.
 
     Raises:
         TraceError: If a folder is no collection, or a run was traced on another hardware than the one named.
@@ -245,7 +245,7 @@ def _check_ranks(ranks: int, where: Path) -> None:
 
 
 def check_hardware(runs: Sequence[MeasuredRun], name: str) -> None:
-    """Every run must be on the hardware that is learned, and all compiled or none.
+    """Check that every run is on the hardware to learn, and that all or none are compiled.
 
     Raises:
         TraceError: With the values.
@@ -270,7 +270,7 @@ def runs_digest(runs: Sequence[MeasuredRun]) -> str:
 
 
 def fill_from_traces(profile: Profile, runs: Iterable[MeasuredRun]) -> list[str]:
-    """Add the in-context median of op and collective kinds that no event profile holds; returns those kinds.
+    """Add the in-context median of op and collective kinds that no event profile has; return those kinds.
 
     A stand-in's collectives are none that was measured.
     """
@@ -333,7 +333,7 @@ def average(segments: Sequence[TracedSegment]) -> list[MeanSegment]:
         first = group[0]
         middle = np.array([medians.get((first.run, node.work, node.share), np.nan) for node in first.program.nodes])
         slots = np.stack([segment.slot_s for segment in group])
-        mean = np.clip(slots, middle / STALL, middle * STALL).mean(axis=0)  # NaN where nobody knows one
+        mean = np.clip(slots, middle / STALL, middle * STALL).mean(axis=0)  # NaN if it is unknown
         means.append(MeanSegment(first.program, mean, first.busy, first.run, len(group)))
     return means
 

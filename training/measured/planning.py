@@ -19,7 +19,7 @@ from stepsight.simulator.lowering.lower import signatures
 
 
 def run_name(job: Job) -> str:
-    """A folder name that tells the job: ``gpt-4L-256h-s128-tp2-pp1-dp1-mb4x2`` and what else differs."""
+    """A folder name from the job: ``gpt-4L-256h-s128-tp2-pp1-dp1-mb4x2`` and other differences."""
     model = job.model
     words = f"{job.name} s{model.seq_len} v{model.vocab} f{model.ffn}"
     if model.kv_heads != model.heads:
@@ -28,7 +28,7 @@ def run_name(job: Job) -> str:
 
 
 def collectable(job: Job, max_ranks: int | None = None) -> None:
-    """Check that the harness can run a job as it stands.
+    """Check that the harness can run a job unchanged.
 
     Raises:
         CollectError: With the rule and the values.
@@ -67,7 +67,7 @@ def stand_in_of(job: Job, rank: int) -> dict[str, Any]:
 
 
 def event_plan(jobs: Iterable[Job], seconds: float, stand_ins: Sequence[Job] = ()) -> list[dict[str, Any]]:
-    """Every distinct signature that the jobs need, by world size, sharing a time budget evenly per signature.
+    """Every distinct signature of the jobs, by world size; each gets an equal part of the time budget.
 
     Of ``stand_ins``, jobs of which only one rank runs at a time, these are the ops, on one rank.
     """
@@ -126,7 +126,7 @@ def _facts(job: Job) -> Hardware:
     name = job.cluster.hardware
     hardware = find_hardware(name)
     if hardware is None:
-        # Signatures do not depend on speeds, only on whether communication overlaps: any GPU or CPU will do.
+        # Signatures do not depend on speeds, only on whether communication overlaps: any GPU or CPU can be used.
         hardware = find_hardware("local-cpu" if "cpu" in name else "a100-sxm-80gb")
     assert hardware is not None
     return hardware

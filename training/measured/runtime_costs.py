@@ -1,4 +1,4 @@
-"""What torch's pipeline runtime costs beside the work itself: a few constants, fitted on records of real runs."""
+"""Costs of torch's pipeline runtime: a few constants, fitted on records of real runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Gaps = list[tuple[int, float]]
 KINDS = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}  # by the label of a segment
 FEWEST_GAPS = 20
 MOST_HOST_S = 0.05
-CLEAR_S = 2e-3  # a rank surely waited, or surely did not, if it was so long
+CLEAR_S = 2e-3  # limits beyond which a rank certainly waited, or certainly did not
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class RuntimeCosts:
 
 
 def sleeps(case: dict[str, Any], track: Track, first_alike: bool = False) -> tuple[Floats, Ints]:
-    """Seconds that every action sleeps, and in how many goes; shape ``(num_actions,)``.
+    """Seconds that every action sleeps, and in how many pieces; shape ``(num_actions,)``.
 
     The first part's input needs no gradient, so there is nothing to sleep for, unless ``first_alike``.
     """
@@ -92,7 +92,7 @@ def measured(step: dict[str, Any], track: Track) -> tuple[Floats, Floats]:
 
 
 def fit_costs(records: Sequence[tuple[dict[str, Any], Track, dict[str, Any]]]) -> RuntimeCosts:
-    """Costs from recorded steps of ``(case, track, step)``; each from what it alone decides.
+    """Fit costs to recorded steps ``(case, track, step)``; each constant to the times that depend on it alone.
 
     Lengths of actions give ``sleep_s`` and ``action_s``; gaps without a wait the host's part; waits the message's.
     """
@@ -141,7 +141,7 @@ def fit_host(records: Sequence[tuple[Job, dict[str, Any]]]) -> tuple[float, floa
 
 
 def _line(points: NDArray[np.float64]) -> tuple[float, float]:
-    """Intercept and slope through the medians of ``(x, y)`` at every x, neither negative."""
+    """Intercept and slope through the medians of ``(x, y)`` at every x; neither is negative."""
     values, count = np.unique(points[:, 0], return_counts=True)
     values = values[count >= 5] if (count >= 5).any() else values
     middles = np.array([np.median(points[points[:, 0] == value, 1]) for value in values])
@@ -150,14 +150,14 @@ def _line(points: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def _sort_gaps(track: Track, start: Floats, end: Floats, gaps: Gaps, waits: Gaps) -> None:
-    """Times between a rank's actions, sorted into those without a wait and those that wait for a message.
+    """Times between a rank's actions, split into those without a wait and those that wait for a message.
 
     Added to ``gaps``: posts between, and seconds from the action before.  To ``waits``: posts on the side that was
     late, and seconds from that side's action before to the start of the action that waited.
     """
     free = np.zeros(track.num_stages)
     posts = np.zeros(track.num_stages, dtype=np.int64)
-    ready = np.full(track.num_stages, -np.inf)  # when the last message that the rank waits for could pass
+    ready = np.full(track.num_stages, -np.inf)  # when the last message that the rank waits for could be transferred
     behind = np.zeros(track.num_stages, dtype=np.int64)
     posted, before = np.zeros((2, track.num_messages, 2))
     seen = np.zeros(track.num_stages, dtype=np.bool_)

@@ -1,4 +1,4 @@
-"""Runs in which one process stands in for a rank of a job (``dataset.harness.emulation.stand_in``): what steps take.
+"""Iteration times of runs with emulated ranks: one process replaces a rank (``dataset.harness.emulation.stand_in``).
 
 Their collectives only take the time that the plan says, which is what latency and bandwidth of the job's fabric imply.
 So they tell of ops in their context, and of whole iterations as far as nobody waits for others.
@@ -36,7 +36,7 @@ Seconds = NDArray[np.float64]
 
 
 class StandInLatency:
-    """A latency model as it is for a stand-in: collectives take what its table says, and nothing from the computation.
+    """A latency model for an emulated rank: collectives take the times of its table and do not slow the computation.
 
     Args:
         latency: Knows the ops.
@@ -69,7 +69,7 @@ def run_latency(run: RunManifest, predictor: Predictor) -> LearnedLatency | Stan
 
 
 def predict_run(run: RunManifest, predictor: Predictor) -> Prediction:
-    """The iteration of a run's job, with a stand-in's collectives if it is one."""
+    """The iteration of a run's job; for an emulated rank, with its collectives."""
     if run.stand_in is None:
         return predict(run.job, predictor)
     simulation = simulate(run.job, run_latency(run, predictor))
@@ -78,7 +78,7 @@ def predict_run(run: RunManifest, predictor: Predictor) -> Prediction:
 
 
 def stand_in_seconds(job: Job, rank: int, latency: LatencyModel) -> float:
-    """What a step of a stand-in should take.
+    """Predicted step time of an emulated rank.
 
     Without a pipeline it is the job's iteration with the collectives of ``StandInLatency``.  With one it is what the
     rank's stage does by itself (``stage_alone``), and its optimizer.
@@ -89,7 +89,7 @@ def stand_in_seconds(job: Job, rank: int, latency: LatencyModel) -> float:
     lowered, timer = lower(as_the_harness_runs(job), own.hardware), timer_of(own)
     stage = rank // (job.parallel.tp * job.parallel.dp)
     entries, num_peers = stage_alone(lowered.track, stage)
-    host = np.zeros((1 + num_peers, 2))  # peers are there already
+    host = np.zeros((1 + num_peers, 2))  # the peers have arrived already
     host[0] = own.hardware.host_action_s, own.hardware.host_message_s
     optimizer = int(lowered.optimizer[stage])
     transition = np.zeros((len(lowered.segments), HOST + 1, HOST + 1))
@@ -103,7 +103,7 @@ def stand_in_seconds(job: Job, rank: int, latency: LatencyModel) -> float:
 
 
 def stage_alone(track: Track, stage: int) -> tuple[Entries, int]:
-    """What a stage does by itself, and the number of peers that it has.
+    """The work of a stage by itself, and the number of its peers.
 
     The stage does its own passes in the order of the schedule.  It is rank 0; each other rank is a peer in one
     direction, which takes this stage's messages one after the other and does nothing else.  So a message is under way

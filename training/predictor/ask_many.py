@@ -1,4 +1,4 @@
-"""Many jobs predicted together: ``predict_many`` as predictions, ``ask_many`` as arrays of what a search needs.
+"""Many jobs predicted together: ``predict_many`` as predictions, ``ask_many`` as arrays for a search.
 
 What jobs share is worked out once (``simulator.simulate_many``); the rest of a prediction when it is asked for.
 """
@@ -34,7 +34,7 @@ from stepsight.training.predictor.prediction import (
 from stepsight.training.predictor.predictor import Predictor
 
 Floats = NDArray[np.float64]
-FEWEST = 8  # jobs on one hardware from which on they are simulated together
+FEWEST = 8  # fewest jobs on one hardware that are simulated together
 SHARED = 64  # predictions whose intervals are computed together when the first is asked for
 
 
@@ -92,7 +92,7 @@ def ask_many(
 
 
 def predict_many(jobs: Iterable[JobLike], predictor: Predictor | str | None = None) -> list[Prediction]:
-    """Predict several jobs; what they share is computed once.
+    """Predict several jobs; shared parts are computed once.
 
     Interval, breakdown and timeline of a prediction are computed when they are first asked for.  ``ask_many`` is
     quicker for time, interval and memory alone.
@@ -124,7 +124,7 @@ def predict_many(jobs: Iterable[JobLike], predictor: Predictor | str | None = No
 
 @contextmanager
 def _no_garbage() -> Iterator[None]:
-    """Collect no garbage: what is made here is kept, and looking for garbage would cost a tenth of the time.
+    """Switch the garbage collector off: everything made here is kept, and collecting would cost a tenth of the time.
 
     At the end all that was made counts as old (``freeze``, ``unfreeze``), else the next new object starts a collection.
     """
@@ -134,14 +134,14 @@ def _no_garbage() -> Iterator[None]:
         yield
     finally:
         if collects:
-            if not gc.get_freeze_count():  # who froze objects wants them to stay frozen
+            if not gc.get_freeze_count():  # a caller that froze objects wants them to stay frozen
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
 
 
 class _Together:
-    """Jobs that were predicted together: the parts of their times outside of what was measured, when asked for.
+    """Jobs that were predicted together; the shares of their times outside the measured range are computed on request.
 
     Args:
         group: Who answers for them.
@@ -161,7 +161,7 @@ class _Together:
 
 
 class _Group(NamedTuple):
-    """Jobs that one latency model answers for; ``predictor``: None, facts do."""
+    """Jobs with one latency model; ``predictor`` None: a roofline from hardware facts."""
 
     latency: LatencyModel
     predictor: Predictor | None
@@ -169,7 +169,7 @@ class _Group(NamedTuple):
     def ask(
         self, jobs: Sequence[Job], index: list[int], answers: Answers, *, only_fitting: bool, intervals: bool
     ) -> None:
-        """Fill in the answers for some of the jobs."""
+        """Fill in the results of some of the jobs."""
         for place in index:
             memory = estimate_memory(jobs[place], self.latency.hardware)
             answers.peak_bytes[place], answers.capacity_bytes[place] = memory.peak_bytes, memory.capacity_bytes
@@ -215,7 +215,7 @@ class _Group(NamedTuple):
         return 1.0 if self.predictor is None else self.predictor.calibration.factor(job, job.framework)
 
     def times(self, jobs: list[Job], *, intervals: bool) -> tuple[Floats, Floats]:
-        """Seconds before calibration, and the part of each outside of what was measured, 0 to 1; shape ``(n,)``."""
+        """Seconds before calibration, and the share of each outside the measured range, 0 to 1; shape ``(n,)``."""
         latency = self.latency
         if not intervals or not isinstance(latency, LearnedLatency):
             return simulate_many(jobs, latency).seconds, np.zeros(len(jobs))
@@ -233,7 +233,7 @@ class _Group(NamedTuple):
 
 
 def _by_latency(jobs: Sequence[Job], predictor: Predictor | str | None) -> list[tuple[list[int], _Group]]:
-    """Places of the jobs that each latency model answers for."""
+    """Indices of the jobs of each latency model."""
     serving: dict[str, Predictor | None] = {}
     groups: dict[int, tuple[list[int], _Group]] = {}
     for place, job in enumerate(jobs):

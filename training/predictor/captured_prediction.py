@@ -66,7 +66,7 @@ class CapturedPrediction:
 
     @cached_property
     def unsupported(self) -> tuple[tuple[str, ...], float]:
-        """What was never measured, the longest first, and the part of the critical path that it makes up, 0 to 1."""
+        """Work outside the measured range, the longest first, and its share of the critical path, 0 to 1."""
         if not isinstance(self.latency, LearnedLatency):
             return (), 0.0
         host = self.latency.host_times
@@ -88,7 +88,7 @@ class CapturedPrediction:
         return named, min(1.0, outside / max(self.iteration_time_s, 1e-12))
 
     def _unmeasured_calls(self, host: HostCalls) -> tuple[tuple[str, ...], float]:
-        """As ``unsupported``, of a script whose host runs its ops."""
+        """Like ``unsupported``, for a script whose ops run on the host."""
         places, nodes = self.step.critical
         seconds: dict[str, float] = {}
         for place, node in zip(places.tolist(), nodes.tolist(), strict=True):
@@ -102,7 +102,7 @@ class CapturedPrediction:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the capture and the prediction leave out."""
+        """Limitations of the capture and the prediction."""
         found = dict.fromkeys(text for graph in self.captured.graphs for text in graph.warnings)
         here = {rank.rank for rank in self.captured.ranks}
         absent = sorted({peer for graph in self.captured.graphs for peer in _message_ranks(graph)} - here)
@@ -115,7 +115,7 @@ class CapturedPrediction:
 
     @property
     def flops(self) -> tuple[float, float]:
-        """FLOP that the model needs, and that are done: of one rank, mean over the captured ones."""
+        """FLOP that the model needs, and FLOP that are executed: of one rank, mean over the captured ones."""
         done = [compute_flops(rank.graph) for rank in self.captured.ranks]
         needed = [min(_MODEL_OVER_FORWARD * _forward_flops(rank), all_of) for rank, all_of in zip(
             self.captured.ranks, done, strict=True
@@ -143,7 +143,7 @@ class CapturedPrediction:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, with the keys of ``Prediction.to_dict``; what a script does not tell is null."""
+        """Plain values for JSON, with the keys of ``Prediction.to_dict``; unknown values of a script are null."""
         needed, done = self.flops
         hardware = self.latency.hardware
         dtype = _main_dtype(self.captured)
@@ -207,7 +207,7 @@ def predict_captured(
 
 
 def _likeness_of(captured: Captured, hardware: str) -> Likeness:
-    """As ``published_errors.likeness_of`` of a job."""
+    """The likeness of a captured script, as ``published_errors.likeness_of`` gives it for a job."""
     kinds = {work.kind for graph in captured.graphs for work in graph.works}
     mixture = bool(kinds & {"all_to_all", "grouped_linear", "permute"})
     fused = any(isinstance(work, Op) and work.family == "attention" for g in captured.graphs for work in g.works)
@@ -228,7 +228,7 @@ def _forward_flops(rank: CapturedRank) -> float:
 
 
 def _main_dtype(captured: Captured) -> str:
-    """The type in which most FLOP are done."""
+    """The dtype of most FLOP."""
     found: dict[str, float] = {}
     for graph in captured.graphs:
         counts = np.bincount(graph.nodes["work"][graph.nodes["work"] >= 0], minlength=len(graph.works)).tolist()

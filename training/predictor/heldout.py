@@ -23,7 +23,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class HeldoutEvaluation:
-    """How good a predictor is.
+    """Errors and coverage of a predictor on held-out runs.
 
     Attributes:
         rows: One per run: ``run``, ``job``, ``measured_s``, ``spread_percent``, ``repeat_percent``, ``num_steps``,

@@ -1,4 +1,4 @@
-"""Learned durations as the simulator asks for them: each signature and each program is worked out once."""
+"""Learned durations for the simulator; each signature and each program is computed once."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from stepsight.gnn.context_table import Context
 
 Seconds = NDArray[np.float64]
-MAX_PROGRAMS, MAX_WORKS = 4096, 100_000  # that a latency model remembers
-FASTER, SLOWER, SLOWEST_S = 10.0, 1e6, 100.0  # than peaks and bandwidths say; a latency
+MAX_PROGRAMS, MAX_WORKS = 4096, 100_000  # entries of a latency model's cache
+FASTER, SLOWER, SLOWEST_S = 10.0, 1e6, 100.0  # factors relative to peaks and bandwidths; a latency
 T = TypeVar("T", Op, Collective)
 
 
 @cached(4096)
 def slowest_of(devices: int) -> float:
-    """Standard deviations by which the slowest of some devices is expected to lie above their mean.
+    """Expected maximum of the slowdowns of some devices, in standard deviations above their mean.
 
     Blom's approximation to the largest of as many normal deviates (Statistical Estimates, 1958).
     """
@@ -38,8 +38,8 @@ def slowest_of(devices: int) -> float:
 
 
 class LearnedLatency:
-    """A ``LatencyModel`` bound to one fabric, number of busy devices per node and of devices that move in step, and the
-    type of most matrix products; ``software``: whose kernels run the ops.
+    """A ``LatencyModel`` for one fabric, number of busy devices per node and of devices in lockstep, and dtype of most
+    products; ``software``: whose kernels run the ops.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class LearnedLatency:
         return self._kernel.seconds(ops, self.busy, named) * paces
 
     def _known(self, memo: Memo[T, float], works: Sequence[T], ask: Callable[[Sequence[T]], Seconds]) -> Seconds:
-        """Seconds of each work; what the memo lacks is asked for once and corrected by the constants."""
+        """Seconds of each work; those missing in the cache are requested once and corrected by the constants."""
         found = {work: memo.get(work) for work in works}
         missing = [work for work, seconds in found.items() if seconds is None]
         if missing:
@@ -134,11 +134,11 @@ class LearnedLatency:
             return known[2]
         assert self._context is not None
         inside: Seconds = alone * np.exp(self._context.log_correction(program, alone, self.hardware, self.busy))
-        self._programs[id(program)] = (program, alone, inside)  # the program is kept, so that its id stays its own
+        self._programs[id(program)] = (program, alone, inside)  # a reference to the program keeps its id unique
         return inside
 
     def outside(self, works: Sequence[Op | Collective]) -> tuple[str, list[str]]:
-        """What lies outside of what was measured.
+        """Work outside the measured range.
 
         Returns:
             Why all of it does (more devices of a node compute at once than were measured), and why each work does;
@@ -147,7 +147,7 @@ class LearnedLatency:
         return self._kernel.crowded(self.busy), [self._reason(work) for work in works]
 
     def _reason(self, work: Op | Collective) -> str:
-        """Why a work lies outside of what was measured; empty where it does not."""
+        """Why a work lies outside the measured range; empty if it lies within."""
         known = self._outside.get(work)
         if known is None:
             if isinstance(work, Op):

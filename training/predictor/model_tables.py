@@ -1,4 +1,4 @@
-"""What ``kernel.json`` and ``collective.json`` of a saved predictor hold beside their regressors."""
+"""Contents of ``kernel.json`` and ``collective.json`` of a saved predictor besides their regressors."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def measured_hardware(hardware: Hardware, table: dict[str, Any]) -> Hardware:
 
 
 def traced_kinds(table: dict[str, Any]) -> dict[str, TracedKind]:
-    """What ``kernel_more`` wrote of traces; none in a predictor that was never calibrated by any."""
+    """Read corrections from traces that ``kernel_more`` wrote; none if no traces calibrated the predictor."""
     found = table.get("traced", {}).items()
     return {label: TracedKind.from_dict(kind, num_axes(label)) for label, kind in found}
 
 
 def derived(table: dict[str, Any]) -> tuple[bool, dict[str, Ratio]]:
-    """What ``kernel_more`` wrote."""
+    """Read the result of ``kernel_more``."""
     return _flag(table, "derives"), {kind: Ratio.from_dict(ratio) for kind, ratio in table["ratios"].items()}
 
 
@@ -50,7 +50,7 @@ def collective_more(collective: CollectiveModel) -> dict[str, Any]:
 
 
 def library(table: dict[str, Any]) -> tuple[bool, tuple[str, ...], BetweenNodes | None]:
-    """What ``collective_more`` wrote; a predictor without it was trained on one host's messages."""
+    """Read the result of ``collective_more``; a predictor without it was trained on one host's messages."""
     between = BetweenNodes.from_dict(table["between"]) if "between" in table else None
     return "nccl" in table and _flag(table, "nccl"), tuple(texts(table.get("carried", []), "carried")), between
 

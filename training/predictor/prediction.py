@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from pandas import DataFrame
 
-ROOFLINE = "roofline"  # in place of a predictor: hardware facts alone, whatever comes with the package
+ROOFLINE = "roofline"  # instead of a predictor: hardware facts, even if the package has a predictor
 ROOFLINE_SOURCE = "roofline from hardware facts alone: {}"
 
 
@@ -69,14 +69,14 @@ class Prediction:
 
     @property
     def latency(self) -> LearnedLatency | RooflineLatency | GivenLatency:
-        """The durations that the prediction is made of."""
+        """The durations that the prediction is computed from."""
         if self.given is not None:
             return self.given
         return latency_of_facts(self.job) if self.predictor is None else self.predictor.latency(self.job)
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The simulated iteration, before calibration of whole iterations; simulated when first asked for."""
+        """The simulated iteration, before calibration of whole iterations; simulated on first use."""
         return self.simulated if self.simulated is not None else simulate(self.job, self.latency)
 
     @property
@@ -117,12 +117,12 @@ class Prediction:
 
     @property
     def unsupported(self) -> tuple[str, ...]:
-        """Ops, message sizes and groups outside of what was measured, each with its reason, the longest first."""
+        """Ops, message sizes and groups outside the measured range, each with its reason, the longest first."""
         return self._outside[0]
 
     @property
     def unsupported_share(self) -> float:
-        """Part of the critical path, 0 to 1, outside of what was measured; 0 without a predictor."""
+        """Share of the critical path, 0 to 1, outside the measured range; 0 without a predictor."""
         return self._outside[1] if self.share is None else self.share()
 
     @cached_property
@@ -146,12 +146,14 @@ class Prediction:
 
     @cached_property
     def mfu(self) -> float:
-        """Model FLOP utilisation, 0 to 1: FLOP that the model needs, over what the devices' peak allows."""
+        """Model FLOP utilisation, 0 to 1: FLOP that the model needs, divided by what the devices could do at their
+        peak.
+        """
         return self._utilisation(0)
 
     @cached_property
     def hfu(self) -> float:
-        """Hardware FLOP utilisation, 0 to 1: as ``mfu``, with the FLOP that are recomputed."""
+        """Hardware FLOP utilisation, 0 to 1: like ``mfu``, with recomputed FLOP."""
         return self._utilisation(1)
 
     def _utilisation(self, which: int) -> float:
@@ -160,19 +162,19 @@ class Prediction:
 
     @property
     def peak_flops(self) -> float:
-        """FLOP/s of one device, mean over all, in the job's precision: what utilisation is measured by."""
+        """FLOP/s of one device, mean over all, in the job's precision: the reference of utilisation."""
         cluster, dtype = self.job.cluster, self.job.batch.dtype
         own = self.simulation.hardware.flops_per_s(dtype)
         more = 0.0
         for other in cluster.mixed:
             hardware = find_hardware(other.hardware)
-            assert hardware is not None, other.hardware  # the simulation asked
+            assert hardware is not None, other.hardware  # of the simulation that was requested
             more += len(other.nodes) * (hardware.flops_per_s(dtype) - own)
         return own + more / cluster.nodes
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Legal settings that look like a mistake, an open choice, unknown software, impossible rates."""
+        """Legal settings that are probably mistakes, open choices, unknown software, impossible rates."""
         return warnings_of(self)
 
     @cached_property
@@ -189,7 +191,7 @@ class Prediction:
         return self.iteration_time_s / self.simulation.iteration_time_s
 
     def explain(self, most: int = 10) -> tuple[Sensitivity, ...]:
-        """Find the ops and collectives that decide the time, and what halving each would save.
+        """List the ops and collectives that determine the time, and what halving each would save.
 
         Args:
             most: Number of rows at most.
@@ -313,7 +315,7 @@ def predict(
 
 
 def asked_predictor(hardware: str, predictor: Predictor | str | None) -> Predictor | None:
-    """The predictor that answers for a hardware; None: its facts do.
+    """The predictor for a hardware; None: use its facts.
 
     Args:
         hardware: As in ``cluster.hardware``.
@@ -333,14 +335,14 @@ def asked_predictor(hardware: str, predictor: Predictor | str | None) -> Predict
 
 
 def _serving(hardware: str) -> Predictor | None:
-    """The predictor of the package for a hardware; None if none comes with it."""
-    from stepsight.training.shipped.catalogue import shipped_predictor  # how tables are read is not needed until then
+    """The shipped predictor for a hardware; None if there is none."""
+    from stepsight.training.shipped.catalogue import shipped_predictor  # the readers of tables are not needed before
 
     return shipped_predictor(hardware)
 
 
 def named_predictor(name: str) -> Predictor:
-    """The predictor of the package with a name, or for a hardware of that name.
+    """The shipped predictor with a name, or for a hardware of that name.
 
     Raises:
         PredictorError: If the package has none.
@@ -362,13 +364,13 @@ def _from_facts(job: Job) -> Prediction:
 
 
 def source_of_facts(job: Job) -> str:
-    """Why facts alone answer for a job, for people."""
+    """Why a job is answered from hardware facts, for people."""
     why = f"nothing was measured for {job.hardware_name}" if _serving(job.cluster.hardware) is None else "as asked"
     return ROOFLINE_SOURCE.format(why)
 
 
 def latency_of_facts(job: Job) -> RooflineLatency:
-    """Durations from the facts of a job's hardware alone.
+    """Durations from the hardware facts of a job.
 
     Raises:
         JobError: If nothing is known of it.
@@ -383,7 +385,7 @@ def latency_of_facts(job: Job) -> RooflineLatency:
 
 
 def _outside(simulation: Simulation, latency: LearnedLatency) -> tuple[tuple[str, ...], float]:
-    """Reasons of what was never measured, and the part of the critical path that it makes up."""
+    """Reasons of work outside the measured range, and its share of the critical path."""
     crowded, reasons = latency.outside(simulation.lowered.all_works)
     outside = [index for index, reason in enumerate(reasons) if reason]
     if not outside and not crowded:

@@ -1,4 +1,4 @@
-"""What a notebook shows of a prediction: one line, one row of a table, one plot."""
+"""Views of a prediction in a notebook: one line, one row of a table, one plot."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from pandas import DataFrame
 
-MAX_NAME = 28  # letters shown of a model's or a hardware's name
-LEAST_SHOWN = 1e-3  # causes of less than this part of the iteration are not drawn
+MAX_NAME = 28  # characters shown of a model's or a hardware's name
+LEAST_SHOWN = 1e-3  # causes with a smaller share of the iteration are not drawn
 
 
 class Answer(Protocol):
-    """What the views read of a ``Prediction``."""
+    """The fields of a ``Prediction`` that the views need."""
 
     @property
     def job(self) -> Job: ...
@@ -46,20 +46,20 @@ class Answer(Protocol):
 
 def seconds_text(seconds: float) -> str:
     """``31.0 us``, ``12.3 ms`` or ``4.56 s``."""
-    if 0 < seconds < 1e-4:  # in milliseconds it would round to nothing
+    if 0 < seconds < 1e-4:  # in milliseconds it would round to zero
         return f"{seconds * 1e6:.1f} us"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def interval_text(low_s: float, high_s: float) -> str:
-    """``19.12 to 23.62 s``; with both units where they differ."""
+    """``19.12 to 23.62 s``; with both units if they differ."""
     low, high = seconds_text(low_s), seconds_text(high_s)
     value, unit = low.rsplit(" ", 1)
     return f"{value if high.endswith(f' {unit}') else low} to {high}"
 
 
 def one_line(prediction: Answer) -> str:
-    """The prediction in one line of less than 120 letters: time, interval, memory, and what was asked."""
+    """The prediction in one line of less than 120 characters: time, interval, memory, and the job."""
     job, memory = prediction.job, prediction.memory
     facts = [
         seconds_text(prediction.iteration_time_s),

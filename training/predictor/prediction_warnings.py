@@ -1,4 +1,4 @@
-"""What a prediction warns of."""
+"""Warnings of a prediction."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Protocol
 from stepsight.dataset.job import Job
 from stepsight.training.predictor.predictor import Predictor
 
-POSSIBLE_MFU = 1.5  # clocks and other precisions than stated explain no more
+POSSIBLE_MFU = 1.5  # differences in clocks and precision explain no more
 
 
 class Warned(Protocol):
-    """What the warnings read of a ``Prediction``."""
+    """The fields of a ``Prediction`` that the warnings need."""
 
     @property
     def job(self) -> Job: ...
@@ -24,7 +24,7 @@ class Warned(Protocol):
 
 
 def warnings_of(prediction: Warned) -> tuple[str, ...]:
-    """Warnings about a job and what answered for it, for people."""
+    """Warnings about a job and the predictor, for people."""
     found = list(prediction.job.warnings)
     other = prediction.job.interleaved
     if other is not None:

@@ -1,4 +1,4 @@
-"""The saved predictor: what was learned for one hardware, in a folder of text and tensors.
+"""The saved predictor: the trained models of one hardware, in a folder of text and tensors.
 
 ::
 
@@ -69,8 +69,8 @@ from stepsight.training.transfer.transferred import Teacher, Transfer
 if TYPE_CHECKING:
     from stepsight.gnn.context_table import Context
 
-MAX_LATENCIES = 128  # latency models that a predictor remembers
-ROWWISE = "a scale for each row"  # in names of software whose 8-bit products have one
+MAX_LATENCIES = 128  # latency models in a predictor's cache
+ROWWISE = "a scale for each row"  # in names of software whose 8-bit products include a conversion
 
 
 def _latencies() -> Memo[Any, LearnedLatency]:
@@ -82,7 +82,7 @@ SHIPPED = Path(__file__).parents[1] / "shipped" / "predictors"
 
 @dataclass(frozen=True)
 class Predictor:
-    """Learned for one hardware: durations for ops and collectives, alone and in context.
+    """Trained models of one hardware: durations for ops and collectives, alone and in context.
 
     Attributes:
         hardware: Measured facts; its name is what ``[cluster] hardware`` must say.
@@ -110,7 +110,7 @@ class Predictor:
         return f"Predictor({self.hardware.name}, {str(self.manifest.get('digest', ''))[:16]}, {context} context)"
 
     def latency(self, job: Job, *, alone: bool = False) -> LearnedLatency:
-        """The durations that the simulator asks for, bound to the job's fabric and busy devices per node.
+        """The latency model for the simulator, for the job's fabric and busy devices per node.
 
         Args:
             job: What to run.
@@ -165,8 +165,8 @@ class Predictor:
 
     @property
     def source(self) -> str:
-        """Where its durations come from, for people."""
-        name = self.manifest.get("name", "")  # those that come with the package have one
+        """Source of the durations, for people."""
+        name = self.manifest.get("name", "")  # shipped ones have a name
         shipped = "shipped " if name and self.manifest.get("files") == _shipped_files(name) else ""
         digest = self.manifest.get("digest", "")
         details = [f"digest {digest}"] if digest else []
@@ -177,7 +177,7 @@ class Predictor:
 
     @property
     def calibrated_on(self) -> str:
-        """Which runs corrected whole iterations, for people; empty if no table of runs did."""
+        """The runs that calibrated whole iterations, for people; empty if there are none."""
         residual = self.calibration.residual
         if residual is None:
             return ""
@@ -187,18 +187,18 @@ class Predictor:
 
     @cached_property
     def without_context(self) -> Predictor:
-        """Copy without the context model, to see what it improves."""
+        """Copy without the context model, to measure its effect."""
         return replace(self, context=None, calibration=Calibration())
 
     @cached_property
     def left_out(self) -> Predictor:
-        """Copy that answers as if no asked signature had been measured; only right after fitting."""
+        """Copy that treats all requested signatures as not measured; only valid just after fitting."""
         return replace(
             self, kernel=replace(self.kernel, left_out=True), collective=replace(self.collective, left_out=True)
         )
 
     def unsupported(self, works: Iterable[Op | Collective], fabric: Fabric) -> list[str]:
-        """Which ops, and collectives on a fabric, lie outside what was measured, and why."""
+        """Ops, and collectives on a fabric, that lie outside the measured range, and why."""
         reasons = (
             self.kernel.unsupported(work) if isinstance(work, Op) else self.collective.unsupported(work, fabric)
             for work in works
@@ -206,7 +206,7 @@ class Predictor:
         return [reason for reason in reasons if reason]
 
     def save(self, folder: Path) -> None:
-        """Write the folder whole or not at all; see ``check_output`` for what may be replaced."""
+        """Write the folder completely or not at all; see ``check_output`` for what may be replaced."""
         check_output(folder)
         with new_folder(folder) as new:
             write_json(new / "hardware.json", self.hardware.to_dict())
@@ -234,7 +234,7 @@ class Predictor:
 
     @classmethod
     def load(cls, folder: str | Path) -> Predictor:
-        """Read a folder that ``save`` wrote, or a predictor that comes with the package by its name.
+        """Read a folder that ``save`` wrote, or a shipped predictor by its name.
 
         Raises:
             PredictorError: If it is no predictor, has another schema, or its files are not those that were saved.
@@ -258,9 +258,9 @@ class Predictor:
         refusal = PredictorError(
             f"{folder}: files must be those that were saved, got changed, missing or added {', '.join(changed)}"
         )
-        if not all(name.endswith(".json") for name in changed):  # no library gets to read what is not ours
+        if not all(name.endswith(".json") for name in changed):  # libraries may read only files that stepsight wrote
             raise refusal
-        try:  # of a changed table, what is wrong with it says more
+        try:  # for a changed table, its own error is more helpful
             loaded = cls._parse(folder, manifest)
         except Exception as error:
             if changed and not isinstance(error, PredictorError):
@@ -319,13 +319,13 @@ class Predictor:
 
 
 def shipped_names() -> tuple[str, ...]:
-    """Names of the predictors that come with the package."""
+    """Names of the shipped predictors."""
     return tuple(sorted(path.parent.name for path in SHIPPED.glob(f"*/{MANIFEST}")))
 
 
 @cached(16)
 def _shipped_files(name: str) -> dict[str, str]:
-    """Digests of the files of a predictor that comes with the package; none if there is no such one."""
+    """Digests of the files of a shipped predictor; none if there is no such predictor."""
     return dict(read_predictor_manifest(SHIPPED / name)["files"]) if name in shipped_names() else {}
 
 
@@ -358,12 +358,12 @@ def _regressor(folder: Path, table: dict[str, Any], features: tuple[str, ...]) -
 
 @cached(8)
 def shipped_by_name(name: str) -> Predictor:
-    """A predictor that comes with the package, by its own name."""
+    """A shipped predictor, by its own name."""
     return Predictor.load(SHIPPED / name)
 
 
 def teacher_of(name: str) -> Teacher:
-    """A predictor that comes with the package, as one whose efficiencies count for other devices.
+    """A shipped predictor whose efficiencies are used for other devices.
 
     Raises:
         PredictorError: If none has that name.
@@ -377,7 +377,7 @@ def teacher_of(name: str) -> Teacher:
 
 
 def _transfer(hardware: Hardware, table: dict[str, Any]) -> tuple[Transfer | None, dict[str, tuple[str, ...]]]:
-    """What ``kernel_more`` wrote of other devices and of software."""
+    """The result of ``kernel_more`` about other devices and software."""
     software = {str(label): tuple(texts(names, "software")) for label, names in table.get("software", {}).items()}
     if "transfer" not in table:
         return None, software

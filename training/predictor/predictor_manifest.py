@@ -1,4 +1,4 @@
-"""A predictor's folder: what its manifest says, and that its files are those that were saved.
+"""A predictor's folder: its manifest, and the check that its files are unchanged.
 
 The manifest lists the digest of every file; of itself, that of all but the digests.
 """
@@ -16,20 +16,20 @@ from stepsight.dataset.files import check_writable, digest, read_json, write_jso
 
 FORMAT = "stepsight-predictor"
 SCHEMA = 5
-UNSEALED = 4  # without a digest of the manifest, and with other digests of rows: read where no table of runs was fitted
+UNSEALED = 4  # of older versions: read if no table of runs was fitted
 MANIFEST = "manifest.json"
 T = TypeVar("T")
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any], hardware: str) -> None:
-    """Write the manifest beside all other files of a predictor, and seal them."""
+    """Write the manifest with the digests of all other files of a predictor."""
     own = {**manifest, "format": FORMAT, "schema": SCHEMA, "hardware": hardware}
     write_json(folder / MANIFEST, own)
     write_json(folder / MANIFEST, {**own, "files": _digests(folder)})
 
 
 def read_predictor_manifest(folder: Path) -> dict[str, Any]:
-    """What the manifest of a folder says.
+    """Read the manifest of a folder.
 
     Raises:
         PredictorError: If it is none, or one of another schema.
@@ -76,7 +76,7 @@ def read_part(path: Path, make: Callable[[Any], T]) -> T:
 
 
 def made(path: Path, make: Callable[[Any], T], table: Any) -> T:
-    """What ``make`` makes of a part of a file; see ``read_part``."""
+    """Build an object from a part of a file; see ``read_part``."""
     try:
         return make(table)
     except StepsightError as error:
@@ -91,7 +91,7 @@ def tree_text(folder: Path, name: Any) -> str:
     Raises:
         PredictorError: If it cannot be read.
     """
-    path = folder / Path(str(name)).name  # never outside of the folder
+    path = folder / Path(str(name)).name  # never outside the folder
     try:
         return read_unpacked(path).decode("utf-8")
     except (OSError, ValueError) as error:
@@ -99,7 +99,7 @@ def tree_text(folder: Path, name: Any) -> str:
 
 
 def texts(value: Any, name: str) -> list[str]:
-    """A list of texts.
+    """A list of strings.
 
     Raises:
         PredictorError: If it is none.
@@ -110,14 +110,14 @@ def texts(value: Any, name: str) -> list[str]:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Digest of everything in a predictor's folder by name; empty for what is no file."""
+    """Digest of every file in a predictor's folder by name; empty for other entries."""
     found = {path.name: digest(read_file(path)) if path.is_file() else "" for path in sorted(folder.iterdir())}
     said = {key: value for key, value in read_json(folder / MANIFEST).items() if key != "files"}
     return {**found, MANIFEST: digest(json.dumps(said, sort_keys=True))}
 
 
 def _strangers(folder: Path) -> list[str]:
-    """Names in a folder that are no part of a predictor."""
+    """Names in a folder that do not belong to a predictor."""
     try:
         table = read_json(folder / MANIFEST)
         ours = {MANIFEST, *table["files"]} if table["format"] == FORMAT else set()

@@ -1,4 +1,4 @@
-"""Which terms, kinds and features the regressors of a saved predictor read, and whether this version has them."""
+"""Terms, kinds and features of the regressors of a saved predictor, and whether this version has them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Kinds = Mapping[str, OpKind] | Mapping[str, CollectiveKind]
 
 
 def kind_of(label: str) -> str:
-    """The kind that a label of a regressor names: ``linear`` of ``linear/fp8``."""
+    """The kind in a regressor's label: ``linear`` of ``linear/fp8``."""
     return label.split("/")[0]
 
 
 def described(labels: Iterable[str], terms: Sequence[str], kinds: Kinds) -> dict[str, Any]:
-    """What to save of a regressor's features.
+    """The saved description of a regressor's features.
 
     Args:
         labels: Of the measured kinds.
@@ -32,7 +32,7 @@ def described(labels: Iterable[str], terms: Sequence[str], kinds: Kinds) -> dict
 
 
 def check_described(table: Mapping[str, Any], terms: Sequence[str], kinds: Kinds) -> None:
-    """Check a saved regressor against this version; predictors from before this was saved have version 1.
+    """Check a saved regressor against this version; predictors without this description have version 1.
 
     Args:
         table: What was saved.

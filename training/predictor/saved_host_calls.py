@@ -1,4 +1,4 @@
-"""What the calls of a host take, in the folder of a predictor: ``host_calls.json`` and LightGBM's text by family."""
+"""Durations of a host's calls in the folder of a predictor: ``host_calls.json`` and LightGBM's text by family."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def save_host_calls(host: HostCalls, folder: Path) -> None:
 
 
 def load_host_calls(folder: Path) -> HostCalls | None:
-    """Read what ``save_host_calls`` wrote; None if the predictor has none.
+    """Read the files that ``save_host_calls`` wrote; None if the predictor has none.
 
     Raises:
         PredictorError: If it is not that.

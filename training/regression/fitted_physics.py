@@ -18,20 +18,20 @@ from stepsight.training.regression.levenberg_marquardt import minimise
 
 Array = NDArray[np.float64]
 
-NOISE = 0.05  # log-seconds that repeated measurements differ by
-HUBER = 2.0  # residuals beyond this many noises count linearly
+NOISE = 0.05  # deviation of log-seconds between repeated measurements
+HUBER = 2.0  # residuals beyond this many deviations count linearly
 CONSTANT_PRIOR_STD = 2.0  # log units
 BUSY_PRIOR_STD = 0.5
 LONGEST_STEP = 1.5  # log units
-SHARPNESS = 6.0  # of a maximum: the power of a norm
-MOST_LOG = 100.0  # of any logarithm of a saved predictor: beyond, it is a slip of the pen
-SLACK = 1e-6  # of a constant in log units, for what saving rounds
+SHARPNESS = 6.0  # smooth maximum: the power of a norm
+MOST_LOG = 100.0  # of any logarithm of a saved predictor: larger ones are typing mistakes
+SLACK = 1e-6  # of a constant in log units, for rounding when saved
 MAX_BUSY_EXPONENT = 1.2  # 1: the quantity is fully shared among the busy devices of a node
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where the constants may lie: prior, lowest and highest seconds per unit of each term, ``(terms,)``.
+    """Bounds and prior of the constants: prior, lowest and highest seconds per unit of each term, ``(terms,)``.
 
     Of ``overlapping`` terms only the longest counts.
     """
@@ -57,7 +57,7 @@ class Physics:
     def _parts(self, terms: Array, busy: Array) -> Array:
         weights = self.log_constants + np.log(busy)[:, None] * self.busy_exponents
         parts = np.asarray(terms * np.exp(weights))
-        if self.overlapping:  # shares of a smooth maximum, which is what they add up to
+        if self.overlapping:  # shares of a smooth maximum, which add up to it
             columns = list(self.overlapping)
             among = parts[:, columns]
             longest = among.max(axis=1, keepdims=True) + 1e-30
@@ -67,7 +67,7 @@ class Physics:
         return parts
 
     def check(self, kind: str, bounds: Bounds) -> None:
-        """Check what was read against what a fit may find.
+        """Check values read from a file against the bounds of a fit.
 
         Raises:
             ValueError: If these are no constants of so many terms, or beyond the bounds.
@@ -133,7 +133,7 @@ def fit_physics(
     prior = np.concatenate([np.log(bounds.prior), np.zeros(count)])
     stds = np.concatenate([np.full(count, prior_std), np.full(count, BUSY_PRIOR_STD)])
     problem = _Problem(terms, busy, np.log(seconds), prior, stds, bounds.overlapping, noise)
-    # A measured latency may lie beyond its bounds.
+    # A measured latency may lie outside its bounds.
     theta = minimise(problem.objective, prior, low, high, longest=LONGEST_STEP, steps=steps)
     return Physics(theta[:count], theta[count:], bounds.overlapping)
 

@@ -1,4 +1,4 @@
-"""The posterior of a Gaussian process: estimates of values from other, noisy values that vary with them.
+"""The posterior of a Gaussian process: estimates of values from noisy values at other points.
 
 The process has mean zero, so far from every observation its mean is zero and its variance is the prior's
 (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, equations 2.25 and 2.26).
@@ -30,7 +30,7 @@ class GaussianProcess:
 
     @cached_property
     def weights(self) -> Array:
-        """What each observation adds to the mean elsewhere, for each unit of covariance with it, ``(n,)``."""
+        """The contribution of each observation to the mean elsewhere, per unit of covariance with it, ``(n,)``."""
         return np.asarray(np.linalg.solve(self.covariance, self.values), dtype=np.float64)
 
     @cached_property
@@ -39,11 +39,13 @@ class GaussianProcess:
         return np.asarray(np.linalg.inv(self.covariance), dtype=np.float64)
 
     def mean(self, shared: Array) -> Array:
-        """Expected values where the covariance with the observations is ``shared``, ``(..., n)``; shape ``(...)``."""
+        """Expected values at points whose covariance with the observations is ``shared``, ``(..., n)``; shape
+        ``(...)``.
+        """
         return np.asarray(shared @ self.weights)
 
     def explained(self, shared: Array) -> float:
-        """Part of one point's variance that the observations explain; ``shared`` is ``(n,)``."""
+        """Share of one point's variance that the observations explain; ``shared`` is ``(n,)``."""
         return float(shared @ self.inverse @ shared)
 
     def cost(self) -> float:

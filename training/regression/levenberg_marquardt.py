@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Objective = Callable[[Array], tuple[float, Array, Array]]
 
-CONVERGED = 1e-7  # a step that lessens the loss by a smaller part of it is the last
+CONVERGED = 1e-7  # stop after a step that lowers the loss by a smaller share
 LEAST_DAMPING, MOST_DAMPING = 1e-6, 1e9
 
 
 def minimise(objective: Objective, start: Array, low: Array, high: Array, *, longest: float, steps: int) -> Array:
-    """Find where a loss is least, from a start.
+    """Find the minimum of a loss, from a start.
 
     Args:
         objective: Returns the loss of a point, its gradient, and a Gauss-Newton Hessian.

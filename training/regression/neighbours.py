@@ -1,4 +1,4 @@
-"""What nearby measurements add: a correction that is full at a measured signature and fades with distance.
+"""Corrections from nearby measurements: full at a measured signature, smaller with distance.
 
 A Gaussian process on the log-residuals that physics and trees leave, one per kind.  Far from every measurement
 its mean is zero, so it can correct but never extrapolate.
@@ -16,9 +16,9 @@ from stepsight.training.regression.gaussian_process import GaussianProcess
 
 Array = NDArray[np.float64]
 
-NOISE = 0.03  # log-seconds; FACTS of two library versions and of repeats on one machine agree on about 3 %
+NOISE = 0.03  # log-seconds; two library versions, and repeats on one machine, agree within about 3 %
 MAX_POINTS = 600
-LENGTHS = (0.02, 0.25, 0.5, 1.0, 2.0)  # log units; the first one remembers measured signatures and nothing else
+LENGTHS = (0.02, 0.25, 0.5, 1.0, 2.0)  # log units; the first one only reproduces measured signatures
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _similarity(left: Array, right: Array, length: float) -> Array:
 
 def fit_neighbours(positions: Array, residuals: Array, length: float) -> Neighbours:
     """Gaussian-process weights for log-residuals, ``(points,)``, at positions, ``(points, axes)``."""
-    if len(positions) > MAX_POINTS:  # the cost is cubic; trees carry large tables
+    if len(positions) > MAX_POINTS:  # the cost is cubic; large tables are covered by the trees
         chosen = np.random.default_rng(0).choice(len(positions), MAX_POINTS, replace=False)
         positions, residuals = positions[chosen], residuals[chosen]
     signal = max(float(np.mean(residuals**2)), NOISE**2)

@@ -1,4 +1,4 @@
-"""Seconds from three layers: physics carries the scale, trees the shape, neighbours what was measured near by.
+"""Seconds from three layers: physics gives the scale, trees the shape, neighbours the nearby measurements.
 
 Used for ops and for collectives alike.  What a layer may do is decided by cross-validation over signatures,
 so that no layer makes unseen signatures worse.
@@ -21,17 +21,17 @@ Array = NDArray[np.float64]
 Key = tuple[str, tuple[float, ...], float]
 
 FOLDS = 5
-TREE_SHARES = (0.5, 1.0, 0.0)  # how much the trees may say, what is tried first preferred
-MIN_GAIN = 0.03  # a choice must lower the cross-validated error by this part to replace one tried before
-UNKNOWN = 1.0  # log-error charged where nothing of a kind is left to learn from
-MOST = 1e6  # busy devices: beyond, a number is a slip of the pen
+TREE_SHARES = (0.5, 1.0, 0.0)  # weights of the trees; earlier ones are preferred
+MIN_GAIN = 0.03  # a choice must lower the cross-validated error by this share to replace an earlier one
+UNKNOWN = 1.0  # log-error charged if a fold leaves nothing of a kind to train on
+MOST = 1e6  # busy devices: larger numbers are typing mistakes
 MOST_WEIGHT = 1e3  # of a neighbour
-FADE = 0.7  # log units outside the support after which the trees' say falls to 1/e
+FADE = 0.7  # log units outside the support after which the trees' weight falls to 1/e
 
 
 @dataclass(frozen=True)
 class SignatureRows:
-    """Signatures as numbers.
+    """Signatures as numbers for a regressor.
 
     Attributes:
         kinds: Kind of each row; physics is fitted per kind.
@@ -110,7 +110,7 @@ class Regressor:
     left_out: Mapping[Key, float] = field(default_factory=dict)
 
     def seconds(self, rows: SignatureRows) -> Array:
-        """Seconds of each row; NaN for kinds that were never measured."""
+        """Seconds of each row; NaN for kinds that were not measured."""
         log_seconds = self.log_without_neighbours(rows)
         for kind, index in rows.by_kind().items():
             if kind in self.neighbours:
@@ -118,13 +118,13 @@ class Regressor:
         return np.exp(log_seconds)
 
     def seconds_left_out(self, rows: SignatureRows) -> Array:
-        """Like ``seconds``, as if none of these signatures had been measured, as for jobs of new shapes."""
+        """Like ``seconds``, but as if none of these signatures had been measured, as for jobs of new shapes."""
         seconds = self.seconds(rows)
         known = [self.left_out.get(rows.key(index), float(value)) for index, value in enumerate(seconds)]
         return np.array(known, dtype=np.float64)
 
     def log_without_neighbours(self, rows: SignatureRows) -> Array:
-        """Logarithm of the seconds by physics and trees, ``(rows,)``; NaN for kinds that were never measured."""
+        """Logarithm of the seconds by physics and trees, ``(rows,)``; NaN for kinds that were not measured."""
         log_seconds = np.full(len(rows), np.nan)
         for kind, index in rows.by_kind().items():
             if kind not in self.physics:
@@ -142,12 +142,12 @@ class Regressor:
         return replace(self, trees=trees)
 
     def excess(self, kind: str, position: Array) -> float:
-        """How far outside the measured range a position lies, in log units summed over axes; 0 within."""
+        """Distance of a position from the measured range, in log units summed over axes; 0 within."""
         low, high = self.support[kind]
         return float(np.maximum(np.maximum(low - position, position - high), 0.0).sum())
 
     def gap(self, kind: str, position: Array) -> float:
-        """How far a position lies from the nearest measured one, in log units of the axis where they differ most.
+        """Distance of a position from the nearest measured one, in log units of the axis where they differ most.
 
         0 where the table is so large that positions are not kept.
 
@@ -161,7 +161,7 @@ class Regressor:
         return float(np.abs(known.positions[:, : len(position)] - position).max(axis=1).min())
 
     def _excess_of_trees(self, kind: str, position: Array) -> float:
-        """The same over axes along which something was measured: trees say nothing of others, wherever one is.
+        """The same over axes with different measured values: trees ignore all other axes.
 
         Where a table is so large that its trees say all, what is larger than anything measured runs as the largest do:
         efficiencies level off, and physics alone would forget how well the largest ran.
@@ -172,7 +172,7 @@ class Regressor:
         return float(np.maximum(np.maximum(low - position, above), 0.0)[varied].sum())
 
     def check(self, num_axes: Callable[[str], int], bounds: Callable[[str], Bounds]) -> None:
-        """Check what was read.
+        """Check values read from a file.
 
         Args:
             num_axes: Of a position, by kind.
@@ -199,7 +199,7 @@ class Regressor:
                     )
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the trees, which are LightGBM text."""
+        """Everything except the trees, which are LightGBM text."""
         return {
             "physics": {kind: value.to_dict() for kind, value in self.physics.items()},
             "neighbours": {kind: value.to_dict() for kind, value in self.neighbours.items()},
@@ -233,7 +233,7 @@ def _check_positions(name: str, positions: Array, num_axes: int) -> None:
 def fit_regressor(
     rows: SignatureRows, seconds: Array, bounds: Mapping[str, Bounds], seed: int, *, judged: bool = True
 ) -> Regressor:
-    """Fit every layer; trees and reach of the neighbours are chosen per family by cross-validation.
+    """Fit every layer; trees and the reach of neighbours are chosen per family by cross-validation.
 
     Args:
         rows: Measured signatures; the same signature may occur with several numbers of busy devices.
@@ -280,13 +280,13 @@ def _fit_physics(rows: SignatureRows, seconds: Array, bounds: Mapping[str, Bound
 
 
 def _with_trees(fitted: Regressor, rows: SignatureRows, seconds: Array, seed: int) -> Regressor:
-    """Physics of one family and trees on what it leaves."""
+    """Fit the physics of one family, and trees on its residuals."""
     residual = np.log(seconds) - fitted.log_without_neighbours(rows)
     return replace(fitted, trees={rows.families[0]: fit_trees(rows.features, residual, rows.names, seed)})
 
 
 def _choose(rows: SignatureRows, seconds: Array, bounds: Mapping[str, Bounds], seed: int) -> tuple[float, float, Array]:
-    """The trees' share, how far neighbours reach, and ``log(predicted / measured)`` of signatures left out.
+    """Choose the trees' weight and the reach of neighbours; also ``log(predicted / measured)`` of left-out signatures.
 
     A table of many rows is left to its trees: physics alone is far behind, and neighbours take a part of it at most.
     """
@@ -320,7 +320,7 @@ def _choose(rows: SignatureRows, seconds: Array, bounds: Mapping[str, Bounds], s
                     correction = fit_neighbours(near, residual[kinds[kind]], length).residual(places)
                     off[share, length][test[index]] = predicted[index] + correction - np.log(seconds[test[index]])
     best = next(iter(off))
-    for share in shares:  # the best reach of each share, then the shares against each other
+    for share in shares:  # the best reach for each weight, then the best weight
         own = min(lengths, key=lambda length: float(np.abs(off[share, length]).mean()))
         if best[0] == share or np.abs(off[share, own]).mean() < np.abs(off[best]).mean() * (1 - MIN_GAIN):
             best = (share, own)

@@ -37,7 +37,7 @@ PARAMETERS = {
 ROUNDS = 120
 MIN_ROWS = 24
 
-MANY_ROWS = 2000  # from here on a table says enough for trees that follow every step of a curve
+MANY_ROWS = 2000  # from this number of rows on, trees may follow every step of a curve
 PARAMETERS_OF_MANY = {
     **PARAMETERS,
     "objective": "l1",
@@ -54,11 +54,11 @@ ROUNDS_OF_MANY = 200
 VERY_MANY_ROWS = 8000
 ROUNDS_OF_VERY_MANY = 600
 
-MOST_SUM = 12.0  # of the largest leaf of each tree: no correction of physics is larger than a factor of exp(12)
+MOST_SUM = 12.0  # limit of each tree's largest leaf: no correction of physics exceeds a factor of exp(12)
 MOST_TREES = 20_000
-_WALKS = 1_000_000  # of a row through a tree at once, to bound memory
+_WALKS = 1_000_000  # rows evaluated at once, to limit memory
 
-# What evaluation reads of LightGBM's text; the rest tells how the trees were grown.
+# The parts of LightGBM's text that evaluation reads; the rest describes the training.
 _HEADER = (
     "version",
     "num_class",
@@ -77,7 +77,7 @@ _DIGITS = 7  # of thresholds and leaves: far below any noise, and a third of the
 def fit_trees(
     features: Array, targets: Array, names: tuple[str, ...], seed: int, weights: Array | None = None
 ) -> Trees:
-    """Fit trees to log-residuals: small and strongly regularised ones, larger ones to many rows."""
+    """Fit trees to log-residuals: small and strongly regularised ones, or larger ones if there are many rows."""
     import lightgbm
 
     parameters, rounds = PARAMETERS, ROUNDS
@@ -91,7 +91,7 @@ def fit_trees(
 
 
 def _without_history(text: str) -> str:
-    """LightGBM's text with what evaluation needs alone, numbers shortened; LightGBM still reads it."""
+    """LightGBM's text with only the parts that evaluation needs, and shortened numbers; LightGBM can still read it."""
     header, *blocks = text.split("\nTree=")
     lines = [line for line in header.splitlines() if line == "tree" or line.split("=")[0] in _HEADER]
     pieces = ["\n".join([*lines, ""])]
@@ -117,7 +117,7 @@ class _Tree(NamedTuple):
 
 @dataclass(frozen=True)
 class Trees:
-    """A LightGBM model by its text.
+    """A LightGBM model from its text.
 
     Attributes:
         text: As ``Booster.model_to_string`` writes it.
@@ -154,7 +154,7 @@ class Trees:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of the features that splits are numbered by."""
+        """Names of the features, in the order of their numbers in splits."""
         header = self.text.split("\nTree=", 1)[0].splitlines()
         found = next((line for line in header if line.startswith(_NAMES)), _NAMES)
         return tuple(found.removeprefix(_NAMES).split())
@@ -171,7 +171,7 @@ class Trees:
         return read
 
     def check(self, names: Sequence[str]) -> None:
-        """Read the text now.
+        """Parse the text now instead of on first use.
 
         Args:
             names: Of the features that there are.
@@ -194,7 +194,7 @@ class Trees:
         check_known([self.names[index] for index in self._read], names, "a regressor")
 
     def predict(self, features: Array, names: tuple[str, ...]) -> Array:
-        """Share of the sum of all trees for each row, shape ``(rows,)``.
+        """Sum of all trees times a share for each row, shape ``(rows,)``.
 
         Args:
             features: ``(rows, len(names))``.
@@ -220,7 +220,7 @@ class Trees:
 
 @compiled
 def descend(forest: _Tree, roots: NDArray[np.int64], features: Array, leaves: Array) -> None:
-    """Let every row descend every tree.
+    """Evaluate every tree for every row.
 
     Args:
         forest: Nodes and leaves of all trees.
@@ -238,7 +238,7 @@ def descend(forest: _Tree, roots: NDArray[np.int64], features: Array, leaves: Ar
 
 
 def descend_together(forest: _Tree, roots: NDArray[np.int64], features: Array, leaves: Array) -> None:
-    """Like ``descend``, all rows and trees one level at a time, for answers before numba is loaded."""
+    """Like ``descend``, for all rows and trees one level at a time; used before numba is loaded."""
     rows = np.repeat(np.arange(len(features)), len(roots))
     at = np.tile(roots, len(features))
     inner = np.flatnonzero(at >= 0)
