@@ -1,1 +1,1 @@
-"""The context model: PyTorch Geometric modules and losses.  Knows tensors, not files."""
+"""The context model: PyTorch Geometric modules and losses. Works on tensors only and reads no files."""

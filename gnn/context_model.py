@@ -1,4 +1,4 @@
-"""The context model: how much longer a node takes within its program than on its own."""
+"""The context model: the slowdown of a node within its program, relative to the node alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_geometric.nn import SimpleConv
 from stepsight.features.graph_features import RELATIONS, Topology, node_feature_names
 from stepsight.gnn.inference import ContextWeights
 
-BOUND = 2.0  # log units: small ops take several times as long with cold caches and host gaps, none a hundred times
+BOUND = 2.0  # log units: small ops take several times as long with cold caches and host gaps, but never a hundred times
 HIDDEN = 24
 LAYERS = 2
 
@@ -76,7 +76,7 @@ class ContextModel(nn.Module):
             nn.init.zeros_(head.bias)
 
     def set_range(self, features: Tensor) -> None:
-        """Remember the range of the training's features; beyond it, corrections stay what they are at its edge."""
+        """Store the range of the training features; beyond it, corrections are constant."""
         self.low = features.amin(dim=0)
         self.high = features.amax(dim=0)
 

@@ -25,7 +25,7 @@ from stepsight.features.named_columns import FEATURE_VERSION, check_version
 Array = NDArray[np.float64]
 
 SCHEMA = 1
-MOST_BOUND = 10.0  # log units that a correction may be bounded by
+MOST_BOUND = 10.0  # largest allowed bound of a correction, in log units
 WEIGHTS = "gnn.safetensors"
 CONFIG = "gnn.json"
 
@@ -78,7 +78,7 @@ class ContextWeights:
         from safetensors.numpy import save_file
 
         save_file({name: np.asarray(t, np.float32) for name, t in self.tensors.items()}, folder / WEIGHTS)
-        (folder / WEIGHTS).chmod(0o644)  # as the other files; safetensors writes for its owner alone
+        (folder / WEIGHTS).chmod(0o644)  # mode of the other files; safetensors makes files readable only by their owner
         config = {
             "schema": SCHEMA,
             "bound": self.bound,
@@ -91,7 +91,7 @@ class ContextWeights:
 
     @classmethod
     def load(cls, folder: Path) -> ContextWeights:
-        """Read what ``save`` wrote.
+        """Read the files that ``save`` wrote.
 
         Raises:
             PredictorError: If a file is missing or broken, or it reads features that this version does not have.
@@ -150,6 +150,6 @@ def _mean(hidden: Array, source: NDArray[np.int64], target: NDArray[np.int64], n
 
 
 def _stream_mean(hidden: Array, graph: Topology) -> Array:
-    """What each node's stream looks like on average."""
+    """The mean over the nodes of each node's stream."""
     state = _mean(hidden, np.arange(graph.num_nodes), graph.stream, graph.num_streams)
     return state[graph.stream]

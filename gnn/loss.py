@@ -10,7 +10,7 @@ ITERATION_DELTA = 0.1
 
 
 def node_loss(correction: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """Weighted Huber loss of log-corrections; all ``(nodes,)``, ``weight`` sums to what the caller likes."""
+    """Weighted Huber loss of log-corrections; all ``(nodes,)``; ``weight`` may have any sum."""
     each = functional.huber_loss(correction, target, reduction="none", delta=NODE_DELTA) / NODE_DELTA
     return (weight * each).sum() / weight.sum()
 

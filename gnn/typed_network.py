@@ -1,4 +1,4 @@
-"""Seconds of nodes from a graph with typed nodes and edges: messages with edge features, non-negative answers."""
+"""Seconds of nodes from a graph with typed nodes and edges: messages with edge features, non-negative outputs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch_geometric.utils import scatter
 
 EdgeType = tuple[str, str, str]
 HEADS = ("factor", "slowdown")
-NO_SLOWDOWN = -3.0  # softplus of it is a slowdown of 5 %, where an untrained network begins
+NO_SLOWDOWN = -3.0  # softplus of it is a slowdown of 5 %, the start of training
 
 
 @dataclass(frozen=True)
 class NetworkForm:
-    """What a network reads and how large it is.
+    """Inputs and sizes of a network.
 
     Attributes:
         readout: Type of the nodes whose seconds it answers.
@@ -46,7 +46,7 @@ class NetworkForm:
 
 
 def both_directions(graph: HeteroData) -> HeteroData:
-    """The graph with every edge in the other direction too, under a type of its own."""
+    """The graph with every edge also in the opposite direction, under its own type."""
     return ToUndirected(merge=False)(graph)
 
 
@@ -92,7 +92,7 @@ class TypedNetwork(nn.Module):
             self.register_buffer(f"{name}_{part}", torch.full((count,), value))
 
     def set_support(self, graphs: HeteroData) -> None:
-        """Remember mean, spread and range of the training's features; beyond the range, the edge of it counts."""
+        """Store mean, spread and range of the training features; values beyond the range are clipped."""
         named = {f"node_{name}": graphs[name].x for name in self.form.nodes}
         named |= {"edge_" + "__".join(kind): graphs[kind].edge_attr for kind in self.form.edges}
         for name, values in named.items():
@@ -131,7 +131,7 @@ class TypedNetwork(nn.Module):
         return answer
 
     def totals(self, graphs: Batch, seconds: Tensor) -> Tensor:
-        """Seconds of every graph, ``(graphs,)``: the sum over its nodes, and the rest."""
+        """Seconds of every graph, ``(graphs,)``: the sum over its nodes, plus a remainder."""
         total: Tensor = scatter(
             seconds, graphs[self.form.readout].batch, dim=0, dim_size=graphs.num_graphs, reduce="sum"
         )

@@ -29,7 +29,7 @@ Array = NDArray[np.float64]
 _UNKNOWN_LINKS = "loopback"  # of hardware without usual links: they are features of collectives, and teach nothing
 
 
-Taught = MeasuredRun | ImportedSegments  # what has segments
+Taught = MeasuredRun | ImportedSegments  # a run with segments
 
 
 def make_examples(runs: Sequence[Taught], predictor: Predictor) -> list[Example]:
@@ -54,7 +54,7 @@ def _latency(run: Taught, predictor: Predictor) -> LatencyModel:
 
 
 def imported_latency(run: ImportedSegments, predictor: Predictor) -> LatencyModel:
-    """What a predictor knows of an imported run; without a job, of one device on the hardware's usual links."""
+    """Seconds of an imported run's ops by a predictor; without a job, of one device with the hardware's usual links."""
     if run.job is not None and run.job.hardware_name == predictor.hardware.name:
         return predictor.latency(run.job)
     try:
@@ -67,19 +67,19 @@ def imported_latency(run: ImportedSegments, predictor: Predictor) -> LatencyMode
 
 
 def _learnable(nodes: Sequence[Node]) -> NDArray[np.bool_]:
-    """``(n,)``: which nodes a predictor can know: not opaque kernels, nor ops of unknown sizes."""
+    """``(n,)``: nodes that a predictor can predict: no opaque kernels, and no ops of unknown sizes."""
     return np.array(
         [not isinstance(n.work, Op) or (n.work.kind != OPAQUE and min(n.work.dims, default=0) > 0) for n in nodes]
     )
 
 
 def seconds_alone(nodes: Sequence[Node], latency: LatencyModel) -> Array:
-    """Seconds of each node of a program on its own, its share included, ``(len(nodes),)``."""
+    """Seconds of each node of a program alone, multiplied by its share, ``(len(nodes),)``."""
     return timer_of(latency).work_seconds([node.work for node in nodes]) * [node.share for node in nodes]
 
 
 def make_wholes(runs: Sequence[MeasuredRun], predictor: Predictor) -> list[Whole]:
-    """The runs that are whole as functions of their nodes, with their measured iteration times."""
+    """The whole runs as functions of their nodes, with their measured iteration times."""
     wholes = []
     for run in (run.manifest for run in runs if run.manifest.whole):
         iteration = Iteration.of(run.job, run_latency(run, predictor))

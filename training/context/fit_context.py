@@ -1,4 +1,4 @@
-"""Fitting the context model: on nodes of traces, and through the simulator on whole iterations."""
+"""Fitting the context model: on nodes of traces, and on whole iterations through the simulator."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Array = NDArray[np.float64]
 EPOCHS = 150
 LEARNING_RATE = 0.01
 WEIGHT_DECAY = 0.02
-ITERATION_WEIGHT = 0.5  # of the loss on whole iterations, beside that on nodes
-UNIFORM_SHARE = 0.1  # part of the weight that every node gets whatever its time
+ITERATION_WEIGHT = 0.5  # weight of the loss on whole iterations, relative to the loss on nodes
+UNIFORM_SHARE = 0.1  # share of the weight that every node gets regardless of its time
 
 
 @dataclass(frozen=True)
@@ -51,18 +51,18 @@ class Example:
 
     @property
     def known(self) -> NDArray[np.bool_]:
-        """``(n,)``: which nodes were measured, and so teach and judge."""
+        """``(n,)``: measured nodes, which train and judge."""
         return np.isfinite(self.inside)
 
     @property
     def target(self) -> Array:
-        """Log of seconds inside over alone, ``(n,)``, within what the model can say."""
+        """Log of seconds in context over seconds alone, ``(n,)``, clipped to the model's range."""
         return np.clip(np.log(np.maximum(self.inside, 1e-9) / self.alone), -BOUND, BOUND)
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A run's whole iteration: the job as a function of its nodes, and the measured time."""
+    """A run's iteration: the job as a function of its nodes, and the measured time."""
 
     iteration: Iteration
     measured_s: float
@@ -121,7 +121,7 @@ def _train(model: ContextModel, batch: _Batch, epochs: int, on_epoch: Callable[[
 
 
 class _Nodes:
-    """Nodes of distinct programs; a program that occurs in a trace and in a lowered job is there once."""
+    """Nodes of distinct programs; a program that occurs in a trace and in a lowered job is stored once."""
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
@@ -188,7 +188,9 @@ class _Batch:
 
 
 def node_weights(examples: Sequence[Example]) -> Array:
-    """Weight of every measured node: its share of its run's time, and a little for each; every run counts the same."""
+    """Weight of every measured node: its share of its run's time plus a constant; every run has the same total
+    weight.
+    """
     totals: dict[str, float] = {}
     counts: dict[str, int] = {}
     for example in examples:

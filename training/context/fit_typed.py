@@ -20,7 +20,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TypedFit:
-    """How a network is made and trained.
+    """Architecture and training settings of a network.
 
     Attributes:
         readout: Type of the nodes whose seconds it answers.
@@ -131,7 +131,7 @@ def _log_loss(seconds: Tensor, measured: Tensor, weight: Tensor, delta: float) -
 
 
 def _seen(graph: HeteroData, fit: TypedFit) -> HeteroData:
-    """What the network may see of a graph, edges in both directions."""
+    """The parts of a graph that the network may see, with edges in both directions."""
     seen = graph.clone()
     types = set(graph.node_types) if fit.node_types is None else {*fit.node_types, fit.readout}
     for kind in graph.edge_types:

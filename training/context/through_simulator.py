@@ -1,4 +1,4 @@
-"""Learning from whole iterations: the simulator as one differentiable function.
+"""Learning from whole iterations: the simulator as a differentiable function.
 
 The iteration time is ``T = sum_i n_i t_i`` over the nodes on the critical path, so ``dT / dt_i = n_i``: how often
 node ``i`` lies on it.  That is all back-propagation needs.
@@ -29,7 +29,7 @@ Array = NDArray[np.float64]
 
 
 class _Given:
-    """A latency model whose durations in context are given, by the identity of the program."""
+    """A latency model with given durations in context, by the identity of the program."""
 
     knows_context = True
 
@@ -108,6 +108,6 @@ class _Simulate(torch.autograd.Function):
 
 
 def iteration_seconds(iteration: Iteration, inside: Tensor) -> Tensor:
-    """Iteration time as a tensor that remembers ``n_i``; ``inside`` is ``(nodes,)`` seconds."""
+    """Iteration time as a tensor whose backward uses ``n_i``; ``inside`` is ``(nodes,)`` seconds."""
     result: Tensor = _Simulate.apply(inside, iteration)  # type: ignore[no-untyped-call]
     return result
