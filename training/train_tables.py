@@ -1,4 +1,4 @@
-"""``train`` from tables: a predictor of one device from its measured ops and collectives, without runs."""
+"""``train`` on tables: a predictor of one device from its measured ops and collectives, without runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from stepsight.training.transfer.fit_transfer import fit_links_of, fit_ops, labe
 from stepsight.training.transfer.own_table import OwnTable, find_own_hardware, own_table, renamed, shape_of
 
 Say = Callable[[str], None]
-FEWEST_TO_SPLIT = 25  # rows from which a fifth of the shapes is held out to judge by
+FEWEST_TO_SPLIT = 25  # fewest rows for holding out a fifth of the shapes
 
 
 def train_tables(
@@ -43,7 +43,7 @@ def train_tables(
     tracking_uri: str | None = None,
     progress: bool = True,
 ) -> Predictor:
-    """Learn a predictor of one device from tables of its ops and collectives, save it, and track it in MLflow.
+    """Train a predictor of one device on tables of its ops and collectives, save it, and track it in MLflow.
 
     A fifth of the shapes is held out first and judges (``held_out`` in the manifest); what is saved is fitted to all
     rows. With ``samples`` only those are fitted, and all other rows judge.
@@ -116,7 +116,7 @@ def _read(
 def fit_own_table(
     own: OwnTable, like: str = "", *, seed: int = 0, say: Say = lambda text: None, without: Sequence[str] = ()
 ) -> Predictor:
-    """Fit a predictor to a device's rows; nothing is saved.
+    """Fit a predictor to a device's rows, without saving it.
 
     Args:
         own: The rows.
@@ -161,7 +161,7 @@ def _held_out(whole: OwnTable, used: OwnTable, like: str, sampled: bool, seed: i
 
 
 def _usual(*hardware: str) -> str:
-    """The usual fabric of the first of some presets or files that has one; empty if none does."""
+    """The usual fabric of the first of some presets or files that has one; empty if none has."""
     for name in filter(None, hardware):
         with suppress(JobError):
             return usual_fabric(name)
@@ -169,7 +169,7 @@ def _usual(*hardware: str) -> str:
 
 
 def _predictor_named(name: str) -> str:
-    """The predictor of the package of that name, or of that hardware."""
+    """The shipped predictor of that name, or for that hardware."""
     name = canonical_hardware(name)
     for own, recipe in RECIPES.items():
         if name in (own, recipe.hardware, *recipe.twins):
@@ -181,7 +181,7 @@ def _predictor_named(name: str) -> str:
 
 
 def _manifest(table: Measurements, whole: OwnTable, used: OwnTable, software: str) -> dict[str, Any]:
-    """What the predictor was trained on; ``train_tables`` adds how."""
+    """Description of the training data; ``train_tables`` adds its settings."""
     digests = [file.digest for file in table.files.values()]
     shapes = pack_shapes(used.shapes())
     return {
@@ -203,7 +203,7 @@ def _manifest(table: Measurements, whole: OwnTable, used: OwnTable, software: st
 
 
 def _compared(predictor: Predictor, whole: OwnTable) -> Callable[[Predictor], tuple[float, float] | None]:
-    """How a predictor is compared with the champion: on rows that neither saw, else on the same shapes held out."""
+    """Compare a predictor with the champion: on rows that neither was trained on, else on the same held-out shapes."""
 
     def compare(champion: Predictor) -> tuple[float, float] | None:
         unseen = []

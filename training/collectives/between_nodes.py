@@ -1,4 +1,4 @@
-"""Seconds of NCCL's collectives between nodes: the cheapest of its choices, with a few fitted factors.
+"""Seconds of NCCL's collectives between nodes: its cheapest choice, with a few fitted factors.
 
 NCCL's own constants (``features.nccl_choices``) carry algorithms, protocols, ranks and sizes; the fabric's stated
 latencies and bandwidths carry the network.  What is fitted are five factors, within physical bounds and with a prior:
@@ -35,9 +35,9 @@ FACTORS = Bounds(
 )
 PRIOR_STD = np.array([0.5, 0.5, 0.5, 0.1, 0.15])  # log units
 KIND_STD = 0.5  # of those: how much a kind may differ from its route
-NOISE = 0.15  # log units in which NCCL's constants miss a real network
-INDEPENDENT = 4.0  # rows of a kind that all of a cluster's count for, since they share what is peculiar to it
-SITE_NOISE = 0.1  # the same where a cluster is fitted to its own measurements
+NOISE = 0.15  # log units by which NCCL's constants are wrong on a real network
+INDEPENDENT = 4.0  # weight of a cluster's rows of a kind, in rows: they share the cluster's peculiarities
+SITE_NOISE = 0.1  # the same if a cluster is fitted on its own measurements
 STEPS = 60
 LONGEST_STEP = 0.5  # of a factor's logarithm
 AXES = 3  # of the measured range: logarithms of bytes, ranks and ranks per node
@@ -73,7 +73,7 @@ class BetweenNodes:
         return parts
 
     def factors_of(self, kind: str) -> Array:
-        """Factors of a kind, or those of its route; the prior where nothing like it was measured."""
+        """Factors of a kind, or else of its route; the prior if neither was measured."""
         known = self.factors.get(kind)
         return self.factors.get(COLLECTIVE_KINDS[kind].route, FACTORS.prior) if known is None else known
 
@@ -163,7 +163,7 @@ def fit_between_nodes(
 
 
 def fit_site(start: BetweenNodes, collectives: Sequence[Collective], fabric: Fabric, seconds: Array) -> BetweenNodes:
-    """Fit the factors to one cluster's own measurements, to answer for the same cluster.
+    """Fit the factors to one cluster's own measurements, for predictions on the same cluster.
 
     Args:
         start: Factors from elsewhere, the prior.
@@ -173,12 +173,12 @@ def fit_site(start: BetweenNodes, collectives: Sequence[Collective], fabric: Fab
     """
     layouts = len({(c.group_size, c.ranks_per_node) for c in collectives})
     fabrics = [fabric] * len(collectives)
-    each = INDEPENDENT * layouts  # rows of one layout share what is peculiar to it
+    each = INDEPENDENT * layouts  # rows of one layout share its peculiarities
     return fit_between_nodes(collectives, fabrics, seconds, start=start, noise=SITE_NOISE, independent=each)
 
 
 def _left_out(rows: Rows, layouts: Array, around: Array) -> float:
-    """Mean absolute log-error of each layout by a fit that did not see it."""
+    """Mean absolute log-error of each layout, held out of the fit."""
     terms, measured, noise = rows
     off = []
     for layout in np.unique(layouts, axis=0):
@@ -189,11 +189,11 @@ def _left_out(rows: Rows, layouts: Array, around: Array) -> float:
 
 
 def _cheapest(terms: Array, factors: Array) -> Array:
-    """Seconds of each term in the cheapest choice, ``(rows, terms)``; their sum is its time."""
+    """Seconds of each term in the cheapest choice, ``(rows, terms)``; their sum is the predicted time."""
     parts = terms * factors
     near, far = (parts[..., column] for column in OVERLAPPING)
     longest = np.maximum(near, far) + 1e-30
-    with np.errstate(invalid="ignore"):  # of choices that are not there
+    with np.errstate(invalid="ignore"):  # of choices that do not exist
         powers = (near / longest) ** SHARPNESS, (far / longest) ** SHARPNESS
         both = longest * (powers[0] + powers[1]) ** (1 / SHARPNESS)
         totals = parts[..., : OVERLAPPING[0]].sum(axis=-1) + both

@@ -1,4 +1,4 @@
-"""Seconds of collectives, learned from event profiles: physics of links first, residual within the measured range."""
+"""Seconds of collectives, learned from event profiles: physics of links first, a residual within the measured range."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from stepsight.training.regression.regressor import Regressor, SignatureRows, fi
 Array = NDArray[np.float64]
 
 OUTSIDE = 0.7  # log units, as for ops
-MAX_CURVES = 512  # that a model remembers
+MAX_CURVES = 512  # entries of a model's cache
 
-# Seconds per call, step, byte of the buffer, second that the link's facts say, and message that a shared host handles;
+# Seconds per call, step, byte of the buffer, second by the link's facts, and message that a shared host handles;
 # from NVLink to a loopback socket.
 BOUNDS = Bounds(
     prior=np.array([2e-5, 5e-5, 2e-10, 1.1, 2e-6]),
@@ -56,12 +56,12 @@ TREE_SHARE = (
     0.92  # part of a ring's bandwidth that NCCL's own tuning credits its trees with (its graph/tuning.cc, 2.18)
 )
 
-SHORTEST_S = 1e-8  # on links; positions of what is shorter may be rounded up
+SHORTEST_S = 1e-8  # on links; positions of shorter collectives may be rounded up
 _UNIT = Fabric("1 GB/s", Link(1e9, 0.0), Link(1e9, 0.0))
 
 
 def label_of(collective: Collective) -> str:
-    """Kind and whether nodes are crossed: the two differ in every constant."""
+    """Kind and whether nodes are crossed; all constants depend on both."""
     return f"{collective.kind}/{'inter' if collective.num_nodes > 1 else 'intra'}"
 
 
@@ -72,7 +72,7 @@ def collective_rows(
     nccl: bool = False,
     measured: Mapping[str, float] = MappingProxyType({}),
 ) -> SignatureRows:
-    """Collectives, each on its fabric, as the regressor's rows.
+    """Collectives, each with its fabric, as rows of the regressor.
 
     Args:
         collectives, fabrics: One row each.
@@ -96,7 +96,7 @@ def collective_rows(
 
 
 def _on_links_of(fabric: Fabric, bandwidth_bytes_per_s: float | None) -> Fabric:
-    """The fabric with links of this bandwidth within a node; itself if that is ``None`` or its own."""
+    """The fabric with another bandwidth within a node; unchanged if that is ``None`` or equal to its own."""
     if bandwidth_bytes_per_s in (None, fabric.intra_node.bandwidth_bytes_per_s):
         return fabric
     return replace(fabric, intra_node=replace(fabric.intra_node, bandwidth_bytes_per_s=bandwidth_bytes_per_s))
@@ -126,7 +126,7 @@ class CollectiveModel:
     _curves: Memo[Any, Array] = field(default_factory=_curve_memo, init=False, compare=False, repr=False)
 
     def seconds(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
-        """Seconds of each collective alone; by the fabric's facts where kind and layout were never measured."""
+        """Seconds of each collective alone; from the fabric's facts if its kind and layout were not measured."""
         if self.between is None:
             return self._by_regressor(collectives, fabric)
         num_bytes = np.array([c.num_bytes for c in collectives], dtype=np.float64)
@@ -139,7 +139,7 @@ class CollectiveModel:
             near = collective.ranks_per_node
             if not across[index] or (near > 1 and collective.record.route == "ring"):
                 layouts.setdefault((collective.kind, near), []).append(index)
-        for (kind, near), members in layouts.items():  # no node of several is done earlier than one alone
+        for (kind, near), members in layouts.items():  # a collective over several nodes is never faster than within one
             within = read_curve(self._curve(kind, near, fabric), num_bytes[members])
             seconds[members] = np.maximum(seconds[members], within)
         return seconds
@@ -161,7 +161,7 @@ class CollectiveModel:
 
     @property
     def errors(self) -> dict[str, float]:
-        """Mean absolute log-error on what was left out in turn, by label."""
+        """Mean absolute log-error on rows left out in turn, by label."""
         inter = {} if self.between is None else {f"{kind}/inter": e for kind, e in self.between.errors.items()}
         return {**self.regressor.errors, **inter}
 
@@ -201,7 +201,7 @@ class CollectiveModel:
         return found
 
     def _within_sizes(self, collective: Collective) -> tuple[Collective, float]:
-        """NCCL's bandwidth stays what it is at the largest size that was measured: that size, and how often it goes."""
+        """Extrapolate with NCCL's bandwidth at the largest measured size: that size, and how often it fits."""
         label = label_of(collective)
         if not self.nccl or label not in self.regressor.support:
             return collective, 1.0
@@ -211,7 +211,9 @@ class CollectiveModel:
         return replace(collective, num_bytes=most), collective.num_bytes / most
 
     def _tree_seconds(self, collective: Collective, fabric: Fabric) -> float:
-        """Seconds of an all-reduce over more ranks than were measured, by NCCL's trees; infinite for all others."""
+        """Seconds of an all-reduce over more ranks than were measured, by NCCL's trees; infinite for all other
+        collectives.
+        """
         physics = self.regressor.physics.get(label_of(collective))
         if physics is None or not collective.record.trees or collective.num_nodes == 1:
             return float("inf")
@@ -221,7 +223,7 @@ class CollectiveModel:
         return float(physics.seconds(terms, np.ones(1))[0]) / TREE_SHARE
 
     def unsupported(self, collective: Collective, fabric: Fabric) -> str:
-        """Why a collective lies outside what was measured; empty if it does not."""
+        """Why a collective lies outside the measured range; empty if it lies within."""
         label = label_of(collective)
         if self.between is not None and collective.num_nodes > 1:
             return self._outside_between(self.between, collective)
@@ -229,7 +231,7 @@ class CollectiveModel:
             where = "across nodes" if collective.num_nodes > 1 else "within a node"
             return f"{collective}: no {collective.kind} {where} was measured"
         low, high = self.regressor.support[label]
-        slack = OUTSIDE if self.nccl else 1e-9  # rings of NCCL are alike up to twice the ranks
+        slack = OUTSIDE if self.nccl else 1e-9  # rings of NCCL behave alike up to twice the ranks
         if not low[1] - slack <= np.log(collective.group_size) <= high[1] + slack:
             return f"{collective}: measured for groups of {np.exp(low[1]):.0f} to {np.exp(high[1]):.0f} ranks"
         position = (nccl_position if self.nccl else collective_position)(collective, fabric)
@@ -239,7 +241,7 @@ class CollectiveModel:
         return self._carried(collective)
 
     def _outside_between(self, between: BetweenNodes, collective: Collective) -> str:
-        """Why a collective between nodes lies outside what was measured; empty if it does not."""
+        """Why a collective between nodes lies outside the measured range; empty if it lies within."""
         if collective.kind not in between.support:
             return f"{collective}: no {collective.kind} across nodes was measured"
         low, high = between.support[collective.kind]
@@ -258,7 +260,7 @@ class CollectiveModel:
 def fit_collectives(
     collectives: Sequence[Collective], fabrics: Sequence[Fabric], seconds: Array, *, seed: int = 0, nccl: bool = False
 ) -> CollectiveModel:
-    """Fit from measured collectives, each on its fabric."""
+    """Fit on measured collectives, each with its fabric."""
     own = NCCL_BOUNDS if nccl else BOUNDS
     bounds = {f"{kind}/{where}": own for kind in COLLECTIVE_KINDS for where in ("intra", "inter")}
     rows = collective_rows(collectives, fabrics, nccl=nccl)

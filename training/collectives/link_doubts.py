@@ -1,4 +1,4 @@
-"""Says when measured collectives contradict the links that are stated."""
+"""Detect measured collectives that contradict the stated links."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from stepsight.training.collectives.between_nodes import UNFITTED, BetweenNodes
 
 Array = NDArray[np.float64]
 
-SLOWER, FASTER = 3.0, 1 / 1.5  # of what is stated, beyond which no bandwidth is as stated
-LATER = 5.0  # the same of latencies
-MOST = 0.7  # part of its time in which a collective counts as bound by one thing
-FEWEST, ENOUGH = 3, 200  # rows from which it is believed, and rows that are looked at
-ALIKE = 0.05  # log units of error that tell nothing
+SLOWER, FASTER = 3.0, 1 / 1.5  # share of the stated bandwidth below which the statement is doubted
+LATER = 5.0  # the same for latencies
+MOST = 0.7  # share of its time from which a collective counts as bound by one resource
+FEWEST, ENOUGH = 3, 200  # fewest rows for a doubt, and rows that are examined
+ALIKE = 0.05  # log units of error that are ignored
 SCALES = 10.0 ** np.linspace(-1, 3, 81)  # slower bandwidths that are tried
 LATENCIES = [CHOICE_TERMS.index("quick_steps"), CHOICE_TERMS.index("bulk_steps")]
 TRANSFERS = [CHOICE_TERMS.index("adapters"), CHOICE_TERMS.index("links_within_node")]
@@ -28,7 +28,7 @@ TRANSFERS = [CHOICE_TERMS.index("adapters"), CHOICE_TERMS.index("links_within_no
 def link_doubts(
     collectives: Sequence[Collective], fabric: Fabric, seconds: Array, model: BetweenNodes = UNFITTED
 ) -> tuple[str, ...]:
-    """What the links between nodes must be instead of what is stated, for people; empty if they may be as stated.
+    """Suggest the links between nodes that explain the measurements; empty if they may be as stated.
 
     Args:
         collectives: Measured; those within a node are left out.
@@ -68,7 +68,7 @@ def link_doubts(
 
 
 def _slower(works: Sequence[Collective], fabric: Fabric, measured: Array, model: BetweenNodes) -> float:
-    """How many times slower than stated the bandwidth between nodes is: the least change that explains the times."""
+    """How many times slower than stated the bandwidth between nodes is: the smallest change that explains the times."""
     link = fabric.inter_node
     off = []
     scales: list[float] = sorted(SCALES.tolist(), key=lambda scale: abs(np.log(scale)))

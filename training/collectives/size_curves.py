@@ -1,4 +1,4 @@
-"""Seconds of one layout over all sizes: a curve that never falls.
+"""Seconds of one layout over all sizes: a monotone curve.
 
 Measured times scatter, and what is learned from them scatters with them.  A larger message never takes less time, so
 the curve is the isotonic regression of what was learned, which also keeps the order of two networks: a curve that lies
@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-# Bytes at which a curve is worked out: halves of octaves, up to 16 GiB.
+# Bytes of the curve's knots: half octaves, up to 16 GiB.
 KNOTS = np.unique(np.round(2.0 ** np.arange(0, 34.01, 0.5)).astype(np.int64))
 LOG_KNOTS = np.log(KNOTS.astype(np.float64))
 
 
 def read_curve(log_seconds: Array, num_bytes: Array) -> Array:
-    """Seconds at some sizes, ``(sizes,)``; beyond the last knot time grows as the bytes do.
+    """Seconds at some sizes, ``(sizes,)``; beyond the last knot, time is proportional to bytes.
 
     Args:
         log_seconds: At ``KNOTS``.
@@ -29,7 +29,7 @@ def read_curve(log_seconds: Array, num_bytes: Array) -> Array:
 
 
 def never_falling(values: Array) -> Array:
-    """The nearest values (least squares) that never fall, by pooling adjacent violators (Ayer et al. 1955)."""
+    """The nearest non-decreasing values (least squares), by pooling adjacent violators (Ayer et al. 1955)."""
     means: list[float] = []
     counts: list[int] = []
     for value in values.tolist():

@@ -1,4 +1,4 @@
-"""Predictors that come with the package: which there are, for which hardware, and how each is made from public tables.
+"""The catalogue of shipped predictors: names, hardware, and the recipe of each from public tables.
 
 ``python -m stepsight.training.shipped.catalogue a100-sxm --data DATA --out DIR`` makes one again, bit for bit with the
 same versions of the libraries.
@@ -62,7 +62,7 @@ class TableSource:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a predictor is made.
+    """A recipe of a shipped predictor.
 
     Attributes:
         chip: What the hardware and its twins share.
@@ -223,18 +223,18 @@ RECIPES = MappingProxyType(
 
 
 def chip_of(hardware: str) -> str:
-    """The chip of a hardware that a shipped predictor serves; empty if none does."""
+    """The chip of a hardware that a shipped predictor covers; empty if none does."""
     found = (recipe.chip for recipe in RECIPES.values() if hardware in (recipe.hardware, *recipe.twins))
     return next(found, "")
 
 
 @cached(64)
 def shipped_predictor(name: str) -> Predictor | None:
-    """The predictor of that name, or the one that serves that hardware; None if there is none."""
+    """The predictor of that name, or for that hardware; None if there is none."""
     for own, recipe in RECIPES.items():
         if name in (own, recipe.hardware, *recipe.twins) and own in shipped_names():
             predictor = Predictor.load(SHIPPED / own)
-            hardware = _preset(recipe.hardware if name == own else name)  # facts of the preset as they are now
+            hardware = _preset(recipe.hardware if name == own else name)  # current facts of the preset
             measured = predictor.kernel.hardware
             peaks = {**_preset(recipe.hardware).peak_flops, **measured.peak_flops}  # of types that nobody measured, too
             hardware = replace(hardware, product_power_w=product_power_w(recipe.chip))
@@ -248,7 +248,7 @@ def shipped_predictor(name: str) -> Predictor | None:
 
 @cached(256)
 def shipped_without(name: str, source: str) -> Predictor | None:
-    """The shipped predictor of a name without what it learned from one source of published runs: the chip's power."""
+    """The shipped predictor of a name without the chip's power that it learned from one source of published runs."""
     whole = shipped_predictor(name)
     if whole is None:
         return None
@@ -259,7 +259,7 @@ def shipped_without(name: str, source: str) -> Predictor | None:
 
 
 def read_recipe(recipe: Recipe, data: Path) -> tuple[OpRows, dict[str, Measurements]]:
-    """Distinct ops of a recipe's hardware, and the rows that are its ``own``, ``lent`` to it, and of ``others``.
+    """Distinct ops of a recipe: rows of its hardware that are its ``own``, ``lent`` to it, and of ``others``.
 
     Raises:
         TableError: If a source is not there or malformed.
@@ -277,7 +277,7 @@ def read_recipe(recipe: Recipe, data: Path) -> tuple[OpRows, dict[str, Measureme
 
 
 def read_links(recipe: Recipe, data: Path) -> tuple[CollectiveRows, Measurements]:
-    """Distinct collectives of a recipe, and the rows they come from.
+    """Distinct collectives of a recipe, and their rows.
 
     Raises:
         TableError: If a source is not there or malformed.
@@ -354,7 +354,7 @@ def retrain(name: str, data: Path, out: Path, seed: int = 0) -> Predictor:
 
 
 def _kinds(table: Measurements, recipe: Recipe, hardware: Hardware) -> list[str]:
-    """The kinds that a table holds, with the precision if it has its own kernels."""
+    """The kinds in a table, with the precision if it has its own kernels."""
     rows = op_table(table, recipe.hardware, recipe.software)
     return sorted({label(op.kind, op, hardware) for op in rows.ops})
 

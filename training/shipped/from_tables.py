@@ -21,8 +21,8 @@ from stepsight.training.kernels.kernel_models import KernelModel, fit_kernels
 
 Array = NDArray[np.float64]
 
-MIN_EVIDENCE = 4  # rows of a kind, and of its base, from which a ratio is believed
-CLOSE = 1.05  # sizes of one collective that differ by less tell the same
+MIN_EVIDENCE = 4  # fewest rows of a kind, and of its base, for a ratio
+CLOSE = 1.05  # sizes of one collective closer than this count as equal
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def op_table(table: Measurements, device: str, software: Sequence[str]) -> OpRow
 
 
 def lend(table: Measurements, lender: Hardware, hardware: Hardware) -> Measurements:
-    """Ops of a device as if measured on another one with the same chip: times as rooflines differ."""
+    """Ops of a device as if measured on another one with the same chip: times scaled by the ratio of rooflines."""
     own = table.where(device=lender.name)
     ops = [work for work in own.works if isinstance(work, Op)]
     longer = np.array([roofline_seconds(op, hardware) / roofline_seconds(op, lender) for op in ops], dtype=np.float64)
@@ -101,7 +101,7 @@ def fit_table(rows: OpRows, hardware: Hardware, others: Measurements, *, seed: i
 
 
 def fit_ratios(model: KernelModel, others: Measurements) -> dict[str, Ratio]:
-    """How much slower than its base's kernels each kind runs that a device lacks, from devices that have both.
+    """Slowdown relative to the base of each kind that a device lacks, from devices that have both.
 
     A device is compared with itself: what a kind takes there over what the model says of its base, against what the
     base itself takes there over it; sums over ops, so that the long ones count.  Devices count alike.

@@ -1,4 +1,4 @@
-"""Power of matrix products by chip, learned from published runs: what lowers the clock in training.
+"""Power of matrix products by chip, learned from published runs; it lowers the clock in training.
 
 Kernels of tables were measured alone, in calls that end before the power limit lowers the clock.  In training the clock
 falls (``Hardware.power_slowdown``), by as much as the chip's products would draw more than the limit of the device.
@@ -21,12 +21,12 @@ from stepsight.dataset.caching import cached
 from stepsight.dataset.files import read_json
 
 PRESET = Path(__file__).with_name("product_power.json")
-LEAST_SOURCES = 3  # that a power is learned from: fewer may share what has other reasons
-MOST_POWER_LOG = math.log(1.5)  # of the chip's highest limit: more than half beyond it nobody has measured
-PRIOR_STD_LOG = 0.06  # of the clock: what a power limit is thought to take at most, as a standard deviation from none
-SOURCE_STD_LOG = 0.04  # of sources about their chip: software and networks that are not as predicted
-RUN_STD_LOG = 0.08  # of runs about their source
-ROUNDS = 50  # of reweighting
+LEAST_SOURCES = 3  # fewest runs for an estimate: fewer may share another cause
+MOST_POWER_LOG = math.log(1.5)  # limit relative to the chip's highest power limit: larger values were never measured
+PRIOR_STD_LOG = 0.06  # prior deviation of the clock's reduction by a power limit, centred at none
+SOURCE_STD_LOG = 0.04  # deviation between sources of a chip: software and networks differ from the prediction
+RUN_STD_LOG = 0.08  # deviation between runs of a source
+ROUNDS = 50  # iterations of reweighting
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class ChipPower:
     sources: Mapping[str, SourceClock]
 
     def slowdown_log(self, without: str = "") -> float:
-        """Logarithm of the slowdown at the reference limit: Huber's mean of sources, shrunk towards none."""
+        """Logarithm of the slowdown at the reference limit: Huber's mean of sources, shrunk towards zero."""
         told = [source for name, source in self.sources.items() if name != without]
         weights = [*(source.weight for source in told), PRIOR_STD_LOG**-2]
         values = [*(source.slowdown_log for source in told), 0.0]
@@ -75,7 +75,7 @@ class ChipPower:
         return mean
 
     def power_w(self, without: str = "") -> float:
-        """Watts at the highest clock by all sources but one; 0 where too few tell."""
+        """Watts at the highest clock from all sources except one; 0 if there are too few."""
         if len(set(self.sources) - {without}) < LEAST_SOURCES:
             return 0.0
         return self.reference_w * math.exp(min(3.0 * self.slowdown_log(without), MOST_POWER_LOG))
@@ -102,7 +102,7 @@ def learn_chip(reference_w: float, runs: Mapping[str, Sequence[float]]) -> ChipP
 
 @cached(1)
 def chip_powers() -> Mapping[str, Mapping[str, ChipPower]]:
-    """The preset that comes with the package, by chip and type of products."""
+    """The preset of the package, by chip and type of products."""
     table = read_json(PRESET)["chips"]
     return {chip: {dtype: ChipPower.from_dict(one) for dtype, one in each.items()} for chip, each in table.items()}
 

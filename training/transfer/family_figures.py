@@ -1,4 +1,4 @@
-"""Errors by family of ops and by kind of collective, and which shapes a predictor was trained on."""
+"""Errors by family of ops and by kind of collective, and the shapes that a predictor was trained on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.errors import PredictorError
 
 Array = NDArray[np.float64]
-LONG_S = 50e-6  # launches and clocks blur what is shorter
+LONG_S = 50e-6  # launches and clocks blur shorter times
 
 
 def family_figures(names: Sequence[str], predicted: Array, measured: Array) -> dict[str, dict[str, float | int | None]]:

@@ -1,4 +1,4 @@
-"""Fit a device's ops and collectives on its own table and on the package's predictors of other devices."""
+"""Fit a device's ops and collectives on its own table and on the shipped predictors of other devices."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Array = NDArray[np.float64]
 Say = Callable[[str], None]
 T = TypeVar("T")
 
-ENOUGH = 2000  # rows of a label from which trees of its own are nearer: B200 7.7 % against 8.5, L40S 9.4 against 12.5
-FEWEST = 5  # rows of a label and software from which a correction is fitted
+ENOUGH = 2000  # fewest rows of a label for its own trees: B200 7.7 % against 8.5, L40S 9.4 against 12.5
+FEWEST = 5  # fewest rows of a label and software for a correction
 
 
 def fit_ops(own: OwnTable, teachers: Sequence[Teacher], like: str, *, seed: int, say: Say) -> KernelModel:
-    """Fit a device's ops: by trees of its own where it has many rows, else by what other devices' predictors know.
+    """Fit a device's ops: by its own trees if it has many rows, else by other devices' predictors.
 
     Args:
         own: Its rows.
@@ -66,7 +66,7 @@ def fit_ops(own: OwnTable, teachers: Sequence[Teacher], like: str, *, seed: int,
 
 
 def _groups(own: OwnTable, names: NDArray[np.object_], few: NDArray[np.bool_]) -> dict[str, list[int]]:
-    """Rows of each label and software that are enough for a correction."""
+    """Rows of each label and software with enough rows for a correction."""
     found: dict[str, list[int]] = {}
     for index in np.flatnonzero(few).tolist():
         found.setdefault(name_of(names[index], int(own.ops.variants[index])), []).append(index)
@@ -89,7 +89,7 @@ def _correct(transfer: Transfer, ops: Sequence[Op], seconds: Array, seed: int) -
 
 
 def fit_links_of(rows: CollectiveRows, lender: Predictor, *, seed: int) -> CollectiveModel:
-    """Fit a device's collectives; kinds that were not measured on it are those of another device's links.
+    """Fit a device's collectives; kinds that were not measured on it come from another device's links.
 
     Args:
         rows: Measured on it.
@@ -121,7 +121,7 @@ def fit_links_of(rows: CollectiveRows, lender: Predictor, *, seed: int) -> Colle
 
 
 def nearest_links(fabric: Fabric, predictors: Sequence[Predictor]) -> Predictor:
-    """The predictor whose device's usual links within a node are the nearest to these."""
+    """The predictor whose device has the most similar usual links within a node."""
 
     def distance(predictor: Predictor) -> float:
         links = find_fabric(usual_fabric(predictor.hardware.name)).intra_node
@@ -131,5 +131,5 @@ def nearest_links(fabric: Fabric, predictors: Sequence[Predictor]) -> Predictor:
 
 
 def label_of_work(op: Op, model: KernelModel) -> str:
-    """Family of an op with the precision where it has kernels of its own."""
+    """Family of an op, with the precision if it has its own kernels."""
     return label(op.family, op, model.hardware)

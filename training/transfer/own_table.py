@@ -1,4 +1,4 @@
-"""What a user's tables of measurements hold of one device: its ops and collectives, by software."""
+"""Measurements of one device in a user's tables: its ops and collectives, by software."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OwnTable:
         return [label(op.family, op, self.hardware) for op in self.ops.ops]
 
     def take(self, ops: NDArray[np.int64], collectives: NDArray[np.int64]) -> OwnTable:
-        """Some of the rows."""
+        """Select some of the rows."""
         return replace(self, ops=self.ops.take(ops), collectives=self.collectives.take(collectives))
 
     def sample(self, most: int, seed: int) -> OwnTable:
@@ -62,19 +62,19 @@ class OwnTable:
         return self.take(first[kept], links)
 
     def split(self, seed: int, folds: int = 5) -> tuple[OwnTable, OwnTable]:
-        """Rows to learn from, and one in ``folds`` shapes with all their rows to judge by."""
+        """Split into training rows, and the held-out rows of one in ``folds`` shapes."""
         held = _held([shape_of(op) for op in self.ops.ops], seed, folds)
         links = _held([shape_of(work) for work in self.collectives.collectives], seed, folds)
         kept = self.take(np.flatnonzero(~held), np.flatnonzero(~links))
         return kept, self.take(np.flatnonzero(held), np.flatnonzero(links))
 
     def shapes(self) -> list[Hashable]:
-        """Every shape that is here."""
+        """All shapes of the table."""
         return [*map(shape_of, self.ops.ops), *map(shape_of, self.collectives.collectives)]
 
 
 def shape_of(work: Op | Collective) -> Hashable:
-    """What is held out together: kind and sizes, in whatever precision and by whatever software."""
+    """The unit of holding out: kind and sizes, in any precision and with any software."""
     if isinstance(work, Op):
         return work.kind, work.dims
     return work.kind, work.num_bytes, work.group_size, work.ranks_per_node
@@ -108,7 +108,7 @@ def own_table(table: Measurements, hardware: Hardware, software: str = "", fabri
 
 
 def find_own_hardware(table: Measurements, stated: str, like: str) -> Hardware:
-    """The device that a table is about.
+    """The device of a table.
 
     Args:
         table: The measurements.
@@ -125,7 +125,7 @@ def find_own_hardware(table: Measurements, stated: str, like: str) -> Hardware:
             raise TableError(
                 f"--hardware must name a preset or a .toml or .json file of hardware facts, got {stated!r:.80}"
             )
-        if len(devices) <= 1 or found.name in devices:  # the facts are the only device's, whatever its rows call it
+        if len(devices) <= 1 or found.name in devices:  # the facts are of the only device, whatever its rows call it
             return found
         raise TableError(f"the table must hold rows of {found.name}, got {', '.join(devices)}")
     if len(devices) != 1:
@@ -146,7 +146,7 @@ def find_own_hardware(table: Measurements, stated: str, like: str) -> Hardware:
 
 
 def renamed(table: Measurements, hardware: Hardware) -> Measurements:
-    """The table with its only device called as the hardware is."""
+    """The table with its only device renamed to the hardware."""
     devices = {device for device in table.device if device}
     if len(devices) != 1 or hardware.name in devices:
         return table

@@ -1,4 +1,4 @@
-"""How far a device's measured ops lie from what other devices' efficiencies say: a Gaussian process, fitted and asked.
+"""The ratio of a device's measured ops to the efficiency of other devices: a Gaussian process.
 
 The covariance is a sum: a constant, a linear term in each teacher's log-efficiency, and Matern-3/2 terms over the
 shape, over how well tiles fill the device, and over the roofline.  Amplitudes, lengths and the noise maximise the
@@ -22,20 +22,20 @@ LINEAR = "teachers"
 # Amplitude and length of each term before anything is measured, in log units; the linear one has no length.
 TERMS = {LINEAR: (0.3, 0.0), "shape": (0.15, 2.0), "tiles": (0.1, 1.0), "roofline": (0.2, 1.5)}
 CONSTANT, NOISE = 0.5, 0.06
-SHORT, SHORT_S = 0.7, 20e-6  # noise of the shortest ops on top, over that of long ones; time at which it has halved
-AMPLITUDE_STD, LENGTH_STD, NOISE_STD = 1.0, 0.7, 0.5  # of the priors' logarithms
-BLEND_S = 30e-6  # time of an op for which both posteriors of a correction count alike
-ROWS_OF_SCALES = 250  # rows from which amplitudes and lengths are found: the cost is cubic
+SHORT, SHORT_S = 0.7, 20e-6  # additional noise of the shortest ops; time at which it has halved
+AMPLITUDE_STD, LENGTH_STD, NOISE_STD = 1.0, 0.7, 0.5  # deviation of the priors' logarithms
+BLEND_S = 30e-6  # time of an op at which both posteriors of a correction have equal weight
+ROWS_OF_SCALES = 250  # rows used to find amplitudes and lengths: the cost is cubic
 MOST_ROWS = 800
 STEPS = 25
-ROBUST_STEPS, OUTLIER = 4, 2.0  # rows that miss by more than so many deviations count less
+ROBUST_STEPS, OUTLIER = 4, 2.0  # rows with errors beyond this many deviations have less weight
 MOST_CORRECTION = 3.0  # log units
 _CHUNK = 2048
 
 
 @dataclass(frozen=True, eq=False)
 class Posterior:
-    """What the measured ops of one label tell.
+    """The posterior from the measured ops of one label.
 
     Attributes:
         scales: Logarithms of the constant, the noise, the amplitude and length of each term, and how much more noise
@@ -95,7 +95,7 @@ def fit_posterior(rows: Blocks, residuals: Array, seconds: Array, seed: int = 0)
     for _ in range(ROBUST_STEPS):
         inverse = np.linalg.inv(covariance + np.diag(noise))
         weights = inverse @ wanted
-        left_out = np.abs(weights / np.diag(inverse)) / np.sqrt(usual)  # errors of each row predicted from the others
+        left_out = np.abs(weights / np.diag(inverse)) / np.sqrt(usual)  # error of each row predicted from the others
         deviation = 1.48 * np.median(left_out) + 1e-9
         noise = usual * np.maximum(1.0, left_out / (OUTLIER * deviation)) ** 2
     return Posterior(scales, kept, weights)
@@ -103,7 +103,7 @@ def fit_posterior(rows: Blocks, residuals: Array, seconds: Array, seed: int = 0)
 
 @dataclass(frozen=True, eq=False)
 class Correction:
-    """Two posteriors of the same measured ops, blended by how long an op takes.
+    """Two posteriors of the same measured ops, blended by the duration of an op.
 
     Short ops scatter more.  A posterior that knows it is nearer for long ops, but smooths away what is really different
     about short ones; for those one is taken that believes every measurement alike.
@@ -136,13 +136,13 @@ class Correction:
 
 
 def fit_correction(rows: Blocks, residuals: Array, seconds: Array, seed: int = 0) -> Correction:
-    """Fit both posteriors; arguments as of ``fit_posterior``."""
+    """Fit both posteriors; arguments as in ``fit_posterior``."""
     alike = np.full(len(seconds), np.inf)
     return Correction(fit_posterior(rows, residuals, seconds, seed), fit_posterior(rows, residuals, alike, seed))
 
 
 def choose_rows(candidates: Blocks, wanted: int) -> list[int]:
-    """Which ops to measure first: each lowers the expected squared error over all candidates most (greedily).
+    """Choose the ops to measure first: each lowers the expected squared error over all candidates most (greedily).
 
     Args:
         candidates: Columns of ops that could be measured, by term.

@@ -1,4 +1,4 @@
-"""Which ops and collectives to measure first on a new device, as a plan for the harness.
+"""Choose the ops and collectives to measure first on a new device, as a plan for the harness.
 
 Candidates are the distinct ops of training the catalogue's models, sharded in several ways.  Of each family those are
 chosen that lower the expected error over all its candidates most, given what other devices' predictors know
@@ -26,20 +26,20 @@ from stepsight.training.kernels.kernel_models import label
 from stepsight.training.transfer.posterior import choose_rows
 from stepsight.training.transfer.transferred import Teacher, Transfer
 
-LAUNCH_S, OP_S, COLLECTIVE_S = 20.0, 0.25, 0.5  # of the harness, and of each signature with its inputs
-LONGEST_S, MOST_MEMORY = 0.5, 0.2  # of a candidate by the roofline; part of the memory that its operands may take
-CANDIDATES = 400  # of a family
-SHARES = {"gemm": 0.5, "attention": 0.25}  # of the ops' time; other families share the rest
+LAUNCH_S, OP_S, COLLECTIVE_S = 20.0, 0.25, 0.5  # start-up of the harness, and of each signature with its inputs
+LONGEST_S, MOST_MEMORY = 0.5, 0.2  # limits of a candidate: time by the roofline, share of the memory for its operands
+CANDIDATES = 400  # most candidates of a family
+SHARES = {"gemm": 0.5, "attention": 0.25}  # shares of the ops' time; other families share the rest
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 SIZES = tuple(2**power for power in range(12, 31, 2))
-LINKS_SHARE = 0.2  # of the time, where there are several devices
+LINKS_SHARE = 0.2  # share of the time, if there are several devices
 MOST_MINUTES = 240.0
 
 
 def profile_plan(
     hardware: Hardware, teachers: Sequence[Teacher], minutes: float, *, devices: int = 1, seed: int = 0
 ) -> dict[str, Any]:
-    """Make a plan for the harness that is expected to take a number of minutes.
+    """Make a plan for the harness that takes about a given number of minutes.
 
     Args:
         hardware: The device's facts.
@@ -91,12 +91,12 @@ def _ordered(transfer: Transfer, candidates: Sequence[Op], count: int, seed: int
 
 
 def _candidates(hardware: Hardware) -> list[Op]:
-    """Distinct ops of training the catalogue's models on this hardware that are not too long or large to measure."""
+    """Distinct training ops of the catalogue's models on this hardware that are not too long or large to measure."""
     found: dict[Op, None] = {}
     for job in _jobs(hardware):
         try:
             ops, _ = signatures(job, hardware)
-        except StepsightError:  # the hardware states no peak for a precision that the model needs
+        except StepsightError:  # the hardware states no peak for the model's precision
             continue
         found.update(dict.fromkeys(sorted(ops, key=str)))
     return [op for op in found if _measurable(op, hardware)]
@@ -134,7 +134,7 @@ def _jobs(hardware: Hardware) -> Iterator[Job]:
 
 
 def _links(devices: int, seconds: float) -> list[dict[str, Any]]:
-    """Collectives within a node by all sizes, those over all devices first."""
+    """Collectives within a node with all sizes, those over all devices first."""
     groups = [2**power for power in range(int(math.log2(devices)), 0, -1)]
     rows = [
         {"kind": kind, "num_bytes": size, "group_size": group, "ranks_per_node": group}

@@ -1,4 +1,4 @@
-"""Ops of a device of which little is measured: other devices' efficiency at its roofline, and a correction.
+"""Ops of a device with few measurements: other devices' efficiency at its roofline, and a correction.
 
 ``seconds(op) = roofline(op) * exp(efficiency(op) + correction(op))``.  The efficiency (log of time over roofline) is
 that of predictors that come with the package, the teachers: their mean, or that of the device that is said to be alike.
@@ -39,7 +39,7 @@ def own_columns() -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, eq=False)
 class Teacher:
-    """A predictor of the package whose efficiencies count.
+    """A shipped predictor whose efficiencies are used.
 
     Attributes:
         name: Of the predictor.
@@ -57,13 +57,13 @@ class Teacher:
         return np.asarray(np.log(self.kernel.seconds(ops, 1) / np.array(roofline)))
 
     def knows(self, op: Op) -> bool:
-        """Whether its device computes in the op's precision."""
+        """Whether its device supports the op's precision."""
         return op.record.bound != "compute" or op.dtype in self.kernel.hardware.peak_flops
 
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """Ops by other devices' efficiency and what was measured.
+    """Ops by other devices' efficiency and by the measured ones.
 
     Attributes:
         hardware: The device.
@@ -101,7 +101,7 @@ class Transfer:
         return seconds
 
     def rows_of(self, ops: Sequence[Op]) -> tuple[Array, dict[str, Array]]:
-        """First guess of the log-efficiency, ``(ops,)``, and the posterior's columns, of ops of one precision."""
+        """First estimate of the log-efficiency, ``(ops,)``, and the posterior's columns, of ops of one precision."""
         known = [teacher for teacher in self.teachers if teacher.knows(ops[0])]
         told = np.zeros((len(ops), len(self.teachers)))
         for column, teacher in enumerate(self.teachers):
@@ -116,7 +116,7 @@ class Transfer:
         return base, rows
 
     def unsupported(self, op: Op) -> str:
-        """Why an op lies outside what was measured; empty if it does not."""
+        """Why an op lies outside the measured range; empty if it lies within."""
         name = self._posterior_name(op, 0)
         if name not in self.posteriors:
             return f"{op}: no {op.kind} was measured, other devices' efficiency carries it"
@@ -140,7 +140,7 @@ class Transfer:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any], hardware: Hardware, teacher_of: Callable[[str], Teacher]) -> Transfer:
-        """Read what ``to_dict`` wrote.
+        """Read the result of ``to_dict``.
 
         Raises:
             PredictorError: If a teacher of the package is no longer the one that it was trained with.
@@ -165,7 +165,7 @@ class Transfer:
 
 
 def name_of(label: str, variant: int) -> str:
-    """Name of the correction of a label by one software."""
+    """Name of the correction of a label with one software."""
     return f"{label}#{variant}"
 
 
