@@ -16,7 +16,7 @@ FABRIC_KEYS = tuple(
     for link in ("intra_node", "inter_node")
     for fact in ("bandwidth_gbytes_per_s", "latency_us")
 )
-_REPLICAS = ("parallel.dp", "parallel.dp_shard")  # follow from the rest, unless they are changed themselves
+_REPLICAS = ("parallel.dp", "parallel.dp_shard")  # these follow from the rest, unless they are changed themselves
 _DEGREES = ("parallel.tp", "parallel.cp", "parallel.pp", "cluster.nodes", "cluster.devices_per_node")
 
 
@@ -49,7 +49,7 @@ def change_job(job: Job, values: Mapping[str, Any]) -> Job:
 
 
 def known_keys() -> tuple[str, ...]:
-    """Every key that ``change_job`` takes."""
+    """Every key that ``change_job`` accepts."""
     keys = [f"{section}.{field.name}" for section, spec in SECTIONS.items() for field in fields(spec)]
     return (*keys, *FABRIC_KEYS)
 

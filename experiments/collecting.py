@@ -1,4 +1,4 @@
-"""``stepsight collect``: job files to a plan, the plan to the harness."""
+"""``stepsight collect``: make a plan from job files, and run it with the harness."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stepsight.training.measured.planning import collectable, make_plan
 
 
 def available_ranks() -> int:
-    """Ranks that may compute at the same time here: GPUs, else cores."""
+    """Number of ranks that can compute at the same time on this machine: GPUs, else cores."""
     try:
         import torch
 
@@ -33,15 +33,15 @@ def available_ranks() -> int:
 
 
 def is_plan(path: Path) -> bool:
-    """Whether a file is meant as a plan, rather than as a job."""
+    """Whether a file is a plan rather than a job."""
     try:
         return path.name.endswith("plan.json") or (path.suffix == ".json" and "runs" in read_json(path))
     except (OSError, ValueError, TypeError):
-        return False  # who reads it as a job says what is wrong
+        return False  # reading it as a job reports what is wrong
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """A plan that the harness can run, its jobs being jobs.
+    """Read a plan, and check that the harness can run it and that its jobs are valid.
 
     Raises:
         CollectError: If it is none.
@@ -56,7 +56,7 @@ def read_plan(path: Path) -> dict[str, Any]:
 
 
 def run_plan(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[str, Any]:
-    """Run a plan with the harness; its refusals become ``CollectError``."""
+    """Run a plan with the harness; its errors become ``CollectError``."""
     from stepsight.dataset.harness.running.launch import HarnessError, collect
 
     try:
@@ -76,7 +76,7 @@ def collect_jobs(
     progress: bool,
     box: Box | None = None,
 ) -> dict[str, Any]:
-    """Plan and run job files, or run one plan file; the summary says what was measured.
+    """Make a plan of job files and run it, or run one plan file; the summary lists the measurements.
 
     With a ``box`` the jobs run asleep there, whatever their clusters; ``rejected`` of the summary then names the runs
     that kept the cores too busy, elsewhere those that no memory holds.
@@ -108,7 +108,9 @@ def collect_jobs(
 
 
 def _as_pytorch(job: Job) -> Job:
-    """The job with eager PyTorch as its engine, which is what runs here, if it is in mixed precision and names none."""
+    """The job with eager PyTorch as its engine, which the harness runs, if it is in mixed precision and names no
+    engine.
+    """
     if job.execution.engine or job.batch.precision != "bf16":
         return job
     return replace(job, execution=replace(job.execution, engine="eager-pytorch"))
@@ -117,7 +119,7 @@ def _as_pytorch(job: Job) -> Job:
 def plan_in_box(
     box: Box, jobs: Sequence[Job], role: str, counts: dict[str, int], event_seconds: float
 ) -> dict[str, Any]:
-    """A plan of jobs asleep in a box.
+    """A plan of sleeping jobs in a box.
 
     Events that are real in a box are measured: collectives, and the ops that are too short to be replaced by sleeping.
     """

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor
 
 MOST_WORKS = 12
-LEAST_DIFFERENCE = 1e-4  # of the longest time: smaller differences are not listed
+LEAST_DIFFERENCE = 1e-4  # share of the longest time: smaller differences are not listed
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the things that are compared.
+    """One side of a comparison.
 
     Attributes:
         name: For people.
@@ -46,7 +46,7 @@ class Side:
 
 
 def predicted_side(job: Job, predictor: Predictor | str | None, name: str) -> Side:
-    """A job, as a predictor answers."""
+    """A job with its prediction."""
     prediction = predict(job, predictor)
     facts = {**_flat(job), "source": prediction.source, "memory_gb": round(prediction.memory.peak_bytes / 1e9, 2)}
     interval = (prediction.low_s, prediction.high_s)
@@ -54,7 +54,7 @@ def predicted_side(job: Job, predictor: Predictor | str | None, name: str) -> Si
 
 
 def run_side(folder: Path) -> Side:
-    """A measured run, with its traces if there are any.
+    """A measured run, with its traces if it has any.
 
     Raises:
         StepsightError: If the folder is no run, or no step of it was timed.

@@ -1,4 +1,4 @@
-"""``stepsight emulate``: some ranks of a user's script for real, in a world whose others are modelled delays."""
+"""``stepsight emulate``: run some ranks of a user's script; modelled delays replace all others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stepsight.experiments.reports.text_table import Number, table
 
 @dataclass(frozen=True, kw_only=True)
 class Emulation:
-    """A script, its world, and the ranks of it that run.
+    """A script, the size of its world, and the ranks that run.
 
     Attributes:
         path: The script.
@@ -104,7 +104,7 @@ def emulate(asked: Emulation, delay: Delay, *, progress: bool = True) -> dict[st
         except HarnessError as error:
             bar.end_line()
             output = log.read_text("utf-8", errors="replace")[-_SHOWN:].strip() if log.exists() else ""
-            output = " | ".join(output.splitlines())  # an error is one line
+            output = " | ".join(output.splitlines())  # errors are one line
             told = str(error).removesuffix(f"; see {log}")
             raise CollectError(told + (f"; the end of its output: {output}" if output else "")) from None
     bar.close(f"{asked.path.name}: steps by {found[0]['steps_by']}")
@@ -115,7 +115,7 @@ _SHOWN = 500  # characters of a failed script's output
 
 
 def _one_at_a_time(delay: Delay) -> Delay:
-    """Ranks ask on threads of their own."""
+    """Ranks send their questions from their own threads."""
     lock = threading.Lock()
 
     def locked(collective: Collective) -> float:

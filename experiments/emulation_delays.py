@@ -1,4 +1,4 @@
-"""How long collectives of an emulated world take: by latency and bandwidth, by a predictor, or by a user's file."""
+"""Durations of collectives in an emulated world: from latency and bandwidth, a predictor, or a user's file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_S = 3600.0
 
 @dataclass(frozen=True)
 class Extra:
-    """A delay that comes on top, for collectives that match.
+    """An additional delay of collectives that match.
 
     Attributes:
         what: ``all``, a kind, ``group`` (of ``number`` ranks) or ``bytes`` (at least ``number``).
@@ -63,7 +63,7 @@ class Extra:
         return found
 
     def of(self, collective: Collective) -> float:
-        """Seconds on top of a collective."""
+        """Additional seconds of a collective."""
         if self.what == "group":
             matches = collective.group_size == self.number
         elif self.what == "bytes":
@@ -74,7 +74,7 @@ class Extra:
 
 
 def delays_of(source: str, fabric: Fabric | None, predictor: Predictor | None, extra: Sequence[Extra]) -> Delay:
-    """Seconds of collectives from ``alpha-beta``, ``predictor`` or a Python file, and what comes on top.
+    """Seconds of collectives from ``alpha-beta``, ``predictor`` or a Python file, plus additional delays.
 
     Raises:
         CollectError: If the source lacks what it needs.
@@ -106,7 +106,7 @@ def _base(source: str, fabric: Fabric | None, predictor: Predictor | None) -> De
 
 
 def _from_file(path: Path) -> Delay:
-    """The function ``seconds(kind, num_bytes, group_size, ranks_per_node)`` of a file, which is run."""
+    """Run a file, and return its function ``seconds(kind, num_bytes, group_size, ranks_per_node)``."""
     if not path.is_file():
         raise CollectError(f"--delays must be alpha-beta, predictor or an existing Python file, got no file {path}")
     try:
@@ -128,7 +128,7 @@ def _from_file(path: Path) -> Delay:
 
 @contextmanager
 def telling(delay: Delay) -> Iterator[tuple[int, int]]:
-    """Answer one process' questions for delays until the block ends; yields its ends of both pipes.
+    """Answer one process' requests for delays until the block ends; yield its ends of both pipes.
 
     A question is a line of JSON: kind, bytes, group size and ranks per node.
     """

@@ -1,4 +1,4 @@
-"""What failures and checkpoints cost a long run."""
+"""Losses of a long run to failures and checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Reliability:
-    """How often nodes fail, and what a checkpoint and a restart cost.
+    """The failure rate of nodes, and the costs of a checkpoint and a restart.
 
     The optimal checkpoint interval is ``sqrt(2 * C * M)`` with the checkpoint cost ``C`` and the mean time between
     failures ``M`` of the whole job (Young 1974); a failure loses half an interval and the restart.
@@ -43,7 +43,7 @@ class Reliability:
             raise StepsightError("checkpoint_s must be > 0, or interval_s must state how often checkpoints are written")
 
     def goodput(self, nodes: int) -> dict[str, Any]:
-        """Compute the share of time that trains.
+        """Compute the share of time that is spent on training.
 
         Args:
             nodes: Nodes of the job.

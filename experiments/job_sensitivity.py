@@ -1,4 +1,4 @@
-"""What a job's time is sensitive to, and which single changes make it faster."""
+"""Sensitivity of a job's time, and single changes that make it faster."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor
 
 MOST_STEPS = 6
-LEAST_GAIN = 0.002  # of the throughput: smaller gains are within what a prediction can tell
+LEAST_GAIN = 0.002  # share of the throughput: smaller gains are within the prediction error
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What a change of a job does to its throughput.
+    """The effect of a change on a job's throughput.
 
     Attributes:
         name: The change, for people.
@@ -63,7 +63,7 @@ def _is_effect(value: Any) -> bool:
 
 
 def _levers(job: Job) -> Iterator[tuple[str, str, float]]:
-    """Name, key and value of what is halved and doubled."""
+    """Name, key and value of each quantity that is halved and doubled."""
     for name, link in (("inter_node", job.fabric.inter_node), ("intra_node", job.fabric.intra_node)):
         words = name.replace("inter_node", "links between nodes").replace("intra_node", "links within nodes")
         if (job.cluster.nodes if name == "inter_node" else job.cluster.devices_per_node) > 1:

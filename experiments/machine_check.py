@@ -1,4 +1,4 @@
-"""What this machine can do: libraries, devices, links, and whether measurements here would be good."""
+"""Check of this machine: libraries, devices, links, and whether it is quiet enough to measure."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _why_no_box() -> str:
 
 
 def _gpus() -> list[dict[str, str]]:
-    """NVIDIA's GPUs, as ``nvidia-smi`` names them; empty without it."""
+    """NVIDIA GPUs as listed by ``nvidia-smi``; empty without it."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []

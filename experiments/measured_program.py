@@ -1,4 +1,4 @@
-"""``stepsight replay RUN --job JOB``: the traced step beside the program that the job lowers to.
+"""``stepsight replay RUN --job JOB``: compare the traced step with the program that the job lowers to.
 
 What the job lacks, what it has besides, and what differs in dims or bytes, by kind of op and collective: a test of the
 lowering on real jobs, and of a job file against the run that it is said to describe.
@@ -25,12 +25,12 @@ from stepsight.simulator.lowering.lower import Lowered, lower
 from stepsight.simulator.runtimes.entries import POST
 
 Work = Op | Collective
-_MOST_TOLD = 12  # differences that people are shown; --json has all
+_MOST_TOLD = 12  # differences printed as text; --json has all
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One signature that both do not have equally often in a step.
+    """A signature that occurs in one of the two more often than in the other.
 
     Attributes:
         what: ``missing`` (the job alone has it), ``extra`` (the trace alone), ``count``, or ``dims`` (of one kind and
@@ -87,7 +87,7 @@ def traced_works(graph: RankGraph) -> tuple[dict[Work, float], dict[Work, float]
 
 
 def compare(job: Job, graphs: Sequence[RankGraph]) -> dict[str, Any]:
-    """Set a traced run beside its job: one rank of each pipeline stage.
+    """Compare a traced run with its job: one rank of each pipeline stage.
 
     Raises:
         TraceError: If a rank is beyond the job's devices.
@@ -121,7 +121,7 @@ def stage_of(job: Job, rank: int) -> int:
 def _latency(job: Job, hardware: str) -> LatencyModel | None:
     try:
         return latency_of(hardware, job.fabric)
-    except StepsightError:  # a device of the user's own: no seconds of the job
+    except StepsightError:  # a user's own device: the job has no predicted seconds
         return None
 
 
@@ -156,7 +156,7 @@ def _stage(stage: int, graph: RankGraph, lowered: Lowered, latency: LatencyModel
 
 
 def _seconds(latency: LatencyModel | None, works: Counter[Work]) -> dict[Work, float]:
-    """Seconds of all runs of each work, as predicted; 0 where nothing predicts."""
+    """Predicted seconds of all occurrences of each work; 0 without a prediction."""
     out = dict.fromkeys(works, 0.0)
     if latency is not None:
         ops, collectives = [w for w in works if isinstance(w, Op)], [w for w in works if isinstance(w, Collective)]
@@ -171,7 +171,7 @@ def _seconds(latency: LatencyModel | None, works: Counter[Work]) -> dict[Work, f
 def _differences(
     count: dict[Work, float], spent: dict[Work, float], asked: Counter[Work], seconds: dict[Work, float]
 ) -> list[Difference]:
-    """Signatures that differ; of one kind, those in equal numbers are taken for one another in other dims."""
+    """Signatures that differ; of one kind, equal numbers with other dims are paired."""
     found = [
         Difference("count", str(work), str(work), count[work], asked[work], spent[work], seconds[work])
         for work in count
@@ -197,7 +197,7 @@ def _by_size(works: Iterable[Work]) -> list[Work]:
 
 
 def comparison_text(told: dict[str, Any]) -> str:
-    """The comparison, for people."""
+    """The comparison as text."""
     blocks = [f"beside its job: {told['alike_percent']:.1f} % of the traced time is in ops and collectives that the "
               "lowered program runs equally often, in the same dims"]  # fmt: skip
     for stage in told["stages"]:

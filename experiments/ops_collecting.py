@@ -1,4 +1,6 @@
-"""``stepsight collect --ops``: the heavy calls of a captured program that a predictor does not know, measured alone."""
+"""``stepsight collect --ops``: measure the slowest calls of a captured program that a predictor does not know, one by
+one.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ from stepsight.experiments.collecting import run_plan
 from stepsight.features.host_call_features import call_label
 from stepsight.training.predictor.predictor import Predictor
 
-HEAVY = 0.98  # part of the time of unknown calls that is measured
+HEAVY = 0.98  # share of the time of unknown calls that is measured
 MOST_CALLS = 400
-SECONDS_OF_ONE = 0.06  # that measuring a call takes at most
+SECONDS_OF_ONE = 0.06  # longest time to measure one call
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +47,7 @@ class HeavyCall:
 
 
 def heavy_calls(captured: Captured, predictor: Predictor | None, hardware: Hardware) -> tuple[list[HeavyCall], float]:
-    """Calls that were never measured, products and convolutions first, then the longest.
+    """Calls that were not measured: products and convolutions first, then the longest.
 
     Args:
         captured: The program.
@@ -80,7 +82,7 @@ def heavy_calls(captured: Captured, predictor: Predictor | None, hardware: Hardw
 def collect_ops(
     captured: Captured, asked: Predictor | str | None, out: Path, seconds: float, *, progress: bool = True
 ) -> dict[str, Any]:
-    """Measure the heavy unknown calls of a program on this machine, each on its own.
+    """Measure the slowest unknown calls of a program on this machine, one by one.
 
     Args:
         captured: The program.
@@ -136,7 +138,7 @@ def _is_known(predictor: Predictor | None, call: str, op: Op) -> bool:
 def _calls(
     rank: CapturedRank, predictor: Predictor | None, hardware: Hardware
 ) -> list[tuple[Sequence[Any], Op, int, float]]:
-    """Distinct calls of a rank: signature, op, how often, and what all of them are thought to take."""
+    """Distinct calls of a rank: signature, op, number of occurrences, and estimated total time."""
     nodes = rank.graph.nodes
     chosen = np.flatnonzero((nodes["kind"] == OP) & (nodes["call"] >= 0))
     keys, counts = np.unique(

@@ -1,4 +1,4 @@
-"""``stepsight collect --script``: a user's own training script to a collection."""
+"""``stepsight collect --script``: make a collection from a user's training script."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from stepsight.dataset.imported.rank_graph import OPAQUE
 from stepsight.dataset.op import Collective
 from stepsight.experiments.collecting import available_ranks, collection_text, run_plan
 
-TRACED = "traced"  # folder of a collection: what the script itself wrote
+TRACED = "traced"  # folder in a collection: files that the script wrote
 FACTS = "script.json"
 
 
 @dataclass(frozen=True)
 class Script:
-    """A script and how it is measured.
+    """A script and its measurement settings.
 
     Attributes:
         path: The file.
@@ -46,13 +46,13 @@ class Script:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What tells this script from others."""
+        """Identity of the script."""
         told = {"script": str(self.path.resolve()), "arguments": list(self.arguments), "ranks": self.ranks or 1}
         return {**told, "sha256": digest(self.path.read_bytes()), "role": self.role, **self.counts}
 
     @property
     def name(self) -> str:
-        """Of its run: the same for the same script, arguments and ranks."""
+        """Identity of its run: the same for the same script, arguments and ranks."""
         return f"{self.path.stem}-r{self.ranks or 1}-{digest(*map(str, self.facts.values()))[:8]}"
 
 
@@ -120,7 +120,7 @@ def _check(script: Script, out: Path) -> None:
 
 
 def _run(script: Script, folder: Path, log: Path, progress: bool) -> None:
-    """Run the script; its folder is complete or absent."""
+    """Run the script; its folder is written completely or not at all."""
     counts = script.counts
     left = [1] * (counts["warmup"] + counts["rounds"] + 2)  # a script in which a better mark shows up tells more
     bar = Progress(len(left), shown=progress)
@@ -143,7 +143,7 @@ def _run(script: Script, folder: Path, log: Path, progress: bool) -> None:
 
 
 def _merged(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What all ranks measured: a step takes as long as its slowest rank takes."""
+    """Combine the measurements of all ranks: a step takes as long as on its slowest rank."""
     rounds = [
         [max(column) for column in zip(*steps, strict=True)]
         for steps in zip(*(r["rounds"] for r in ranks), strict=True)
@@ -162,7 +162,7 @@ def _files(folder: Path, facts: dict[str, Any], form: str) -> list[Path]:
 
 
 def _event_plan(found: Imported, seconds: float) -> dict[str, Any]:
-    """A plan of every distinct op and collective of the traces; none if there is no time for it."""
+    """A plan with every distinct op and collective of the traces; None if it gets no time."""
     world = found.graphs[0].world_size
     works = {work for graph in found.graphs for work in graph.works if work.kind != OPAQUE}
     collectives = sorted((w for w in works if isinstance(w, Collective) and 1 < w.group_size <= world), key=str)

@@ -1,4 +1,4 @@
-"""Why a traced run is slow: named causes, each with its evidence and what to do."""
+"""Why a traced run is slow: named causes, each with evidence and advice."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from stepsight.training.predictor.prediction import predict
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor
 
-LEAST_SHARE = 0.02  # of the steps: smaller causes are not named
+LEAST_SHARE = 0.02  # share of the steps: smaller causes are not named
 SMALL_BYTES, LARGE_BYTES = 1 << 20, 16 << 20
-SLOW_LINK = 0.4  # of the stated bandwidth: below this a large collective does not use the links that are stated
+SLOW_LINK = 0.4  # share of the stated bandwidth: a large collective below it does not use the stated links
 THROTTLED = ("power_cap", "hardware_slowdown", "thermal", "hardware_thermal", "hardware_power_brake")
 _ADVICE = {
     HOST_BOUND: "the host launches too slowly: CUDA graphs, torch.compile, fused optimizers, larger micro-batches",
@@ -37,7 +37,7 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class Cause:
-    """One reason why a run is slow.
+    """One cause of a slow run.
 
     Attributes:
         cause: Its name.
@@ -82,7 +82,7 @@ def diagnose(run: Path, job: Job | None = None, predictor: Predictor | str | Non
 
 
 def _measured(folder: Path, told: dict[str, Any]) -> float:
-    """Median of the steps without a profiler; of the traced ones where none was timed."""
+    """Median of the steps without a profiler; of the traced ones if none were timed."""
     if is_imported(folder):
         timed = [seconds for steps in read_imported(folder).rounds for seconds in steps]
     else:
@@ -91,7 +91,7 @@ def _measured(folder: Path, told: dict[str, Any]) -> float:
 
 
 def _compared(job: Job | None, predictor: Predictor | str | None, measured: float) -> dict[str, Any]:
-    """The prediction beside the measurement, and where it says that the time should go."""
+    """The prediction beside the measurement, and its breakdown."""
     if job is None:
         return {"predicted_s": None}
     try:
@@ -149,7 +149,7 @@ def _message_causes(graphs: Sequence[RankGraph], steps: float, fabric: Fabric | 
 
 
 def _clock_causes(folder: Path) -> list[Cause]:
-    """Throttling, where clocks were noted."""
+    """Throttling, if clocks were recorded."""
     noted = read_object(folder / "manifest.json").get("clocks")
     reasons = noted.get("reasons", {}) if isinstance(noted, dict) else {}
     seen = {name: share for name, share in reasons.items() if name in THROTTLED and share > LEAST_SHARE}

@@ -81,7 +81,7 @@ class Point:
     problem: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: the varied keys, then the answer; None where the job is not legal."""
+        """Plain values: the varied keys, then the prediction; None if the job is not legal."""
         found, answer = self.prediction, dict.fromkeys(COLUMNS)
         if found is not None:
             devices = found.job.cluster.num_devices
@@ -143,7 +143,7 @@ def _grown_batch(job: Job, values: dict[str, Any]) -> int:
     cluster = job.cluster
     nodes, devices = values.get(NODES, cluster.nodes), values.get("cluster.devices_per_node", cluster.devices_per_node)
     if not all(isinstance(number, int) for number in (nodes, devices)):
-        return job.batch.global_batch  # the rules of a job refuse the number
+        return job.batch.global_batch  # the rules of a job reject the number
     return max(1, round(job.batch.global_batch * int(nodes) * int(devices) / cluster.num_devices))
 
 

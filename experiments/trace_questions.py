@@ -1,4 +1,4 @@
-"""``stepsight what-if``: changes to traced runs, with durations by the predictor that knows their hardware."""
+"""``stepsight what-if``: changes to traced runs, with durations by the predictor for their hardware."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Change = Callable[[Sequence[RankGraph], changes.Tally], list[RankGraph]]
 
 @dataclass(frozen=True)
 class Questions:
-    """What may change.
+    """The changes to make.
 
     Attributes:
         faster: Kinds, families or kernels, each with how many times as fast.
@@ -67,12 +67,12 @@ class Questions:
 
     @property
     def by_predictor(self) -> bool:
-        """Whether answers need to know what the traced device would take for other sizes."""
+        """Whether the changes need durations of the traced device for other sizes."""
         return self.batch != 1.0 or self.replicas != 1 or bool(self.bucket_mb or self.fabric or self.hardware)
 
 
 def what_if(path: Path, questions: Questions) -> dict[str, Any]:
-    """Answer for one run: the replayed step as it was, after each change, and with all of them.
+    """Compute one run: the unchanged replayed step, the step after each change, and with all changes.
 
     Where a step was timed without a profiler too, changes are to that step (``unprofiled_s``).
 
@@ -161,7 +161,7 @@ def _faster(what: str, factor: float) -> Change:
 
 
 def _traced_on(asked: Questions, graphs: Sequence[RankGraph], job: Job | None) -> tuple[str, Fabric]:
-    """Hardware and fabric of the trace: as the user says, as the job says, or as the trace names its device."""
+    """Hardware and fabric of the trace: from the user, from the job, or from the device's name in the trace."""
     said = graphs[0].device_name
     name = preset_name(asked.on) if asked.on else (job.cluster.hardware if job is not None else "")
     if not name:
@@ -188,7 +188,7 @@ def _traced_on(asked: Questions, graphs: Sequence[RankGraph], job: Job | None) -
 
 
 def preset_name(name: str) -> str:
-    """A known hardware, also by its usual names or the beginning of its own (``h100-sxm``): then the first so named."""
+    """A known hardware by name, usual name or prefix (``h100-sxm``): the first one that matches."""
     name = canonical_hardware(name)
     if find_hardware(name) is not None:
         return name
@@ -196,7 +196,7 @@ def preset_name(name: str) -> str:
 
 
 def latency_of(hardware: str, fabric: Fabric) -> LatencyModel:
-    """What predicts durations on a hardware: the predictor that comes with stepsight, else the roofline.
+    """The latency model of a hardware: the shipped predictor, else a roofline.
 
     Raises:
         StepsightError: If the hardware is not known.

@@ -1,4 +1,4 @@
-"""How long training takes, and what it costs."""
+"""Duration and cost of a training."""
 
 from __future__ import annotations
 

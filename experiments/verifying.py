@@ -1,4 +1,4 @@
-"""``stepsight verify``: run strategies with the harness, and set what was predicted beside what was measured."""
+"""``stepsight verify``: run strategies with the harness, and compare predicted with measured times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stepsight.training.predictor.prediction import predict
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor
 
-ROLE = "verify"  # of the runs: such runs never train a predictor
+ROLE = "verify"  # role of the runs: they never train a predictor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Verified:
 
     @property
     def error_percent(self) -> float:
-        """How much longer the prediction is than the measurement."""
+        """Signed error of the prediction."""
         return 100 * (self.predicted_s / self.measured_s - 1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def verify(
     box: Box | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Run the first jobs that the harness can run, and compare their times with the predicted ones.
+    """Run the first jobs that the harness can run, and compare their times with the predictions.
 
     Args:
         jobs: Best first.
@@ -145,7 +145,7 @@ def verify(
 
 
 def why_no_run(out: Path, name: str) -> str:
-    """Why a collection holds no run of this name: it ran and does not count, or was refused before it ran."""
+    """Why a collection has no run of this name: it ran and is not valid, or was refused."""
     path = out / "rejected" / name / "manifest.json"
     if not path.exists():
         return "the collection ended before it ran"
@@ -156,7 +156,7 @@ def why_no_run(out: Path, name: str) -> str:
 
 
 def runnable(jobs: Sequence[Job], most: int | None, box: Box | None) -> tuple[dict[str, Job], dict[str, str]]:
-    """The first jobs that the harness can run, by the name of their run, and why it cannot run the others."""
+    """The first jobs that the harness can run, by the name of their run, and the reasons against the others."""
     ranks = None if box is not None else available_ranks()
     held: dict[str, Job] = {}
     not_run: dict[str, str] = {}

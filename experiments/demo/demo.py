@@ -28,9 +28,9 @@ SEARCH_TRIALS = 150
 
 
 def demo_plan() -> dict[str, Any]:
-    """What the demo measures: training runs, held-out runs, and every op and collective of the training side."""
+    """Plan the demo: training runs, held-out runs, and every op and collective of the training runs."""
     training, heldout = train_jobs(), heldout_jobs()
-    # Training and held-out runs take turns, so that a drift of the machine touches both alike.
+    # Training and held-out runs alternate, so that a drift of the machine affects both equally.
     turns = [("train", job, TRAIN_COUNTS) for job in training]
     for index, job in enumerate(heldout):
         turns.insert(2 * index + 1, ("heldout", job, HELDOUT_COUNTS))
@@ -39,7 +39,7 @@ def demo_plan() -> dict[str, Any]:
 
 
 def heldout_metrics(evaluation: HeldoutEvaluation) -> dict[str, float]:
-    """Record errors on held-out runs in MLflow."""
+    """Figures of the held-out runs for MLflow."""
     return {
         "heldout_mape": evaluation.mape,
         "heldout_floor": evaluation.floor,
@@ -49,7 +49,7 @@ def heldout_metrics(evaluation: HeldoutEvaluation) -> dict[str, float]:
 
 
 def run_demo(out: Path) -> tuple[dict[str, Any], str]:
-    """Measure, train, predict held-out runs, search; everything lands in ``out``.
+    """Measure, train, predict held-out runs, and search; all files are written to ``out``.
 
     Returns:
         The content of ``summary.json`` and the same as text.
@@ -102,7 +102,7 @@ def run_demo(out: Path) -> tuple[dict[str, Any], str]:
     plot_predicted_against_measured(evaluation.rows, out / "predicted_vs_measured.png", "held-out runs on this machine")
     plot_search(rows, out / "search.png", f"{target.name}, {target.cluster.num_devices} devices")
     best = found.best.prediction
-    assert best is not None  # what fits was timed
+    assert best is not None  # strategies that fit were timed
     write_text(out / "timeline.json", json.dumps(best.timeline("op")))
     summary["seconds"] = time.monotonic() - started
     text = demo_text(summary)

@@ -1,4 +1,4 @@
-"""Small jobs for one 2-core machine: what the demo trains on and what it is judged on."""
+"""Small jobs for one 2-core machine: the training runs and the held-out runs of the demo."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LocalJob(NamedTuple):
 
 
 def job_of_strategy(model: ModelSpec, strategy: Mapping[str, object], micro_batch: int, num_micro_batches: int) -> Job:
-    """A job on one node of this machine: ``strategy`` is what its ``[parallel]`` table says beside ``dp = 1``."""
+    """A job on one node of this machine; ``strategy`` has the keys of its ``[parallel]`` table besides ``dp = 1``."""
     parallel = ParallelSpec(**{"dp": 1, **strategy})  # type: ignore[arg-type]
     return Job(
         model=model,
@@ -93,7 +93,7 @@ TRAIN = (
     ("gpt", 2, 384, 6, 6, 1536, 2048, 64, "fsdp2", 2, 2),
 )  # fmt: skip
 
-# No shape below occurs above; GPipe, and sequence parallelism for Llama, were never trained on.
+# No shape below occurs above; GPipe, and sequence parallelism for Llama, are not in the training runs.
 HELDOUT = (
     ("gpt", 3, 448, 7, 7, 1792, 3072, 64, "single", 3, 1),
     ("llama", 4, 288, 6, 3, 800, 3072, 96, "single", 2, 3),
@@ -121,7 +121,7 @@ def heldout_jobs() -> list[Job]:
 
 
 def profile_only_jobs(count: int = 24, seed: int = 0) -> list[Job]:
-    """Jobs whose distinct ops are measured on their own but that never run: they spread the regressors' support.
+    """Jobs that never run; their distinct ops are measured alone, and widen the regressors' support.
 
     Hidden sizes of held-out jobs are left out.
     """
@@ -146,7 +146,7 @@ def profile_only_jobs(count: int = 24, seed: int = 0) -> list[Job]:
 
 
 def search_job() -> Job:
-    """A model nobody here could train, on a cluster of sixteen such cores."""
+    """A model too large for this machine, on a cluster of sixteen such cores."""
     return Job(
         model=ModelSpec(family="gpt", layers=16, hidden=768, heads=12, vocab=8192, seq_len=256),
         parallel=ParallelSpec(),

@@ -1,4 +1,4 @@
-"""What is printed of captured scripts: counts of each rank, and what differs between two captures."""
+"""Texts about captured scripts: counts of each rank, and differences between two captures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stepsight.training.predictor.prediction_views import seconds_text
 
 
 def capture_text(told: dict[str, Any]) -> str:
-    """A captured script for people."""
+    """A captured script as text."""
     lines = [f"script     {told['script']}: {_world(told)}"]
     for rank in told["ranks"]:
         phases = ", ".join(f"{count} {phase}" for phase, count in rank["ops_by_phase"].items())
@@ -44,7 +44,7 @@ def _collectives(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def scaled(value: float, units: tuple[tuple[float, str], ...]) -> str:
-    """A number in the largest unit of which it holds at least one."""
+    """A number with the largest unit that makes it at least one."""
     size, unit = next((each for each in units if value >= each[0]), units[-1])
     return f"{value / size:.0f} {unit}" if size == 1 else f"{value / size:.2f} {unit}"
 
@@ -89,7 +89,7 @@ def _by_signature(rank: dict[str, Any]) -> dict[tuple[Any, ...], int]:
 
 
 def difference_text(told: dict[str, Any]) -> str:
-    """The differences as text for people."""
+    """The differences as text."""
     lines = [f"A: {told['scripts'][0]}", f"B: {told['scripts'][1]}"]
     for rank in told["ranks"]:
         rows: list[list[str | Number]] = [["FLOP", *(scaled(value, _FLOP) for value in rank["flops"])]]
@@ -106,7 +106,7 @@ def difference_text(told: dict[str, Any]) -> str:
 
 
 def program_text(told: dict[str, Any]) -> str:
-    """The prediction of a captured script for people."""
+    """The prediction of a captured script as text."""
     whole = told["iteration_time_s"]
     memory, needed = told["memory"], told["memory"]["peak_bytes"] / 1e9
     ranks = ", ".join(map(str, told["ranks"]))

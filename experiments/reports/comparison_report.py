@@ -15,11 +15,11 @@ from stepsight.training.predictor.prediction_views import seconds_text
 if TYPE_CHECKING:
     from stepsight.experiments.sweeping import Axis, Point
 
-LONGEST = 44  # letters of a cell
+LONGEST = 44  # characters of a cell
 
 
 def comparison_text(told: dict[str, Any]) -> str:
-    """A comparison, for people; times of causes and ops are differences from the first side."""
+    """A comparison as text; times of causes and ops are differences from the first side."""
     sides = told["sides"]
     letters = [chr(ord("A") + at % 26) for at in range(len(sides))]
     cells = [
@@ -53,7 +53,7 @@ def _short(value: Any) -> str:
 
 
 def sweep_text(axes: Sequence[Axis], points: Sequence[Point]) -> str:
-    """The table of a sweep, for people."""
+    """The table of a sweep as text."""
     header = [*(axis.key for axis in axes), "iteration", "interval", "tokens/s", "per device", "MFU %", "GB", "fits"]
     rows: list[list[Any]] = []
     for point in points:

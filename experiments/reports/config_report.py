@@ -1,4 +1,4 @@
-"""What was read from configurations of training frameworks, as text."""
+"""Texts about configurations of training frameworks that were read or written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def config_text(read: ConfigJob) -> str:
 
 
 def written_text(written: ConfigText, name: str) -> str:
-    """What a written configuration does not express, and what is to do beside."""
+    """What a written configuration does not express, and what remains to be done."""
     lines = [f"# {note}" for note in written.notes]
     lines += [f"# not expressed by {name}: {text}" for text in written.ignored]
     return "\n".join(lines) or f"# {name} expresses all of the job"

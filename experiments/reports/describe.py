@@ -1,4 +1,4 @@
-"""``stepsight show``: what a file or folder is."""
+"""``stepsight show``: describe a file or folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from stepsight.experiments.reports.trace_reports import trace_summary
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """A description with a ``text`` for people.
+    """A description, with a ``text``.
 
     Raises:
         StepsightError: If nothing of ours is there.
@@ -113,7 +113,7 @@ def run_row(manifest: RunManifest) -> dict[str, Any]:
 
 
 def describe_collection(path: Path) -> dict[str, Any]:
-    """Runs and event profiles of a collection, and what is planned but absent."""
+    """Runs and event profiles of a collection, and planned ones that are missing."""
     collection = read_collection(path)
     rows = [run_row(manifest) for manifest in collection]
     events = {file.stem: len(read_event_file(file).works) for file in collection.events}
@@ -140,7 +140,7 @@ def describe_collection(path: Path) -> dict[str, Any]:
 
 
 def imported_row(run: ImportedRun) -> dict[str, Any]:
-    """An imported run; with its timed steps where there are any, as of a script, else with its traced ones."""
+    """An imported run: with its timed steps if it has any, as a script has, else with its traced ones."""
     row = {"name": run.name, "imported": True, "role": run.role, "ranks": len(run.ranks), "hardware": run.hardware}
     if not run.rounds:
         ranks = [read_steps(run.folder, stem) for stem in run.ranks.values()]
@@ -166,7 +166,7 @@ def _ranks(row: dict[str, Any]) -> Any:
 
 
 def write_table(collection: Path, table: Path) -> int:
-    """Write every measurement of a collection as Parquet; returns how many."""
+    """Write every measurement of a collection as Parquet; return their number."""
     from stepsight.dataset.tables.collection_table import read_collection_table
 
     if table.suffix != ".parquet":

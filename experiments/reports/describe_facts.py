@@ -24,13 +24,13 @@ def facts_names() -> tuple[str, ...]:
 
 
 def describe_preset(name: str) -> dict[str, Any] | None:
-    """The hardware, fabric or framework of a name, as ``describe`` says it; None if there is none."""
+    """Describe the hardware, fabric or framework of a name; None if there is none."""
     registry = next((each for each in (HARDWARE, FABRICS, FRAMEWORKS) if name in each), None)
     return None if registry is None else _description([(name, registry[name])], "")
 
 
 def describe_facts_file(path: Path) -> dict[str, Any] | None:
-    """What a file of hardware and fabrics, or of a framework's profile, holds; None if it looks like another file.
+    """Describe a file of hardware and fabrics, or of a framework's profile; None if it is another kind of file.
 
     Raises:
         JobError: If it cannot be read, or breaks a rule of these files.
@@ -39,7 +39,7 @@ def describe_facts_file(path: Path) -> dict[str, Any] | None:
         return None
     try:
         tables = read_facts(str(path))
-    except JobError:  # it is no tables of tables: whoever reads it as a job says what is wrong
+    except JobError:  # not a table of tables: reading it as a job reports what is wrong
         return None
     if not tables or set(tables) & set(SECTIONS) or "framework" in tables:
         return None

@@ -9,7 +9,7 @@ from stepsight.training.predictor.prediction_views import seconds_text
 
 
 def machine_text(told: dict[str, Any]) -> str:
-    """What a machine can do, for people."""
+    """The check of a machine as text."""
     libraries = [[name, row["version"] or "not installed", row["extra"]] for name, row in told["libraries"].items()]
     lines = [
         f"system     {told['system']}, {told['cores']} cores, {told['memory_bytes'] / 1e9:.1f} GB of memory",
@@ -28,7 +28,7 @@ def machine_text(told: dict[str, Any]) -> str:
 
 
 def diagnosis_text(told: dict[str, Any]) -> str:
-    """Why a run is slow, for people."""
+    """The causes of a slow run as text."""
     lines = [f"run {told['run']}: measured {seconds_text(told['measured_s'])}"]
     if told["predicted_s"] is not None:
         lines[0] += (

@@ -1,4 +1,4 @@
-"""A page about one job: the answer, what it rests on, where the time goes, and what to try next."""
+"""A page about one job: the prediction and its basis, where the time goes, and what to try next."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor
 
 STAGES_DRAWN = 8  # of a pipeline's memory
-MOST_POINTS = 800  # of a line
+MOST_POINTS = 800  # of a curve
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1080px;margin:2em auto;padding:0 1em;color:#1f2328;background:#fff}
 @media(prefers-color-scheme:dark){body{color:#e6e6e6;background:#1b1d21}table,td,th{border-color:#444}}
@@ -35,7 +35,7 @@ nav a{margin-right:1em}.warning{color:#b3261e}details{margin:.5em 0}
 def job_facts(
     prediction: Prediction, predictor: Predictor | str | None, plan: Mapping[str, Any], *, search: Sequence[Any] = ()
 ) -> dict[str, Any]:
-    """Collect everything that the page shows, as plain values.
+    """Collect all values of the page.
 
     Args:
         prediction: Of the job.
@@ -58,7 +58,7 @@ def job_facts(
 
 
 def memory_over_time(prediction: Prediction) -> list[dict[str, Any]]:
-    """Memory of each pipeline stage over the iteration: seconds, and bytes from then on."""
+    """Memory of each pipeline stage over the iteration: times in seconds, and bytes from each time on."""
     simulation, scale = prediction.simulation, prediction.iteration_time_s / prediction.simulation.iteration_time_s
     track, run = simulation.lowered.track, simulation.slowest.run
     rows = []
@@ -66,7 +66,7 @@ def memory_over_time(prediction: Prediction) -> list[dict[str, Any]]:
         actions = np.flatnonzero(track.stage == stage)
         starts = np.sort(run.start[actions, 0])
         if len(starts) != len(moments) - 1:
-            continue  # a schedule whose actions are merged: its moments have no times
+            continue  # a schedule whose actions are merged: its peaks have no times
         times = np.append(starts, simulation.begin[stage]) * scale
         rows.append({"stage": stage, "seconds": times.tolist(), "bytes": moments.tolist()})
     return rows
@@ -104,7 +104,7 @@ def _curves(prediction: Prediction, predictor: Predictor | str | None) -> dict[s
 
 
 def job_part(prediction: Prediction, facts: Mapping[str, Any], number: int) -> str:
-    """Write the part of the page about one job; ``number`` tells jobs of a page apart."""
+    """Write the part of the page about one job; ``number`` distinguishes the jobs of a page."""
     title = f"{facts['job']} on {prediction.job.cluster.num_devices} x {facts['hardware']}"
     parts = [
         f'<h1 id="job-{number}">{escape(title)}</h1>',
@@ -121,7 +121,7 @@ def job_part(prediction: Prediction, facts: Mapping[str, Any], number: int) -> s
 
 
 def jobs_page(parts: Sequence[str], titles: Sequence[str], compared: Mapping[str, Any] | None) -> str:
-    """Write the page: HTML that loads nothing from elsewhere.
+    """Write the page as self-contained HTML.
 
     Args:
         parts: Of ``job_part``.
@@ -149,7 +149,7 @@ def _comparison(told: Mapping[str, Any], titles: Sequence[str]) -> str:
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table; numbers are texts already."""
+    """A table; numbers are formatted already."""
     top = "".join(f"<th>{escape(str(name))}</th>" for name in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><tr>{top}</tr>{body}</table>"
@@ -210,7 +210,7 @@ def _memory(facts: Mapping[str, Any]) -> str:
 
 
 def _thinned(seconds: Sequence[float], sizes: Sequence[float]) -> list[tuple[float, float]]:
-    """At most ``MOST_POINTS`` points, each the largest of those that it replaces; in GB."""
+    """At most ``MOST_POINTS`` points, each the maximum of those that it replaces; in GB."""
     step = max(1, -(-len(seconds) // MOST_POINTS))
     return [(seconds[at], max(sizes[at : at + step]) / 1e9) for at in range(0, len(seconds), step)]
 

@@ -1,4 +1,4 @@
-"""Plots for people who would rather look than read."""
+"""Plots of predictions, measurements and searches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def start_figure(width: float = 6.0, height: float = 5.0) -> tuple[Any, Any]:
-    """A figure that needs no screen, and its axes."""
+    """A figure that needs no display, and its axes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -39,7 +39,7 @@ def _plain_ticks(axis: Any) -> None:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure whole, and close it."""
+    """Write a figure completely, and close it."""
     from matplotlib import pyplot
 
     with new_file(path) as temporary:
@@ -93,7 +93,7 @@ def plot_published_runs(groups: Mapping[str, Sequence[tuple[float, float]]], pat
 def plot_front(
     plans: Sequence[dict[str, Any]], front: Sequence[dict[str, Any]], cost: str, path: Path, title: str
 ) -> None:
-    """Scatter of plans, training time against ``cost`` (a key of the rows), and the front through the best of them."""
+    """Scatter of plans, training time against ``cost`` (a key of the rows), and the Pareto front."""
     figure, axes = start_figure()
     for name in dict.fromkeys(row["hardware"] for row in plans):
         rows = [row for row in plans if row["hardware"] == name]
@@ -145,7 +145,7 @@ def draw_search(rows: Sequence[dict[str, Any]], axes: Any, title: str) -> None:
 def plot_error_against_minutes(
     curves: Mapping[str, Sequence[Mapping[str, float]]], path: Path, title: str = ""
 ) -> None:
-    """Errors of held-out ops and steps against minutes of measuring ops, a curve of each for each name."""
+    """Errors of held-out ops and steps against minutes of measuring ops, a curve for each name."""
     figure, axes = start_figure(7.0, 4.5)
     kinds = (("op_mape", "ops", "o-"), ("long_op_mape", "ops from 50 us", "^:"), ("step_mape", "steps, no GNN", "s--"))
     for index, (name, rows) in enumerate(curves.items()):

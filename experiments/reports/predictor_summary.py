@@ -1,4 +1,4 @@
-"""What ``stepsight show`` tells people of a predictor; its manifest (``--json``) has every source, ratio and digest."""
+"""The text of ``stepsight show`` about a predictor; its manifest (``--json``) has every source, ratio and digest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stepsight.training.shipped.catalogue import RECIPES
 
 
 def predictor_text(path: Path, predictor: Predictor) -> str:
-    """What it is for, what it learned from, how far off it is, what calibrated it, how wide its intervals are."""
+    """Hardware, training data, errors, calibration and interval widths of a predictor."""
     manifest = predictor.manifest
     lines = [
         ("predictor", str(path)),
@@ -58,7 +58,7 @@ def _lent(loan: Mapping[str, Any]) -> str:
 
 
 def _kernels(predictor: Predictor) -> str:
-    """The software whose kernels a job can ask for (``execution.kernels``), the default first."""
+    """The software whose kernels a job can select (``execution.kernels``), the default first."""
     recipe = RECIPES.get(predictor.manifest.get("name", ""))
     known = predictor.kernel.software or (recipe.kernels if recipe is not None else {})
     return "; ".join(f"{label} of {' or '.join(names)}" for label, names in known.items())
@@ -82,7 +82,7 @@ def _held_back(metrics: Mapping[str, float]) -> str:
 
 
 def _calibration(predictor: Predictor) -> list[tuple[str, str]]:
-    """Runs of the calibration, what it changed, and how much it improved."""
+    """Runs of the calibration, its changes, and the improvement."""
     calibration, told = predictor.calibration, predictor.manifest.get("calibration", {})
     if calibration.residual is None:
         return []
@@ -101,7 +101,7 @@ def _calibration(predictor: Predictor) -> list[tuple[str, str]]:
 
 
 def _traces(told: Mapping[str, Any]) -> str:
-    """What imported traces changed."""
+    """The changes by imported traces."""
     if not told:
         return ""
     all_ops, kinds = told["evidence"]["all"], told["kinds"]
@@ -142,7 +142,7 @@ def _made(manifest: Mapping[str, Any]) -> str:
 
 
 def _errors(predictor: Predictor) -> str:
-    """Mean errors of signatures left out in turn, by family; those of which too few were measured have none."""
+    """Mean errors of signatures left out in turn, by family; families with too few measurements have none."""
     rows = [
         [family, Number(100 * math.expm1(error)) if error < UNKNOWN else "-"]
         for errors in (predictor.kernel.regressor.errors, predictor.collective.errors)

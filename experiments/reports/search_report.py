@@ -1,4 +1,4 @@
-"""What ``search`` prints: a dict for ``--json`` with a ``text`` for people."""
+"""The output of ``search``: a dict for ``--json`` with a ``text``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
-    """The best strategies, and how good the best one is."""
+    """The best strategies, and how far the best one is from the optimum."""
     told = result.to_dict()
     rows = told.pop("choices")[:top]
     too_large = min(result.evaluated, sum(not choice.fits for choice in result.choices))
@@ -40,7 +40,7 @@ def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
 
 
 def _counts(result: SearchResult, too_large: int) -> str:
-    """How many strategies there are, and what became of them."""
+    """The number of strategies, by outcome."""
     excluded = result.legal - result.evaluated
     text = f"{result.legal} legal strateg{'y' if result.legal == 1 else 'ies'}, {result.evaluated} evaluated"
     if too_large:
@@ -126,7 +126,7 @@ def plot_result(result: SearchResult, path: Path, title: str) -> None:
 
 
 def _experts(told: dict[str, Any] | None, result: SearchResult) -> list[str]:
-    """What placing the best strategy's experts by their loads gains."""
+    """The gain from placing the best strategy's experts by their loads."""
     if told is None:
         return []
     time, in_order = result.choices[0].timed[0], told["iteration_time_in_order_s"]
@@ -160,7 +160,7 @@ def _rivals(result: SearchResult) -> list[str]:
 
 
 def _table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Header and cells; columns that say nothing are left out."""
+    """Header and cells; columns without information are left out."""
     optional = [axis for axis in ("cp", "ep") if any(row[axis] > 1 for row in rows)]
     ordered = len({row["order"] for row in rows}) > 1
     uneven = any(row["stage_layers"] for row in rows)
@@ -214,7 +214,7 @@ def _recompute(row: dict[str, Any]) -> str:
 
 
 def _times(row: dict[str, Any]) -> list[str]:
-    """Iteration and interval; what does not fit was not timed."""
+    """Iteration and interval; strategies that do not fit were not timed."""
     if row["iteration_time_s"] is None:
         return ["-", "-"]
     return [

@@ -1,4 +1,4 @@
-"""Check that a job can have produced a trace: what is missing, what is extra, what differs."""
+"""Check that a job can have produced a trace: missing, extra and different ops and collectives."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS
 from stepsight.dataset.program import Program
 from stepsight.simulator.lowering.lower import lower
 
-# Families of ops without which a trace is not that of a job that has them, and the other way round.
+# Families of ops that a trace and its job must both have or both lack.
 _TELLING = ("gemm", "attention", "conv", "batch_norm", "embedding_bag", "pool")
-_HOST, _DEVICE = "local-cpu", "a100-sxm-80gb"  # that stand for hardware that a job names and nobody knows
-_LEAST_SHARE = 0.05  # of the device's time that a family takes to tell jobs apart
+_HOST, _DEVICE = "local-cpu", "a100-sxm-80gb"  # stand for hardware that a job names and that is unknown
+_LEAST_SHARE = 0.05  # share of the device's time from which a family distinguishes jobs
 
 
 def check_job(job: Job, graphs: Sequence[RankGraph]) -> None:
-    """Check that a trace can be that of a job.
+    """Check that a job can have produced a trace.
 
     Raises:
         TraceError: If not, with the differences.
@@ -48,7 +48,7 @@ def check_job(job: Job, graphs: Sequence[RankGraph]) -> None:
 
 
 def _traced_shares(graphs: Sequence[RankGraph]) -> defaultdict[str, float]:
-    """Part of the time of ops by family."""
+    """Share of the ops' time by family."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for graph in graphs:
         families = [OP_KINDS[work.kind].family if work.kind in OP_KINDS else "" for work in graph.works]
@@ -60,12 +60,12 @@ def _traced_shares(graphs: Sequence[RankGraph]) -> defaultdict[str, float]:
 
 
 def _stands_for(family: str, lowered: set[str]) -> bool:
-    """Products of attention count as products where a job fuses them, and the other way round."""
+    """Count products of attention as products if only the job fuses them, and the other way round."""
     return family in ("gemm", "attention") and bool(lowered & {"gemm", "attention"})
 
 
 def _collective_differences(job: Job, graphs: Sequence[RankGraph], programs: Sequence[Program]) -> list[str]:
-    """Kinds of collectives that only one of both has."""
+    """Kinds of collectives that only one of the two has."""
     traced = {
         graph.works[work].kind
         for graph in graphs

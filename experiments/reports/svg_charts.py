@@ -1,4 +1,4 @@
-"""Small charts as SVG text, for pages that load nothing."""
+"""Small charts as SVG text, for self-contained pages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def bars(rows: Sequence[tuple[str, float, str]]) -> str:
 
 
 def tornado_bars(rows: Sequence[tuple[str, float | None, float | None]]) -> str:
-    """Draw what halving and doubling something changes, in percent, around a line at zero.
+    """Draw the changes by halving and doubling a quantity, in percent, around a line at zero.
 
     Args:
         rows: Label, percent when halved and percent when doubled; None: not possible.

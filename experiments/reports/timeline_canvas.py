@@ -1,4 +1,4 @@
-"""A timeline that zooms, as a part of a page: a canvas and the script that draws it."""
+"""A zoomable timeline as a part of a page: a canvas and the script that draws it."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from stepsight.simulator.replay.replay import replay
 
 
 def import_text(told: dict[str, Any]) -> str:
-    """What was imported, for people."""
+    """The result of an import as text."""
     lines = [
         f"imported {told['run']} into {told['out']}",
         f"{told['ranks']} rank(s) of {told['world_size']}, {told['steps']} step(s), {told['events']} events, "
@@ -27,7 +27,7 @@ def import_text(told: dict[str, Any]) -> str:
 
 
 def trace_summary(name: str, graphs: Sequence[RankGraph]) -> dict[str, Any]:
-    """Where the time of a traced run goes, as JSON and as ``text``."""
+    """Breakdown of a traced run, as JSON and as ``text``."""
     told = breakdown(graphs).to_dict()
     warnings = list(dict.fromkeys(warning for graph in graphs for warning in graph.warnings))
     device, steps = sum(told["kinds"].values()) or 1.0, told["steps_s"] or 1.0
@@ -58,7 +58,7 @@ def _shares(what: str, unit: str, seconds: dict[str, float], whole: float) -> st
 
 
 def replay_runs(path: Path) -> dict[str, Any]:
-    """Replay a run, or every run of a collection: then the sums of all, and each under ``runs``.
+    """Replay a run, or every run of a collection: then the totals, and each run under ``runs``.
 
     Raises:
         StepsightError: If there is no run with traces, or its dependencies contradict each other.
@@ -78,7 +78,7 @@ def replay_runs(path: Path) -> dict[str, Any]:
 
 
 def replay_text(told: dict[str, Any]) -> str:
-    """A replay, for people."""
+    """A replay as text."""
     return "\n\n".join(_replay_text(each) for each in told.get("runs", [told]))
 
 
@@ -100,7 +100,7 @@ def _replay_text(told: dict[str, Any]) -> str:
 
 
 def what_if_text(told: dict[str, Any]) -> str:
-    """Answers of what-if, for people."""
+    """The result of what-if as text."""
     cells = [[each["change"], Number(1e3 * each["step_s"], 3), Number(each["speedup"], 3)] for each in told["changes"]]
     if len(cells) > 1:
         cells.append(["all of them", Number(1e3 * told["changed_s"], 3), Number(told["speedup"], 3)])
@@ -118,7 +118,7 @@ def what_if_text(told: dict[str, Any]) -> str:
 
 
 def dataset_text(told: dict[str, Any]) -> str:
-    """A dataset that was made, for people."""
+    """A new dataset as text."""
     lines = [
         f"wrote {told['out']}: {told['graphs']} graphs ({told['step_graphs']} of steps, {told['segment_graphs']} of "
         f"segments) of {told['runs']} run(s), version {told['version']}",

@@ -1,4 +1,4 @@
-"""What the verbs print: a dict for ``--json`` with a ``text`` for people."""
+"""The output of the verbs: a dict for ``--json`` with a ``text``."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def explanation_report(job: Job, prediction: Prediction, top: int) -> dict[str, Any]:
-    """What the time is most sensitive to."""
+    """Sensitivity of the time to ops and collectives."""
     rows = prediction.explain(top)
     whole = prediction.iteration_time_s
     cells = [
@@ -91,7 +91,7 @@ def explanation_report(job: Job, prediction: Prediction, top: int) -> dict[str, 
 
 
 def training_report(predictor: Predictor, out: Path) -> dict[str, Any]:
-    """Errors per op family of a freshly trained predictor."""
+    """Errors per op family of a new predictor."""
     manifest = predictor.manifest
     metrics = manifest.get("metrics", {})
     cells = [[name, Number(value, 2)] for name, value in sorted(metrics.items()) if isinstance(value, int | float)]

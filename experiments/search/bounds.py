@@ -1,4 +1,4 @@
-"""Lower bounds of every strategy of a grid: seconds that it cannot beat, bytes that it cannot do without.
+"""Lower bounds of every strategy of a grid: least seconds and least bytes.
 
 Seconds are the larger of what a stage computes (``simulator.lower_bounds``), with the pipeline's fill before it and its
 drain after it, and of what its fully sharded replicas send; parameters that are gathered after the optimizer's step
@@ -28,7 +28,7 @@ from stepsight.simulator.segment_timing import Timer
 from stepsight.training.calibration.residual import MAX_LOG
 from stepsight.training.predictor.predictor import Predictor
 
-ROUNDING = 1e-9  # part by which sums in another order may differ
+ROUNDING = 1e-9  # relative difference that sums in another order may have
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Bounds:
 
     @property
     def may_fit(self) -> NDArray[np.bool_]:
-        """Strategies whose memory is not known to be too small, shape ``(n,)``."""
+        """Strategies that may fit in memory, shape ``(n,)``."""
         return np.asarray(self.peak_bytes <= self.capacity_bytes)
 
 
@@ -72,7 +72,7 @@ def grid_bounds(grid: Grid, timer: Timer, hardware: Hardware, predictor: Predict
 
 
 def least_factor(predictor: Predictor | None) -> float:
-    """The least that a predictor multiplies times of single ops by, in context and calibrated."""
+    """The smallest factor by which a predictor's context and calibration may multiply times of single ops."""
     if predictor is None:
         return 1.0
     calibration = predictor.calibration
@@ -82,7 +82,7 @@ def least_factor(predictor: Predictor | None) -> float:
 
 
 class _Block:
-    """One layout of a grid with all further choices.
+    """One layout of a grid, with all further choices.
 
     Axes are named in shapes: ``p`` pipelines, ``z`` ways of sharding, ``r`` recomputation, ``s`` sequence parallelism,
     ``o`` orders of ranks, ``m`` micro-batch sizes, ``d`` stages.
@@ -130,7 +130,7 @@ class _Block:
         return np.array(out)
 
     def _computed(self, schedule: str, chunks: int, how: str, every: int) -> Floats:
-        """When each stage has computed at the earliest, shape ``(m, s, o, 2, d)``; the 2: whether fully sharded."""
+        """Earliest time at which each stage has computed, shape ``(m, s, o, 2, d)``; the 2: whether fully sharded."""
         stages = self._layout.pp
         ids, kind = self._ids[..., int(how == "offload")], "none" if how == "offload" else how
 
@@ -139,17 +139,17 @@ class _Block:
 
         forward, backward = passing("forward"), passing("backward")
         to_input = backward
-        if is_split(schedule):  # one that splits some backwards may run others whole
+        if is_split(schedule):  # a schedule that splits some backwards may run others whole
             halves = passing("input")
             to_input, backward = np.minimum(halves, backward), np.minimum(halves + passing("weight"), backward)
-        if stages > 1:  # the host starts each pass with the computation, and the slower one decides
+        if stages > 1:  # the host starts each pass together with the computation, and the slower one decides
             forward, to_input, backward = (values.max(axis=0) for values in (forward, to_input, backward))
         many = self._many[:, None, None, None]
         times = stage_times(placement_of(schedule, stages), stages, many, (forward, to_input, backward))
         return times if stages > 1 else np.asarray(times.max(axis=0))
 
     def _sent(self, chunks: int, placement: str) -> Traffic:
-        """What replicas send, each of shape ``(z, o, d)``."""
+        """Traffic of the replicas, each of shape ``(z, o, d)``."""
         counts = self._stage_counts(chunks, placement)
         numel = self._table.numel[int(self._ids.flat[0])]
         found = [
@@ -159,7 +159,7 @@ class _Block:
         return Traffic(*np.moveaxis(np.array(found), 2, 0))
 
     def _stage_counts(self, chunks: int, placement: str) -> Floats:
-        """Blocks of each stage, shape ``(d, blocks)``; none where it is not known which they are."""
+        """Blocks of each stage, shape ``(d, blocks)``; none if they are not known."""
         counts, _ = self._table.counts(self._layout.pp * chunks, 1)
         if placement == "any":
             return np.zeros((self._layout.pp, counts.shape[1]))
@@ -179,8 +179,9 @@ class _Block:
         return np.asarray(self._hardware.reserved_bytes + np.array(out))
 
     def _held(self, chunks: int, placement: str) -> Floats:
-        """Bytes of parameters and optimizer states, of gradients, and of those that are there before the first
-        backward; shape ``(3, z, o, d)``."""
+        """Bytes of parameters and optimizer states, of gradients, and of gradients before the first backward; shape
+        ``(3, z, o, d)``.
+        """
         numel = self._stage_counts(chunks, placement) @ self._table.numel[int(self._ids.flat[0])]
         found = []
         for shared in self._zeros:

@@ -1,4 +1,4 @@
-"""What a search evaluated: each strategy with its memory and its prediction, and all of them in order."""
+"""Evaluated strategies of a search, with memory and prediction, and their order."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Choice:
 
     @cached_property
     def prediction(self) -> Prediction | None:
-        """The whole prediction, computed on first use; None if the strategy does not fit in memory."""
+        """The full prediction, computed on first use; None if the strategy does not fit in memory."""
         return None if self.seconds is None else self._predict(self.job)
 
     def instead(self, job: Job) -> Prediction:
@@ -78,7 +78,7 @@ class Choice:
         return self.peak_bytes <= self.capacity_bytes
 
     def rank(self, goal: Goal) -> tuple[bool, float]:
-        """Sort key, best first: by the goal; those that do not fit come last, by their memory."""
+        """Sort key, best first: by the goal; strategies that do not fit come last, by their memory."""
         if self.seconds is None or not self.fits:
             return True, self.peak_bytes
         return False, goal.score(self.job, self.seconds)
@@ -180,7 +180,7 @@ class SearchResult:
 
     @property
     def proof(self) -> str:
-        """How good the best strategy is, in words: ``optimal`` or ``within 3 %``."""
+        """The quality of the best strategy in words: ``optimal`` or ``within 3 %``."""
         if not self.choices or not self.choices[0].fits:
             return self._none_fits
         if self.gap_percent is None:
@@ -249,7 +249,7 @@ class SearchResult:
         }
 
     def _experts(self, loads: ExpertLoads) -> dict[str, Any] | None:
-        """Where the best strategy has its experts; None if none fits in memory."""
+        """Placement of the best strategy's experts; None if no strategy fits in memory."""
         if not self.choices or not self.choices[0].fits:
             return None
         best = self.choices[0]
@@ -279,7 +279,7 @@ class SearchResult:
         return axes
 
     def _repr_html_(self) -> str:
-        """For a notebook: the proof, and the first strategies as a table."""
+        """HTML for a notebook: the proof, and the first strategies as a table."""
         columns = ["tp", "cp", "pp", "dp", "micro_batch", "schedule", "zero_stage", "recompute", "iteration_time_s",
                    "low_s", "high_s", "memory_bytes", "fits"]  # fmt: skip
         head = f"{self.evaluated} of {self.legal} strategies evaluated: {self.proof}"

@@ -1,4 +1,4 @@
-"""Which strategy is asked about next: the one with the least bound, the next one, or what a sampler says."""
+"""Order in which strategies are predicted: by the least bound, in a fixed order, or by a sampler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ints = NDArray[np.int64]
 
 
 class BestFirst:
-    """Chooses the least bound first, until no bound is below what is to be beaten.
+    """Chooses the strategy with the least bound, until no bound is below the best time.
 
     Args:
         grid: The strategies.
@@ -38,14 +38,14 @@ class BestFirst:
         return list(map(int, self.waiting()[:count]))
 
     def waiting(self) -> Ints:
-        """Strategies that are left and worth asking about, the least bound first."""
+        """Remaining strategies worth predicting, the least bound first."""
         end = int(np.searchsorted(self._bounds.seconds[self._order], self._to_beat()))
         ahead = self._order[:end]
         return ahead[self._grid.left[ahead]]
 
 
 class InOrder:
-    """Chooses strategies in an order that was fixed before.
+    """Chooses strategies in a fixed order.
 
     Args:
         grid: The strategies.
@@ -63,7 +63,7 @@ class InOrder:
 
 
 class Tpe:
-    """Optuna's TPE sampler on what a study has evaluated.
+    """Optuna's TPE sampler on the evaluated strategies of a study.
 
     Args:
         grid: The strategies.
@@ -76,11 +76,11 @@ class Tpe:
         import optuna
 
         self._grid, self._study, self._known, self._first = grid, study, 0, first
-        seed += len(study.done)  # a study that goes on does not repeat its choices
+        seed += len(study.done)  # a continued study does not repeat its choices
         self._own = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
 
     def __call__(self, count: int) -> Sequence[int]:
-        """The sampler's choice; in place of one that is not left, the nearest that is."""
+        """The sampler's choice, or the nearest remaining one if that was evaluated."""
         import optuna
 
         if not count or not self._grid.left.any():

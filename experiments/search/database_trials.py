@@ -42,7 +42,7 @@ def add_finished(storage: Any, study_id: int, trials: Sequence[optuna.trial.Froz
     except (ImportError, AttributeError, TypeError):
         return None
     with engine.begin() as connection:
-        # The update is a lock: from here on nobody else adds trials to the study.
+        # The update is a lock: no other process adds trials to the study until the transaction ends.
         connection.execute(update(study).where(study.study_id == study_id).values(study_name=study.study_name))
         first = _count(connection, models, study_id)
         if not rows:
@@ -57,7 +57,7 @@ def add_finished(storage: Any, study_id: int, trials: Sequence[optuna.trial.Froz
 
 
 def count_trials(storage: Any, study_id: int) -> int | None:
-    """The number of a study's trials in a database, without reading them; None: the storage is of another kind."""
+    """The number of a study's trials in a database, without reading them; None for other storages."""
     engine = getattr(storage, "engine", None)
     if engine is None:
         return None
@@ -88,7 +88,7 @@ def _trial_row(study_id: int, trial: optuna.trial.FrozenTrial) -> Row:
 
 
 def _details(models: Any, trials: Sequence[optuna.trial.FrozenTrial]) -> list[tuple[Any, list[tuple[int, Row]]]]:
-    """Rows of the other tables, each with the place of its trial in ``trials``."""
+    """Rows of the other tables, each with the index of its trial in ``trials``."""
     found = []
     for model, rows in (
         (models.TrialParamModel, _params(trials)),
@@ -103,7 +103,7 @@ def _details(models: Any, trials: Sequence[optuna.trial.FrozenTrial]) -> list[tu
 
 
 def _check_columns(model: Any, rows: Sequence[Row]) -> None:
-    """Raise ``TypeError`` if rows do not fill the columns that a table has, but for its key and the trial's."""
+    """Raise ``TypeError`` if rows lack columns of a table, other than its key and the trial's."""
     own = {column.name for column in model.__table__.columns if not column.primary_key}
     if rows and rows[0].keys() | {"trial_id"} != own | {"trial_id"}:
         raise TypeError(f"{model.__tablename__} has the columns {sorted(own)}")

@@ -1,4 +1,4 @@
-"""Which ranks hold which experts: placed by the load of each, so that the busiest rank has the least to compute.
+"""Placement of experts on ranks by load, such that the busiest rank has the least work.
 
 All ranks of an expert-parallel group wait for the busiest one.  Each holds the same number of experts.  The loads are
 those of the whole group's tokens, so it makes no difference on which node a rank lies: where the group itself lies is
@@ -25,7 +25,7 @@ MOST_LAYERS, MOST_EXPERTS = 4096, 16384
 
 @dataclass(frozen=True)
 class ExpertLoads:
-    """How many tokens each expert gets.
+    """Number of tokens of each expert.
 
     Attributes:
         layers: Of each layer with experts, or one row for all of them: tokens of each expert, in any unit.
@@ -65,11 +65,11 @@ class ExpertLoads:
 
     @classmethod
     def of(cls, value: ExpertLoads | str | Path | None) -> ExpertLoads | None:
-        """Loads as they are, or those of a file."""
+        """Loads unchanged, or those of a file."""
         return cls.read(Path(value)) if isinstance(value, str | Path) else value
 
     def check(self, job: Job) -> None:
-        """Refuse a job that has other experts or layers.
+        """Check that the job has the same experts and layers.
 
         Raises:
             StepsightError: If the numbers differ.
@@ -91,7 +91,7 @@ class ExpertLoads:
         return tuple([_placed(loads, ep) for loads in self.layers])
 
     def imbalance(self, ep: int, *, by_load: bool = True) -> float:
-        """Tokens of the busiest rank as a multiple of the mean, itself a mean over layers.
+        """Tokens of the busiest rank relative to the mean, averaged over layers.
 
         Args:
             ep: Ranks that share the experts.
@@ -101,12 +101,12 @@ class ExpertLoads:
         return fmean(_busiest(loads, place(loads, ep)) * ep / sum(loads) for loads in self.layers)
 
     def apply(self, job: Job, *, by_load: bool = True) -> Job:
-        """The job with the imbalance that its experts have under its expert-parallel degree."""
+        """The job with the imbalance of its experts under its expert-parallel degree."""
         imbalance = max(1.0, self.imbalance(job.parallel.ep, by_load=by_load))
         return replace(job, model=replace(job.model, imbalance=imbalance))
 
     def to_dict(self, ep: int) -> dict[str, Any]:
-        """Plain values for JSON: the experts of each rank by layer, and what this placement gains."""
+        """Plain values for JSON: the experts of each rank by layer, and the gain of this placement."""
         return {
             "imbalance": self.imbalance(ep),
             "imbalance_in_order": self.imbalance(ep, by_load=False),

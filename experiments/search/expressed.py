@@ -1,4 +1,4 @@
-"""The best strategy of a search that the configuration of a training framework expresses."""
+"""The best strategy of a search that a training framework's configuration can express."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from stepsight.training.predictor.prediction import predict
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor
 
-MOST_LEGAL = 20_000  # strategies that are looked through: some ten seconds
+MOST_LEGAL = 20_000  # most strategies to check: some ten seconds
 _KEYS = {f"parallel.{name}" for name in VARIED} | {"batch.micro_batch"}
 
 
 def expresses(to: str, job: Job) -> bool:
-    """Whether a format expresses all degrees and options of a job's strategy."""
+    """Whether a format can express all degrees and options of a job's strategy."""
     return not _KEYS & {line.partition(" = ")[0] for line in write_config(job, to).ignored}
 
 
@@ -34,7 +34,7 @@ def best_expressed(
     predictor: Predictor | str | None = None,
     space: Space | dict[str, Any] | str | Path | None = None,
 ) -> tuple[Choice | None, bool]:
-    """Find the best strategy that fits in memory and that a format expresses.
+    """Find the best strategy that fits in memory and that a format can express.
 
     If the format does not express the best strategy, all legal strategies that it expresses are predicted: the search
     evaluated only those that could have been the best of all.

@@ -1,4 +1,4 @@
-"""Pareto fronts: plans that no other plan beats in everything."""
+"""Pareto fronts: plans that no other plan dominates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def pareto_front(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Find the rows that no other row beats in time and in cost.
+    """Find the rows that no other row dominates in time and cost.
 
     The time is that of training, the cost what it costs; where a price is not known, the number of devices.
 
@@ -32,5 +32,5 @@ def pareto_front(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def cost_axis(rows: Sequence[dict[str, Any]]) -> str:
-    """What time is weighed against: ``cost``, or ``devices`` where a price is not known."""
+    """The second axis of the front: ``cost``, or ``devices`` if a price is not known."""
     return "cost" if all(row["cost"] is not None for row in rows) else "devices"

@@ -22,7 +22,7 @@ Options = dict[str, list[Any]]
 
 
 class Grid:
-    """Every legal strategy, and which of them are left to evaluate.
+    """Every legal strategy, and the remaining ones.
 
     A layout (the degrees) and all combinations of the further choices that are legal under it make a block; strategies
     are numbered block by block.  Nothing is stored for a strategy but whether it is left.
@@ -112,7 +112,7 @@ class Grid:
 
     @cached_property
     def _codes(self) -> NDArray[np.int32]:
-        """A number for each degree and choice, equal where they are; shape ``(n, choices)``."""
+        """A code for each degree and choice, equal for equal values; shape ``(n, choices)``."""
         columns = [np.array(self.layouts, dtype=np.int32)[self.table[:, 0]]]
         for at, key in enumerate(self.options[0]):
             numbers: dict[Any, int] = {}
@@ -165,7 +165,7 @@ class Grid:
         return self._index(name, chosen)
 
     def shuffle(self, seed: int) -> None:
-        """Choose which of several nearest strategies comes first."""
+        """Decide between strategies that are equally near."""
         self._seed = seed
 
     @cached_property
@@ -173,7 +173,7 @@ class Grid:
         return np.random.default_rng(self._seed).permutation(len(self))
 
     def nearest(self, index: int) -> int:
-        """The strategy left that differs from this one in the fewest choices."""
+        """The remaining strategy that differs from this one in the fewest choices."""
         left = np.flatnonzero(self.left)
         distance = (self._codes[left] != self._codes[index]).sum(axis=1)
         return int(left[np.lexsort((self._turn[left], distance))[0]])

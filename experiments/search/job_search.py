@@ -1,4 +1,4 @@
-"""The search of one job: asks about the strategies of its grid until the best is proved, or a limit is reached."""
+"""The search of one job: predicts strategies of its grid until the best is proved, or a limit is reached."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor
 
 SAMPLERS = ("auto", "enumerate", "tpe", "random")
-TRIALS = 200  # of samplers that would go on for ever
-MOST_SEED = 2**31  # samplers take 32 bits, and a study that goes on adds its trials
-FEWEST, MOST = 32, 1024  # strategies that are asked about together: with more, some are asked about in vain
-FEWEST_MAPPED, MOST_MAPPED = 512, 16384  # the same where other processes predict them
+TRIALS = 200  # of samplers, which would never stop
+MOST_SEED = 2**31  # samplers take 32 bits, and a continued study adds its trials
+FEWEST, MOST = 32, 1024  # strategies predicted together: with more, some predictions are unnecessary
+FEWEST_MAPPED, MOST_MAPPED = 512, 16384  # the same if other processes predict them
 OnTrial = Callable[[int, float | None], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manner:
-    """How a search goes about it; attributes as the arguments of ``search``.
+    """Settings of a search; attributes as the arguments of ``search``.
 
     Raises:
         StepsightError: If a value is not allowed.
@@ -65,7 +65,7 @@ class Manner:
 
     @property
     def sought(self) -> int:
-        """So many of the best strategies are sought and proved: ``top``, or all whose regrets are compared."""
+        """Number of best strategies to find and prove: ``top``, or all whose regrets are compared."""
         return max(self.top, 1 + MOST_RIVALS) if self.goal.robust == REGRET else self.top
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ def search_job(job: Job, predictor: Predictor | str | None, manner: Manner) -> S
     if loads is not None:
         loads.check(job)
         job = loads.apply(job)
-    given = predict(job, predictor)  # a job that cannot be answered is refused before a study begins
+    given = predict(job, predictor)  # an invalid job is an error before a study begins
     manner.goal.scale(job)
     grid = Grid(job, manner.space, loads)
     engine = _Engine(grid, given, predictor, manner)
@@ -129,7 +129,7 @@ def search_job(job: Job, predictor: Predictor | str | None, manner: Manner) -> S
 
 
 def _record(grid: Grid, question: str, manner: Manner) -> Record:
-    """Where the search writes down what it evaluated: Optuna is asked only if there is something for it to do."""
+    """The record of a search's evaluations: Optuna is used only if a storage or sampler needs it."""
     if manner.storage is None and manner.sampler != "tpe":
         return Memory(grid)
     import optuna
@@ -141,7 +141,7 @@ def _record(grid: Grid, question: str, manner: Manner) -> Record:
 
 
 def _question(job: Job, source: str, space: Space, loads: ExpertLoads | None = None) -> str:
-    """What a study is about: its trials answer no other question."""
+    """Identity of a study's question: its trials are valid for no other."""
     batch, parallel = replace(job.batch, micro_batch=1), {**asdict(job.parallel), **dict.fromkeys(VARIED)}
     more = () if loads is None else (repr(loads),)
     return digest(
@@ -150,21 +150,21 @@ def _question(job: Job, source: str, space: Space, loads: ExpertLoads | None = N
 
 
 class _Engine:
-    """Asks about the strategies of a grid, and knows what this process has asked."""
+    """Predicts the strategies of a grid, and tracks what this process has predicted."""
 
     def __init__(self, grid: Grid, given: Prediction, predictor: Predictor | str | None, manner: Manner) -> None:
         self._ask_one = lambda job: predict(job, predictor)
         self.own = Choice.of(given, self._ask_one)
-        self.first = grid.find(given.job)  # the job's own strategy; None if it is not in the space
+        self.first = grid.find(given.job)  # index of the job's own strategy; None if it is not in the space
         self._grid, self._predictor, self._goal, self._manner = grid, predictor, manner.goal, manner
         self._given = given
-        self._shortest = [manner.goal.judged(self.own.timed)] if self.own.fits else []  # of the best few
+        self._shortest = [manner.goal.judged(self.own.timed)] if self.own.fits else []  # of the best strategies
         self._known: dict[int, Choice] = {} if self.first is None else {self.first: self.own}
         self._bounds: Bounds | None = None
-        self._seen = 0  # strategies of the record that ``_shortest`` knows
+        self._seen = 0  # strategies of the record that are in ``_shortest``
 
     def chooser(self, record: Record) -> Choose:
-        """What to ask about next."""
+        """The next strategies to predict."""
         sampler, seed = self._manner.sampler, self._manner.seed
         if sampler == "auto":
             return BestFirst(self._grid, self.bounds, self.first, lambda: self._to_beat(record.done))
@@ -179,7 +179,7 @@ class _Engine:
         return InOrder(self._grid, shuffled, self.first)
 
     def _to_beat(self, done: dict[int, Seconds | None]) -> float:
-        """What a bound must be below to be worth asking about."""
+        """The value that a bound must be below to be worth predicting."""
         self._learn(done)
         known, wanted = self._shortest, self._manner.sought
         return known[wanted - 1] / (1.0 + self._manner.gap / 100.0) if len(known) >= wanted else math.inf
@@ -194,12 +194,12 @@ class _Engine:
         return self._bounds
 
     def shortest(self, done: dict[int, Seconds | None]) -> float:
-        """Least seconds that count of all that fit."""
+        """Smallest relevant seconds of all strategies that fit."""
         self._learn(done)
         return self._shortest[0] if self._shortest else math.inf
 
     def _learn(self, done: dict[int, Seconds | None]) -> None:
-        """Take note of the times of a record that are new."""
+        """Add the new times of a record."""
         for index, seconds in list(done.items())[self._seen :]:
             if seconds is not None and (index != self.first or not self.own.fits):
                 bisect.insort(self._shortest, self._goal.judged(seconds))
@@ -207,7 +207,7 @@ class _Engine:
         self._seen = len(done)
 
     def evaluate(self, claimed: list[int], record: Record) -> None:
-        """Evaluate strategies that this process claimed; free them if that fails."""
+        """Evaluate strategies that this process claimed; release them if that fails."""
         before = len(record.done)
         try:
             choices = self._asked(claimed)
@@ -244,7 +244,7 @@ class _Engine:
         return [self._known[index] for index in indices]
 
     def result(self, done: dict[int, Seconds | None]) -> SearchResult:
-        """All strategies of a study; those that other processes evaluated are predicted when they are asked for."""
+        """All strategies of a study; those that other processes evaluated are predicted on request."""
         elsewhere = [index for index in done if index not in self._known]
         choices = [self._known[index] for index in done if index in self._known]
         choices += [self._elsewhere(index, done[index]) for index in elsewhere]
@@ -274,7 +274,7 @@ class _Engine:
         )
 
     def _smallest(self, choices: list[Choice], done: dict[int, Seconds | None]) -> list[Choice]:
-        """The strategy that needs least memory, where none fits; empty if it was evaluated, or some may fit."""
+        """The strategy that needs the least memory, if none fits; empty if it was evaluated, or some may fit."""
         bounds, left = self.bounds.peak_bytes, np.ones(len(self._grid), dtype=np.bool_)
         left[list(done)] = False
         if (self.bounds.may_fit & left).any():
@@ -294,7 +294,9 @@ class _Engine:
         return Choice(self._grid.strategy(index), memory.peak_bytes, memory.capacity_bytes, seconds, self._ask_one)
 
     def _proof(self, done: dict[int, Seconds | None]) -> tuple[float | None, int]:
-        """How much longer than the optimum the best takes at most, in percent; and how many others may be better."""
+        """Upper limit of how much longer than the optimum the best takes, in percent; and how many others may be
+        better.
+        """
         best = self.shortest(done)
         left = np.ones(len(self._grid), dtype=np.bool_)
         left[list(done)] = False

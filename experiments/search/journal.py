@@ -1,4 +1,4 @@
-"""A journal of Optuna that is written once for many changes: each write waits for the disk."""
+"""An Optuna journal that writes many changes at once, because each write waits for the disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BatchedJournal(BaseJournalBackend):  # type: ignore[misc]  # optuna has no
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Write what is logged in this block at its end."""
+        """Write the changes of this block together at its end."""
         self._count += sum(1 for _ in self._journal.read_logs(self._count))
         self._waiting = []
         try:
@@ -40,7 +40,7 @@ class BatchedJournal(BaseJournalBackend):  # type: ignore[misc]  # optuna has no
             self._waiting = None
 
     def read_logs(self, log_number_from: int) -> Iterator[Log]:
-        """Logs from a number on."""
+        """Logs from an index on."""
         if log_number_from < self._count or self._waiting is None:
             for number, log in enumerate(self._journal.read_logs(log_number_from), start=log_number_from):
                 self._count = max(self._count, number + 1)

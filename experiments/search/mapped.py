@@ -1,4 +1,4 @@
-"""Predictions of a search in other processes: of this machine, or of any engine with a ``map``."""
+"""Predictions of a search in other processes: on this machine, or with any engine that has a ``map``."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 Ask = Callable[[Sequence[Job]], Answers]
 MapFn = Callable[[Ask, Sequence[Sequence[Job]]], Iterable[Answers]]
-MOST_PARTS = 64  # of the jobs that are asked about together
-SMALLEST_PART = 128  # jobs; what the jobs of a part share is worked out once
+MOST_PARTS = 64  # parts of a batch of jobs
+SMALLEST_PART = 128  # jobs; the common work of a part's jobs is computed once
 _DEATH_SIGNAL = 1
 
 
 def ask_mapped(jobs: Sequence[Job], predictor: Predictor | str | None, map_fn: MapFn) -> Answers:
-    """Predict jobs in the processes of a ``map_fn``; what does not fit in memory is not timed.
+    """Predict jobs in the processes of a ``map_fn``; those that do not fit in memory are not timed.
 
     Args:
         jobs: Are split into parts of neighbours, which share most.
@@ -60,20 +60,20 @@ def ask_mapped(jobs: Sequence[Job], predictor: Predictor | str | None, map_fn: M
 
 
 def _answers(packed: bytes | str | None, jobs: Sequence[Job]) -> Answers:
-    """What a process of ``map_fn`` computes."""
+    """The function that a process of ``map_fn`` runs."""
     return ask_many(jobs, _unpacked(packed) if isinstance(packed, bytes) else packed, only_fitting=True)
 
 
 @cached(2)
 def _unpacked(packed: bytes) -> Predictor:
-    """The predictor, the same object each time: it remembers durations."""
+    """The predictor, the same object each time, because it caches durations."""
     predictor: Predictor = pickle.loads(packed)  # written by this search
     return predictor
 
 
 @contextmanager
 def local_map(workers: int) -> Iterator[MapFn | None]:
-    """Provide the ``map_fn`` of so many processes on this machine; None for one: the search predicts itself.
+    """Provide a ``map_fn`` with a number of processes on this machine; None for one: the search predicts itself.
 
     Raises:
         StepsightError: If a process ends early.
@@ -81,7 +81,7 @@ def local_map(workers: int) -> Iterator[MapFn | None]:
     if workers == 1:
         yield None
         return
-    forks = "fork" in get_all_start_methods() and threading.active_count() == 1  # what is cached here is there at once
+    forks = "fork" in get_all_start_methods() and threading.active_count() == 1  # forked processes inherit the caches
     pool = ProcessPoolExecutor(
         workers,
         mp_context=get_context("fork" if forks else "spawn"),
@@ -99,7 +99,7 @@ def local_map(workers: int) -> Iterator[MapFn | None]:
 
 
 def _begin_worker(parent: int) -> None:
-    """Leave Ctrl-C to the search, and end with it, even if it is killed."""
+    """Ignore Ctrl-C, which the search handles, and end with the search, even if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform.startswith("linux"):

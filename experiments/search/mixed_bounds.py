@@ -1,4 +1,4 @@
-"""Bounds where nodes have devices of several kinds: every op on the fastest device, in the largest memory."""
+"""Bounds if nodes have different devices: every op on the fastest device, in the largest memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stepsight.simulator.segment_timing import Timer
 
 
 class FastestDevice:
-    """A latency model that no device of a cluster beats: an op takes the least time that any kind of device takes.
+    """A lower bound of latency in a cluster: each op takes the least time of all kinds of devices.
 
     Args:
         own: Of the job's own hardware, whose collectives all devices share.
@@ -41,7 +41,7 @@ class FastestDevice:
 
 
 def best_devices(job: Job, timer: Timer, hardware: Hardware) -> tuple[Timer, Hardware]:
-    """What bounds of a job with ``cluster.mixed`` are made of.
+    """The latency model and memory for bounds of a job with ``cluster.mixed``.
 
     Args:
         job: Whose nodes have devices of several kinds.

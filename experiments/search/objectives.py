@@ -16,7 +16,7 @@ from stepsight.experiments.search.record import Seconds
 
 OBJECTIVES = ("iteration_time", "tokens_per_s_per_device", "training_time", "cost", "energy")
 ROBUST = INTERVAL, REGRET = "interval", "regret"
-TOKENS = 1e9  # that training costs are told for, if nothing is stated
+TOKENS = 1e9  # tokens, if none are stated
 MOST = 1e30
 # Board power in watts as the vendors' datasheets state it (V100 2020, A100 2021, A40 2022, H100 2023, L40S 2023, H200
 # and B200 2024), without host, network and cooling.
@@ -104,11 +104,11 @@ class Goal:
         return iterations * devices * known
 
     def score(self, job: Job, seconds: Seconds) -> float:
-        """What is compared, the least is best."""
+        """The value that is compared; the smallest is best."""
         return self.scale(job) * self.judged(seconds)
 
     def judged(self, seconds: Seconds) -> float:
-        """Seconds of an iteration that count."""
+        """The relevant seconds of an iteration."""
         return seconds[2] if self.robust == INTERVAL else seconds[0]
 
     def iterations(self, job: Job) -> float:
@@ -129,7 +129,7 @@ class Goal:
         return known
 
     def objectives(self, job: Job, seconds: Seconds | None) -> dict[str, Any]:
-        """Plain values for tables: what the job runs on, and all objectives; None: not known.
+        """Plain values for tables: the cluster of the job, and all objectives; None: not known.
 
         ``energy_kwh`` is an estimate: devices at the power that their datasheets state, nothing else.
         """

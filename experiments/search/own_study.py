@@ -1,4 +1,4 @@
-"""The legal strategies of a job for an Optuna study of the user's own."""
+"""The legal strategies of a job, for a user's own Optuna study."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LegalStrategies:
-    """Suggests strategies that are legal, so that a study never meets one that is not.
+    """Suggests legal strategies, so that a study has no illegal trials.
 
     A trial has a parameter ``layout`` (the parallel degrees) and one for each further choice.
 
@@ -60,7 +60,7 @@ class LegalStrategies:
         return self._grid.strategy(self._grid.suggest(trial))
 
     def enqueue(self, study: optuna.Study, most: int = 100) -> int:
-        """Queue the strategies with the least bounds of time that may fit in memory; the study asks about them first.
+        """Queue the strategies with the least time bounds that may fit in memory; the study evaluates them first.
 
         Returns:
             How many were queued that the study did not have.
@@ -94,7 +94,7 @@ class LegalStrategies:
 
 
 def _best(study: optuna.Study) -> float:
-    """The least value of the trials that keep the constraint; infinite if there is none."""
+    """The least value of the trials that satisfy the constraint; infinite if there is none."""
     try:
         return float(study.best_value)
     except ValueError:

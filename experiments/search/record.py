@@ -1,4 +1,4 @@
-"""The record of a search: what is evaluated, and who evaluates what."""
+"""The record of a search: evaluated strategies, and claims by processes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple, Protocol
 from stepsight.experiments.search.grid import Grid
 
 Seconds = tuple[float, float, float]  # predicted iteration time, low and high end of its interval
-Choose = Callable[[int], Sequence[int]]  # chooses so many strategies that are left in the grid, at most
+Choose = Callable[[int], Sequence[int]]  # chooses at most this many of the remaining strategies
 
 
 class Found(NamedTuple):
-    """What was found of a strategy.
+    """The evaluation of a strategy.
 
     Attributes:
         strategy: Its number in the grid.
@@ -26,7 +26,7 @@ class Found(NamedTuple):
 
 
 class Record(Protocol):
-    """What a search has evaluated, and who evaluates what.
+    """Evaluated strategies of a search, and claims by processes.
 
     Attributes:
         done: Strategies that are evaluated, by number in the grid; None where one does not fit in memory.
@@ -35,16 +35,16 @@ class Record(Protocol):
     done: dict[int, Seconds | None]
 
     def claim(self, total: int, choose: Choose, most: int) -> list[int]:
-        """Claim strategies that are neither evaluated nor claimed; empty: nothing is left to do."""
+        """Claim strategies that are neither evaluated nor claimed; empty: none is left."""
 
     def finish(self, found: Sequence[Found]) -> None:
-        """Record what was found of strategies that were claimed."""
+        """Record the evaluations of claimed strategies."""
 
     def give_up(self) -> None:
-        """Free strategies that were claimed and could not be evaluated."""
+        """Release claimed strategies that could not be evaluated."""
 
     def close(self) -> None:
-        """End the connections to a storage."""
+        """Close the connections to a storage."""
 
 
 class Memory:
@@ -55,18 +55,18 @@ class Memory:
         self._grid = grid
 
     def claim(self, total: int, choose: Choose, most: int) -> list[int]:
-        """As ``Record.claim``."""
+        """See ``Record.claim``."""
         room = min(most, total - len(self.done))
         return list(choose(room)) if room > 0 else []
 
     def finish(self, found: Sequence[Found]) -> None:
-        """As ``Record.finish``."""
+        """See ``Record.finish``."""
         for one in found:
             self.done[one.strategy] = one.seconds
             self._grid.left[one.strategy] = False
 
     def give_up(self) -> None:
-        """As ``Record.give_up``: nobody waits for them."""
+        """See ``Record.give_up``; there are no other processes."""
 
     def close(self) -> None:
-        """As ``Record.close``: nothing is open."""
+        """See ``Record.close``; nothing is open."""

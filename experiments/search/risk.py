@@ -1,4 +1,4 @@
-"""Strategies that a predictor cannot tell from the best, and what to measure to tell them apart.
+"""Strategies that a predictor cannot distinguish from the best, and what to measure to distinguish them.
 
 Two strategies of a job share most of their ops, and errors that they share cancel when they are compared.  Here the
 error of each kind of op and collective is taken as independent of the others, and of the same relative size for all
@@ -21,11 +21,11 @@ from stepsight.experiments.search.choices import Choice, Rival
 Floats = NDArray[np.float64]
 COVERAGE = 0.9  # of prediction intervals
 DRAWS = 4096  # of errors; their number decides the last digit of a regret, not the order of strategies that differ
-MOST_RIVALS = 24  # strategies that are compared with the best: each comparison takes a whole prediction
+MOST_RIVALS = 24  # strategies that are compared with the best: each comparison takes a full prediction
 
 
 def find_rivals(choices: Sequence[Choice]) -> tuple[Rival, ...]:
-    """Find the strategies that cannot be told from the first.
+    """Find the strategies that cannot be distinguished from the first.
 
     Args:
         choices: Best first.
@@ -52,7 +52,7 @@ def find_rivals(choices: Sequence[Choice]) -> tuple[Rival, ...]:
 
 
 def by_expected_regret(choices: Sequence[Choice]) -> tuple[list[Choice], tuple[float, ...]]:
-    """Put the fastest strategies in the order of their expected regret.
+    """Sort the fastest strategies by their expected regret.
 
     The regret of a strategy is how much longer it takes than the fastest of them turns out to take.  The errors of
     kinds of ops and collectives are drawn; strategies share them.
@@ -79,7 +79,7 @@ def by_expected_regret(choices: Sequence[Choice]) -> tuple[list[Choice], tuple[f
 
 
 def expected_regrets(seconds: Floats, rest: Floats, size: float) -> Floats:
-    """How much longer each strategy takes, on average, than the fastest turns out to take; relative, shape ``(n,)``.
+    """Mean excess of each strategy over the fastest one of each sample; relative, shape ``(n,)``.
 
     Args:
         seconds: Of each strategy by kind of op and collective, shape ``(n, kinds)``.
@@ -93,7 +93,7 @@ def expected_regrets(seconds: Floats, rest: Floats, size: float) -> Floats:
 
 
 def _error_of_kinds(best: Choice, own: dict[str, float]) -> float:
-    """Relative error of each kind that makes up half of the interval of a strategy (its coverage is the interval's)."""
+    """Relative error of each kind that adds up to half of the interval of a strategy (with the interval's coverage)."""
     time_s, _, high_s = best.timed
     return math.log(high_s / time_s) / (_norm(list(own.values())) / time_s)
 

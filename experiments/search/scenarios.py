@@ -1,4 +1,4 @@
-"""Scenarios: clusters, batches and sequence lengths, each searched for its own best strategy, and compared."""
+"""Scenarios: clusters, batches and sequence lengths; each is searched for its best strategy, and they are compared."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST = 1000  # scenarios
 
 @dataclass(frozen=True, kw_only=True)
 class Scenarios:
-    """Clusters, batches and sequence lengths to compare; every combination is a scenario.  Empty: as in the job.
+    """Clusters, batches and sequence lengths to compare; every combination is a scenario. Empty: as in the job.
 
     Attributes:
         nodes: Numbers of nodes.
@@ -67,7 +67,7 @@ class Scenarios:
         return not (self.nodes or self.clusters or self.global_batches or self.seq_lens)
 
     def of(self, job: Job) -> Iterator[tuple[str, Job | JobError]]:
-        """Each scenario in words, with the job in some legal strategy on it, or why there is none."""
+        """Each scenario in words, with the job in a legal strategy on it, or the reason why there is none."""
         nobody = (None,)
         for nodes, cluster, batch, length in itertools.product(
             self.nodes or nobody, self.clusters or nobody, self.global_batches or nobody, self.seq_lens or nobody
@@ -91,7 +91,7 @@ def _cluster(own: ClusterSpec, nodes: int | None, named: str | None) -> ClusterS
 
 
 def moved(job: Job, cluster: ClusterSpec, global_batch: int | None = None, seq_len: int | None = None) -> Job:
-    """Put a job on another cluster, in its own strategy if that is legal there, else in the first that is.
+    """Move a job to another cluster, with its own strategy if that is legal there, else with the first legal one.
 
     Raises:
         JobError: If no strategy is legal, with the rules that the plainest one breaks.
@@ -154,7 +154,7 @@ def search_scenarios(job: Job, predictor: Predictor | str | None, manner: Manner
 
 
 def merged(job: Job, predictor: Predictor | str | None, found: list[SearchResult], skipped: list[str]) -> SearchResult:
-    """The results of several scenarios as one."""
+    """Merge the results of several scenarios."""
     goal = found[0].goal
     own = next((one.own for one in found if one.own is not None and one.own.job == job), None)
     own = own or Choice.of(predict(job, predictor), lambda asked: predict(asked, predictor))

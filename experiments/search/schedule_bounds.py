@@ -1,4 +1,4 @@
-"""What all schedules of a kind have in common: where parts lie, fill and drain, micro-batches in flight."""
+"""Common properties of all schedules of a kind: placement of parts, fill and drain, micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from numpy.typing import NDArray
 
 from stepsight.simulator.clock.engine import Floats
 
-WHOLE = ("gpipe", "1f1b", "looped-bfs")  # schedules that run each backward in one go
+WHOLE = ("gpipe", "1f1b", "looped-bfs")  # schedules that run each backward without splitting it
 LOOPED = (*WHOLE, "zb-h1", "interleaved-zb")  # part i of the model lies on stage i % pp
 VEE = ("zbv", "dualpipev")  # parts go to the last stage and back
 
 
 def is_split(schedule: str) -> bool:
-    """Whether a schedule may run the gradients of input and weights apart; of a user's own, nothing else is known."""
+    """Whether a schedule may split the gradients of input and weights; a user's schedule may."""
     return schedule not in WHOLE
 
 
 def placement_of(schedule: str, stages: int) -> str:
-    """``loop``, ``vee``, or ``any``: where the parts of the model lie."""
+    """``loop``, ``vee``, or ``any``: the placement of the model's parts."""
     return "loop" if stages == 1 or schedule in LOOPED else "vee" if schedule in VEE else "any"
 
 
@@ -42,7 +42,7 @@ def stage_sums(parts: Floats, placement: str, stages: int) -> Floats:
 
 
 def stage_times(placement: str, stages: int, micro_batches: Floats, passes: tuple[Floats, Floats, Floats]) -> Floats:
-    """Bound when each stage has run its last backward.
+    """Lower bound of the time when each stage has run its last backward.
 
     Nothing runs on a stage before one micro-batch came through all stages before it.  After its last gradient of an
     input, the micro-batch goes back through these stages; only gradients of weights may be left to run beside that.
@@ -71,7 +71,7 @@ def stage_times(placement: str, stages: int, micro_batches: Floats, passes: tupl
 
 
 def in_flight(schedule: str, stages: int, micro_batches: int, chunks: int) -> NDArray[np.float64]:
-    """Micro-batches of each chunk that a stage keeps at least at some moment; shape ``(stages, chunks)``."""
+    """Least number of micro-batches of each chunk that a stage keeps at its peak; shape ``(stages, chunks)``."""
     stage, total = np.arange(stages), micro_batches * chunks
     if schedule not in LOOPED or stages == 1:
         first = np.zeros((stages, chunks))

@@ -1,4 +1,4 @@
-"""What the ranks of a grid's strategies see of a micro-batch, and the least seconds and bytes of their blocks."""
+"""Rank shapes of a grid's strategies, and the least seconds and bytes of their blocks."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ShapeTable:
         return replace(rank_shape(job, share, semantics_of(job, self._hardware.kind)), scatter_p2p=False)
 
     def counts(self, parts: int, every: int) -> tuple[Floats, Floats]:
-        """How many blocks of each part of the model there are, and how many are recomputed."""
+        """Number of blocks of each part of the model, and how many are recomputed."""
         return layer_counts(self.shapes[0], parts, self.kinds, every)
 
     def part_seconds(self, ids: Ids, part: str, how: str, parts: int, every: int) -> Floats:
@@ -106,7 +106,7 @@ class ShapeTable:
         plain = self._passes.index(PassKind(part, "selective" if how == "selective" else "none"))
         if how != "full":
             return self._sums(ids, ([plain] * 2, [plain] * 2), counts, np.zeros_like(counts))
-        whole = [  # fully sharded ranks stop after the last step that keeps something
+        whole = [  # fully sharded ranks stop after the last step that keeps an activation
             self._passes.index(PassKind(part, "full", self.shapes[0].kernels.whole_layers_again and not fully))
             for fully in (False, True)
         ]
@@ -124,7 +124,7 @@ class ShapeTable:
         return np.array(found)
 
     def kept_bytes(self, ids: Ids, how: str, parts: int, every: int) -> Floats:
-        """Bytes that each part of the model keeps of a micro-batch at least; shape ``(*ids.shape, parts)``."""
+        """Least bytes that each part of the model keeps of a micro-batch; shape ``(*ids.shape, parts)``."""
         counts, again = self.counts(parts, every)
         plain = self._recompute.index("selective" if how == "selective" else "none")
         if how != "full":

@@ -1,4 +1,4 @@
-"""An Optuna study that several processes share: each strategy is evaluated by one of them, all stop at one total.
+"""An Optuna study that several processes share: each strategy is evaluated by one of them, and all stop at one total.
 
 Strategies are claimed and recorded in batches.
 """
@@ -26,9 +26,9 @@ from stepsight.training.store_lock import store_lock
 if TYPE_CHECKING:
     import optuna
 
-_CLAIMED = "claimed"  # attribute of a study: who claimed which strategies when
+_CLAIMED = "claimed"  # attribute of a study: the claims of processes, with times
 _SECONDS = "seconds"  # attribute of a trial: its ``Seconds``
-_POLL_S = 0.1  # between two looks at the strategies that others evaluate
+_POLL_S = 0.1  # seconds between checks of the strategies that others evaluate
 # A claim that is unchanged for so long is void, as that of a machine that was switched off: evaluating takes seconds.
 # If its process comes back, what both evaluated is recorded once.
 _LOST_S = 60.0
@@ -39,7 +39,7 @@ _DATABASES = (".db", ".sqlite", ".sqlite3")
 
 
 class SharedStudy:
-    """The strategies of a grid, of which some are evaluated or claimed by processes that share a study.
+    """The strategies of a grid, some of which are evaluated or claimed by processes that share a study.
 
     A strategy becomes a trial once it is evaluated.  Until then it stands among the claims of a process, which are an
     attribute of the study.
@@ -65,7 +65,7 @@ class SharedStudy:
         self.finished: list[optuna.trial.FrozenTrial] = []
         self._grid = grid
         self._claimed: set[int] = set()  # by other processes
-        self._seen = 0  # trials that ``done`` holds
+        self._seen = 0  # trials that are in ``done``
         self._key = f"{_CLAIMED} {uuid.uuid4().hex[:8]}"
         self._evaluated = 0  # by this process
         self._since: dict[str, tuple[Any, float]] = {}  # claims of others, and when each was first seen, by our clock
@@ -86,7 +86,7 @@ class SharedStudy:
                 )
 
     def close(self) -> None:
-        """End the connections to a database."""
+        """Close the connections to a database."""
         self._storage.remove_session()
         if engine := getattr(self._storage, "engine", None):
             engine.dispose()
@@ -117,10 +117,10 @@ class SharedStudy:
             time.sleep(_POLL_S)
 
     def finish(self, found: Sequence[Found]) -> None:
-        """Record what was found of strategies that this process claimed."""
+        """Record the evaluations of strategies that this process claimed."""
         with self._lock():
             self._look()
-            # What is done already was another process's to evaluate: the claim was void.
+            # Strategies that are done already were evaluated by another process: the claim had expired.
             trials = [self._trial(one) for one in found if one.strategy not in self.done]
             with self._batch():
                 first = add_finished(self._storage, self._id, trials)
@@ -129,7 +129,7 @@ class SharedStudy:
                         self._storage.create_new_trial(self._id, trial)
                 self._evaluated += len(trials)
                 self._hold([])
-            if first == self._seen:  # nobody else added any: these need not be read again
+            if first == self._seen:  # no other process added any: these need not be read again
                 self._note(trials)
             self._look()
 
@@ -175,21 +175,21 @@ class SharedStudy:
         left[[*self._claimed, *ended, *self.done]] = False
 
     def _held(self, key: str, claim: Any) -> list[int]:
-        """Strategies that another process evaluates, by an attribute of the study: none if it seems to have ended."""
+        """Strategies that another process evaluates, by an attribute of the study; none if it seems to have ended."""
         indices = _claims(key, claim)
         if indices and claim != self._since.get(key, (None, 0.0))[0]:
             self._since[key] = claim, time.monotonic()
         return indices if indices and time.monotonic() - self._since[key][1] <= _LOST_S else []
 
     def _news(self) -> list[int]:
-        """Strategies that ended since the last look."""
+        """Strategies that finished since the last check."""
         if count_trials(self._storage, self._id) == self._seen:
             return []
         trials = self._study.get_trials(deepcopy=False)
         return self._note(trials[self._seen :])
 
     def _note(self, trials: Sequence[optuna.trial.FrozenTrial]) -> list[int]:
-        """Take note of the study's next trials; returns the strategies of those that ended."""
+        """Read the study's next trials; return the strategies of the finished ones."""
         from optuna.trial import TrialState
 
         ended: list[int] = []
@@ -211,7 +211,7 @@ class SharedStudy:
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        """Hold the storage's lock; its errors become ours."""
+        """Hold the storage's lock; its errors become ``StepsightError``."""
         from optuna.exceptions import OptunaError
         from sqlalchemy.exc import SQLAlchemyError
 
@@ -225,7 +225,7 @@ class SharedStudy:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Turn any error into ours: Optuna believes what a journal or database holds, and fails in many ways."""
+        """Convert any error: Optuna trusts the content of a journal or database, and fails in many ways."""
         try:
             yield
         except StepsightError:
@@ -245,7 +245,7 @@ def _unusable(storage: str | Path | None, error: Exception) -> StepsightError:
 
 
 def _place_of(storage: str | None) -> str | Path | None:
-    """Where a study is kept: a database URL, the path of a journal, or nowhere."""
+    """Where a study is stored: a database URL, the path of a journal, or memory."""
     if storage is None or "://" in storage:
         return storage
     path = Path(storage)
@@ -267,7 +267,7 @@ def _open(place: str | Path | None) -> Any:
     if isinstance(place, str):
         wait = {"connect_args": {"timeout": _SQLITE_WAIT_S}} if place.startswith("sqlite") else {}
         return RDBStorage(place, engine_kwargs=wait)
-    # The path is absolute: a relative one would leave a killed search's lock pointing nowhere, for ever.
+    # The path is absolute: a relative one would leave the lock of a killed search pointing to a missing file.
     text = read_file(place) if place.is_file() else b""
     if (place.exists() and not place.is_file()) or text[: len(_BEGINNING)] not in (b"", _BEGINNING):
         raise StepsightError(f"a study's journal is a new file or one that a search wrote, got {place}")
@@ -275,7 +275,9 @@ def _open(place: str | Path | None) -> Any:
 
 
 def _drop_half_line(journal: Path) -> None:
-    """Drop the line that a killed process left half written; whoever writes holds the lock, so nobody is at it."""
+    """Drop the line that a killed process wrote only partly; the writer holds the lock, so no other process is
+    writing.
+    """
     if not journal.is_file() or not journal.stat().st_size:
         return
     with journal.open("r+b") as file:
@@ -285,13 +287,13 @@ def _drop_half_line(journal: Path) -> None:
         file.seek(0)
         start = file.read(len(_BEGINNING))
         if start != _BEGINNING[: len(start)]:
-            return  # it is no journal, which whoever opens it says
+            return  # it is not a journal: opening it reports that
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _claims(key: str, value: Any) -> list[int]:
-    """Strategies that a process evaluates, by an attribute of the study: none if it ended on this machine."""
+    """Strategies that a process evaluates, by an attribute of the study; none if it ended on this machine."""
     if not key.startswith(_CLAIMED) or not isinstance(value, list | tuple) or len(value) != 3:
         return []
     process, _, indices = value

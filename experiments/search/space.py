@@ -1,4 +1,4 @@
-"""The choices of a search: which values of each axis it combines."""
+"""The choices of a search: the values of each axis that it combines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST = 2**31
 
 @dataclass(frozen=True)
 class Space:
-    """A search space.  Choices that are not legal for a model and cluster are left out.
+    """A search space. Choices that are not legal for a model and cluster are skipped.
 
     Attributes:
         max_tp: Largest tensor-parallel degree; 0: the devices of a node.
@@ -74,7 +74,7 @@ class Space:
 
     @classmethod
     def of(cls, value: Space | Mapping[str, Any] | str | Path | None) -> Space:
-        """Take a space as it is, or build one.
+        """Return a space unchanged, or build one.
 
         Args:
             value: A ``Space``, its attributes as a dict, ``usual`` (the default), ``wide`` (all axes), or the path of
@@ -108,7 +108,7 @@ class Space:
 
 
 def _schedule(value: Any) -> Any:
-    """A schedule with its virtual stages: of a plain name as few as it allows."""
+    """A schedule with its virtual stages; for a name without a number, as few as it allows."""
     if isinstance(value, str) and value in SCHEDULES:
         return value, SCHEDULES[value].virtual_stages[0]
     return tuple(value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Layers of each pipeline stage by dynamic programming: embedding, head, memory and slower nodes are counted.
+"""Layers of each pipeline stage by dynamic programming, with embedding, head, memory and slower nodes.
 
 The time and the memory of every part of the model are taken as linear in its layers.  Two predictions, which differ by
 one layer between neighbouring parts, give the lines.  The dynamic program then minimizes the longest part; the result
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 Floats: TypeAlias = NDArray[np.float64]
 Counts: TypeAlias = tuple[int, ...]
-MOST_ROUNDS = 4  # of lines and dynamic program
-MOST_MOVES, MOST_PREDICTIONS = 12, 100  # of single layers, after that; and of both together
-_LESS = 1e-6  # relative; what counts as shorter
+MOST_ROUNDS = 4  # rounds of lines and dynamic program
+MOST_MOVES, MOST_PREDICTIONS = 12, 100  # rounds of moving single layers, after that; and of both together
+_LESS = 1e-6  # relative; smaller differences count as equal
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class StageLayers:
 
     @property
     def gain_percent(self) -> float:
-        """How much shorter the iteration is than that of the job as it was."""
+        """Relative improvement of the iteration over the original job."""
         return 100 * (1 - self.seconds / self.even_seconds)
 
 
@@ -94,7 +94,7 @@ def best_stage_layers(job: Job, predictor: Predictor | str | None = None) -> Sta
 
 
 def with_uneven_stages(result: SearchResult, predictor: Predictor | str | None = None, top: int = 3) -> SearchResult:
-    """Refine the best strategies of a search by uneven stages; those that gain come as choices of their own.
+    """Refine the best strategies of a search by uneven stages; improved ones are added as choices.
 
     Args:
         result: Of ``search``.
@@ -118,7 +118,7 @@ def with_uneven_stages(result: SearchResult, predictor: Predictor | str | None =
 def least_bottleneck(
     intercept: Floats, slope: Floats, layers: int, least: Sequence[int], most: Sequence[int]
 ) -> Counts:
-    """Layers of each part that add up to ``layers`` and make the longest part as short as possible.
+    """Layers of each part with the sum ``layers`` that minimise the longest part.
 
     Of several such shares it takes the one whose parts' squares add up to least.
 
@@ -161,14 +161,14 @@ def _counts(job: Job) -> Counts:
 
 
 class _Search:
-    """Shares of layers that were predicted."""
+    """Predicted distributions of layers."""
 
     def __init__(self, job: Job, predictor: Predictor | str | None) -> None:
         self._job, self._predictor = job, predictor
         self.tried: dict[Counts, Prediction] = {}
 
     def ask(self, counts: Counts) -> Prediction:
-        """The prediction of a share."""
+        """The prediction of a distribution of layers."""
         if counts not in self.tried:
             job = replace(self._job, parallel=replace(self._job.parallel, stage_layers=counts))
             self.tried[counts] = predict(job, self._predictor)
@@ -176,7 +176,9 @@ class _Search:
 
     @property
     def best(self) -> Counts:
-        """The share with the shortest iteration that fits in memory; if none fits, the one that needs least."""
+        """The distribution with the shortest iteration that fits in memory; if none fits, the one that needs the
+        least.
+        """
 
         def key(counts: Counts) -> tuple[bool, float]:
             prediction = self.tried[counts]
@@ -186,9 +188,11 @@ class _Search:
         return min(self.tried, key=key)
 
     def next_counts(self, counts: Counts) -> Counts:
-        """The share that the dynamic program chooses by lines through a share and its shifted neighbour."""
+        """The distribution that the dynamic program chooses, by lines through a distribution and its shifted
+        neighbour.
+        """
         shifted = _shifted(counts)
-        if shifted == counts:  # a layer for each part: there is nothing to share out
+        if shifted == counts:  # one layer for each part: there is nothing to distribute
             return counts
         here, there = self.ask(counts), self.ask(shifted)
         step = np.array(shifted) - np.array(counts)
@@ -216,7 +220,7 @@ class _Search:
 
 
 def _moves(counts: Counts, seconds: Floats) -> Iterator[Counts]:
-    """Shares in which a part has given a layer to another one, the longest parts to the shortest first."""
+    """Distributions with one layer moved from one part to another, from the longest parts to the shortest first."""
     order = np.argsort(seconds).tolist()
     for source, target in product(order[::-1], order):
         if source != target and counts[source] > (1 if 0 < source < len(counts) - 1 else 0):
@@ -227,7 +231,7 @@ def _moves(counts: Counts, seconds: Floats) -> Iterator[Counts]:
 
 
 def _shifted(counts: Counts) -> Counts:
-    """A share in which of every two neighbouring parts one has given a layer to the other."""
+    """A distribution in which, of every two neighbouring parts, one has given a layer to the other."""
     shifted = list(counts)
     for part in range(0, len(counts) - 1, 2):
         source, target = (part, part + 1) if shifted[part] > 1 else (part + 1, part)
@@ -241,7 +245,7 @@ def _shifted(counts: Counts) -> Counts:
 
 
 def part_seconds(prediction: Prediction) -> Floats:
-    """Seconds that one micro-batch takes in each part of the model, in the slowest pipeline; shape ``(num_parts,)``."""
+    """Seconds of one micro-batch in each part of the model, in the slowest pipeline; shape ``(num_parts,)``."""
     passing, track = prediction.simulation.slowest, prediction.simulation.lowered.track
     transition = passing.transition[passing.rows]
     actions = through(transition, np.zeros((len(transition), transition.shape[-1])))[:, :NUM_CLOCKS].max(axis=1)
@@ -251,7 +255,7 @@ def part_seconds(prediction: Prediction) -> Floats:
 
 
 def _most(here: Prediction, there: Prediction, counts: Counts, shifted: Counts) -> list[int]:
-    """Layers of each part that fit in its device's memory, by a line as well; with virtual stages no limit is drawn."""
+    """Layers of each part that fit in its device's memory, by a line as well; unlimited with virtual stages."""
     layers = sum(counts)
     if len(counts) != here.job.parallel.pp:
         return [layers] * len(counts)

@@ -1,4 +1,4 @@
-"""The legal strategies of a model on a cluster: what a search chooses from."""
+"""The legal strategies of a model on a cluster, from which a search chooses."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from stepsight.dataset.rules import MOST_ACTIONS
 from stepsight.experiments.search.space import Space as Space
 from stepsight.simulator.schedules import find_schedule
 
-# What a strategy is made of, beside the micro-batch, and what goes with one strategy alone.
+# The components of a strategy besides the micro-batch, and those of single strategies.
 VARIED = (
     "tp", "cp", "pp", "ep", "dp", "schedule", "virtual_stages", "zero_stage", "recompute", "sequence_parallel",
     "stage_layers", "dp_shard",
 )  # fmt: skip
 MIN_CP_TOKENS = 4096
-MOST_UNEVEN = 1.2  # layers of the fullest stage over the mean: what waits for more is never best
+MOST_UNEVEN = 1.2  # layers of the fullest stage over the mean: a strategy with a larger imbalance is never best
 
 
 class Degrees(NamedTuple):
-    """Degrees that multiply to the devices, and that of the experts."""
+    """Parallel degrees whose product is the number of devices, and the degree of the experts."""
 
     tp: int
     cp: int
@@ -65,7 +65,7 @@ def legal_degrees(job: Job, space: Space) -> list[Degrees]:
 
 
 def _is_legal(job: Job, layout: Degrees, **chosen: Any) -> bool:
-    """Whether the layout's own rules hold, whatever else is chosen."""
+    """Whether the layout's own rules are satisfied, independent of all other choices."""
     try:
         build(job, layout, {"pipeline": "1 1f1b x1", "sequence_parallel": False, **chosen})
     except JobError:
@@ -74,7 +74,7 @@ def _is_legal(job: Job, layout: Degrees, **chosen: Any) -> bool:
 
 
 def options_of(job: Job, space: Space, layout: Degrees) -> dict[str, list[Any]]:
-    """The further choices that are legal and differ under one layout; each combination of them is legal."""
+    """The further choices that are legal and distinct under one layout; all of their combinations are legal."""
     options: dict[str, list[Any]] = {
         "pipeline": _pipelines(job, space, layout),
         "zero_stage": _sharding(space, layout),
@@ -94,7 +94,7 @@ def _pipelines(job: Job, space: Space, layout: Degrees) -> list[str]:
     """Micro-batch, schedule and virtual stages, as ``2 1f1b x4``."""
     schedules = space.pipelines
     if _runtime(job) == "deepspeed":
-        schedules = tuple(s for s in schedules if s == ("1f1b", 1))  # its only one
+        schedules = tuple(s for s in schedules if s == ("1f1b", 1))  # the only one
     if layout.pp == 1:
         schedules = tuple((name, 1) for name, _ in schedules[:1])
     per_replica, layers = job.batch.global_batch // layout.dp, job.model.total_layers
@@ -163,7 +163,7 @@ def _orders(space: Space, layout: Degrees) -> list[str]:
 
 
 def _runtime(job: Job) -> str:
-    """Who passes messages between stages: a job of one stage does not say, its framework does."""
+    """The pipeline runtime: a job of one stage does not state it, its framework does."""
     return find_framework(job.framework).runtime if job.framework and job.parallel.pp == 1 else job.parallel.runtime
 
 
@@ -190,7 +190,7 @@ def build(job: Job, layout: Degrees, chosen: dict[str, Any]) -> Job:
 
 
 def choices_of(job: Job) -> tuple[Degrees, dict[str, Any]]:
-    """The layout and the further choices that a job has made; what ``build`` takes."""
+    """The layout and the further choices of a job; the arguments of ``build``."""
     p = job.parallel
     every = f"/{p.recompute_every}" if p.recompute_every > 1 and p.recompute == "full" else ""
     over = f"/{p.dp_shard}" if p.dp_shard and p.dp_shard != p.dp and p.zero_stage else ""

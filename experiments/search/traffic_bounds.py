@@ -1,4 +1,4 @@
-"""What replicas send at least, whatever runs beside it: parameters that are gathered, gradients that are scattered."""
+"""Least traffic of replicas: parameters that are gathered, gradients that are scattered."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(sharing: Sharing, sent: Collectives, layers: Floats, numel: Floats, held: Floats) -> Traffic:
-    """Bound what the replicas of each stage send.
+    """Bound the traffic of each stage's replicas.
 
     Args:
         sharing: Who shares.
@@ -90,7 +90,7 @@ def traffic(sharing: Sharing, sent: Collectives, layers: Floats, numel: Floats, 
 
 
 class Collectives:
-    """Seconds of collectives of some sizes; the same are asked for again and again.
+    """Seconds of collectives of some sizes, cached because the same sizes occur repeatedly.
 
     Args:
         timer: Of the latency model that predicts.
@@ -101,7 +101,7 @@ class Collectives:
         self._known: dict[tuple[Group, str, bytes], Floats] = {}
 
     def seconds(self, group: Group, kind: str, num_bytes: Floats) -> Floats:
-        """Seconds of a collective of each size; 0 of nothing, and where a group is a single rank."""
+        """Seconds of a collective of each size; 0 for zero bytes, and for a group of one rank."""
         key = (group, kind, num_bytes.tobytes())
         if key not in self._known:
             self._known[key] = self._ask(group, kind, num_bytes)

@@ -48,20 +48,20 @@ def median_seconds(call: Callable[[], object], repeats: int = 30) -> float:
 
 
 def import_seconds(repeats: int = 7) -> float:
-    """Median time of ``import stepsight`` in fresh interpreters, their own start left out."""
+    """Median time of ``import stepsight`` in fresh interpreters, without their start."""
     code = "import time; t = time.perf_counter(); import stepsight; print(time.perf_counter() - t)"
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, check=True) for _ in range(repeats)]
     return statistics.median(float(run.stdout) for run in runs)
 
 
 def time_and_fit(job: Job, predictor: Predictor | None) -> tuple[float, bool]:
-    """What a search asks: the time, and whether it fits."""
+    """The two values that a search needs: the time, and whether it fits."""
     prediction = predict(job, predictor)
     return prediction.iteration_time_s, prediction.memory.fits
 
 
 def warm_up(job: Job) -> None:
-    """Let the loops over arrays be compiled."""
+    """Wait until the loops over arrays are compiled."""
     for micro_batches in (96, 192, 384):
         changed = replace(job, batch=replace(job.batch, global_batch=micro_batches * job.parallel.dp))
         for schedule in ("1f1b", "gpipe", "zb-h1"):
@@ -71,7 +71,7 @@ def warm_up(job: Job) -> None:
 
 
 def scaling(job: Job) -> list[dict[str, Any]]:
-    """Time of a prediction as micro-batches, stages, replicas and tensor-parallel ranks grow, each doubled in turn."""
+    """Time of a prediction as micro-batches, stages, replicas and tensor-parallel ranks are doubled in turn."""
     rows = []
     plans = [(8, 16, 8, m) for m in (48, 96, 192, 384)]
     plans += [(8, pp, 8, 192) for pp in (4, 8, 32)]
@@ -104,10 +104,10 @@ def _every_action(prediction: Prediction) -> float:
 
 
 def many(job: Job) -> dict[str, Any]:
-    """Distinct strategies around a job, none of which was asked before, and the same again; by the time of a core."""
+    """Predict distinct strategies around a job, then the same again; rates by CPU time."""
     distinct = list(strategies(job, SPACE))
     clear_caches()
-    predict(job)  # reads its predictor again
+    predict(job)  # loads its predictor again
     rates = []
     for _ in range(2):
         started = time.process_time()

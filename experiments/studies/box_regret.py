@@ -1,4 +1,4 @@
-"""Run the best strategy that a search finds for sixteen ranks, and others, in boxes.
+"""Run the strategy that a search finds for sixteen ranks, and others, in boxes.
 
 Every legal strategy that the harness can run in the box is predicted.  Those predicted to be fastest and a random
 sample of the others are run for real.
@@ -44,14 +44,14 @@ COUNTS = {"rounds": 2, "steps": 1, "warmup": 1, "profile_steps": 0}
 
 
 def job_in(box: Box, model: ModelSpec) -> Job:
-    """The question: a model on a box, in the plainest strategy."""
+    """The job to search: a model on a box, with the simplest strategy."""
     cluster = ClusterSpec(hardware=HARDWARE, nodes=box.nodes, devices_per_node=box.ranks_per_node, fabric=box.fabric)
     batch = BatchSpec(micro_batch=1, global_batch=GLOBAL_BATCH, precision="fp32")
     return box.holds(Job(model=model, parallel=ParallelSpec(dp=box.num_ranks), batch=batch, cluster=cluster))
 
 
 def chosen(fastest_first: Sequence[Choice], most: int, slowest: float, seed: int) -> list[Choice]:
-    """What is run: half of it the fastest as predicted, half drawn from the rest, but for the very slow ones."""
+    """Strategies to run: half of them the fastest predicted ones, half drawn from the rest without very slow ones."""
     if len(fastest_first) <= most:
         return list(fastest_first)
     first = fastest_first[: (most + 1) // 2]
@@ -82,7 +82,7 @@ def study(
 
 
 def judged(fastest_first: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The fastest strategy, as predicted, whose run counts, among all whose runs count.
+    """The strategy with the shortest predicted time among valid runs.
 
     Args:
         fastest_first: Names of the strategies that were run, as predicted.
@@ -108,7 +108,7 @@ def judged(fastest_first: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict
 
 
 def study_text(rows: Sequence[dict[str, Any]]) -> str:
-    """The report for people."""
+    """The report as text."""
     parts = []
     for row in rows:
         lines = [

@@ -91,7 +91,7 @@ def job_of(values: Mapping[str, Any]) -> Job:
     model = {key: merged.pop(key) for key in _MOE if key in merged}
     precision = merged.pop("precision", "pure-bf16")
     ranks = merged["tp"] * merged["pp"] * merged["dp"] * merged["cp"]
-    if merged["pp"] > 1:  # as the harness runs pipelines: torch's runtime, and gradients after the schedule
+    if merged["pp"] > 1:  # as the harness runs pipelines: torch's runtime, and gradient reduction after the schedule
         merged |= {"runtime": "torch", "overlap_grad_reduce": False}
     return Job.from_dict(
         {
@@ -135,7 +135,7 @@ def captured_counts(captured: Captured, place: int) -> tuple[Counts, float]:
 
 
 def compare(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """One strategy by both roads."""
+    """One strategy, lowered and captured."""
     job = job_of(values)
     predictor = asked_predictor(job.cluster.hardware, None)
     assert predictor is not None

@@ -1,4 +1,4 @@
-"""Expert and context parallelism for the harness' own Llama, so that captured scripts hold them.
+"""Expert and context parallelism for the harness' own Llama, for captured scripts.
 
 Steps are annotated with the op kinds of lowered jobs, as the harness annotates its own models.
 """
@@ -20,7 +20,7 @@ _aten = torch.ops.aten
 
 
 class Copies(torch.autograd.Function):
-    """Rows in the order of the experts that they go to."""
+    """Rows in the order of their experts."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Mixed(torch.autograd.Function):
 
 
 class Exchange(torch.autograd.Function):
-    """Rows to other ranks of a group; gradients go the way back."""
+    """Send rows to other ranks of a group; gradients are sent back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
@@ -74,7 +74,7 @@ class Exchange(torch.autograd.Function):
 
 
 class Chosen(torch.autograd.Function):
-    """Probabilities and choice of a router in one function, with the load of each expert."""
+    """Router in one function: probabilities, choice, and the load of each expert."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, top: int) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ class Experts(nn.Module):
 
 
 class ExpertLayer(torch_dense.Layer):
-    """A layer with a mixture in the place of the MLP.
+    """A layer with a mixture instead of the MLP.
 
     Args:
         shape: The rank.
@@ -135,7 +135,7 @@ class ExpertLayer(torch_dense.Layer):
         rows, size = self.mlp_norm(x), self.group.size()
         weights, chosen = Chosen.apply(self.router(rows), self.top)
         with torch.no_grad():
-            order = torch.arange(chosen.numel(), device=x.device)  # copies are as many as tokens of all experts
+            order = torch.arange(chosen.numel(), device=x.device)  # as many copies as all experts have tokens
             counts = torch.bincount(chosen.flatten(), minlength=self.num_experts)
             sent, ends = counts.view(size, -1).sum(1).tolist(), (counts[: self.num_experts // size] * size).cumsum(0)
         copies = Copies.apply(rows, order // self.top)
@@ -146,7 +146,7 @@ class ExpertLayer(torch_dense.Layer):
         return x + mixed
 
     def _sorted(self, rows: Tensor) -> Tensor:
-        """By sender to by expert, or back; a rank with one expert has nothing to sort."""
+        """Sort from by sender to by expert, or back; a rank with one expert needs no sorting."""
         local = self.num_experts // self.group.size()
         if local == 1:
             return rows
@@ -154,7 +154,7 @@ class ExpertLayer(torch_dense.Layer):
 
 
 class RingAttention(torch.autograd.Function):
-    """Causal attention of ranks with equal parts of a sequence: keys and values go round beside it."""
+    """Causal attention of ranks with equal parts of a sequence: keys and values circulate in a ring."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
@@ -202,7 +202,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def half(keys_and_values: Tensor) -> tuple[Tensor, Tensor]:
-    """The part of others' keys that a balanced causal mask leaves."""
+    """The keys of another rank that a balanced causal mask leaves."""
     k, v = keys_and_values
     return k[:, :, : k.shape[2] // 2], v[:, :, : v.shape[2] // 2]
 

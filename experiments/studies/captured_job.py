@@ -26,12 +26,12 @@ CHUNKED = {"interleaved-zb": ScheduleInterleavedZeroBubble, "zbv": ScheduleZBVZe
 
 
 class ExpertTraining(Training):
-    """Mixtures of experts: ranks that hold the same experts share them out or reduce their gradients."""
+    """Mixtures of experts: ranks with the same experts shard them or all-reduce their gradients."""
 
     def _data_parallel(self, mesh: DeviceMesh | None) -> nn.Module:
         p = self.job["parallel"]
         experts = init_device_mesh(self.device.type, (p["dp"] // p["ep"], p["ep"]), mesh_dim_names=("edp", "ep"))
-        whole = p["ep"] == dist.get_world_size()  # then a group of its own, as rows must not wait for gradients
+        whole = p["ep"] == dist.get_world_size()  # then a separate group, because rows must not wait for gradients
         group = dist.new_group(group_desc="ep") if whole else experts["ep"].get_group()
         layers = [
             ExpertLayer(self.shape, f"layer{index}", self.job["model"], group) for index in range(self.shape.layers)
@@ -48,7 +48,7 @@ class ExpertTraining(Training):
 
 
 class ContextTraining(Training):
-    """Context parallelism: ranks with parts of a sequence are replicas otherwise."""
+    """Context parallelism: ranks with parts of a sequence are otherwise replicas."""
 
     def __init__(self, job: dict[str, Any], device: torch.device) -> None:
         p, model, batch = job["parallel"], job["model"], job["batch"]

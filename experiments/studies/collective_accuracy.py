@@ -1,4 +1,4 @@
-"""Compare predicted with measured times of collectives between nodes, at sites that were held out.
+"""Compare predicted with measured times of collectives between nodes, at held-out sites.
 
     stepsight experiment collectives --data DATA [--predictor FOLDER] [--json]
 
@@ -57,8 +57,8 @@ class Site:
     predictor: str
 
 
-# Nobody states the links of ``cluster00``: 14 GB/s are what its longest messages reach.  Vidur's networks between nodes
-# are left out: adapters that several devices share in a way that nobody states.
+# The links of ``cluster00`` are not stated: 14 GB/s are the bandwidth of its longest messages.  Vidur's networks
+# between nodes are left out: several devices share their adapters in an unknown way.
 _H100 = find_fabric("dgx-h100")
 _NCCL_TESTS = ("nccl-tests", "collectives/nccl-tests-cluster")
 SITES = (
@@ -75,7 +75,7 @@ SITES = (
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Mean absolute errors of one class of rows, in percent; None where there is nothing to judge.
+    """Mean absolute errors of one class of rows, in percent; None if it is empty.
 
     Attributes:
         site, kind, size, ranks: Which rows.
@@ -131,7 +131,7 @@ def _rows(site: Site, measured: Measurements) -> tuple[list[Collective], Array]:
 
 
 def _small(works: Sequence[Collective]) -> NDArray[np.bool_]:
-    """Rows of at most 64 ranks; where there are no others, those of fewer ranks than the median."""
+    """Rows of at most 64 ranks; if there are no others, those with fewer ranks than the median."""
     ranks = np.array([work.group_size for work in works])
     most = CALIBRATED_RANKS if ranks.max() > CALIBRATED_RANKS else np.median(ranks) - 1
     return np.asarray(ranks <= most)
@@ -170,7 +170,7 @@ def _figure(
 
 
 def collective_text(figures: Sequence[Figure]) -> str:
-    """For the terminal."""
+    """The table as text."""
     header = ["site", "kind", "ranks", "size", "rows", "shipped %", "left out", "unfitted", "not fitted", "calibrated"]
     lines = [
         [f.site, f.kind, f.ranks, f.size, f.rows, *map(_cell, (f.shipped, f.left_out, f.unfitted)), f.calibrated_rows]

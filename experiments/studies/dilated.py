@@ -67,7 +67,7 @@ def dilated_cases() -> list[dict[str, Any]]:
 
 
 def run_cases(cases: Sequence[dict[str, Any]], out: Path, repeats: int = REPEATS) -> list[dict[str, Any]]:
-    """Records of the cases, from ``out`` where they are there, else from real runs.
+    """Records of the cases, from ``out`` if they are there, else from real runs.
 
     Raises:
         CollectError: If a run failed; the message names its log.
@@ -174,7 +174,7 @@ def report(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def dilated_text(figures: dict[str, Any]) -> str:
-    """The report for people."""
+    """The report as text."""
     header = ["case", "measured s", "spread %", "predicted s", "error %", "start: mean %", "worst %", "ideal %"]
     keys = ["measured_s", "spread_percent", "predicted_s", "error_percent"]
     keys += ["mean_start_percent", "worst_start_percent", "ideal_percent"]

@@ -1,4 +1,4 @@
-"""Compare predicted with measured times of kernels, on shapes that were held out of public tables.
+"""Compare predicted with measured times of kernels, on held-out shapes of public tables.
 
     stepsight experiment kernels --data DATA [--only a100-sxm] [--json]
 
@@ -31,7 +31,7 @@ from stepsight.training.shipped.catalogue import RECIPES, read_recipe
 from stepsight.training.shipped.from_tables import OpRows
 
 FOLDS = 5
-LONG_S = 50e-6  # launches and clocks blur what is shorter; a training step is made of what is longer
+LONG_S = 50e-6  # launches and clocks blur shorter times; a training step consists of longer kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ SPLITS: dict[str, dict[str, Callable[[Op], Hashable]]] = {
 
 
 def figures_of(name: str, rows: OpRows, hardware: Hardware, seed: int = 0) -> list[Figure]:
-    """Figures of all families of one device, each under all its splits."""
+    """Figures of all families of one device, each with all its splits."""
     families: dict[tuple[str, str], list[int]] = {}
     for index, op in enumerate(rows.ops):
         families.setdefault((op.family, dtype_class(op, hardware)), []).append(index)
@@ -137,7 +137,7 @@ def _mean(off: NDArray[np.float64]) -> float:
 
 
 def kernel_text(figures: Sequence[Figure]) -> str:
-    """For the terminal."""
+    """The table as text."""
     header = ["predictor", "ops", "split", "rows", "MAPE %", "median", "p90", "own software", "own, long", "roofline"]
     lines = [
         [f.predictor, f.ops, f.split, f.rows]

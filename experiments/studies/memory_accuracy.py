@@ -31,8 +31,8 @@ from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.memory import StageMemory, estimate_memory
 
 GIB = 2**30
-FITTED_GPUS = 8  # the next number was fitted on runs with as many at most
-HELD_SHARE = 0.15  # of tensors' bytes: blocks that the allocator keeps and no tensor fills
+FITTED_GPUS = 8  # the next constant was fitted on runs with at most this many
+HELD_SHARE = 0.15  # share of tensors' bytes: blocks that the allocator keeps without a tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ _WAYS: tuple[tuple[int, dict[str, Any]], ...] = (  # rank, changes
     (0, {"dp": 4, "zero_stage": 3, "recompute": "full"}),
     (0, {"dp": 4, "zero_stage": 3, "recompute": "full", "micro_batches": 3}),
     (0, {"dp": 4, "tp": 2, "zero_stage": 3, "sequence_parallel": True}),
-    # In bf16 the harness takes its loss in bf16, which nobody else does: a small vocabulary makes little of that.
+    # In bf16 the harness has its loss in bf16, unlike other frameworks: a small vocabulary makes this unimportant.
     (0, {"dp": 8, "zero_stage": 3, "precision": "bf16", "vocab": 128}),
     (0, {**_LLAMA, "dp": 64, "zero_stage": 3, "precision": "bf16", "vocab": 128, "recompute": "full"}),
     (0, {"pp": 2, "micro_batches": 4}),
@@ -115,7 +115,7 @@ def tracked_job(values: Mapping[str, Any]) -> Job:
 
 
 def tracked_rows() -> Iterator[MemoryRow]:
-    """Every size in every way."""
+    """Every size with every strategy."""
     for size in _SIZES:
         for rank, change in _WAYS:
             yield tracked_row(tracked_job({**size, **change}), rank)
@@ -155,7 +155,7 @@ class MemoryColumn:
     fused_attention: bool = True
 
     def count(self, stage: StageMemory, hardware: Hardware) -> float:
-        """What it would have written down."""
+        """The value that the source would have measured."""
         tensors = stage.tensors * (1 + HELD_SHARE) if self.fragments else stage.tensors
         return tensors + hardware.reserved_bytes if self.context else tensors
 
@@ -168,7 +168,7 @@ SOURCES = (
 
 
 def published_job(row: Run, source: MemoryColumn) -> Job:
-    """The job of a row, on devices of which the reserve is known.
+    """The job of a row, on devices with a known reserve.
 
     Raises:
         JobError: If the row leaves out what matters, or no job says what ran.
@@ -176,7 +176,7 @@ def published_job(row: Run, source: MemoryColumn) -> Job:
     if source.word == "torchtitan" and row.text("recompute") == "selective":
         raise JobError("selective recomputation is chosen op by op there")
     job = job_of(row).job
-    precision = "fp16" if job.batch.precision == "fp16" else "bf16"  # fp8 is in the products alone
+    precision = "fp16" if job.batch.precision == "fp16" else "bf16"  # only the products are in fp8
     return replace(
         job,
         model=replace(job.model, fused_attention=source.fused_attention),
@@ -186,7 +186,7 @@ def published_job(row: Run, source: MemoryColumn) -> Job:
 
 
 def published_rows(path: Path) -> tuple[list[MemoryRow], dict[str, int]]:
-    """Rows of a table that say how much memory was used, and why others of these were left out."""
+    """Rows of a table with measured memory, and why others of them were left out."""
     rows: list[MemoryRow] = []
     skipped: dict[str, int] = defaultdict(int)
     for run in read_runs_table(path):

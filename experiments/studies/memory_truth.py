@@ -1,4 +1,4 @@
-"""Peak memory of a rank of the harness in a fake world: PyTorch's own bookkeeping of real training steps.
+"""Peak memory of a rank of the harness in a fake world, by PyTorch's own tracking of real training steps.
 
 Tensors are fake and messages go nowhere, but every storage is made and freed as in a real run: torch's ``MemTracker``
 sees what it would see there.  Plain data parallelism is left out: DDP's reducer reads data that fake tensors lack.
@@ -24,7 +24,7 @@ from stepsight.dataset.job import Job
 
 
 class _Tracker(MemTracker):
-    """Storages alone: statistics of modules allow one micro-batch."""
+    """Only storages: statistics of modules allow one micro-batch."""
 
     def _pre_fw_hook(self, *arguments: object) -> None: ...
 
@@ -83,6 +83,6 @@ def _fake_world(size: int, rank: int) -> Iterator[None]:
 
 
 def _agree_on_static_shapes(_: object, stages: list[object], *__: object) -> None:
-    """Stages vote with messages on whether their shapes are static; they are."""
+    """Stages exchange messages about whether their shapes are static; they are."""
     for stage in stages:
         stage._inference_mode = stages_of_pipelines.InferenceMode.STATIC  # type: ignore[attr-defined]

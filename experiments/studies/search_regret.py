@@ -109,7 +109,7 @@ def study(jobs: int, seed: int, most_legal: int, *, enumerates: bool, space: str
 
 
 def compare(job: Job, *, enumerates: bool, space: str) -> dict[str, Any] | None:
-    """Search one job and, if asked for, all of its strategies; None if none fits."""
+    """Search one job and, on request, predict all of its strategies; None if none fits."""
     clear_caches()
     since = time.process_time()
     found = search(job, space=space)
@@ -138,7 +138,7 @@ def compare(job: Job, *, enumerates: bool, space: str) -> dict[str, Any] | None:
 
 
 def study_text(rows: Sequence[dict[str, Any]]) -> str:
-    """The report for people."""
+    """The report as text."""
     keys = ("job", "devices", "cluster", "global_batch", "legal", "evaluated", "search_cpu_s", "enumerate_cpu_s",
             "regret_percent")  # fmt: skip
     shown = [key for key in keys if all(key in row for row in rows)]

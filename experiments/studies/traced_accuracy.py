@@ -34,7 +34,7 @@ from stepsight.training.predictor.prediction import asked_predictor
 
 Array = NDArray[np.float64]
 Traces = dict[str, list[RankGraph]]
-FEWEST = 8  # distinct ops that teach, and that judge
+FEWEST = 8  # fewest distinct ops for training, and for judging
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def study(paths: Sequence[Path]) -> list[Figure]:
 
 
 def _times(graphs: Sequence[RankGraph], steps: range | None, hardware: Hardware) -> dict[Op, list[float]]:
-    """Seconds of each op of known sizes, of some steps (None: of all), by call: its kernels are one op."""
+    """Seconds of each op of known sizes, of some steps (None: of all), by call: the kernels of a call are one op."""
     found: dict[Op, list[float]] = {}
     for graph in graphs:
         nodes = graph.nodes

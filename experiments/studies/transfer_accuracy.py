@@ -1,4 +1,4 @@
-"""Compare predicted with measured products of a device from few of its measurements, with its predictor left out.
+"""Compare predicted with measured products of a device with few measurements, without its shipped predictor.
 
     stepsight experiment transfer --data DATA [--samples 50,200] [--only l40s-pcie-48gb] [--seeds 2] [--json]
 
@@ -36,7 +36,7 @@ JUDGED = 3000  # products that judge each fit
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A device with what is left out.
+    """A device, and the predictors that are left out for it.
 
     Attributes:
         device: Preset of the device.
@@ -101,7 +101,7 @@ def products(case: Case, data: Path) -> OwnTable:
 
 
 def figure_of(case: Case, rows: OwnTable, samples: int, seeds: int) -> Figure:
-    """Learn from some products and judge by others, for several seeds."""
+    """Train on some products and judge by others, for several seeds."""
     teachers = [teacher_of(name) for name in shipped_names() if name not in case.without]
     errors = []
     for seed in range(seeds):
@@ -123,7 +123,7 @@ def _errors(predicted: Array, measured: Array) -> tuple[float, float]:
 
 
 def transfer_text(figures: Sequence[Figure]) -> str:
-    """For the terminal."""
+    """The table as text."""
     header = ["device", "twin known", "samples", "transfer %", ">= 50 us", "own rows alone %", ">= 50 us", "roofline %"]
     lines = [
         [f.device, "yes" if f.twin else "no", f.samples]

@@ -39,7 +39,7 @@ TRACED, STRAGGLER = "traced", "straggler"
 
 @dataclass(frozen=True)
 class Case:
-    """One question.
+    """One what-if question.
 
     Attributes:
         name: Of the run that has the change.
@@ -88,7 +88,7 @@ def cases(box: Box, out: Path) -> list[Case]:
 
 
 def measure(box: Box, out: Path, *, progress: bool) -> dict[str, RunManifest]:
-    """Run what is not there yet; manifests by name.
+    """Run missing cases; manifests by name.
 
     Raises:
         CollectError: If a run failed, or kept the cores too busy.
@@ -139,7 +139,7 @@ def study(box: Box, out: Path, *, progress: bool = True) -> dict[str, Any]:
 
 
 def study_text(told: dict[str, Any]) -> str:
-    """The report for people."""
+    """The report as text."""
     header = ["change", "before, s", "after, s", "measured, %", "predicted, %", "error, %", "spread, %"]
     rows: list[list[str | Number]] = [
         [

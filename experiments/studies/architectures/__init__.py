@@ -1,4 +1,4 @@
-"""Step time of scripts of architectures that no trace had: ``stepsight experiment architectures``.
+"""Step time of scripts of unseen architectures: ``stepsight experiment architectures``.
 
 Four parts, each of which goes on where it was stopped: collect every script, capture it, measure the heavy calls of its
 program on their own, and judge predictions of families that were held out.
@@ -65,7 +65,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace) -> tuple[int, list[Judged]]:
-    """Scripts that are left, and what was judged."""
+    """Scripts that are left, and the judged ones."""
     from stepsight.experiments.studies.architectures.family_programs import capture_programs, measure_programs
     from stepsight.experiments.studies.architectures.family_runs import collect_runs
     from stepsight.experiments.studies.architectures.held_out import judge

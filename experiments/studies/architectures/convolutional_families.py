@@ -1,4 +1,4 @@
-"""Families of convolutional models; every function takes 0, 1 or 2 and gives a model and its loss on one batch."""
+"""Families of convolutional models; every function takes 0, 1 or 2 and returns a model and its loss on one batch."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class _Dense(nn.Module):
 
 
 def densenet(size: int) -> Made:
-    """Every layer reads what all layers before it made."""
+    """Every layer reads the outputs of all layers before it."""
     growth, depth, batch, pixels = [(12, 6, 4, 32), (16, 4, 8, 32), (8, 8, 4, 40)][size]
     ins = 2 * growth
     outs = ins + growth * depth
@@ -129,7 +129,7 @@ class _Excite(nn.Module):
 
 
 def efficientnet(size: int) -> Made:
-    """Depthwise convolutions, each channel weighed by a gate."""
+    """Depthwise convolutions, with a gate for each channel."""
     width, depth, batch, pixels = [(16, 3, 4, 64), (24, 4, 4, 40), (16, 5, 8, 40)][size]
     body = [
         Residual(
@@ -201,7 +201,7 @@ class _Inception(nn.Module):
 
 
 def inception(size: int) -> Made:
-    """Branches of different windows side by side."""
+    """Parallel branches with different windows."""
     width, depth, batch, pixels = [(64, 3, 4, 48), (96, 2, 4, 40), (48, 4, 8, 32)][size]
     body = [_Inception(width) for _ in range(depth)]
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 100)]
@@ -209,7 +209,7 @@ def inception(size: int) -> Made:
 
 
 class _UNet(nn.Module):
-    """Down and up again; the way up reads what the way down made."""
+    """An encoder and a decoder; the decoder reads the encoder's outputs."""
 
     def __init__(self, width: int, norm: Callable[[int], nn.Module], *, attends: bool = False) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def unet(size: int) -> Made:
 
 
 def diffusion(size: int) -> Made:
-    """A U-Net with group norm, attention and a time, which takes noise out of images."""
+    """A U-Net with group norm, attention and a time step, which removes noise from images."""
     width, batch, pixels = [(16, 2, 48), (24, 4, 32), (32, 1, 48)][size]
     model = _UNet(width, lambda channels: nn.GroupNorm(4, channels), attends=True)
     x, time = torch.randn(batch, 3, pixels, pixels), torch.rand(batch, 1)
@@ -277,7 +277,7 @@ class _Gated(nn.Module):
 
 
 def wavenet(size: int) -> Made:
-    """Dilated causal convolutions over sound, with gates."""
+    """Dilated causal convolutions over audio, with gates."""
     width, depth, batch, length = [(32, 8, 2, 1024), (48, 6, 4, 512), (64, 6, 1, 800)][size]
     body = [_Gated(width, 2**i) for i in range(depth)]
     model = nn.Sequential(nn.Conv1d(1, width, 1), *body, nn.ReLU(), nn.Conv1d(width, 64, 1))

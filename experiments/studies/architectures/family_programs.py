@@ -1,4 +1,4 @@
-"""Capture the scripts of the families as they run on a CPU, and measure their calls on their own."""
+"""Capture the scripts of the families on a CPU, and measure their calls alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TIMEOUT_S = 300.0
 
 
 def program_folder(out: Path, family: str, configuration: int) -> Path:
-    """Where the captured program of a script is."""
+    """Folder of the captured program of a script."""
     return out / "programs" / f"{family}-{configuration}"
 
 
@@ -31,7 +31,7 @@ def capture_programs(
     seconds: float = float("inf"),
     progress: bool = True,
 ) -> int:
-    """Capture what was not captured yet; returns how many scripts are left.
+    """Capture missing scripts; return how many are left.
 
     Args:
         out: Folder of the study.
@@ -60,7 +60,7 @@ def measure_programs(
     seconds: float = float("inf"),
     progress: bool = True,
 ) -> int:
-    """Measure the heavy calls of captured scripts, as ``collect --ops`` does; returns how many scripts are left."""
+    """Measure the slowest calls of captured scripts, as ``collect --ops`` does; return how many scripts are left."""
     asked = [(family, number) for number in configurations for family in families]
     left = [each for each in asked if not _alone(out, *each).exists()]
     bar, began = Progress(len(left), shown=progress, verb="measure"), time.monotonic()
@@ -75,7 +75,7 @@ def measure_programs(
 
 
 def read_alone(out: Path, family: str, configuration: int) -> dict[tuple[str, Op], float]:
-    """Seconds of a script's calls, measured on their own, by label and op."""
+    """Seconds of a script's calls, measured alone, by label and op."""
     file = read_event_file(_alone(out, family, configuration))
     told = zip(file.calls, file.works, file.seconds, strict=True)
     return {(call_label(call, op), op): seconds for call, op, seconds in told if isinstance(op, Op)}

@@ -1,4 +1,4 @@
-"""Collect scripts of many families of models on this machine: every one a collection of ``stepsight collect --script``.
+"""Collect scripts of many families of models on this machine: each one a collection of ``stepsight collect --script``.
 
 ``OUT/repeatN/FAMILY-CONFIGURATION`` is one collection; a repeat goes over all scripts before the next one begins, so
 that drift shows.  A stopped study goes on where it was.
@@ -47,7 +47,7 @@ class FamilyRun:
 def collect_runs(
     out: Path, families: Sequence[str], repeats: int, *, seconds: float = float("inf"), progress: bool = True
 ) -> int:
-    """Collect every configuration of the families as often as asked, one after the other.
+    """Collect every configuration of the families a number of times, one after the other.
 
     Args:
         out: Folder of the study.
@@ -74,7 +74,7 @@ def collect_runs(
 
 
 def read_runs_of_families(out: Path, families: Sequence[str]) -> list[FamilyRun]:
-    """What is collected of the families."""
+    """The collections of the families."""
     repeats = len(list(out.glob("repeat*")))
     return [run for run in _asked(out, families, repeats) if (run.folder / "plan.json").exists()]
 

@@ -1,4 +1,4 @@
-"""Step time of captured scripts of families that were held out: as is, and after their heavy calls were measured."""
+"""Step time of captured scripts of held-out families: without, and with measurements of their slowest calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HARDWARE = "local-cpu"
 
 @dataclass(frozen=True)
 class Judged:
-    """One script of a family that was held out.
+    """One script of a held-out family.
 
     Attributes:
         name: Family and configuration.
@@ -49,7 +49,7 @@ class Judged:
 
 
 class _HostLatency(RooflineLatency):
-    """Durations of calls of a host."""
+    """Durations of calls on a host."""
 
     def __init__(self, host: HostCalls) -> None:
         super().__init__(HARDWARE[_HARDWARE], find_fabric(usual_fabric(_HARDWARE)))
@@ -115,7 +115,7 @@ def _judged(
 
 
 def _predicted(graph: RankGraph, costs: HostCalls) -> tuple[float, float]:
-    """Seconds of a step, and the part of its computation in calls that were measured."""
+    """Seconds of a step, and the share of its computation in measured calls."""
     timed = time_captured([graph], _HostLatency(costs))
     nodes = graph.nodes
     total = known = 0.0

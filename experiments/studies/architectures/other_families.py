@@ -85,7 +85,7 @@ class _Towers(nn.Module):
 
 
 def two_towers(size: int) -> Made:
-    """Users and items, each against all others of the batch."""
+    """Users and items, each scored against all others of the batch."""
     rows, width, batch = [(5000, 64, 256), (2000, 128, 384), (8000, 32, 512)][size]
     model, same = _Towers(rows, width), torch.arange(batch)
     users, items = torch.randint(rows, (batch, 10)), torch.randint(rows, (batch,))
@@ -134,7 +134,7 @@ def graph_network(size: int) -> Made:
 
 
 def graph_attention(size: int) -> Made:
-    """Messages weighed by attention."""
+    """Messages weighted by attention."""
     width, depth, nodes, edges = [(64, 2, 800, 4000), (96, 2, 500, 3000), (32, 3, 1500, 6000)][size]
     return _on_graph(_Graph(width, depth, attends=True), nodes, edges)
 
@@ -154,7 +154,7 @@ class _PointNet(nn.Module):
 
 
 def pointnet(size: int) -> Made:
-    """Points, each by itself, and their maximum."""
+    """A network on each point, and the maximum over points."""
     width, batch, points = [(32, 4, 512), (48, 2, 512), (64, 4, 192)][size]
     model, x, y = _PointNet(width), torch.randn(batch, 3, points), torch.randint(40, (batch,))
     return model, lambda: F.cross_entropy(model(x), y)
@@ -200,7 +200,7 @@ class _Field(nn.Module):
 
 
 def radiance_field(size: int) -> Made:
-    """A field of light, drawn along rays."""
+    """A radiance field, rendered along rays."""
     width, depth, rays, samples = [(128, 4, 64, 32), (192, 3, 48, 32), (96, 6, 64, 24)][size]
     model, y = _Field(width, depth), torch.rand(rays, 3)
     points, steps = torch.randn(rays, samples, 3), torch.rand(rays, samples)
@@ -245,7 +245,7 @@ class _Dynamics(nn.Module):
 
 
 def neural_ode(size: int) -> Made:
-    """An ordinary differential equation, solved by Runge and Kutta's method."""
+    """A neural ordinary differential equation, solved with a Runge-Kutta method."""
     width, inner, steps, batch = [(32, 128, 6, 64), (64, 192, 4, 64), (16, 96, 8, 128)][size]
     model, x, y = _Dynamics(width, inner, steps), torch.randn(batch, width), torch.randn(batch, width)
     return model, lambda: F.smooth_l1_loss(model(x), y)

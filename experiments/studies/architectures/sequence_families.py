@@ -81,7 +81,7 @@ class _LlamaLayer(nn.Module):
 
 
 def llama(size: int) -> Made:
-    """A decoder with rotated positions, RMS norm and gates."""
+    """A decoder with rotary positions, RMS norm and gates."""
     width, heads, depth, batch, length = [(128, 4, 3, 2, 128), (192, 6, 2, 2, 96), (256, 8, 2, 4, 48)][size]
     body = [_LlamaLayer(width, heads, length) for _ in range(depth)]
     return _language(_Words(width, length, *body, nn.RMSNorm(width)), batch, length)
@@ -107,7 +107,7 @@ class _RelativeLayer(nn.Module):
 
 
 def relative_attention(size: int) -> Made:
-    """An encoder with biases by distance, as T5's."""
+    """An encoder with relative position biases, as in T5."""
     width, heads, depth, batch, length = [(128, 4, 3, 2, 128), (160, 5, 2, 4, 64), (256, 8, 2, 1, 128)][size]
     return _language(
         _Words(width, length, *(_RelativeLayer(width, heads, length) for _ in range(depth))), batch, length
@@ -164,13 +164,13 @@ class _Swin(nn.Module):
 
 
 def swin(size: int) -> Made:
-    """Attention within windows, which shift."""
+    """Attention within shifted windows."""
     width, heads, depth, batch, pixels = [(96, 3, 4, 2, 64), (128, 4, 2, 4, 64), (64, 2, 4, 4, 80)][size]
     return _image(_Swin(width, heads, depth), batch, pixels)
 
 
 def mixer(size: int) -> Made:
-    """Linear layers over patches and over channels in turn."""
+    """Linear layers over patches and over channels, alternating."""
     width, depth, batch, pixels = [(128, 4, 4, 64), (192, 3, 4, 48), (256, 2, 2, 96)][size]
     places = (pixels // 8) ** 2
     body = [
@@ -197,7 +197,7 @@ class _GateLayer(nn.Module):
 
 
 def gmlp(size: int) -> Made:
-    """Linear layers and gates over places."""
+    """Linear layers and gates over positions."""
     width, depth, batch, length = [(96, 4, 4, 64), (128, 3, 2, 128), (160, 3, 4, 48)][size]
     return _language(_Words(width, length, *(_GateLayer(width, length) for _ in range(depth))), batch, length)
 
@@ -216,7 +216,7 @@ class _Perceiver(nn.Module):
 
 
 def perceiver(size: int) -> Made:
-    """A few latents that read a long input."""
+    """A few latents that attend to a long input."""
     width, latents, depth, batch, length = [(128, 32, 3, 4, 512), (192, 48, 2, 2, 400), (96, 64, 4, 4, 256)][size]
     model, x, y = _Perceiver(width, latents, depth), torch.randn(batch, length, 32), torch.randint(100, (batch,))
     return model, lambda: F.cross_entropy(model(x), y)
@@ -251,7 +251,7 @@ def linear_attention(size: int) -> Made:
 
 
 class _Experts(nn.Module):
-    """Every token to all experts, weighed by a gate: the dense form."""
+    """Every token goes to all experts, weighted by a gate: the dense form."""
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
@@ -319,19 +319,19 @@ class _Recurrent(nn.Module):
 
 
 def lstm(size: int) -> Made:
-    """Words through LSTMs."""
+    """A language model of LSTMs."""
     width, depth, batch, length = [(128, 2, 8, 32), (192, 1, 16, 24), (96, 3, 4, 48)][size]
     return _language(_Words(width, length, _Recurrent(width, depth, nn.LSTM)), batch, length)
 
 
 def gru(size: int) -> Made:
-    """Words through GRUs."""
+    """A language model of GRUs."""
     width, depth, batch, length = [(128, 2, 8, 24), (160, 1, 16, 32), (96, 2, 4, 48)][size]
     return _language(_Words(width, length, _Recurrent(width, depth, nn.GRU)), batch, length)
 
 
 class _Translator(nn.Module):
-    """Cells of an LSTM that look back at the source in every step."""
+    """LSTM cells that attend to the source in every step."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

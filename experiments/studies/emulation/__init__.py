@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 PARTS = ("virtual-ddp", "virtual-fsdp2", "real-ddp", "box")
-FORWARD_S = {"virtual": 0.2, "real": 0.04}  # of a layer: what sleeps on a virtual clock takes no time
+FORWARD_S = {"virtual": 0.2, "real": 0.04}  # of a layer: on a virtual clock, sleeping takes no time
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

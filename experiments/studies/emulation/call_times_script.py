@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 def main() -> None:
-    """Call without end."""
+    """Call in an endless loop."""
     dist.init_process_group("gloo")
     out, sizes = Path(sys.argv[1]), [int(size) for size in sys.argv[2:]]
     found: dict[int, list[float]] = {size: [] for size in sizes}

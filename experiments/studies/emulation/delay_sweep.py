@@ -18,7 +18,7 @@ SHARES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)  # of the time of the backward pass
 
 
 def ddp_seconds(forward_s: float, backward_s: float, bucket_s: float) -> float:
-    """Step of DDP in closed form: each layer's gradient is reduced when it is there and the link is free.
+    """Step of DDP in closed form: each layer's gradient is reduced when it is ready and the link is free.
 
     Args:
         forward_s: Of a layer.
@@ -33,7 +33,7 @@ def ddp_seconds(forward_s: float, backward_s: float, bucket_s: float) -> float:
 
 
 def fsdp2_seconds(forward_s: float, backward_s: float, collective_s: float) -> float:
-    """Step of FSDP2 in closed form, where each all-gather and reduce-scatter takes the same time.
+    """Step of FSDP2 in closed form, if each all-gather and reduce-scatter takes the same time.
 
     One link carries both, in the order in which the host issues them.  Forward, the all-gather of a layer runs beside
     the layer before it; that of the last layer's backward runs beside its forward.  Backward, the all-gather of the
@@ -57,7 +57,7 @@ def fsdp2_seconds(forward_s: float, backward_s: float, collective_s: float) -> f
 
 
 def knee(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Where communication is no longer hidden, from a sweep alone.
+    """The share from which communication is exposed, from the sweep alone.
 
     Args:
         rows: ``communication_s`` and ``step_s``, in ascending order; at least the last two lie beyond the knee.
@@ -76,7 +76,8 @@ def knee(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def expected_knee(forward_s: float) -> dict[str, float]:
-    """The knee of DDP's sweep in closed form: all buckets but the first wait for the link, not for their gradients.
+    """The knee of DDP's sweep in closed form: all buckets except the first wait for the link instead of their
+    gradients.
 
     From there on the step is forward, the first layer's backward, and all communication.
     """

@@ -1,4 +1,4 @@
-"""A training script whose layers sleep: what it communicates is real or emulated, what it computes takes known time.
+"""A training script whose layers sleep: communication is real or emulated, and computation takes a known time.
 
 ``python sleeping_script.py ddp|fsdp2 LAYERS FORWARD_S BACKWARD_S VALUES``: ``VALUES`` are parameters of a layer.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Sleep(torch.autograd.Function):
-    """Takes seconds forward and backward."""
+    """Sleeps in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
@@ -30,7 +30,7 @@ class Sleep(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """Parameters whose gradient is there once the layer's backward has slept."""
+    """Parameters whose gradient is ready after the layer's backward has slept."""
 
     def __init__(self, forward_s: float, backward_s: float, values: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Layer(nn.Module):
 
 
 def main() -> None:
-    """Train without end."""
+    """Train in an endless loop."""
     mode, layers, values = sys.argv[1], int(sys.argv[2]), int(sys.argv[5])
     forward_s, backward_s = float(sys.argv[3]), float(sys.argv[4])
     dist.init_process_group("gloo")

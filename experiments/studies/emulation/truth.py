@@ -20,7 +20,7 @@ COUNTS = {"warmup": 2, "rounds": 2, "steps": 3}
 
 
 def compare(box: Box) -> list[dict[str, Any]]:
-    """Seconds of calls and of training steps, real and emulated with the delays that the calls really took."""
+    """Seconds of calls and of training steps: real, and emulated with the measured durations of the real calls."""
     calls = _calls(box)
     delays = {4 * int(values): statistics.median(seconds) for values, seconds in calls.items()}
 

@@ -1,4 +1,6 @@
-"""``stepsight experiment one-gpu``: learn from a few minutes on one GPU or one CPU core, judge on held-out runs."""
+"""``stepsight experiment one-gpu``: train on a few minutes of measurements on one GPU or CPU core, and judge on
+held-out runs.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, Parall
 
 STAND_IN = "stand-in"  # role of a run of one rank of a large job
 CPU = "local-cpu"
-ASSUMED_FABRIC = "dgx-a100"  # of stand-ins on a GPU that is not known: their collectives are delays that it implies
+ASSUMED_FABRIC = "dgx-a100"  # for emulated ranks on an unknown GPU: the delays of their collectives follow from it
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ CPU_STAND_INS: tuple[tuple[tuple[Any, ...], dict[str, Any], int, int], ...] = (
 
 
 def stand_ins(device: str, hardware: str) -> list[StepCase]:
-    """Single ranks of jobs that are larger than what is here."""
+    """Single ranks of jobs that are larger than this machine."""
     rows = GPU_STAND_INS if device == "cuda" else CPU_STAND_INS
     return [
         StepCase(_job(device, hardware, sizes, parallel, nodes), STAND_IN, rank=rank)

@@ -1,4 +1,4 @@
-"""Error against time spent: regressors learned again from nested parts of what was measured of ops on their own."""
+"""Error against measuring time: regressors trained again on nested parts of the separately measured ops."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def learning_curve(
 
 
 def event_seconds(folders: Sequence[Path]) -> float:
-    """Seconds that plans gave to training ops."""
+    """Seconds that plans spent on training ops."""
     return sum(
         float(event["seconds"])
         for folder in folders

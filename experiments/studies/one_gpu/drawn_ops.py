@@ -1,4 +1,4 @@
-"""Ops measured on their own, drawn from sizes of real models and split into training and held-out ops.
+"""Ops to measure alone, drawn from sizes of real models and split into training and held-out ops.
 
 A held-out op has the (n, k) of a product, the head size and length of an attention, or the width of what works on rows
 that no op which teaches has.
@@ -15,14 +15,14 @@ from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.op import Op
 from stepsight.dataset.physics import roofline_seconds
 
-HELDOUT_PART = 0.15  # of all ops, and of the (n, k), widths and lengths of each family
-VARIANT_FAMILIES = ("norm", "elementwise", "loss")  # where compiled kernels may run in place of eager ones
-_TRIES = 200  # for each op: most are too long, too large or drawn before
+HELDOUT_PART = 0.15  # share of all ops, and of the (n, k), widths and lengths of each family
+VARIANT_FAMILIES = ("norm", "elementwise", "loss")  # if compiled kernels may replace eager ones
+_TRIES = 200  # draws for each op: most are too long, too large or repeated
 
 
 @dataclass(frozen=True)
 class OpSpace:
-    """What ops are drawn from.
+    """The distributions of ops.
 
     Attributes:
         models: Hidden size, heads, kv heads, feed-forward size, and 2 if that is gated, else 1.
@@ -157,7 +157,7 @@ def _reduce(space: OpSpace, rng: random.Random) -> Op:
     return Op("bias_grad", (rng.choice(space.tokens), width), space.dtype)
 
 
-# By family: how one is drawn, and its part of all that are.
+# By family: how an op is drawn, and the family's share.
 _FAMILIES: Mapping[str, tuple[Callable[[OpSpace, random.Random], Op], float]] = MappingProxyType(
     {
         "gemm": (_product, 0.46),
@@ -173,7 +173,7 @@ _FAMILIES: Mapping[str, tuple[Callable[[OpSpace, random.Random], Op], float]] = 
 
 
 def draw(space: OpSpace, count: int, hardware: Hardware, seed: int, families: Collection[str] = ()) -> list[Op]:
-    """Distinct ops of some families (empty: of all), about ``count``; fewer where a space holds no more.
+    """About ``count`` distinct ops of some families (empty: of all); fewer if a space has fewer.
 
     ``hardware`` says what is too long.
     """
@@ -191,7 +191,7 @@ def draw(space: OpSpace, count: int, hardware: Hardware, seed: int, families: Co
 
 
 def likeness(op: Op) -> tuple[Hashable, ...]:
-    """What a held-out op has and no training op has: see the module."""
+    """The properties of a held-out op that no training op has: see the module."""
     if op.family == "gemm":
         return (op.family, *op.dims[1:])
     if op.family == "attention":

@@ -1,4 +1,4 @@
-"""What was predicted beside what was measured: held-out ops, peak memory, stand-ins, and a public table."""
+"""Predictions beside measurements: held-out ops, peak memory, emulated ranks, and a public table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZES_US = (0.0, 10.0, 20.0, 50.0, 200.0, 1000.0, float("inf"))  # classes of a 
 
 
 def measured_ops(folders: Iterable[Path], *, heldout: bool) -> dict[Op, float]:
-    """Seconds of ops on their own: of the event files that judge, or of all others."""
+    """Seconds of ops alone: from the event files that judge, or from all others."""
     found: dict[Op, float] = {}
     for folder in folders:
         for path in read_collection(folder).events:
@@ -68,7 +68,7 @@ def op_figures(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def op_errors(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Number of rows, mean, median and largest error, and number and mean of what takes ``LONG_S`` and more."""
+    """Number of rows, mean, median and largest error; number and mean of rows of at least ``LONG_S``."""
     whole, long = (
         error_metrics.errors([row["predicted_s"] for row in of], [row["measured_s"] for row in of])
         for of in (rows, [row for row in rows if row["measured_s"] >= LONG_S])
@@ -79,7 +79,7 @@ def op_errors(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def memory_rows(collection: Path, hardware: Hardware) -> list[dict[str, Any]]:
-    """Bytes of tensors at the peak of each run that was measured: the device's own count, and the estimate.
+    """Peak bytes of tensors of each measured run: the device's own count, and the estimate.
 
     Libraries allocate workspaces too, the same for each run: ``with_libraries_bytes`` adds what the smallest training
     run holds beyond its estimate.
@@ -165,7 +165,7 @@ def _ratios(kind: str, size: str, ratios: Array, same: int) -> dict[str, Any]:
 
 
 def noted_clocks(folders: Iterable[Path]) -> dict[str, Any]:
-    """What was noted of the device's clocks while ops were measured, by event file; empty if nothing was."""
+    """Recorded clocks of the device while ops were measured, by event file; empty if none were recorded."""
     noted = {}
     for folder in folders:
         for path in read_collection(folder).events:

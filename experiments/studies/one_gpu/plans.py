@@ -1,4 +1,4 @@
-"""What is measured, in how much time: plans for the harness, one for each folder of a collection.
+"""Measurements of the study and their times: plans for the harness, one for each folder of a collection.
 
 ``ops`` holds what runs alike in every variant; ``eager``, and on a GPU ``compiled``, hold runs and those ops whose
 kernels may be compiled.  Each has an event file ``heldout`` that judges.
@@ -26,8 +26,8 @@ from stepsight.training.measured.measured import HELDOUT
 from stepsight.training.measured.planning import make_plan, stand_in_of
 
 VARIANTS = ("eager", "compiled")
-OPS = "ops"  # the collection of what runs alike in every variant
-# Steps of a run by its role.  Times of a GPU hardly wander, and to build a model again takes longer than some steps.
+OPS = "ops"  # the collection of runs that are the same in every variant
+# Steps of a run by its role.  Times of a GPU hardly vary, and building a model again takes longer than some steps.
 COUNTS = {
     ("cuda", "train"): {"rounds": 1, "steps": 6, "warmup": 3, "profile_steps": 2},
     ("cuda", "heldout"): {"rounds": 2, "steps": 5, "warmup": 3, "profile_steps": 2},
@@ -37,13 +37,13 @@ COUNTS = {
 FEWEST_TRAIN, FEWEST_HELDOUT = 5, 3
 PARTS = (1.0, 0.75, 0.5, 0.35)  # of the runs, until enough time is left for ops
 FEWEST_COMPILED = 40  # ops that no run needs
-LEAST_EVENTS = 0.3  # of all time is for ops
+LEAST_EVENTS = 0.3  # share of all time for ops
 SEED = 0
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds that measuring takes beside what is measured; rules of thumb, rather too much than too little.
+    """Overheads of measuring, in seconds; rules of thumb, rather too large than too small.
 
     Attributes:
         launch: To start the harness.
@@ -74,7 +74,7 @@ MOST_MINUTES = 240.0
 
 @dataclass(frozen=True)
 class Study:
-    """What is to be measured.
+    """What to measure.
 
     Attributes:
         device: ``cuda`` or ``cpu``.
@@ -88,7 +88,7 @@ class Study:
 
 
 def make_study(device: str, hardware: str, minutes: float) -> Study:
-    """Make plans that are expected to take at most this many minutes.
+    """Make plans that take at most about this many minutes.
 
     Args:
         device: ``cuda`` or ``cpu``.
@@ -132,14 +132,14 @@ def make_study(device: str, hardware: str, minutes: float) -> Study:
 
 
 def facts(device: str, hardware: str) -> Hardware:
-    """A preset that tells about how long things take: the hardware's own, where there is one."""
+    """A preset for estimates of durations: the hardware's own, if there is one."""
     found = find_hardware(hardware) or find_hardware("h200-sxm-141gb" if device == "cuda" else "local-cpu")
     assert found is not None
     return found
 
 
 def _chosen(device: str, hardware: str, variant: str, part: float) -> list[StepCase]:
-    """Runs of a variant, the first of each role; stand-ins run once, eager."""
+    """Runs of a variant, the first of each role; emulated ranks run once, eager."""
     found = [case for case in step_cases(device, hardware) if variant == "eager" or case.compiled]
     train, heldout = ([case for case in found if case.role == role] for role in ("train", "heldout"))
     kept = train[: max(FEWEST_TRAIN, round(part * len(train)))]
@@ -154,7 +154,7 @@ def _counts(device: str, case: StepCase) -> dict[str, Any]:
 
 
 def _runs_s(chosen: Sequence[StepCase], hardware: Hardware, costs: Costs, variant: str) -> float:
-    """Seconds that runs are thought to take."""
+    """Estimated seconds of runs."""
     whole = 0.0
     for case in chosen:
         counts = _counts("cpu" if hardware.kind == "cpu" else "cuda", case)
@@ -184,7 +184,7 @@ def _asked(chosen: Sequence[StepCase], hardware: Hardware) -> tuple[list[Op], li
 def _compiled_ops(
     chosen: dict[str, list[StepCase]], space: sizes.OpSpace, hardware: Hardware, left: float, costs: Costs
 ) -> tuple[list[Op], list[Op]]:
-    """Ops of the compiled variant, in about a third of what time is left: those of its runs, and some more."""
+    """Ops of the compiled variant, in about a third of the remaining time: those of its runs, and more."""
     if "compiled" not in chosen:
         return [], []
     most = int(left / 3 / costs.compiled_op)
@@ -220,7 +220,7 @@ def _plan(
 
 
 def _in_turns(chosen: Sequence[StepCase]) -> list[StepCase]:
-    """Training and held-out runs in turns, so that a drift of the device affects both equally; then the others."""
+    """Training and held-out runs alternate, so that a drift of the device affects both equally; then the others."""
     places: list[tuple[float, str, StepCase]] = [(1.0, STAND_IN, case) for case in chosen if case.role == STAND_IN]
     for role in ("train", "heldout"):
         own = [case for case in chosen if case.role == role]

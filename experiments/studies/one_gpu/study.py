@@ -1,4 +1,4 @@
-"""The study from plans to figures: measure, learn, judge.  All lies in one folder; see ``plans`` for what it holds."""
+"""The study from plans to figures: measure, train, judge. Everything is in one folder; ``plans`` describes it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from stepsight.training.predictor.heldout import evaluate_heldout
 from stepsight.training.predictor.predictor import Predictor
 
 COLLECTIONS = "collections"
-H200 = "h200-sxm-141gb"  # whose plans are made where no GPU is at hand
+H200 = "h200-sxm-141gb"  # used for plans if there is no GPU
 UNKNOWN_GPU = "local-gpu"
 TABLES = Path("../shared/data/kernels")
 _HARNESS = f"python -m harness {COLLECTIONS}/NAME/plan.json --out {COLLECTIONS}/NAME"
@@ -37,7 +37,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """What the command line says.
+    """The options of the command line.
 
     Attributes:
         out: Folder of everything.
@@ -55,7 +55,7 @@ class StudyOptions:
 
 
 def write_plans(asked: StudyOptions) -> str:
-    """Write a plan for each collection, and say how to run them.
+    """Write a plan for each collection, and print how to run them.
 
     Raises:
         CollectError: If there are other plans, or too little time for any.
@@ -77,7 +77,7 @@ def write_plans(asked: StudyOptions) -> str:
 
 
 def run_study(asked: StudyOptions) -> dict[str, Any]:
-    """Measure what is not measured yet, learn, judge; the figures, with ``text`` for people.
+    """Measure what is missing, train, judge; the figures, with ``text``.
 
     Raises:
         CollectError: If nothing can be measured here, and nothing was.
@@ -131,7 +131,7 @@ def _run(asked: StudyOptions, table: Path | None) -> dict[str, Any]:
 
 
 def _device(wanted: str, hardware: str) -> tuple[str, str]:
-    """``cuda`` or ``cpu``, and what jobs call it."""
+    """``cuda`` or ``cpu``, and its name in jobs."""
     import torch
 
     if wanted == "cpu" or (wanted == "auto" and not hardware and not torch.cuda.is_available()):
@@ -148,7 +148,7 @@ def _device(wanted: str, hardware: str) -> tuple[str, str]:
 
 
 def _hardware(told: str) -> str:
-    """What jobs call a device."""
+    """The name of a device in jobs."""
     name = device_name(told)
     return name if find_hardware(name) is not None else UNKNOWN_GPU
 
@@ -160,7 +160,7 @@ def _table_folder(given: Path | None) -> Path | None:
 
 
 def _collect(folder: Path, say: Say) -> list[str]:
-    """Measure what a collection lacks; what could not be measured, for people.
+    """Measure what is missing in a collection; return what could not be measured, as text.
 
     What was brought here without its device is taken as it is.
     """
@@ -179,7 +179,7 @@ def _has_gpu() -> bool:
 
 
 def _variant(out: Path, name: str, ops: Path, folder: Path, tables: Path | None, say: Say) -> dict[str, Any]:
-    """Learn one variant's predictor, and all figures that it gives."""
+    """Train one variant's predictor, and compute all of its figures."""
     collection = read_collection(folder)
     hardware = collection.runs[0].job.cluster.hardware
     told = collection.runs[0].fingerprint.get("device", "")
@@ -212,7 +212,7 @@ def _variant(out: Path, name: str, ops: Path, folder: Path, tables: Path | None,
 
 
 def _steps(predictor: Predictor, folder: Path, hardware: str) -> dict[str, Any]:
-    """Held-out training steps; nothing if none was measured."""
+    """Held-out training steps; empty if none were measured."""
     try:
         found = evaluate_heldout(predictor, folder, role="heldout")
     except TraceError:
@@ -245,7 +245,7 @@ def _steps(predictor: Predictor, folder: Path, hardware: str) -> dict[str, Any]:
 def _agreement(
     predictor: Predictor, measured: dict[Any, float], hardware: str, tables: Path | None
 ) -> list[dict[str, Any]]:
-    """Against the public table of the same device, where there is one."""
+    """Comparison with the public table of the same device, if there is one."""
     from stepsight.dataset.tables import read_table
 
     words = hardware.split("-")

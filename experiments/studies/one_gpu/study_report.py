@@ -128,7 +128,7 @@ def _curve(of: Mapping[str, Any]) -> str:
 
 
 def _clocks(clocks: Mapping[str, Mapping[str, Any]]) -> str:
-    """What was noted while ops were measured: median, and in brackets the least."""
+    """Values recorded while ops were measured: median, and in brackets the minimum."""
     kinds = sorted({kind for said in clocks.values() for kind, value in said.items() if _is_noted(value)})
     rows = []
     for name, said in clocks.items():

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_halves(out: Path, only: str, asked: UserCases) -> dict[str, Any]:
-    """Figures of each half that holds runs which match ``only``.
+    """Figures of each half with runs that match ``only``.
 
     Raises:
         CollectError: If no run matches.

@@ -27,7 +27,7 @@ class Silent(SleepingLatency):
 
 
 def roofline(job: Job) -> float:
-    """Seconds of the iteration by the same simulator, from facts alone: nothing is learned."""
+    """Seconds of the iteration from the same simulator with hardware facts, without training."""
     return simulate(job, _facts(job, SleepingLatency)).iteration_time_s
 
 
@@ -76,7 +76,7 @@ def _sums(segment: Segment, latency: SleepingLatency) -> tuple[float, float]:
 
 
 def _gradients(segments: Sequence[Segment], latency: SleepingLatency) -> float:
-    """Seconds of what replicas say to each other, of the stage that says most."""
+    """Seconds of the replicas' traffic, of the stage with the most."""
     found = []
     for segment in segments:
         talk = [n.work for n in segment.program.nodes if isinstance(n.work, Collective) and n.stream.startswith("dp")]

@@ -1,4 +1,4 @@
-"""What runs in boxes: every strategy of three models on 4, 8 and 16 ranks, and what else decides their time.
+"""Runs in boxes: every strategy of three models on 4, 8 and 16 ranks, and variations of other settings.
 
 A case is called ``box/<model>/<strategy>``: ``2M2P4D`` is tensor 2, pipeline 2, data 4; then follows what differs from
 1F1B, DDP with buckets of 25 MB, and ``nodes x 1 @ 100 Mbit/s``.
@@ -45,7 +45,7 @@ class BoxCase:
 
     @property
     def judges(self) -> bool:
-        """Whether it is larger than what may train."""
+        """Whether it is larger than the training runs."""
         return self.job.cluster.num_devices > MOST_TRAINING_RANKS
 
 
@@ -84,7 +84,7 @@ def case(model: str, spec: ModelSpec, box: Box, parallel: ParallelSpec, batches:
 
 
 def parallel_specs(spec: ModelSpec, ranks: int) -> Iterator[ParallelSpec]:
-    """Every tensor, pipeline and data degree whose product is ``ranks`` and that the model can have."""
+    """Every tensor, pipeline and data degree with the product ``ranks`` that is legal for the model."""
     tp = 1
     while tp <= ranks:
         pp = 1
@@ -120,7 +120,7 @@ def runtime_cases() -> list[BoxCase]:
 
 
 def other_boxes() -> list[BoxCase]:
-    """Nodes of several ranks, and faster links, on which communication decides less or nothing."""
+    """Nodes of several ranks, and faster links, so that communication matters less or not at all."""
     gpt, bert, base = MODELS["gpt2"], MODELS["bert"], ParallelSpec
     cases = []
     for text in ("8x2@100mbit", "4x4@200mbit"):
@@ -144,7 +144,7 @@ def what_if_cases() -> list[BoxCase]:
 
 
 def small_cases() -> list[BoxCase]:
-    """More of what may train: FSDP2, pipelines of both runtimes, two ranks on a node."""
+    """More training runs: FSDP2, pipelines of both runtimes, two ranks on a node."""
     gpt, bert, pair = MODELS["gpt2"], MODELS["bert"], read_box("2x2@100mbit")
     return [
         case("bert", bert, _flat(4), ParallelSpec(dp=4, zero_stage=3)),
@@ -158,7 +158,7 @@ def small_cases() -> list[BoxCase]:
 
 @dataclass(frozen=True)
 class UserCases:
-    """What a user adds to the study.
+    """Additions of a user to the study.
 
     Attributes:
         models: Job files whose models run too, called as the file.
@@ -172,7 +172,7 @@ class UserCases:
     micro_batches: Sequence[int] = ()
 
     def cases(self) -> list[BoxCase]:
-        """What they come to.
+        """The resulting cases.
 
         Raises:
             JobError: If a model's name is taken, a box is as small as those that train, or a number is none.
@@ -217,7 +217,7 @@ def _flat(ranks: int) -> Box:
 
 
 def profiled_boxes() -> list[Box]:
-    """Where collectives are measured on their own."""
+    """Boxes in which collectives are measured alone."""
     return [read_box(text) for text in ("2x1@100mbit", "3x1@100mbit", "4x1@100mbit", "2x2@100mbit", "4x1@400mbit")]
 
 
@@ -226,7 +226,7 @@ MESSAGES_PROFILED = (256, 16384, 65536, 131072, 262144, 2**20)
 
 
 def collectives_of(box: Box) -> list[Collective]:
-    """What is measured of a box's collectives."""
+    """Measurements of a box's collectives."""
     ranks, near = box.num_ranks, box.ranks_per_node
     layouts = sorted({(ranks, near), (box.nodes, 1), (near, near)})
     kinds = ("all_reduce", "all_gather", "reduce_scatter")
@@ -240,5 +240,5 @@ def collectives_of(box: Box) -> list[Collective]:
 
 
 def ops_profiled() -> list[Op]:
-    """What a box's ranks compute for real: copies and sums of gradients."""
+    """The work that a box's ranks really compute: copies and sums of gradients."""
     return [Op(kind, (2**power,), "fp32") for kind in ("add", "copy", "elementwise") for power in (10, 16, 18, 20, 21)]

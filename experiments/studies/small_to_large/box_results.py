@@ -1,4 +1,4 @@
-"""Boxes, measured beside predicted: iterations, what every rank did, and when every pass began and ended."""
+"""Boxes, measured beside predicted: iterations, activity of every rank, and times of every pass."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from stepsight.training.predictor.predictor import Predictor
 
 Array = NDArray[np.float64]
 LABELS = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
-COMMUNICATION_BOUND = 0.4  # part of the iteration, as predicted, in which ranks wait for communication
+COMMUNICATION_BOUND = 0.4  # share of the predicted iteration in which ranks wait for communication
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A case's real run.
+    """The real run of a case.
 
     Attributes:
         case: What ran.
@@ -51,12 +51,12 @@ class Measured:
 
     @property
     def cpu(self) -> float:
-        """Part of the cores' time that its ranks computed, in the busiest repeat."""
+        """Share of the cores' time that its ranks computed, in the busiest repeat."""
         return max(float(step["cpu"]) for step in self.steps)
 
 
 def read_case(case: BoxCase, out: Path) -> Measured | None:
-    """A case's run, None if there is none (or the box was too busy for it)."""
+    """The run of a case, None if there is none (or the box was too busy for it)."""
     folder = folder_of(case, out) / "runs" / file_name(case)
     if not (folder / "manifest.json").exists():
         return None
@@ -86,7 +86,7 @@ class Passes:
 
 
 def measured_passes(measured: Measured) -> Passes:
-    """What the ranks did: medians over the repeats."""
+    """Activity of the ranks: medians over the repeats."""
     found = [_of_step(step) for step in measured.steps]
     start, end, optimizer = (
         np.median([getattr(passes, name) for passes in found], axis=0) for name in ("start", "end", "optimizer")
@@ -109,7 +109,7 @@ def _of_step(step: dict[str, Any]) -> Passes:
 def predicted_passes(simulation: Simulation) -> Passes:
     """Simulated passes of every rank, in the same order."""
     parallel = simulation.job.parallel
-    inner = parallel.tp * parallel.dp  # ranks of a stage lie together
+    inner = parallel.tp * parallel.dp  # ranks of a stage are adjacent
     tables: list[Array] = []
     passing_of = {replica: passing for passing in simulation.passings for replica in passing.pipeline.replicas}
     optimizer = np.zeros((simulation.job.cluster.num_devices, 2))
@@ -118,8 +118,8 @@ def predicted_passes(simulation: Simulation) -> Passes:
         passing = passing_of[within // parallel.tp]
         run, track = passing.run, simulation.lowered.track
         own = np.flatnonzero(track.stage == stage)
-        done = passing.clocks[stage].max()  # and all that was sent beside the computation
-        if parallel.pp == 1:  # to which every replica belongs
+        done = passing.clocks[stage].max()  # and all overlapping messages
+        if parallel.pp == 1:  # the group of every replica
             done = max(other.clocks[stage].max() for other in simulation.passings)
         ends = run.finish[own, 0].copy()
         if parallel.pp == 1:  # DDP and FSDP2 wait for it within the last backward
@@ -160,7 +160,7 @@ class Compared:
 
     @property
     def waits(self) -> float:
-        """Part of the iteration, as predicted, that communication takes."""
+        """Share of the predicted iteration that is communication."""
         parts = self.prediction.breakdown
         communication = sum(value for key, value in parts.items() if key.endswith("_communication"))
         return communication / self.prediction.iteration_time_s
@@ -211,6 +211,6 @@ def _activity(real: Passes, said: Passes, scale: float) -> Array:
 
 
 def compare_all(cases: Sequence[BoxCase], out: Path, predictor: Predictor) -> list[Compared]:
-    """Every case that ran."""
+    """Every case with a run."""
     found = (read_case(case, out) for case in cases)
     return [compare_case(measured, predictor) for measured in found if measured is not None]

@@ -1,4 +1,4 @@
-"""A strategy for a model that nothing was measured of: best, second and worst, predicted and then run."""
+"""Strategies for an unmeasured model: best, second and worst, predicted and then run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from stepsight.training.predictor.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 
 RANKS = 16
-MOST_TENSOR_PARALLEL = 4  # beyond, collectives of so many ranks keep the cores of a small machine too busy
+MOST_TENSOR_PARALLEL = 4  # collectives of more ranks use too much of a small machine's cores
 PLACES = ("best", "second", "worst")
 
 
@@ -38,7 +38,7 @@ def candidates() -> list[BoxCase]:
             if (parallel.pp == 1 and chunks > 1) or SEARCHED.layers % parts or parallel.tp > MOST_TENSOR_PARALLEL:
                 continue
             if (parallel.pp > 1 and batches < parallel.pp) or (chunks > 1 and batches % parallel.pp):
-                continue  # the runtime wants as many micro-batches as stages
+                continue  # the runtime needs at least as many micro-batches as stages
             found.append(case("searched", SEARCHED, box, replace(parallel, virtual_stages=chunks), batches))
     return found
 
@@ -56,7 +56,7 @@ def search_boxes(predictor: Predictor, out: Path, *, progress: bool) -> dict[str
 
 
 def _summary(rows: Mapping[str, Compared], num_strategies: int) -> dict[str, Any]:
-    """``rows``: by place, those whose runs were lawful."""
+    """``rows`` by rank, for valid runs."""
     choices = [
         {
             "place": place,

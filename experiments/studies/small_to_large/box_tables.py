@@ -1,4 +1,4 @@
-"""Tables of the box half: strategies, activity, time stamps, cost, search, and what others would have said."""
+"""Tables of the box half: strategies, activity, time stamps, cost, search, and reference predictions."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _times(rows: Sequence[Compared]) -> tuple[Array, Array]:
 
 
 def others(rows: Sequence[Compared], predictor: Predictor) -> dict[str, dict[str, float]]:
-    """Errors of the same runs by other ways to say them, per cent."""
+    """Errors of the same runs by other methods, percent."""
     jobs = [row.measured.case.job for row in rows]
     measured = np.array([row.measured.seconds for row in rows])
     ways = {
@@ -109,7 +109,7 @@ def _event_seconds(collection: Path) -> float:
 
 
 def box_text(summary: Mapping[str, Any]) -> str:
-    """The tables for people."""
+    """The tables as text."""
     header = ["run", "ranks", "measured s", "spread s", "predicted s", "error %", "activity %", "stamps %", "cpu %"]
     rows = [
         [

@@ -1,4 +1,4 @@
-"""Clusters in a box: schedules, communication, overlap and topology of up to sixteen ranks, learned from four.
+"""Clusters in a box: schedules, communication, overlap and topology of up to sixteen ranks, trained on four.
 
 Two folders are kept apart: ``profile`` (event profiles and runs of at most four ranks, which train) and ``judge`` (runs
 of eight and sixteen, which nothing is trained on).
@@ -30,7 +30,7 @@ PROFILE, JUDGE = "profile", "judge"
 
 
 def sleeping(box: Box) -> SleepingLatency:
-    """What the box's ranks sleep, and its links by their facts."""
+    """Sleeping times of the box's ranks, and its links from their facts."""
     hardware = find_hardware(HARDWARE)
     assert hardware is not None
     return SleepingLatency(hardware, box.links)
@@ -42,7 +42,7 @@ def file_name(case: BoxCase) -> str:
 
 
 def measure_cases(cases: Sequence[BoxCase], out: Path, *, progress: bool = True, events: bool = True) -> list[str]:
-    """Run what is not there yet, a collection for each box; names of runs that kept the cores too busy.
+    """Run missing cases, one collection per box; return names of runs that used too much of the cores.
 
     ``events``: also what ops and collectives take on their own.  Small boxes first.  All of a box's runs take turns, so
     that a drift of the machine touches them alike.
@@ -65,12 +65,12 @@ def measure_cases(cases: Sequence[BoxCase], out: Path, *, progress: bool = True,
 
 
 def folder_of(case: BoxCase, out: Path) -> Path:
-    """The collection that a case belongs to."""
+    """The collection of a case."""
     return out / (JUDGE if case.judges else PROFILE) / _slug(case.box)
 
 
 def training_folders(out: Path) -> list[Path]:
-    """Collections that may train: all of ``profile``.
+    """Collections for training: all of ``profile``.
 
     Raises:
         CollectError: If one is of more ranks than may train.

@@ -104,7 +104,7 @@ def named_jobs(rows: tuple[tuple[str, ModelSpec, tuple[tuple[str, int, int], ...
 
 
 def profile_jobs(count: int = 28, seed: int = 0) -> list[Job]:
-    """Jobs whose distinct ops are measured on their own but that never run: they spread the regressors' support.
+    """Jobs that never run; their distinct ops are measured alone, and widen the regressors' support.
 
     Hidden sizes of held-out jobs are left out.
     """

@@ -38,7 +38,7 @@ from stepsight.training.measured.planning import collectable, make_plan, run_nam
 from stepsight.training.predictor.heldout import HeldoutEvaluation, evaluate_heldout
 from stepsight.training.predictor.predictor import Predictor
 
-# Rounds count, not steps: two ranks on a shared machine differ by 10 % and more from one visit to the next.
+# Rounds matter more than steps: two ranks on a shared machine differ by 10 % and more between visits.
 TRAIN_COUNTS = {"rounds": 3, "steps": 4, "warmup": 2, "profile_steps": 2}
 HELDOUT_COUNTS = {"rounds": 5, "steps": 4, "warmup": 2, "profile_steps": 2}
 EVENT_SECONDS = 75.0
@@ -71,7 +71,7 @@ def core_cases(extra: Sequence[Path] = ()) -> list[CoreCase]:
 
 
 def plan_of(chosen: Sequence[CoreCase]) -> dict[str, Any]:
-    """What is measured: every run, in turns, and every op and collective of the training side on its own."""
+    """The plan: every run, alternating, and every op and collective of the training runs alone."""
     training = [case for case in chosen if case.role == "train"]
     heldout = [case for case in chosen if case.role != "train"]
     for case in heldout:
@@ -110,7 +110,7 @@ def run_whole_cores(out: Path, only: str = "*", *, progress: bool = True, extra:
             print(f"[{time.monotonic() - started:4.0f} s] {text}", file=sys.stderr, flush=True)
 
     plan = plan_of(chosen)
-    key = digest(str(plan))[:8]  # a folder holds one plan
+    key = digest(str(plan))[:8]  # a folder has one plan
     collection, folder = out / f"collection-{key}", out / f"predictor-{key}"
     say(f"cores: {len(chosen)} real runs of 1 and 2 ranks, and every distinct op once")
     run_plan(plan, collection, progress=progress)
