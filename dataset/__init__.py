@@ -1,4 +1,4 @@
-"""What is measured: the nouns, the harness, readers of traces and tables, the store, graphs for learning."""
+"""Measurements: the nouns, the harness, readers of traces and tables, the store, graphs for learning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["TraceGraphs"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import PyTorch Geometric only when the graph dataset is asked for."""
+    """Import PyTorch Geometric only if the graph dataset is used."""
     if name == "TraceGraphs":
         from stepsight.dataset.imported.trace_graphs import TraceGraphs
 

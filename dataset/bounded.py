@@ -1,4 +1,4 @@
-"""Read input files without surprises: plain files only, whole, and never more than a bounded number of bytes.
+"""Read input files safely: only plain files, complete, and within a bounded number of bytes.
 
 A few kilobytes of gzip can unpack to gigabytes.  Every reader of files that users name or download reads through this
 module, so that one rule bounds them all: a file holds at most ``DEFAULT_GB`` gigabytes, packed or not, and no stretch
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 VARIABLE = "STEPSIGHT_MAX_DECOMPRESSED_GB"
 DEFAULT_GB = 4.0
 MOST_RATIO = 200
-STRETCH = 64 * 2**20  # unpacked bytes over which a ratio is judged; what is smaller harms nobody
+STRETCH = 64 * 2**20  # unpacked bytes from which a compression ratio is checked; less is harmless
 MOST_TABLES = 2**20  # bytes of a file that people write, such as a job; parsing 10 MB of TOML takes 10 s and 1 GB
 MOST_KEY_PARTS = 32  # of a TOML key: a.b.c has three
 _KEY_PART = r"""(?:[\w-]++|"[^"]*+"|'[^']*+')[ \t]*+"""
@@ -50,13 +50,13 @@ class ReadError(OSError):
 
 
 def reason(error: Exception) -> str:
-    """What was wrong with a file, in one line and without its path, which whoever reads the file names."""
+    """The problem with a file, in one line and without its path, which the caller adds."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return (text.splitlines() or [type(error).__name__])[0]
 
 
 def read_file(path: Path) -> bytes:
-    """Bytes of a plain file, as they are.
+    """Bytes of a plain file, unchanged.
 
     Raises:
         OSError: If it is missing, no plain file, or larger than the limit (``ReadError``).
@@ -66,7 +66,7 @@ def read_file(path: Path) -> bytes:
 
 
 def read_text(path: Path, encoding: str = "utf-8", most: int | None = None) -> str:
-    """Text of a plain file, its line ends made ``\\n``; otherwise as ``read_file``.
+    """Text of a plain file with ``\n`` as line ends; otherwise like ``read_file``.
 
     Args:
         most: Bytes that the file may have, if that is less than the limit of every file.
@@ -125,7 +125,7 @@ def unpacked_blocks(path: Path, size: int) -> Iterator[bytes]:
 
 
 def check_unpacked(num_bytes: int, packed_bytes: int, path: Path) -> None:
-    """Check a size that a file states before that much memory is taken.
+    """Check a size that a file states before allocating that much memory.
 
     Args:
         num_bytes: Size in memory of what is to be read.
@@ -142,7 +142,7 @@ def check_unpacked(num_bytes: int, packed_bytes: int, path: Path) -> None:
 
 
 def read_parquet(path: Path) -> pa.Table:
-    """A Parquet table; what its metadata state is checked before anything is read.
+    """A Parquet table; its metadata is checked before anything is read.
 
     Raises:
         OSError: If it is missing, no plain or no whole Parquet file, or holds more than the limits (``ReadError``).
@@ -159,7 +159,7 @@ def read_parquet(path: Path) -> pa.Table:
 
 
 def parquet_rows(path: Path) -> int:
-    """Number of rows that a Parquet file states.
+    """Number of rows according to a Parquet file.
 
     Raises:
         OSError: As ``read_parquet``.
@@ -204,7 +204,7 @@ def _plain(table: pa.Table, index: int, schema: pa.Schema) -> Any:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """A plain file of at most the limit, opened; a FIFO or device is refused without waiting for it."""
+    """Open a plain file of at most the limit; a FIFO or device is an error, without waiting for it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
@@ -223,7 +223,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _inflated(file: BinaryIO, path: Path) -> bytes:
-    """What a gzip file unpacks to, given up as soon as it passes a limit."""
+    """Unpack a gzip file, up to a limit."""
     return b"".join(_inflated_parts(file, path, _CHUNK))
 
 
@@ -249,7 +249,7 @@ def _inflated_parts(file: BinaryIO, path: Path, size: int) -> Iterator[bytes]:
 
 
 def _limits() -> tuple[float, float]:
-    """Most bytes of a file, and how many times its size in the file a stretch may have."""
+    """Limit of a file's bytes, and of the ratio of unpacked to packed bytes in a stretch."""
     text = os.environ.get(VARIABLE, "")
     if not text:
         return DEFAULT_GB * 1e9, MOST_RATIO

@@ -1,4 +1,4 @@
-"""Clusters in a box: how many nodes, how many ranks on each, how fast their links; and the cluster that a job sees."""
+"""Clusters in a box: number of nodes, ranks on each, rate of their links; and the cluster that a job sees."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stepsight.dataset.harness.plan.box_checks import box_problems
 from stepsight.dataset.job import Job
 from stepsight.dataset.specs import SlowLink
 
-HARDWARE = "box"  # the preset whose roofline says how long ranks sleep
+HARDWARE = "box"  # the preset whose roofline gives the sleeping times
 _TEXT = re.compile(r"(\d+)x(\d+)@(\d+(?:\.\d+)?)(mbit|gbit)")
 _INTRA = {"bandwidth_gbytes_per_s": 1.0, "latency_us": 100.0}  # TCP within one namespace
 _INTER_LATENCY_US = 150.0
@@ -47,7 +47,7 @@ class Box:
 
     @property
     def name(self) -> str:
-        """``4x1@200mbit``; with links that differ, the fastest rate and how many are slower."""
+        """``4x1@200mbit``; if links differ, the fastest rate and the number of slower links."""
         fastest = max(self.mbits_per_s)
         slower = sum(rate < fastest for rate in self.mbits_per_s)
         late = f"-{max(self.latency_ms):g}ms" if any(self.latency_ms) else ""
@@ -72,7 +72,7 @@ class Box:
         return fabric_from_dict(self.name, self.fabric)
 
     def holds(self, job: Job) -> Job:
-        """The job on this box: its devices are the box's ranks, sleeping as long as ``HARDWARE`` would compute."""
+        """The job on this box: the devices are the box's ranks, which sleep as long as ``HARDWARE`` would compute."""
         fastest = max(self.mbits_per_s)
         slow = tuple(
             SlowLink(node=node, slowdown=fastest / rate) for node, rate in enumerate(self.mbits_per_s) if rate < fastest
@@ -85,7 +85,7 @@ class Box:
 
     @classmethod
     def from_dict(cls, table: Any) -> Box:
-        """What ``to_dict`` wrote.
+        """Read the result of ``to_dict``.
 
         Raises:
             JobError: If it is something else.

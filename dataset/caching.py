@@ -20,7 +20,7 @@ _MEMOS_LOCK = Lock()
 
 
 def cached(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a pure function remember its last ``maxsize`` results, as ``functools.lru_cache`` does.
+    """Cache the last ``maxsize`` results of a pure function, like ``functools.lru_cache``.
 
     The function must depend on nothing but its arguments, so that all predictors and threads may share its results.
     """
@@ -34,7 +34,7 @@ def cached(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 class Memo(dict[K, V]):
-    """Results that one object remembers: a dictionary of at most ``maxsize`` entries.
+    """A cache owned by one object: a dictionary of at most ``maxsize`` entries.
 
     When it is full, it drops the older half.  Threads may share it: reading needs no lock, and an entry that another
     thread drops meanwhile is worked out again.  So read with ``get`` and use what that returned, not the memo again.
@@ -56,7 +56,7 @@ class Memo(dict[K, V]):
         return self is other
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Memo, (self.name, self.maxsize)  # a copy, as in another process, begins empty
+        return Memo, (self.name, self.maxsize)  # a copy starts empty, also in another process
 
     def __setitem__(self, key: K, value: V) -> None:
         with self._lock:
@@ -76,7 +76,7 @@ class Memo(dict[K, V]):
 
 
 def clear_caches() -> None:
-    """Empty all caches: the next prediction works everything out again, with the same result.
+    """Empty all caches; later predictions recompute everything, with the same results.
 
     Call it to free memory.  Predictors and predictions stay valid; a prediction that is still used takes its details
     from what it holds, or works them out again.
@@ -88,7 +88,7 @@ def clear_caches() -> None:
 
 
 def cache_entries() -> dict[str, int]:
-    """Number of entries by cache; those of objects' caches of the same name are added up."""
+    """Number of entries by cache; caches of objects with the same name are added up."""
     counts = {name: int(wrapper.cache_info().currsize) for name, wrapper in list(_FUNCTIONS.items())}
     for memo in _memos():
         counts[memo.name] = counts.get(memo.name, 0) + len(memo)

@@ -1,4 +1,4 @@
-"""The usual words for devices, as people and drivers write them: ``H100``, ``A100-SXM4-80GB``, ``NVIDIA L4``."""
+"""Usual names of devices: ``H100``, ``A100-SXM4-80GB``, ``NVIDIA L4``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _VENDORS = re.compile(
 
 
 def device_words(name: str) -> str:
-    """A name in lower case with dashes, without its vendor's words and the number of its socket."""
+    """A name in lower case with dashes, without the vendor and the number of its socket."""
     words = re.sub(r"[^a-z0-9.]+", "-", name.strip().lower()).strip("-")
     before = ""
     while before != words:
@@ -22,7 +22,7 @@ def device_words(name: str) -> str:
 
 
 def preset_of(name: str, presets: Mapping[str, object], aliases: Mapping[str, str]) -> str:
-    """The preset that usual words mean; the name itself where they mean none."""
+    """The preset that a usual name means; otherwise the name itself."""
     words = device_words(name)
     if words in presets:
         return words

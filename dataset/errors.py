@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import re
 
-SHOWN = 80  # characters of a value that an error repeats
+SHOWN = 80  # characters of a value in an error
 
 
-_LONGEST_WORD = 300  # of an error: more than any path that people type
+_LONGEST_WORD = 300  # of an error: longer than any path that people type
 _LONG = re.compile(rf"\S{{{_LONGEST_WORD},}}")
 
 
@@ -32,20 +32,20 @@ def _shorten_words(argument: object) -> object:
 
 
 def shorten(value: object, most: int = SHOWN) -> str:
-    """Text of a value for an error: its start and end where it is long, its characters escaped where they do not print.
+    """Text of a value for an error: long values are cut in the middle, and unprintable characters are escaped.
 
     A text stands as it is, anything else by its ``repr``.
     """
     try:
         text = value if isinstance(value, str) else repr(value)
-    except (ValueError, RecursionError):  # a whole number of more digits than Python prints; a table within itself
+    except (ValueError, RecursionError):  # an integer with more digits than Python prints; a table that contains itself
         text = f"a {type(value).__name__} that is too large to print"
     text = text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return text if len(text) <= most else f"{text[: most * 3 // 4]}...{text[-(most - most * 3 // 4 - 3) :]}"
 
 
 class StepsightError(ValueError):
-    """A mistake that the user can correct; words of the message that are too long to read are shortened."""
+    """A mistake that the user can correct; very long words of the message are shortened."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*map(_shorten_words, arguments))
@@ -56,11 +56,11 @@ class JobError(StepsightError):
 
 
 class TraceError(StepsightError):
-    """A trace or run folder that cannot be read whole."""
+    """A trace or run folder that cannot be read completely."""
 
 
 class TableError(StepsightError):
-    """A table of measurements that cannot be read whole."""
+    """A table of measurements that cannot be read completely."""
 
 
 class PredictorError(StepsightError):
@@ -68,7 +68,7 @@ class PredictorError(StepsightError):
 
 
 class CollectError(StepsightError):
-    """A collection that cannot run here."""
+    """A collection that cannot run on this machine."""
 
 
 class CaptureError(StepsightError):

@@ -1,4 +1,4 @@
-"""Event files of a collection: what ``events/<name>.json`` says, checked."""
+"""Event files of a collection: ``events/<name>.json``, checked."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ FACTS = {  # fields of ``Hardware`` that may be measured: least and most
     "compute_efficiency": (1e-6, 1.0),
     "memory_efficiency": (1e-6, 1.0),
 }
-PEAKS = "peak_flops"  # the fact that is a table, by dtype
+PEAKS = "peak_flops"  # the fact that is a table by dtype
 
 
 @dataclass(frozen=True)
 class EventFile:
-    """Ops and collectives that were measured on their own.
+    """Ops and collectives that were measured alone.
 
     Attributes:
         path: The file.
@@ -106,7 +106,7 @@ def _positive(value: Any, name: str) -> float:
 
 
 def _facts(hardware: dict[str, Any]) -> dict[str, Any]:
-    """What is known here; what else a later version measures is left out."""
+    """The known fields; unknown fields of later versions are dropped."""
     facts: dict[str, Any] = {name: number(hardware[name], name) for name in FACTS if name in hardware}
     for name, value in facts.items():
         least, most = FACTS[name]

@@ -1,4 +1,4 @@
-"""Execution semantics: what an execution engine does with a job, as plain values that the simulator reads.
+"""Execution semantics: how an execution engine runs a job, as plain values for the simulator.
 
 A job names its engine in ``[execution]``, or the profile of its ``framework`` does (``presets/frameworks.toml``), or
 ``default_engine`` chooses one.  ``semantics_of`` joins the engine with what the job's other tables state.  The
@@ -18,10 +18,10 @@ from stepsight.dataset.specs import PURE, REENTRANT, BatchSpec, OptimizerSpec
 
 COMPUTE_DTYPE: Mapping[str, str] = MappingProxyType(
     {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16", "nvfp4": "bf16", **PURE}
-)  # by precision: of activations and weights, in all ops but matrix products
+)  # by precision: of activations and weights, in all ops except matrix products
 CORE_DTYPE: Mapping[str, str] = MappingProxyType(
     {**COMPUTE_DTYPE, "tf32": "tf32"}
-)  # by precision: of the products of unfused attention, which fp8 leaves alone and tf32 rounds
+)  # by precision: of the products of unfused attention, which fp8 does not change and tf32 rounds
 
 
 @hashed_once
@@ -94,7 +94,7 @@ class StateSemantics:
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class OverlapSemantics:
-    """What runs beside what, and who waits for whom.
+    """Which ops overlap, and which wait for each other.
 
     Attributes:
         tensor_parallel, parameters, prefetch, reshard: As ``overlap_tp``, ``overlap_param_gather``, ``prefetch`` and
@@ -122,7 +122,7 @@ class OverlapSemantics:
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class ExecutionSemantics:
-    """Everything that an execution engine does with a job.
+    """Complete semantics of an execution engine.
 
     Attributes:
         kernels: In forward and backward.
@@ -169,7 +169,8 @@ ENGINE_SEMANTICS: Mapping[str, ExecutionSemantics] = MappingProxyType(
 
 
 def default_engine(precision: str) -> str:
-    """The engine of a job that states none, itself or by its framework: the one place where a precision chooses it.
+    """The default engine of a job that states none, itself or through its framework: the only place that decides by
+    precision.
 
     What is trained with one type for everything (fp32, or pure 16 bits) is what the harness runs: eager PyTorch.  Mixed
     precision is Megatron's, which most published runs in it use or follow.
@@ -178,7 +179,7 @@ def default_engine(precision: str) -> str:
 
 
 def semantics_of(job: Job, device_kind: str = "gpu") -> ExecutionSemantics:
-    """What executes a job on devices of a kind (``cpu`` or another, as in ``Hardware.kind``).
+    """The semantics of a job on devices of a kind (``cpu`` or another, as in ``Hardware.kind``).
 
     On CPUs the runtime that is not stated is PyTorch's own, and gradients of a pipeline's replicas without ZeRO are
     reduced when the schedule is over: so does the harness.
@@ -186,7 +187,7 @@ def semantics_of(job: Job, device_kind: str = "gpu") -> ExecutionSemantics:
     m = job.model
     habits = (m.eager_kernels, m.norms_again, m.token_metrics)
     on_cpu, p = device_kind == "cpu", job.parallel
-    unsummed = on_cpu and p.pp > 1 and p.zero_stage == 0  # until the schedule is over
+    unsummed = on_cpu and p.pp > 1 and p.zero_stage == 0  # until the end of the schedule
     gradients = p.gradient_dtype, p.reduce_scatter, p.zero_stage < 3, p.overlap_grad_reduce and not unsummed
     overlap = p.overlap_tp, p.overlap_param_gather, p.prefetch, p.reshard_after_forward, p.bucket_mbytes, p.runtime
     return _semantics(
@@ -203,7 +204,7 @@ def _kernels(
         whole = engine[1] == REENTRANT
         kernels = replace(kernels, whole_layers_again=whole, last_product_again=whole)
     separate, norms_again, metrics = habits
-    modules = kernels.accumulation == "autograd"  # these are measured whole, as their autograd is
+    modules = kernels.accumulation == "autograd"  # these are measured as a whole, as their autograd is
     accumulation = {"": "product", "fp32-cast": "cast"}.get(sums, "buffer")
     return replace(
         kernels,

@@ -1,4 +1,4 @@
-"""Libraries that only some verbs need, and the extras of the package that bring them."""
+"""Libraries that only some verbs need, and the package's extras that install them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from stepsight.dataset.errors import StepsightError
 
-# By top-level module; of those in several extras the smallest.
+# By top-level module; for modules of several extras, the smallest one.
 EXTRAS = MappingProxyType(
     {
         "lightgbm": "train",
@@ -27,7 +27,7 @@ EXTRAS = MappingProxyType(
 
 
 def missing_extra(error: ImportError) -> str:
-    """What to install, in one line; empty if the error is about something else."""
+    """What to install, in one line; empty for errors with another cause."""
     module = (error.name or "").split(".")[0]
     if module not in EXTRAS:
         return ""
@@ -35,7 +35,7 @@ def missing_extra(error: ImportError) -> str:
 
 
 def need(module: str) -> None:
-    """Check that a library is installed, before work starts that would fail without it in another process.
+    """Check that a library is installed, before work that would fail without it in another process.
 
     Raises:
         StepsightError: If it is not; the message says what to install.

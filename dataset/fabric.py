@@ -1,4 +1,4 @@
-"""Fabrics: the links within a node and between nodes.  Facts only, in SI units, per device and per direction."""
+"""Fabrics: the links within a node and between nodes. Only facts, in SI units, per device and per direction."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from stepsight.dataset.errors import JobError
 
-# In the units of a job file: what a link can have.
+# Keys of a link in a job file, with its units.
 _RANGES = {"bandwidth_gbytes_per_s": (1e-6, 1e6), "latency_us": (0.0, 1e9), "burst_bytes": (0.0, 1e12)}
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One device's way to others.
+    """The link of one device.
 
     Attributes:
         bandwidth_bytes_per_s: Per device and per direction.
@@ -73,11 +73,11 @@ def fabric_from_dict(name: str, table: dict[str, Any]) -> Fabric:
 FASTEST_INTRA, FASTEST_INTER = 900e9, 100e9
 
 
-CLOSE = 0.05  # part by which a bandwidth may differ from a multiple of the usual one to be taken for it
+CLOSE = 0.05  # relative difference up to which a bandwidth counts as a multiple of the usual one
 
 
 def _looks_like(link: Link, usual: Link, devices_per_node: int) -> str:
-    """What a bandwidth looks like beside the usual one of the device; empty if it looks like one device's."""
+    """A probable mistake in a bandwidth relative to the device's usual one; empty if it is plausible."""
     times = link.bandwidth_bytes_per_s / usual.bandwidth_bytes_per_s
     kinds = [(2.0, "both directions together"), (8.0, "in Gbit/s")]
     if devices_per_node > 2:
@@ -87,7 +87,7 @@ def _looks_like(link: Link, usual: Link, devices_per_node: int) -> str:
 
 
 def suspicious_links(fabric: Fabric, devices_per_node: int, usual: Fabric | None = None) -> tuple[str, ...]:
-    """Bandwidths that look like those of a whole node, of both directions, or in bits.
+    """Bandwidths that are probably of a whole node, of both directions, or in bits.
 
     Args:
         fabric: Links as stated, which are to be one device's, in one direction, in bytes.

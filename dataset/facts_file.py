@@ -30,7 +30,7 @@ def is_facts_file(name: str) -> bool:
 
 
 def file_version(path: str) -> tuple[int, int]:
-    """Time of the last change and size of a file, as part of a cache's key; zeros if it is not there."""
+    """Time of the last change and size of a file, as part of a cache's key; zeros if it does not exist."""
     try:
         found = Path(path).stat()
     except OSError:
@@ -71,7 +71,7 @@ def read_facts(path: str, sections: Sequence[str] = ()) -> dict[str, dict[str, A
 
 
 def only_one(found: Mapping[str, T], noun: str, path: str) -> T:
-    """The only thing of its kind in a file.
+    """The only object of its kind in a file.
 
     Raises:
         JobError: If there is none, or more than one.

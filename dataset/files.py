@@ -1,4 +1,4 @@
-"""Files are complete or absent: written under a temporary name, then renamed."""
+"""Files are complete or absent: they are written under a temporary name, then renamed."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ __all__ = [
 
 
 def check_output_file(path: Path) -> None:
-    """A file can be written there; to be asked before long work.
+    """Check that a file can be written; called before long work.
 
     Raises:
         StepsightError: If something else than a plain file is there (a device or a folder is never replaced), or
             nothing can be written beside it.
     """
     try:
-        path = path.resolve()  # through a link, not over it
+        path = path.resolve()  # follow a link instead of replacing it
     except RuntimeError as error:  # a link to itself
         raise StepsightError(f"an output must be a new or plain file, got {path}: {error}") from None
     if path.exists() and not path.is_file():
@@ -49,7 +49,7 @@ def check_output_file(path: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Something can be written into a folder that is there or can be made.
+    """Check that a folder exists or can be created, and that files can be written into it.
 
     Raises:
         StepsightError: If not.
@@ -66,7 +66,7 @@ def check_writable(folder: Path) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary sibling of ``path`` that becomes ``path`` when the block ends well."""
+    """Yield a temporary file next to ``path``, which is renamed to ``path`` if the block succeeds."""
     check_output_file(path)
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def new_file(path: Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        temporary.chmod(0o644)  # temporary files are made for their owner alone
+        temporary.chmod(0o644)  # temporary files are readable only by their owner
         temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
@@ -84,7 +84,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file completely or not at all."""
     with new_file(path) as temporary:
         temporary.write_text(text, "utf-8")
 
@@ -102,7 +102,7 @@ def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary sibling of ``path`` that becomes ``path`` when the block ends well.
+    """Yield a temporary folder next to ``path``, which is renamed to ``path`` if the block succeeds.
 
     Raises:
         StepsightError: If a link or something else than a folder is there.
@@ -123,13 +123,13 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def _name_file(error: BaseException, path: Path) -> None:
-    """Let an error of a write that failed, as on a full disk, say which file was to be written."""
+    """Add the file's name to an error of a failed write, for example on a full disk."""
     if isinstance(error, OSError) and error.filename is None:
         error.filename = str(path)
 
 
 def _put(new: Path, path: Path) -> None:
-    """Rename a folder to ``path``; what was there is gone only once it stands."""
+    """Rename a folder to ``path``; the old content is deleted only after that."""
     if not path.exists():
         new.replace(path)
         return
@@ -140,14 +140,16 @@ def _put(new: Path, path: Path) -> None:
         new.replace(path)
     except BaseException:
         if old.exists():
-            old.replace(path)  # where this fails too, the old folder stays in ``aside``: ``set_aside`` finds it
+            old.replace(path)  # if this fails too, the old folder stays in ``aside``, where ``set_aside`` finds it
         aside.rmdir()
         raise
     shutil.rmtree(aside, ignore_errors=True)
 
 
 def set_aside(path: Path) -> Path | None:
-    """What stood at ``path`` before a replacement that was killed half-way (see ``_put``); None if that was not so."""
+    """The old content of ``path`` after a replacement that was killed half-way (see ``_put``); None if there was
+    none.
+    """
     if path.exists() or not path.parent.is_dir():
         return None
     path = path.resolve()

@@ -1,4 +1,4 @@
-"""What training frameworks do that a job or a table of runs does not say: a small declared profile for each.
+"""Defaults of training frameworks that a job or a table of runs does not state: a small declared profile for each.
 
 A profile fills what is left open: ``framework = "..."`` in a job file, the column ``framework`` of a table of runs.
 """
@@ -27,7 +27,7 @@ ATTENTION = ("unfused", "flash-1", "flash-2", "flash-3")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Framework:
-    """Habits of one framework.
+    """Defaults of one framework.
 
     Attributes:
         name: Key in the presets.
@@ -130,7 +130,7 @@ class Framework:
 
     @property
     def of(self) -> str:
-        """Which software it was read from, in a few words."""
+        """The software that it was read from, in a few words."""
         return re.split(r"[(:,;]", self.source)[0].strip()
 
     def runtime_of(self, pp: int, virtual_stages: int) -> str:
@@ -138,7 +138,7 @@ class Framework:
         return self.runtime if pp > 1 and virtual_stages == 1 else ""
 
     def fill(self, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """The tables of a job with this framework's habits where they leave something open.
+        """The tables of a job, completed with this framework's defaults.
 
         What they state goes before, but for a vocabulary, which is padded, and selective recomputation, which becomes
         what the framework means by it.  Doing it twice changes nothing more.
@@ -191,7 +191,7 @@ class Framework:
 
 
 def _count(value: Any) -> int:
-    """A degree as a job states it; 1 where it states none, or none that can be (which its rules report)."""
+    """A degree as a job states it; 1 if it states none, or an invalid one (which the job's rules report)."""
     return value if type(value) is int and value > 0 else 1
 
 
@@ -229,12 +229,12 @@ FRAMEWORKS: Registry[Framework] = Registry(
 
 
 def framework_names() -> tuple[str, ...]:
-    """Names of the profiles that are known, in the order in which their words are looked for."""
+    """Names of the known profiles, in the order in which their words are matched."""
     return FRAMEWORKS.names()
 
 
 def find_framework(text: str) -> Framework:
-    """The profile that a job names: by its name, by a file, or the first of which a word is in the text.
+    """The profile that a job names: by its name, by a file, or the first one with a word in the text.
 
     Raises:
         JobError: If no profile is known by that text, or the file cannot be read or is not a file of one profile.
@@ -248,7 +248,7 @@ def find_framework(text: str) -> Framework:
 
 
 def framework_in(text: str) -> Framework:
-    """The profile of a run that others measured and named in their own words; ``GENERIC`` if no profile knows them."""
+    """The profile of a run that others measured and described; ``GENERIC`` if no profile matches."""
     return _profile_in(text) or GENERIC
 
 
@@ -261,7 +261,7 @@ def _profile_in(text: str) -> Framework | None:
 
 @cached(1024)
 def _profile_by_words(text: str, version: int) -> Framework | None:
-    """The first profile of which a word is in a text; ``version`` is there so that one added since is found."""
+    """The first profile with a word in a text; ``version`` makes the cache see profiles that were added since."""
     date = re.search(rf"(?<![0-9]){_MONTH}|(?<![0-9])20[0-9]{{2}}(?![0-9])", text)
     for profile in FRAMEWORKS.values():
         held = not profile.until or (date is not None and date[0] < profile.until)
@@ -272,7 +272,7 @@ def _profile_by_words(text: str, version: int) -> Framework | None:
 
 @cached(64)
 def _read_profile(path: str, version: tuple[int, int]) -> Framework:
-    """The profile in a file; ``version`` is there so that a file that has changed is read again."""
+    """The profile in a file; ``version`` makes the cache read a changed file again."""
     try:
         profiles = {name: framework_from_dict(name, table) for name, table in read_facts(path).items()}
     except JobError as error:
@@ -281,12 +281,12 @@ def _read_profile(path: str, version: tuple[int, int]) -> Framework:
 
 
 def _stands(word: str, text: str) -> bool:
-    """Whether a word stands in a text, not as a part of another one; a version may follow at once."""
+    """Whether a text has a word, not as a part of another one; a version number may follow it directly."""
     return re.search(rf"(?<![a-z]){re.escape(word)}(?![a-z])", text) is not None
 
 
 def unknown_frameworks(names: Iterable[str]) -> str:
-    """A warning about those of some runs' frameworks that no profile knows; empty if there is none."""
+    """A warning about runs whose framework no profile knows; empty if there are none."""
     unknown = [name for name in names if name not in ("", GENERIC.name) and framework_in(name) is GENERIC]
     if not unknown:
         return ""

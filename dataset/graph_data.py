@@ -1,4 +1,4 @@
-"""Relations between the nodes of a program, those that may run concurrently included."""
+"""Relations between the nodes of a program, including those that may run concurrently."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RELATIONS = (*(why.value for why in Dependency), CONCURRENT)
 
 
 def relation_pairs(program: Program, max_concurrent: int = 16) -> dict[str, Indices]:
-    """Edges by relation, ``(2, e)`` places in ``program.nodes``; every one of ``RELATIONS`` is there."""
+    """Edges by relation, ``(2, e)`` indices into ``program.nodes``; all of ``RELATIONS`` are present."""
     found: dict[str, list[tuple[int, int]]] = {relation: [] for relation in RELATIONS}
     for before, after, why in program.all_edges():
         found[why.value].append((before, after))
@@ -24,7 +24,7 @@ def relation_pairs(program: Program, max_concurrent: int = 16) -> dict[str, Indi
 
 
 def concurrent_pairs(program: Program, max_concurrent: int = 16) -> Indices:
-    """Nodes on different streams of which neither precedes the other, both ways, ``(2, e)``.
+    """Nodes on different streams neither of which precedes the other, in both directions, ``(2, e)``.
 
     A stream is totally ordered, so what precedes a node on it is a prefix, what follows a suffix, and what may run
     beside it lies between: vector clocks give both ends without comparing pairs.
@@ -48,7 +48,7 @@ def concurrent_pairs(program: Program, max_concurrent: int = 16) -> Indices:
 
 
 def concurrent_ranges(program: Program) -> tuple[list[list[int]], list[list[int]]]:
-    """For every node and stream, the positions on it that may run beside the node: ``first <= position < last``."""
+    """For every node and stream, the positions on it that may run concurrently: ``first <= position < last``."""
     column = {stream: number for number, stream in enumerate(program.streams)}
     before: list[list[int]] = [[] for _ in program.nodes]
     after: list[list[int]] = [[] for _ in program.nodes]

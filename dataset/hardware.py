@@ -1,4 +1,4 @@
-"""Hardware and fabrics that are known by name, and those in users' files."""
+"""Known hardware and fabrics by name, and those in users' files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _preset_tables() -> dict[str, Any]:
 
 @cached(1)
 def _presets() -> tuple[Mapping[str, Hardware], Mapping[str, Fabric]]:
-    """Hardware and fabrics that come with the package."""
+    """Hardware and fabrics of the package."""
     return _from_tables(_preset_tables())
 
 
@@ -56,12 +56,12 @@ FABRICS: Registry[Fabric] = Registry(
 
 
 def hardware_names() -> tuple[str, ...]:
-    """Names of the hardware that is known: presets, registered ones, and those of installed packages."""
+    """Names of the known hardware: presets, registered ones, and those of installed packages."""
     return HARDWARE.names()
 
 
 def find_hardware(name: str) -> Hardware | None:
-    """The hardware of that name, or of a ``.json`` or ``.toml`` file; None if the name is not known.
+    """The hardware of a name, or of a ``.json`` or ``.toml`` file; None if the name is unknown.
 
     Raises:
         JobError: If the file cannot be read, or is not a file of one hardware.
@@ -72,14 +72,14 @@ def find_hardware(name: str) -> Hardware | None:
 
 
 def canonical_hardware(name: str) -> str:
-    """The preset that usual words mean (``H100``, ``A100-SXM4-80GB``); every other name as it is."""
+    """The preset that a usual name means (``H100``, ``A100-SXM4-80GB``); other names unchanged."""
     if not name or name.startswith("{") or is_facts_file(name) or name in HARDWARE:
         return name
     return preset_of(name, HARDWARE, _preset_tables()["alias"])
 
 
 def unknown_hardware(name: str) -> str:
-    """The message for a name that is not known: the rule, the value, and what was probably meant."""
+    """The error for an unknown name: the rule, the value, and the probable intention."""
     message = HARDWARE.unknown(name)
     return (
         message if "did you mean" in message else message + did_you_mean(device_words(name), _preset_tables()["alias"])
@@ -87,7 +87,7 @@ def unknown_hardware(name: str) -> str:
 
 
 def stated_hardware(table: Mapping[str, Any]) -> str:
-    """The table ``[cluster.hardware]`` of a job as the text that stands for it in a ``Job``.
+    """The table ``[cluster.hardware]`` of a job as the text that represents it in a ``Job``.
 
     Raises:
         JobError: If it holds something that no text can.
@@ -100,7 +100,7 @@ def stated_hardware(table: Mapping[str, Any]) -> str:
 
 @cached(64)
 def _stated(text: str) -> Hardware:
-    """The hardware that a job states itself."""
+    """The hardware in a job's own table."""
     try:
         found = hardware_from_dict(json.loads(text))
     except ValueError as error:
@@ -111,7 +111,7 @@ def _stated(text: str) -> Hardware:
 
 
 def hardware_name(name: str) -> str:
-    """The name of the hardware in a ``.json`` or ``.toml`` file; of all else, the name itself.
+    """The name of the hardware in a ``.json`` or ``.toml`` file; of everything else, the name itself.
 
     Raises:
         JobError: As ``find_hardware``.
@@ -158,14 +158,14 @@ def facts_in(path: str) -> tuple[Mapping[str, Hardware], Mapping[str, Fabric]]:
 
 @cached(64)
 def _read_facts(path: str, version: tuple[int, int]) -> tuple[Mapping[str, Hardware], Mapping[str, Fabric]]:
-    """What a file holds; ``version`` is there so that a file that has changed is read again."""
+    """Content of a file; ``version`` makes the cache read a changed file again."""
     try:
         return _from_tables(read_facts(path, ("hardware", "fabric")))
     except JobError as error:
         raise JobError(f"{path}: {error}") from None
 
 
-# Words of a hardware's name, and the fabric of its vendor's own systems; the first that fits.
+# Words in a hardware's name, and the fabric of its vendor's own systems; the first match counts.
 _USUAL_FABRICS = {
     ("h100", "pcie"): "pcie-gen5",
     ("rtx", "5090"): "pcie-gen5",
@@ -188,7 +188,7 @@ _USUAL_FABRICS = {
 
 
 def usual_fabric(hardware: str) -> str:
-    """The fabric that a hardware usually has: the one in its file, or that of its vendor's own systems.
+    """The usual fabric of a hardware: the one in its file, or that of its vendor's own systems.
 
     Raises:
         JobError: If the hardware is not known, or has no usual fabric; the message says what to name.

@@ -1,4 +1,4 @@
-"""What a device is: peaks, bandwidths and latencies.  Facts only, in SI units."""
+"""Facts about a device: peaks, bandwidths and latencies, in SI units."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.op import COLLECTIVE_KINDS, DTYPE_BYTES, OP_KINDS, Collective, Op
 
-# Least and most of a device's numbers.  No device has more within decades; beyond, a number is an error or made up.
+# Least and most of a device's numbers.  No device will exceed them for decades; larger numbers are errors.
 _SECONDS, _RATE, _BYTES, _SHARE, _FLOPS = (0.0, 1e3), (1.0, 1e18), (1.0, 1e18), (0.0, 1.0), (1.0, 1e21)
 _RANGES = {
     "memory_bandwidth_bytes_per_s": _RATE,
@@ -29,8 +29,8 @@ _RANGES = {
     "fragmentation": (0.0, 100.0),
     "power_w": (0.0, 1e6),
 }
-_OPTIONAL = ("host_kinds_s", "power_w", "product_power_w")  # written only where they are known
-MOST_SLOWDOWN = 1.5  # by a power limit: base clocks are about two thirds of the highest ones
+_OPTIONAL = ("host_kinds_s", "power_w", "product_power_w")  # written only if they are known
+MOST_SLOWDOWN = 1.5  # at a power limit: base clocks are about two thirds of the highest ones
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,11 @@ class Hardware:
 
     @property
     def has_host(self) -> bool:
-        """Whether a host launches ops, and takes time for it."""
+        """Whether a host launches ops, which takes time."""
         return self.host_op_s > 0 or bool(self.host_kinds_s)
 
     def power_slowdown(self, dtype: str) -> float:
-        """How many times as long matrix products take in training as alone, because of the power limit.
+        """Slowdown of matrix products in training relative to alone, because of the power limit.
 
         Power grows with the cube of the clock, as voltage follows it: the clock falls by the cube root of the excess.
 
@@ -138,7 +138,7 @@ class Hardware:
         return float(min((drawn / self.power_w) ** (1 / 3), MOST_SLOWDOWN))
 
     def launch_s(self, work: Op | Collective) -> float:
-        """What the host takes to launch an op or collective."""
+        """The host's time to launch an op or collective."""
         seconds = self.host_kinds_s.get(work.kind)
         return self.host_op_s if seconds is None else seconds * launch_units(work)
 
@@ -158,14 +158,14 @@ def power_type(dtype: str) -> str:
 
 
 def launch_units(work: Op | Collective) -> float:
-    """How many times what its kind takes the host takes to launch it: an optimizer goes through its tensors."""
+    """The host's time to launch an op relative to its kind's: an optimizer iterates over its tensors."""
     if not isinstance(work, Op) or "tensors" not in work.record.dim_names:
         return 1.0
     return float(max(1, work.dims[work.record.dim_names.index("tensors")]))
 
 
 def hardware_from_dict(value: Mapping[str, Any]) -> Hardware:
-    """Read what ``Hardware.to_dict`` wrote, or a preset's table.
+    """Read the result of ``Hardware.to_dict``, or a preset's table.
 
     Raises:
         JobError: If a field is unknown, missing, of another type or out of its bounds.

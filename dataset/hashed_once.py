@@ -1,4 +1,4 @@
-"""Dataclasses and tuples that are keys thousands of times a second."""
+"""Dataclasses and tuples that are used as keys thousands of times a second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Item = TypeVar("Item")
 
 
 class HashedTuple(tuple[Item, ...]):
-    """A tuple that remembers its hash: a long one is a key many times."""
+    """A tuple that caches its hash, because a long one is used as a key many times."""
 
     def __hash__(self) -> int:
         known: int | None = self.__dict__.get("_hash")
@@ -19,7 +19,7 @@ class HashedTuple(tuple[Item, ...]):
 
 
 def hashed_once(cls: T) -> T:
-    """Let a frozen dataclass, which must not have slots, remember its hash: it is a key thousands of times a second."""
+    """Make a frozen dataclass without slots cache its hash, because it is used as a key thousands of times a second."""
     compute: Any = cls.__hash__
 
     def remembered(self: Any) -> int:

@@ -1,4 +1,4 @@
-"""Jobs: what the user asks about.  Frozen, validated once, read from TOML or JSON or built in Python."""
+"""Jobs: the questions of users. Frozen, validated once, read from TOML or JSON or built in Python."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from stepsight.dataset.specs import (
 
 __all__ = ["BatchSpec", "ClusterSpec", "ExecutionSpec", "Job", "JobLike", "ModelSpec", "OptimizerSpec", "ParallelSpec"]
 
-MOST_PROBLEMS = 20  # that an error tells of
+MOST_PROBLEMS = 20  # listed in an error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class Job:
 
     @cached_property
     def interleaved(self) -> Job | None:
-        """The same job with a chunk for each layer of a stage; None where one chunk is meant, or layers forbid it.
+        """The same job with a chunk for each layer of a stage; None if one chunk is meant, or the layers forbid it.
 
         The two are the ends of what a job with ``open_stages`` may mean.
         """
@@ -122,7 +122,7 @@ class Job:
 
     @property
     def hardware_name(self) -> str:
-        """Name of the cluster's hardware, also where ``cluster.hardware`` is the path of a file."""
+        """Name of the cluster's hardware, also if ``cluster.hardware`` is the path of a file."""
         return hardware_name(self.cluster.hardware)
 
     @cached_property
@@ -132,13 +132,13 @@ class Job:
 
     @cached_property
     def warnings(self) -> tuple[str, ...]:
-        """Settings that are legal but look like a mistake."""
+        """Legal settings that are probably mistakes."""
         stated = self.cluster.fabric
         if not stated or (isinstance(stated, str) and stated in FABRICS):
             return suspicious_links(self.fabric, self.cluster.devices_per_node)
         try:
             usual = find_fabric(usual_fabric(self.cluster.hardware))
-        except JobError:  # nothing is known to compare with
+        except JobError:  # there is nothing to compare with
             usual = None
         return suspicious_links(self.fabric, self.cluster.devices_per_node, usual)
 
@@ -167,7 +167,7 @@ class Job:
         return f"Job({self.name} on {self.cluster.num_devices} x {self.hardware_name})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain tables that ``from_dict`` reads back to an equal job; ``execution`` only where it states an engine."""
+        """Plain tables that ``from_dict`` reads as an equal job; ``execution`` only if it states an engine."""
         tables = {section: asdict(getattr(self, section)) for section in SECTIONS}
         if self.execution == ExecutionSpec():
             del tables["execution"]
@@ -178,7 +178,7 @@ class Job:
 
     @classmethod
     def of(cls, value: JobLike) -> Job:
-        """Take a job as it is, build one from its tables, or read one from a job file.
+        """Return a job unchanged, build one from its tables, or read one from a job file.
 
         Args:
             value: A ``Job``, the tables of one (see ``from_dict``), or the path of a job file (see ``from_file``).
@@ -196,7 +196,7 @@ class Job:
 
     @classmethod
     def from_dict(cls, tables: Mapping[str, Any], habits: Framework | None = None) -> Job:
-        """Build a job from its tables; unknown, missing and wrongly typed keys are all reported at once.
+        """Build a job from its tables; all unknown, missing and wrongly typed keys are reported together.
 
         Args:
             tables: Tables by name; ``framework`` is a key beside them.

@@ -144,7 +144,7 @@ def write_captured(captured: Captured, folder: Path) -> None:
 
 
 def check_capture_folder(folder: Path) -> None:
-    """A capture can be written there.
+    """Check that a capture can be written to a folder.
 
     Raises:
         CaptureError: If something else is there.
@@ -154,7 +154,7 @@ def check_capture_folder(folder: Path) -> None:
 
 
 def read_captured(folder: Path) -> Captured:
-    """Read what ``write_captured`` wrote.
+    """Read the result of ``write_captured``.
 
     Raises:
         CaptureError: If it is not that.

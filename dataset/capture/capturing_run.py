@@ -1,4 +1,4 @@
-"""``capture``: runs a script as ranks of a fake world, one process each, and gives their graphs."""
+"""``capture``: run a script as ranks of a fake world, one process each, and read their graphs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from stepsight.dataset.files import read_json
 from stepsight.dataset.imported.rank_graph import COLLECTIVE
 
 PACKAGE = "stepsight.dataset.harness.capturing"
-MOST_RANKS = 256  # that one capture may hold
+MOST_RANKS = 256  # limit of one capture
 AUTO = "auto"
-STACK, STACK_S = "stack.txt", 5.0  # where a process writes its stack when it is asked, and how long that may take
+STACK, STACK_S = "stack.txt", 5.0  # file to which a process writes its stack on request, and the time limit for that
 DEVICES = ("cuda", "cpu")
 
 Progress = Callable[[int, int | str, str], None]
@@ -34,7 +34,7 @@ Progress = Callable[[int, int | str, str], None]
 
 @dataclass(frozen=True)
 class CaptureRequest:
-    """What is to be captured.
+    """The settings of a capture.
 
     Attributes:
         script: The user's script.
@@ -99,7 +99,7 @@ def capture(request: CaptureRequest, on_rank: Progress | None = None) -> Capture
 
 
 def peers(captured: CapturedRank) -> list[int]:
-    """Ranks that do other work: those that a rank exchanges messages with, and the last of each all-to-all's group.
+    """Ranks with different work: those that a rank exchanges messages with, and the last of each all-to-all's group.
 
     An all-to-all's ranks hold different experts; if these are not divided evenly, the last rank has fewest.
     """
@@ -123,7 +123,7 @@ class _Runs:
     _boundaries: dict[int, Any] = field(default_factory=dict)  # by the rank that has the first stage
 
     def record(self, rank: int) -> dict[str, Any]:
-        """What one rank does in a step."""
+        """The record of one rank's step."""
         boundary = next(iter(self._boundaries.values()), None)
         record = self._run(rank, boundary=boundary)
         if "needs_boundary_of" in record:
@@ -159,7 +159,7 @@ class _Runs:
 
 
 def _ended(command: Sequence[str], request: CaptureRequest, rank: int, folder: Path) -> tuple[str, str]:
-    """Run a process to its end, all that it started included; returns how it ended, and the last line it wrote."""
+    """Run a process and its children to the end; return the exit status and the last line of output."""
     log = folder / "log.txt"
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
@@ -178,7 +178,7 @@ def _ended(command: Sequence[str], request: CaptureRequest, rank: int, folder: P
 
 
 def _line_of_stack(process: subprocess.Popen[bytes], script: Path, stack: Path) -> str:
-    """Which line of the script runs now: the process is asked to write its stack down."""
+    """The line of the script that runs now: the process is asked to write its stack."""
     if not stack.exists():
         return ""
     process.send_signal(signal.SIGUSR1)
@@ -204,7 +204,7 @@ _HINTS = (
 
 
 def _explained(request: CaptureRequest, rank: int, record: dict[str, Any], said: str) -> str:
-    """What went wrong on a rank, with the script's line; ``said``: the last line that it wrote."""
+    """The error of a rank, with the script's line; ``said``: the last line of output."""
     notes = "".join(f"; {note}" for note in record["notes"][:2])
     where = record["line"] or request.script.name
     if record["error"] == "few steps":

@@ -1,4 +1,4 @@
-"""Whether captured ranks issue their common collectives alike: else they wait for each other forever."""
+"""Check that captured ranks issue their common collectives in the same order: otherwise they would deadlock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Issued = tuple[str, str, int, str]  # group by torch's name, kind, bytes, line o
 
 
 def issued_by_group(record: Mapping[str, Any]) -> dict[Ranks, list[Issued]]:
-    """Collectives of a record, messages apart, by the ranks that take part, in their order."""
+    """Collectives of a record, without messages, by the participating ranks, in order."""
     found: dict[Ranks, list[Issued]] = {}
     for group, name, kind, num_bytes, line in record["issued"]:
         found.setdefault(tuple(record["groups"][group][1]), []).append((name, kind, num_bytes, line))
@@ -21,7 +21,7 @@ def issued_by_group(record: Mapping[str, Any]) -> dict[Ranks, list[Issued]]:
 
 
 def check_orders(ranks: Mapping[int, Mapping[Ranks, Sequence[Issued]]]) -> None:
-    """Compare what each two captured ranks issue together.
+    """Compare the collectives that each two captured ranks issue together.
 
     Args:
         ranks: What each rank issued (``issued_by_group``).

@@ -33,7 +33,7 @@ _VIEW_NAMES = (
     "unbind detach alias flatten unflatten narrow swapaxes getitem _assert_tensor_metadata sym_size _assert_scalar "
     "lift_fresh_copy movedim view_as contiguous size"
 )
-_VIEWS = frozenset(_VIEW_NAMES.split())  # and what computes no tensor
+_VIEWS = frozenset(_VIEW_NAMES.split())  # and ops that compute no tensor
 
 
 def read_exported(path: Path, dims: Mapping[str, int]) -> ModelSteps:

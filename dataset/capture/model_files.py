@@ -1,4 +1,4 @@
-"""Models in files, as ``torch.export`` and ONNX write them, in the place of a captured script."""
+"""Models in files, as ``torch.export`` and ONNX write them, instead of a captured script."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """What is asked of a model in a file.
+    """The settings for reading a model file.
 
     Attributes:
         path: Of the file.
@@ -80,7 +80,7 @@ def read_model(request: ModelRequest) -> Captured:
 
 
 def _in_precision(model: ModelSteps, precision: str) -> ModelSteps:
-    """The same model with another type of numbers in floating point."""
+    """The same model with another floating-point type."""
     steps = [
         replace(step, op=Op(step.op.kind, step.op.dims, precision)) if step.op.dtype in PRECISIONS else step
         for step in model.steps

@@ -1,4 +1,4 @@
-"""Ops of models in files, from the shapes of what they read."""
+"""Ops of models in files, from the shapes of their inputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stepsight.dataset.op import Op
 
 
 def matrix_product(left: Sequence[int], right: Sequence[int], dtype: str, *, transposed: bool = False) -> Op | None:
-    """``left[..., m, k] @ right[..., k, n]``, or ``right[n, k]`` where it is transposed; None where a size is 0."""
+    """``left[..., m, k] @ right[..., k, n]``, or ``right[n, k]`` if it is transposed; None if a size is 0."""
     if not left or not right or 0 in (*left, *right):
         return None
     if len(right) == 1:

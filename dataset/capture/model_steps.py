@@ -1,4 +1,4 @@
-"""A model read from a file: its forward as steps, and the training or inference step that follows from it.
+"""A model read from a file: its forward as steps, and the training or inference step derived from it.
 
 Backward is derived: of each step in reverse order the op that computes the gradients, and an addition where several
 steps read a tensor.  Replicas all-reduce gradients in DDP's buckets beside backward, and AdamW updates all parameters.
@@ -17,9 +17,9 @@ from stepsight.dataset.op import DTYPE_BYTES, OP_KINDS, Op
 
 FORWARD, BACKWARD, OPTIMIZER = range(3)
 COMPUTE, REPLICAS = range(2)  # streams
-FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes of gradients that DDP sends at once: the first time, and then
-_NO_GRADIENT = frozenset({"add", "fill", "random", "sort"})  # forward ops without work in backward
-_STATES = 3  # copies of the parameters that training keeps beside them: gradients and two moments
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bucket sizes of DDP in bytes: the first one, and all others
+_NO_GRADIENT = frozenset({"add", "fill", "random", "sort"})  # forward ops without backward ops
+_STATES = 3  # copies of the parameters during training: gradients and two moments
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ModelSteps:
 
 
 def rank_of_model(model: ModelSteps, world_size: int, local_size: int, *, training: bool) -> CapturedRank:
-    """What each of some equal replicas does in a step.
+    """The step of each of several equal replicas.
 
     Args:
         model: Its forward.
@@ -91,7 +91,7 @@ class _Record:
     _sent: list[int] = field(default_factory=list)  # nodes of reductions
 
     def forward(self, *, keeps: bool) -> None:
-        """All steps; ``keeps``: activations stay for backward."""
+        """Forward of all steps; ``keeps``: activations are kept for backward."""
         model, writer = self.model, dict[str, int]()
         self._bytes = sum(map(self._size, model.parameters)) * (1 + _STATES * keeps)
         last = {name: place for place, step in enumerate(model.steps) for name in step.reads}
@@ -131,7 +131,7 @@ class _Record:
         self._reduce(bucket)
 
     def optimizer(self) -> None:
-        """AdamW on all parameters, when all gradients are there."""
+        """AdamW on all parameters, after all gradients are ready."""
         used = [name for name in self.model.parameters if self.model.numel[name]]
         op = Op("adamw", (sum(self.model.numel[name] for name in used), len(used)), self.model.dtype)
         node = self._op(op, OPTIMIZER, "adamw")
@@ -176,7 +176,7 @@ class _Record:
 
 
 def _with_gradients(model: ModelSteps) -> frozenset[str]:
-    """Parameters, and what is computed of them."""
+    """Parameters, and tensors computed from them."""
     found = set(model.parameters)
     for step in model.steps:
         if found & {*step.reads}:
@@ -185,7 +185,7 @@ def _with_gradients(model: ModelSteps) -> frozenset[str]:
 
 
 def gradients_of(step: ModelStep, wanted: frozenset[str], parameters: frozenset[str]) -> Iterator[Op]:
-    """Ops of a step's backward: gradients of what is read and wanted."""
+    """Ops of a step's backward: gradients of its inputs that need them."""
     op, kind, dims = step.op, step.op.kind, step.op.dims
     inputs = [name for name in step.reads if name in wanted and name not in parameters]
     weights = [name for name in step.reads if name in parameters]

@@ -17,13 +17,13 @@ from stepsight.dataset.errors import CaptureError
 from stepsight.dataset.extras import need
 from stepsight.dataset.op import Op
 
-# ONNX's numbers of types: ours, and how many of its elements one of ours is.
+# ONNX's numbers of types: our name, and the number of its elements in one of ours.
 _TYPES = MappingProxyType(
     {1: ("fp32", 1.0), 10: ("fp16", 1.0), 16: ("bf16", 1.0), 11: ("fp32", 2.0), 7: ("fp32", 2.0), 6: ("fp32", 1.0),
      9: ("fp8", 1.0), 2: ("fp8", 1.0), 3: ("fp8", 1.0), 17: ("fp8", 1.0), 19: ("fp8", 1.0)}
 )  # fmt: skip
 _FLOATS = (1, 10, 11, 16)
-_SMALL = 1024  # elements of a constant that may say a shape
+_SMALL = 1024  # elements of a constant that may be a shape
 _VIEWS = frozenset(
     ["Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape", "Size", "Constant", "ConstantOfShape", "Range"]
 )
@@ -78,12 +78,12 @@ def read_onnx(path: Path, dims: Mapping[str, int]) -> ModelSteps:
 
 
 def _errors(onnx: Any) -> tuple[type[Exception], ...]:
-    """What the library raises about graphs that are wrong."""
+    """Errors that the library raises for invalid graphs."""
     return onnx.checker.ValidationError, onnx.shape_inference.InferenceError
 
 
 def _set_dims(graph: Any, dims: Mapping[str, int]) -> list[str]:
-    """Give symbolic dimensions of inputs their sizes; returns those that are not told."""
+    """Set the sizes of symbolic dimensions of inputs; return the dimensions without a size."""
     missing: dict[str, None] = {}
     constants = {tensor.name for tensor in graph.initializer}
     for given in graph.input:
@@ -247,7 +247,7 @@ def _heads(shapes: Shapes, result: list[int], dtype: str, settings: Settings) ->
 
 
 def _with_products(shapes: Shapes, result: list[int], dtype: str, settings: Settings) -> list[Op | None]:
-    """Attention that computes queries, keys and values, too."""
+    """Attention with the projections of queries, keys and values."""
     width = shapes[1][-1] // 3
     part = [*shapes[0][:-1], width]
     return [matrix_product(shapes[0], shapes[1], dtype), *_heads([part, part], result, dtype, settings)]

@@ -1,4 +1,4 @@
-"""The op of a captured framework call: kind, dims and type by the table that traces are read with."""
+"""The op of a captured framework call: kind, dims and type, from the same table as for traces."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _op(kind: str, dims: tuple[int, ...], typed: tuple[str, float]) -> Op | None
 
 
 def _cast(source: str, target: str) -> str:
-    """The 16-bit type of a conversion between it and fp32; empty if it is none."""
+    """The 16-bit type of a conversion from or to fp32; empty for other conversions."""
     kinds = {DTYPES[source][0], DTYPES[target][0]}
     narrow = kinds & _CAST.keys()
     return narrow.pop() if kinds - narrow == {"fp32"} and narrow else ""

@@ -1,4 +1,4 @@
-"""The graph of one captured rank, from the record that its process wrote."""
+"""The graph of one captured rank, from the record of its process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from stepsight.dataset.program import Dependency
 from stepsight.dataset.readers.classify import Scope, intern_op
 
 FORM = 1  # of records
-COMPOSITE = "stepsight::op"  # begins the signature of an op that the harness annotates
+COMPOSITE = "stepsight::op"  # prefix of the signature of an op that the harness annotates
 _KIND, _WORK, _STREAM, _PHASE, _NAME, _EVALUATION, _SEQUENCE, _NUMBER = range(8)
 
 
@@ -54,7 +54,7 @@ class CapturedRank:
 
 
 def graph_of_record(record: dict[str, Any], local_size: int) -> CapturedRank:
-    """Classify the calls of a record, and join its nodes by their dependencies.
+    """Classify the calls of a record, and connect its nodes by their dependencies.
 
     Args:
         record: What the process wrote.
@@ -173,7 +173,7 @@ class _Nodes:
 
 
 def _edges(record: dict[str, Any], place: NDArray[np.int64], columns: dict[str, Any]) -> NDArray[np.int64]:
-    """Source, target and kind of each dependency, those of stream order included; each pair once."""
+    """Source, target and kind of each dependency, including stream order; each pair once."""
     given = record["edges"]
     source = place[np.array([edge[0] for edge in given], dtype=np.int64)]
     target = place[np.array([edge[1] for edge in given], dtype=np.int64)]

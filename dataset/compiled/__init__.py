@@ -1,1 +1,1 @@
-"""Compiled regions: what Inductor fuses, read from its own scheduler."""
+"""Compiled regions: the kernels that Inductor fuses, read from its scheduler."""

@@ -30,7 +30,7 @@ OnRegion = Callable[[Region, Any], None]
 
 
 class _ReadError(Exception):
-    """The scheduler was read, and no code is wanted."""
+    """Raised when the scheduler was read and no code is needed."""
 
 
 def read_regions(function: Callable[..., Any], inputs: Sequence[Any], *, training: bool = False) -> list[Region]:
@@ -57,7 +57,7 @@ def run_regions(
     training: bool = False,
     compiled: bool = True,
 ) -> None:
-    """Run a function under Inductor; ``on_region`` gets each region, and what Inductor made of it (None: nothing).
+    """Run a function under Inductor; ``on_region`` gets each region, and its compiled code (None: nothing compiled).
 
     Args:
         function, inputs, training: As for ``read_regions``.
@@ -112,7 +112,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 @dataclass
 class _Codegen:
-    """What the code generator decided, by the name of a loop.
+    """The decisions of the code generator, by the name of a loop.
 
     Attributes:
         calls: Name of the compiled function.
@@ -127,7 +127,7 @@ class _Codegen:
 
 @contextmanager
 def _hooks(read: list[Region], direction: str, *, stop: bool) -> Iterator[None]:
-    """Record what Inductor decides; with ``stop`` nothing is compiled."""
+    """Record Inductor's decisions; with ``stop`` nothing is compiled."""
     told = _Codegen()
     schedule: Any = inductor.Scheduler.codegen
     define: Any = CppScheduling.define_kernel
@@ -259,7 +259,7 @@ def _inner_stride(access: Any) -> int:
 def _buffer_bytes(name: str) -> int:
     try:
         return _int(V.graph.get_numel(name)) * int(V.graph.get_dtype(name).itemsize)
-    except (KeyError, AttributeError, NotImplementedError):  # no tensor: a generator, or several outputs
+    except (KeyError, AttributeError, NotImplementedError):  # not a tensor: a generator, or several outputs
         return 0
 
 

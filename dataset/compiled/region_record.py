@@ -1,4 +1,4 @@
-"""A compiled region: framework ops, the loops that Inductor makes of them, and the kernels that fuse the loops."""
+"""A compiled region: framework ops, the loops that Inductor makes from them, and the kernels that fuse the loops."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Region:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Region:
-        """The region that ``to_dict`` wrote."""
+        """Read the result of ``to_dict``."""
         loops = []
         for each in values["loops"]:
             accesses = {name: tuple(Access(**access) for access in each[name]) for name in ("reads", "writes")}

@@ -1,1 +1,1 @@
-"""Traces of any PyTorch job as graphs: read, cut into steps, tied together by dependencies, and stored."""
+"""Traces of any PyTorch job as graphs: read, split into steps, connected by dependencies, and stored."""

@@ -1,4 +1,4 @@
-"""Columns of nodes and lists of edges, in any order, to the graph of a rank."""
+"""From unordered columns of nodes and lists of edges to the graph of a rank."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Assembly:
             self.nodes[name][:] = 0
 
     def meet(self, node: int, meets: Rendezvous | None) -> None:
-        """Note which collective of other ranks a node meets."""
+        """Record which collective of other ranks a node belongs to."""
         if meets is not None:
             self.nodes["group"][node] = self.groups((meets.group, meets.ranks))
             self.nodes["seq"][node] = meets.seq

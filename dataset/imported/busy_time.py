@@ -1,4 +1,4 @@
-"""How long something runs: the time of spans that a set of intervals covers."""
+"""Overlap of spans with a set of intervals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Floats = NDArray[np.float64]
 
 
 def covered(start: Floats, end: Floats, begin: Floats, until: Floats) -> Floats:
-    """Seconds of each span that intervals cover, those that several cover once.
+    """Seconds of each span that intervals cover; overlapping intervals count once.
 
     Args:
         start: Of the intervals, ``(n,)``, in any order.

@@ -1,4 +1,4 @@
-"""Segments of imported traces: the ops and collectives of each phase of each step, one node for each call.
+"""Segments of imported traces: the ops and collectives of each phase of each step, one node per call.
 
 A call may launch several kernels; predictions know calls.  Calls of the host are no nodes of a segment: what they
 order becomes an edge between the ops around them.
@@ -20,7 +20,7 @@ from stepsight.dataset.trace import TracedSegment
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-OTHER = "other"  # label of what lies in no phase
+OTHER = "other"  # label of nodes outside all phases
 _IMPLIED = [WHY_NUMBER[why] for why in (Dependency.STREAM_ORDER, Dependency.LAUNCH, Dependency.RENDEZVOUS)]
 _HOST_ORDER, _LAUNCH = WHY_NUMBER[Dependency.HOST_ORDER], WHY_NUMBER[Dependency.LAUNCH]
 _SYNC = WHY_NUMBER[Dependency.SYNCHRONISATION]
@@ -42,7 +42,7 @@ def call_segments(graphs: Sequence[RankGraph], run: str) -> list[TracedSegment]:
 
 
 def _collective_seconds(graphs: Sequence[RankGraph], place: int, met: Sequence[Meeting]) -> Floats:
-    """``(n,)``: seconds of each collective without waiting for other ranks, NaN where they are not known."""
+    """``(n,)``: seconds of each collective without waiting for other ranks, NaN if they are unknown."""
     graph = graphs[place]
     found = np.full(len(graph), np.nan)
     for members in met:
@@ -55,7 +55,7 @@ def _collective_seconds(graphs: Sequence[RankGraph], place: int, met: Sequence[M
 
 
 class _Calls:
-    """Nodes of a rank's graph, joined by the call that they belong to.
+    """Merge the nodes of a rank's graph that belong to one call.
 
     Shapes: ``n`` nodes, ``m`` calls in the order of their first nodes.
     """
@@ -103,7 +103,7 @@ class _Calls:
         keep = (a >= 0) & (b >= 0) & ~np.isin(why, [*_IMPLIED, _HOST_ORDER])
         found = [np.stack([a[keep], b[keep], why[keep]])]
         if self._graph.device == "cpu":
-            launched = (a < 0) & (b >= 0) & (why == _LAUNCH)  # what the host did before it issued a collective
+            launched = (a < 0) & (b >= 0) & (why == _LAUNCH)  # host work before it issued a collective
             waited = (a >= 0) & (b < 0) & (why == _SYNC)  # and after it waited for one
             found.append(np.stack([before[source[launched]], b[launched], np.full(int(launched.sum()), _SYNC)]))
             found.append(np.stack([a[waited], after[target[waited]], np.full(int(waited.sum()), _SYNC)]))

@@ -1,4 +1,4 @@
-"""Which call encloses which: the framework call that launched a kernel, and the phase that it belongs to."""
+"""Nesting of calls: the framework call that launched a kernel, and the phase that it belongs to."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def annotated_phase(name: str) -> int | None:
 
 
 def annotated_phases(marks: list[Annotation], at: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Phase of the innermost annotation around each moment, -1 for none; ``(n,)`` each, in microseconds."""
+    """Phase of the innermost annotation around each time, -1 for none; ``(n,)`` each, in microseconds."""
     order = np.argsort(at, kind="stable")
     moments, found = at[order], np.full(len(at), -1, dtype=np.int64)
-    for mark in marks:  # in order of start, so the inner ones come later
+    for mark in marks:  # in order of start, so inner ones come later
         phase = annotated_phase(mark.name)
         if phase is not None:
             found[slice(*np.searchsorted(moments, (mark.start, mark.end)))] = phase
@@ -97,7 +97,7 @@ def _named_phase(name: str) -> int:
 
 
 def _nest(events: RankEvents, tree: CallTree, thread: int, phases: list[int], marks: list[Annotation]) -> None:
-    """Nest what one thread did."""
+    """Nest the calls of one thread."""
     ops = np.flatnonzero(events.ops["thread"] == thread)
     calls = np.flatnonzero(events.runtime["thread"] == thread)
     start = np.concatenate([[mark.start for mark in marks], events.ops.start[ops], events.runtime.start[calls]])
@@ -129,7 +129,7 @@ def _nest(events: RankEvents, tree: CallTree, thread: int, phases: list[int], ma
 
 
 def _enclosing(start: NDArray[np.float64], end: NDArray[np.float64], opens: NDArray[np.bool_]) -> tuple[Ints, Ints]:
-    """Which stretch of time lies directly around each, -1 for none, and how many do; ``(n,)`` each, in order of start.
+    """The innermost span around each span, -1 for none, and the depth; ``(n,)`` each, in order of start.
 
     Args:
         start, end: ``(n,)``.
@@ -137,7 +137,7 @@ def _enclosing(start: NDArray[np.float64], end: NDArray[np.float64], opens: NDAr
     """
     above: list[int] = []
     depth: list[int] = []
-    ends, inside = [np.inf], [-1]  # of what is open
+    ends, inside = [np.inf], [-1]  # stack of open spans
     for place, (begin, until, is_open) in enumerate(zip(start.tolist(), end.tolist(), opens.tolist(), strict=True)):
         while ends[-1] <= begin:
             ends.pop()
@@ -151,7 +151,7 @@ def _enclosing(start: NDArray[np.float64], end: NDArray[np.float64], opens: NDAr
 
 
 def _inherited(own: dict[str, Ints], marks: NDArray[np.bool_], above: Ints, depth: Ints) -> dict[str, Ints]:
-    """What holds within each: its own value, or that of what lies around it; the last row is outside of everything."""
+    """The value inside each span: its own, or that of the enclosing span; the last row is outside all spans."""
     found = {key: np.append(values, FORWARD if key == "phase" else -1) for key, values in own.items()}
     order = np.argsort(depth, kind="stable")
     bounds = np.searchsorted(depth[order], np.arange(1, int(depth.max(initial=0)) + 2))
@@ -160,7 +160,7 @@ def _inherited(own: dict[str, Ints], marks: NDArray[np.bool_], above: Ints, dept
         for key, values in found.items():
             mine, outer = own[key][places], values[above[places]]
             kept = mine >= 0
-            if key == "phase":  # what an optimizer calls is the optimizer, unless an annotation says otherwise
+            if key == "phase":  # calls of an optimizer belong to the optimizer, unless an annotation says otherwise
                 kept &= (outer != OPTIMIZER) | marks[places]
             values[places] = np.where(kept, mine, outer)
     return found

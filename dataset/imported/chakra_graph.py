@@ -28,7 +28,7 @@ from stepsight.dataset.program import Dependency
 from stepsight.dataset.readers.classify import Scope, call_table, classify, classify_unknown, intern_op
 from stepsight.dataset.trace import Rendezvous
 
-_PART = re.compile(r"\(\d+\)$")  # of a call that the converter cut where it launched something
+_PART = re.compile(r"\(\d+\)$")  # of a call that the converter split at its launches
 _MOST_TEXT = 100_000
 _MOST_RANKS = 2**20
 _WALKED = "the step is the one that durations and dependencies imply: Chakra traces hold no measured step"
@@ -36,7 +36,7 @@ _WALKED = "the step is the one that durations and dependencies imply: Chakra tra
 
 @dataclass
 class _Rank:
-    """One rank while it is read: nodes in an order in which each follows what it depends on.
+    """One rank while it is read: nodes in an order such that each follows its dependencies.
 
     Attributes:
         rank: Which.
@@ -91,7 +91,7 @@ def read_chakra(
 
 
 def _ordered(nodes: list[ChakraNode], rank: int, path: Path) -> _Rank:
-    """Nodes so that each follows what it depends on, else by their ids."""
+    """Sort nodes such that each follows its dependencies, otherwise by id."""
     place = {node.id: number for number, node in enumerate(nodes)}
     known = [sorted({place[dep] for dep in node.data_deps if dep in place and dep != node.id}) for node in nodes]
     absent = sum(dep not in place for node in nodes for dep in node.data_deps)
@@ -156,7 +156,7 @@ def _placed(rank: _Rank) -> _Rank:
 
 
 def _message(node: ChakraNode, rank: int) -> str:
-    """Between whom a message goes, and its tag; empty if the trace does not say."""
+    """Sender, receiver and tag of a message; empty if the trace does not state them."""
     ends = {"comm_src": rank, "comm_dst": rank, "comm_tag": 0} | node.attrs
     ends["comm_src" if node.type == SEND else "comm_dst"] = rank
     source, target, tag = (ends[name] for name in ("comm_src", "comm_dst", "comm_tag"))
@@ -168,7 +168,7 @@ def _flag(value: Any) -> bool | None:
 
 
 def _walk(ranks: Sequence[_Rank]) -> None:
-    """Start and end of all nodes: after what they depend on, in order on their stream, collectives together."""
+    """Start and end of all nodes: after their dependencies, in order on their stream, collectives together."""
     members: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for number, rank in enumerate(ranks):
         rank.start_us, rank.end_us = [0.0] * len(rank.nodes), [0.0] * len(rank.nodes)
@@ -177,7 +177,7 @@ def _walk(ranks: Sequence[_Rank]) -> None:
                 members.setdefault(met, []).append((number, node))
     at, free = [0] * len(ranks), [dict[str, float]() for _ in ranks]
     arrived: dict[tuple[str, int], int] = {}
-    sent: dict[tuple[str, int], float] = {}  # when each message was
+    sent: dict[tuple[str, int], float] = {}  # end of each message
     held: list[bool] = [False] * len(ranks)
     active = list(range(len(ranks)))
     while active:
@@ -190,13 +190,13 @@ def _walk(ranks: Sequence[_Rank]) -> None:
             met = rank.meets[node]
             together = members[met] if met is not None else [(number, node)]
             if met is not None and len(together) > 1 and rank.nodes[node].type in (SEND, RECEIVE):
-                if rank.nodes[node].type == SEND:  # it goes off at once, whoever waits for it
+                if rank.nodes[node].type == SEND:  # it starts at once, independent of who waits for it
                     sent[met] = begin + rank.nodes[node].duration_us
                     active += [one for one, _ in together if held[one] and ranks[one].meets[at[one]] == met]
                 elif met not in sent:
                     held[number] = True
                     break
-                end = max(begin + rank.nodes[node].duration_us, sent[met])  # who receives waits for it
+                end = max(begin + rank.nodes[node].duration_us, sent[met])  # the receiver waits for it
                 rank.end_us[node] = free[number][stream] = end
                 at[number] += 1
                 continue
@@ -259,7 +259,7 @@ def _graph(rank: _Rank, world: int, sizes: dict[str, int]) -> RankGraph:
 
 
 def _why(before: int, after: int) -> Dependency:
-    """Kind of a data dependency by what it ties."""
+    """Kind of a data dependency by its two nodes."""
     if before == HOST:
         return Dependency.HOST_ORDER if after == HOST else Dependency.LAUNCH
     return Dependency.SYNCHRONISATION if after == HOST else Dependency.DATA

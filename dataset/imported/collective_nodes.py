@@ -1,4 +1,6 @@
-"""Collectives among device events: what NCCL's and RCCL's kernels carry, or the calls around their launches say."""
+"""Collectives among device events: from the arguments of NCCL's and RCCL's kernels, or from the calls around their
+launches.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +33,19 @@ _KERNELS = (
     ("one_shot", "all_reduce"), ("two_shot", "all_reduce"), ("Reduce", "reduce"), ("dispatch", "all_to_all"),
     ("combine", "all_to_all"), ("notify", "all_to_all"),
 )  # fmt: skip
-_MOST_DEPTH = 8  # of calls around a launch that are looked through
+_MOST_DEPTH = 8  # enclosing calls of a launch that are examined
 
 
 @dataclass
 class Met:
-    """A collective of one rank: its signature (an op where it joins no ranks) and what it meets."""
+    """A collective of one rank: its signature (an op if the group has one rank) and its rendezvous."""
 
     work: Op | Collective
     meets: Rendezvous | None
 
 
 def is_collective(name: str) -> bool:
-    """Whether a kernel is one of a communication library."""
+    """Whether a kernel belongs to a communication library."""
     return bool(_LIBRARIES.match(name[:40]))
 
 
@@ -67,7 +69,7 @@ class CollectiveNodes:
             calls.append(call)
 
     def find(self, row: int, launch: Launch, issued: float, thread: int) -> Met:
-        """The collective that a device event is; to be asked in the order of launches."""
+        """The collective of a device event; must be called in the order of launches."""
         args = self._events.collective_args.get(row, {})
         said = self._said(issued, thread)
         comm = Call(said, issued, issued, thread) if said else None
@@ -88,7 +90,7 @@ class CollectiveNodes:
         return Met(Collective(kind, 0, size, per_node), Rendezvous(group, number))
 
     def _said(self, issued: float, thread: int) -> dict[str, Any]:
-        """What the communication calls around a launch say; a record says more than an annotation."""
+        """The communication calls around a launch; a record has more information than an annotation."""
         starts, calls = self._calls.get(thread, ([], []))
         place = bisect_right(starts, issued)
         said: dict[str, Any] = {}
@@ -104,7 +106,7 @@ class CollectiveNodes:
 
 
 def mask_of(events: RankEvents) -> NDArray[np.bool_]:
-    """``(d,)``: which device events are collectives."""
+    """``(d,)``: whether each device event is a collective."""
     named = np.array([is_collective(name) for _, name, _ in events.kernels], dtype=np.bool_)
     mask = named[events.device["kernel"]] if len(events.device) else np.zeros(0, dtype=np.bool_)
     mask[list(events.collective_args)] = True

@@ -24,8 +24,8 @@ from stepsight.dataset.program import Dependency
 
 Ints = NDArray[np.int64]
 
-_SLACK_S = 2e-6  # by which clocks make an effect precede its cause
-_LEAST_FOUND = 0.5  # of a trace's calls that an execution trace of the same run holds
+_SLACK_S = 2e-6  # clock error by which an effect may precede its cause
+_LEAST_FOUND = 0.5  # share of a trace's calls that an execution trace of the same run must contain
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _values(side: Any) -> Any:
 
 
 def _storages(values: Any) -> Iterator[tuple[int, str]]:
-    """Storage and device of each tensor among some values: a tensor is id, storage, offset, elements, bytes, device."""
+    """Storage and device of each tensor in some values: a tensor is id, storage, offset, elements, bytes, device."""
     for value in values:
         if not isinstance(value, list):
             continue
@@ -90,7 +90,7 @@ def _storages(values: Any) -> Iterator[tuple[int, str]]:
 
 
 def with_sequence_edges(graph: RankGraph, sequence: Ints) -> RankGraph:
-    """Add what autograd's numbers tell; ``sequence`` is that of each framework call."""
+    """Add edges from autograd's sequence numbers; ``sequence`` is that of each framework call."""
     chosen = np.flatnonzero((graph.nodes["call"] >= 0) & (graph.nodes["kind"] != HOST))
     numbers = sequence[graph.nodes["call"][chosen]]
     chosen, numbers = chosen[numbers >= 0], numbers[numbers >= 0]
@@ -105,7 +105,7 @@ def with_sequence_edges(graph: RankGraph, sequence: Ints) -> RankGraph:
 
 
 def with_tensor_edges(graph: RankGraph, events: RankEvents, calls: list[TensorCall], path: Path) -> RankGraph:
-    """Add what the tensors of an execution trace tell.
+    """Add edges from the tensors of an execution trace.
 
     Raises:
         TraceError: If the execution trace is that of another run.
@@ -149,7 +149,7 @@ def with_tensor_edges(graph: RankGraph, events: RankEvents, calls: list[TensorCa
 
 
 def _rows_of(events: RankEvents, calls: list[TensorCall]) -> list[tuple[int, TensorCall, int]]:
-    """Row of the profile for each call of an execution trace, with the repetition that it belongs to."""
+    """Row of the profile for each call of an execution trace, with its repetition."""
     ops = events.ops
     record = {int(number): row for row, number in enumerate(ops["record"].tolist()) if number > 0}
     matched = [(0, call, record[call.record]) for call in calls if call.record in record]

@@ -1,4 +1,4 @@
-"""Index of a graph dataset: its runs, what features mean, and the parts that stored graphs are cut into."""
+"""Index of a graph dataset: its runs, the meaning of features, and the parts of stored graphs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from stepsight.dataset.imported.segment_parts import SegmentParts
 from stepsight.dataset.job import Job
 from stepsight.dataset.run_manifest import RunManifest
 
-_LEAST_TOLD = 8  # nodes of a graph by which it can be told from others
+_LEAST_TOLD = 8  # least number of nodes that identifies a graph
 INDEX = "runs.json"
 SCOPES = ("step", "segment")
-FORM = 4  # of features and relations: another number is another version of every dataset
+FORM = 4  # version of features and relations: changing it makes every dataset a new version
 
 
 def describe_run(name: str, job: Job | None, graphs: Sequence[RankGraph], timed_s: float = 0.0) -> dict[str, Any]:
-    """Metadata of a run, by which splits are made.  Without a job, model and strategy follow from the ops that ran.
+    """Metadata of a run, which splits use. Without a job, model and strategy are derived from its ops.
 
     ``timed_s``: a step without a profiler; 0 if not timed.
     """
@@ -111,7 +111,7 @@ def run_parts(folder: Path, run: dict[str, Any]) -> Iterator[tuple[dict[str, Any
 
 
 def part_digest(part: GraphPart) -> str:
-    """Digest of the nodes and their durations; empty for a few nodes, which may be equal by chance."""
+    """Digest of the nodes and their durations; empty for few nodes, which may be equal by chance."""
     if sum(len(part.kind[name]) for name in WORK_TYPES) < _LEAST_TOLD:
         return ""
     columns: list[Any] = [each[name] for name in WORK_TYPES for each in (part.kind, part.signature)]

@@ -1,4 +1,4 @@
-"""The graph of a rank that computes on a device: what the host launched, and what each kernel waited for.
+"""The graph of a rank that computes on a device: the host's launches, and the dependencies of each kernel.
 
 Delays of the device's own (from a launch to its kernel, from one kernel to the next, from an event to who waits for
 it) are one number each for the whole trace: the mean of those that were seen where nothing else was waited for.
@@ -20,13 +20,13 @@ from stepsight.dataset.program import Dependency
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-LAUNCH_US, GAP_US, EVENT_US = 1.7, 1.2, 2.5  # delays of devices where a trace does not tell
-_MOST_OWN_GAP_US = 20.0  # that a device may usually need between two kernels
-_MOST_LAUNCH_US = 50.0  # that it may usually need from the end of a launch to the kernel on an idle stream
-_HELD_US = 10.0  # by which a kernel starts before its call ends if the call went on for other reasons
-_NEAR_US = 3.0  # by which delays may differ from the median and still be the usual ones
-_BLOCKED_US = 10.0  # a copy whose call lasts longer, and until the copy ends, is waited for
-_MOST_LEFT_US = 200.0  # from the end of what a call waits for to the call's own
+LAUNCH_US, GAP_US, EVENT_US = 1.7, 1.2, 2.5  # delays of devices if a trace does not show them
+_MOST_OWN_GAP_US = 20.0  # longest usual delay between two kernels
+_MOST_LAUNCH_US = 50.0  # longest usual delay from the end of a launch to the kernel on an idle stream
+_HELD_US = 10.0  # time by which a kernel may start before its call ends, if the call continues for other reasons
+_NEAR_US = 3.0  # deviation from the median up to which delays count as usual
+_BLOCKED_US = 10.0  # if its call lasts longer, and until the copy ends, the host waited for the copy
+_MOST_LEFT_US = 200.0  # from the end of the awaited work to the end of the call
 
 
 @dataclass
@@ -94,7 +94,7 @@ def with_assumed_launches(events: RankEvents) -> RankEvents:
 
 
 def _matching(wanted: Ints, given: Ints) -> Ints:
-    """Last place of each wanted value among the given ones, -1: none."""
+    """Last index of each wanted value among the given ones, -1: none."""
     if not len(given):
         return np.full(len(wanted), -1, dtype=np.int64)
     order = np.argsort(given, kind="stable")
@@ -104,7 +104,7 @@ def _matching(wanted: Ints, given: Ints) -> Ints:
 
 
 def tie(events: RankEvents, tree: CallTree, steps: Steps, rows: Ints) -> Parts:
-    """Tie a rank's host calls and device events together by host order, launches and stream order."""
+    """Connect a rank's host calls and device events by host order, launches and stream order."""
     waits = [is_wait(name) for name in events.names]
     waiting = np.array(waits, dtype=np.bool_)[events.runtime["name"]]
     launching = np.zeros(len(events.runtime), dtype=np.bool_)
@@ -189,7 +189,7 @@ def _blocked_copies(events: RankEvents, rows: Ints) -> Ints:
 
 
 def _staged_until(events: RankEvents, rows: Ints, previous: Ints) -> dict[int, float]:
-    """When the device began what a row of the runtime table launched on an idle stream, less the usual delay."""
+    """Start of the device's work after a row of the runtime table on an idle stream, minus the usual delay."""
     device, runtime = events.device, events.runtime
     known = np.flatnonzero(rows >= 0)
     before = np.where(previous >= 0, device.end[previous], -np.inf)
@@ -210,7 +210,7 @@ def _previous_on_stream(events: RankEvents) -> Ints:
 def _usual(delays: Floats, most: float, otherwise: float) -> float:
     """Mean of the delays near their median; ``otherwise`` if there are none, or the median is beyond ``most``."""
     middle = float(np.median(delays)) if len(delays) else np.inf
-    if middle > most:  # something else was waited for: what is short may still be the device's own
+    if middle > most:  # they waited for something else: short delays may still be the device's own
         delays = delays[delays <= most / 4]
         middle = float(np.median(delays)) if len(delays) else np.inf
     near = delays[np.abs(delays - middle) <= max(_NEAR_US, abs(middle))] if len(delays) else delays
@@ -238,9 +238,9 @@ def _add_launches(parts: Parts, events: RankEvents) -> None:
     length = calls.end[source[rows]] - calls.start[source[rows]]
     usual = float(np.median(length)) if len(rows) else 0.0
     delay = np.full(len(rows), constants["launch"])
-    ahead = call_end[rows] + delay - device.start[rows]  # by how much the kernel starts before the call explains
+    ahead = call_end[rows] + delay - device.start[rows]  # how much earlier the kernel starts than the call explains
     early = ahead > 1.0
-    held = early & (ahead > usual + _HELD_US)  # the call lasted on for other reasons than the launch
+    held = early & (ahead > usual + _HELD_US)  # the call continued for other reasons than the launch
     delay[held] += np.minimum(usual - length[held], 0.0)
     delay[early] = np.minimum(delay[early], device.start[rows][early] - call_end[rows][early])
     delay[early & ~held] = (device.start[rows] - call_end[rows])[early & ~held]

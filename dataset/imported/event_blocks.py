@@ -1,4 +1,4 @@
-"""Kineto files to lists of events, a block of the file at a time.
+"""Read Kineto files as lists of events, one block of the file at a time.
 
 A trace of a gigabyte becomes several gigabytes of objects if it is parsed whole.  Its events are one long list, so
 the text can be cut between any two of them: a block that begins at an event and is whole JSON ends at one too.
@@ -17,12 +17,12 @@ from stepsight.dataset.imported.event_structs import Event, event_of, events_of,
 
 BLOCK = 2**20  # bytes that are parsed at once
 _MOST_HEADER = 64 * 2**20  # bytes before the first event
-_BOM = b"\xef\xbb\xbf"  # with which some editors begin a text
+_BOM = b"\xef\xbb\xbf"  # with which some editors start a text
 _ARCHIVES = (("tar", 257, b"ustar"), ("zip", 0, b"PK\x03\x04"))  # kind, where its sign is, the sign
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")
 _BEGIN = re.compile(rb'"traceEvents"\s*:\s*\[')
 _WINDOW = 2**16  # bytes at the end of a block in which an event ends
-_MOST_CUTS = 16  # that are tried before more is read
+_MOST_CUTS = 16  # attempts before more is read
 
 
 def is_trace(path: Path) -> bool:
@@ -37,7 +37,7 @@ def is_trace(path: Path) -> bool:
 
 
 class EventBlocks:
-    """The events of one file in blocks; the other keys of the file are in ``header`` once all blocks were read.
+    """The events of one file in blocks; other keys of the file are in ``header`` after all blocks were read.
 
     Attributes:
         header: Top-level keys beside the events.
@@ -74,7 +74,7 @@ class EventBlocks:
             events, text = self._cut(text)
             if events:
                 yield events
-        events, text = self._cut(text)  # the last event is parsed with the keys that follow it
+        events, text = self._cut(text)  # the last event is parsed together with the keys after it
         yield events
         opening = b"[" if listed else b'{"traceEvents":['
         tree = self._parse(opening + text)
@@ -117,7 +117,7 @@ class EventBlocks:
                 )
 
     def _cut(self, text: bytes) -> tuple[list[Event], bytes]:
-        """Events up to the last place where one ends, and the text after it."""
+        """Events up to the last complete one, and the text after it."""
         window = max(len(text) - _WINDOW, 0)
         ends = [found.start() + 1 for found in _BETWEEN.finditer(text, window)]
         for end in ends[: -_MOST_CUTS - 1 : -1]:

@@ -1,4 +1,4 @@
-"""Events of one rank as columns: what is needed of a million events in a hundred megabytes."""
+"""Events of one rank as columns: only the needed fields of a million events in a hundred megabytes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from stepsight.dataset.imported.event_structs import NO_TEXT, CallArgs, Event, K
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_MOST_US = 2.0**53  # clocks count microseconds since 1970 at most; beyond, a float skips some
+_MOST_US = 2.0**53  # clocks count microseconds since 1970 at most; larger floats skip values
 _HOST, _RUNTIME, _DEVICE, _SYNC, _ANNOTATION = range(5)
-_OTHER = "mtia"  # categories of accelerators whose events have a form of their own
+_OTHER = "mtia"  # categories of accelerators whose events have another form
 _NO_DIMS = (b"null", b"[]")
 _COMMUNICATION = "record_param_comms"
 _MARKS = ("ProfilerStep#", "Optimizer.", "enumerate(DataLoader)")  # annotations that PyTorch 1.8 writes as operators
@@ -45,7 +45,7 @@ _CATEGORIES = {
 
 
 class _Numbers(dict[Any, int]):
-    """Numbers of distinct things, in order of first use: a new thing gets the next number when it is looked up."""
+    """Numbers of distinct values, in order of first use; a lookup of a new value assigns the next number."""
 
     def __missing__(self, thing: Any) -> int:
         if UNSET in (thing if isinstance(thing, tuple) else (thing,)):
@@ -55,7 +55,7 @@ class _Numbers(dict[Any, int]):
 
 
 class Interned:
-    """Numbers of distinct things, in order of first use."""
+    """Numbers of distinct values, in order of first use."""
 
     def __init__(self) -> None:
         self.numbers: dict[Any, int] = {}
@@ -65,7 +65,7 @@ class Interned:
 
     @property
     def things(self) -> list[Any]:
-        """The things by their number."""
+        """The values by their number."""
         return list(self.numbers)
 
 
@@ -97,7 +97,7 @@ class Table:
 
 
 class _Rows:
-    """A table while it grows: a start, a duration and other numbers for each event."""
+    """A growing table: a start, a duration and other numbers for each event."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -128,7 +128,7 @@ class _Rows:
 
 @dataclass
 class Annotation:
-    """A named stretch of a host thread, or a recorded communication call; microseconds."""
+    """A named span of a host thread, or a recorded communication call; microseconds."""
 
     name: str
     start: float
@@ -268,7 +268,7 @@ class _Reader:
         return numbers
 
     def _set_apart(self, events: list[Event], numbers: list[int]) -> tuple[list[Event], list[int]]:
-        """What of the events are ops; annotations and communication calls among them are kept apart."""
+        """The ops among the events; annotations and communication calls are stored separately."""
         marks: list[int] = []
         for row, number in enumerate(numbers):
             if number in self._named:
@@ -316,7 +316,7 @@ class _Reader:
         return Annotation(str(event.name), start, start + max(length, 0.0), thread, event.table())
 
     def _unread_devices(self, kernels: int, header: dict[str, Any]) -> list[str]:
-        """A warning if the trace is that of an accelerator, and holds nothing of it that can be read."""
+        """A warning if the trace is from an accelerator but has no readable device events."""
         other = sorted(str(category) for category, kind in self._kinds.items() if kind < 0 and _OTHER in str(category))
         if kernels or not (other or header.get("deviceProperties")):
             return []

@@ -1,4 +1,4 @@
-"""Events of Kineto files as typed structures: JSON becomes the fields that are needed, and nothing else.
+"""Events of Kineto files as typed structures: only the needed fields of the JSON are parsed.
 
 A block of events is decoded in two passes.  The first reads what every event has and keeps ``args`` as text; the second
 reads of ``args`` what the category needs.  No dictionary is made of an event, unless a field is of an unusual type.
@@ -19,7 +19,7 @@ Whole = int | None
 
 
 class Event(msgspec.Struct, gc=False):
-    """What every event has; microseconds."""
+    """Common fields of all events; microseconds."""
 
     ph: str
     name: str | UnsetType = UNSET
@@ -31,12 +31,12 @@ class Event(msgspec.Struct, gc=False):
     args: Raw = NOTHING
 
     def table(self) -> dict[str, Any]:
-        """Everything in ``args``."""
+        """All fields of ``args``."""
         return table_of(self.args)
 
 
 class OpArgs(msgspec.Struct, gc=False):
-    """What a call of the framework says: sizes as JSON text, and its numbers."""
+    """Fields of a framework call: sizes as JSON text, and its numbers."""
 
     dims: Raw = field(name="Input Dims", default=NO_TEXT)
     dims_1_8: Raw = field(name="Input dims", default=NO_TEXT)  # as PyTorch 1.8 writes it
@@ -49,14 +49,14 @@ class OpArgs(msgspec.Struct, gc=False):
 
 
 class CallArgs(msgspec.Struct, gc=False):
-    """What a call of the device's runtime says."""
+    """Fields of a call of the device's runtime."""
 
     correlation: Whole = -1
     external: Whole = field(name="External id", default=-1)
 
 
 class KernelArgs(msgspec.Struct, gc=False):
-    """What a kernel or a copy says; how it was launched as JSON text."""
+    """Fields of a kernel or a copy; its launch as JSON text."""
 
     correlation: Whole = -1
     external: Whole = field(name="External id", default=-1)
@@ -90,14 +90,14 @@ def events_of(text: bytes) -> list[Event]:
 
 
 def event_of(table: dict[str, Any]) -> Event:
-    """An event of a parsed table, whatever the types of its fields are."""
+    """An event of a parsed table, with fields of any type."""
     given = {name: table[name] for name in Event.__struct_fields__ if name in table}
     given["args"] = Raw(json.dumps(table.get("args") or {}).encode())
     return Event(**{"ph": table["ph"], **given})
 
 
 def args_of(kind: type[Args], events: Sequence[Event]) -> list[Args]:
-    """What events of one category say, as structures of one type."""
+    """Arguments of events of one category, as structures of one type."""
     try:
         return list(_ARGS[kind].decode(b"[" + b",".join([event.args for event in events]) + b"]"))
     except (msgspec.DecodeError, RecursionError):
@@ -114,7 +114,7 @@ def _filled(kind: type[Args], table: dict[str, Any]) -> Args:
 
 
 def table_of(text: bytes | Raw) -> dict[str, Any]:
-    """A JSON table; an empty one of what counts as none."""
+    """A JSON table; empty for a missing one."""
     try:
         found = parse(text)
     except ValueError:
@@ -123,7 +123,7 @@ def table_of(text: bytes | Raw) -> dict[str, Any]:
 
 
 def parse(text: bytes | Raw) -> Any:
-    """Strict JSON to Python's values.
+    """Parse strict JSON to Python's values.
 
     Raises:
         ValueError: If it is none.
@@ -135,5 +135,5 @@ def parse(text: bytes | Raw) -> Any:
 
 
 def tolerant(text: bytes) -> Any:
-    """Parse what Python takes for JSON: with NaN, control characters in names and bytes that are not UTF-8."""
+    """Parse JSON as Python does: with NaN, control characters in names and bytes that are not UTF-8."""
     return json.loads(text.decode("utf-8", "replace"), strict=False)

@@ -1,4 +1,4 @@
-"""Parts as PyTorch Geometric keeps them: one ``HeteroData``, or many in the stored form of a dataset."""
+"""Parts in PyTorch Geometric's form: one ``HeteroData``, or many in the stored form of a dataset."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def to_hetero_data(part: GraphPart, about: About) -> HeteroData:
 
 
 def collated(parts: Sequence[tuple[About, GraphPart]]) -> tuple[HeteroData, dict[Any, Any] | None]:
-    """Collate all parts like ``InMemoryDataset.collate``, in a fraction of its time.
+    """Collate all parts like ``InMemoryDataset.collate``, but much faster.
 
     Returns:
         One ``HeteroData`` that holds all nodes and edges, and where each graph's begin; a single graph as it is, and

@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]
 def make_dataset(
     collections: Sequence[Path], out: Path, on_run: Progress | None = None, scopes: Sequence[str] = SCOPES
 ) -> dict[str, Any]:
-    """Write a dataset of the runs of some collections; returns what ``stepsight dataset --json`` prints.
+    """Write a dataset of the runs of some collections; return the output of ``stepsight dataset --json``.
 
     Args:
         collections: Collections, or run folders.
@@ -76,13 +76,13 @@ def make_dataset(
 
 
 def _check_out(out: Path) -> None:
-    """Only a dataset, or nothing, may be replaced."""
+    """Check that only a dataset, or nothing, is replaced."""
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / "raw" / INDEX).is_file())):
         raise TraceError(f"--out must be a new folder or a dataset of before, got {out}: choose another")
 
 
 def _add_run(raw: Path, folder: Path, scopes: Sequence[str], warnings: list[str]) -> dict[str, Any] | None:
-    """Write what a dataset holds of a run; returns its metadata, None if no step of it was traced."""
+    """Write a run into the dataset; return its metadata, None if no step of it was traced."""
     own = not is_imported(folder)
     segments = read_run(folder) if own and "segment" in scopes else None
     run = run_graphs(folder) if "step" in scopes or segments is None else None
@@ -109,7 +109,7 @@ def _add_run(raw: Path, folder: Path, scopes: Sequence[str], warnings: list[str]
 
 
 def _process(root: Path) -> dict[str, Any]:
-    """Let PyTorch Geometric process the raw folder, and count what came out."""
+    """Let PyTorch Geometric process the raw folder, and count the graphs."""
     from stepsight.dataset.imported.trace_graphs import TraceGraphs  # and with it PyTorch
 
     dataset = TraceGraphs(root)

@@ -61,7 +61,7 @@ def work_to_list(work: Op | Collective) -> list[Any]:
 
 
 def read_graph(folder: Path, stem: str) -> RankGraph:
-    """Read what ``write_graph`` wrote.
+    """Read the files that ``write_graph`` wrote.
 
     Raises:
         TraceError: If it is not that.
@@ -126,14 +126,14 @@ def _numbers(table: Any, name: str, dtype: Any) -> Any:
 
 
 def work_from_list(work: list[Any]) -> Op | Collective:
-    """The signature that ``work_to_list`` described."""
+    """Read a signature that ``work_to_list`` wrote."""
     if work[0] == "op":
         return Op(work[1], tuple(map(int, work[2])), work[3])
     return Collective(work[1], *map(int, work[2:]))
 
 
 def _check(graph: RankGraph, path: Path) -> None:
-    """Indices lie within what they index, and edges lead forward."""
+    """Check that indices are in range and edges lead forward."""
     count = len(graph)
     limits = {"kind": len(NODE_KINDS), "stream": len(graph.streams), "name": len(graph.names)}
     limits |= {"work": len(graph.works), "group": len(graph.groups)}

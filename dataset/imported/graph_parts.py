@@ -26,12 +26,12 @@ from stepsight.dataset.imported.rank_graph import HOST, NODE_KINDS, OP, WHY, Ran
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_WINDOW = 4  # nearest nodes of another stream, before and after, that may run beside a node
-_MOST_PEERS = 8  # ranks of a collective that a rank's graph shows
+_WINDOW = 4  # nearest nodes of another stream, before and after, that count as concurrent
+_MOST_PEERS = 8  # most ranks of a collective in a rank's graph
 
 
 class RankParts:
-    """Cuts the graph of one rank into steps.
+    """Splits the graph of one rank into steps.
 
     Args:
         graphs: Of all ranks of the run.
@@ -54,7 +54,7 @@ class RankParts:
         self._by_step, self._edge_bounds = self._edges_by_step()
 
     def parts(self) -> list[GraphPart]:
-        """Every step in which a device, or a host that computes, did something."""
+        """Every step in which a device, or a computing host, was active."""
         found = []
         step = self._graph.nodes["step"]
         order = np.argsort(step, kind="stable")
@@ -66,7 +66,7 @@ class RankParts:
         return found
 
     def _edges_by_step(self) -> tuple[Ints, Ints]:
-        """Edges within steps in the order of these, and where those of each begin: a long trace has thousands."""
+        """Edges within steps, sorted by step, and where those of each step begin: a long trace has thousands."""
         step = self._graph.nodes["step"]
         source, target = step[self._graph.edges["source"]], step[self._graph.edges["target"]]
         own = np.flatnonzero((source == target) & (source >= 0))
@@ -154,7 +154,7 @@ class RankParts:
             part.edges["stream", "runs", name] = ends[::-1].copy(), nothing
 
     def _add_peers(self, part: GraphPart) -> None:
-        """Collectives of other ranks that this rank's meet, as further nodes; they run on none of its streams."""
+        """Collectives of other ranks in the same rendezvous, as additional nodes without a stream of this rank."""
         features: list[NDArray[np.float32]] = []
         works: list[int] = []
         seconds: list[list[float]] = []
@@ -193,7 +193,7 @@ class RankParts:
 
 
 def _positions(stream: Ints) -> Ints:
-    """Place of each node on its stream."""
+    """Position of each node on its stream."""
     order = np.argsort(stream, kind="stable")
     firsts = np.searchsorted(stream[order], stream[order], "left")
     position = np.empty(len(stream), dtype=np.int64)
@@ -202,7 +202,7 @@ def _positions(stream: Ints) -> Ints:
 
 
 def _seconds_alone(graph: RankGraph) -> Floats:
-    """Median duration of each node's signature and kernel where nothing else ran beside it, NaN where that never was.
+    """Median duration of each node's signature and kernel without concurrent work, NaN if it never ran alone.
 
     Collectives and host calls have none: a collective's duration holds waiting for others.
     """
@@ -228,7 +228,7 @@ def _seconds_alone(graph: RankGraph) -> Floats:
 
 
 def concurrent_pairs(graph: RankGraph, nodes: Ints, inside: Ints, position: Ints) -> tuple[Ints, Ints]:
-    """Nodes of different device streams of which neither precedes the other, both ways, a few nearest each.
+    """Nodes of different device streams neither of which precedes the other, in both directions, a few nearest each.
 
     A vector clock for each node says how far each stream is that the node follows.
 

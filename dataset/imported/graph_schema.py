@@ -1,4 +1,4 @@
-"""Form of the dataset's graphs: types of nodes and edges, columns of features and targets, and exact signatures."""
+"""Schema of the dataset's graphs: types of nodes and edges, columns of features and targets, and exact signatures."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def edge_types() -> list[tuple[str, str, str]]:
 
 
 def kind_names() -> tuple[str, ...]:
-    """Names of kinds by the number that ``kind`` of a node holds: ops, collectives, and a call of the host."""
+    """Names of kinds by the number in ``kind`` of a node: ops, collectives, and a call of the host."""
     ops = sorted(OP_KINDS.values(), key=lambda kind: kind.code)
     collectives = sorted(COLLECTIVE_KINDS.values(), key=lambda kind: kind.code)
     return (*(kind.name for kind in ops), *(kind.name for kind in collectives), "host")
@@ -137,12 +137,12 @@ def node_numbers(numbers: Floats, launch: Floats, known: Floats | Ints, phase: I
 
 
 def signature_width() -> int:
-    """Columns of ``signature``: the type and the dims of the kind of op that has most."""
+    """Columns of ``signature``: the type and the dims of the kind of op with the most dims."""
     return 1 + max(_MOST_DIMS, *(len(kind.dim_names) for kind in OP_KINDS.values()))
 
 
 def signatures(works: Sequence[Op | Collective]) -> Ints:
-    """Exact sizes of each signature, ``(len(works) + 1, signature_width())``; -1 where there is nothing.
+    """Exact sizes of each signature, ``(len(works) + 1, signature_width())``; -1 for unused columns.
 
     Of an op: the index of its type in ``DTYPES``, then its dims.  Of a collective: bytes, size of the group, and its
     ranks on each node.  The last row is for calls of the host.

@@ -43,7 +43,7 @@ def write_tables(graphs: Sequence[HeteroData], folder: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A number that a dataset keeps as a tensor, or a text."""
+    """A number that a dataset stores as a tensor, or a text."""
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
@@ -80,7 +80,7 @@ def _owners(counts: list[int]) -> Any:
 
 
 def read_tables(folder: Path) -> list[HeteroData]:
-    """Read what ``write_tables`` wrote.
+    """Read the files that ``write_tables`` wrote.
 
     Raises:
         TraceError: If it is not that.

@@ -1,4 +1,4 @@
-"""Host threads as chains of calls: launches, waits and marks, with the work of the host between them.
+"""Host threads as chains of calls: launches, waits and marks, with the host's work between them.
 
 A thread that waits for another records nothing.  Where a gap between two calls of a thread encloses calls of another
 thread, and the thread itself records nothing meanwhile, the gap is a wait, and the other thread's last call precedes
@@ -18,12 +18,12 @@ from stepsight.dataset.imported.event_columns import RankEvents
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_LEAST_WAIT_US = 15.0  # gaps that are shorter are the host's own work
+_LEAST_WAIT_US = 15.0  # shorter gaps are the host's own work
 
 
 @dataclass
 class HostCalls:
-    """Calls of host threads that matter to others, in order of start; microseconds.
+    """Calls of host threads on which other nodes depend, in order of start; microseconds.
 
     Shapes: ``n`` calls.
 
@@ -45,7 +45,7 @@ class HostCalls:
         return len(self.start)
 
     def sorted(self) -> HostCalls:
-        """The calls in order; a call that begins within the one before on its thread begins when that ends."""
+        """The calls in order; a call that begins within the previous one on its thread begins when that ends."""
         order = np.lexsort((self.end, self.start))
         start, end, thread = self.start[order].copy(), self.end[order].copy(), self.thread[order]
         for each in np.unique(thread):
@@ -83,7 +83,7 @@ def chain(calls: HostCalls, events: RankEvents) -> HostEdges:
 
 
 def _chain_of(calls: HostCalls, thread: int, events: RankEvents) -> tuple[Ints, Ints, Floats]:
-    """Edges to the calls of one thread, in the order of these: from the one before, and from what it waited for."""
+    """Edges to the calls of one thread, in order: from the previous call, and from calls that it waited for."""
     own = np.flatnonzero(calls.thread == thread)
     busy = np.sort(events.ops.start[events.ops["thread"] == thread])
     since = np.concatenate([[-np.inf], calls.end[own[:-1]]])

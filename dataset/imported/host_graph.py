@@ -1,4 +1,4 @@
-"""The graph of a rank that computes on its host: calls of its threads in order, and collectives that they wait for."""
+"""The graph of a rank that computes on its host: calls of its threads in order, and the collectives they wait for."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from stepsight.dataset.readers.sweep import Work, sweep
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_MOST_AT_ONCE = 64  # collectives of one stream that may be under way
-_LAST = 2**62  # beyond the number of any collective
-_MOST_EARLY_US = 1000.0  # by which a wait may end before what it waits for, as the clocks of threads tell it
+_MOST_AT_ONCE = 64  # collectives of one stream that may be in flight
+_LAST = 2**62  # larger than the number of any collective
+_MOST_EARLY_US = 1000.0  # clock error by which a wait may end before the awaited call
 
 
 @dataclass
 class _Host:
-    """What a host did; microseconds.  ``works`` holds ops, then collectives, each in order of issue."""
+    """The activity of a host; microseconds. ``works`` has ops, then collectives, each in order of issue."""
 
     ops: list[Work]
     collectives: list[Work]
@@ -79,7 +79,7 @@ def _read(events: RankEvents, rank: int, world_size: int, placement: Placement) 
 
 
 def _calls(host: _Host, steps: Steps, names: Interned) -> tuple[HostCalls, Ints, Ints]:
-    """Ops, issues of collectives and bounds of steps as calls; what each is, and its place among its like."""
+    """Ops, issues of collectives and bounds of steps as calls; the type of each, and its index within the type."""
     streams = {"compute": host.main}
     for work in host.ops:
         streams.setdefault(work.stream, -len(streams))
@@ -116,7 +116,7 @@ def _around(host: _Host, calls: HostCalls, kind: Ints, item: Ints) -> list[Edges
         launches.append(0.0 if queued else work.start - at)
         insort(before, (work.end, number))
         del before[:-_MOST_AT_ONCE]
-    found: dict[int, dict[int, float]] = {}  # by what waits: delays after what it waits for
+    found: dict[int, dict[int, float]] = {}  # by what waits: delays after the awaited work
     numbers = {id(work): number for number, work in enumerate(host.collectives)}
     mains = np.flatnonzero(calls.thread == host.main)
     starts = calls.start[mains].tolist()
@@ -125,7 +125,7 @@ def _around(host: _Host, calls: HostCalls, kind: Ints, item: Ints) -> list[Edges
         number = numbers.get(id(wait.work), -1)
         if place < len(mains) and number >= 0:
             target = int(mains[place])
-            held = wait.work.end > wait.start or wait.end > wait.start  # else it had ended before anybody waited
+            held = wait.work.end > wait.start or wait.end > wait.start  # otherwise it had ended before the wait
             delay = float(calls.start[target]) - wait.work.end if held else 0.0
             if delay > -_MOST_EARLY_US and host.collectives[number].start <= calls.start[target]:
                 found.setdefault(target, {})[base + number] = delay
@@ -133,7 +133,7 @@ def _around(host: _Host, calls: HostCalls, kind: Ints, item: Ints) -> list[Edges
         (source, target, delay if source == max(delays, key=lambda each: host.collectives[each - base].end) else 0.0)
         for target, delays in found.items()
         for source, delay in delays.items()
-    ]  # of several, the one that ends last is waited for; the others had ended
+    ]  # of several, the last one to end is waited for; the others had ended
     everyone = np.arange(len(host.collectives), dtype=np.int64)
     return [
         (issue, base + everyone, Dependency.LAUNCH, np.array(launches, dtype=np.float64)),
@@ -196,6 +196,6 @@ def _assemble(
         built.meet(node, work.meets)
     called_rows = nodes["call"] >= 0
     nodes["phase"][called_rows] = tree.phase[nodes["call"][called_rows]]
-    work = (nodes["kind"] != HOST) & ~called_rows  # what no call of the framework did: collectives, ops that sleep
+    work = (nodes["kind"] != HOST) & ~called_rows  # without a framework call: collectives, ops that sleep
     nodes["phase"][work] = annotated_phases(events.annotations, built.issued)[work]
     return built.graph("cpu", "cpu", events.num_events)

@@ -1,4 +1,4 @@
-"""``stepsight import kineto``: which rank each file is of, whether the ranks belong together, and what was found."""
+"""``stepsight import kineto``: the rank of each file, checks that the ranks belong together, and a summary."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from stepsight.dataset.readers.placement import Placement
 _SUFFIXES = (".json", ".json.gz")
 _CHAKRA = (".et", ".et.gz", *_SUFFIXES)
 _RANK = re.compile(r"(?:rank|worker|gpu|proc|node)[-_.]?(\d+)|[-_.](\d+)(?=[-_.]|$)", re.IGNORECASE)
-_MOST_TOLD = 8  # ranks that a message names
-_LEAST_ALIKE = 0.5  # of the collectives of two ranks of a job that are of one kind
+_MOST_TOLD = 8  # most ranks listed in a message
+_LEAST_ALIKE = 0.5  # share of the collectives of two ranks of a job that must be of one kind
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Imported:
-    """Traces that were read: the graphs by rank, their files, and warnings that say which rank they are about."""
+    """Traces that were read: the graphs by rank, their files, and warnings with the rank."""
 
     graphs: tuple[RankGraph, ...]
     sources: tuple[Path, ...]
@@ -35,7 +35,7 @@ class Imported:
 
 
 def trace_files(paths: Sequence[Path], suffixes: tuple[str, ...] = _SUFFIXES) -> list[Path]:
-    """The files named, and those of folders named: all that end in one of the suffixes.
+    """The given files, and the files of given folders with one of the suffixes.
 
     Raises:
         TraceError: If there are none, or one is named twice.
@@ -92,7 +92,7 @@ def import_ranks(
 
 
 def import_chakra(paths: Sequence[Path], on_file: Progress | None = None) -> Imported:
-    """Read the Chakra execution traces of one job's ranks; a rank is the number in its file's name.
+    """Read the Chakra execution traces of one job's ranks; the rank is the number in the file name.
 
     Raises:
         TraceError: If a file is no whole trace, two are of one rank, or the ranks do not fit together.
@@ -133,7 +133,7 @@ def _execution_of(files: Sequence[Path], executions: Sequence[Path]) -> dict[Pat
 
 
 def _rank_in(path: Path) -> int | None:
-    """Rank that a file's name says."""
+    """Rank in a file's name."""
     match = _RANK.search(re.sub(r"\.(json|et)(\.gz)?$", "", path.name))
     return int(match[1] or match[2]) if match else None
 
@@ -159,7 +159,7 @@ def _numbered(graphs: list[RankGraph], files: Sequence[Path]) -> list[RankGraph]
 
 
 def _check_ranks(graphs: Sequence[RankGraph]) -> list[str]:
-    """Warnings about ranks that do not fit together.
+    """Warnings about ranks that do not belong together.
 
     Raises:
         TraceError: If they are of different jobs.
@@ -206,7 +206,7 @@ def _check_meetings(graphs: Sequence[RankGraph]) -> list[str]:
 
 
 def summary(found: Imported) -> dict[str, Any]:
-    """What ``stepsight import kineto --json`` prints."""
+    """The output of ``stepsight import kineto --json``."""
     graphs = found.graphs
     device = sum(graph.device_time_s for graph in graphs)
     counts = {why.value: 0 for why in Dependency}

@@ -25,7 +25,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class ImportedRun:
-    """What the manifest of an imported run says.
+    """The manifest of an imported run.
 
     Attributes:
         folder: The run folder.
@@ -109,7 +109,7 @@ def write_imported(
     name: str = "",
     more: Mapping[str, Any] | None = None,
 ) -> ImportedRun:
-    """Write a run into a collection; one of the same traces is written anew.
+    """Write a run into a collection; a run of the same traces is replaced.
 
     Args:
         graphs: Of all ranks.

@@ -1,4 +1,4 @@
-"""Which op a kernel is: by the framework call that launched it, else by the kernel's name, else an opaque op."""
+"""The op of a kernel: from the framework call that launched it, else from the kernel's name, else an opaque op."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from stepsight.dataset.readers.classify import (
 
 _MOST_THREADS = 2**31
 
-# Names of kernels by which libraries, compilers and vendors are recognised where no call says what a kernel is.
-# The first that matches counts.
+# Names of kernels of libraries, compilers and vendors, used if no call shows the kernel's op.
+# The first match counts.
 _BY_NAME = tuple(
     (re.compile(pattern, re.IGNORECASE), kind)
     for pattern, kind in (
@@ -62,7 +62,7 @@ _BY_NAME = tuple(
         (r"elementwise|scatter|index|where|compare|Functor|activation|gelu|relu|clamp|masked", "elementwise"),
         (r"rotary|rope_|_rope", "rope"),
         (r"::permute|concat|cumsum", "copy"),
-        (r"at::native|^aten::", "elementwise"),  # what else PyTorch has streams through memory
+        (r"at::native|^aten::", "elementwise"),  # all other kernels of PyTorch stream through memory
     )
 )  # fmt: skip
 _TYPES = (
@@ -76,7 +76,7 @@ _COPIES = {"gpu_memcpy": "copy", "memcpy": "copy", "gpu_memset": "fill", "memset
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel was launched."""
+    """The launch of a kernel."""
 
     name: str
     category: str
@@ -175,7 +175,7 @@ class KernelKinds:
         return op
 
     def _scope(self, evaluation: int, sequence: int) -> Scope:
-        """What lies around a call: the node of autograd's graph that is evaluated, or nothing in forward."""
+        """The context of a call: the node of autograd's graph that is evaluated, or nothing in forward."""
         if evaluation < 0:
             return Scope()
         if evaluation not in self._scopes:
@@ -200,13 +200,13 @@ class KernelKinds:
             dims = (0,) * len(OP_KINDS[kind].dim_names) if kind else ()
             self._by_name[name] = intern_op(kind, dims, _dtype(name)) if kind else None
         op = self._by_name[name]
-        if op is not None and len(op.dims) == 1:  # one element a thread is the best guess
+        if op is not None and len(op.dims) == 1:  # one element per thread is the best guess
             return intern_op(op.kind, (launch.blocks * launch.threads,), op.dtype)
         return op
 
 
 def named_kind(name: str) -> str | None:
-    """Kind of ops that a name of a kernel or call says, None if it says none."""
+    """Kind of ops in the name of a kernel or call, None if there is none."""
     return next((kind for pattern, kind in _BY_NAME if pattern.search(name)), None)
 
 

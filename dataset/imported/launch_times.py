@@ -1,4 +1,4 @@
-"""What the host takes to launch what ran, as profiled: from one call of a thread to the next."""
+"""Launch times of ops on the host, as profiled: from one call of a thread to the next."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def launch_times(graph: RankGraph) -> Floats:
     if not len(chosen):
         return out
     key = np.where(call >= 0, call, -2 - target)
-    rows = chosen[np.lexsort((source[chosen], work[chosen], key[chosen]))]  # by call and what it launches
+    rows = chosen[np.lexsort((source[chosen], work[chosen], key[chosen]))]  # by call and the work that it launches
     begins = np.append(True, (np.diff(key[rows]) != 0) | (np.diff(work[rows]) != 0))
     distinct = begins | np.append(
         True, np.diff(source[rows]) != 0
-    )  # a call of the host that launches several counts once
+    )  # a host call with several launches counts once
     first = np.flatnonzero(begins)
     spent = np.add.reduceat(np.where(distinct, own[source[rows]], 0.0), first)
     nodes = target[np.minimum.reduceat(rows, first)]
@@ -62,7 +62,7 @@ def _host_seconds(graph: RankGraph) -> Floats:
 
 
 def beside_collectives(graph: RankGraph) -> Floats:
-    """``(n,)``: seconds of each op in which a collective of its rank ran."""
+    """``(n,)``: seconds of each op that overlapped with a collective of its rank."""
     out = np.zeros(len(graph))
     ops, others = (np.flatnonzero(graph.nodes["kind"] == kind) for kind in (OP, COLLECTIVE))
     start, end = graph.start_s, graph.end_s

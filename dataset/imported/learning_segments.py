@@ -1,4 +1,4 @@
-"""From the dataset to what training reads: every segment with its program and what was measured of it."""
+"""Segments of the dataset for training: each with its program and its measurements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stepsight.dataset.trace import TracedSegment
 
 Ints = NDArray[np.int64]
 _WHY = {why.value: number for number, why in enumerate(Dependency)}
-_ORDERED = _WHY[Dependency.STREAM_ORDER.value]  # implied by a program
+_ORDERED = _WHY[Dependency.STREAM_ORDER.value]  # given by the program itself
 
 
 def learning_segments(graphs: TraceGraphs) -> list[TracedSegment]:
@@ -112,7 +112,7 @@ class _Columns:
         return self._seconds[own, 0], self._seconds[own, 1], self._launch[own]
 
     def program(self, row: int, label: str, streams: Sequence[str], shared: dict[object, Program]) -> Program:
-        """What a segment does; ``shared`` holds what was found before."""
+        """The program of a segment; ``shared`` has those found before."""
         own = slice(self._bounds[row], self._bounds[row + 1])
         edges = self._edges[:, self._edge_bounds[row] : self._edge_bounds[row + 1]]
         columns = (self._work[own], self._stream[own], self._share[own], edges)

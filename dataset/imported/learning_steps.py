@@ -1,4 +1,4 @@
-"""From the dataset to what training reads of whole steps: ops, collectives and their launches, kernel by kernel."""
+"""Whole steps of the dataset for training: ops, collectives and their launches, kernel by kernel."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StepWorks:
 
 
 def step_works(graphs: TraceGraphs, places: Sequence[int]) -> StepWorks:
-    """What ran in some graphs of steps, without the collectives of other ranks."""
+    """The work in some graphs of steps, without the collectives of other ranks."""
     names = ("kind", "signature", "x", "y", "beside", "launch", "node")
     parts = [[graphs.column(kind, name, places)[0] for name in names] for kind in WORK_TYPES]
     kind, exact, x, logs, beside, launch, node = (np.concatenate(each) for each in zip(*parts, strict=True))

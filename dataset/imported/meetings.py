@@ -1,4 +1,4 @@
-"""Which collectives of different ranks are one, and how the clocks of the ranks differ."""
+"""Match the collectives of different ranks, and estimate the differences between the ranks' clocks."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def numbered_alike(graphs: Sequence[RankGraph]) -> list[Meeting]:
 
 
 def _alike(graphs: Sequence[RankGraph], members: Meeting) -> bool:
-    """Whether all ranks did the same: numbers alone may name different collectives in trimmed traces."""
+    """Whether all ranks have the same collectives: in trimmed traces, equal numbers may name different ones."""
     works = {graphs[place].kind_of(node) for place, node in members.items()}
     return len(works) == 1
 
 
 def clock_offsets(graphs: Sequence[RankGraph], met: Sequence[Meeting]) -> list[float]:
-    """Seconds to add to each rank's times so that collectives end together; from the files' own clocks otherwise."""
+    """Seconds to add to each rank's times such that collectives end together; otherwise from the files' own clocks."""
     absolute = [graph.origin_us * 1e-6 for graph in graphs]
     base = min(absolute, default=0.0)
     offsets = [each - base for each in absolute]
@@ -67,7 +67,7 @@ def clock_offsets(graphs: Sequence[RankGraph], met: Sequence[Meeting]) -> list[f
 
 
 def _together(graphs: Sequence[RankGraph], offsets: Sequence[float], members: Meeting) -> bool:
-    """Whether a collective ended on all ranks at about the same time: those of trimmed traces may be different ones."""
+    """Whether a collective ended on all ranks at about the same time: in trimmed traces, it may be different ones."""
     ends = [float(graphs[place].end_s[node]) + offsets[place] for place, node in members.items()]
     longest = max(float(graphs[place].duration_s[node]) for place, node in members.items())
     seconds, part = _MOST_APART["cpu" if any(graph.device == "cpu" for graph in graphs) else "cuda"]

@@ -30,7 +30,7 @@ OPAQUE = "opaque"
 
 @dataclass
 class RankGraph:
-    """What one rank did, and what each thing waited for.
+    """The activities of one rank, with their dependencies.
 
     Shapes: ``n`` nodes in order of start; ``e`` edges; ``k`` steps.
 
@@ -97,7 +97,7 @@ class RankGraph:
 
     @property
     def on_device(self) -> NDArray[np.bool_]:
-        """``(n,)``: which nodes are work: ops and collectives, not calls of the host."""
+        """``(n,)``: which nodes are work: ops and collectives, not host calls."""
         return np.asarray(self.nodes["kind"] != HOST)
 
     @property
@@ -116,7 +116,7 @@ class RankGraph:
         return self.works[work].kind if work >= 0 else "host"
 
     def with_edges(self, source: Any, target: Any, why: Dependency, delay_s: Any) -> RankGraph:
-        """The graph with more edges of one kind; those that do not lead forward in time are left out."""
+        """The graph with more edges of one kind; edges that do not lead forward in time are dropped."""
         source, target = np.asarray(source, dtype=np.int64), np.asarray(target, dtype=np.int64)
         delay = np.broadcast_to(np.asarray(delay_s, dtype=np.float64), source.shape)
         keep = source < target

@@ -1,4 +1,4 @@
-"""One rank's Kineto file to its graph."""
+"""Read one rank's Kineto file as a graph."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 MOST_RANKS = 2**20
-_LOADING = "enumerate(DataLoader)"  # how annotations of PyTorch's data loader begin
-_MOST_OF_A_LAUNCH = 4  # kernels that one launch starts, but that of a graph
+_LOADING = "enumerate(DataLoader)"  # prefix of annotations of PyTorch's data loader
+_MOST_OF_A_LAUNCH = 4  # most kernels of one launch, except of a graph
 _TIED_SHARE = 0.5  # of the kernels
-_JUMP_US = 1000.0  # by which a kernel may start before its launch: clocks of host and device differ by less
-_SAMPLED_GAP_US, _SAMPLED_SHARE = 5.0, 0.3  # unexplained gaps that say that kernels are left out
+_JUMP_US = 1000.0  # clock error by which a kernel may start before its launch
+_SAMPLED_GAP_US, _SAMPLED_SHARE = 5.0, 0.3  # unexplained gaps that indicate missing kernels
 _IDLE_GAP_US, _IDLE_SHARE = 150.0, 0.5  # gaps, and part of them, in which a device with launched work does nothing
 
 
@@ -151,7 +151,7 @@ def _check_training(events: RankEvents, tree: CallTree) -> list[str]:
 def _works(
     events: RankEvents, tree: CallTree, parts: Parts, world_size: int, placement: Placement
 ) -> tuple[Interned, dict[str, Ints], dict[int, Met]]:
-    """Signatures of all device events, their columns, and the collectives among them."""
+    """Signatures of all device events, their columns, and their collectives."""
     device, count = events.device, len(events.device)
     works = Interned()
     columns = {name: np.full(count, -1, dtype=np.int64) for name in ("work", "known", "call", "phase", "kind")}
@@ -190,7 +190,7 @@ def _assemble(
     parts: Parts,
     found: tuple[Interned, dict[str, Ints], dict[int, Met]],
 ) -> RankGraph:
-    """Host calls and device events as one list in an order in which every edge leads forward."""
+    """Host calls and device events as one list, ordered such that every edge leads forward."""
     works, columns, met = found
     calls, device, base = parts.calls, events.device, len(parts.calls)
     built = Assembly(
@@ -230,7 +230,7 @@ def _at(values: Floats, index: Ints) -> Floats:
 
 
 def _keys(parts: Parts, events: RankEvents) -> Floats:
-    """What nodes are sorted by: their start, but no kernel before its launch or before the kernel before it."""
+    """The sort key of nodes: their start, but no kernel before its launch or before the previous kernel."""
     calls, device = parts.calls, events.device
     launched = np.where(parts.launch >= 0, _at(calls.start, parts.launch), -np.inf)
     key = np.maximum(device.start, launched)
@@ -264,7 +264,7 @@ def lateness(graph: RankGraph) -> Floats:
 
 
 def _with_unrecorded(graph: RankGraph) -> RankGraph:
-    """Gaps of a trace that leaves kernels out count as work that was not recorded."""
+    """Treat gaps of a trace with missing kernels as unrecorded work."""
     late = lateness(graph)
     inner = np.zeros(len(graph), dtype=np.bool_)
     inner[graph.edges["target"][graph.edges["why"] == WHY_NUMBER[Dependency.STREAM_ORDER]]] = True
@@ -292,7 +292,7 @@ def _with_unrecorded(graph: RankGraph) -> RankGraph:
 
 
 def _busy(graph: RankGraph, begin: Floats, end: Floats) -> Floats:
-    """Seconds of each span in which any stream of the device runs something but copies from or to the host."""
+    """Seconds of each span in which any stream of the device is active, except with copies from or to the host."""
     copies = np.array([*(work.kind in ("from_host", "to_host") for work in graph.works), True], dtype=np.bool_)
     nodes = np.flatnonzero(graph.on_device & ~copies[graph.nodes["work"]])
     return covered(graph.start_s[nodes], graph.end_s[nodes], begin, end)

@@ -68,13 +68,13 @@ def write_segments(segments: Sequence[TracedSegment], folder: Path) -> None:
 
 
 def _whole(segment: TracedSegment, name: str) -> Any:
-    """A column of times, NaN where nothing was measured."""
+    """A column of times, NaN without measurement."""
     values = getattr(segment, name)
     return values if len(values) else np.full(len(segment.program), np.nan)
 
 
 def read_segments(folder: Path) -> list[TracedSegment]:
-    """Read what ``write_segments`` wrote.
+    """Read the files that ``write_segments`` wrote.
 
     Raises:
         TraceError: If it is not that.
@@ -106,7 +106,7 @@ def read_segments(folder: Path) -> list[TracedSegment]:
 
 
 def _known(values: Any) -> Any:
-    """A column of times; empty if none was measured."""
+    """A column of times; empty without measurements."""
     return values.copy() if not np.isnan(values).all() or not len(values) else np.zeros(0)
 
 

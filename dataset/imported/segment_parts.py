@@ -1,4 +1,4 @@
-"""Traced segments as parts of the dataset: the programs that predictions are made of, and what was measured of them."""
+"""Traced segments as parts of the dataset: the programs of predictions, and their measurements."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Ints = NDArray[np.int64]
 
 @dataclass
 class _Drawn:
-    """What all executions of one program have in common; shapes as in ``GraphPart``."""
+    """Common properties of all executions of one program; shapes as in ``GraphPart``."""
 
     chosen: dict[str, Ints]
     part: GraphPart
@@ -111,7 +111,7 @@ class SegmentParts:
 
 
 def _overlap(segment: TracedSegment, pairs: Ints) -> Floats:
-    """Seconds in which the nodes of each pair ran at once; 0 where their times are unknown."""
+    """Seconds for which the nodes of each pair overlapped; 0 if their times are unknown."""
     if not len(segment.start_s):
         return np.zeros(pairs.shape[1])
     starts, ends = segment.start_s[pairs], segment.end_s[pairs]
@@ -129,7 +129,7 @@ def _medians(keys: Ints, values: Floats) -> dict[tuple[int, int], float]:
 
 
 def _beside(segment: TracedSegment, chosen: dict[str, Ints]) -> Floats:
-    """``(n,)``: seconds of each op in which a collective ran; 0 where unknown."""
+    """``(n,)``: seconds of each op that overlapped with a collective; 0 if unknown."""
     out = np.zeros(len(segment.program))
     if len(segment.start_s):
         ops, others = chosen["op"], chosen["collective"]
@@ -184,7 +184,7 @@ def _draw(program: Program) -> _Drawn:
 
 
 def _pairs(program: Program, is_op: NDArray[np.bool_]) -> dict[tuple[str, str, str], Ints]:
-    """Edges between works by edge type; a relation that two types do not have counts as synchronisation."""
+    """Edges between works by edge type; a relation that does not exist between two types counts as synchronisation."""
     known, found = set(edge_types()), {}
     relations = relation_pairs(program)
     for a in WORK_TYPES:
@@ -202,7 +202,7 @@ def _pairs(program: Program, is_op: NDArray[np.bool_]) -> dict[tuple[str, str, s
 
 
 def _positions(stream: Ints) -> Ints:
-    """Place of each node on its stream."""
+    """Position of each node on its stream."""
     position = np.zeros(len(stream), dtype=np.int64)
     for each in np.unique(stream):
         own = np.flatnonzero(stream == each)

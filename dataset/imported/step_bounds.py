@@ -1,4 +1,4 @@
-"""Bounds of the steps of a trace: by annotations, optimizer steps, backward passes or repetition, in this order."""
+"""Bounds of the steps of a trace: from annotations, optimizer steps, backward passes or repetition, in this order."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from stepsight.dataset.imported.event_columns import Annotation, RankEvents
 
 _STEP = re.compile(r"^ProfilerStep#(\d+)")
 _OWN = "stepsight::segment label=step"
-_ENOUGH = 3  # ends of steps, beyond which the first step can be spared
-_ALIKE = 0.2  # by which the number of calls of a whole step may differ from the usual
+_ENOUGH = 3  # with more ends of steps, the first step can be dropped
+_ALIKE = 0.2  # allowed difference of the number of calls of a complete step from the usual number
 _MOST_OVERLAP_US = 1.0
-_MOST_AFTER = 2  # kernels after the last of several steps that no step has, as copies of results
+_MOST_AFTER = 2  # kernels after the last of several steps that no step has, such as copies of results
 _SAME_ORDER = 0.9  # of the kernels of two steps that follow in the same order
 
 
@@ -96,7 +96,7 @@ def _title(mark: Annotation) -> str:
 
 
 def _optimizer_ends(events: RankEvents) -> tuple[list[float], int]:
-    """Ends of the optimizer's steps; of several optimizers those of the one that is last in each step."""
+    """Ends of the optimizer's steps; with several optimizers, of the last one in each step."""
     marks = [each for each in events.annotations if each.name.startswith("Optimizer.step")]
     if not marks:
         return [], -1
@@ -107,7 +107,7 @@ def _optimizer_ends(events: RankEvents) -> tuple[list[float], int]:
 
 
 def _backward_ends(events: RankEvents, tree: CallTree) -> tuple[list[float], int]:
-    """Ends of backward passes: the last evaluation before forward calls begin anew."""
+    """Ends of backward passes: the last evaluation before forward calls start again."""
     outer = np.flatnonzero((tree.parent < 0) & (tree.phase >= 0))
     if not len(outer):
         return [], -1
@@ -121,8 +121,8 @@ def _backward_ends(events: RankEvents, tree: CallTree) -> tuple[list[float], int
 
 
 def _between(begin: float, ends: list[float], thread: int, found_by: str, events: RankEvents) -> Steps:
-    """Steps from end to end; those unlike the others are not whole and are left out."""
-    limits = np.array([begin, *ends] if len(ends) < _ENOUGH else ends)  # before the first end there may be anything
+    """Steps from end to end; steps unlike the others are incomplete and are dropped."""
+    limits = np.array([begin, *ends] if len(ends) < _ENOUGH else ends)  # anything may come before the first end
     moments = np.concatenate([events.runtime.start, events.ops.start])
     counts = np.histogram(moments, limits)[0] if len(limits) > 1 else np.zeros(0)
     usual = float(np.median(counts)) if len(counts) else 0.0
@@ -135,7 +135,7 @@ def _between(begin: float, ends: list[float], thread: int, found_by: str, events
 
 
 def _repeated(events: RankEvents, launched: NDArray[np.float64]) -> list[tuple[float, float]]:
-    """Steps by a sequence of kernels that repeats: from one launch of its rarest kernel to the next."""
+    """Steps from a repeating sequence of kernels: from one launch of its rarest kernel to the next."""
     order = np.argsort(launched, kind="stable")
     order = order[~np.isnan(launched[order])]
     kernels, moments = events.device["kernel"][order], launched[order]
@@ -160,7 +160,7 @@ def _repeated(events: RankEvents, launched: NDArray[np.float64]) -> list[tuple[f
 
 
 def _goes_on(kernels: NDArray[np.int64], places: NDArray[np.int64]) -> bool:
-    """Whether other kernels follow what repeats: then layers repeat, within one step."""
+    """Whether other kernels follow the repeating part: then layers repeat within one step."""
     after = kernels[places[-1] :]
     return int((~np.isin(after, kernels[places[0] : places[-1]])).sum()) > _MOST_AFTER
 

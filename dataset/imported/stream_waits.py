@@ -1,4 +1,4 @@
-"""Synchronisation: what streams wait for on other streams, and what the host waits for on the device.
+"""Synchronisation: waits of streams for other streams, and of the host for the device.
 
 Recorded where the profiler's ``cuda_sync`` events are on.  They are off by default; then a wait is inferred from the
 host's calls that make a stream wait, which do not say for what; and where a kernel starts later than its stream and
@@ -20,18 +20,18 @@ from stepsight.dataset.program import Dependency
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_SLACK_US = 1.5  # by which clocks and rounding make an effect precede its cause
-_LATE_US = 4.0  # by which a kernel is later than its launch and its stream explain
-_MOST_BACK = 3  # things on a stream, of which one is waited for
-_SELDOM_WRONG = 0.98  # of like waits whose times allow what they are said to wait for
-_JUST_US = 12.0  # within which a waiting kernel starts after what it waits for
-_JUST_SHARE, _MOST_JUST_US = 0.03, 150.0  # likewise, of how late it is: events take long on some devices
-_TAIL_SHARE = 0.03  # of a kernel that fills the device, in which its last blocks leave room for another stream
-_IDLE_US = 150.0  # in which a device that runs nothing, with work launched, does what was not recorded
+_SLACK_US = 1.5  # error of clocks and rounding by which an effect may precede its cause
+_LATE_US = 4.0  # delay of a kernel after its launch and its stream from which it waited for something else
+_MOST_BACK = 3  # last events of a stream, one of which is waited for
+_SELDOM_WRONG = 0.98  # share of similar waits whose times must be consistent
+_JUST_US = 12.0  # a waiting kernel starts within this time after the awaited work
+_JUST_SHARE, _MOST_JUST_US = 0.03, 150.0  # likewise, relative to the delay: events take long on some devices
+_TAIL_SHARE = 0.03  # share of a kernel that fills the device, in which its last blocks leave room for another stream
+_IDLE_US = 150.0  # time for which an idle device with launched work does unrecorded work
 
 
 def _within(late: Floats) -> Floats:
-    """How long before a kernel that is so late, in microseconds, what it waited for may have ended."""
+    """Latest time before a delayed kernel at which the awaited work may have ended, in microseconds."""
     return np.clip(_JUST_SHARE * late, _JUST_US, _MOST_JUST_US)
 
 
@@ -74,7 +74,7 @@ class StreamWaits:
         self._host_waits()
 
     def _delays(self, before: Ints, after: Ints, lag: Floats) -> Floats:
-        """What each wait takes: one number for each pair of streams, from the waits that kept a kernel."""
+        """Duration of each wait: one number for each pair of streams, from the waits that delayed a kernel."""
         late, constants = self._lateness()[after], self._parts.constants
         seen = (lag >= 0) & (lag <= _within(late)) & (late > _LATE_US)
         if not seen.any():
@@ -87,7 +87,7 @@ class StreamWaits:
         return np.asarray(means[pair])
 
     def _last(self, stream: int, moment: float, back: int = 0) -> int:
-        """The newest event of a stream that was issued before a moment, or ``back`` before that one; -1: none."""
+        """The newest event of a stream that was issued before a time, or ``back`` events earlier; -1: none."""
         rows, issued = self._by_stream.get(stream, (None, None))
         if rows is None or issued is None:
             return -1
@@ -102,7 +102,7 @@ class StreamWaits:
         return int(rows[place]) if place < len(rows) else -1
 
     def _pair(self, before: int, after: int) -> bool:
-        """Note a wait if its times allow it."""
+        """Record a wait if its times are consistent."""
         if before < 0 or after < 0 or self._stream[before] == self._stream[after]:
             return False
         if self._end[before] > self._start[after] + _SLACK_US:
@@ -133,7 +133,7 @@ class StreamWaits:
         return found
 
     def _inferred(self) -> None:
-        """Waits by the host's calls: before a launch, its stream was made to wait for an event on another stream.
+        """Waits from the host's calls: before a launch, its stream was made to wait for an event on another stream.
 
         The main stream waits for any other one, another stream for the main one.  Which of the newest things on that
         stream it waits for is what no like wait contradicts: none may start before what it waits for ends.
@@ -148,7 +148,7 @@ class StreamWaits:
             for source in sources:
                 groups.setdefault((source, target, int(self._phase[row])), []).append((row, moment))
         found = {key: self._candidates(key[0], waits) for key, waits in groups.items()}
-        seen: dict[tuple[int, int], int] = {}  # what is waited for, where a start just after it shows it
+        seen: dict[tuple[int, int], int] = {}  # the awaited work, if a start just after it shows it
         for (source, target, _), candidates in found.items():
             for back, (_, tight) in candidates.items():
                 if tight:
@@ -211,7 +211,7 @@ class StreamWaits:
         return np.where(np.isinf(late), 0.0, late)
 
     def _late_starts(self) -> None:
-        """Waits that only the times show."""
+        """Waits that are visible only in the times."""
         late = self._lateness()
         order = np.argsort(self._end, kind="stable")
         ends = self._end[order]
@@ -229,7 +229,7 @@ class StreamWaits:
                 self._crowded(row, float(late[row]), int(order[high - 1]) if high else -1)
 
     def _crowded(self, row: int, late: float, ended: int) -> None:
-        """A kernel that waits for room on a device that others fill, or for one that does nothing that is recorded.
+        """A kernel that waits for room on a full device, or for an idle one with unrecorded work.
 
         Blocks of a kernel on another stream start when the last blocks of one that fills the device have started:
         just before its end.
@@ -275,14 +275,14 @@ class StreamWaits:
                 sources.append(base + row)
                 targets.append(call)
             latest = max((float(self._end[row]) for row in ended), default=-np.inf)
-            if begin < latest:  # what remains after the wait is the call's own time
+            if begin < latest:  # the rest after the wait is the call's own time
                 parts.calls.start[call] = min(latest, end)
         parts.edges.append(
             (np.array(sources, int), np.array(targets, int), Dependency.SYNCHRONISATION, np.zeros(len(sources)))
         )
 
     def _awaited(self, runtime: int, begin: float, end: float, said: dict[Any, dict[str, Any]]) -> list[int]:
-        """What a synchronising call of the host waits for."""
+        """The work that a synchronising call of the host waits for."""
         events = self._events
         name = events.names[int(events.runtime["name"][runtime])]
         args = said.get(int(events.runtime["correlation"][runtime]), {})
@@ -297,7 +297,7 @@ class StreamWaits:
         if end - begin <= _JUST_US:  # it did not wait
             return []
         late = [row for row in everything if pick(row) and end - self._end[row] <= _MOST_LEFT_US]
-        if not late:  # an event within a stream: the newest that ended while the host waited
+        if not late:  # an event within a stream: the newest one that ended during the wait
             rows = np.flatnonzero((self._issued < begin) & (self._end <= end + _SLACK_US) & (self._end > begin))
             late = [int(rows[np.argmax(self._end[rows])])] if len(rows) else []
         return [max(late, key=lambda row: float(self._end[row]))] if late else []

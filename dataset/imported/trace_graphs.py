@@ -63,17 +63,17 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
 
     @property
     def raw_file_names(self) -> list[str]:
-        """Files that must be there."""
+        """Files that must exist."""
         return [INDEX]
 
     @property
     def processed_file_names(self) -> list[str]:
-        """Files that ``process`` writes: a new version of the traces is another file."""
+        """Files that ``process`` writes: another version of the traces has another file."""
         return [f"graphs-{self.version}.pt"]
 
     @property
     def version(self) -> str:
-        """Digest of the traces and of what the features mean."""
+        """Digest of the traces and of the meaning of features."""
         return str(self._index["version"])
 
     @property
@@ -94,13 +94,13 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
     def values(self, name: str) -> list[Any]:
         """An attribute of every graph, such as ``run``."""
         stored = self._data[name]
-        if self.slices is None:  # a single graph is stored as it is
+        if self.slices is None:  # a single graph is stored unchanged
             return [stored]
         every = stored.tolist() if isinstance(stored, torch.Tensor) else stored
         return [every[place] for place in self.indices()]
 
     def column(self, key: Any, name: str, places: Sequence[int]) -> tuple[Any, Any]:
-        """A tensor of some graphs as one array, and the place in ``places`` of each of its rows.
+        """A tensor of several graphs as one array, and the index in ``places`` of each of its rows.
 
         Args:
             key: Type of node or edge.
@@ -117,7 +117,7 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
         return (values[:, rows] if name == "edge_index" else values[rows]), owner
 
     def download(self) -> None:
-        """Refuse: ``stepsight dataset`` makes the raw folder.
+        """Raise an error: ``stepsight dataset`` makes the raw folder.
 
         Raises:
             TraceError: Always.
@@ -125,7 +125,7 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
         raise TraceError(f"a dataset must hold raw/{INDEX}, got none in {self.root}: `stepsight dataset` makes one")
 
     def process(self) -> None:
-        """Cut the stored graphs into steps and segments."""
+        """Split the stored graphs into steps and segments."""
         parts = [part for run in self._index["runs"] for part in run_parts(Path(self.raw_dir) / run["folder"], run)]
         if self.pre_filter is None and self.pre_transform is None:
             _check_some(parts, self.root)
@@ -156,7 +156,7 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
     def split(
         self, by: str = "run", fractions: Sequence[float] = (0.8, 0.1, 0.1), seed: int = 0
     ) -> tuple[TraceGraphs, ...]:
-        """Split into parts of which no two hold graphs of one run, model, strategy, scale or hardware.
+        """Split into parts such that no two share a run, model, strategy, scale or hardware.
 
         Whatever ``by`` is, graphs of one trace are never in two parts, even if it was imported twice; nor are graphs
         with the same ops and the same times (``digest``), as two excerpts of one trace hold.
@@ -183,7 +183,7 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
         random.Random(seed).shuffle(distinct)
         counts = {key: keys.count(key) for key in distinct}
         chosen: list[list[str]] = [[] for _ in fractions]
-        for key in sorted(distinct, key=lambda key: -counts[key]):  # the largest first, to where most is missing
+        for key in sorted(distinct, key=lambda key: -counts[key]):  # the largest first, to the part that lacks most
             missing = [
                 (bool(part), -(fraction * len(keys) - sum(counts[each] for each in part)))
                 for part, fraction in zip(chosen, fractions, strict=True)
@@ -198,7 +198,7 @@ def _check_some(graphs: Sequence[Any], root: str) -> None:
 
 
 def _joined(keys: list[str], *groups: Sequence[str | None]) -> list[str]:
-    """Keys such that graphs of one group share one: keys that meet in a group (None: in no group) become one."""
+    """Merge keys such that graphs of one group share one key (None: in no group)."""
     parent = {key: key for key in keys}
 
     def root(key: str) -> str:

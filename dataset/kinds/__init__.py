@@ -1,4 +1,4 @@
-"""Kinds of ops and of collectives: one record for each, which everything else derives from.
+"""Kinds of ops and of collectives: one record for each, from which everything else is derived.
 
 A record stands in the module of its family.  A module of its own is one more line below.
 """
@@ -59,7 +59,7 @@ COLLECTIVE_KINDS: KindTable[CollectiveKind] = KindTable(
 
 
 def kinds_version() -> tuple[int, int]:
-    """Number of changes of op kinds and of collective kinds so far, by which others keep what they derive from them."""
+    """Number of changes of op kinds and of collective kinds so far, with which caches detect changes."""
     return OP_KINDS.version, COLLECTIVE_KINDS.version
 
 

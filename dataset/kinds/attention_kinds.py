@@ -1,4 +1,4 @@
-"""Fused attention: ordinary, by earlier generations of kernels, and latent (keys wider than values)."""
+"""Fused attention: ordinary, with earlier generations of kernels, and latent (keys wider than values)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BACKWARD_CALLS = {
 
 
 def _pairs(q_len: int, kv_len: int, causal: int) -> float:
-    """Number of query-key pairs that count: a causal mask halves a square score matrix."""
+    """Number of query-key pairs that are computed: a causal mask halves a square score matrix."""
     return q_len * kv_len * (0.5 if causal else 1.0)
 
 
@@ -62,7 +62,7 @@ def _attention(name: str, code: int, flops: float, passes: float, **more: Any) -
 
 
 def _latent(name: str, code: int, widths: tuple[int, int], passes: float, **more: Any) -> OpKind:
-    """Latent attention; ``widths``: how often each pair goes over the width of keys and over that of values."""
+    """Latent attention; ``widths``: number of passes of each pair over the width of keys and of values."""
     keys, values = widths
     return OpKind(
         name=name,
@@ -110,7 +110,7 @@ KINDS = (
         base_dims=lambda b, h, q, k, d, v, c: (b, h, h, q, k, (d + v) // 2, c),
     ),
     _latent("mla_attention_backward", 31, (3, 2), 2.0, base="mla_attention"),
-    # Earlier generations, where it is known which one runs.  torch has the last one alone.
+    # Earlier generations, for software that is known to run them.  torch only has the last one.
     _attention("flash1_attention", 47, 4.0, 1.0, base="flash2_attention", in_harness=False),
     _attention("flash1_attention_backward", 48, 10.0, 2.0, base="flash2_attention_backward", in_harness=False),
     _attention("flash2_attention", 49, 4.0, 1.0, base="attention", in_harness=False),

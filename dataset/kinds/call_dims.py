@@ -1,4 +1,4 @@
-"""Dims of ops from the arguments of framework calls, as a profiler's trace tells them.
+"""Dims of ops from the arguments of framework calls in a profiler's trace.
 
 ``args`` are those of an event: ``Input Dims`` holds the shape of every input (of a list of tensors, a list of shapes),
 ``Concrete Inputs`` the literals.  Sizes that a trace does not tell are 0.
@@ -16,7 +16,7 @@ DimsOf = Callable[[Args], Dims | None]
 
 
 def named_calls(names: str, dims: DimsOf) -> dict[str, DimsOf]:
-    """One way to find dims for calls by their names; those without a namespace are PyTorch's."""
+    """A function that finds the dims of calls, by their names; names without a namespace are PyTorch's."""
     return {name if "::" in name else f"aten::{name}": dims for name in names.split()}
 
 
@@ -116,5 +116,5 @@ def tensors(args: Args) -> Dims:
 
 
 def dropout(args: Args) -> Dims | None:
-    """``(numel,)``; None where nothing is dropped."""
+    """``(numel,)``; None without dropout."""
     return None if literal_of(args, 1) in ("0.", "0") or literal_of(args, 2) == "False" else largest(args)

@@ -1,4 +1,4 @@
-"""The record of a collective kind: everything that stepsight knows about it, except how the harness calls it."""
+"""The record of a collective kind: all of its properties, except how the harness calls it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.kinds.kind_checks import check_record
 from stepsight.dataset.kinds.kind_table import code_of
 
-# How the bytes travel: around a ring of all ranks, from every rank straight to every other, or from one rank to one.
+# Pattern of the transfers: around a ring of all ranks, from every rank directly to every other, or from one rank to
+# one.
 Route = Literal["ring", "direct", "message"]
 Side = Literal["In", "Out"]
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class CollectiveKind:
-    """What one kind of collective moves, and what libraries call it.
+    """Properties of one kind of collective: its transfers, and its names in libraries.
 
     Attributes:
         name: As in ``Collective.kind``.

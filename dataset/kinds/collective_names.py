@@ -1,4 +1,4 @@
-"""What libraries and benchmarks call collectives, from the records of their kinds."""
+"""Names of collectives in libraries and benchmarks, from the records of their kinds."""
 
 from __future__ import annotations
 

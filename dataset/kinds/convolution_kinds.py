@@ -1,4 +1,4 @@
-"""Convolutions of one to three spatial dims, transposed ones included."""
+"""Convolutions of one to three spatial dims, also transposed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stepsight.dataset.kinds.op_kind import OpKind
 
 # ``in_channels``: of one group.  ``spatial``: number of spatial dims.
 _DIMS = ("batch", "in_channels", "out_channels", "out_positions", "window", "groups", "in_positions", "spatial")
-_TRANSPOSED_AT = 6  # places behind the input, in ``convolution`` and its backward
+_TRANSPOSED_AT = 6  # positions after the input, in ``convolution`` and its backward
 
 
 def _numbers(text: Any) -> list[int]:
@@ -54,7 +54,7 @@ def _sizes(index: int, out: int | None = None, transposed: bool = False, kernel:
 
 
 def _gradients(of: DimsOf, mask: int | None = None) -> DimsOf:
-    """Dims of a backward; ``mask``: the argument that says which gradients are wanted, the one of the input first."""
+    """Dims of a backward; ``mask``: the argument with the wanted gradients, the one of the input first."""
 
     def dims(args: Args) -> Dims | None:
         forward = of(args)

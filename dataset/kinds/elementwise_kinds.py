@@ -15,7 +15,7 @@ def _named(names: str, dims: Callable[..., Dims | None] = largest) -> Mapping[st
 
 
 def _elementwise(name: str, code: int, flops: float, moved: float, **more: Any) -> OpKind:
-    """An element-wise kind; ``flops`` and ``moved``: FLOP and elements read and written for each element."""
+    """An element-wise kind; ``flops`` and ``moved``: FLOP, and elements read and written, per element."""
     return OpKind(
         name=name,
         family="elementwise",

@@ -1,4 +1,4 @@
-"""Experts: rows to their experts' order, and the copies of a row weighted and summed."""
+"""Expert ops: sorting rows by expert, and the weighted sum of a row's copies."""
 
 from __future__ import annotations
 

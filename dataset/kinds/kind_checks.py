@@ -1,4 +1,4 @@
-"""Checks of records of kinds, made when a record is built, so that a mistake is found where it is written."""
+"""Checks of the records of kinds when they are built, so that mistakes are found early."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NoReturn, get_args
 from stepsight.dataset.errors import StepsightError, shorten
 from stepsight.dataset.registry import check_takes
 
-_TRIED = (8, 3, 1)  # sizes of all dims for which a kind's functions are called once
+_TRIED = (8, 3, 1)  # sizes of all dims with which a kind's functions are called once
 
 
 def check_record(record: Any, noun: str, choices: Mapping[str, Any], flags: Sequence[str]) -> None:
@@ -45,7 +45,7 @@ def check_record(record: Any, noun: str, choices: Mapping[str, Any], flags: Sequ
 
 
 def check_names(what: str, names: Any, *, among: Sequence[str] | None = None, at_least: int = 0) -> None:
-    """Check that ``names`` is a tuple of different identifiers, all in ``among`` where that is given."""
+    """Check that ``names`` is a tuple of different identifiers, all in ``among`` if that is given."""
     if (
         not isinstance(names, tuple)
         or not all(isinstance(name, str) and name.isidentifier() for name in names)
@@ -83,7 +83,7 @@ def check_functions(kind: Any) -> None:
             try:
                 value = function(*dims)
                 right = is_right(value)
-            except Exception as error:  # a user's own function may raise anything
+            except Exception as error:  # a user's function can raise any exception
                 check_takes(f"op kind {kind.name!r}: {field}", function, kind.dim_names)
                 raise StepsightError(
                     f"op kind {kind.name!r}: {field}{dims} must be {rule}, but it raises {type(error).__name__}: "
@@ -94,7 +94,7 @@ def check_functions(kind: Any) -> None:
 
 
 def refuse_cost(op: object, field: str, value: Any) -> NoReturn:
-    """Report FLOP or elements of an op that are no finite number >= 0: a mistake in the record of its kind."""
+    """Report FLOP or elements of an op that are not a finite number >= 0: a mistake in the record of its kind."""
     raise StepsightError(f"{field} of {op} must be a finite number >= 0, got {value!r:.80}: correct its OpKind")
 
 

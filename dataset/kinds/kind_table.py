@@ -1,4 +1,4 @@
-"""Registries of kinds, and the numbers that stand for kinds in features."""
+"""Registries of kinds, and the codes of kinds in features."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ K = TypeVar("K", bound=_Kind)
 
 
 def code_of(name: str, code: int) -> int:
-    """The code of a kind: its own, or for -1 one that follows from its name alone, whatever other kinds there are."""
+    """The code of a kind: its own, or for -1 one derived from its name, independent of other kinds."""
     return code if code >= 0 else _FIRST_BY_NAME + zlib.crc32(name.encode()) % _MOST_BY_NAME
 
 
@@ -66,13 +66,13 @@ class KindTable(Registry[K]):
 
     @contextmanager
     def added(self, kind: K) -> Iterator[K]:
-        """Register a kind for the length of a ``with`` block, as tests do."""
+        """Register a kind for the duration of a ``with`` block, as tests do."""
         with self.registered(kind.name, kind):
             yield kind
 
     def _check_kind(self, name: str, thing: Any) -> K:
         kind = self._is_kind(name, thing)
-        if any(name in list(table) for table in self._tables):  # of other packages only those that are loaded
+        if any(name in list(table) for table in self._tables):  # of other packages, only those that are loaded
             raise StepsightError("the name is taken: choose another name")
         for other in self.values():
             if other.code == kind.code:

@@ -1,4 +1,4 @@
-"""The record of an op kind: everything that stepsight knows about it, except how the harness runs it.
+"""The record of an op kind: all of its properties, except how the harness runs it.
 
 Functions of a kind take its dims as positional arguments, in the order of ``dim_names``.
 """
@@ -17,7 +17,7 @@ Args = Mapping[str, Any]  # of a call in a profiler's trace: "Input Dims", "Conc
 Dims = tuple[int, ...]
 Bound = Literal["compute", "memory", "host_memory", "host_link", "host"]
 
-STREAMED = "add"  # base of kinds that stream through memory: an addition that moves as many bytes
+STREAMED = "add"  # base of streaming kinds: an addition that moves as many bytes
 
 
 def _nothing(*dims: int) -> float:
@@ -30,7 +30,7 @@ def _same(*dims: int) -> Dims:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class OpKind:
-    """What the dims of one kind of op mean, what an op of the kind costs, and what libraries do with it.
+    """Properties of one kind of op: the meaning of its dims, its cost, and its names in libraries.
 
     Attributes:
         name: As in ``Op.kind``.

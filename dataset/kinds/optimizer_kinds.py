@@ -9,7 +9,7 @@ from stepsight.dataset.kinds.op_kind import OpKind
 
 
 def _over_tensors(name: str, family: str, code: int, flops: float, moved: float, **more: Any) -> OpKind:
-    """A kind that goes through tensors; ``flops`` and ``moved``: FLOP and elements moved for each element."""
+    """A kind that iterates over tensors; ``flops`` and ``moved``: FLOP and elements moved per element."""
     return OpKind(
         name=name,
         family=family,
