@@ -25,9 +25,11 @@ from stepsight.dataset.job import Job
 from stepsight.dataset.tables.device_names import device_name
 from stepsight.simulator.latency_model import LatencyModel, RooflineLatency
 from stepsight.simulator.replay import changes
+from stepsight.simulator.replay.causes import critical_path
 from stepsight.simulator.replay.gradient_buckets import with_buckets
+from stepsight.simulator.replay.joined import join
 from stepsight.simulator.replay.pace import as_timed
-from stepsight.simulator.replay.replay import replay
+from stepsight.simulator.replay.replay import replay, walk
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor
@@ -100,6 +102,7 @@ def what_if(path: Path, questions: Questions) -> dict[str, Any]:
     for _, change in asked:
         changed = change(changed, tally)
     after = replay(changed)
+    limits = [_host_percent(of) for of in (graphs, changed)]
     device = sum(graph.device_time_s for graph in graphs) or 1.0
     return {
         "run": run.name,
@@ -109,11 +112,20 @@ def what_if(path: Path, questions: Questions) -> dict[str, Any]:
         "changed_s": after.replayed_s,
         "speedup": before.replayed_s / after.replayed_s if after.replayed_s else 0.0,
         "changes": each,
+        "host_percent": limits[0],
+        "changed_host_percent": limits[1],
         "traced_on": _described(traced),
         "predicted_percent": min(100.0 * tally.predicted_s / device, 100.0),
         "scaled_percent": min(100.0 * tally.scaled_s / device, 100.0),
         "warnings": list(dict.fromkeys(warning for graph in graphs for warning in graph.warnings)),
     }
+
+
+def _host_percent(graphs: Sequence[RankGraph]) -> float:
+    """Share of the critical path that is work of the host, percent; 0 for ranks that compute on their host."""
+    path = critical_path(walk(join(graphs)))
+    whole = sum(path.values())
+    return 100.0 * path.get("host", 0.0) / whole if whole and graphs[0].device != "cpu" else 0.0
 
 
 def _described(traced: tuple[str, Fabric] | None) -> dict[str, str] | None:

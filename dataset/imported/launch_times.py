@@ -33,9 +33,7 @@ def launch_times(graph: RankGraph) -> Floats:
     key = np.where(call >= 0, call, -2 - target)
     rows = chosen[np.lexsort((source[chosen], work[chosen], key[chosen]))]  # by call and the work that it launches
     begins = np.append(True, (np.diff(key[rows]) != 0) | (np.diff(work[rows]) != 0))
-    distinct = begins | np.append(
-        True, np.diff(source[rows]) != 0
-    )  # a host call with several launches counts once
+    distinct = begins | np.append(True, np.diff(source[rows]) != 0)  # a host call with several launches counts once
     first = np.flatnonzero(begins)
     spent = np.add.reduceat(np.where(distinct, own[source[rows]], 0.0), first)
     nodes = target[np.minimum.reduceat(rows, first)]

@@ -25,7 +25,7 @@ def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
     too_large = min(result.evaluated, sum(not choice.fits for choice in result.choices))
     several = bool(result.plans or result.skipped)
     lines = [f"{job.name}: {_counts(result, too_large)}"]
-    lines += _plans(result) if several else [table(*_table(rows))]
+    lines += _plans(result, top) if several else [table(*_table(rows))]
     own = told["own"]
     if own is not None:
         fits = "fits" if own["fits"] else "does not fit"
@@ -72,8 +72,8 @@ def _verdict(result: SearchResult) -> str:
     return f"{result.proof}: by this predictor, no legal strategy that fits {better} by more than this"
 
 
-def _plans(result: SearchResult) -> list[str]:
-    """The best strategy of each scenario; those on the front of time and cost are marked."""
+def _plans(result: SearchResult, top: int) -> list[str]:
+    """The best strategy of each of the ``top`` best scenarios; those on the front of time and cost are marked."""
     front = result.front
     rows = result.to_dict()["plans"]
     known = [("cost", "cost"), ("energy_kwh", "MWh, estimate")]
@@ -95,7 +95,9 @@ def _plans(result: SearchResult) -> list[str]:
         for number, (row, choice) in enumerate(zip(rows, result.plans, strict=True), start=1)
     ]
     header = ["#", "nodes", "cluster", "batch", "tokens", "best strategy", "iteration", "tokens/s/device", "training"]
-    lines = [table([*header, *(name for _, name in shown), "front"], cells)] if cells else []
+    lines = [table([*header, *(name for _, name in shown), "front"], cells[:top])] if cells else []
+    if len(cells) > top:
+        lines.append(f"{len(cells) - top} more combinations (--top {len(cells)} prints all)")
     goal = result.goal
     penalty = f" * (1 + batch / {goal.critical_batch:g})" if goal.critical_batch else ""
     lines.append(f"by {goal.objective}; training on {goal.tokens:.4g}{penalty} tokens")

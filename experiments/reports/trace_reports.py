@@ -12,6 +12,8 @@ from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.replay.causes import breakdown
 from stepsight.simulator.replay.replay import replay
 
+_HOST_LIMIT = 50.0  # percent of the critical path from which the host limits a step
+
 
 def import_text(told: dict[str, Any]) -> str:
     """The result of an import as text."""
@@ -37,13 +39,13 @@ def trace_summary(name: str, graphs: Sequence[RankGraph]) -> dict[str, Any]:
     lines = [
         f"trace {name}: {len(graphs)} rank(s) of {first.world_size}, {len(first.steps_s)} step(s)"
         f"{', ' + first.device_name if first.device_name else ''}",
-        _shares("kind", "device ms", told["kinds"], device),
+        _shares("kind", "device ms", told["kinds"], device, "device time"),
         f"not recognised: {100 * unknown / device:.1f} % of device time",
-        *([_shares("opaque kernel", "device ms", told["opaque"], device)] if told["opaque"] else []),
+        *([_shares("opaque kernel", "device ms", told["opaque"], device, "device time")] if told["opaque"] else []),
         f"computation {1e3 * told['compute_s']:.3f} ms, communication {1e3 * told['communication_s']:.3f} ms, of which "
         f"{told['overlap_percent']:.1f} % overlaps computation",
-        _shares("idle because", "ms of all ranks", told["idle"], steps),
-        _shares("critical path", "ms", told["critical"], path),
+        _shares("cause of idle time", "ms of all ranks", told["idle"], steps, "step time of all ranks"),
+        _shares("critical path", "ms", told["critical"], path, "critical path"),
     ]
     if len(graphs) > 1:
         cells = [[int(r["rank"]), Number(1e3 * r["step_s"], 3), Number(1e3 * r["late_s"], 3)] for r in told["ranks"]]
@@ -52,9 +54,10 @@ def trace_summary(name: str, graphs: Sequence[RankGraph]) -> dict[str, Any]:
     return {"trace": name, **told, "warnings": warnings, "text": "\n\n".join(lines)}
 
 
-def _shares(what: str, unit: str, seconds: dict[str, float], whole: float) -> str:
+def _shares(what: str, unit: str, seconds: dict[str, float], whole: float, of: str) -> str:
+    """A table of seconds and their shares of ``whole``, which is the time that ``of`` names."""
     cells = [[name[:60], Number(1e3 * spent, 3), Number(100 * spent / whole)] for name, spent in seconds.items()]
-    return table([what, unit, "%"], cells)
+    return table([what, unit, f"% of {of}"], cells)
 
 
 def replay_runs(path: Path) -> dict[str, Any]:
@@ -112,6 +115,13 @@ def what_if_text(told: dict[str, Any]) -> str:
         f"durations changed by a predictor for {told['predicted_percent']:.1f} %, by a plain factor for "
         f"{told['scaled_percent']:.1f} % of device time",
     ]
+    if max(told["host_percent"], told["changed_host_percent"]) >= 1.0:
+        lines.append(
+            f"the host's share of the critical path: {told['host_percent']:.0f} % before the changes, "
+            f"{told['changed_host_percent']:.0f} % after them"
+        )
+    if told["changed_host_percent"] >= _HOST_LIMIT:
+        lines.append("the host is the limit: faster kernels and links gain little; see --cuda-graph and --no-host")
     if told["traced_on"]:
         lines.append("traced on {hardware} ({fabric}); predicted by {predictor}".format(**told["traced_on"]))
     return "\n".join([*lines, *(f"warning: {warning}" for warning in told["warnings"])])

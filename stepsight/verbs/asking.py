@@ -256,7 +256,12 @@ def search_command(
         ),
     ] = 0.0,
     prices: Prices = None,
-    top: Annotated[int, typer.Option(min=1, help="Number of best strategies to find and show.")] = 10,
+    top: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Number of best strategies to find and print; of combinations, if several are searched."
+        ),
+    ] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the sampler.")] = 0,
     storage: Storage = None,
     study: Annotated[

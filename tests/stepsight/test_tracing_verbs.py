@@ -45,6 +45,9 @@ def test_what_if_and_show(tmp_path: Path) -> None:
     told = ask("what-if", runs, "--faster", "gemm=2", "--batch", "2x", "--hardware", "h100-sxm", "--json")
     assert {"measured_s", "replayed_s", "changed_s", "changes", "predicted_percent", "scaled_percent"} <= set(told)
     assert len(told["changes"]) == 3 and told["changes"][0]["step_s"] < told["replayed_s"]
+    fast = ask("what-if", runs, "--faster", "gemm=100", "--json")
+    free = ask("what-if", runs, "--no-host", "--json")
+    assert free["changed_host_percent"] < fast["host_percent"] <= fast["changed_host_percent"]
     amd = ask("what-if", runs, "--on", "MI300X", "--batch", "2x", "--json")["traced_on"]
     assert (amd["hardware"], amd["predictor"]) == ("mi300x-192gb", "roofline")
     with pytest.raises(StepsightError, match="--on must be the traced device"):

@@ -83,6 +83,7 @@ def test_plans_are_reported_and_drawn(job: Job, found: SearchResult, tmp_path: P
     assert (
         len(report["plans"]) == len(found.plans) and "by cost; training on 1e+10 * (1 + batch / 64)" in report["text"]
     )
+    assert f"{len(found.plans) - 3} more combinations" in report["text"]
     plot_result(found, tmp_path / "front.svg", "plans")
     assert "h100-sxm-80gb" in (tmp_path / "front.svg").read_text()
     assert {"cost", "hardware", "training_time_s"} <= set(found.to_frame().columns)
