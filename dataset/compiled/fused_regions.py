@@ -22,7 +22,7 @@ from torch._inductor.dependencies import MemoryDep
 from torch._inductor.ir import NopKernel
 from torch._inductor.virtualized import V
 
-from stepsight.dataset.compiled.region_record import Access, FrameworkOp, Loop, Region
+from stepsight.dataset.compiled.region_record import Access, FrameworkOp, Launch, Loop, Region
 from stepsight.dataset.errors import StepsightError
 
 Compiled: TypeAlias = Callable[..., Any]
@@ -118,9 +118,13 @@ class _Codegen:
         calls: Name of the compiled function.
         tiling: Vectorised loops, elements of a vector, and length of the vectorised (or innermost) loop.
         nodes: Loops that code is made of now.
+        code: Source of every compiled function by its name.
+        launches: Their calls in order.
     """
 
     calls: dict[str, str] = field(default_factory=dict)
+    code: dict[str, str] = field(default_factory=dict)
+    launches: list[Launch] = field(default_factory=list)
     tiling: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     nodes: Sequence[Any] = ()
 
@@ -144,7 +148,11 @@ def _hooks(read: list[Region], direction: str, *, stop: bool) -> Iterator[None]:
 
     def name_kernel(scheduling: Any, source: str, nodes: Any, *rest: Any, **options: Any) -> Any:
         kernel = define(scheduling, source, nodes, *rest, **options)
-        told.calls.update({each.get_name(): kernel for node in nodes for each in node.get_nodes()})
+        loops = [each.get_name() for node in nodes for each in node.get_nodes()]
+        told.calls.update(dict.fromkeys(loops, kernel))
+        told.code[kernel] = source
+        given = rest[0] if rest else options.get("kernel_args") or scheduling.kernel_group.args
+        told.launches.append(Launch(kernel, _pointers(given), tuple(loops)))
         return kernel
 
     def take_nodes(proxy: Any, nodes: Any) -> Any:
@@ -169,6 +177,16 @@ def _hooks(read: list[Region], direction: str, *, stop: bool) -> Iterator[None]:
         yield
 
 
+def _pointers(given: Any) -> dict[str, str]:
+    """Names of buffers by the names of the pointers that code has for them."""
+    found = {str(inner): str(name) for name, inner in given.input_buffers.items()}
+    found |= {inner: str(name) for name, inner in given.output_buffers.items() if isinstance(inner, str)}
+    for each in given.inplace_buffers.values():
+        if hasattr(each, "inner_name"):
+            found[each.inner_name] = str(each.other_names[-1])
+    return found
+
+
 def _region(scheduler: Any, direction: str, told: _Codegen) -> Region:
     graph = V.graph
     numbers = {node: number for number, node in enumerate(n for n in graph.orig_gm.graph.nodes if n.op != "output")}
@@ -186,6 +204,8 @@ def _region(scheduler: Any, direction: str, told: _Codegen) -> Region:
         sizes,
         tuple(graph.graph_inputs),
         tuple(graph.get_output_names()),
+        told.code,
+        tuple(told.launches),
     )
 
 

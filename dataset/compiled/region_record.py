@@ -83,6 +83,21 @@ class FrameworkOp:
 
 
 @dataclass(frozen=True, slots=True)
+class Launch:
+    """A call of a compiled function.
+
+    Attributes:
+        call: Name of the function.
+        pointers: Name of the buffer behind each pointer of its source.
+        loops: Names of the loops that it runs.
+    """
+
+    call: str
+    pointers: Mapping[str, str]
+    loops: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Region:
     """A graph that Inductor compiles as one.
 
@@ -93,6 +108,8 @@ class Region:
         buffers: Bytes of every buffer by name.
         inputs: Names of buffers that come from outside.
         outputs: Names of buffers that are returned.
+        code: Source of every compiled function by its name.
+        launches: Calls of compiled functions in order.
     """
 
     direction: str
@@ -101,6 +118,8 @@ class Region:
     buffers: Mapping[str, int] = field(default_factory=dict)
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
+    code: Mapping[str, str] = field(default_factory=dict)
+    launches: tuple[Launch, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -124,4 +143,6 @@ class Region:
             dict(values["buffers"]),
             tuple(values["inputs"]),
             tuple(values["outputs"]),
+            dict(values.get("code", {})),
+            tuple(Launch(e["call"], dict(e["pointers"]), tuple(e["loops"])) for e in values.get("launches", ())),
         )

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from stepsight.experiments.studies.context import region_families as first
+from stepsight.experiments.studies.context.chained_families import CHAINED
 from stepsight.experiments.studies.context.region_families import ACTIVATIONS, Dice, Draw
 
 _KINDS = ("u", "b", "b", "row", "col", "turn", "soft")  # of the ops of a random graph: one or two inputs, ...
@@ -260,5 +261,6 @@ FAMILIES: dict[str, Callable[[Dice], Draw]] = {
         first.norm_activation, first.gated, first.scores, first.rotary, first.loss, first.batch_norm, first.group_norm,
         first.embedding, first.optimizer, first.image_norm, first.windows, pooling, router, state_space, quantising,
         modulation, recurrent, random_graph, segmentation, kernel_features, relative_bias, distilling, layouts,
+        *CHAINED,
     )
 }  # fmt: skip
