@@ -27,6 +27,7 @@ from stepsight.dataset.errors import StepsightError
 
 Compiled: TypeAlias = Callable[..., Any]
 OnRegion = Callable[[Region, Any], None]
+SETTINGS: dict[str, Any] = {"force_disable_caches": True, "compile_threads": 1}  # of Inductor
 
 
 class _ReadError(Exception):
@@ -65,6 +66,20 @@ def run_regions(
         compiled: Whether code is generated and compiled; otherwise the regions run eagerly.
     """
 
+    torch._dynamo.reset()
+    backend = reading_backend(on_region, training=training, compiled=compiled)
+    with torch._inductor.config.patch(SETTINGS):
+        run = torch.compile(function, backend=backend, dynamic=False)
+        outputs = run(*inputs)
+        if training:
+            total = [each.float().sum() for each in _tensors(outputs) if each.requires_grad]
+            if total:
+                torch.stack(total).sum().backward()
+
+
+def reading_backend(on_region: OnRegion, *, training: bool, compiled: bool) -> Compiled:
+    """A backend for ``torch.compile`` that reads regions; arguments as for ``run_regions``."""
+
     def inner(graph: Any, example_inputs: Any, **options: Any) -> Any:
         backward = bool(options.get("is_backward"))
         direction = "backward" if backward else "forward" if training else "inference"
@@ -83,15 +98,7 @@ def run_regions(
             on_region(read[0], made)
         return made
 
-    torch._dynamo.reset()
-    settings = {"force_disable_caches": True, "compile_threads": 1}
-    with torch._inductor.config.patch(settings):
-        run = torch.compile(function, backend=lambda g, i: compile_fx(g, i, inner_compile=inner), dynamic=False)
-        outputs = run(*inputs)
-        if training:
-            total = [each.float().sum() for each in _tensors(outputs) if each.requires_grad]
-            if total:
-                torch.stack(total).sum().backward()
+    return lambda graph, inputs: compile_fx(graph, inputs, inner_compile=inner)
 
 
 def _eager(graph: Any) -> Compiled:

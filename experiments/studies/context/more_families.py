@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from stepsight.experiments.studies.context import region_families as first
 from stepsight.experiments.studies.context.chained_families import CHAINED
+from stepsight.experiments.studies.context.probe_families import PROBES
 from stepsight.experiments.studies.context.region_families import ACTIVATIONS, Dice, Draw
 
 _KINDS = ("u", "b", "b", "row", "col", "turn", "soft")  # of the ops of a random graph: one or two inputs, ...
@@ -263,4 +264,4 @@ FAMILIES: dict[str, Callable[[Dice], Draw]] = {
         modulation, recurrent, random_graph, segmentation, kernel_features, relative_bias, distilling, layouts,
         *CHAINED,
     )
-}  # fmt: skip
+} | PROBES  # fmt: skip
