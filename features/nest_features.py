@@ -8,28 +8,33 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.compiled.loop_nests import Nest, Touch, nests_of
-from stepsight.dataset.compiled.region_record import Region
+from stepsight.dataset.harness.regions.loop_nests import Nest
+from stepsight.dataset.harness.regions.nest_work import (
+    FUNCTIONS,
+    GROUPS,
+    LINE,
+    SCALAR_SLOW,
+    TERMS,
+    Use,
+    is_strided,
+    nests_by_call,
+    terms_of,
+    uses_of,
+)
+from stepsight.dataset.harness.regions.region_record import Region
 
 Array = NDArray[np.float64]
 Edges = NDArray[np.int64]
 
-LINE = 64  # bytes of a cache line
-FUNCTIONS = {  # cycles of one vector, before a machine said what they are
-    "exp_u20": 8, "exp": 14, "log": 40, "log1p": 60, "expm1": 50, "tanh": 60, "erf": 40, "sin": 60, "cos": 60,
-    "pow": 100, "sqrt": 8, "rsqrt": 16, "reciprocal": 8, "divide": 6, "other": 40,
-}  # fmt: skip
-GROUPS = {"vec_reduce_all": 25.0, "welford": 12.0, "cascade": 3.0, "transpose_mxn": 80.0}  # cycles of one call
 CYCLE_S = 3e-10
-_SCALAR_FACTOR = 0.5  # a slow function on one number, over the same on a vector
-NEST_TERMS: dict[str, float] = {  # what a nest does, and seconds of one before a machine said what they are
+_SECONDS = {
     "read_bytes": 3e-11, "written_bytes": 5e-11, "strided": 2e-9, "indirect": 1e-9, "vector_moves": 1.5e-10,
-    "scalar_moves": 2e-10, "vector": 1.5e-10, "scalar": 2e-10, "mask_stores": 5e-9, "mask_loads": 5e-10,
+    "scalar_moves": 2e-10, "vector": 1.5e-10, "scalar": 2e-10, "mask_stores": 6e-9, "mask_loads": 6e-10,
     **{name: cycles * CYCLE_S for name, cycles in GROUPS.items()},
     **{f"vector_{name}": cycles * CYCLE_S for name, cycles in FUNCTIONS.items()},
-    **{f"scalar_{name}": cycles * CYCLE_S * _SCALAR_FACTOR for name, cycles in FUNCTIONS.items()},
-    "nests": 1e-7,
+    **{f"scalar_{name}": cycles * CYCLE_S * SCALAR_SLOW for name, cycles in FUNCTIONS.items()}, "nests": 2e-7,
 }  # fmt: skip
+TERM_SECONDS = np.array([_SECONDS[name] for name in TERMS])  # of one of each, before a machine said what they are
 PARTS = {  # of a roofline, each with the terms that it adds up
     "reads": ("read_bytes",), "writes": ("written_bytes",), "strided": ("strided",), "indirect": ("indirect",),
     "moves": ("vector_moves", "scalar_moves", "mask_stores", "mask_loads"), "vectors": ("vector",),
@@ -40,22 +45,13 @@ RELATIONS = ("feeds", "shares", "again")  # last touched by a writer, by a reade
 EDGE_NUMBERS = ("log_bytes", "log_since", "log_between", "writes", "wrote", "strided", "log_own_bytes")
 
 
-@dataclass(frozen=True, slots=True)
-class _Use:
-    """What a nest does with a buffer: bytes that it reads and writes, and whether with strides."""
-
-    read: float
-    written: float
-    strided: bool
-
-
 @dataclass(frozen=True)
 class NestNumbers:
     """A region's nests as arrays.
 
     Attributes:
         x: ``(n, f)``.
-        terms: How much each does of ``NEST_TERMS``, ``(n, t)``.
+        terms: How much each does of ``TERMS``, ``(n, t)``.
         key: What kind each is, ``(n,)``.
         call: Number of the launch that each is in, ``(n,)``.
         edges: By relation, ``(2, e)`` and ``(e, len(EDGE_NUMBERS))``.
@@ -72,14 +68,15 @@ class NestNumbers:
 
 def nest_numbers(region: Region) -> NestNumbers:
     """Arrays of a region whose code was read."""
-    code = {name: [each for each in nests_of(text) if _counts(each)] for name, text in region.code.items()}
+    code = nests_by_call(region)
     nests, uses, calls = [], [], []
     for number, launch in enumerate(region.launches):
         for nest in code[launch.call]:
             nests.append(nest)
-            uses.append(_uses(nest, launch.pointers, region.buffers))
+            uses.append(uses_of(nest, launch.pointers, region.buffers))
             calls.append(number)
-    terms = np.array([_terms(nest, use) for nest, use in zip(nests, uses, strict=True)]).reshape(-1, len(NEST_TERMS))
+    told = [list(terms_of(nest, use).values()) for nest, use in zip(nests, uses, strict=True)]
+    terms = np.array(told).reshape(-1, len(TERMS))
     rows = [_row(nest, use, each) for nest, use, each in zip(nests, uses, terms, strict=True)]
     touched = {name: region.buffers.get(name, 0) for use in uses for name in use}
     return NestNumbers(
@@ -92,60 +89,11 @@ def nest_numbers(region: Region) -> NestNumbers:
     )
 
 
-def _counts(nest: Nest) -> bool:
-    return bool(nest.touches) or sum(nest.operations.values()) > 64
-
-
-def _uses(nest: Nest, pointers: Mapping[str, str], buffers: Mapping[str, int]) -> dict[str, _Use]:
-    found: dict[str, _Use] = {}
-    for touch in nest.touches:
-        name = pointers.get(touch.pointer, touch.pointer)
-        whole = buffers.get(name, 0) or touch.distinct
-        if touch.pointer.startswith("local"):
-            continue
-        old = found.get(name, _Use(0.0, 0.0, False))
-        moved = min(touch.distinct, whole)
-        strided = old.strided or is_strided(touch)
-        if touch.writes:
-            found[name] = _Use(old.read, min(max(old.written, moved), whole), strided)
-        else:
-            found[name] = _Use(min(max(old.read, moved), whole), old.written, strided)
-    return found
-
-
-def is_strided(touch: Touch) -> bool:
-    """Whether each access takes another line than the one before, and not the next."""
-    return touch.form != "indirect" and touch.stride >= 2 * LINE and touch.stride > touch.num_bytes
-
-
-def _terms(nest: Nest, uses: Mapping[str, _Use]) -> list[float]:
-    done, found = nest.operations, dict.fromkeys(NEST_TERMS, 0.0)
-    for name, times in done.items():
-        kind, _, function = name.partition("_")
-        if name in found:
-            found[name] += times
-        elif kind in ("vector", "scalar") and function:
-            found[f"{kind}_other"] += times
-    for touch in nest.touches:
-        if is_strided(touch):
-            found["strided"] += touch.times
-        if touch.form == "indirect":
-            found["indirect"] += touch.times
-        elif touch.masks:
-            found["mask_stores" if touch.writes else "mask_loads"] += touch.times * touch.num_bytes
-        else:
-            found[f"{touch.form}_moves"] += touch.times
-    found["read_bytes"] = sum(use.read for use in uses.values())
-    found["written_bytes"] = sum(use.written for use in uses.values())
-    found["nests"] = 1.0
-    return list(found.values())
-
-
-def _row(nest: Nest, uses: Mapping[str, _Use], terms: Array) -> list[float]:
+def _row(nest: Nest, uses: Mapping[str, Use], terms: Array) -> list[float]:
     touches = nest.touches
     read, written = sum(u.read for u in uses.values()), sum(u.written for u in uses.values())
     strided = [t for t in touches if is_strided(t)]
-    seconds = terms * np.array(list(NEST_TERMS.values()))
+    seconds = terms * TERM_SECONDS
     told = [
         read + written, max((max(u.read, u.written) for u in uses.values()), default=0.0),
         max((t.stride for t in strided), default=0), max((t.distinct for t in strided), default=0.0),
@@ -159,20 +107,20 @@ def _row(nest: Nest, uses: Mapping[str, _Use], terms: Array) -> list[float]:
 
 def part_sums(seconds: Array) -> Array:
     """Seconds by part of seconds by term: ``(n, t)`` to ``(n, len(PARTS))``."""
-    names = list(NEST_TERMS)
+    names = list(TERMS)
     return np.stack([seconds[:, [names.index(each) for each in terms]].sum(axis=1) for terms in PARTS.values()], axis=1)
 
 
 def _kind(terms: Array) -> int:
     """Vector or scalar code, with strides, with gathers, with reductions, with slow functions: one number."""
-    told = dict(zip(NEST_TERMS, terms.tolist(), strict=True))
-    seconds = terms * np.array(list(NEST_TERMS.values()))
+    told = dict(zip(TERMS, terms.tolist(), strict=True))
+    seconds = terms * TERM_SECONDS
     slow = bool(part_sums(seconds[None])[0][-3:-1].sum() > 0.3 * seconds.sum())
     reduces, vector = any(told[name] for name in GROUPS), told["vector"] >= told["scalar"]
     return 16 * vector + 8 * bool(told["strided"]) + 4 * bool(told["indirect"]) + 2 * reduces + slow
 
 
-def _edges(uses: Sequence[Mapping[str, _Use]]) -> dict[str, tuple[Edges, Array]]:
+def _edges(uses: Sequence[Mapping[str, Use]]) -> dict[str, tuple[Edges, Array]]:
     """An edge to every use of a buffer, from the nest that touched it last, in this run of the region or the last.
 
     ``since`` counts the bytes that other nests touched between.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.compiled.region_record import MODES, Access, FrameworkOp, Loop, Region
+from stepsight.dataset.harness.regions.region_record import MODES, Access, FrameworkOp, Loop, Region
 
 Array = NDArray[np.float64]
 Edges = NDArray[np.int64]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stepsight.dataset.compiled.region_record import Access, FrameworkOp, Loop, Region
+from stepsight.dataset.harness.regions.region_record import Access, FrameworkOp, Loop, Region
 from stepsight.features.region_features import region_numbers
 
 MIB = 2**20

@@ -1,4 +1,4 @@
-"""Families of random regions whose kernels pass whole buffers on: what one kernel leaves in a cache, the next one reads.
+"""Families of random regions whose kernels pass whole buffers on, which the next kernel may find in a cache.
 
 Statistics of columns or of whole tensors lie between the kernels, so that Inductor cannot fuse them.
 """

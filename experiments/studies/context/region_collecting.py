@@ -15,16 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepsight.dataset.compiled.fused_regions import run_regions
-from stepsight.dataset.compiled.region_record import Region
-from stepsight.dataset.errors import StepsightError, TraceError
+from stepsight.dataset.errors import TraceError
 from stepsight.dataset.files import read_json, write_text
+from stepsight.dataset.harness.regions.fused_regions import run_regions
+from stepsight.dataset.harness.regions.region_record import Region
 from stepsight.experiments.studies.context.more_families import FAMILIES
 from stepsight.experiments.studies.context.region_families import Dice
 
 BATCH_S, BATCHES = 1e-3, 30  # of one measurement
 MOST_S = 0.5
-QUIET = 10  # percentile of batches that counts: other programs of the machine make calls slower, none makes them quicker
+QUIET = (
+    10  # percentile of batches that counts: other programs of the machine make calls slower, none makes them quicker
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def collect(folder: Path, each: int, until: Callable[[], bool] = lambda: False) 
         path = folder / f"{name}-{number}.json"
         try:
             timed = list(_measured(name, number))
-        except (StepsightError, RuntimeError, ValueError, TypeError, AssertionError) as error:
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
             print(f"  left out: {error!s:.200}", file=sys.stderr)
             write_text(path, json.dumps({"family": name, "number": number, "regions": [], "error": str(error)[:300]}))
             continue

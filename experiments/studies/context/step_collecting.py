@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepsight.dataset.compiled.fused_regions import SETTINGS, reading_backend
-from stepsight.dataset.compiled.region_record import Region
-from stepsight.dataset.errors import StepsightError, TraceError
+from stepsight.dataset.errors import TraceError
 from stepsight.dataset.files import read_json, write_text
+from stepsight.dataset.harness.regions.fused_regions import SETTINGS, reading_backend
+from stepsight.dataset.harness.regions.region_record import Region
 from stepsight.experiments.studies.architectures.family_script import FAMILIES, optimizer_of
 
 MODELS = (
@@ -90,7 +90,7 @@ def collect_steps(folder: Path, sizes: Sequence[int], families: Sequence[str] = 
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 values = _measured(family, size)
-        except (StepsightError, RuntimeError, ValueError, TypeError, AssertionError) as error:
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
             print(f"  left out: {error!s:.200}", file=sys.stderr)
             values = {"family": family, "size": size, "error": str(error)[:300]}
         write_text(folder / f"{family}-{size}.json", json.dumps(values, separators=(",", ":")))

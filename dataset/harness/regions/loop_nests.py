@@ -12,7 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 _CAST = re.compile(r"static_cast<int64_t>\(([^()]*)\)")
-_FOR = re.compile(r"for\s*\((?:int64_t|int|long) (\w+)\s*=\s*(-?\d+)L?; \w+\s*<\s*(-?\d+)L?; \w+(?:\+\+|\s*\+=\s*(\d+)L?)\)")
+_FOR = re.compile(
+    r"for\s*\((?:int64_t|int|long) (\w+)\s*=\s*(-?\d+)L?; \w+\s*<\s*(-?\d+)L?; \w+(?:\+\+|\s*\+=\s*(\d+)L?)\)"
+)
 _PART = re.compile(r"C10_(?:UN)?LIKELY\((\w+) >= (-?\d+)L? && \w+ < (-?\d+)L?\)")
 _POINTER = re.compile(r"\b([A-Za-z][\w:]*)\*(?: __restrict__)? (\w*ptr\d+)")
 _ALIAS = re.compile(r"auto (\w+) = (in_out_ptr\d+|out_ptr\d+|in_ptr\d+);")
@@ -104,6 +106,7 @@ class _Reader:
         self._pending: _Scope | None = None
         self._counts: Counter[str] = Counter()
         self._touches: list[Touch] = []
+        self._lambdas: list[tuple[str, int]] = []  # names that are being computed, and their registers
         for line in _lines(source):
             self._line(line)
 
@@ -112,8 +115,15 @@ class _Reader:
             outer = self._scopes[-1]
             self._scopes.append(self._pending or _Scope(outer.times, known=dict(outer.known)))
             self._pending = None
-        elif line.startswith("}") or line.startswith("()"):
-            self._close(line)
+        elif line.startswith("}"):
+            self._close()
+        elif line.startswith("()") and self._lambdas:
+            name, width = self._lambdas.pop()
+            self._scopes[-1].known[name] = width, sum(bool(each.loop) for each in self._scopes)
+        elif line.endswith(" =") and (found := _NAME.search(line)):
+            self._lambdas.append((found[0], 0))
+        elif line.startswith("return") and self._lambdas:
+            self._returns(line)
         elif found := _FOR.match(line):
             self._pending = self._loop(found)
         elif line.startswith(("if", "else")):
@@ -121,8 +131,13 @@ class _Reader:
         elif not line.startswith(("#", "//", "return", "[&]", "TORCH_CHECK", "std::atomic", "inductor_cpu", "extern")):
             self._statement(line)
 
-    def _close(self, line: str) -> None:
-        if not line.startswith("}") or len(self._scopes) < 2:
+    def _returns(self, line: str) -> None:
+        """Whether the value of a lambda is a vector: of a buffer of several numbers, or of vectors."""
+        width, _ = self._variable(line, "", [])
+        self._lambdas[-1] = self._lambdas[-1][0], max(width, int("tmpbuf" in line))
+
+    def _close(self) -> None:
+        if len(self._scopes) < 2:
             return
         gone = self._scopes.pop()
         if gone.loop and not any(scope.loop for scope in self._scopes) and (self._counts or self._touches):
@@ -141,7 +156,9 @@ class _Reader:
         if part := _PART.search(line):
             loop = next((scope for scope in reversed(self._scopes) if scope.loop == part[1]), None)
             if loop is not None and loop.trips:
-                inside = len(range(loop.start, int(part[3]), loop.step)) - len(range(loop.start, int(part[2]), loop.step))
+                inside = len(range(loop.start, int(part[3]), loop.step)) - len(
+                    range(loop.start, int(part[2]), loop.step)
+                )
                 times *= min(max(inside, 0), loop.trips) / loop.trips
         return _Scope(times, known=dict(outer.known))
 
@@ -204,7 +221,7 @@ class _Reader:
         for found in _SCALAR_ACCESS.finditer(line):
             name = self._alias.get(found[1], found[1])
             index = _bracketed(line, found.end())
-            writes = found.start() < stores and not line.startswith("auto ") and "tmpbuf[" not in line[: stores]
+            writes = found.start() < stores and not line.startswith("auto ") and "tmpbuf[" not in line[:stores]
             yield _touch(name, writes, "scalar", index, self._sizes.get(name, 4), 1, loops, times)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stepsight.dataset.compiled.fused_regions import read_regions
-from stepsight.dataset.compiled.region_record import Region
+from stepsight.dataset.harness.regions.fused_regions import read_regions
+from stepsight.dataset.harness.regions.region_record import Region
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU")]
 

@@ -22,8 +22,8 @@ from torch._inductor.dependencies import MemoryDep
 from torch._inductor.ir import NopKernel
 from torch._inductor.virtualized import V
 
-from stepsight.dataset.compiled.region_record import Access, FrameworkOp, Launch, Loop, Region
-from stepsight.dataset.errors import StepsightError
+from ..plan_error import HarnessError
+from .region_record import Access, FrameworkOp, Launch, Loop, Region
 
 Compiled: TypeAlias = Callable[..., Any]
 OnRegion = Callable[[Region, Any], None]
@@ -43,7 +43,7 @@ def read_regions(function: Callable[..., Any], inputs: Sequence[Any], *, trainin
         training: Whether its backward region is read too: the gradient of the sum of all float outputs.
 
     Raises:
-        StepsightError: If this version of PyTorch cannot be asked.
+        HarnessError: If this version of PyTorch cannot be asked.
     """
     found: list[Region] = []
     run_regions(function, inputs, lambda region, _: found.append(region), training=training, compiled=False)
@@ -89,7 +89,7 @@ def reading_backend(on_region: OnRegion, *, training: bool, compiled: bool) -> C
                 made = compile_fx_inner(graph, example_inputs, **options)
         except Exception as error:
             if compiled or not read:
-                raise StepsightError(
+                raise HarnessError(
                     f"Inductor of PyTorch {torch.__version__} could not be asked: {error!s:.200}"
                 ) from error
             on_region(read[0], None)
