@@ -232,4 +232,25 @@ KINDS = (
         elements=lambda b, t, r, s: float(b * t),
         base_dims=lambda b, t, r, s: (b * t,),
     ),
+    _kind(  # loops that a compiler fused for a CPU; amounts as ``harness.regions.nest_work`` counts them
+        "fused_loops",
+        "fused_loops",
+        (
+            "near_bytes",
+            "middle_bytes",
+            "far_bytes",
+            "strided",
+            "far_strided",
+            "gathers",
+            "moves",
+            "vectors",
+            "scalars",
+            "function_cycles",
+            "nests",
+        ),
+        {},
+        flops=lambda a, b, c, d, e, f, g, vectors, scalars, functions, h: 16.0 * (vectors + functions) + scalars,
+        elements=lambda near, middle, far, *others: (near + middle + far) / 4.0,
+        base_dims=lambda near, middle, far, *others: (max((near + middle + far) // 4, 1),),
+    ),  # fmt: skip
 )

@@ -56,6 +56,11 @@ class FakeWorld(TorchDispatchMode):
         self._functional = FunctionalCollectives(self.collectives)
         self._evaluations: dict[tuple[int, int], int] = {}
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Whether ``torch.compile`` may trace while the mode is on."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not all(kind in _PLAIN or issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented
@@ -182,7 +187,7 @@ def on_cpu(values: Any) -> Any:
         device = values.get("device")
         return {**values, "device": cpu_of(device)} if device is not None else values
     if any(isinstance(value, torch.device) for value in values):
-        return type(values)(cpu_of(value) for value in values)
+        return type(values)(cpu_of(value) if isinstance(value, torch.device) else value for value in values)
     return values
 
 

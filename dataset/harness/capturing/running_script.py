@@ -40,7 +40,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     from .world import set_environment
 
     script = Path(request["script"])
-    set_environment(request["rank"], request["world_size"], request["local_size"])
+    on_host = request["device"] == "cpu"
+    set_environment(request["rank"], request["world_size"], request["local_size"], compiles=on_host)
     import torch
 
     from . import composite_ops, fake_cuda, fake_streams, mends, pipelines, world
@@ -51,12 +52,15 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     recorder = Recorder()
     fake = FakeWorld(recorder, script)
     fake_streams.follow_streams(recorder)
-    on_host = request["device"] == "cpu"
     if not on_host:
         fake_cuda.install(request["local_size"])
     world.install(request["rank"], request["world_size"], fake.collectives)
     mends.install(fake, on_host=on_host)
     composite_ops.install(fake)
+    if on_host:
+        from . import compiled_regions
+
+        compiled_regions.install(fake)
     boundary = pipelines.install(recorder, request.get("boundary"), only_boundary=request.get("only_boundary", False))
     steps = Steps(fake, request["warm_up"])
     sys.argv = [str(script), *request["arguments"]]

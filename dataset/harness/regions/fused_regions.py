@@ -81,27 +81,52 @@ def reading_backend(on_region: OnRegion, *, training: bool, compiled: bool) -> C
     """A backend for ``torch.compile`` that reads regions; arguments as for ``run_regions``."""
 
     def inner(graph: Any, example_inputs: Any, **options: Any) -> Any:
-        backward = bool(options.get("is_backward"))
-        direction = "backward" if backward else "forward" if training else "inference"
-        read: list[Region] = []
-        try:
-            with _hooks(read, direction, stop=not compiled):
-                made = compile_fx_inner(graph, example_inputs, **options)
-        except Exception as error:
-            if compiled or not read:
-                raise HarnessError(
-                    f"Inductor of PyTorch {torch.__version__} could not be asked: {error!s:.200}"
-                ) from error
-            on_region(read[0], None)
-            return _eager(graph)
-        if read:
-            on_region(read[0], made)
+        if not compiled:
+            on_region(read_graph(graph, example_inputs, training=training, **options)[0], None)
+            return eager(graph)
+        read = _Read(_direction(options, training))
+        with _hooks(read, stop=False):
+            made = compile_fx_inner(graph, example_inputs, **options)
+        if read.region is not None:
+            on_region(read.region, made)
         return made
 
     return lambda graph, inputs: compile_fx(graph, inputs, inner_compile=inner)
 
 
-def _eager(graph: Any) -> Compiled:
+def read_graph(
+    graph: Any, example_inputs: Sequence[Any], *, training: bool = True, **options: Any
+) -> tuple[Region, list[Any]]:
+    """The region of a graph that ``compile_fx_inner`` would be given, and the nodes that its ``ops`` stand for.
+
+    Args:
+        graph: Of framework ops.
+        example_inputs: Its arguments.
+        training: Whether a graph that is not a backward is the forward of one.
+        options: As ``compile_fx_inner`` takes them.
+
+    Raises:
+        HarnessError: If this version of PyTorch cannot be asked.
+    """
+    read = _Read(_direction(options, training))
+    try:
+        with _hooks(read, stop=True):
+            compile_fx_inner(graph, example_inputs, **options)
+    except Exception as error:
+        if read.region is None:
+            raise HarnessError(f"Inductor of PyTorch {torch.__version__} could not be asked: {error!s:.200}") from error
+    if read.region is None:
+        raise HarnessError(f"Inductor of PyTorch {torch.__version__} made no region of a graph")
+    return read.region, read.nodes
+
+
+def _direction(options: dict[str, Any], training: bool) -> str:
+    return "backward" if options.get("is_backward") else "forward" if training else "inference"
+
+
+def eager(graph: Any) -> Compiled:
+    """What runs a graph as it is, with its arguments in a list."""
+
     def call(arguments: list[Any]) -> Any:
         return graph(*arguments)
 
@@ -136,9 +161,24 @@ class _Codegen:
     nodes: Sequence[Any] = ()
 
 
+@dataclass
+class _Read:
+    """What was read of a graph.
+
+    Attributes:
+        direction: Of the region.
+        region: None until the scheduler was asked.
+        nodes: Of the graph, as the region numbers its ops.
+    """
+
+    direction: str
+    region: Region | None = None
+    nodes: list[Any] = field(default_factory=list)
+
+
 @contextmanager
-def _hooks(read: list[Region], direction: str, *, stop: bool) -> Iterator[None]:
-    """Record Inductor's decisions; with ``stop`` nothing is compiled."""
+def _hooks(read: _Read, *, stop: bool) -> Iterator[None]:
+    """Record what Inductor decides; with ``stop`` nothing is compiled."""
     told = _Codegen()
     schedule: Any = inductor.Scheduler.codegen
     define: Any = CppScheduling.define_kernel
@@ -147,8 +187,9 @@ def _hooks(read: list[Region], direction: str, *, stop: bool) -> Iterator[None]:
 
     def record(scheduler: Any) -> Any:
         result = schedule(scheduler)
-        if not read:  # a graph within a graph is part of the first
-            read.append(_region(scheduler, direction, told))
+        if read.region is None:  # a graph within a graph is part of the first
+            read.nodes = [node for node in V.graph.orig_gm.graph.nodes if node.op != "output"]
+            read.region = _region(scheduler, read.direction, told, read.nodes)
             if stop:
                 raise _ReadError
         return result
@@ -194,9 +235,9 @@ def _pointers(given: Any) -> dict[str, str]:
     return found
 
 
-def _region(scheduler: Any, direction: str, told: _Codegen) -> Region:
+def _region(scheduler: Any, direction: str, told: _Codegen, nodes: Sequence[Any]) -> Region:
     graph = V.graph
-    numbers = {node: number for number, node in enumerate(n for n in graph.orig_gm.graph.nodes if n.op != "output")}
+    numbers = {node: number for number, node in enumerate(nodes)}
     names = {node.name: number for node, number in numbers.items()}
     loops = []
     for kernel, group in enumerate(scheduler.nodes):

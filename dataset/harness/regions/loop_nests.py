@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 _CAST = re.compile(r"static_cast<int64_t>\(([^()]*)\)")
 _FOR = re.compile(
-    r"for\s*\((?:int64_t|int|long) (\w+)\s*=\s*(-?\d+)L?; \w+\s*<\s*(-?\d+)L?; \w+(?:\+\+|\s*\+=\s*(\d+)L?)\)"
+    r"for\s*\(\s*(?:int64_t|int|long) (\w+)\s*=\s*(-?\d+)L?; \w+\s*<\s*(-?\d+)L?; \w+(?:\+\+|\s*\+=\s*(\d+)L?)\s*\)"
 )
 _PART = re.compile(r"C10_(?:UN)?LIKELY\((\w+) >= (-?\d+)L? && \w+ < (-?\d+)L?\)")
 _POINTER = re.compile(r"\b([A-Za-z][\w:]*)\*(?: __restrict__)? (\w*ptr\d+)")
@@ -24,7 +24,8 @@ _TARGET = re.compile(r"^(?:auto |float |int64_t |bool )?(\w+)(?:\[[^=]*\])? = ")
 _NAME = re.compile(r"\btmp\w*")
 _WIDE = re.compile(r"VectorizedN<\w[\w:]*,(\d+)>|convert<[\w:]+,(\d+)")
 _SLOW = re.compile(
-    r"(?:\.|std::|calc_)(exp_u20|exp2|exp|log1p|log2|log10|log|expm1|tanh|erfc|erf|sin|cos|tan|asin|acos|atan|pow|"
+    r"(?:\.|std::|calc_|normalized_|= )(rand_cpu|randn_cpu|randint64_cpu|exp_u20|exp2|exp|log1p|log2|"
+    r"log10|log|expm1|tanh|erfc|erf|sin|cos|tan|asin|acos|atan|pow|"
     r"sqrt|rsqrt|reciprocal|sigmoid|lgamma|fmod|round|floor|ceil|trunc)\("
 )
 _SEVERAL = ("vec_reduce_all", "welford", "transpose_mxn", "cascade")  # calls of many operations

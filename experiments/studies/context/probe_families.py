@@ -21,6 +21,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "divide": lambda x: 1.5 / (x.abs() + 1), "pow": lambda x: (x.abs() + 1).pow(1.7),
     "arithmetic": lambda x: ((x * 1.5 + 0.5) * x - 0.25) * x + x.abs().clamp(0.1, 3.0),
     "where": lambda x: torch.where(x > 0.5, x * 2, torch.where(x < -0.5, x, -x)), "round": torch.round,
+    "dropout": lambda x: F.dropout(x, 0.1, training=True),
 }  # fmt: skip
 
 

@@ -1,0 +1,180 @@
+"""Regions of ``torch.compile`` in a captured script: what Inductor makes of them for this CPU, as nodes.
+
+A call of a compiled function (several fused loops) is one op, ``fused_loops``; a call of a library is the op that it
+is without a compiler.  Inductor is asked before it compiles anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor.compile_fx import compile_fx
+from torch.fx import Node
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..plan_error import HarnessError
+from ..regions.fused_regions import eager, read_graph
+from ..regions.nest_work import launch_dims, nests_by_call
+from ..regions.region_record import Launch, Loop, Region
+from .fake_tensors import BACKWARD, FORWARD, FakeWorld
+from .patching import patch
+from .recorder import OP, storage_of
+from .signatures import COMPOSITE
+
+FUSED = "fused_loops"
+_NO_CALL = ("MultiOutput",)  # parts of what a library returned
+
+
+def install(world: FakeWorld) -> None:
+    """Let ``torch.compile`` read regions in place of compiling them."""
+    plain = torch.compile
+    torch._inductor.config.force_disable_caches = True
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+
+    def inner(graph: Any, example_inputs: Any, **options: Any) -> Any:
+        try:
+            with _disable_current_modes():
+                region, nodes = read_graph(graph, example_inputs, **options)
+        except HarnessError as error:
+            world.recorder.note(f"a compiled region runs as it is written: {error!s:.300}")
+            return eager(graph)
+        return eager(_Region(world, graph, region, nodes))
+
+    def compiled(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return lambda given: compiled(given, **options)
+        if options.get("backend", "inductor") != "inductor" or options.get("disable"):
+            return plain(model, **options)
+        kept = {name: options[name] for name in ("fullgraph", "dynamic") if name in options}
+        return plain(model, backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=inner), **kept)
+
+    patch(torch, compile=compiled)
+
+
+class _Region:
+    """A region that runs without values, and writes its nodes down."""
+
+    def __init__(self, world: FakeWorld, graph: Any, region: Region, nodes: list[Node]) -> None:
+        self._world, self._graph, self._region, self._nodes = world, graph, region, nodes
+        self._nests = nests_by_call(region)
+        self._launches = {loop: launch for launch in region.launches for loop in launch.loops}
+        self._last_use = _last_uses(region)
+
+    def __call__(self, *arguments: Any) -> Any:
+        recorder = self._world.recorder
+        if not recorder.active:
+            return self._graph(*arguments)
+        recorder.active = False
+        try:
+            outputs = self._graph(*arguments)
+        finally:
+            recorder.active = True
+        storages = _Storages(self._region, arguments, outputs)
+        phase = BACKWARD if self._region.direction == "backward" else FORWARD
+        scope = (phase, -1, self._world.scope()[2])
+        done: set[int] = set()
+        passed, touched = 0.0, dict[str, float]()
+        for place, loop in enumerate(self._region.loops):
+            launch = self._launches.get(loop.name)
+            if launch is not None:
+                if id(launch) not in done:
+                    done.add(id(launch))
+                    passed = self._launch(launch, storages, scope, (passed, touched))
+            elif loop.extern and loop.extern not in _NO_CALL:
+                self._library(place, loop, storages, scope)
+                for access in (*loop.reads, *loop.writes):
+                    passed += self._region.buffers.get(access.buffer, 0)
+                    touched[access.buffer] = passed
+            storages.free(name for name in (a.buffer for a in (*loop.reads, *loop.writes)) if self._last_use[name] <= place)
+        return outputs
+
+    def _launch(self, launch: Launch, storages: _Storages, scope: Any, seen: tuple[float, dict[str, float]]) -> float:
+        """Write a call of a compiled function down; returns the bytes that have passed since the region began."""
+        passed, touched = seen
+        recorder, buffers = self._world.recorder, self._region.buffers
+
+        def since(name: str) -> float:
+            return passed - touched[name] if name in touched else float("inf")
+
+        loops = [loop for loop in self._region.loops if loop.name in launch.loops]
+        dims = launch_dims(self._nests[launch.call], launch, buffers, since)
+        reads = {access.buffer for loop in loops for access in loop.reads}
+        writes = {access.buffer for loop in loops for access in loop.writes}
+        work = recorder.work((COMPOSITE, FUSED, dims, "fp32"))
+        recorder.add((OP, work, -1, launch.call), storages.of(reads - writes), storages.of(writes), scope)
+        for name in (*reads, *writes):
+            passed += buffers.get(name, 0)
+            touched[name] = passed
+        return passed
+
+    def _library(self, place: int, loop: Loop, storages: _Storages, scope: Any) -> None:
+        """Write a call of a library down."""
+        node = self._call_of(loop)
+        if node is None:
+            self._world.recorder.note(f"a compiled region calls {loop.extern}, which is left out")
+            return
+        args, kwargs = tree_map(_value, (node.args, node.kwargs), is_leaf=lambda each: isinstance(each, Node))
+        outputs = [each for each in tree_leaves(node.meta.get("val")) if isinstance(each, Tensor)]
+        recorder = self._world.recorder
+        target: Any = node.target
+        work = recorder.work(self._world.signatures.of(target, args, kwargs, outputs))
+        made = {access.buffer for access in loop.writes}
+        for part in self._region.loops[place + 1 :]:
+            if part.extern in _NO_CALL and made & {access.buffer for access in part.reads}:
+                made |= {access.buffer for access in part.writes}
+        name = target._schema.name
+        recorder.add((OP, work, -1, name), storages.of(a.buffer for a in loop.reads), storages.of(made), scope)
+
+    def _call_of(self, loop: Loop) -> Node | None:
+        """The framework call of a library's loop: of the ops that it computes, the one of that name."""
+        packet = loop.extern.rpartition(".")[0] or loop.extern
+        for number in reversed(loop.origins):
+            node = self._nodes[number]
+            if isinstance(node.target, torch._ops.OpOverload) and str(node.target).rpartition(".")[0] == packet:
+                return node
+        return None
+
+
+class _Storages:
+    """Storages of a region's buffers by name; those between its kernels live as long as they are used."""
+
+    def __init__(self, region: Region, arguments: Iterable[Any], outputs: Iterable[Any]) -> None:
+        self._bytes = region.buffers
+        given = zip(region.inputs, arguments, strict=False)
+        made = zip(region.outputs, (each for each in outputs if isinstance(each, Tensor)), strict=False)
+        self._kept = {name: storage_of(each) for name, each in (*given, *made) if isinstance(each, Tensor)}
+        self._own: dict[str, Any] = {}
+
+    def of(self, names: Iterable[str]) -> Iterator[Any]:
+        """Storages of buffers."""
+        for name in sorted(names):
+            if name in self._kept:
+                yield self._kept[name]
+            elif self._bytes.get(name, 0):
+                if name not in self._own:
+                    self._own[name] = storage_of(torch.empty(self._bytes[name], dtype=torch.uint8))
+                yield self._own[name]
+
+    def free(self, names: Iterable[str]) -> None:
+        """Give up buffers that are used no more."""
+        for name in list(names):
+            self._own.pop(name, None)
+
+
+def _last_uses(region: Region) -> Counter[str]:
+    """Place of the last loop that uses each buffer."""
+    found: Counter[str] = Counter()
+    for place, loop in enumerate(region.loops):
+        for access in (*loop.reads, *loop.writes):
+            found[access.buffer] = place
+    return found
+
+
+def _value(argument: Any) -> Any:
+    """What a call is given: a tensor without values for a node of the graph."""
+    return argument.meta.get("val") if isinstance(argument, Node) else argument
