@@ -14,7 +14,7 @@ from types import MappingProxyType
 from stepsight.dataset.caching import cached
 from stepsight.dataset.hashed_once import hashed_once
 from stepsight.dataset.job import Job
-from stepsight.dataset.specs import PURE, REENTRANT, BatchSpec, OptimizerSpec
+from stepsight.dataset.specs import PROJECTIONS, PURE, REENTRANT, BatchSpec, OptimizerSpec
 
 COMPUTE_DTYPE: Mapping[str, str] = MappingProxyType(
     {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16", "nvfp4": "bf16", **PURE}
@@ -43,6 +43,9 @@ class KernelSemantics:
             keeps something.  FSDP always stops.
         last_product_again: Whether full recomputation repeats a product that ends a layer.  PyTorch's non-reentrant
             checkpoint stops when the last tensor is kept, and a product keeps its inputs before it runs.
+        keeps_projections: Whether full recomputation keeps what the products around attention return, and repeats
+            nothing else that backward does not need: policies such as ``save_qkv_proj`` of recipes for XLA, which
+            drops dead code.
         accumulation: How gradients of several micro-batches are summed: ``autograd`` (one ``add`` for each parameter
             tensor), ``product`` (within the product that computes them, at no cost), ``buffer`` (the product or a
             kernel of its own adds to a buffer), or ``cast`` (one kernel casts, another one adds).
@@ -59,6 +62,7 @@ class KernelSemantics:
     keeps_gathered_input: bool = False
     whole_layers_again: bool = True
     last_product_again: bool = True
+    keeps_projections: bool = False
     accumulation: str = "product"
     casts_parameters: bool = False
     fp8_dynamic: bool = False
@@ -202,7 +206,8 @@ def _kernels(
     kernels = ENGINE_SEMANTICS[engine[0]].kernels
     if engine[1]:
         whole = engine[1] == REENTRANT
-        kernels = replace(kernels, whole_layers_again=whole, last_product_again=whole)
+        keeps = engine[1] == PROJECTIONS
+        kernels = replace(kernels, whole_layers_again=whole, last_product_again=whole, keeps_projections=keeps)
     separate, norms_again, metrics = habits
     modules = kernels.accumulation == "autograd"  # these are measured as a whole, as their autograd is
     accumulation = {"": "product", "fp32-cast": "cast"}.get(sums, "buffer")

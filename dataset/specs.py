@@ -35,8 +35,9 @@ OVERLAP_TP = ("", "backward", "split")
 RUNTIMES = ("asynchronous", "torch", "deepspeed")
 OPTIMIZERS = ("adam", "adamw")
 ENGINES = ("eager-pytorch", "megatron", "deepspeed-0.3")  # what each does: ``execution.ENGINE_SEMANTICS``
-REENTRANT, EARLY_STOP = "reentrant", "early-stop"  # checkpoints of Megatron and DeepSpeed, and PyTorch's own
-CHECKPOINTS = (REENTRANT, EARLY_STOP)
+# Checkpoints of Megatron and DeepSpeed, PyTorch's own, and those of recipes for XLA.
+REENTRANT, EARLY_STOP, PROJECTIONS = "reentrant", "early-stop", "projections"
+CHECKPOINTS = (REENTRANT, EARLY_STOP, PROJECTIONS)
 AXES = ("tp", "cp", "dp", "pp")
 
 
@@ -160,7 +161,8 @@ class ExecutionSpec:
         engine: ``megatron`` (fused kernels, main parameters and gradients in fp32) or ``eager-pytorch`` (autograd's own
             kernels); empty: ``eager-pytorch`` for fp32 and pure 16 bits, ``megatron`` for mixed precision.
         checkpoint: How recomputation of a layer ends: ``reentrant`` runs all of it again, ``early-stop`` stops when the
-            last tensor that backward needs is there; empty: as the engine does.
+            last tensor that backward needs is there, ``projections`` does as well and keeps what the products around
+            attention return; empty: as the engine does.
         kernels: The software whose kernels run the ops: a part of a name that ``stepsight show PREDICTOR`` lists;
             empty: the software that the predictor is made for.
     """

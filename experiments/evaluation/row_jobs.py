@@ -19,7 +19,7 @@ from stepsight.dataset.files import digest
 from stepsight.dataset.frameworks import Framework, framework_in
 from stepsight.dataset.job import Job
 from stepsight.dataset.rules import MOST_LAYERS
-from stepsight.dataset.specs import MIXED, RECOMPUTE
+from stepsight.dataset.specs import EARLY_STOP, MIXED, RECOMPUTE
 from stepsight.experiments.evaluation.open_cells import MOST_OPEN, NOTHING_OPEN, Choice, Open, open_cells, possible
 from stepsight.experiments.evaluation.row_hardware import cluster_of
 from stepsight.experiments.evaluation.runs_table import Row, RowError, number_in
@@ -39,7 +39,9 @@ _MODELS: dict[str, dict[str, Any]] = {
     "nemotron8b": {"vocab": 256000},
     "qwen3": {"head_dim": 128},
 }
-# Flags in a row's notes (name=value) and the profile's field that they set.
+# Flags in a row's notes (name=value) and the profile's field that they set.  That of tensor-parallel overlap
+# (``ub_tp_comm_overlap``) is not among them: notes have it of recipes whose launch scripts switch it on in any case
+# (dgxc-benchmarking v24.11.1 to v25.02, grok1/configure.sh and nemotron/configure.sh).
 _FLAGS = {
     "overlap_grad_sync": "overlap_grad_reduce",
     "overlap_param_sync": "overlap_param_gather",
@@ -138,9 +140,6 @@ def framework_of(row: Row) -> Framework:
         stated = re.search(rf"\b{flag}=(true|false)\b", notes, re.IGNORECASE)
         if stated:
             changes[field] = stated[1].lower() == "true"
-    split = re.search(r"\bub_tp_comm_overlap=(true|false)\b", notes, re.IGNORECASE)
-    if split:
-        changes["overlap_tp"] = "split" if split[1].lower() == "true" else "backward"
     bucket = re.search(r"\bbucket_cap_mb=([0-9.]+)", notes)
     if bucket and number_in(bucket[1], "bucket_cap_mb") > 0:
         changes["bucket_mbytes"] = float(bucket[1])
@@ -152,8 +151,10 @@ def framework_of(row: Row) -> Framework:
         changes |= {"overlap_tp": "", "overlap_grad_reduce": False, "overlap_param_gather": False}
     if "rowwise" in row.text("precision").lower():
         changes["fp8_scaling"] = "rowwise"
-    if "MP mode DEFAULT" in row.text("precision"):  # Composer's name for parameters in half, reduction in full
-        changes["gradients"] = "fp32"
+    # Composer's name for parameters in half, reduction in full.  llm-foundry's tables with it came with its sweep.sh of
+    # October 2023, which runs PyTorch 2.1, the first whose checkpoint stops early; tables of before are of PyTorch 1.13.
+    if "MP mode DEFAULT" in row.text("precision"):
+        changes |= {"gradients": "fp32", "checkpoint": EARLY_STOP}
     if "BF16 optimizer" in row.text("precision"):  # DeepSpeed's: casts and adds to fp32 and all-reduces that
         changes |= {"gradients": "fp32-cast", "reduce_scatter": False}
     return replace(framework, **changes) if changes else framework

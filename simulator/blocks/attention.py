@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from stepsight.simulator.blocks import eager
 from stepsight.simulator.blocks.context_parallel import all_gather, ring
 from stepsight.simulator.blocks.heads import Heads
@@ -23,6 +25,8 @@ def attention(shape: RankShape, *, causal: bool = True, rotary: bool = False) ->
             rope = (Step("rope", eager.rope(shape, numel), eager.rope(shape, numel)),)
     qkv = column_linear(shape, "qkv", width, shape.model.hidden)
     out = row_linear(shape, "out", shape.model.hidden, heads.heads * heads.v_dim)
+    if shape.kernels.keeps_projections and shape.tp.size == 1:  # then a product is the last op of its step
+        qkv, out = replace(qkv, output_kept=True), replace(out, output_kept=True)
     return (*entered(shape, qkv), *rope, *core(shape, heads), *left(shape, out))
 
 

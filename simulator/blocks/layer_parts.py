@@ -34,7 +34,8 @@ def row_linear(shape: RankShape, name: str, n: int, k: int) -> Step:
     With such a bias it is a function of its own, which keeps its inputs when it has run.
     """
     step = linear(shape, name, n, k, shape.rows, bias_first=shape.tp.size == 1)
-    whole = shape.kernels.last_product_again or shape.precision == "fp8"
+    kernels = shape.kernels
+    whole = kernels.last_product_again or (shape.precision == "fp8" and not kernels.keeps_projections)
     return replace(step, ends_unneeded=not whole and not (shape.model.has_bias and shape.tp.size > 1))
 
 

@@ -92,6 +92,7 @@ class Step:
         temporary_bytes: What forward or backward needs for a moment beside what its ops read and write; negative where
             they say too much.
         attention_core: Whether selective recomputation repeats this step.
+        output_kept: Whether full recomputation leaves out its last op, a product, since what it returns is kept.
         ends_unneeded: Whether a recomputation that ends with this step leaves out its last op, since the step keeps its
             inputs alone.
     """
@@ -107,6 +108,7 @@ class Step:
     saved: tuple[Saved, ...] = ()
     temporary_bytes: int = 0
     attention_core: bool = False
+    output_kept: bool = False
     ends_unneeded: bool = False
 
     @property

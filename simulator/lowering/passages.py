@@ -279,10 +279,14 @@ def _needed_again(block: Block, spec: BackwardSpec) -> tuple[int, Block]:
     PyTorch's checkpoint (not ``whole``) stops at the last step that keeps something for its backward.
     """
     last = max((index for index, step in enumerate(block) if spec.whole or step.saved), default=-1)
-    again = block[: last + 1]
+    again = tuple([_without_product(step) if step.output_kept else step for step in block[: last + 1]])
     if again and not spec.whole and again[-1].ends_unneeded:
-        again = (*again[:-1], replace(again[-1], forward=again[-1].forward[:-1]))
+        again = (*again[:-1], _without_product(again[-1]))
     return last, again
+
+
+def _without_product(step: Step) -> Step:
+    return replace(step, forward=step.forward[:-1])
 
 
 @cached(8192)

@@ -105,7 +105,8 @@ def block_memory(
         live.append(before + (sum(core) if step.attention_core else 0.0))
     kept = before
     if recompute == "full":
-        kept, forward = input_bytes, input_bytes + max(work, default=0.0)
+        kept = input_bytes + sum(_output_bytes(step) for step in block if step.output_kept)
+        forward = kept + max(work, default=0.0)
     grown, made, backward, first = 0.0, 0.0, 0.0, 0.0
     for step, there, needs in zip(reversed(block), reversed(live), reversed(work), strict=True):
         numel = sum(step.parameters)
@@ -127,6 +128,11 @@ def block_memory(
         backward_first=first,
         output=saved[-1] if saved else 0.0,
     )
+
+
+def _output_bytes(step: Step) -> float:
+    """Bytes of what a linear returns, in 16 bits or more; the product for its weights says how large it is."""
+    return sum(float(op.dims[-3] * op.dims[-2] * max(DTYPE_BYTES[op.dtype], 2)) for op in _products(step))
 
 
 def _inside(step: Step) -> float:

@@ -13,6 +13,7 @@ from stepsight.dataset.program import Program
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.lowering.lower import lower, signatures
 from stepsight.simulator.lowering.sizes import part_shapes
+from stepsight.simulator.memory.estimate import FIELDS, estimate_memory
 from stepsight.simulator.schedules import find_schedule, write_schedule
 from stepsight.simulator.simulate import simulate
 from tests.simulator.conftest import JobMaker
@@ -125,6 +126,24 @@ def test_torch_does_not_run_the_last_product_again(
     ]
     none, full = (kinds(lower(job, cpu).program("backward")) for job in asked)
     assert (full - none)["linear"] == products * asked[0].model.layers
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_recomputation_that_keeps_projections(make_job: JobMaker, gpu: Hardware, precision: str) -> None:
+    """Of the 4 products of a layer, those before and after attention are kept, and the last one is not needed."""
+    asked = [
+        replace(make_job(recompute=how, precision=precision), execution=ExecutionSpec(checkpoint="projections"))
+        for how in ("none", "full")
+    ]
+    none, full = (lower(job, gpu) for job in asked)
+    again = kinds(full.program("backward")) - kinds(none.program("backward"))
+    layers = asked[0].model.layers
+    assert (again["linear"], again["attention"]) == (layers, layers)
+    early = replace(asked[1], execution=ExecutionSpec(checkpoint="early-stop"))
+    model, tokens = early.model, early.batch.micro_batch * early.model.seq_len
+    kept = layers * tokens * 4 * model.hidden * 2  # queries, keys, values and the output, in 16 bits
+    moments = [estimate_memory(job, gpu).bytes_of[0, FIELDS.index("activations")] for job in (early, asked[1])]
+    assert moments[1] - moments[0] == kept
 
 
 def test_pipeline_stages_hold_what_they_should(make_job: JobMaker, cpu: Hardware) -> None:
