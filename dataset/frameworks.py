@@ -55,8 +55,8 @@ class Framework:
         runtime: As in ``ParallelSpec``: who passes messages between stages.
         p2p: Whether tensor-parallel ranks pass the ``full`` activation on to the next stage, or each a
             ``scattered`` part that is gathered there.
-        overlap_tp: As in ``ParallelSpec``.
-        eager_kernels, norms_again, token_metrics, fused_loss: As in ``ModelSpec``.
+        overlap_tp, overlap_ep: As in ``ParallelSpec``.
+        eager_kernels, norms_again, token_metrics, fused_loss, fused_experts: As in ``ModelSpec``.
         fp8_scaling: As in ``BatchSpec``.
         loss_share: As in ``ModelSpec``, for ``bert`` models.
         mean_tokens: Tokens of a sequence of ``bert`` that are computed on average, where padding is left out and the
@@ -88,11 +88,13 @@ class Framework:
     runtime: str = ""
     p2p: str = "full"
     overlap_tp: str = ""
+    overlap_ep: bool = False
     eager_kernels: bool = False
     norms_again: bool = False
     token_metrics: bool = False
     fp8_scaling: str = "delayed"
     fused_loss: bool = False
+    fused_experts: bool = False
     loss_share: float = 1.0
     mean_tokens: int = 0
 
@@ -160,6 +162,7 @@ class Framework:
                 "norms_again": self.norms_again and recompute != "full",
                 "token_metrics": self.token_metrics,
                 "fused_loss": self.fused_loss,
+                "fused_experts": self.fused_experts,
                 **self._of_bert(model),
             },
             "parallel": {
@@ -168,6 +171,7 @@ class Framework:
                 "overlap_param_gather": self.overlap_param_gather,
                 "bucket_mbytes": self.bucket_mbytes,
                 "overlap_tp": self.overlap_tp,
+                "overlap_ep": self.overlap_ep,
                 "gradient_dtype": self.gradients,
                 "reduce_scatter": self.reduce_scatter,
                 "reshard_after_forward": self.reshard_after_forward,

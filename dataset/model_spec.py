@@ -48,6 +48,9 @@ class ModelSpec:
         experts: Routed experts of a layer; 0: a dense MLP.
         experts_per_token: Routed experts that process each token.
         expert_ffn: Inner size of an expert; 0: ``ffn``.
+        expert_bias: Whether experts have biases and clamped gates, as in GPT-OSS.
+        fused_experts: Whether the activation of experts, its casts and biases are part of their products where these
+            are in 8 or 4 bits (Transformer Engine's fused grouped MLP of 2026).
         shared_experts: Experts that process every token.
         dense_layers: Number of first layers without experts.
         moe_every: Every n-th of the remaining layers has experts.
@@ -86,6 +89,8 @@ class ModelSpec:
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
+    expert_bias: bool = False
+    fused_experts: bool = False
     shared_experts: int = 0
     dense_layers: int = 0
     moe_every: int = 1

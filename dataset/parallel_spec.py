@@ -32,6 +32,8 @@ class ParallelSpec:
             input, and that gradient is summed beside the gradient of the weights).  ``split``: also all others, in
             parts, so that a product begins with the first part (Transformer Engine's user buffers, PyTorch's
             asynchronous tensor parallelism).
+        overlap_ep: Whether all-to-alls of experts run beside the computation of another micro-batch (Megatron's
+            ``overlap_moe_expert_parallel_comm``, the point of DualPipe).
         overlap_grad_reduce: Whether gradients are reduced while backward runs.
         overlap_param_gather: ZeRO 1 and 2: whether parameters are gathered while the next forward runs.
         prefetch: FSDP: number of layers that are gathered ahead of their use.
@@ -67,6 +69,7 @@ class ParallelSpec:
     zero_stage: int = 0
     dp_shard: int = 0
     overlap_tp: str = ""
+    overlap_ep: bool = False
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = False
     prefetch: int = 1

@@ -35,10 +35,13 @@ _MODELS: dict[str, dict[str, Any]] = {
     "deepseekv2": {**_LATENT, "ffn": 12288, "expert_ffn": 1536, "shared_experts": 2, "vocab": 102400},
     "deepseekv3": {**_LATENT, "ffn": 18432, "expert_ffn": 2048, "shared_experts": 1, "vocab": 129280},
     "gpt3": {"vocab": 50257},
-    "gptoss": {"head_dim": 64},
+    "gptoss": {"head_dim": 64, "expert_bias": True},
     "nemotron8b": {"vocab": 256000},
     "qwen3": {"head_dim": 128},
 }
+# Models of which Megatron-Bridge's recipes for H100 overlap experts' all-to-alls in every release from 25.09 to 26.06
+# (``moe_a2a_overlap`` of scripts/performance/configs/qwen).
+_OVERLAPS_EP = ("qwen3235b",)
 # Flags in a row's notes (name=value) and the profile's field that they set.  That of tensor-parallel overlap
 # (``ub_tp_comm_overlap``) is not among them: notes have it of recipes whose launch scripts switch it on in any case
 # (dgxc-benchmarking v24.11.1 to v25.02, grok1/configure.sh and nemotron/configure.sh).
@@ -152,9 +155,13 @@ def framework_of(row: Row) -> Framework:
     if "rowwise" in row.text("precision").lower():
         changes["fp8_scaling"] = "rowwise"
     # Composer's name for parameters in half, reduction in full.  llm-foundry's tables with it came with its sweep.sh of
-    # October 2023, which runs PyTorch 2.1, the first whose checkpoint stops early; tables of before are of PyTorch 1.13.
+    # October 2023, which runs PyTorch 2.1, the first whose checkpoint stops early; earlier tables are of PyTorch 1.13.
     if "MP mode DEFAULT" in row.text("precision"):
         changes |= {"gradients": "fp32", "checkpoint": EARLY_STOP}
+    if framework.overlap_ep and "mxfp8" not in row.text("precision").lower():  # recipes of other precisions do neither
+        changes |= {"overlap_ep": False, "fused_experts": False}
+    if "nemo container" in row.software.lower() and _plain_name(row).startswith(_OVERLAPS_EP):
+        changes |= {"overlap_ep": True} if "h100" in row.text("hardware").lower() else {}
     if "BF16 optimizer" in row.text("precision"):  # DeepSpeed's: casts and adds to fp32 and all-reduces that
         changes |= {"gradients": "fp32-cast", "reduce_scatter": False}
     return replace(framework, **changes) if changes else framework
@@ -209,8 +216,12 @@ def _model(row: Row) -> dict[str, Any]:
 
 def _facts(row: Row) -> dict[str, Any]:
     """What is known of a row's model by its name."""
-    plain = re.sub("[^a-z0-9]", "", row.text("model_name").lower())
+    plain = _plain_name(row)
     return next((facts for start, facts in _MODELS.items() if plain.startswith(start)), {})
+
+
+def _plain_name(row: Row) -> str:
+    return re.sub("[^a-z0-9]", "", row.text("model_name").lower())
 
 
 def _vocab(row: Row) -> int:

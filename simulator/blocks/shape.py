@@ -45,6 +45,7 @@ class RankShape:
         offload_activations: Whether what is kept moves to the host and back.
         scatter_p2p: Whether ranks pass on their parts of activations, gathered where they arrive.
         overlap_tp: As in ``ParallelSpec``.
+        overlap_ep: As in ``ParallelSpec``.
         compute_share: Part of an overlapped collective's time that the computation loses.
     """
 
@@ -62,6 +63,7 @@ class RankShape:
     offload_activations: bool = False
     scatter_p2p: bool = False
     overlap_tp: str = ""
+    overlap_ep: bool = False
     compute_share: float = 0.0
 
     @property

@@ -69,6 +69,7 @@ class _Split(NamedTuple):
     offload_activations: bool
     scatter_p2p: bool
     overlap_tp: str
+    overlap_ep: bool
     compute_share: float
 
 
@@ -92,6 +93,7 @@ def rank_shape(job: Job, compute_share: float = 0.0, semantics: ExecutionSemanti
         p.offload_activations,
         p.scatter_p2p and p.tp > 1 and p.pp > 1 and p.zero_stage < 3 and not p.sequence_parallel,
         overlap,
+        p.overlap_ep,
         compute_share if overlap == "backward" else 0.0,  # copy engines transfer the chunks
     )
     return _rank_shape(job.model, batch.micro_batch, batch.dtype, kernels, layout_of(job), split)

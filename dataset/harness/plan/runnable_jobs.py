@@ -23,14 +23,15 @@ FAMILIES = ("gpt", "llama", "bert", "t5")
 OPTIMIZER = {"kind": "adamw", "fused": True, "clip_grad_norm": False, "offload": False}
 _PLAIN = {
     "eager_kernels": False, "norms_again": False, "token_metrics": False, "fused_loss": False, "loss_share": 1,
-    "unpadded_len": 0,
+    "unpadded_len": 0, "expert_bias": False, "fused_experts": False,
 }  # fmt: skip
 _ONLY: dict[str, dict[str, Any]] = {  # optional keys of a job, and their only value here
     "model": {"attention": "mha", "experts": 0, "attention_kernels": "", "dropout": 0, **_PLAIN},
     "batch": {"fp8_scaling": "delayed"},
     "parallel": {
         "cp": 1, "ep": 1, "order": "tp-cp-dp-pp", "vocab_parallel": True, "overlap_grad_reduce": True,
-        "overlap_tp": "", "overlap_param_gather": False, "reshard_after_forward": True, "prefetch": 1,
+        "overlap_tp": "", "overlap_ep": False,
+        "overlap_param_gather": False, "reshard_after_forward": True, "prefetch": 1,
         "stage_layers": [], "recompute_every": 1, "offload_activations": False, "gradient_dtype": "",
         "scatter_p2p": False, "reduce_scatter": True,
     },

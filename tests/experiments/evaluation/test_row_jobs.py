@@ -76,6 +76,25 @@ def test_flags_of_a_row_go_before_its_frameworks() -> None:
     assert (default.framework.gradients, default.job.execution.checkpoint) == ("fp32", "early-stop")
 
 
+@pytest.mark.parametrize(
+    ("name", "hardware", "precision", "container", "expected"),
+    [
+        ("Qwen3_30B_a3B", "B200", "MXFP8", "26.06 NeMo Container", (True, True)),
+        ("Qwen3_30B_a3B", "B200", "BF16", "26.06 NeMo Container", (False, False)),
+        ("Qwen3_30B_a3B", "B200", "MXFP8", "26.04.01 NeMo Container", (False, False)),
+        ("Qwen3_235B_a22B", "H100-SXM", "FP8", "26.02 NeMo Container", (True, False)),
+        ("Qwen3_235B_a22B", "B200", "MXFP8", "26.02 NeMo Container", (False, False)),
+    ],
+)
+def test_containers_overlap_and_fuse_experts(
+    name: str, hardware: str, precision: str, container: str, expected: tuple[bool, bool]
+) -> None:
+    """Recipes of June 2026 do so in MXFP8; those of Qwen3 235B on H100 always overlapped."""
+    row = run_row(model_name=name, hardware=hardware, precision=precision, framework=container)
+    framework = framework_of(row)
+    assert (framework.overlap_ep, framework.fused_experts) == expected
+
+
 def test_a_papers_year_tells_generations_of_a_framework_apart() -> None:
     """Megatron-LM overlaps tensor-parallel collectives from 2022 on."""
     rows = {year: run_row(framework="Megatron-LM", source=f"Some et al. {year} Table 5") for year in (2021, 2022)}

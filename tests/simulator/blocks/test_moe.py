@@ -2,12 +2,13 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.op import Collective
+from stepsight.dataset.op import Collective, Op
 from stepsight.simulator.blocks.dense import layer
-from stepsight.simulator.blocks.moe import experts, token_counts
+from stepsight.simulator.blocks.moe import HIDDEN, experts, token_counts
 from stepsight.simulator.blocks.offload import kept_bytes
 from stepsight.simulator.blocks.shape import RankShape
-from tests.simulator.blocks.shapes import collectives, flops, ops, parameters, small_shape, words
+from stepsight.simulator.blocks.step import Block, Comm
+from tests.simulator.blocks.shapes import collectives, flops, items, ops, parameters, small_shape, words
 
 GROUPED = ("grouped_linear", "grouped_linear_dgrad", "grouped_linear_wgrad")
 
@@ -107,3 +108,35 @@ def test_dense_layers_of_a_mixture_have_an_ordinary_mlp() -> None:
     assert layer(mixture(), "dense") == layer(small_shape("llama", model={"experts": 8, "experts_per_token": 2}))
     assert not ops(layer(mixture(), "dense"), *GROUPED)
     assert ops(layer(mixture(), "moe"), *GROUPED)
+
+
+def test_overlapped_all_to_alls_save_the_published_part_of_their_bytes() -> None:
+    """What is waited for and what runs beside the computation are all that travels."""
+    apart, beside = (experts(mixture(ep=4, overlap_ep=overlap)) for overlap in (False, True))
+    waited, whole = (sum(found.num_bytes for found in collectives(block, "ep")) for block in (beside, apart))
+    assert waited == whole  # counted with what runs beside
+    hidden = sum(item.work.num_bytes for step in beside for item in (*step.forward, *step.backward)
+                 if isinstance(item, Comm) and item.beside)  # fmt: skip
+    assert hidden == pytest.approx(HIDDEN * whole, rel=1e-4)
+
+
+def test_biases_of_experts_move_the_bytes_that_their_kernels_do() -> None:
+    """In bf16, with sums in fp32: 28 B of each output forward and 40 B backward; clamps 16 and 32 B of half a gate."""
+    plain, biased = (experts(mixture(ep=4, precision="bf16", model={"expert_bias": on})) for on in (False, True))
+    rows, width, ffn = 64 * 2, 64, 128
+
+    def moved(block: Block, backward: bool) -> float:
+        return sum(item.num_bytes for item in items(block, backward=backward) if isinstance(item, Op))
+
+    assert moved(biased, False) - moved(plain, False) == rows * (28 * width + 16 * ffn)
+    assert moved(biased, True) - moved(plain, True) == rows * (40 * width + 32 * ffn)
+
+
+def test_fused_experts_have_neither_an_activation_nor_its_casts() -> None:
+    plain, fused = (experts(mixture(ep=4, precision="fp8", model={"fused_experts": on})) for on in (False, True))
+    assert words(plain).replace("grouped_linear swiglu copy grouped_linear", "grouped_linear grouped_linear") == words(
+        fused
+    )
+    assert "swiglu" not in words(fused, backward=True)
+    in_bf16 = [experts(mixture(ep=4, precision="bf16", model={"fused_experts": on})) for on in (False, True)]
+    assert in_bf16[0] == in_bf16[1]
