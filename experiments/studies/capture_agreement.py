@@ -76,6 +76,8 @@ STRATEGIES: Mapping[str, dict[str, Any]] = {
     "gpt, ddp 8, mixed": {**_GPT, **_MIXED, "dp": 8},
     "llama, ddp 16, mixed, two micro-batches": {**_LLAMA, **_MIXED, "dp": 16, "micro_batches": 2},
     "llama, tp 2 x ddp 4, mixed": {**_LLAMA, **_MIXED, "tp": 2, "dp": 4, "sequence_parallel": True},
+    "gpt, ddp 8, autocast": {**_GPT, **_MIXED, "dp": 8, "autocast": True},
+    "llama, one device, autocast": {**_LLAMA, **_MIXED, "autocast": True},
     "gpt, fsdp 8, mixed": {**_GPT, **_MIXED, "dp": 8, "zero_stage": 3},
     "llama, fsdp 64, mixed": {**_LLAMA, **_MIXED, "dp": 64, "zero_stage": 3},
     "llama, tp 2 x fsdp 8, mixed": {**_LLAMA, **_MIXED, "tp": 2, "dp": 8, "zero_stage": 3, "sequence_parallel": True},
@@ -90,6 +92,7 @@ def job_of(values: Mapping[str, Any]) -> Job:
     many = merged.pop("micro_batches")
     model = {key: merged.pop(key) for key in _MOE if key in merged}
     precision = merged.pop("precision", "pure-bf16")
+    merged.pop("autocast", None)  # concerns the script alone
     ranks = merged["tp"] * merged["pp"] * merged["dp"] * merged["cp"]
     if merged["pp"] > 1:  # as the harness runs pipelines: torch's runtime, and gradient reduction after the schedule
         merged |= {"runtime": "torch", "overlap_grad_reduce": False}
@@ -141,7 +144,8 @@ def compare(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     assert predictor is not None
     latency = predictor.latency(job)
     simulation = simulate(job, latency)
-    asked = CaptureRequest(SCRIPT, (json.dumps(job.to_dict()),), job.cluster.num_devices, job.cluster.devices_per_node)
+    words = (json.dumps(job.to_dict()), *(["--autocast"] if values.get("autocast") else []))
+    asked = CaptureRequest(SCRIPT, words, job.cluster.num_devices, job.cluster.devices_per_node)
     captured = capture(asked)
     step = time_captured(captured.graphs, latency)
     per_stage = job.cluster.num_devices // job.parallel.pp

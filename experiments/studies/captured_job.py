@@ -1,4 +1,6 @@
-"""A job of the harness as a script: ``captured_job.py JOB_JSON`` trains its model for a few steps.
+"""A job of the harness as a script: ``captured_job.py JOB_JSON [--autocast]`` trains its model for a few steps.
+
+With ``--autocast`` the model is that of an fp32 job, and runs under ``torch.autocast`` in bf16.
 
 What the harness itself does not run is added here: experts, context parallelism, and schedules of several chunks.
 """
@@ -118,7 +120,11 @@ def training_of(job: dict[str, Any]) -> type[Training]:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    asked = json.loads(sys.argv[1])
+    asked, autocast = json.loads(sys.argv[1]), sys.argv[2:] == ["--autocast"]
+    if autocast:
+        asked["batch"]["precision"] = "fp32"
     training = training_of(asked)(asked, torch.device("cpu"))
+    if autocast:
+        training.model.forward = torch.autocast("cuda", torch.bfloat16)(training.model.forward)
     for _ in range(STEPS):
         training.step()

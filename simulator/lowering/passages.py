@@ -173,11 +173,16 @@ def forward_passage(block: Block, casts: str = "") -> Passage:
 
 
 def _run_forward(step: Step, name: str, casts: str) -> list[tuple[Item, str]]:
-    """Forward of a step, after the casts of its parameters, the last first: so their gradients arrive in order."""
+    """Forward of a step, after the casts of its parameters."""
     own: list[tuple[Item, str]] = [(item, name) for item in step.forward]
     if not casts:
         return own
-    return [*((Op("cast", (numel,), casts), f"{name}.cast") for numel in reversed(step.parameters)), *own]
+    return [*((Op("cast", (numel,), casts), f"{name}.cast") for numel in _by_arrival(step, casts)[::-1]), *own]
+
+
+def _by_arrival(step: Step, casts: str) -> tuple[int, ...]:
+    """Parameters of a step in the order in which gradients arrive: autocast casts a bias before its weight."""
+    return tuple(sorted(step.parameters, reverse=True)) if casts else step.parameters
 
 
 @hashed_once
@@ -232,7 +237,7 @@ def backward_passage(block: Block, spec: BackwardSpec, casts: str = "") -> Passa
         for before in cores.get(id(step), ()):
             add(before.forward, f"{before.name}.again")
         add(_gradient_items(step, spec.part), step.name)
-        for numel in step.parameters if spec.part != INPUT else ():
+        for numel in _by_arrival(step, casts) if spec.part != INPUT else ():
             if casts:
                 add([Op("cast", (numel,), casts)], f"{step.name}.cast")
             if spec.accumulate:

@@ -82,9 +82,9 @@ def parameter(value: Tensor) -> nn.Parameter:
 
 
 def linear(shape: Shape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ w.T + b`` in the type of activations."""
-    weight = composite.cast(weight, shape.dtype)
-    return F.linear(x, weight, None if bias is None else composite.cast(bias, shape.dtype))
+    """``x @ w.T + b`` in the type of activations; the bias is cast first, as autocast does."""
+    bias = None if bias is None else composite.cast(bias, shape.dtype)
+    return F.linear(x, composite.cast(weight, shape.dtype), bias)
 
 
 class ColumnLinear(nn.Module):
@@ -118,7 +118,7 @@ class RowLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         shape = self.shape
         if shape.size > 1 and self.bias is not None:
-            bias = composite.cast(self.bias, shape.dtype)  # first, so that its gradient arrives last
+            bias = composite.cast(self.bias, shape.dtype)
             weight = composite.cast(self.weight, shape.dtype)
             y: Tensor = tensor_parallel.BiasedRowLinear.apply(x, weight, bias, shape.size)
             return y
