@@ -196,6 +196,7 @@ EXPERIMENTS = {  # by name: the module of ``experiments/studies`` (not in the wh
     "memory": ("memory_accuracy", "predicted memory against PyTorch's tracker"),
     "one-gpu": ("one_gpu", "a predictor from ten minutes of measurements on one GPU, judged on held-out runs"),
     "search": ("search_regret", "search against predictions of every strategy"),
+    "selection": ("selection_accuracy", "what to measure first, against random and grid choice"),
     "small-to-large": ("small_to_large", "predictions for sixteen ranks, trained on four"),
     "traced": ("traced_accuracy", "ops of a trace, predicted from its other steps and from other traces of the device"),
     "transfer": ("transfer_accuracy", "a predictor for a device with few measurements"),

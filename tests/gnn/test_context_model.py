@@ -11,7 +11,7 @@ from stepsight.dataset.hardware import find_hardware
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Dependency, Program, ProgramBuilder
 from stepsight.features.graph_features import RELATIONS, join, node_features, topology
-from stepsight.gnn.context_model import BOUND, ContextModel
+from stepsight.gnn.context_model import BOUND, LAYERS, ContextModel
 from stepsight.gnn.inference import ContextWeights
 
 HARDWARE = find_hardware("local-cpu")
@@ -26,9 +26,9 @@ def _program(num_ops: int = 6) -> Program:
     return builder.build()
 
 
-def _random_model(seed: int = 0) -> ContextModel:
+def _random_model(seed: int = 0, num_layers: int = LAYERS) -> ContextModel:
     torch.manual_seed(seed)
-    model = ContextModel()
+    model = ContextModel(num_layers=num_layers)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model
@@ -52,11 +52,12 @@ def test_corrections_are_bounded() -> None:
     assert out.detach().abs().max() <= BOUND
 
 
-def test_numpy_inference_equals_pytorch_geometric() -> None:
+@pytest.mark.parametrize("num_layers", [0, LAYERS])
+def test_numpy_inference_equals_pytorch_geometric(num_layers: int) -> None:
     programs = [_program(6), _program(3)]
     graph = join([topology(program) for program in programs])
     features = np.concatenate([_inputs(program) for program in programs])
-    model = _random_model()
+    model = _random_model(num_layers=num_layers)
     expected = model(torch.from_numpy(features).float(), graph).detach().numpy()
     assert expected.std() > 0.01
     assert model.weights().forward(features, graph) == pytest.approx(expected, abs=2e-5)

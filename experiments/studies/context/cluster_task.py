@@ -31,7 +31,7 @@ from stepsight.training.context.held_back import CANDIDATES
 from stepsight.training.context.through_simulator import Iteration
 from stepsight.training.fit import train
 from stepsight.training.measured.box_plans import SleepingLatency
-from stepsight.training.measured.measured import MOST_TRAINING_RANKS, MeasuredRun
+from stepsight.training.measured.measured import MeasuredRun
 from stepsight.training.predictor.predictor import Predictor
 
 Array = NDArray[np.float64]
