@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import JobError, PredictorError, StepsightError
 from stepsight.dataset.hardware import Fabric, Hardware, find_hardware, unknown_hardware
 from stepsight.dataset.job import Job
@@ -17,6 +18,7 @@ from stepsight.dataset.registry import Registry, check_takes
 from stepsight.simulator.latency_model import RooflineLatency, Seconds
 
 LatencyMaker = Callable[[Hardware, Fabric], Any]
+LATENCY = "latency:"  # how a name begins that stands in place of a predictor's
 
 
 def _maker(name: str, thing: Any) -> LatencyMaker:
@@ -113,7 +115,18 @@ def named_latency(name: str, hardware: Hardware, fabric: Fabric) -> GivenLatency
             ) from None
     else:
         maker = LATENCIES[name]
+    return _made(maker, hardware, fabric, name)
+
+
+@cached(maxsize=64)
+def _made(maker: LatencyMaker, hardware: Hardware, fabric: Fabric, name: str) -> GivenLatency:
+    """One object for each device and fabric, so that what is timed once is remembered."""
     return GivenLatency(maker(hardware, fabric), hardware, fabric, name)
+
+
+def latency_name(predictor: object) -> str:
+    """The name in ``latency:NAME``, in place of a predictor; empty: it is something else."""
+    return predictor.removeprefix(LATENCY) if isinstance(predictor, str) and predictor.startswith(LATENCY) else ""
 
 
 def latency_of_job(job: Job, name: str) -> GivenLatency:

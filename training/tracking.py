@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
+from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import PredictorError, StepsightError
 from stepsight.dataset.files import check_output_file
 from stepsight.dataset.hardware import canonical_hardware
@@ -29,7 +30,6 @@ from stepsight.training.store_lock import store_lock
 EXPERIMENT = "stepsight"
 ALIAS, CHALLENGER = "champion", "challenger"
 ARTIFACT = "predictor"
-MODELS = "models:/"
 Compare = Callable[[Predictor], tuple[float, float] | None]
 PROCESS = "stepsight.process"  # tag: the process that wrote a run
 PATIENCE_S = 5
@@ -344,11 +344,20 @@ def load_model_uri(uri: str) -> Predictor:
     for registered in tried:
         try:
             if mark == "/":
-                return _download(client, client.get_model_version(registered, which))
-            return _download(client, client.get_model_version_by_alias(registered, which or ALIAS))
+                found = client.get_model_version(registered, which)
+            else:
+                found = client.get_model_version_by_alias(registered, which or ALIAS)
+            return _loaded(store, str(found.name), str(found.version))
         except (MlflowException, OSError) as error:
             problem = problem or _first_line(error)
     raise PredictorError(f"the registry at {store} must hold {uri} ({' or '.join(tried)}), got: {problem}")
+
+
+@cached(maxsize=8)
+def _loaded(store: str, name: str, version: str) -> Predictor:
+    """A registered version; an alias moves, a version never changes."""
+    client = _client(store)
+    return _download(client, client.get_model_version(name, version))
 
 
 def _client(uri: str) -> Any:

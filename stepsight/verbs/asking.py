@@ -15,6 +15,7 @@ from stepsight.verbs.options import (
     SCHEDULE,
     STRATEGIES,
     TIMELINE,
+    Force,
     FrameworkName,
     HardwareName,
     Json,
@@ -26,7 +27,6 @@ from stepsight.verbs.options import (
     answer,
     check_plot,
     check_result,
-    find_modules_here,
     listed,
     load,
     numbers,
@@ -110,12 +110,9 @@ def predict_command(
             raise StepsightError(f"{name} takes one job, got {len(jobs)}")
         if wanted is not None:
             check_result(name, wanted, kind)
-    if latency:
-        refuse_given(context, ("predictor",), "is another source of durations than --latency: leave one out")
-        find_modules_here()
-    loaded = load(predictor)
+    loaded = load(predictor, latency, context)
     read = [read_job(path, framework, hardware, nodes) for path in jobs]
-    predictions = [predict(job, loaded, latency=latency) for job in read]
+    predictions = [predict(job, loaded) for job in read]
     reports = [prediction_report(job, prediction) for job, prediction in zip(read, predictions, strict=True)]
     for report, prediction in zip(reports, predictions, strict=True):
         add_plan(report, prediction, tokens, prices)
@@ -149,22 +146,22 @@ def explain_command(
     from stepsight.experiments.reports.verb_reports import explanation_report
     from stepsight.training.predictor.prediction import predict
 
-    if latency:
-        refuse_given(context, ("predictor",), "is another source of durations than --latency: leave one out")
-        find_modules_here()
+    loaded = load(predictor, latency, context)
     read = read_job(job, framework, hardware, nodes)
-    prediction = predict(read, load(predictor), latency=latency)
+    prediction = predict(read, loaded)
     report = explanation_report(read, prediction, top)
     answer(report, report.pop("text"), as_json)
 
 
 def search_command(
+    context: typer.Context,
     job: Annotated[
         Path,
         typer.Argument(parser=path, help="Job file or configuration; its model, global batch and cluster are kept."),
     ],
     *,
     predictor: PredictorPath = None,
+    latency: LatencyName = "",
     framework: FrameworkName = "",
     uneven: Annotated[
         bool,
@@ -190,6 +187,7 @@ def search_command(
             metavar="FORMAT", help="Write --out as a framework's configuration: a FORMAT of `stepsight job --to`."
         ),
     ] = "",
+    force: Force = False,
     space: Annotated[
         str,
         typer.Option(help="Search space: usual, wide (all axes), or a .toml file with attributes of stepsight.Space."),
@@ -311,7 +309,7 @@ def search_command(
     from stepsight.experiments.search.stage_layers import with_uneven_stages
 
     check_plot(plot)
-    check_chosen(out, to, job)
+    check_chosen(out, to, job, force)
     if csv is not None:
         check_result("--csv", csv, STRATEGIES)
     if study is not None and storage is None:
@@ -338,7 +336,7 @@ def search_command(
         power_w=power,
         robust=robust or False,
     )
-    loaded = load(predictor)
+    loaded = load(predictor, latency, context)
     tell, evaluated = progress("strategies"), 0
 
     def on_trial(number: int, best: float | None) -> None:

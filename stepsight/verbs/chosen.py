@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepsight.dataset.errors import StepsightError
-from stepsight.verbs.options import check_result
+from stepsight.verbs.options import check_configuration, check_result
 
 if TYPE_CHECKING:
     from stepsight.experiments.search.choices import SearchResult
@@ -16,14 +16,13 @@ if TYPE_CHECKING:
 JOB_FILE = (".toml", rb"framework = |\[model\]")  # as stepsight writes it: no table of prices, no job with comments
 
 
-def check_chosen(out: Path | None, to: str, asked: Path) -> None:
+def check_chosen(out: Path | None, to: str, asked: Path, force: bool = False) -> None:
     """Before the work: a file that can be written, of a known format, which replaces no other file of the user.
 
     Raises:
         StepsightError: If not.
     """
     from stepsight.dataset.configs.writers import WRITERS
-    from stepsight.dataset.files import check_output_file
 
     if to and to not in WRITERS:
         raise StepsightError(f"--to must be one of {', '.join(WRITERS)}, got {to!r:.80}")
@@ -34,8 +33,9 @@ def check_chosen(out: Path | None, to: str, asked: Path) -> None:
             raise StepsightError(f"--out ends in .toml, got {str(out)!r:.80}; or name a format with --to")
         if out.exists() and asked.exists() and out.samefile(asked):
             raise StepsightError(f"--out must not be the file that is searched, got {str(out)!r:.80}: name a new file")
-        check_output_file(out)
-        if not to:
+        if to:
+            check_configuration(out, force)
+        else:
             check_result("--out", out, JOB_FILE)
 
 

@@ -9,7 +9,7 @@ import typer
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.verbs.chosen import JOB_FILE
-from stepsight.verbs.options import Json, answer, check_result, path
+from stepsight.verbs.options import Force, Json, answer, check_configuration, check_result, path
 
 
 def job_command(
@@ -49,6 +49,7 @@ def job_command(
     pick: Annotated[
         str, typer.Option(help="Configuration to read from a file with several, for example llama3_8b.")
     ] = "",
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Turn the configuration of a training framework into a job, or a job into a configuration.
@@ -63,7 +64,7 @@ def job_command(
     """
     from stepsight.dataset.configs.config_job import read_configs
     from stepsight.dataset.configs.writers import write_config
-    from stepsight.dataset.files import check_output_file, write_text
+    from stepsight.dataset.files import write_text
     from stepsight.experiments.reports.config_report import config_text, written_text
     from stepsight.verbs.config_options import given_of
 
@@ -73,8 +74,9 @@ def job_command(
         for config in configs:
             if out.exists() and config.exists() and out.samefile(config):
                 raise StepsightError(f"--out must not be a file that is read, got {str(out)!r:.80}: name a new file")
-        check_output_file(out)
-        if not to:
+        if to:
+            check_configuration(out, force)
+        else:
             check_result("--out", out, JOB_FILE)
     stated = given_of(hardware, nodes, devices_per_node, given=given or (), define=define or (), pick=pick)
     read = read_configs(configs, stated)

@@ -147,7 +147,8 @@ def calibrate_command(
             "--predictor",
             "-p",
             parser=path,
-            help="Predictor to correct: a folder, or the name of a shipped predictor.",
+            help="Predictor to correct: a folder, the name of a shipped predictor, or a registered one "
+            "(models:/h100@champion).",
         ),
     ],
     *,

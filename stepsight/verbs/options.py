@@ -85,6 +85,9 @@ Box = Annotated[
         "4x1@200mbit, or a .toml file. Ranks sleep instead of computing. Needs root and iproute2.",
     ),
 ]
+Force = Annotated[
+    bool, typer.Option("--force", help="Overwrite the file of --out if it exists; for configurations, with --to.")
+]
 HardwareName = Annotated[
     str, typer.Option(help="Name of the devices; overrides the file. Configurations of frameworks do not state it.")
 ]
@@ -135,21 +138,41 @@ def listed(option: str, text: str | None, what: str) -> tuple[str, ...]:
     return words
 
 
-def load(path: Path | None) -> Predictor | str | None:
-    """What ``--predictor`` names."""
+def load(path: Path | None, latency: str = "", context: typer.Context | None = None) -> Predictor | str | None:
+    """What ``--predictor`` or ``--latency`` names.
+
+    Args:
+        path: Of ``--predictor``.
+        latency: Of ``--latency``; empty: not given.
+        context: Of a verb that has both options.
+
+    Raises:
+        StepsightError: If both are given.
+    """
+    if latency and context is not None:
+        from stepsight.simulator.given_latency import LATENCY
+
+        refuse_given(context, ("predictor",), "is another source of durations than --latency: leave one out")
+        find_modules_here()
+        return LATENCY + latency
     if path is None:
         return None
     from stepsight.training.predictor.prediction import ROOFLINE
 
     if str(path) == ROOFLINE and not path.exists():
         return ROOFLINE
-    if str(path).startswith("models:/"):
-        from stepsight.training.tracking import load_model_uri
-
-        return load_model_uri(str(path))
     from stepsight.training.predictor.predictor import Predictor
 
     return Predictor.load(path)
+
+
+def check_configuration(out: Path, force: bool) -> None:
+    """Before the work: refuse to overwrite a configuration, which may be the user's own, unless it is forced."""
+    from stepsight.dataset.files import check_output_file
+
+    check_output_file(out)
+    if out.exists() and not force:
+        raise StepsightError(f"--out must be a new file, got {str(out)!r:.80}: name another one, or give --force")
 
 
 def find_modules_here() -> None:

@@ -13,6 +13,7 @@ from stepsight.verbs.options import (
     FrameworkName,
     HardwareName,
     Json,
+    LatencyName,
     Nodes,
     PredictorPath,
     answer,
@@ -144,6 +145,7 @@ def compare_command(
 
 
 def sweep_command(
+    context: typer.Context,
     job: Annotated[Path, typer.Argument(parser=path, help="Job file, or a training framework's configuration.")],
     *,
     vary: Annotated[
@@ -156,6 +158,7 @@ def sweep_command(
         ),
     ],
     predictor: PredictorPath = None,
+    latency: LatencyName = "",
     framework: FrameworkName = "",
     hardware: HardwareName = "",
     weak: Annotated[
@@ -187,7 +190,7 @@ def sweep_command(
         raise StepsightError(f"--vary takes each key once, got {', '.join(axis.key for axis in axes)}")
     read = read_job(job, framework, hardware)
     tell = progress("jobs predicted")
-    points = sweep(read, axes, load(predictor), weak=weak, on_point=tell)
+    points = sweep(read, axes, load(predictor, latency, context), weak=weak, on_point=tell)
     if plot is not None:
         plot_sweep(axes, points, plot, read.name)
     if csv is not None:

@@ -66,6 +66,20 @@ def test_by_name_and_by_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert told["iteration_time_s"] == pytest.approx(predict(JOB, "roofline").iteration_time_s)
 
 
+def test_searches_and_sweeps_take_it(tmp_path: Path) -> None:
+    """The best strategy that they report has the time that a prediction by the same durations has."""
+    named = ["--latency", "tests.simulator.test_given_latency:_Slow", "--json"]
+    out = tmp_path / "best.toml"
+    again = CliRunner().invoke(app, ["search", str(JOB), "--trials", "3", "--out", str(out), *named])
+    best = json.loads(again.stdout)["best"]
+    assert best["iteration_time_s"] == pytest.approx(predict(out, "latency:" + named[1]).iteration_time_s)
+    swept = CliRunner().invoke(app, ["sweep", str(JOB), "--vary", "cluster.nodes=128", *named])
+    point = json.loads(swept.stdout)["points"][0]
+    assert point["iteration_time_s"] == pytest.approx(predict(JOB, latency=named[1]).iteration_time_s)
+    refused = CliRunner().invoke(app, ["search", str(JOB), *named, "-p", "roofline"])
+    assert "leave one out" in str(refused.exception)
+
+
 def test_what_cannot_be_found_is_named() -> None:
     with pytest.raises(PredictorError, match="module:function that can be imported: No module named 'nowhere_at_all'"):
         named_latency("nowhere_at_all:make", GPU, LINKS)

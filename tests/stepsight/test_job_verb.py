@@ -47,6 +47,11 @@ def test_a_job_becomes_a_configuration_and_comes_back(script: Path) -> None:
     done = run.invoke(app, ["job", str(first), "--to", "megatron-script", "--out", str(second), "--json"])
     assert json.loads(done.stdout)["ignored"] == []
     assert stepsight.read_configs([second]).job.to_dict() == Job.from_file(first).to_dict()
+    own = "torchrun mine.py"
+    second.write_text(own)
+    options = ["job", str(first), "--to", "megatron-script", "--out", str(second)]
+    assert "must be a new file" in str(run.invoke(app, options).exception) and second.read_text() == own
+    assert run.invoke(app, [*options, "--force"]).exit_code == 0 and second.read_text() != own
 
 
 def test_what_is_given_on_the_command_line_wins(script: Path) -> None:

@@ -65,6 +65,8 @@ def test_mlflow_serves_a_predictor(predictor: Predictor, tmp_path: Path, monkeyp
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     for name in ("models:/toy@champion", "models:/stepsight-toy/1", "models:/toy"):
         assert load_model_uri(name).hardware == predictor.hardware
+        assert predict(job, name).iteration_time_s == pytest.approx(expected.iteration_time_s, rel=1e-6)
+        assert Predictor.load(name).source == load_model_uri(name).source
     with pytest.raises(PredictorError, match="must hold models:/other@champion"):
         load_model_uri("models:/other@champion")
 

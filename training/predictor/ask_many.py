@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.job import Job, JobLike
+from stepsight.simulator.given_latency import LATENCY, GivenLatency, latency_name, latency_of_job
 from stepsight.simulator.latency_model import LatencyModel
 from stepsight.simulator.memory import estimate_memory
 from stepsight.simulator.simulate_many import can_simulate_many, simulate_many
@@ -161,10 +162,14 @@ class _Together:
 
 
 class _Group(NamedTuple):
-    """Jobs with one latency model; ``predictor`` None: a roofline from hardware facts."""
+    """Jobs with one latency model; ``predictor`` None: a roofline from hardware facts, or durations from elsewhere.
+
+    ``asked``: the arguments of ``predict`` for one job.
+    """
 
     latency: LatencyModel
     predictor: Predictor | None
+    asked: Predictor | str
 
     def ask(
         self, jobs: Sequence[Job], index: list[int], answers: Answers, *, only_fitting: bool, intervals: bool
@@ -180,7 +185,7 @@ class _Group(NamedTuple):
         for place, time_s, share in zip(together, seconds.tolist(), shares.tolist(), strict=True):
             self._put(jobs[place], place, (time_s, share if intervals else None), answers)
         for place in set(index) - set(together):
-            found = predict(jobs[place], self.predictor or ROOFLINE)
+            found = predict(jobs[place], self.asked)
             answers.seconds[place] = found.iteration_time_s
             if intervals:
                 answers.low_s[place], answers.high_s[place] = found.interval()
@@ -195,14 +200,15 @@ class _Group(NamedTuple):
             together = _Together(self, [jobs[place] for place in some])
             shares.update((place, partial(together.share, number)) for number, place in enumerate(some))
         predictor, found = self.predictor, []
-        source = source_of_facts(jobs[0]) if predictor is None else predictor.source
+        given = self.latency if isinstance(self.latency, GivenLatency) else None
+        source = (predictor or given).source if predictor or given else source_of_facts(jobs[0])  # type: ignore[union-attr]
         for place, job in enumerate(jobs):
             if place not in seconds:
-                found.append(predict(job, predictor or ROOFLINE))
+                found.append(predict(job, self.asked))
                 continue
             time_s, share = seconds[place] * self._factor(job), None if predictor is None else shares[place]
             software = "" if predictor is None else job.framework
-            found.append(Prediction(job, time_s, source, None, predictor, software, share))
+            found.append(Prediction(job, time_s, source, None, predictor, software, share, given=given))
         return found
 
     def _simulable(self, jobs: Sequence[Job], index: Sequence[int]) -> list[int]:
@@ -238,9 +244,13 @@ def _by_latency(jobs: Sequence[Job], predictor: Predictor | str | None) -> list[
     groups: dict[int, tuple[list[int], _Group]] = {}
     for place, job in enumerate(jobs):
         name = job.cluster.hardware
+        if elsewhere := latency_name(predictor):
+            given = latency_of_job(job, elsewhere)
+            groups.setdefault(id(given), ([], _Group(given, None, LATENCY + elsewhere)))[0].append(place)
+            continue
         if name not in serving:
             serving[name] = asked_predictor(name, predictor)
         asked = serving[name]
         latency = latency_of_facts(job) if asked is None else asked.latency(job)
-        groups.setdefault(id(latency), ([], _Group(latency, asked)))[0].append(place)
+        groups.setdefault(id(latency), ([], _Group(latency, asked, asked or ROOFLINE)))[0].append(place)
     return list(groups.values())

@@ -14,7 +14,7 @@ from stepsight.dataset.hardware import find_hardware, unknown_hardware
 from stepsight.dataset.job import Job, JobLike
 from stepsight.simulator.explain import Sensitivity, explain
 from stepsight.simulator.flops import iteration_flops
-from stepsight.simulator.given_latency import GivenLatency, latency_of_job
+from stepsight.simulator.given_latency import GivenLatency, latency_name, latency_of_job
 from stepsight.simulator.latency_model import RooflineLatency, preset_latency
 from stepsight.simulator.memory import Memory, estimate_memory
 from stepsight.simulator.simulate import Simulation, simulate
@@ -25,6 +25,7 @@ from stepsight.training.predictor.learned_latency import LearnedLatency
 from stepsight.training.predictor.prediction_views import html_view, one_line, one_row, plot_breakdown
 from stepsight.training.predictor.prediction_warnings import warnings_of
 from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.predictor_manifest import REGISTERED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -281,12 +282,11 @@ def predict(
     Args:
         job: A ``Job``, the tables of one, or the path of a job file (.toml or .json).
         predictor: A ``Predictor`` for the job's hardware, the name of one that comes with the package (its own or its
-            hardware's), or ``"roofline"``.  None takes the one of the package that serves the job's hardware, and a
-            roofline from the preset's facts where there is none; ``source`` of the answer says which.
-        software: The framework that runs the job, in the words of the runs that a predictor was calibrated on (their
-            column ``framework``); by default the job's ``framework``.  Only calibrated predictors use it.
-        latency: In place of a predictor: durations from elsewhere, by their name in ``registries.LATENCIES`` or as
-            ``module:function``.
+            hardware's), one of MLflow's registry (``"models:/h100@champion"``), ``"roofline"``, or ``"latency:NAME"``
+            (see ``latency``).  None takes the package's for the job's hardware, else a roofline from the facts.
+        software: The framework that runs the job, as in the column ``framework`` of the runs that a predictor was
+            calibrated on; by default the job's.
+        latency: In place of a predictor: durations by a name in ``registries.LATENCIES`` or ``module:function``.
 
     Returns:
         Iteration time, interval, breakdown, memory and timeline.
@@ -301,7 +301,7 @@ def predict(
     """
     if not isinstance(job, Job):
         job = Job.of(job)
-    if latency:
+    if latency := latency or latency_name(predictor):
         given = latency_of_job(job, latency)
         simulation = simulate(job, given)
         return Prediction(job, simulation.iteration_time_s, given.source, simulation, given=given)
@@ -342,17 +342,21 @@ def _serving(hardware: str) -> Predictor | None:
 
 
 def named_predictor(name: str) -> Predictor:
-    """The shipped predictor with a name, or for a hardware of that name.
+    """The shipped predictor with a name or for a hardware of that name, or one of MLflow's registry.
 
     Raises:
-        PredictorError: If the package has none.
+        PredictorError: If there is none.
     """
     from stepsight.training.shipped.catalogue import shipped_names
+
+    if name.startswith(REGISTERED):
+        return Predictor.load(name)
 
     found = _serving(name)
     if found is None:
         raise PredictorError(
-            f"a predictor by name must be one of {', '.join(shipped_names())} or their hardware, or {ROOFLINE}, "
+            f"a predictor by name must be one of {', '.join(shipped_names())} or their hardware, {ROOFLINE} or "
+            f"{REGISTERED}NAME@ALIAS, "
             f"got {name!r:.80}; read the folder of a trained one with Predictor.load"
         )
     return found

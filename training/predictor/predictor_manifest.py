@@ -18,6 +18,7 @@ FORMAT = "stepsight-predictor"
 SCHEMA = 5
 UNSEALED = 4  # of older versions: read if no table of runs was fitted
 MANIFEST = "manifest.json"
+REGISTERED = "models:/"  # how the name of a predictor in MLflow's registry begins
 T = TypeVar("T")
 
 
