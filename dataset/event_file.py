@@ -33,6 +33,7 @@ class EventFile:
         works: What was measured.
         seconds: Of each.
         host_seconds: What the host took to launch each, 0 where that was not measured.
+        fresh_seconds: Of each with fresh memory for its results, 0 where that was not measured.
         calls: Name of the framework call that was measured, "" where it was the op by its dims.
         hardware: Fields of ``Hardware`` that were measured.
         box: That it was measured in, None outside of one.
@@ -43,6 +44,7 @@ class EventFile:
     works: tuple[Op | Collective, ...]
     seconds: tuple[float, ...]
     host_seconds: tuple[float, ...]
+    fresh_seconds: tuple[float, ...]
     calls: tuple[str, ...]
     hardware: Mapping[str, Any]
     box: Box | None = None
@@ -64,7 +66,10 @@ def read_event_file(path: Path) -> EventFile:
         records = [typed(record, dict, "a record") for record in typed(tree.get("records"), list, "records")]
         works = tuple(_work(record) for record in records)
         seconds = tuple(_positive(record.get("seconds"), "seconds") for record in records)
-        host = tuple(_positive(r["host_seconds"], "host_seconds") if "host_seconds" in r else 0.0 for r in records)
+        host, fresh = (
+            tuple(_positive(record[name], name) if name in record else 0.0 for record in records)
+            for name in ("host_seconds", "fresh_seconds")
+        )
         facts = _facts(typed(tree.get("hardware", {}), dict, "hardware"))
         box = Box.from_dict(tree["box"]) if "box" in tree else None
         if box is not None and tree.get("world_size") != box.num_ranks:
@@ -72,7 +77,7 @@ def read_event_file(path: Path) -> EventFile:
                 f"world_size must equal the box's ranks, got {tree.get('world_size')!r:.80} != {box.num_ranks}"
             )
         calls = tuple(_call(record.get("op")) for record in records)
-        return EventFile(path, busy, works, seconds, host, calls, facts, box)
+        return EventFile(path, busy, works, seconds, host, fresh, calls, facts, box)
     except (KeyError, TypeError, ValueError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise TraceError(f"{path} must be an event profile: {why}") from None

@@ -47,6 +47,7 @@ def test_heavy_calls_are_measured_with_their_own_arguments(captured: Captured, t
     assert told["known_share"] == 0.0
     file = read_event_file(tmp_path / "ops" / "events" / "ops.json")
     assert {"aten::convolution", "aten::convolution_backward", "aten::addmm"} <= set(file.calls)
+    assert all(seconds > 0 for seconds in file.fresh_seconds)
     skipped = json.loads((tmp_path / "ops" / "events" / "ops.json").read_text())["skipped"]
     assert not skipped
 

@@ -3,7 +3,8 @@
 Three layers.  *Physics*: seconds are a weighted sum of a call's FLOP, bytes and fresh memory.  The constants of a label
 are shrunk to those of its family, and these to those of all calls: a label of which few shapes were seen says little.
 *Trees* correct what physics leaves, by family.  *Known* calls take what was measured: in steps, or on their own.
-Between calls the framework takes time, by phase.
+A call that was measured on its own, with reused and with fresh memory for its results, lies between the two: which of
+both a step gives it depends on what was freed before.  Between calls the framework takes time, by phase.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from stepsight.training.regression.trees import Trees, fit_trees
 
 Array = NDArray[np.float64]
 Known = Mapping[tuple[str, Op], float]  # seconds by label and op
+Alone = Mapping[tuple[str, Op], tuple[float, float]]  # shortest and longest seconds by label and op
 
 FLOOR_S = 3e-6  # added to all seconds before logarithms: shorter times are ignored
 BOUNDS = Bounds(  # seconds per unit of ``CALL_TERMS``
@@ -43,7 +45,8 @@ class HostCalls:
         everything: Physics of all calls.
         families, labels: Physics of families and of labels.
         trees: By family.
-        known: Seconds of calls that were measured, by label and op.
+        known: Seconds of calls that were measured within steps, by label and op.
+        alone: Shortest and longest seconds of calls that were measured alone.
         scale: Of all calls' seconds within a step.
         gaps_s: Between calls, by phase, ``(3,)``.
         step_s: Of every step besides.
@@ -54,6 +57,7 @@ class HostCalls:
     labels: Mapping[str, Physics]
     trees: Mapping[str, Trees] = field(default_factory=dict)
     known: Known = field(default_factory=dict)
+    alone: Alone = field(default_factory=dict)
     scale: float = 1.0
     gaps_s: tuple[float, ...] = (0.0, 0.0, 0.0)
     step_s: float = 0.0
@@ -62,14 +66,17 @@ class HostCalls:
         """Seconds of each call within a step, without the gaps between calls, ``(n,)``."""
         found = self.learned(calls, ops, phases)
         for place, (call, op) in enumerate(zip(calls, ops, strict=True)):
-            measured = self.known.get((call_label(call, op), op))
-            if measured is not None:
-                found[place] = measured
+            key = call_label(call, op), op
+            if key in self.known:
+                found[place] = self.known[key]
+            elif key in self.alone:
+                found[place] = np.clip(found[place], *self.alone[key])
         return np.asarray(self.scale * found)
 
     def is_known(self, call: str, op: Op) -> bool:
         """Whether a call was measured."""
-        return (call_label(call, op), op) in self.known
+        key = call_label(call, op), op
+        return key in self.known or key in self.alone
 
     def learned(self, calls: Sequence[str], ops: Sequence[Op], phases: Sequence[int]) -> Array:
         """Seconds by physics and trees only."""
@@ -99,6 +106,7 @@ class HostCalls:
             "families": {name: physics.to_dict() for name, physics in self.families.items()},
             "labels": {name: physics.to_dict() for name, physics in self.labels.items()},
             "known": [[label, op.kind, list(op.dims), op.dtype, s] for (label, op), s in self.known.items()],
+            "alone": [[label, op.kind, list(op.dims), op.dtype, *s] for (label, op), s in self.alone.items()],
             "scale": self.scale,
             "gaps_s": list(self.gaps_s),
             "step_s": self.step_s,
@@ -117,14 +125,20 @@ class HostCalls:
             (str(label), Op(kind, tuple(map(int, dims)), dtype)): float(seconds)
             for label, kind, dims, dtype, seconds in value["known"]
         }
+        alone = {
+            (str(label), Op(kind, tuple(map(int, dims)), dtype)): (float(least), float(most))
+            for label, kind, dims, dtype, least, most in value["alone"]
+        }
         tables = {name: {k: Physics.from_dict(v) for k, v in value[name].items()} for name in ("families", "labels")}
         found = cls(
-            Physics.from_dict(value["everything"]), tables["families"], tables["labels"], trees, known,
+            Physics.from_dict(value["everything"]), tables["families"], tables["labels"], trees, known, alone,
             float(value["scale"]), tuple(map(float, value["gaps_s"])), float(value["step_s"]),
         )  # fmt: skip
         for name, physics in {"all calls": found.everything, **found.families, **found.labels}.items():
             physics.check(name, BOUNDS)
-        numbers = [found.scale, *found.gaps_s, found.step_s, *known.values()]
+        if any(least > most for least, most in alone.values()):
+            raise ValueError("seconds of calls alone must be the shortest, then the longest")
+        numbers = [found.scale, *found.gaps_s, found.step_s, *known.values(), *sum(alone.values(), ())]
         if len(found.gaps_s) != 3 or not all(0 <= each < 1e4 for each in numbers) or not found.scale:
             raise ValueError("scale must be > 0, three gaps and all seconds from 0 to 1e4")
         return found

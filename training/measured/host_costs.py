@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.event_file import EventFile
 from stepsight.dataset.imported.rank_graph import PHASES
 from stepsight.dataset.op import Op
 from stepsight.features.host_call_features import call_label
-from stepsight.training.kernels.host_calls import HostCalls, Known, fit_host_calls
+from stepsight.training.kernels.host_calls import Alone, HostCalls, fit_host_calls
 from stepsight.training.measured.host_steps import HostStep
 from stepsight.training.regression.fitted_physics import Bounds, fit_physics
 
@@ -23,17 +24,15 @@ _STEP = Bounds(  # scale of all calls; seconds between calls by phase; seconds o
     high=np.array([1.25, 1e-4, 1e-4, 1e-4, 2e-3]),
 )
 _NOISE = 0.1  # deviation of log-seconds between steps
-_FEWEST_PAIRS = 8  # fewest calls measured both within steps and alone
-_USUAL_SLOWDOWN = 1.07  # ratio of a call's time within a step to its time alone
-_LEAST_SLOWDOWN, _MOST_SLOWDOWN = 0.6, 1.7
+_MOST_SLOWDOWN = 1.7  # of a call within a step to the same call alone, if it was not measured with fresh memory
 
 
-def learn_host_calls(steps: Sequence[HostStep], alone: Known | None = None, seed: int = 0) -> HostCalls:
+def learn_host_calls(steps: Sequence[HostStep], alone: Alone | None = None, seed: int = 0) -> HostCalls:
     """Learn the durations of calls from steps.
 
     Args:
         steps: At least one.
-        alone: Seconds of calls that were measured on their own, by label and op.
+        alone: Shortest and longest seconds of calls that were measured alone, by label and op.
         seed: Of the trees.
     """
     distinct: dict[tuple[str, Op, int], list[float]] = {}
@@ -46,27 +45,16 @@ def learn_host_calls(steps: Sequence[HostStep], alone: Known | None = None, seed
     found = fit_host_calls([(*key, float(np.median(values))) for key, values in distinct.items()], seed)
     inside = {key: float(np.median(values)) for key, values in known.items()}
     scale, gaps_s, step_s = _between(steps)
-    return replace(found, known=with_alone(inside, alone or {}), scale=scale, gaps_s=gaps_s, step_s=step_s)
+    return replace(found, known=inside, alone=alone or {}, scale=scale, gaps_s=gaps_s, step_s=step_s)
 
 
-def with_alone(inside: Known, alone: Known, slowdown: float | None = None) -> dict[tuple[str, Op], float]:
-    """Calls measured within steps, and those measured alone, which take longer within a step.
-
-    ``slowdown``: how many times as long; None: see ``slowdown_of``.
-    """
-    factor = slowdown_of(inside, alone) if slowdown is None else slowdown
-    return {**{key: factor * seconds for key, seconds in alone.items()}, **inside}
-
-
-def slowdown_of(inside: Known, alone: Known) -> float:
-    """The slowdown of calls within a step: from calls that were measured both ways, weighted by their time."""
-    both = [(np.log(inside[key] / seconds), inside[key]) for key, seconds in alone.items() if key in inside]
-    slowdown = _USUAL_SLOWDOWN
-    if len(both) >= _FEWEST_PAIRS:
-        ratios, weights = np.array(sorted(both)).T
-        middle = float(np.interp(0.5, (np.cumsum(weights) - 0.5 * weights) / weights.sum(), ratios))
-        slowdown = float(np.clip(np.exp(middle), _LEAST_SLOWDOWN, _MOST_SLOWDOWN))
-    return slowdown
+def calls_alone(file: EventFile) -> dict[tuple[str, Op], tuple[float, float]]:
+    """Framework calls that a file measured alone, by label and op: seconds with reused and with fresh memory."""
+    found = {}
+    for call, op, seconds, fresh in zip(file.calls, file.works, file.seconds, file.fresh_seconds, strict=True):
+        if isinstance(op, Op) and call:
+            found[call_label(call, op), op] = (seconds, max(fresh, seconds) if fresh else _MOST_SLOWDOWN * seconds)
+    return found
 
 
 def _between(steps: Sequence[HostStep]) -> tuple[float, tuple[float, ...], float]:

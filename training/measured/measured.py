@@ -20,8 +20,9 @@ from stepsight.dataset.program import Program
 from stepsight.dataset.run_folder import read_collection
 from stepsight.dataset.run_manifest import RunManifest
 from stepsight.dataset.trace import TracedSegment
-from stepsight.features.host_call_features import call_label, holds_several
+from stepsight.features.host_call_features import holds_several
 from stepsight.training.measured.graph_segments import read_graphs
+from stepsight.training.measured.host_costs import calls_alone
 from stepsight.training.measured.imported_ops import ImportedSegments, imported_times, read_imported_segments
 
 Array = NDArray[np.float64]
@@ -42,7 +43,7 @@ class Profile:
         facts: Fields of ``Hardware`` that were measured.
         digest: Of the files.
         device: On what imported runs computed; empty if there are none.
-        calls: Seconds of framework calls that were measured on their own, by label and op.
+        calls: Shortest and longest seconds of framework calls that were measured alone, by label and op.
     """
 
     fabric: Fabric | None
@@ -56,7 +57,7 @@ class Profile:
     facts: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
     device: str = ""
-    calls: dict[tuple[str, Op], float] = field(default_factory=dict)
+    calls: dict[tuple[str, Op], tuple[float, float]] = field(default_factory=dict)
 
     def hardware(self, name: str, device: str) -> Hardware:
         """The measured hardware; facts that were not measured come from a preset of the same name.
@@ -174,9 +175,8 @@ def _fabric_of(file: EventFile, usual: Fabric | None) -> Fabric:
 
 
 def _add(file: EventFile, profile: Profile) -> None:
+    profile.calls |= calls_alone(file)
     for work, seconds, host_seconds, call in zip(file.works, file.seconds, file.host_seconds, file.calls, strict=True):
-        if isinstance(work, Op) and call:
-            profile.calls[call_label(call, work), work] = seconds
         if isinstance(work, Op) and holds_several(work.kind) and call:
             continue  # some calls of that kind take another time
         if isinstance(work, Op):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..ops.input_pool import Call
+from .device_memory import give_back_memory
 
 _SAMPLES = (5, 25)
 _SAMPLE_S = 1e-4  # shorter calls are measured several at a time, so that a mark costs little of a sample
@@ -104,6 +105,15 @@ class Clock:
             return queued(call, self._queue, seconds)
         prepared = [call.inputs() for _ in range(count)]
         return Samples([self(call.run, *inputs) for inputs in prepared], [])
+
+    def fresh_samples(self, call: Call, count: int) -> list[float]:
+        """Time a call ``count`` times, each with fresh memory for its results; empty on CUDA, which keeps its memory."""
+        found: list[float] = []
+        for _ in range(count if self._queue is None else 0):
+            inputs = call.inputs()
+            give_back_memory()
+            found.append(self(call.run, *inputs))
+        return found
 
 
 class _Train(NamedTuple):

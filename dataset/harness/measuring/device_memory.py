@@ -1,8 +1,11 @@
-"""Memory of this rank's device: free what is left over, and recognise that it ran out."""
+"""Memory of this rank: free what is left over, give it back to the system, and recognise that it ran out."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -12,6 +15,17 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def give_back_memory() -> None:
+    """Return the host's free memory to the system, where the C library can (glibc)."""
+    _trim()(0)
+
+
+@cache
+def _trim() -> Callable[[int], object]:
+    found = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return found if found is not None else abs
 
 
 def out_of_memory(error: RuntimeError) -> bool:

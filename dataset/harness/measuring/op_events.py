@@ -112,7 +112,7 @@ def gather_numbers(value: int) -> list[int]:
 
 
 def _time_op(op: dict[str, Any], pools: dict[str, Pool], clock: Clock, budget: _Budget) -> dict[str, Any]:
-    """``samples``, and on CUDA ``host_samples``."""
+    """``samples``; on CUDA ``host_samples``, and for some calls on a CPU ``fresh_samples``."""
     share = budget.share()
     if op["dtype"] not in pools:
         raise HarnessError(f"dtype must be one of {', '.join(sorted({*DTYPES, *pools}))}, got {op['dtype']!r}")
@@ -122,7 +122,9 @@ def _time_op(op: dict[str, Any], pools: dict[str, Pool], clock: Clock, budget: _
         if call is None or not count:
             raise HarnessError(reason or "another rank could not run it")
         found = clock.samples(call, count, share)
-    return {"samples": found.device, **({"host_samples": found.host} if found.host else {})}
+        fresh = clock.fresh_samples(call, count) if call.fresh else []
+    others = {"host_samples": found.host, "fresh_samples": fresh}
+    return {"samples": found.device, **{name: samples for name, samples in others.items() if samples}}
 
 
 def _warm(op: dict[str, Any], pools: dict[str, Pool], clock: Clock) -> tuple[Call | None, float, str]:
@@ -224,8 +226,9 @@ def _merge(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             samples = [max(column) for column in zip(*sampled, strict=True)]
         record |= {"seconds": statistics.median(samples), "min_seconds": min(samples), "repeats": len(samples)}
-        host = [sample for version in versions for sample in version.get("host_samples", ())]
-        if host:
-            record["host_seconds"] = statistics.median(host)
+        for kind in ("host", "fresh"):
+            others = [sample for version in versions for sample in version.get(f"{kind}_samples", ())]
+            if others:
+                record[f"{kind}_seconds"] = statistics.median(others)
         merged.append(record)
     return merged

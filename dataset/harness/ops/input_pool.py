@@ -69,11 +69,14 @@ class Call:
     """One op: ``run(*inputs())`` runs it once; making the inputs is no part of it.
 
     ``on_host``: it is the host that computes, whatever the device.
+    ``fresh``: on a CPU, measure it also with fresh memory for its results.  Within a training step many results go to
+    memory that the process has just obtained from the system, and page faults take several times as long as the op.
     """
 
     run: Callable[..., object]
     inputs: Callable[[], Inputs] = tuple
     on_host: bool = False
+    fresh: bool = False
 
 
 Maker = Callable[..., Call]  # of a pool and an op's dims

@@ -55,7 +55,7 @@ def replayed_call(call: Sequence[Any], device: torch.device) -> Call:
         inputs = next(turns)
         return function(*inputs.args, **inputs.kwargs)
 
-    return Call(run)
+    return Call(run, fresh=True)
 
 
 def is_replayed(name: str) -> bool:

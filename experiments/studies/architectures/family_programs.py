@@ -13,7 +13,7 @@ from stepsight.dataset.harness.progress import Progress
 from stepsight.dataset.op import Op
 from stepsight.experiments.ops_collecting import collect_ops
 from stepsight.experiments.studies.architectures.family_runs import SCRIPT
-from stepsight.features.host_call_features import call_label
+from stepsight.training.measured.host_costs import calls_alone
 
 _TIMEOUT_S = 300.0
 
@@ -74,11 +74,9 @@ def measure_programs(
     return len(left)
 
 
-def read_alone(out: Path, family: str, configuration: int) -> dict[tuple[str, Op], float]:
-    """Seconds of a script's calls, measured alone, by label and op."""
-    file = read_event_file(_alone(out, family, configuration))
-    told = zip(file.calls, file.works, file.seconds, strict=True)
-    return {(call_label(call, op), op): seconds for call, op, seconds in told if isinstance(op, Op)}
+def read_alone(out: Path, family: str, configuration: int) -> dict[tuple[str, Op], tuple[float, float]]:
+    """Shortest and longest seconds of a script's calls, measured alone, by label and op."""
+    return calls_alone(read_event_file(_alone(out, family, configuration)))
 
 
 def _alone(out: Path, family: str, configuration: int) -> Path:

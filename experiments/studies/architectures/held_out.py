@@ -16,8 +16,8 @@ from stepsight.experiments.studies.architectures.family_programs import program_
 from stepsight.experiments.studies.architectures.family_runs import CONFIGURATIONS, read_runs_of_families, steps_of
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.replay.captured_step import time_captured
-from stepsight.training.kernels.host_calls import HostCalls, Known
-from stepsight.training.measured.host_costs import learn_host_calls, slowdown_of, with_alone
+from stepsight.training.kernels.host_calls import Alone, HostCalls
+from stepsight.training.measured.host_costs import learn_host_calls
 from stepsight.training.measured.host_steps import HostStep
 
 FOLDS = 3
@@ -81,8 +81,6 @@ def judge(out: Path, families: Sequence[str]) -> list[Judged]:
     for turn in range(FOLDS):
         kept = [key for key in steps if fold[key[0]] != turn]
         costs = learn_host_calls([steps[key] for key in kept])
-        taught = {name: s for key in programs if fold[key[0]] != turn for name, s in alone[key].items()}
-        slowdown = slowdown_of(costs.known, taught)
         for key in programs:
             if fold[key[0]] == turn:
                 graph = read_program(out, *key).ranks[0].graph
@@ -93,7 +91,7 @@ def judge(out: Path, families: Sequence[str]) -> list[Judged]:
                         steps[key],
                         spreads.get(key, float("nan")),
                         costs,
-                        with_alone(costs.known, alone[key], slowdown),
+                        alone[key],
                     )
                 )
     return sorted(judged, key=lambda each: each.name)
@@ -105,9 +103,9 @@ def _judged(
     step: HostStep,
     spread: float,
     costs: HostCalls,
-    known_then: Known,
+    alone: Alone,
 ) -> Judged:
-    after = replace(costs, known=known_then)
+    after = replace(costs, alone=alone)
     traced = costs.scale * step.op_s.sum() + step.counts() @ np.array(costs.gaps_s) + costs.step_s
     as_is_s, known = _predicted(graph, costs)
     after_s, known_after = _predicted(graph, after)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.errors import PredictorError
+from stepsight.dataset.event_file import read_event_file
 from stepsight.dataset.op import Op
+from stepsight.dataset.run_manifest import SCHEMA
 from stepsight.training.kernels.host_calls import HostCalls, fit_host_calls
-from stepsight.training.measured.host_costs import slowdown_of, with_alone
+from stepsight.training.measured.host_costs import calls_alone
 from stepsight.training.predictor.saved_host_calls import FILE, load_host_calls, save_host_calls
 
 SIZES = [2**power for power in range(10, 18)]
@@ -57,16 +60,40 @@ def test_a_known_call_takes_what_was_measured(fitted: HostCalls) -> None:
     assert not known.is_known("aten::mul", op)
 
 
-def test_calls_measured_alone_are_slowed_as_those_measured_both_ways() -> None:
-    inside = {("conv", _elementwise(size)): 1.2e-6 * size for size in SIZES}
-    alone = {("conv", _elementwise(size)): 1e-6 * size for size in [*SIZES, 7]}
-    assert slowdown_of(inside, alone) == pytest.approx(1.2)
-    assert with_alone(inside, alone)["conv", _elementwise(7)] == pytest.approx(1.2 * 7e-6)
-    assert slowdown_of({}, alone) == pytest.approx(1.07)
+def test_calls_measured_alone_bound_what_was_learned(fitted: HostCalls) -> None:
+    """A step gives results reused or fresh memory: the time lies between both."""
+    asked = (["aten::exp"], [_elementwise(SIZES[3])], [0])
+    learned, key = fitted.seconds(*asked)[0], ("elementwise/exp", _elementwise(SIZES[3]))
+    for least, most in ((0.5, 2.0), (2.0, 3.0), (0.1, 0.2)):
+        alone = replace(fitted, alone={key: (least * learned, most * learned)})
+        assert alone.seconds(*asked)[0] == pytest.approx(learned * np.clip(1.0, least, most))
+        assert alone.is_known("aten::exp", asked[1][0])
+    both = replace(fitted, known={key: 7e-3}, alone={key: (1e-3, 2e-3)})
+    assert both.seconds(*asked)[0] == 7e-3  # what was measured within steps counts more
+
+
+def test_calls_of_an_event_file_have_a_shortest_and_a_longest_time(tmp_path: Path) -> None:
+    op = {"kind": "elementwise", "dims": [8], "dtype": "fp32"}
+    records = [
+        {"op": op | {"call": ["aten::exp"]}, "seconds": 1e-5, "fresh_seconds": 4e-5},
+        {"op": op | {"call": ["aten::sin"]}, "seconds": 1e-5},
+        {"op": op | {"call": ["aten::cos"]}, "seconds": 3e-5, "fresh_seconds": 2e-5},
+        {"op": op, "seconds": 1e-5},
+    ]
+    path = tmp_path / "ops.json"
+    path.write_text(json.dumps({"schema": SCHEMA, "busy": 1, "records": records}))
+    found = calls_alone(read_event_file(path))
+    assert found == {
+        ("elementwise/exp", _elementwise(8)): (1e-5, 4e-5),
+        ("elementwise/sin", _elementwise(8)): (1e-5, pytest.approx(1.7e-5)),
+        ("elementwise/cos", _elementwise(8)): (3e-5, 3e-5),
+    }
 
 
 def test_saved_calls_come_back(fitted: HostCalls, tmp_path: Path) -> None:
-    known = replace(fitted, known={("elementwise/exp", _elementwise(8)): 1e-5}, gaps_s=(1e-6, 2e-6, 3e-6), step_s=1e-4)
+    known = replace(
+        fitted, alone={("elementwise/exp", _elementwise(8)): (1e-6, 1e-5)}, gaps_s=(1e-6, 2e-6, 3e-6), step_s=1e-4
+    )
     save_host_calls(known, tmp_path)
     back = load_host_calls(tmp_path)
     assert back is not None
