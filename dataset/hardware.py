@@ -21,6 +21,8 @@ from stepsight.dataset.hardware_facts import hardware_from_dict as hardware_from
 from stepsight.dataset.hardware_facts import launch_units as launch_units
 from stepsight.dataset.registry import Registry, did_you_mean, instance_of
 
+LEAST_FACT = 1e6  # FLOP/s, byte/s and byte of a device in a user's file: below, the number is in another unit
+
 
 @cached(1)
 def _preset_tables() -> dict[str, Any]:
@@ -160,9 +162,29 @@ def facts_in(path: str) -> tuple[Mapping[str, Hardware], Mapping[str, Fabric]]:
 def _read_facts(path: str, version: tuple[int, int]) -> tuple[Mapping[str, Hardware], Mapping[str, Fabric]]:
     """Content of a file; ``version`` makes the cache read a changed file again."""
     try:
-        return _from_tables(read_facts(path, ("hardware", "fabric")))
+        found = _from_tables(read_facts(path, ("hardware", "fabric")))
+        for hardware in found[0].values():
+            _check_units(hardware)
+        return found
     except JobError as error:
         raise JobError(f"{path}: {error}") from None
+
+
+def _check_units(hardware: Hardware) -> None:
+    """Refuse facts in units that are 10^9 or 10^12 times too large, as TFLOP/s and Gbyte/s.
+
+    Raises:
+        JobError: If a number is far below that of any device.
+    """
+    facts = {f"peak_flops.{dtype}": (peak, "FLOP/s") for dtype, peak in hardware.peak_flops.items()}
+    facts["memory_bandwidth_bytes_per_s"] = hardware.memory_bandwidth_bytes_per_s, "byte/s"
+    facts["memory_bytes"] = hardware.memory_bytes, "byte"
+    for name, (value, unit) in facts.items():
+        if value < LEAST_FACT:
+            raise JobError(
+                f"hardware {hardware.name:.80}: {name} is in {unit}, of which a device has {LEAST_FACT:g} at least: "
+                f"write {value:g}e9 or {value:g}e12 in place of {value:g}"
+            )
 
 
 # Words in a hardware's name, and the fabric of its vendor's own systems; the first match counts.

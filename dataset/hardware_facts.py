@@ -113,6 +113,12 @@ class Hardware:
                 )
         if not self.peak_flops:
             raise JobError(f"hardware {self.name:.80}: peak_flops must state a peak of one dtype at least, got none")
+        strange = sorted(set(self.peak_flops) - set(DTYPE_BYTES))
+        if strange:
+            raise JobError(
+                f"hardware {self.name:.80}: peak_flops must name dtypes of {', '.join(DTYPE_BYTES)}, "
+                f"got {', '.join(strange):.80}"
+            )
         unknown = sorted(set(self.host_kinds_s) - set(OP_KINDS) - set(COLLECTIVE_KINDS))
         if unknown:
             raise JobError(
@@ -177,7 +183,7 @@ def hardware_from_dict(value: Mapping[str, Any]) -> Hardware:
     missing = [name for name, f in known.items() if f.default is f.default_factory is MISSING and name not in value]
     if unknown or missing:
         named = f"hardware {value['name']!s:.80}" if "name" in value else "a hardware"
-        wrong = [f"unknown {', '.join(unknown)}"] if unknown else []
-        wrong += [f"missing {', '.join(missing)}"] if missing else []
-        raise JobError(f"{named} has the fields of Hardware ({', '.join(known)}), got {' and '.join(wrong)}")
+        wrong = [f"{', '.join(missing)} must be stated"] if missing else []
+        wrong += [f"{', '.join(unknown):.200} must be left out"] if unknown else []
+        raise JobError(f"{named}: {' and '.join(wrong)}; the fields are {', '.join(known)}")
     return Hardware(**value)

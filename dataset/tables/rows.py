@@ -128,7 +128,9 @@ def read_csv(rows: Rows, columns: Sequence[str]) -> Iterator[Line]:
     Raises:
         TableError: If a column is missing or there twice, or a row has another number of cells than the header.
     """
-    lines = csv.reader(read_text(rows).splitlines())
+    text = read_text(rows).splitlines()
+    first = text[0] if text else ""
+    lines = csv.reader(text, delimiter=next((mark for mark in ",;\t" if mark in first), ","))
     try:
         header = [name.strip() for name in next(lines, [])]
         missing = [name for name in columns if name not in header]

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -104,7 +105,7 @@ def test_hardware_stated_in_the_job() -> None:
     job = _job(facts, fabric=links)
     assert job.hardware_name == "mine" and Job.of(job.to_dict()) == job
     assert predict(job).memory.capacity_bytes == pytest.approx(8e10)
-    with pytest.raises(JobError, match=r"cluster.hardware: hardware mine has the fields .* got unknown flops"):
+    with pytest.raises(JobError, match=r"cluster.hardware: hardware mine: flops must be left out; the fields are"):
         _job({**facts, "flops": 1}, fabric=links)
     with pytest.raises(JobError, match=r"'h100-sxm-80gb' is the name of a known hardware"):
         _job({**facts, "name": "h100-sxm-80gb"}, fabric=links)
@@ -248,3 +249,22 @@ def test_bad_hardware(change: dict[str, object]) -> None:
 def test_a_near_miss_of_the_usual_words() -> None:
     with pytest.raises(JobError, match=r"'H10O' \(did you mean 'h100'"):
         predict(_job("H10O", fabric="dgx-h100"))
+
+
+@pytest.mark.parametrize(
+    ("fact", "rule"),
+    [
+        ("peak_flops = { bf16 = 400.0 }", "peak_flops.bf16 is in FLOP/s, .*write 400e9 or 400e12"),
+        ("peak_flops = { bfloat16 = 4e14 }", "peak_flops must name dtypes of .*got bfloat16"),
+        ("memory_bytes = 80", "memory_bytes is in byte"),
+        ("l2_bytes = 1e8", "l2_bytes must be left out; the fields are"),
+    ],
+)
+def test_facts_in_other_units_or_words_are_refused(tmp_path: Path, fact: str, rule: str) -> None:
+    """Of a file: a datasheet's numbers are in TFLOP/s and Gbyte."""
+    facts = {"peak_flops": "{ bf16 = 4e14 }", "memory_bandwidth_bytes_per_s": "3e12", "memory_bytes": "8e10"}
+    facts |= dict([fact.split(" = ", 1)])
+    path = tmp_path / "gpu.toml"
+    path.write_text("[hardware.mine]\nkind = 'gpu'\n" + "".join(f"{key} = {value}\n" for key, value in facts.items()))
+    with pytest.raises(JobError, match=rule):
+        find_hardware(str(path))

@@ -40,10 +40,26 @@ def test_a_column_stands_once(tmp_path: Path) -> None:
         read_table("csv", path)
 
 
+def test_usual_words_and_units(tmp_path: Path) -> None:
+    """Sizes in columns of their own, milliseconds, semicolons, and the words of PyTorch and of benchmarks."""
+    path = tmp_path / "mine.csv"
+    path.write_text("kernel;m;n;k;dtype;latency_ms\ngemm;16;32;64;torch.bfloat16;0.5\naten::mm;16;32;64;half;0.25\n")
+    table = read_table("csv", path)
+    assert table.works == (Op("linear", (16, 32, 64), "bf16"), Op("linear", (16, 32, 64), "fp16"))
+    assert table.seconds.tolist() == pytest.approx([0.5e-3, 0.25e-3])
+    path.write_text("op,num_bytes,group_size,ranks_per_node,us\nAllReduce,1024,8,8,20\nall-gather,1024,8,8,20\n")
+    assert [work.kind for work in read_table("csv", path).works] == ["all_reduce", "all_gather"]
+    path.write_text('op,dims,microseconds\nlinear,"(4, 8, 16)",1\nlinear,4*8*32,1\n')
+    assert [work.dims for work in read_table("csv", path).works if isinstance(work, Op)] == [(4, 8, 16), (4, 8, 32)]
+    path.write_text("op,dims,cycles\nlinear,4x4x4,1\n")
+    with pytest.raises(TableError, match="a column with the time"):
+        read_table("csv", path)
+
+
 @pytest.mark.parametrize(
     ("row", "rule"),
     [
-        ("gemm,4x4x4,bf16,1", "op kind must be one of"),
+        ("einsum,4x4x4,bf16,1", "op kind must be one of"),
         ("linear,4x4,bf16,1", "takes non-negative dims"),
         ("linear,4x4.5x4,bf16,1", "whole numbers joined by x"),
         ("linear,4x0x4,bf16,1", "dims must be >= 1"),
