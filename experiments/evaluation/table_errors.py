@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,6 +25,9 @@ from stepsight.training.transfer.family_figures import family_figures, trained_o
 from stepsight.training.transfer.own_table import shape_of
 
 Array = NDArray[np.float64]
+OnRows = Callable[[int, int], None]
+
+AT_ONCE = 5000  # rows between two reports of progress
 
 # Upper ends of classes, and their names.
 SIZES = (
@@ -66,18 +69,25 @@ class TableErrors:
         return {"groups": groups, **told}
 
 
-def judge_table(measured: Measurements, predictor_of: PredictorOf, fabric: Fabric | None = None) -> TableErrors:
+def _quiet(done: int, of: int) -> None:
+    """Tell nobody."""
+
+
+def judge_table(
+    measured: Measurements, predictor_of: PredictorOf, fabric: Fabric | None = None, on_rows: OnRows = _quiet
+) -> TableErrors:
     """Compare a table of measurements with the predictions of its rows.
 
     Args:
         measured: Ops, and collectives on fabrics.
         predictor_of: The predictor of a device; None: its facts answer.
         fabric: Links of all collectives; None: the known fabric that a row names.
+        on_rows: Told how many rows are predicted, of how many.
 
     Raises:
         TableError: If no row can be judged.
     """
-    predicted, skipped = predict_table(measured, predictor_of, fabric)
+    predicted, skipped = predict_table(measured, predictor_of, fabric, on_rows)
     known = np.flatnonzero(np.isfinite(predicted))
     if not len(known) and (held_out := _held_out(measured, predictor_of, skipped)) is not None:
         return held_out
@@ -132,7 +142,7 @@ def _errors(predicted: Array, measured: Array) -> Errors:
 
 
 def predict_table(
-    measured: Measurements, predictor_of: PredictorOf, fabric: Fabric | None = None
+    measured: Measurements, predictor_of: PredictorOf, fabric: Fabric | None = None, on_rows: OnRows = _quiet
 ) -> tuple[Array, dict[str, int]]:
     """Predicted seconds of each row, NaN where there are none, and the number of those rows by reason."""
     batches: dict[tuple[str, str, bool], list[int]] = {}
@@ -152,8 +162,11 @@ def predict_table(
         elif not are_ops and used is None:
             skipped[f"no facts of the fabric {links!r:.80}: state its links with --fabric"] += len(members)
         else:
-            software = [measured.software[i] for i in members]
-            predicted[members] = _seconds([measured.works[i] for i in members], software, predictor, hardware, used)
+            for start in range(0, len(members), AT_ONCE):
+                some = members[start : start + AT_ONCE]
+                software = [measured.software[i] for i in some]
+                predicted[some] = _seconds([measured.works[i] for i in some], software, predictor, hardware, used)
+                on_rows(int(np.isfinite(predicted).sum()), int((~seen).sum()))
     return predicted, dict(skipped)
 
 

@@ -134,7 +134,8 @@ def _evaluate_table(path: Path, predictor: Path | None, fabric: str | None, as_j
     from stepsight.experiments.evaluation.table_errors import judge_table, table_errors_text
 
     links = None if fabric is None else find_fabric(fabric)
-    result = judge_table(Measurements.from_parquet(path), predictor_by_hardware(load(predictor)), links)
+    judges = predictor_by_hardware(load(predictor))
+    result = judge_table(Measurements.from_parquet(path), judges, links, progress("rows predicted"))
     answer(result.to_dict(), table_errors_text(result), as_json)
 
 

@@ -118,6 +118,8 @@ def find_own_hardware(table: Measurements, stated: str, like: str) -> Hardware:
     Raises:
         TableError: If the table holds several devices, or nothing is known of the one that it holds.
     """
+    if not len(table):
+        raise TableError(f"training needs rows of ops or collectives, got an empty table ({dict(table.skipped)})")
     devices = sorted({device for device in table.device if device})
     if stated:
         found = find_hardware(canonical_hardware(stated))
