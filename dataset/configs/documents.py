@@ -81,9 +81,10 @@ def _check_brackets(text: str) -> None:
 
 
 def _loader(yaml: Any) -> Any:
-    """PyYAML's safe loader that reads ``1e-5`` as a number, as YAML 1.2 does, and refuses a key that stands twice.
+    """PyYAML's safe loader that reads ``1e-5`` as a number, as YAML 1.2 does.
 
-    Tags of other loaders (``!!python/...``) are refused by it.
+    Tags of other loaders (``!!python/...``) are refused by it.  Of a key that stands twice the last one counts, as for
+    the frameworks, whose own files have such keys.
     """
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]

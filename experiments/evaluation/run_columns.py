@@ -53,7 +53,7 @@ COLUMNS = (
     Column("model_name", "name of the model", "my-7b", ("model",)),
     Column("family", "gpt, llama, bert, t5 or vit", "llama", ("architecture", "model_family", "model_type")),
     Column("layers", "layers", "32", ("num_layers", "n_layers", "n_layer", "num_hidden_layers")),
-    Column("hidden", "hidden size", "4096", ("hidden_size", "d_model", "dim", "n_embd", "embed_dim")),
+    Column("hidden", "hidden size", "4096", ("hidden_size", "hidden_dim", "d_model", "dim", "n_embd", "embed_dim")),
     Column("ffn", "inner size of the MLP", "11008", ("ffn_hidden_size", "intermediate_size", "d_ff", "ffn_dim")),
     Column("heads", "attention heads", "32", ("num_heads", "n_heads", "n_head", "num_attention_heads")),
     Column("kv_heads", "heads of keys and values", "32", ("num_kv_heads", "num_key_value_heads", "n_kv_heads",

@@ -28,20 +28,24 @@ def check_degrees(rules: Rules, *, tp: int, cp: int = 1, pp: int, dp: int, devic
     """Check that the parallel degrees multiply to the number of devices."""
     product = tp * cp * pp * dp
     words, values = (" * cp", f" * {cp}") if cp > 1 else ("", "")
+    replica = max(1, tp * cp * pp)
+    whole = devices % replica == 0
+    advice = f"dp = {devices // replica}" if whole else f"a multiple of {replica} devices, or smaller degrees"
     rules.require(
         product == devices,
         f"tp{words} * pp * dp must equal the number of devices, got {tp}{values} * {pp} * {dp} = {product} "
-        f"!= {devices}",
+        f"!= {devices}: choose {advice}",
     )
 
 
 def check_batch(rules: Rules, *, micro_batch: int, dp: int, global_batch: int) -> None:
     """Check that every replica runs the same number of whole micro-batches."""
     replica = micro_batch * dp
+    least = max(1, global_batch // max(1, replica)) * replica
     rules.require(
         global_batch % replica == 0,
         f"micro_batch * dp must divide global_batch, got {global_batch} % ({micro_batch} * {dp}) "
-        f"= {global_batch % replica}",
+        f"= {global_batch % replica}: choose a global batch such as {least} or {least + replica}",
     )
 
 
