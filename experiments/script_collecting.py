@@ -15,7 +15,7 @@ from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.harness.progress import Progress
 from stepsight.dataset.harness.scripts.script_launch import Ranks, run_ranks
 from stepsight.dataset.imported.import_ranks import Imported, import_ranks
-from stepsight.dataset.imported.imported_run import write_imported
+from stepsight.dataset.imported.imported_run import read_imported, write_imported
 from stepsight.dataset.imported.rank_graph import OPAQUE
 from stepsight.dataset.op import Collective
 from stepsight.experiments.collecting import available_ranks, collection_text, run_plan
@@ -96,8 +96,10 @@ def collect_script(script: Script, out: Path, event_seconds: float, *, progress:
             write_json(out / "plan.json", plan)
     summary = run_plan(read_json(out / "plan.json"), out, progress=progress)
     seconds = [each for steps in facts["rounds"] for each in steps]
-    told = {"run": script.name, "steps_by": facts["steps_by"], "step_seconds": seconds}
-    return {**summary, **told, "runs": 1, "text": collection_text(out)}
+    warnings = list(read_imported(out / "runs" / script.name).warnings)
+    told = {"run": script.name, "steps_by": facts["steps_by"], "step_seconds": seconds, "warnings": warnings}
+    text = "\n".join([collection_text(out), *(f"warning: {each}" for each in warnings)])
+    return {**summary, **told, "runs": 1, "text": text}
 
 
 def _check(script: Script, out: Path) -> None:

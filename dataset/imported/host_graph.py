@@ -30,6 +30,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _MOST_AT_ONCE = 64  # collectives of one stream that may be in flight
+_COMPILED = "## Call CompiledFxGraph"  # what Inductor calls its functions in traces
 _LAST = 2**62  # larger than the number of any collective
 _MOST_EARLY_US = 1000.0  # clock error by which a wait may end before the awaited call
 
@@ -62,8 +63,18 @@ def host_graph(events: RankEvents, tree: CallTree, world_size: int, placement: P
     delay = np.maximum(order.delay - waited, 0.0)
     edges = [(order.source, order.target, Dependency.HOST_ORDER, delay), *_around(host, calls, kind, item)]
     graph = _assemble(events, tree, steps, host, (calls, kind, item, names), edges)
-    graph.warnings = tuple(dict.fromkeys([*events.warnings, *steps.warnings]))
+    graph.warnings = tuple(dict.fromkeys([*events.warnings, *steps.warnings, *_compiled(events)]))
     return graph
+
+
+def _compiled(events: RankEvents) -> list[str]:
+    """What to say of functions that ``torch.compile`` made: only calls of libraries within them are recorded."""
+    if not any(name.startswith(_COMPILED) for name in (*events.names, *(mark.name for mark in events.annotations))):
+        return []
+    return [
+        "the step calls functions of torch.compile: calls of libraries within them are ops, and the time of fused "
+        "kernels counts as the host's, since no trace of a CPU has them"
+    ]
 
 
 def _read(events: RankEvents, rank: int, world_size: int, placement: Placement) -> _Host:

@@ -131,6 +131,16 @@ def test_host_traces_are_graphs_too(tmp_path: Path) -> None:
     assert counts["data"] == 1
 
 
+def test_compiled_functions_on_a_host_are_warned_of(tmp_path: Path) -> None:
+    """The library calls within one are ops; its fused kernels are not in the trace."""
+    file = tiny_step()
+    file.call("## Call CompiledFxGraph f123 ##", 25, 90)
+    graph = graph_of(tmp_path, file)
+    assert [text for text in graph.warnings if "functions of torch.compile" in text]
+    assert any(work.kind == "linear" for work in graph.works)
+    assert not graph_of(tmp_path, tiny_step()).warnings
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_graphs_round_trip_through_files(tmp_path: Path, world_size: int) -> None:
     graph = graph_of(tmp_path, GpuJob(0, world_size).step(1).file)
