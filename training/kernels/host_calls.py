@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.op import Op
 from stepsight.features.host_call_features import CALL_FEATURES, CALL_TERMS, call_features, call_label, call_terms
+from stepsight.training.kernels.fused_loops import BOUNDS as LOOP_BOUNDS
+from stepsight.training.kernels.fused_loops import FUSED, loop_seconds, usual_loops
 from stepsight.training.regression.fitted_physics import Bounds, Physics, fit_physics
 from stepsight.training.regression.trees import Trees, fit_trees
 
@@ -50,6 +52,7 @@ class HostCalls:
         scale: Of all calls' seconds within a step.
         gaps_s: Between calls, by phase, ``(3,)``.
         step_s: Of every step besides.
+        loops: Physics of loops that a compiler fused.
     """
 
     everything: Physics
@@ -61,6 +64,7 @@ class HostCalls:
     scale: float = 1.0
     gaps_s: tuple[float, ...] = (0.0, 0.0, 0.0)
     step_s: float = 0.0
+    loops: Physics = field(default_factory=usual_loops)
 
     def seconds(self, calls: Sequence[str], ops: Sequence[Op], phases: Sequence[int]) -> Array:
         """Seconds of each call within a step, without the gaps between calls, ``(n,)``."""
@@ -89,7 +93,11 @@ class HostCalls:
                 index = np.flatnonzero(families == family)
                 if len(index):
                     log_s[index] += np.clip(trees.predict(features[index], CALL_FEATURES), -MOST_TREES, MOST_TREES)
-        return np.asarray(np.maximum(np.exp(log_s) - FLOOR_S, 1e-7))
+        seconds = np.maximum(np.exp(log_s) - FLOOR_S, 1e-7)
+        fused = [place for place, op in enumerate(ops) if op.kind == FUSED]
+        if fused:
+            seconds[fused] = loop_seconds(self.loops, [ops[place] for place in fused])
+        return np.asarray(seconds)
 
     def _physics(self, calls: Sequence[str], ops: Sequence[Op]) -> Array:
         out = np.empty(len(ops))
@@ -110,6 +118,7 @@ class HostCalls:
             "scale": self.scale,
             "gaps_s": list(self.gaps_s),
             "step_s": self.step_s,
+            "loops": self.loops.to_dict(),
         }
 
     @classmethod
@@ -133,7 +142,9 @@ class HostCalls:
         found = cls(
             Physics.from_dict(value["everything"]), tables["families"], tables["labels"], trees, known, alone,
             float(value["scale"]), tuple(map(float, value["gaps_s"])), float(value["step_s"]),
+            Physics.from_dict(value["loops"]) if "loops" in value else usual_loops(),
         )  # fmt: skip
+        found.loops.check("fused loops", LOOP_BOUNDS)
         for name, physics in {"all calls": found.everything, **found.families, **found.labels}.items():
             physics.check(name, BOUNDS)
         if any(least > most for least, most in alone.values()):
@@ -151,7 +162,7 @@ def fit_host_calls(rows: Iterable[tuple[str, Op, int, float]], seed: int = 0) ->
         rows: Call, op, phase and seconds of each distinct one.
         seed: Of the trees.
     """
-    kept = [row for row in rows if row[3] > 0 and min(row[1].dims) > 0]
+    kept = [row for row in rows if row[3] > 0 and min(row[1].dims) > 0 and row[1].kind != FUSED]
     calls, ops, phases = [row[0] for row in kept], [row[1] for row in kept], [row[2] for row in kept]
     seconds = np.array([row[3] for row in kept]) + FLOOR_S
     terms = np.array([call_terms(call, op) for call, op in zip(calls, ops, strict=True)]).reshape(-1, len(CALL_TERMS))
