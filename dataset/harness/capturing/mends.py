@@ -38,7 +38,8 @@ def install(world: FakeWorld, *, on_host: bool = False) -> None:
     _storages(world)
     _shardings(world)
     _processes()
-    _compiles(world)
+    if not on_host:
+        _compiles(world)
     autocast = _autocast_on_cpu(torch.autocast)
     for module in (torch, torch.amp, torch.amp.autocast_mode):
         patch(module, autocast=autocast)
