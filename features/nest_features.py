@@ -13,6 +13,8 @@ from stepsight.dataset.harness.regions.nest_work import (
     FUNCTIONS,
     GROUPS,
     LINE,
+    MIDDLE,
+    NEAR,
     SCALAR_SLOW,
     TERMS,
     Use,
@@ -41,6 +43,9 @@ PARTS = {  # of a roofline, each with the terms that it adds up
     "scalars": ("scalar",), "groups": tuple(GROUPS), "functions": tuple(f"vector_{name}" for name in FUNCTIONS),
     "scalar_functions": tuple(f"scalar_{name}" for name in FUNCTIONS), "nests": ("nests",),
 }  # fmt: skip
+LEVELS = tuple(f"{level}_{what}" for what in ("read", "written", "strided") for level in ("near", "middle", "far"))
+LEVEL_SECONDS = np.array([1e-11, 2e-11, 6e-11, 1.5e-11, 3e-11, 9e-11, 1e-9, 2e-9, 5e-9])
+LEVELLED = ("read_bytes", "written_bytes", "strided")  # terms that ``LEVELS`` split by reuse distance
 RELATIONS = ("feeds", "shares", "again")  # last touched by a writer, by a reader, or in the last run of the region
 EDGE_NUMBERS = ("log_bytes", "log_since", "log_between", "writes", "wrote", "strided", "log_own_bytes")
 
@@ -52,6 +57,7 @@ class NestNumbers:
     Attributes:
         x: ``(n, f)``.
         terms: How much each does of ``TERMS``, ``(n, t)``.
+        levels: Bytes read and written, and strided accesses, by reuse distance: ``LEVELS``, ``(n, 9)``.
         key: What kind each is, ``(n,)``.
         call: Number of the launch that each is in, ``(n,)``.
         edges: By relation, ``(2, e)`` and ``(e, len(EDGE_NUMBERS))``.
@@ -60,6 +66,7 @@ class NestNumbers:
 
     x: Array
     terms: Array
+    levels: Array
     key: Edges
     call: Edges
     edges: Mapping[str, tuple[Edges, Array]]
@@ -78,13 +85,15 @@ def nest_numbers(region: Region) -> NestNumbers:
     told = [list(terms_of(nest, use).values()) for nest, use in zip(nests, uses, strict=True)]
     terms = np.array(told).reshape(-1, len(TERMS))
     rows = [_row(nest, use, each) for nest, use, each in zip(nests, uses, terms, strict=True)]
+    edges = _edges(uses)
     touched = {name: region.buffers.get(name, 0) for use in uses for name in use}
     return NestNumbers(
         np.array(rows),
         terms,
+        _levels(terms, edges),
         np.array([_kind(each) for each in terms], dtype=np.int64),
         np.array(calls, dtype=np.int64),
-        _edges(uses),
+        edges,
         float(sum(touched.values())),
     )
 
@@ -118,6 +127,26 @@ def _kind(terms: Array) -> int:
     slow = bool(part_sums(seconds[None])[0][-3:-1].sum() > 0.3 * seconds.sum())
     reduces, vector = any(told[name] for name in GROUPS), told["vector"] >= told["scalar"]
     return 16 * vector + 8 * bool(told["strided"]) + 4 * bool(told["indirect"]) + 2 * reduces + slow
+
+
+def _levels(terms: Array, edges: Mapping[str, tuple[Edges, Array]]) -> Array:
+    """``LEVELS`` of each nest."""
+    found = np.zeros((len(terms), 3, 3))
+    for where, about in edges.values():
+        level = edge_levels(about)
+        moved = np.expm1(about[:, 0])
+        writes, strided = about[:, EDGE_NUMBERS.index("writes")] > 0, about[:, EDGE_NUMBERS.index("strided")] > 0
+        np.add.at(found, (where[1], writes.astype(np.int64), level), moved)
+        np.add.at(found, (where[1][strided], 2, level[strided]), moved[strided])
+    apart = found[:, 2]
+    found[:, 2] = terms[:, [TERMS.index("strided")]] * apart / np.maximum(apart.sum(axis=1, keepdims=True), 1.0)
+    return found.reshape(len(terms), 9)
+
+
+def edge_levels(about: Array) -> Edges:
+    """Near (0), middle or far (2): by the bytes that were touched since, and half of those of the nest itself."""
+    columns = [np.expm1(about[:, EDGE_NUMBERS.index(name)]) for name in ("log_since", "log_own_bytes", "log_bytes")]
+    return np.searchsorted([NEAR, MIDDLE], columns[0] + 0.5 * (columns[1] + columns[2]))
 
 
 def _edges(uses: Sequence[Mapping[str, Use]]) -> dict[str, tuple[Edges, Array]]:

@@ -203,7 +203,7 @@ def _judged(
 
 def _choose(task: ContextTask, known: JudgedCache, models: Mapping[str, Fit], taught: Sequence[int]) -> str:
     """The first model, the simplest come first, within a standard error of the best on groups that are held back."""
-    names = sorted({task.groups[place] for place in taught})
+    names = sorted({task.groups[place] for place in taught} - set(task.always))
     back = set(names[::3])
     part = [place for place in taught if task.groups[place] not in back]
     held = [place for place in taught if task.groups[place] in back]

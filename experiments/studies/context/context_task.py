@@ -38,6 +38,7 @@ class ContextTask:
         edgeless: Types of nodes that sums without edges read out.
         notes: What was left out.
         teachers: Groups that teach, where no other does; they never judge.
+        always: Groups that teach in every fold, beside others; they never judge.
         bound: By which a node's factor may be off that of all nodes, log units.
         rest: Whether a graph takes seconds that belong to no node; None: where whole graphs are judged.
         plain_models: Further models without messages, simple ones first: fits as ``edgeless_models.Fit``.
@@ -57,6 +58,7 @@ class ContextTask:
     edgeless: tuple[str, ...] = ("op",)
     notes: tuple[str, ...] = ()
     teachers: tuple[str, ...] = ()
+    always: tuple[str, ...] = ()
     bound: float = 2.0
     rest: bool | None = None
     plain_models: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
@@ -70,7 +72,7 @@ class ContextTask:
         Raises:
             TraceError: If there are too few groups.
         """
-        names = sorted(set(self.groups))
+        names = sorted(set(self.groups) - set(self.always))
         if self.teachers:
             teaches = [group in self.teachers for group in self.groups]
             return [([p for p, t in enumerate(teaches) if t], [p for p, t in enumerate(teaches) if not t])]
@@ -87,7 +89,7 @@ class ContextTask:
     def weights(self) -> Array:
         """How much each graph counts, ``(graphs,)``: whole graphs alike, nodes by their time, every group alike."""
         if self.whole:
-            return np.array([float(group not in self.teachers) for group in self.groups])
+            return np.array([float(group not in (*self.teachers, *self.always)) for group in self.groups])
         spent = np.array([float(torch.nansum(graph[self.readout].seconds)) for graph in self.graphs])
         totals: dict[str, float] = {}
         for group, seconds in zip(self.groups, spent.tolist(), strict=True):
@@ -104,9 +106,12 @@ class Design:
         node_types: Types of nodes that it sees; None: all.
         relations: Types of edges that it hears; None: all between these nodes.
         layers: Rounds of messages.
+        recurrent, edge_seconds: See ``NetworkForm``.
     """
 
     readout: str = "op"
     node_types: tuple[str, ...] | None = None
     relations: tuple[str, ...] | None = None
     layers: int = 2
+    recurrent: bool = False
+    edge_seconds: bool = False

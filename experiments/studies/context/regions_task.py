@@ -9,57 +9,88 @@ import torch
 from torch_geometric.data import HeteroData
 
 from stepsight.experiments.studies.context.context_task import ContextTask, Design
+from stepsight.experiments.studies.context.edgeless_models import Fit, trees
+from stepsight.experiments.studies.context.neighbour_features import neighbour_features
+from stepsight.experiments.studies.context.network_models import network
+from stepsight.experiments.studies.context.probe_families import is_probe
 from stepsight.experiments.studies.context.region_collecting import MeasuredRegion, read_collected
-from stepsight.features.region_features import region_numbers
+from stepsight.experiments.studies.context.region_models import NEST, REUSE, averaged, over_physics, physics, shrunk
+from stepsight.features.nest_features import TERM_SECONDS, nest_numbers, part_sums
+from stepsight.features.region_features import op_numbers
+from stepsight.training.context.fit_typed import TypedFit
 
-NODES = ("op", "loop", "kernel")
+SETTINGS = TypedFit(epochs=25, decay=1.0, rate=0.004)
+MEMBERS = 1
+BOUND = 0.6
+WHOLE = "region"
 
 
 def regions_task(folder: Path) -> ContextTask:
     """The task, from what ``--collect`` measured."""
-    measured = [each for each in read_collected(folder) if each.region.loops]
-    again = np.array([np.log(each.seconds / each.seconds_again) for each in measured])
+    measured = [each for each in read_collected(folder) if each.region.launches]
+    families = [each.family for each in measured]
+    graphs = [region_graph(each, number) for number, each in enumerate(measured)]
+    judged = [each for each in measured if not is_probe(each.family)]
+    again = np.array([np.log(each.seconds / each.seconds_again) for each in judged])
+
+    def corrected(design: Design, *, reuse: bool, told: bool = False) -> Fit:
+        model = shrunk(averaged(network(design, settings=SETTINGS), MEMBERS), families)
+        return over_physics(model, reuse=reuse, told=told, on_edges=design.edge_seconds)
+
+    alone = Design(NEST, (NEST,), ())
     return ContextTask(
         "regions",
         "mean |log| error of the seconds of compiled regions, families held out",
-        [region_graph(each) for each in measured],
-        [each.family for each in measured],
-        readout="kernel",
+        graphs,
+        families,
+        readout=NEST,
         simple="op",
         whole=True,
         floor=float(np.abs(again).mean()),
-        designs={
-            "kernels, data and reuse edges": Design("kernel", ("kernel",)),
-            "loops, data and reuse edges": Design("loop", ("loop",)),
-            "loops to kernels": Design("kernel", ("loop", "kernel"), ("part_of",), layers=1),
-            "loops and kernels, all edges": Design("kernel", ("loop", "kernel")),
+        edgeless=(),
+        always=tuple(sorted({family for family in families if is_probe(family)})),
+        bound=BOUND,
+        rest=False,
+        plain_models={
+            "physics of the code": physics(reuse=False),
+            "physics of the code, reuse distance by hand": physics(reuse=True),
+            "trees over physics, neighbours' features": over_physics(trees(neighbour_features), reuse=True),
+            "sum over nests over physics": corrected(alone, reuse=False),
+            "sum over nests over physics, reuse distance by hand": corrected(alone, reuse=True, told=True),
         },
-        edgeless=NODES,
+        networks={
+            "GNN: messages over physics": corrected(Design(NEST, (NEST,)), reuse=False),
+            "GNN: messages over physics with reuse distance": corrected(Design(NEST, (NEST,)), reuse=True),
+            "GNN: seconds on edges": corrected(Design(NEST, (NEST,), layers=1, edge_seconds=True), reuse=True),
+            "GNN: state passed along the order": corrected(Design(NEST, (NEST,), (), recurrent=True), reuse=True),
+            "GNN: nests and region": corrected(Design(NEST, (NEST, WHOLE)), reuse=True),
+        },
+        notes=(f"{len(measured) - len(judged)} probes teach every model and judge none",),
     )
 
 
-def region_graph(measured: MeasuredRegion) -> HeteroData:
-    """A region as a graph of framework ops, loops and fused kernels."""
-    numbers = region_numbers(measured.region)
+def region_graph(measured: MeasuredRegion, number: int = 0) -> HeteroData:
+    """A region as a graph of framework ops, loop nests and the whole."""
+    numbers, ops = nest_numbers(measured.region), op_numbers(measured.region)
     graph = HeteroData()
-    for name in NODES:
-        graph[name].x = torch.from_numpy(numbers.x[name]).float()
-        graph[name].parts = torch.from_numpy(numbers.parts[name]).float()
-        graph[name].roofline = graph[name].parts.sum(dim=1)
-        graph[name].baseline = graph[name].roofline
-        graph[name].key = torch.from_numpy(numbers.key[name])
-    for kind, (where, about) in numbers.edges.items():
-        graph[kind].edge_index = torch.from_numpy(where)
-        graph[kind].edge_attr = torch.from_numpy(about).float()
-    graph["kernel"].seconds = torch.from_numpy(_kernel_seconds(measured)).float()
-    graph["kernel"].weight = torch.ones(graph["kernel"].num_nodes)
-    graph.total = torch.tensor([np.sqrt(measured.seconds * measured.seconds_again)]).float()
+    seconds = part_sums(numbers.terms * TERM_SECONDS)
+    count = len(seconds)
+    named = {"op": (ops.x, ops.parts, ops.key), NEST: (numbers.x, seconds, numbers.key)}
+    for name, (x, parts, key) in named.items():
+        graph[name].x = torch.from_numpy(x).float()
+        graph[name].parts = torch.from_numpy(parts).float()
+        graph[name].baseline = graph[name].roofline = graph[name].parts.sum(dim=1)
+        graph[name].key = torch.from_numpy(key)
+    graph[NEST].terms, graph[NEST].levels = torch.from_numpy(numbers.terms), torch.from_numpy(numbers.levels)
+    kinds = np.eye(len(numbers.edges))
+    where = np.concatenate([each for each, _ in numbers.edges.values()], axis=1)
+    about = [np.concatenate([a, kinds[[k] * len(a)]], axis=1) for k, (_, a) in enumerate(numbers.edges.values())]
+    graph[NEST, REUSE, NEST].edge_index = torch.from_numpy(where)
+    graph[NEST, REUSE, NEST].edge_attr = torch.from_numpy(np.concatenate(about)).float()
+    calls = len(measured.region.launches)
+    graph[WHOLE].x = torch.tensor([[np.log1p(numbers.footprint), np.log(count), np.log(calls)]]).float()
+    graph[NEST, "part_of", WHOLE].edge_index = torch.stack([torch.arange(count), torch.zeros(count, dtype=torch.long)])
+    graph[NEST, "part_of", WHOLE].edge_attr = torch.from_numpy(seconds.sum(axis=1) / seconds.sum()).float()[:, None]
+    graph.total = torch.tensor([min(measured.seconds, measured.seconds_again)]).float()
+    graph.calls, graph.number = torch.tensor([float(calls)]), torch.tensor([number])
     return graph
-
-
-def _kernel_seconds(measured: MeasuredRegion) -> np.ndarray:
-    """Seconds of kernels that have a compiled function of their own, NaN for others."""
-    kernels = sorted({loop.kernel for loop in measured.region.loops})
-    calls = {loop.kernel: loop.call for loop in measured.region.loops}
-    shared = [name for name in calls.values() if list(calls.values()).count(name) > 1]
-    return np.array([np.nan if calls[k] in shared else measured.calls.get(calls[k], np.nan) for k in kernels])
