@@ -61,7 +61,8 @@ def train_command(
 ) -> None:
     """Train a predictor on collections, or on tables of a device's ops and collectives; record it in MLflow.
 
-    Collections train regressors for ops and collectives, and a graph neural network that corrects them in context.
+    Collections train regressors for ops and collectives, and a model that corrects them in context: the simplest of a
+    table, a network without edges and a graph neural network that is as good as the best on runs held back.
     Tables train only the regressors. A family of ops with thousands of rows is trained on its own rows. A family with
     fewer rows starts from the efficiency of the shipped predictors' devices, and its rows correct it. A fifth of the
     shapes is held out to judge the predictor (`held_out` in --json). Examples:

@@ -40,6 +40,7 @@ class ContextTask:
         teachers: Groups that teach, where no other does; they never judge.
         always: Groups that teach in every fold, beside others; they never judge.
         bound: By which a node's factor may be off that of all nodes, log units.
+        epochs: Passes of networks over the graphs that teach.
         rest: Whether a graph takes seconds that belong to no node; None: where whole graphs are judged.
         plain_models: Further models without messages, simple ones first: fits as ``edgeless_models.Fit``.
         networks: Further models that pass messages.
@@ -60,6 +61,7 @@ class ContextTask:
     teachers: tuple[str, ...] = ()
     always: tuple[str, ...] = ()
     bound: float = 2.0
+    epochs: int = 80
     rest: bool | None = None
     plain_models: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     networks: Mapping[str, Callable[..., Any]] = field(default_factory=dict)

@@ -36,6 +36,7 @@ def network(design: Design, *, labels: tuple[float, float] | None = None, settin
             head=task.head,
             rest=task.whole if task.rest is None else task.rest,
             bound=task.bound,
+            epochs=task.epochs,
             node_weight=node,
             total_weight=whole,
         )

@@ -25,7 +25,7 @@ from stepsight.experiments.studies.context.context_task import ContextTask, Desi
 from stepsight.experiments.studies.context.edgeless_models import table, trees
 from stepsight.experiments.studies.context.neighbour_features import neighbour_features
 from stepsight.experiments.studies.context.network_models import network, without_edges
-from stepsight.experiments.studies.context.over_regressors import over_regressors, regressors
+from stepsight.experiments.studies.context.over_regressors import ProductRegressors
 from stepsight.features.host_call_features import call_features, call_label
 from stepsight.training.measured.host_steps import HostStep, host_step
 
@@ -34,6 +34,7 @@ Ints = NDArray[np.int64]
 LEAST_S = 4e-6  # that any call takes beside its roofline
 TOGETHER = 32  # runs whose graphs are in memory at once
 CACHE = "ops-steps.pt"
+EPOCHS = 30
 _NUMBER = re.compile(r"[-_]\d+$")
 
 
@@ -70,6 +71,7 @@ def ops_task(folder: Path) -> ContextTask:
     steps = [script.step for script in scripts]
     groups = [_NUMBER.sub("", script.name) for script in scripts]
     spreads = [script.spread for script in scripts if np.isfinite(script.spread)]
+    product = ProductRegressors(steps, groups)
     over = {
         "table": table,
         "trees, neighbours' features": trees(neighbour_features),
@@ -86,9 +88,10 @@ def ops_task(folder: Path) -> ContextTask:
             "data edges": Design("op", None, ("data",)),
             "all edges, one round": Design("op", layers=1),
         },
-        plain_models={"product: physics, trees and known calls": regressors(steps)}
-        | {f"product, then {name}": over_regressors(steps, groups, fit) for name, fit in over.items()},
-        networks={"GNN over the product, all edges": over_regressors(steps, groups, network(Design("op")))},
+        plain_models={"product: physics, trees and known calls": product.alone}
+        | {f"product, then {name}": product.corrected(fit) for name, fit in over.items()},
+        networks={"GNN over the product, all edges": product.corrected(network(Design("op")))},
+        epochs=EPOCHS,
     )
 
 
