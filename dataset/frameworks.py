@@ -58,6 +58,7 @@ class Framework:
         overlap_tp, overlap_ep: As in ``ParallelSpec``.
         eager_kernels, norms_again, token_metrics, fused_loss, fused_experts: As in ``ModelSpec``.
         fp8_scaling: As in ``BatchSpec``.
+        dispatch_calls: As in ``ExecutionSpec``.
         loss_share: As in ``ModelSpec``, for ``bert`` models.
         mean_tokens: Tokens of a sequence of ``bert`` that are computed on average, where padding is left out and the
             sequences are not shorter than this; 0: all.
@@ -93,6 +94,7 @@ class Framework:
     norms_again: bool = False
     token_metrics: bool = False
     fp8_scaling: str = "delayed"
+    dispatch_calls: float = 0.0
     fused_loss: bool = False
     fused_experts: bool = False
     loss_share: float = 1.0
@@ -181,7 +183,11 @@ class Framework:
             },
             "batch": {"fp8_scaling": self.fp8_scaling},
             "optimizer": {"fused": self.fused_optimizer, "clip_grad_norm": self.clip_grad_norm},
-            "execution": {"engine": self.engine, "checkpoint": self.checkpoint},
+            "execution": {
+                "engine": self.engine,
+                "checkpoint": self.checkpoint,
+                "dispatch_calls": self.dispatch_calls,
+            },
         }
         stated = {**tables, "model": model, "parallel": parallel}
         return {name: {**habits.get(name, {}), **stated.get(name, {})} for name in {**stated, **habits}}

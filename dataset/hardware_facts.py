@@ -21,6 +21,7 @@ _RANGES = {
     "comm_compute_share": _SHARE,
     "compute_spread": (0.0, 10.0),
     "host_op_s": _SECONDS,
+    "dispatch_calls": (0.0, 1e4),
     "host_action_s": _SECONDS,
     "host_message_s": _SECONDS,
     "host_link_bytes_per_s": _RATE,
@@ -30,6 +31,8 @@ _RANGES = {
     "power_w": (0.0, 1e6),
 }
 _OPTIONAL = ("host_kinds_s", "power_w", "product_power_w")  # written only if they are known
+# Kinds of op around which a dispatcher of tokens runs its host code: four in a layer's forward and backward.
+_DISPATCHED = ("permute", "unpermute", "unpermute_backward")
 MOST_SLOWDOWN = 1.5  # at a power limit: base clocks are about two thirds of the highest ones
 
 
@@ -53,6 +56,7 @@ class Hardware:
             that move in step wait for the slowest.
         host_op_s: Time in which the host launches one op; 0 where ops run on the host itself.
         host_kinds_s: The same by kind of op or collective, where it was measured; of an optimizer by tensor.
+        dispatch_calls: As in ``ExecutionSpec``, for the job that asks; 0 for the hardware itself.
         host_action_s, host_message_s: What the runtime of a pipeline takes before each pass of a micro-batch, and to
             post one side of a message.
         host_link_bytes_per_s: Between device and host, per direction.
@@ -80,6 +84,7 @@ class Hardware:
     compute_spread: float = 0.0
     host_op_s: float = 0.0
     host_kinds_s: dict[str, float] = field(default_factory=dict, hash=False)
+    dispatch_calls: float = 0.0
     host_action_s: float = 0.0
     host_message_s: float = 0.0
     host_link_bytes_per_s: float = 25e9
@@ -146,7 +151,16 @@ class Hardware:
     def launch_s(self, work: Op | Collective) -> float:
         """The host's time to launch an op or collective."""
         seconds = self.host_kinds_s.get(work.kind)
-        return self.host_op_s if seconds is None else seconds * launch_units(work)
+        return self.host_op_s * self._calls(work) if seconds is None else seconds * launch_units(work)
+
+    def _calls(self, work: Op | Collective) -> float:
+        """Launches' time that the host takes for an op or collective of whose kind nothing was measured."""
+        if not self.dispatch_calls or not isinstance(work, Op):
+            return 1.0
+        if work.kind in _DISPATCHED:
+            return self.dispatch_calls
+        names = work.record.dim_names
+        return float(work.dims[names.index("groups")]) if "groups" in names else 1.0
 
     def flops_per_s(self, dtype: str) -> float:
         """Peak for a dtype."""
@@ -155,7 +169,11 @@ class Hardware:
         return self.peak_flops[dtype]
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name not in _OPTIONAL or value}
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if name != "dispatch_calls" and (name not in _OPTIONAL or value)
+        }
 
 
 def power_type(dtype: str) -> str:

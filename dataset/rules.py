@@ -152,6 +152,10 @@ def _choices(rules: Rules, job: JobTables) -> None:
             rules.append(f"{key} must be one of {words}, got {value!r:.80}{did_you_mean(value, names)}")
     _schedule(rules, p)
     rules.require(
+        0 <= job.execution.dispatch_calls <= 10_000,
+        f"execution.dispatch_calls must lie from 0 to 10000, got {job.execution.dispatch_calls}",
+    )
+    rules.require(
         sorted(p.order.split("-")) == sorted(AXES),
         f"parallel.order must name {', '.join(AXES)} once each, joined by '-', got {p.order!r:.80}",
     )

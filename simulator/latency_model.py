@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -62,17 +63,22 @@ def host_times(latency: LatencyModel) -> HostTimes | None:
     return getattr(latency, "host_times", None)
 
 
-def preset_latency(hardware_name: str, fabric: Fabric) -> RooflineLatency | None:
+def preset_latency(hardware_name: str, fabric: Fabric, dispatch_calls: float = 0.0) -> RooflineLatency | None:
     """The roofline of a known hardware or of a hardware file, the same object each time; None if the name is
     unknown.
+
+    Args:
+        hardware_name: As in ``ClusterSpec``.
+        fabric: The links.
+        dispatch_calls: As in ``ExecutionSpec``.
     """
     hardware = find_hardware(hardware_name)
-    return None if hardware is None else _roofline(hardware, fabric)
+    return None if hardware is None else _roofline(hardware, fabric, dispatch_calls)
 
 
 @cached(64)
-def _roofline(hardware: Hardware, fabric: Fabric) -> RooflineLatency:
-    return RooflineLatency(hardware, fabric)
+def _roofline(hardware: Hardware, fabric: Fabric, dispatch_calls: float) -> RooflineLatency:
+    return RooflineLatency(replace(hardware, dispatch_calls=dispatch_calls), fabric)
 
 
 class RooflineLatency:

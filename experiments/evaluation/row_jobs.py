@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stepsight.dataset.files import digest
-from stepsight.dataset.frameworks import Framework, framework_in
+from stepsight.dataset.frameworks import FRAMEWORKS, Framework, framework_in
 from stepsight.dataset.job import Job
 from stepsight.dataset.rules import MOST_LAYERS
 from stepsight.dataset.specs import EARLY_STOP, MIXED, RECOMPUTE
@@ -35,6 +35,7 @@ _MODELS: dict[str, dict[str, Any]] = {
     "deepseekv2": {**_LATENT, "ffn": 12288, "expert_ffn": 1536, "shared_experts": 2, "vocab": 102400},
     "deepseekv3": {**_LATENT, "ffn": 18432, "expert_ffn": 2048, "shared_experts": 1, "vocab": 129280},
     "gpt3": {"vocab": 50257},
+    "grok1": {"capacity_factor": 1.0},  # dgxc-benchmarking, grok1/grok1_314b.yaml: moe_expert_capacity_factor
     "gptoss": {"head_dim": 64, "expert_bias": True},
     "nemotron8b": {"vocab": 256000},
     "qwen3": {"head_dim": 128},
@@ -158,13 +159,23 @@ def framework_of(row: Row) -> Framework:
     # October 2023, which runs PyTorch 2.1, the first whose checkpoint stops early; earlier tables are of PyTorch 1.13.
     if "MP mode DEFAULT" in row.text("precision"):
         changes |= {"gradients": "fp32", "checkpoint": EARLY_STOP}
-    if framework.overlap_ep and "mxfp8" not in row.text("precision").lower():  # recipes of other precisions do neither
-        changes |= {"overlap_ep": False, "fused_experts": False}
-    if "nemo container" in row.software.lower() and _plain_name(row).startswith(_OVERLAPS_EP):
-        changes |= {"overlap_ep": True} if "h100" in row.text("hardware").lower() else {}
+    if "nemo container" in row.software.lower():
+        changes |= _container_habits(row, framework)
     if "BF16 optimizer" in row.text("precision"):  # DeepSpeed's: casts and adds to fp32 and all-reduces that
         changes |= {"gradients": "fp32-cast", "reduce_scatter": False}
     return replace(framework, **changes) if changes else framework
+
+
+def _container_habits(row: Row, framework: Framework) -> dict[str, Any]:
+    """What recipes of Megatron-Bridge do with mixtures on some hardware or in some precision alone."""
+    hardware, changes = row.text("hardware").lower(), {}
+    if framework.overlap_ep and "mxfp8" not in row.text("precision").lower():
+        changes = {"overlap_ep": False, "fused_experts": False, "dispatch_calls": FRAMEWORKS["nemo"].dispatch_calls}
+    if "h100" in hardware and _plain_name(row).startswith(_OVERLAPS_EP):
+        changes["overlap_ep"] = True
+    if hardware.startswith("gb"):  # HybridEP, and CUDA graphs of the router and what precedes the dispatch
+        changes["dispatch_calls"] = 0.0
+    return changes
 
 
 def precision_of(text: str) -> str:
@@ -211,6 +222,8 @@ def _model(row: Row) -> dict[str, Any]:
     }
     if experts:
         model |= {"expert_ffn": ffn, "experts": experts, "experts_per_token": row.known("top_k")}
+    if experts and "tokendrop" in _plain_name(row):
+        facts = {"capacity_factor": 1.0, **facts}
     return model | {key: value for key, value in facts.items() if key != "vocab"}
 
 

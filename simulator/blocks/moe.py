@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stepsight.dataset.op import Op
 from stepsight.simulator.blocks.expert_mlp import local_experts
 from stepsight.simulator.blocks.layer_parts import enter, fork, kept, leave
 from stepsight.simulator.blocks.mlp import mlp
@@ -108,19 +109,23 @@ def _router(shape: RankShape, count: Tokens) -> Step:
 
 
 def _permute(shape: RankShape, count: Tokens) -> Step:
-    dims = (count.sent, count.routed, shape.model.hidden)
-    return Step(
-        "permute", (shape.op("permute", *dims),), (shape.op("unpermute", *dims),), saved=(Saved(4 * count.sent),)
-    )
+    return Step("permute", _moves(shape, count, "permute"), _moves(shape, count, "unpermute"),
+                saved=(Saved(4 * count.sent),))  # fmt: skip
+
+
+def _moves(shape: RankShape, count: Tokens, kind: str) -> tuple[Op, ...]:
+    """A permutation of copies; where experts take a fixed number of them, it is a plain gather."""
+    if shape.model.capacity_factor:
+        return (shape.op("copy", count.sent * shape.model.hidden),)
+    return (shape.op(kind, count.sent, count.routed, shape.model.hidden),)
 
 
 def _unpermute(shape: RankShape, count: Tokens) -> Step:
     """Sum the copies of each token, weighted by their probabilities; the copies are kept for the router's gradient."""
-    dims = (count.sent, count.routed, shape.model.hidden)
     return Step(
         "unpermute",
-        (shape.op("unpermute", *dims),),
-        (shape.op("unpermute_backward", *dims),),
+        _moves(shape, count, "unpermute"),
+        _moves(shape, count, "unpermute_backward"),
         saved=(Saved(count.sent * shape.model.hidden * shape.dtype_bytes),),
     )
 

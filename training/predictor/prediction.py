@@ -379,7 +379,7 @@ def latency_of_facts(job: Job) -> RooflineLatency:
     Raises:
         JobError: If nothing is known of it.
     """
-    latency = preset_latency(job.cluster.hardware, job.fabric)
+    latency = preset_latency(job.cluster.hardware, job.fabric, job.execution.dispatch_calls)
     if latency is None:
         raise JobError(
             f"without a predictor, cluster.{unknown_hardware(job.cluster.hardware)}: train a predictor, or "

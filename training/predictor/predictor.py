@@ -131,10 +131,18 @@ class Predictor:
         devices = 1 if alone else job.cluster.num_devices
         self.kernel.check_software(job.execution.kernels)
         software = job.execution.kernels or (ROWWISE if job.batch.fp8_scaling == "rowwise" else "")
-        return self.latency_on(job.fabric, busy, devices, job.batch.dtype, software)
+        calls = job.execution.dispatch_calls
+        return self.latency_on(job.fabric, busy, devices, job.batch.dtype, software, dispatch_calls=calls)
 
     def latency_on(
-        self, fabric: Fabric, busy: int, num_devices: int, dtype: str = "bf16", software: str = ""
+        self,
+        fabric: Fabric,
+        busy: int,
+        num_devices: int,
+        dtype: str = "bf16",
+        software: str = "",
+        *,
+        dispatch_calls: float = 0.0,
     ) -> LearnedLatency:
         """Durations on any cluster of the predictor's devices.
 
@@ -144,13 +152,14 @@ class Predictor:
             num_devices: That move in step.
             dtype: Of most matrix products: decides how far the power limit lowers the clock.
             software: As in ``ExecutionSpec.kernels``; one that is not known is the one to predict for.
+            dispatch_calls: As in ``ExecutionSpec``.
         """
         devices = num_devices if self.hardware.compute_spread else 1
-        key = (busy, fabric, devices, power_type(dtype), software)
+        key = (busy, fabric, devices, power_type(dtype), software, dispatch_calls)
         known = self._bound.get(key)
         if known is None:
             self._bound[key] = known = LearnedLatency(
-                self.hardware,
+                replace(self.hardware, dispatch_calls=dispatch_calls),
                 self.kernel,
                 self.collective,
                 self.context,

@@ -236,3 +236,14 @@ def test_the_date_of_a_run_chooses_the_profile(cells: dict[str, str], name: str)
     """Its own date goes before that of the paper which tells of it."""
     row = Row({"source": "lab", "framework": "DeepSpeed ZeRO-3", "notes": "", "precision": "fp16", **cells})
     assert framework_of(row).name == name
+
+
+@pytest.mark.parametrize(("hardware", "container", "calls"), [
+    ("H100-SXM", "26.02 NeMo Container", 195.0),
+    ("GB200", "26.02 NeMo Container", 0.0),
+    ("B200", "26.06 NeMo Container", 195.0),
+])  # fmt: skip
+def test_hosts_of_dispatchers_by_container(hardware: str, container: str, calls: float) -> None:
+    """On GB200 graphs and HybridEP leave the host little to do; the graphs of June 2026 are for MXFP8 alone."""
+    row = run_row(model_name="Qwen3_30B_a3B", hardware=hardware, precision="BF16", framework=container)
+    assert framework_of(row).dispatch_calls == calls
