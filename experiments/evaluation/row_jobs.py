@@ -40,6 +40,9 @@ _MODELS: dict[str, dict[str, Any]] = {
     "nemotron8b": {"vocab": 256000},
     "qwen3": {"head_dim": 128},
 }
+# Recipes that tokenise with GPT-2's vocabulary, whatever the model's is: dgxc-benchmarking v24.11.1 to v25.02 for Llama
+# 3.1 405B (llama3.1_405b.yaml has GPT2BPETokenizer, configure.sh megatron-gpt2-345m).
+_GPT2_TOKENS, _GPT2_RECIPES = 50257, ("llama31405b", r"\b(v24\.11|v25\.0[12])\b")
 # Models of which Megatron-Bridge's recipes for H100 overlap experts' all-to-alls in every release from 25.09 to 26.06
 # (``moe_a2a_overlap`` of scripts/performance/configs/qwen).
 _OVERLAPS_EP = ("qwen3235b",)
@@ -239,6 +242,9 @@ def _plain_name(row: Row) -> str:
 
 def _vocab(row: Row) -> int:
     """The vocabulary, 0 if nothing tells it."""
+    model, recipes = _GPT2_RECIPES
+    if _plain_name(row).startswith(model) and re.search(recipes, row.software):
+        return _GPT2_TOKENS
     return row.whole("vocab") or _facts(row).get("vocab", 0)
 
 
