@@ -82,6 +82,7 @@ def jobs_of(row: Row) -> list[PublishedJob]:
     if "optimizer step NOT included" in row.text("iter_time_derivation"):
         raise RowError("the time is not that of a training iteration")
     framework = framework_of(row)
+    row = _with_micro_batches(row, framework)
     cells = open_cells(row, framework, vocab_known=bool(_vocab(row)), dp=_degrees(row)["dp"])
     if len(cells.values) > MOST_OPEN:
         raise RowError(f"{len(cells.values)} of its columns are unknown: {', '.join(cells.values)}")
@@ -91,6 +92,16 @@ def jobs_of(row: Row) -> list[PublishedJob]:
         return PublishedJob(_job(filled, framework), framework, cells)
 
     return possible(cells.choices(), build)
+
+
+def _with_micro_batches(row: Row, framework: Framework) -> Row:
+    """A row with the micro-batches and chunks that a framework cuts pipelines into where nothing is said."""
+    stages, batch = row.whole("pp") or 1, row.whole("global_batch")
+    if not framework.stage_micro_batches or stages == 1 or row.whole("micro_batch") is not None or batch is None:
+        return row
+    chunks = row.text("vp") or ("2" if "interleaved" in row.notes.lower() else "1")
+    size, rest = divmod(batch, stages * _degrees(row)["dp"])
+    return row if rest else Row({**row.cells, "micro_batch": str(size), "vp": chunks})
 
 
 def _job(row: Row, framework: Framework) -> Job:

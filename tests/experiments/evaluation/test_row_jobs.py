@@ -7,7 +7,7 @@ import pytest
 
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.job import Job
-from stepsight.experiments.evaluation.row_jobs import framework_of, job_of, precision_of
+from stepsight.experiments.evaluation.row_jobs import framework_of, job_of, jobs_of, precision_of
 from stepsight.experiments.evaluation.runs_table import Row, RowError
 from tests.experiments.evaluation.run_tables import digest_of, run_row
 
@@ -254,3 +254,11 @@ def test_recipes_with_the_tokenizer_of_gpt2(recipes: str, vocab: int) -> None:
     """Llama 3.1 405B was measured with 50257 tokens, padded to a multiple of 128 for each tensor-parallel rank."""
     row = run_row(model_name="Llama 3.1 405b BF16", framework=f"NeMo ({recipes} recipes)", vocab="128256", tp=8, pp=1, dp=2)
     assert job_of(row).job.model.vocab == vocab
+
+
+def test_torchtitan_cuts_a_batch_into_as_many_micro_batches_as_pipeline_ranks() -> None:
+    """2 pipeline ranks and 2 replicas cut 64 sequences into micro-batches of 16; other frameworks leave it open."""
+    row = run_row(framework="torchtitan", micro_batch="", vp="", notes="Interleaved 1F1B")
+    (published,) = jobs_of(row)
+    assert (published.job.batch.micro_batch, published.job.parallel.virtual_stages) == (16, 2)
+    assert len(jobs_of(run_row(framework="NeMo", micro_batch="", vp="1"))) > 1
