@@ -47,8 +47,8 @@ class Framework:
         vocab_multiple: Tables of the vocabulary are padded to a multiple of this times the tensor-parallel degree.
         interleaves: Whether its usual recipes give each pipeline stage several chunks of the model, so that a run that
             says nothing of virtual stages may have them or not.
-        stage_micro_batches: Whether a replica's batch is cut into as many micro-batches as there are pipeline ranks, and
-            interleaved schedules have two chunks a rank, where a run does not say.
+        stage_micro_batches: Whether a replica's batch is cut into as many micro-batches as there are pipeline ranks,
+            and interleaved schedules have two chunks a rank, where a run does not say.
         sequence_parallel: Whether norms are shared out wherever tensor parallelism is on and a run does not say.
         recompute: What it does where a run does not say; empty: unknown.
         selective: What its selective recomputation comes closest to: one of ``SELECTIVE``.

@@ -252,7 +252,9 @@ def test_hosts_of_dispatchers_by_container(hardware: str, container: str, calls:
 @pytest.mark.parametrize(("recipes", "vocab"), [("v24.11.1", 51200), ("v25.02", 51200), ("v25.04", 129024)])
 def test_recipes_with_the_tokenizer_of_gpt2(recipes: str, vocab: int) -> None:
     """Llama 3.1 405B was measured with 50257 tokens, padded to a multiple of 128 for each tensor-parallel rank."""
-    row = run_row(model_name="Llama 3.1 405b BF16", framework=f"NeMo ({recipes} recipes)", vocab="128256", tp=8, pp=1, dp=2)
+    row = run_row(
+        model_name="Llama 3.1 405b BF16", framework=f"NeMo ({recipes} recipes)", vocab="128256", tp=8, pp=1, dp=2
+    )
     assert job_of(row).job.model.vocab == vocab
 
 
