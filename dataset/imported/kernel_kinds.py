@@ -13,14 +13,17 @@ from stepsight.dataset.imported.event_structs import parse
 from stepsight.dataset.op import OP_KINDS, Op
 from stepsight.dataset.readers.classify import (
     Scope,
+    annotated_op,
     call_table,
     classify,
     classify_unknown,
     depends_on_scope,
     intern_op,
 )
+from stepsight.dataset.readers.sweep import parse_annotation
 
 _MOST_THREADS = 2**31
+_ANNOTATED = "stepsight::op "  # operators of predicted traces
 
 # Names of kernels of libraries, compilers and vendors, used if no call shows the kernel's op.
 # The first match counts.
@@ -106,6 +109,14 @@ def _whole(value: Any) -> int:
     return min(max(int(value), 0), _MOST_THREADS) if isinstance(value, int | float) else 0
 
 
+def _annotated(name: str) -> Op | None:
+    """The op that an operator's name states; None if the name is wrong."""
+    try:
+        return annotated_op(parse_annotation(name))
+    except (KeyError, ValueError):
+        return None
+
+
 class KernelKinds:
     """Finds the op of each kernel; calls that launch several kernels are classified once."""
 
@@ -115,7 +126,7 @@ class KernelKinds:
         self._known = call_table()
         self._parent, self._names = tree.parent.tolist(), events.ops["name"].tolist()
         self._signature = events.ops["signature"].tolist()
-        self._is_known = [name in self._known for name in events.names]
+        self._is_known = [name in self._known or name.startswith(_ANNOTATED) for name in events.names]
         self._is_evaluation = [is_evaluation(name) for name in events.names]
         self._calls: dict[int, tuple[int, Op | None]] = {}
         self._scopes: dict[int, Scope] = {}
@@ -167,7 +178,10 @@ class KernelKinds:
             op = self._by_signature[number]
         else:
             name = self._events.names[self._names[call]]
-            op = classify(name, self._arguments(call), self._scope(evaluation, sequence))
+            if name.startswith(_ANNOTATED):
+                op = _annotated(name)
+            else:
+                op = classify(name, self._arguments(call), self._scope(evaluation, sequence))
             if not depends_on_scope(name):
                 self._by_signature[number] = op
         if op is not None and op.kind == "linear" and sequence >= 0 and evaluation < 0:

@@ -35,6 +35,7 @@ from stepsight.verbs.options import (
     refuse_given,
 )
 from stepsight.verbs.plan_options import Prices, add_plan
+from stepsight.verbs.trace_files import check_traces, write_traces
 
 
 def predict_command(
@@ -60,6 +61,14 @@ def predict_command(
         ),
     ] = None,
     level: Annotated[str, typer.Option(help="Detail of the timeline: `segment` or `op`.")] = "segment",
+    traces: Annotated[
+        Path | None,
+        typer.Option(
+            parser=path,
+            help="Write the timeline to this new folder as traces of PyTorch's profiler, one file for each pipeline "
+            "stage; HTA, TensorBoard and `stepsight import kineto` read them. One job only.",
+        ),
+    ] = None,
     schedule: Annotated[
         Path | None,
         typer.Option(
@@ -93,7 +102,7 @@ def predict_command(
     if program is not None:
         refuse_given(
             context,
-            ("jobs", "schedule", "tokens", "prices", "framework", "nodes", "level", "latency"),
+            ("jobs", "schedule", "traces", "tokens", "prices", "framework", "nodes", "level", "latency"),
             "does not go with --program: leave it out",
         )
         predict_program(program, predictor, (hardware, fabric), timeline, as_json=as_json)
@@ -110,6 +119,7 @@ def predict_command(
             raise StepsightError(f"{name} takes one job, got {len(jobs)}")
         if wanted is not None:
             check_result(name, wanted, kind)
+    check_traces(traces, len(jobs))
     loaded = load(predictor, latency, context)
     read = [read_job(path, framework, hardware, nodes) for path in jobs]
     predictions = [predict(job, loaded) for job in read]
@@ -119,6 +129,8 @@ def predict_command(
     if timeline is not None:
         with new_file(timeline) as part, part.open("wb") as file:
             file.writelines(predictions[0].timeline_json(level))
+    if traces is not None:
+        write_traces(predictions[0], traces)
     if schedule is not None:
         write_schedule(predictions[0].simulation.lowered.track.schedule, schedule)
     text = "\n\n".join(report.pop("text") for report in reports)

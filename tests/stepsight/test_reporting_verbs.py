@@ -45,6 +45,16 @@ def test_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "<svg" in (tmp_path / "nodes.svg").read_text()
 
 
+def test_predict_writes_profiler_traces(tmp_path: Path) -> None:
+    """One file for each stage; a folder with files is left alone."""
+    job, out = str(EXAMPLES / "local-gpt-pp2.toml"), tmp_path / "traces"
+    asked = ["predict", job, "-p", "roofline", "--traces", str(out)]
+    app(asked, standalone_mode=False)
+    assert sorted(path.name for path in out.iterdir()) == ["rank0.json", "rank1.json"]
+    with pytest.raises(StepsightError, match="--traces must be a new or empty folder"):
+        app(asked, standalone_mode=False)
+
+
 def test_predict_prints_days_and_cost_of_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Days, device-hours and cost follow from tokens, tokens per second and the price."""
     prices = tmp_path / "prices.toml"
