@@ -22,6 +22,7 @@ from stepsight.experiments.evaluation.row_jobs import is_copy, jobs_of
 from stepsight.experiments.evaluation.row_predictors import PredictorOf, predictor_by_hardware, without_source
 from stepsight.experiments.evaluation.runs_table import Row, read_runs_table
 from stepsight.experiments.evaluation.scored_row import Scored
+from stepsight.experiments.notebook_bar import NotebookBar
 from stepsight.training.intervals.published_errors import published_widths
 from stepsight.training.predictor.prediction import ROOFLINE, predict
 from stepsight.training.predictor.predictor import Predictor
@@ -179,7 +180,8 @@ def evaluate(
         predictor: A ``Predictor``, the name of one that comes with the package, or ``"roofline"``; None: each row is
             predicted by the package's predictor for its hardware, or from hardware facts if there is none.
         source: Use only rows whose source matches this pattern or, if none matches, contains it; case is ignored.
-        on_row: Called after each row with the numbers of rows done and of all rows.
+        on_row: Called after each row with the numbers of rows done and of all rows; None: in a notebook, a bar shows
+            them.
 
     Returns:
         The predictions beside the measured times: ``.to_frame()``, ``.to_dict()``, ``.worst()``.
@@ -201,7 +203,7 @@ def evaluate(
         raise TableError(f"a table of runs must have at least one row, got none in {path}")
     if not rows:
         raise TableError(f"--source must match the source of a row in {path}, got {source!r:.80}{there}")
-    predictor_of = predictor_by_hardware(predictor)
+    predictor_of, bar = predictor_by_hardware(predictor), NotebookBar("rows")
     skipped: Counter[str] = Counter()
     scored: list[Scored] = []
     suspect: list[Scored] = []
@@ -215,8 +217,7 @@ def evaluate(
                 skipped[_reason(error)] += 1
             except FittedRowError:
                 skipped[FITTED] += 1
-        if on_row is not None:
-            on_row(number, len(rows))
+        (on_row or bar.show)(number, len(rows))
     skipped[SUSPECT] += len(suspect)
     left_out = {why: count for why, count in skipped.most_common() if count}
     if not scored:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.job import Job, JobLike
+from stepsight.experiments.notebook_bar import NotebookBar
 from stepsight.experiments.search.choices import SearchResult
 from stepsight.experiments.search.expert_loads import ExpertLoads
 from stepsight.experiments.search.job_search import Manner, OnTrial, search_job
@@ -58,7 +59,8 @@ def search(
         seed: Seed of the sampler, 0 to ``MOST_SEED``.
         storage: None (in memory), a database URL, or the path of a journal file; several processes may share a study.
         study_name: Name of the study in the storage; an existing study continues.
-        on_trial: Called after each strategy with the number of strategies before it and the shortest time in seconds.
+        on_trial: Called after each strategy with the number of strategies before it and the shortest time in seconds;
+            None: in a notebook, a bar shows the progress.
         map_fn: A ``map`` function that predicts in other processes, such as ``concurrent.futures.Executor.map``.
         expert_loads: Tokens of each expert, or a CSV file of them: each strategy places its experts by them.
 
@@ -72,13 +74,23 @@ def search(
     Example:
         >>> search("examples/gpt3-175b-1024.toml").best.job.parallel  # doctest: +SKIP
     """
-    manner = Manner(
-        space=Space.of(space), goal=goal or Goal(), trials=trials, timeout_s=timeout_s, gap=gap, top=top, seed=seed,
-        sampler=sampler, storage=storage, study_name=study_name, on_trial=on_trial, map_fn=map_fn,
-        expert_loads=ExpertLoads.of(expert_loads))  # fmt: skip
-    if scenarios is None or _checked(scenarios).is_empty:
-        return search_job(Job.of(job), predictor, manner)
-    return search_scenarios(Job.of(job), predictor, manner, scenarios)
+    with NotebookBar("strategies") as bar:
+        manner = Manner(
+            space=Space.of(space), goal=goal or Goal(), trials=trials, timeout_s=timeout_s, gap=gap, top=top, seed=seed,
+            sampler=sampler, storage=storage, study_name=study_name, on_trial=on_trial or _shown_in(bar), map_fn=map_fn,
+            expert_loads=ExpertLoads.of(expert_loads))  # fmt: skip
+        if scenarios is None or _checked(scenarios).is_empty:
+            return search_job(Job.of(job), predictor, manner)
+        return search_scenarios(Job.of(job), predictor, manner, scenarios)
+
+
+def _shown_in(bar: NotebookBar) -> OnTrial | None:
+    """``on_trial`` that updates a bar; None outside of notebooks."""
+
+    def on_trial(number: int, best: float | None) -> None:
+        bar.show(number + 1, more="none fits yet" if best is None else f"best {best:.4g} s")
+
+    return on_trial if bar.active else None
 
 
 def _checked(scenarios: Scenarios) -> Scenarios:
