@@ -20,10 +20,10 @@ from stepsight.training.measured.planning import make_plan
 from stepsight.training.predictor.heldout import HeldoutEvaluation, evaluate_heldout
 from stepsight.training.tracking import reopened
 
-TRAIN_COUNTS = {"rounds": 2, "steps": 4, "warmup": 2, "profile_steps": 2}
-HELDOUT_COUNTS = {"rounds": 3, "steps": 4, "warmup": 2, "profile_steps": 2}
+TRAIN_COUNTS = {"rounds": 1, "steps": 4, "warmup": 2, "profile_steps": 2}
+HELDOUT_COUNTS = {"rounds": 2, "steps": 4, "warmup": 2, "profile_steps": 2}
 EVENT_SECONDS = 45.0
-EXTRA_SECONDS = 45.0  # more rounds of the runs whose times vary most
+EXTRA_SECONDS = 90.0  # more rounds of the runs whose times vary most
 SEARCH_TRIALS = 150
 
 

@@ -30,12 +30,12 @@ def read_rounds(out: Path, run: dict[str, Any]) -> dict[str, Any]:
 
 
 def least_certain(rounds: Mapping[str, Sequence[Sequence[float]]]) -> str | None:
-    """Return the run whose median step is least certain; None if all are certain.
+    """Return the run whose median step is least certain, an unmeasured one first; None if all are certain.
 
     Args:
         rounds: Seconds of each step by round, of each run.
     """
-    unsure = {name: uncertainty(of) for name, of in rounds.items() if of}
+    unsure = {name: uncertainty(of) for name, of in rounds.items()}
     worst = max(unsure, key=unsure.__getitem__, default=None)
     return worst if worst is not None and unsure[worst] > CERTAIN else None
 

@@ -89,7 +89,8 @@ def test_a_collection_goes_on_past_damage(tmp_path: Path, content: bytes, kept: 
 def test_extra_time_goes_to_the_least_certain_run() -> None:
     """More rounds make a run more certain; a run that repeats within a percent needs none."""
     steady, wild = [[1.0, 1.001, 0.999]] * 2, [[1.0, 1.4, 0.9], [1.2, 1.6, 1.1]]
-    assert least_certain({"steady": steady, "wild": wild, "unmeasured": []}) == "wild"
+    assert least_certain({"steady": steady, "wild": wild, "unmeasured": []}) == "unmeasured"
+    assert least_certain({"steady": steady, "wild": wild}) == "wild"
     assert least_certain({"steady": steady}) is None
     assert uncertainty(wild * 4) < uncertainty(wild)
 
