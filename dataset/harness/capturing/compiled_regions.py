@@ -90,7 +90,9 @@ class _Region:
                 for access in (*loop.reads, *loop.writes):
                     passed += self._region.buffers.get(access.buffer, 0)
                     touched[access.buffer] = passed
-            storages.free(name for name in (a.buffer for a in (*loop.reads, *loop.writes)) if self._last_use[name] <= place)
+            storages.free(
+                name for name in (a.buffer for a in (*loop.reads, *loop.writes)) if self._last_use[name] <= place
+            )
         return outputs
 
     def _launch(self, launch: Launch, storages: _Storages, scope: Any, seen: tuple[float, dict[str, float]]) -> float:
