@@ -252,5 +252,5 @@ KINDS = (
         flops=lambda a, b, c, d, e, f, g, vectors, scalars, functions, h: 16.0 * (vectors + functions) + scalars,
         elements=lambda near, middle, far, *others: (near + middle + far) / 4.0,
         base_dims=lambda near, middle, far, *others: (max((near + middle + far) // 4, 1),),
-    ),  # fmt: skip
+    ),
 )

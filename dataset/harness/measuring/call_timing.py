@@ -107,7 +107,7 @@ class Clock:
         return Samples([self(call.run, *inputs) for inputs in prepared], [])
 
     def fresh_samples(self, call: Call, count: int) -> list[float]:
-        """Time a call ``count`` times, each with fresh memory for its results; empty on CUDA, which keeps its memory."""
+        """Time a call ``count`` times with fresh memory for its results; empty on CUDA, which keeps its memory."""
         found: list[float] = []
         for _ in range(count if self._queue is None else 0):
             inputs = call.inputs()
