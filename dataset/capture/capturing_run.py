@@ -149,8 +149,10 @@ class _Runs:
             asked_at.write_text(json.dumps(asked), "utf-8")
             ended = _ended([sys.executable, "-P", "-m", PACKAGE, str(asked_at)], request, rank, Path(folder))
             if not out.is_file():
+                at = _own_line((Path(folder) / STACK), request.script)
                 raise CaptureError(
-                    f"rank {rank} of {request.script.name} ended without a record ({ended[0]}): {ended[1]}"
+                    f"{request.script.name}{at}: the process of rank {rank} ended before its steps were through "
+                    f"({ended[0]}); the last line that it wrote: {ended[1]}"
                 )
             record: dict[str, Any] = read_json(out)
         if "error" in record:
@@ -174,7 +176,15 @@ def _ended(command: Sequence[str], request: CaptureRequest, rank: int, folder: P
         finally:
             _end_session(process)
     lines = log.read_text("utf-8", "replace").strip().splitlines()
-    return (f"exit code {code}" if code >= 0 else f"signal {-code}"), (lines[-1][:300] if lines else "no output")
+    return _how(code), (lines[-1][:300] if lines else "none")
+
+
+def _how(code: int) -> str:
+    """How a process ended without an error of Python."""
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name
+    return f"killed by {name}" + (": is there enough memory?" if name == "SIGKILL" else "")
 
 
 def _line_of_stack(process: subprocess.Popen[bytes], script: Path, stack: Path) -> str:
@@ -185,9 +195,15 @@ def _line_of_stack(process: subprocess.Popen[bytes], script: Path, stack: Path) 
     until = time.monotonic() + STACK_S
     while time.monotonic() < until and not stack.stat().st_size and process.poll() is None:
         time.sleep(0.05)
-    rows = re.findall(r'File "(.*)", line (\d+)', stack.read_text("utf-8", "replace"))
-    line = next((line for name, line in rows if Path(name).resolve() == script.resolve()), "")
-    return f" (it is at {script.name}:{line})" if line else ""
+    line = _own_line(stack, script)
+    return f" (it is at {script.name}{line})" if line else ""
+
+
+def _own_line(stack: Path, script: Path) -> str:
+    """``:12``: the innermost line of the script in a stack that was written, "" if there is none."""
+    text = stack.read_text("utf-8", "replace") if stack.exists() else ""
+    rows = re.findall(r'File "(.*)", line (\d+)', text)
+    return next((f":{line}" for name, line in rows if Path(name).resolve() == script.resolve()), "")
 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:

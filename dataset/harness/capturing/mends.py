@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import wraps
 from multiprocessing.process import BaseProcess
@@ -84,12 +85,13 @@ def _ddp(world: FakeWorld) -> None:
 def _processes() -> None:
     """Processes that a script starts would be outside of the fake world."""
 
-    def start(self: Any, *args: Any, **kwargs: Any) -> None:
+    def start(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError(
             "the script starts processes of its own, which cannot be captured: capture the script that each rank runs"
         )
 
     patch(BaseProcess, start=start)
+    patch(os, fork=start, forkpty=start)
 
 
 def _compiles(world: FakeWorld) -> None:

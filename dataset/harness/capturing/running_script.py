@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import os
 import runpy
 import signal
 import sys
@@ -29,10 +30,15 @@ def main(path: str) -> int:
     request = parse_json(Path(path).read_text("utf-8"))
     with Path(request["stack"]).open("w") as stack:
         faulthandler.register(signal.SIGUSR1, stack, all_threads=False)  # who has waited too long asks where this is
-        record = run(request)
-        Path(request["out"]).write_text(json.dumps(record), "utf-8")
+        faulthandler.enable(stack, all_threads=False)  # where a signal kills it
+        _write(request, run(request))
+        faulthandler.disable()
         faulthandler.unregister(signal.SIGUSR1)
     return 0
+
+
+def _write(request: dict[str, Any], record: dict[str, Any]) -> None:
+    Path(request["out"]).write_text(json.dumps(record), "utf-8")
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +53,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     from . import composite_ops, fake_cuda, fake_streams, mends, pipelines, world
     from .fake_tensors import FakeWorld
     from .recorder import Recorder
-    from .steps import Captured, Steps
+    from .steps import Steps
 
     recorder = Recorder()
     fake = FakeWorld(recorder, script)
@@ -62,25 +68,34 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 
         compiled_regions.install(fake)
     boundary = pipelines.install(recorder, request.get("boundary"), only_boundary=request.get("only_boundary", False))
-    steps = Steps(fake, request["warm_up"])
+
+    def step_record() -> dict[str, Any]:
+        told = {name: request[name] for name in ("rank", "world_size", "device")}
+        return {**told, "torch": torch.__version__, "boundary": boundary[0] if boundary else None, **_record(fake)}
+
+    def leave() -> None:
+        _write(request, step_record())
+        os._exit(0)
+
+    steps = Steps(fake, request["warm_up"], leave)
     sys.argv = [str(script), *request["arguments"]]
     sys.path.insert(0, str(script.resolve().parent))
     torch.set_num_threads(1)
+    ended: BaseException | None = None
     try:
         with contextlib.nullcontext() if on_host else fake_cuda.DevicesOnCpu(), fake.fake, fake:
             runpy.run_path(str(script), run_name="__main__")
-    except Captured:
-        told = {"rank": request["rank"], "world_size": request["world_size"], "torch": torch.__version__}
-        told["device"] = request["device"]
-        return told | {"boundary": boundary[0] if boundary else None, **_record(fake)}
-    except pipelines.NeedsBoundary as needs:
-        return {"needs_boundary_of": needs.rank}
-    except pipelines.FoundBoundary as found:
-        return {"boundary": found.boundary}
     except BaseException as error:
-        if not isinstance(error, SystemExit) or error.code:
-            return _failure(error, script, steps.seen) | {"notes": list(recorder.notes)}
-    return {"error": "few steps", "line": "", "steps": steps.seen, "trace": "", "notes": list(recorder.notes)}
+        ended = error
+    if steps.done:
+        return step_record()
+    if isinstance(ended, pipelines.NeedsBoundary):
+        return {"needs_boundary_of": ended.rank}
+    if isinstance(ended, pipelines.FoundBoundary):
+        return {"boundary": ended.boundary}
+    if ended is None or (isinstance(ended, SystemExit) and not ended.code):
+        return {"error": "few steps", "line": "", "steps": steps.seen, "trace": "", "notes": list(recorder.notes)}
+    return _failure(ended, script, steps.seen) | {"notes": list(recorder.notes)}
 
 
 def _record(fake: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ A step lasts from the end of one call of an optimizer's ``step`` to the end of t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,14 +24,19 @@ class Steps:
     Args:
         world: What records.
         warm_up: Steps that come before.
+        leave: Ends the process with the step written down, where the script catches ``Captured`` and goes on.
+
+    Attributes:
+        seen: Steps so far.
+        done: Whether the step that was asked for is over.
     """
 
-    def __init__(self, world: FakeWorld, warm_up: int) -> None:
-        self._world, self._warm_up = world, warm_up
+    def __init__(self, world: FakeWorld, warm_up: int, leave: Callable[[], None]) -> None:
+        self._world, self._warm_up, self._leave = world, warm_up, leave
         self._marker: Any = None  # the optimizer whose steps count
         self._depth = 0
         self.seen = 0
-        self.peak_bytes = 0
+        self.done = False
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
 
@@ -47,8 +53,11 @@ class Steps:
             self._marker = optimizer
         if optimizer is not self._marker:
             return
+        if self.done:
+            self._leave()
         self.seen += 1
         if self._world.recorder.active:
+            self.done, self._world.recorder.active = True, False
             raise Captured
         if self.seen > self._warm_up - 1:
             self._world.collectives.start()

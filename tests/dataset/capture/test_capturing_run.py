@@ -156,10 +156,29 @@ def test_compiled_modules_are_captured_op_by_op_and_noted(blocks: bool, tmp_path
         (f"{ONE_STEP}\noptimizer.step()", "must take at least 2 training steps"),
         ("print('no data', flush=True)\nexit(3)", r"train.py:2: the script ended itself \(SystemExit: 3\) .*: no data"),
         ("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)", "train.py:2: .* starts processes of its own"),
+        ("import os\nif os.fork() == 0:\n    os._exit(0)", "train.py:2: .* starts processes of its own"),
     ],
 )
 def test_what_cannot_be_captured_is_said_with_the_line(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=said):
+        capture(CaptureRequest(written(tmp_path, text), (), 8))
+
+
+def test_a_script_that_catches_everything_is_captured(tmp_path: Path) -> None:
+    text = f"""{ONE_STEP}
+while True:
+    try:
+        optimizer.step()
+    except BaseException as error:
+        print("caught", error)
+"""
+    (rank,) = capture(CaptureRequest(written(tmp_path, text), (), 8, timeout_s=120.0)).ranks
+    assert rank.rank == 0
+
+
+def test_a_script_that_is_killed_names_its_line(tmp_path: Path) -> None:
+    text = f"{ONE_STEP}\nimport os\nprint('far', flush=True)\nos.kill(os.getpid(), 11)"
+    with pytest.raises(CaptureError, match=r"train.py:5: .* rank 0 ended .* \(killed by SIGSEGV\); .*: far"):
         capture(CaptureRequest(written(tmp_path, text), (), 8))
 
 
