@@ -34,10 +34,11 @@ from stepsight.training.measured.measured import (
 )
 from stepsight.training.measured.runtime_costs import fit_host
 from stepsight.training.measured.stand_in_runs import predict_run
+from stepsight.training.mlflow_store import check_store
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.predictor_manifest import check_output
 from stepsight.training.regression.regressor import UNKNOWN
-from stepsight.training.tracking import TrackedRun, check_store, default_uri, tracked
+from stepsight.training.tracking import TrackedRun, default_uri, tracked
 
 Progress = Any
 MIN_RUNS = 4  # fewer cannot be held back in turn

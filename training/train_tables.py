@@ -18,10 +18,11 @@ from stepsight.dataset.files import digest
 from stepsight.dataset.hardware import canonical_hardware, find_fabric, usual_fabric
 from stepsight.dataset.tables import Measurements
 from stepsight.training.collectives.collective_models import label_of
+from stepsight.training.mlflow_store import check_store
 from stepsight.training.predictor.predictor import Predictor, shipped_by_name, shipped_names, teacher_of
 from stepsight.training.predictor.predictor_manifest import check_output
 from stepsight.training.shipped.catalogue import RECIPES
-from stepsight.training.tracking import check_store, default_uri, tracked
+from stepsight.training.tracking import default_uri, tracked
 from stepsight.training.transfer.family_figures import family_figures, pack_shapes, trained_on
 from stepsight.training.transfer.fit_transfer import fit_links_of, fit_ops, label_of_work, nearest_links
 from stepsight.training.transfer.own_table import OwnTable, find_own_hardware, own_table, renamed, shape_of

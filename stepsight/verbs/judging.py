@@ -196,9 +196,9 @@ def calibrate_command(
         return
     _refuse(runs, {"--fabric": fabric})
     from stepsight.experiments.evaluation.calibrate_runs import calibrate, calibration_text
-    from stepsight.training.predictor.predictor import Predictor
+    from stepsight.training.registered import load_predictor
 
-    loaded = Predictor.load(predictor)
+    loaded = load_predictor(predictor)
     report = calibrate(runs, loaded, out, source=source, max_devices=max_devices or 8)
     answer(report.to_dict(), calibration_text(report), as_json)
     if not report.released:
@@ -212,9 +212,9 @@ def calibrate_command(
 def _calibrate_traces(path: Path, predictor: Path, out: Path, as_json: bool) -> None:
     """Correct a predictor by a collection of imported traces."""
     from stepsight.experiments.evaluation.calibrate_traces import calibrate_traces, traces_text
-    from stepsight.training.predictor.predictor import Predictor
+    from stepsight.training.registered import load_predictor
 
-    report = calibrate_traces([path], Predictor.load(predictor), out)
+    report = calibrate_traces([path], load_predictor(predictor), out)
     answer(report.to_dict(), traces_text(report), as_json)
     if not report.released:
         print(
@@ -229,11 +229,11 @@ def _calibrate_links(
     """Correct a predictor by a table of collectives."""
     from stepsight.dataset.hardware import find_fabric
     from stepsight.experiments.evaluation.calibrate_links import calibrate_links, links_text
-    from stepsight.training.predictor.predictor import Predictor
+    from stepsight.training.registered import load_predictor
 
     if fabric is None:
         raise StepsightError(f"--fabric must state the links of the cluster that {path} was measured on")
-    loaded = Predictor.load(predictor)
+    loaded = load_predictor(predictor)
     report = calibrate_links(path, loaded, find_fabric(fabric), out, max_devices=max_devices)
     answer(report.to_dict(), links_text(report), as_json)
     if not report.released:

@@ -161,6 +161,10 @@ def load(path: Path | None, latency: str = "", context: typer.Context | None = N
 
     if str(path) == ROOFLINE and not path.exists():
         return ROOFLINE
+    if str(path).startswith("models:/"):
+        from stepsight.training.registered import load_model_uri
+
+        return load_model_uri(str(path))
     from stepsight.training.predictor.predictor import Predictor
 
     return Predictor.load(path)

@@ -120,7 +120,8 @@ def _with_metrics(predictor: Predictor) -> Predictor:
 
 
 def _train_done(folder: Path) -> None:
-    from stepsight.training.tracking import default_uri, load_registered
+    from stepsight.training.registered import load_registered
+    from stepsight.training.tracking import default_uri
 
     trained = Predictor.load(folder / "p")
     assert trained.manifest["mlflow_run_id"]

@@ -22,7 +22,8 @@ from stepsight.simulator.simulate import simulate
 from stepsight.training.fit import train
 from stepsight.training.predictor.heldout import evaluate_heldout, spearman
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.tracking import default_uri, load_registered
+from stepsight.training.registered import load_registered
+from stepsight.training.tracking import default_uri
 
 OpTruth = Callable[[Op, int], float]
 CollectiveTruth = Callable[[Collective], float]

@@ -16,8 +16,9 @@ from stepsight.dataset.op import Op
 from stepsight.dataset.processes import process_name
 from stepsight.training.predictor.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.registered import load_model_uri, load_predictor, load_registered
 from stepsight.training.served_model import ServedModel
-from stepsight.training.tracking import default_uri, load_model_uri, load_registered, reopened, tracked
+from stepsight.training.tracking import default_uri, reopened, tracked
 
 JOB = {
     "model": {"family": "gpt", "layers": 2, "hidden": 256, "heads": 4, "vocab": 1024, "seq_len": 128},
@@ -66,7 +67,7 @@ def test_mlflow_serves_a_predictor(predictor: Predictor, tmp_path: Path, monkeyp
     for name in ("models:/toy@champion", "models:/stepsight-toy/1", "models:/toy"):
         assert load_model_uri(name).hardware == predictor.hardware
         assert predict(job, name).iteration_time_s == pytest.approx(expected.iteration_time_s, rel=1e-6)
-        assert Predictor.load(name).source == load_model_uri(name).source
+        assert load_predictor(name).source == load_model_uri(name).source
     with pytest.raises(PredictorError, match="must hold models:/other@champion"):
         load_model_uri("models:/other@champion")
 

@@ -281,11 +281,10 @@ def predict(
 
     Args:
         job: A ``Job``, the tables of one, or the path of a job file (.toml or .json).
-        predictor: A ``Predictor`` for the job's hardware, the name of one that comes with the package (its own or its
-            hardware's), one of MLflow's registry (``"models:/h100@champion"``), ``"roofline"``, or ``"latency:NAME"``
-            (see ``latency``).  None takes the package's for the job's hardware, else a roofline from the facts.
-        software: The framework that runs the job, as in the column ``framework`` of the runs that a predictor was
-            calibrated on; by default the job's.
+        predictor: A ``Predictor`` for the job's hardware, the name of a shipped one (its own or its hardware's), one of
+            MLflow's registry (``"models:/h100@champion"``), ``"roofline"``, or ``"latency:NAME"`` (see ``latency``).
+            None takes the shipped one for the job's hardware, else a roofline from the facts.
+        software: The framework that runs the job, as the runs of a calibration name it; by default the job's.
         latency: In place of a predictor: durations by a name in ``registries.LATENCIES`` or ``module:function``.
 
     Returns:
@@ -307,7 +306,8 @@ def predict(
         return Prediction(job, simulation.iteration_time_s, given.source, simulation, given=given)
     asked = asked_predictor(job.cluster.hardware, predictor)
     if asked is None:
-        return _from_facts(job)
+        simulation = simulate(job, latency_of_facts(job))
+        return Prediction(job, simulation.iteration_time_s, source_of_facts(job), simulation)
     software = software or job.framework
     simulation = simulate(job, asked.latency(job))
     seconds = simulation.iteration_time_s * asked.calibration.factor(job, software)
@@ -350,21 +350,16 @@ def named_predictor(name: str) -> Predictor:
     from stepsight.training.shipped.catalogue import shipped_names
 
     if name.startswith(REGISTERED):
-        return Predictor.load(name)
+        from stepsight.training.registered import load_model_uri
 
+        return load_model_uri(name)
     found = _serving(name)
     if found is None:
         raise PredictorError(
             f"a predictor by name must be one of {', '.join(shipped_names())} or their hardware, {ROOFLINE} or "
-            f"{REGISTERED}NAME@ALIAS, "
-            f"got {name!r:.80}; read the folder of a trained one with Predictor.load"
+            f"{REGISTERED}NAME@ALIAS, got {name!r:.80}; read the folder of a trained one with Predictor.load"
         )
     return found
-
-
-def _from_facts(job: Job) -> Prediction:
-    simulation = simulate(job, latency_of_facts(job))
-    return Prediction(job, simulation.iteration_time_s, source_of_facts(job), simulation)
 
 
 def source_of_facts(job: Job) -> str:

@@ -49,7 +49,6 @@ from stepsight.training.predictor.model_tables import (
 )
 from stepsight.training.predictor.predictor_manifest import (
     MANIFEST,
-    REGISTERED,
     SCHEMA,
     UNSEALED,
     changed_files,
@@ -244,18 +243,11 @@ class Predictor:
 
     @classmethod
     def load(cls, folder: str | Path) -> Predictor:
-        """Read a folder that ``save`` wrote, a shipped predictor by its name, or one of MLflow's registry.
-
-        Args:
-            folder: The folder, the name, or ``models:/h100@champion``.
+        """Read a folder that ``save`` wrote, or a shipped predictor by its name.
 
         Raises:
             PredictorError: If it is no predictor, has another schema, or its files are not those that were saved.
         """
-        if str(folder).startswith(REGISTERED):
-            from stepsight.training.tracking import load_model_uri
-
-            return load_model_uri(str(folder))
         folder = Path(folder)
         if not folder.exists() and folder.name in shipped_names():
             folder = SHIPPED / folder.name

@@ -1,0 +1,91 @@
+"""A store of MLflow: whether it can be used, and its client."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sqlite3
+import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from stepsight.dataset.errors import PredictorError, StepsightError
+from stepsight.dataset.files import check_output_file
+
+PATIENCE_S = 5
+_PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}
+
+
+def check_store(uri: str) -> None:
+    """Check that a store can be reached; called before long work.
+
+    Raises:
+        PredictorError: If not.
+    """
+    problem = _unreachable(uri)
+    if problem:
+        raise PredictorError(f"tracking needs a store that can be reached, got {uri}: {problem}")
+
+
+def store_client(uri: str) -> Any:
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import mlflow
+
+        if uri.startswith("sqlite:///"):
+            database_file(uri).parent.mkdir(parents=True, exist_ok=True)
+        return mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].strip()[:300]
+
+
+def database_file(uri: str) -> Path:
+    """File of an sqlite URL."""
+    return Path(uri.partition("://")[2].partition("?")[0].removeprefix("/") or ".")
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    """Let requests to a tracking server fail within seconds, unless the user has set other limits."""
+    limits = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": str(PATIENCE_S)}
+    own = {key: value for key, value in limits.items() if key not in os.environ}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for key in own:
+            del os.environ[key]
+
+
+def _unreachable(uri: str) -> str:
+    """Why a store is out of reach, "" if it is reachable: MLflow itself would retry for minutes."""
+    if uri.startswith("sqlite:"):
+        return _unusable_database(uri)
+    try:
+        url = urlsplit(uri)
+        port = url.port or _PORTS.get(url.scheme.split("+")[0], 0)
+        if url.hostname and port:
+            socket.create_connection((url.hostname, port), timeout=PATIENCE_S).close()
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def _unusable_database(uri: str) -> str:
+    path = database_file(uri)
+    try:
+        check_output_file(path)
+        if path.exists() and path.stat().st_size:
+            with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+                connection.execute("SELECT name FROM sqlite_master").fetchall()
+    except (OSError, StepsightError, sqlite3.Error) as error:
+        return str(error)
+    return ""
