@@ -95,7 +95,7 @@ def collect_jobs(
         plan = make_plan([(role, job, counts) for job in jobs], profile_jobs=jobs, event_seconds=event_seconds)
     if plan_only:
         if (out / "plan.json").exists() and read_plan(out / "plan.json") != plan:
-            raise CollectError(f"a folder holds one plan: {out} has another one; choose another folder")
+            raise CollectError(f"a folder has one plan: {out} has another one; choose another folder")
         write_json(out / "plan.json", plan)
         where = out / "plan.json"
         return {"plan": str(where), "text": f"wrote {where}; run it with: python -m harness {where} --out DIR"}

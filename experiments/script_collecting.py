@@ -84,7 +84,7 @@ def collect_script(script: Script, out: Path, event_seconds: float, *, progress:
     folder = out / TRACED / script.name
     with locked(out / ".lock") as ours:
         if not ours:
-            raise CollectError(f"one collection at a time writes a folder: another one is at work in {out}")
+            raise CollectError(f"another collection is writing to {out}: wait for its end, or choose another folder")
         if not (folder / FACTS).exists():
             _run(script, folder, out / "logs" / "script.log", progress)
         facts = read_json(folder / FACTS)

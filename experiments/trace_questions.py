@@ -185,7 +185,7 @@ def _traced_on(asked: Questions, graphs: Sequence[RankGraph], job: Job | None) -
             raise StepsightError(f"--on must be the traced device, a name or a file: {unknown_hardware(asked.on)}")
         told = f"the trace names {said!r:.80}, which is no known device" if said else "the trace names no device"
         raise StepsightError(
-            f"{told}: say with --on what it was, or what is like it (as in --on mi300x); --on takes "
+            f"{told}: name the device or a similar one with --on (as in --on mi300x); --on takes "
             f"{', '.join(HARDWARE.names())}, or a file of a device"
         )
     if asked.on_fabric:

@@ -133,7 +133,7 @@ def latency_of_job(job: Job, name: str) -> GivenLatency:
     """Find a latency model by name for a job; hardware facts supply the durations that it does not know.
 
     Raises:
-        JobError: If nothing is known of the hardware.
+        JobError: If the hardware is unknown.
         PredictorError: If there is no such latency, or it fails.
     """
     hardware = find_hardware(job.cluster.hardware)

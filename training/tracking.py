@@ -157,7 +157,7 @@ def tracked(uri: str, run_name: str) -> Iterator[TrackedRun]:
         client.set_terminated(run_id, "FINISHED")
     except MlflowException as error:
         end("FAILED")
-        raise PredictorError(f"tracking needs a store that stays, got {uri}: {first_line(error)}") from None
+        raise PredictorError(f"tracking needs a persistent store, got {uri}: {first_line(error)}") from None
     except BaseException as error:
         end("KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED")
         raise

@@ -177,7 +177,7 @@ def _predictor_named(name: str) -> str:
             return own
     known = ", ".join(f"{own} ({recipe.hardware})" for own, recipe in RECIPES.items())
     raise TableError(
-        f"--like must be a predictor that comes with stepsight, or its hardware: {known}; got {name!r:.80}"
+        f"--like must be a shipped predictor, or its hardware: {known}; got {name!r:.80}"
     )
 
 

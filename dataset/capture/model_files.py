@@ -71,7 +71,7 @@ def read_model(request: ModelRequest) -> Captured:
     if not model.steps:
         raise CaptureError(f"{request.path.name} must compute something, got no op")
     if request.training and not model.parameters:
-        raise CaptureError(f"{request.path.name} must have parameters to be trained, got none: ask for inference")
+        raise CaptureError(f"{request.path.name} must have parameters to be trained, got none: use --inference")
     if request.precision:
         model = _in_precision(model, request.precision)
     rank = rank_of_model(model, request.replicas, request.local_size, training=request.training)

@@ -215,7 +215,7 @@ def _walk(ranks: Sequence[_Rank]) -> None:
                     active.append(one)
     if any(held):
         raise TraceError(
-            "ranks must meet in the same order, got collectives that wait for each other in a circle: the traces are "
+            "ranks must meet in the same order, got collectives that deadlock: the traces are "
             "of different jobs or different steps"
         )
 

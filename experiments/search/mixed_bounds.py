@@ -52,7 +52,7 @@ def best_devices(job: Job, timer: Timer, hardware: Hardware) -> tuple[Timer, Har
         A timer of the fastest device for every op, and the hardware with the largest memory and the least overhead.
 
     Raises:
-        JobError: If nothing is known of the devices of some nodes.
+        JobError: If the devices of some nodes are unknown.
     """
     others = [other_latency(other.hardware, job) for other in job.cluster.mixed]
     devices = [hardware, *(model.hardware for model in others)]

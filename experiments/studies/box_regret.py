@@ -113,7 +113,7 @@ def study_text(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         lines = [
             f"{row['model']}: {row['runnable']} of {row['legal']} legal strategies can run in the box; "
-            f"{row['run']} ran, {row['measured']} of them kept the cores idle enough to count",
+            f"{row['run']} ran, {row['measured']} of them used little enough of the cores to be valid",
             row["text"],
         ]
         if row["measured"]:

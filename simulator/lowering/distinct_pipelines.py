@@ -66,7 +66,7 @@ def distinct_pipelines(job: Job, latency: LatencyModel) -> tuple[Pipeline, ...]:
     """The distinct pipelines of a job.
 
     Raises:
-        JobError: If nothing is known of the devices of some nodes.
+        JobError: If the devices of some nodes are unknown.
     """
     cluster, stages = job.cluster, job.parallel.pp
     if not (cluster.stragglers or cluster.slow_links or cluster.mixed):
@@ -121,9 +121,9 @@ def other_latency(name: str, job: Job) -> RooflineLatency:
     """Latency model of the devices of ``cluster.mixed``.
 
     Raises:
-        JobError: If nothing is known of them.
+        JobError: If they are unknown.
     """
     latency = preset_latency(name, job.fabric)
     if latency is None:
-        raise JobError(f"cluster.mixed: {HARDWARE.unknown(name)}: nothing is known of it")
+        raise JobError(f"cluster.mixed: {HARDWARE.unknown(name)}")
     return latency

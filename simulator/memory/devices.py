@@ -14,7 +14,7 @@ def smallest_devices(job: Job, hardware: Hardware) -> tuple[Hardware, ...]:
     """One device per stage; a single one if all nodes are equal.
 
     Raises:
-        JobError: If nothing is known of the devices of some nodes.
+        JobError: If the devices of some nodes are unknown.
     """
     if not job.cluster.mixed:
         return (hardware,)
@@ -38,5 +38,5 @@ def _room(device: Hardware) -> float:
 def _preset(name: str) -> Hardware:
     hardware = find_hardware(name)
     if hardware is None:
-        raise JobError(f"cluster.mixed: {HARDWARE.unknown(name)}: nothing is known of it")
+        raise JobError(f"cluster.mixed: {HARDWARE.unknown(name)}")
     return hardware

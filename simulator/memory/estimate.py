@@ -172,7 +172,7 @@ def estimate_memory(job: Job, hardware: Hardware) -> Memory:
     """Peak bytes of every stage of a job.
 
     Raises:
-        JobError: If nothing is known of the devices of some nodes, or a schedule's table does not go with the job.
+        JobError: If the devices of some nodes are unknown, or a schedule's table does not go with the job.
     """
     asked = _asked(job, hardware)
     bytes_of, flying, moments = _stages(asked)

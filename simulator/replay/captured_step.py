@@ -90,7 +90,7 @@ def time_captured(graphs: Sequence[RankGraph], latency: LatencyModel) -> Capture
         latency: How long ops and collectives take.
 
     Raises:
-        CaptureError: If the ranks wait for each other in a circle.
+        CaptureError: If the ranks deadlock.
     """
     alone = tuple(timer_of(latency).work_seconds(graph.works) for graph in graphs)
     host = host_times(latency)
@@ -104,8 +104,8 @@ def time_captured(graphs: Sequence[RankGraph], latency: LatencyModel) -> Capture
         joined = join(timed)
     except TraceError:
         raise CaptureError(
-            "the captured ranks wait for each other in a circle: they issue their collectives in different orders, or "
-            "are of different scripts"
+            "the captured ranks deadlock: they issue their collectives in different orders, or "
+            "are from different scripts"
         ) from None
     _add_launches(joined, timed, latency.hardware)
     return CapturedStep(walk(joined), timed, alone)

@@ -108,7 +108,7 @@ def _sorted(joined: Joined) -> Ints:
                 queue.append(other)
     if len(order) < count:
         raise TraceError(
-            f"ranks must meet in the same order, got {count - len(order)} calls that wait for each other in a circle: "
+            f"ranks must meet in the same order, got {count - len(order)} calls that deadlock: "
             "the traces are of different steps or different jobs"
         )
     return np.array(order, dtype=np.int32)

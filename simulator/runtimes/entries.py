@@ -93,7 +93,7 @@ def in_one_order(order: Order, messages: Messages, lists: RankLists) -> Entries:
     """Sort the entries of all ranks into one order that can run.
 
     Raises:
-        JobError: If ranks wait for each other in a circle.
+        JobError: If ranks deadlock.
     """
     op, item, side, first = lists
     placed = np.full(len(op), -1, dtype=np.int32)
@@ -147,4 +147,4 @@ def _circle(order: Order, messages: Messages, lists: RankLists, reached: Ints) -
                 waits.append(f"stage {rank} waits until stage {order.stage[target]} takes {order.name(source)}")
             else:
                 waits.append(f"stage {rank} waits until stage {order.stage[source]} sends {order.name(source)}")
-    return "a schedule must not wait in a circle, got: " + "; ".join(waits)
+    return "a schedule must not deadlock, got: " + "; ".join(waits)

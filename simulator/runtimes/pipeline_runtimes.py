@@ -82,7 +82,7 @@ def torch_entries(schedule: Schedule, order: Order, messages: Messages) -> Entri
     ``_PipelineScheduleRuntime``.
 
     Raises:
-        JobError: If ranks wait for each other in a circle.
+        JobError: If ranks deadlock.
     """
     make = _LOOPS.get(schedule.name)
     if make and schedule.virtual_stages == 1 and schedule.num_stages > 1 and _is_standard(schedule):

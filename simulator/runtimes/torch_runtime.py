@@ -70,7 +70,7 @@ def torch_lowered(schedule: Schedule, order: Order, messages: Messages) -> RankL
     are needed.  Sends are waited for at the very end, the last one first.
 
     Raises:
-        JobError: If pairs of actions that run as one wait for each other in a circle.
+        JobError: If fused pairs of actions deadlock.
     """
     own = order.by_stage
     fused = np.concatenate(schedule.fused) if schedule.fused else np.zeros(len(order), dtype=np.bool_)
@@ -88,7 +88,7 @@ def torch_lowered(schedule: Schedule, order: Order, messages: Messages) -> RankL
     turns = _Turns(order.first[:-1].copy(), first[:-1].copy(), idle, done)
     _lower(actions, _Needs(order.source, messages.of_source, messages.of_target, receiver), turns, lists)
     if not done.all():
-        raise JobError("a schedule must not wait in a circle, got: " + _stuck(order, done, fused))
+        raise JobError("a schedule must not deadlock, got: " + _stuck(order, done, fused))
     return lists
 
 

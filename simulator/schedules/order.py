@@ -54,7 +54,7 @@ def order_actions(schedule: Schedule) -> Order:
     """Check a schedule and sort its actions into an order that can run.
 
     Raises:
-        JobError: If an action is missing, repeated or out of range, or if stages wait for each other in a circle; the
+        JobError: If an action is missing, repeated or out of range, or if stages deadlock; the
             message says who waits for what.
     """
     lengths = [len(rows) for rows in schedule.actions]
@@ -72,7 +72,7 @@ def order_actions(schedule: Schedule) -> Order:
     _sweep(first, source, own, order, position)
     alone = Order(stage, kind, micro_batch, part, source, own, first, np.arange(len(rows), dtype=np.int32))
     if len(order) and order[-1] < 0:
-        raise JobError("a schedule must not wait in a circle, got: " + _deadlock(alone, position))
+        raise JobError("a schedule must not deadlock, got: " + _deadlock(alone, position))
     return Order(
         stage[order], kind[order], micro_batch[order], part[order],
         _renumber(source[order], position), _renumber(own[order], position), first, position,

@@ -89,7 +89,7 @@ def _predictor_check(folder: Path) -> None:
     try:
         Predictor.load(out)
     except PredictorError as error:
-        assert "comes back with: mv " in str(error), error
+        assert "To restore it: mv " in str(error), error
         Predictor.load(Path(str(error).rpartition("mv ")[2].split()[0]))
 
 

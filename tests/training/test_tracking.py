@@ -149,7 +149,7 @@ def status(client: MlflowClient, experiment: str) -> dict[str, str]:
 
 
 def test_a_store_that_goes_away_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(PredictorError, match="store that stays"), tracked(default_uri(tmp_path / "p"), "run"):
+    with pytest.raises(PredictorError, match="persistent store"), tracked(default_uri(tmp_path / "p"), "run"):
         raise MlflowException("gone\nfor good")
 
 

@@ -102,6 +102,6 @@ def _check_hardware(traced: str, hardware: str, folder: Path) -> None:
     known = hardware in PRESETS.values() or traced in PRESETS
     if hardware and traced != "cpu" and known and device_name(traced) != hardware:
         raise TraceError(
-            f"every run must be on the hardware that is learned: the device must be {hardware!r:.80}, got "
+            f"every run must be on the predictor's hardware: the device must be {hardware!r:.80}, got "
             f"{traced!r:.80} in {folder}"
         )

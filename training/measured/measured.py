@@ -259,7 +259,7 @@ def check_hardware(runs: Sequence[MeasuredRun], name: str) -> None:
     for run in runs:
         if run.manifest.job.hardware_name != name:
             raise TraceError(
-                f"every run must be on the hardware that is learned: cluster.hardware must be {name!r:.80}, "
+                f"every run must be on the predictor's hardware: cluster.hardware must be {name!r:.80}, "
                 f"got {run.manifest.job.cluster.hardware!r:.80} in {run.manifest.folder}"
             )
 

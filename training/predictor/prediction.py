@@ -372,7 +372,7 @@ def latency_of_facts(job: Job) -> RooflineLatency:
     """Durations from the hardware facts of a job.
 
     Raises:
-        JobError: If nothing is known of it.
+        JobError: If the hardware is unknown.
     """
     latency = preset_latency(job.cluster.hardware, job.fabric, job.execution.dispatch_calls)
     if latency is None:

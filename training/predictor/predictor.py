@@ -254,8 +254,8 @@ class Predictor:
         old = set_aside(folder)
         if old is not None:
             raise PredictorError(
-                f"{folder} is missing: a command that was to replace it was killed; what stood there is whole in {old} "
-                f"and comes back with: mv {old} {folder}"
+                f"{folder} is missing: a command was killed while it replaced it; the old one is complete in {old}. "
+                f"To restore it: mv {old} {folder}"
             )
         if not (folder / MANIFEST).is_file():
             raise PredictorError(
@@ -379,7 +379,7 @@ def teacher_of(name: str) -> Teacher:
     """
     if name not in shipped_names():
         raise PredictorError(
-            f"{name!r:.80} must be a predictor that comes with stepsight ({', '.join(shipped_names())})"
+            f"{name!r:.80} must be a shipped predictor ({', '.join(shipped_names())})"
         )
     loaded = shipped_by_name(name)
     return Teacher(name, str(loaded.manifest["digest"]), loaded.kernel)

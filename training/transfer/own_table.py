@@ -95,7 +95,7 @@ def own_table(table: Measurements, hardware: Hardware, software: str = "", fabri
     mine = [index for index, device in enumerate(table.device) if device in ("", hardware.name)]
     if software and not any(_matches(table.software[index], software) for index in mine):
         known = ", ".join(sorted({table.software[index] for index in mine}))
-        raise TableError(f"--software must match what ran some rows ({known:.400}), got {software!r:.80}")
+        raise TableError(f"--software must match the software of some rows ({known:.400}), got {software!r:.80}")
     skipped = Counter({f"rows of another device ({name})": count for name, count in Counter(table.device).items()})
     for name in ("", hardware.name):
         skipped.pop(f"rows of another device ({name})", None)
@@ -116,7 +116,7 @@ def find_own_hardware(table: Measurements, stated: str, like: str) -> Hardware:
         like: Preset whose facts count where none are known of the device; empty: none.
 
     Raises:
-        TableError: If the table holds several devices, or nothing is known of the one that it holds.
+        TableError: If the table holds several devices, or an unknown one.
     """
     if not len(table):
         raise TableError(f"training needs rows of ops or collectives, got an empty table ({dict(table.skipped)})")
@@ -141,7 +141,7 @@ def find_own_hardware(table: Measurements, stated: str, like: str) -> Hardware:
             return replace(alike, name=devices[0], source=f"facts of {alike.name}, which it is said to be like")
     if found is None:
         raise TableError(
-            f"nothing is known of the device {devices[0]!r:.80}: state its facts with --hardware FILE.toml, "
+            f"unknown device {devices[0]!r:.80}: state its facts with --hardware FILE.toml, "
             "or name a preset with the same chip with --like"
         )
     return found

@@ -86,7 +86,7 @@ def _install_objects(world_size: int) -> None:
         return None
 
     def recv_object_list(values: list[Any], *args: Any, **kwargs: Any) -> int:
-        raise RuntimeError("objects that another rank sends are not known where no other rank is there")
+        raise RuntimeError("an object from another rank cannot be captured: no other rank runs")
 
     for function in (
         send_object_list,

@@ -37,7 +37,7 @@ class Delays:
         known = self._known.get((kind, group_size, ranks_per_node))
         if known is None:
             raise HarnessError(
-                f"stand_in.collectives must tell every collective of the job, got no {kind} of {group_size} ranks, "
+                f"stand_in.collectives must list every collective of the job, got no {kind} of {group_size} ranks, "
                 f"{ranks_per_node} on each node"
             )
         sizes = [size for size, _ in known]

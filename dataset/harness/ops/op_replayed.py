@@ -37,7 +37,7 @@ def replayed_call(call: Sequence[Any], device: torch.device) -> Call:
     """
     name, dims, types, strides, literals = call[:5]
     if not is_replayed(name):
-        raise HarnessError(f"calls of PyTorch's own ops can be measured, but those that read values; got {name!r:.80}")
+        raise HarnessError(f"only calls of PyTorch ops that read no values can be measured, got {name!r:.80}")
     packet = getattr(torch.ops.aten, name[6:], None)
     function = _overload(packet, types, literals)
     if function is None:

@@ -77,13 +77,13 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
         raise HarnessError(f"a collection is a folder, got the file {out}")
     if (out / "plan.json").exists():
         if _read_plan(out / "plan.json") != plan:
-            raise HarnessError(f"a folder holds one plan: {out} was begun with another one; choose another folder")
+            raise HarnessError(f"a folder has one plan: {out} has another one; choose another folder")
     elif out.exists() and (found := [path for path in out.iterdir() if not path.name.startswith(_UNBEGUN)]):
         raise HarnessError(f"a new collection needs a new or empty folder, got {out} with {len(found)} entries")
     out.mkdir(parents=True, exist_ok=True)
     with locked(out / ".lock") as ours:
         if not ours:
-            raise HarnessError(f"one collection at a time writes a folder: another one is at work in {out}")
+            raise HarnessError(f"another collection is writing to {out}: wait for its end, or choose another folder")
         if not (out / "plan.json").exists():
             write_json(out / "plan.json", plan)
         kept = len(_complete(out, plan))

@@ -111,7 +111,7 @@ def meet_nobody() -> None:
     def handler(url: str, **_: Any) -> Any:
         store: Any = dist.HashStore()  # type: ignore[attr-defined]
         yield store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        raise RuntimeError("an emulated rank cannot connect to other ranks: they are not there")
+        raise RuntimeError("an emulated rank cannot connect to other ranks: they do not run")
 
     for scheme in ("env", "tcp", "file"):
         _rendezvous_handlers[scheme] = handler

@@ -87,7 +87,7 @@ def run_study(asked: StudyOptions) -> dict[str, Any]:
     asked.out.mkdir(parents=True, exist_ok=True)
     with locked(asked.out / ".lock") as ours:
         if not ours:
-            raise CollectError(f"one study at a time uses a folder: another one is at work in {asked.out}")
+            raise CollectError(f"another study is writing to {asked.out}: wait for its end, or choose another folder")
         return _run(asked, table)
 
 

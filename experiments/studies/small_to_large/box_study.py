@@ -41,7 +41,7 @@ def run_boxes(out: Path, only: str = "*", *, progress: bool = True, asked: UserC
     small = compare_all([case for case in wanted if not case.judges], out, predictor)
     judged = compare_all([case for case in wanted if case.judges], out, predictor)
     if not judged and not small:
-        raise CollectError(f"no run of {only!r} kept the cores idle enough to mean anything: {', '.join(rejected)}")
+        raise CollectError(f"every run of {only!r} used too much of the cores to be valid: {', '.join(rejected)}")
     started = time.perf_counter()
     for row in judged:
         predict(row.measured.case.job, predictor)

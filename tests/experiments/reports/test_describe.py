@@ -40,7 +40,7 @@ def test_an_imported_run_shows_its_traced_steps(tmp_path: Path) -> None:
 
 def test_a_predictor_that_was_set_aside(tmp_path: Path) -> None:
     (tmp_path / ".mine.x1" / "mine").mkdir(parents=True)
-    with pytest.raises(StepsightError, match=r"mine is missing: .* comes back with: mv"):
+    with pytest.raises(StepsightError, match=r"mine is missing: .* To restore it: mv"):
         describe(tmp_path / "mine")
 
 

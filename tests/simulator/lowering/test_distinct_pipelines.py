@@ -185,7 +185,7 @@ def test_a_stage_on_faster_devices_is_faster(make_job: JobMaker) -> None:
 
 def test_unknown_devices_are_refused(make_job: JobMaker, gpu: Hardware) -> None:
     job = having(make_job(), mixed=(OtherDevices(nodes=(0,), hardware="abacus"),))
-    with pytest.raises(JobError, match=r"hardware must be one of a100.*got 'abacus': nothing is known of it"):
+    with pytest.raises(JobError, match=r"hardware must be one of a100.*got 'abacus'"):
         seconds(job, gpu)
 
 

@@ -201,7 +201,7 @@ def test_a_users_table_is_as_good_as_ours(make_job: JobMaker, gpu: Hardware, tmp
     [
         ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n", "must hold pp = 2 ranks, 4 micro-batches .*, got 2, 2 and 2"),
         ("0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n", "must hold a row for each of pp = 2 ranks, got 1"),
-        ("0B0,0F0\n1F0,1B0\n", "must not wait in a circle, got: stage 0 at B0 of part 0 waits for .*B0 of part 1"),
+        ("0B0,0F0\n1F0,1B0\n", "must not deadlock, got: stage 0 at B0 of part 0 waits for .*B0 of part 1"),
         ("0F0,0F1,0B0,0B1\n1F1,1F0,1B0\n", "need a forward and a backward each, got 7 < 2 . 2 . 2 actions"),
     ],
 )  # fmt: skip

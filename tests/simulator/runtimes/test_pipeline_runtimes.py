@@ -156,7 +156,7 @@ def test_schedules_that_only_torch_cannot_run_are_explained() -> None:
         fused[at] = True
         schedule = Schedule(tuple(rows), 1, v_placement(1), fused=(fused,))
         track(schedule)
-        with pytest.raises(JobError, match=f"must not wait in a circle, got: stage 0 at {who}"):
+        with pytest.raises(JobError, match=f"must not deadlock, got: stage 0 at {who}"):
             track(schedule, "torch")
 
 

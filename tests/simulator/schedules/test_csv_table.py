@@ -79,7 +79,7 @@ def test_through_torch_and_back(tmp_path: Path, name: str, theirs: str) -> None:
         ("0F999999,0B999999\n", r"1 parts and 1000000 micro-batches need .* got 2 < 2 \* 1 \* 1000000 actions in"),
         (
             "0B0,0F0\n1F0,1B0\n",
-            r"bad.csv: a schedule must not wait in a circle, got: stage 0 at B0 of part 0 waits for",
+            r"bad.csv: a schedule must not deadlock, got: stage 0 at B0 of part 0 waits for",
         ),
         ("", r"a schedule is a CSV of actions like 0F0, got none in .*bad.csv"),
         ("\x00\n", r"got .*bad.csv"),

@@ -53,7 +53,7 @@ def test_a_folder_that_is_no_predictor_is_refused(tmp_path: Path) -> None:
 
 def test_one_that_a_killed_replacement_set_aside_is_told_of(predictor: Predictor, tmp_path: Path) -> None:
     predictor.save(tmp_path / ".p.x1" / "p")
-    with pytest.raises(PredictorError, match=r"p is missing: .* comes back with: mv .*/\.p\.x1/p .*/p$"):
+    with pytest.raises(PredictorError, match=r"p is missing: .* To restore it: mv .*/\.p\.x1/p .*/p$"):
         Predictor.load(tmp_path / "p")
     (tmp_path / ".p.x1" / "p").rename(tmp_path / "p")
     assert Predictor.load(tmp_path / "p").hardware == predictor.hardware

@@ -66,7 +66,7 @@ def test_one_collection_at_a_time_writes_a_folder(tmp_path: Path) -> None:
     collect(jobs.plan([]), tmp_path, progress=False)
     with (tmp_path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(HarnessError, match="another one is at work"):
+        with pytest.raises(HarnessError, match="another collection is writing"):
             collect(jobs.plan([]), tmp_path, progress=False)
 
 
@@ -109,7 +109,7 @@ def test_killed_collection_resumes_and_keeps_what_was_complete(tmp_path: Path) -
     first = (out / "runs/a/manifest.json").read_bytes()
     _check_complete(out / "runs/a", ranks=1)
     assert not (out / "runs/b").exists()
-    with pytest.raises(HarnessError, match="a folder holds one plan"):
+    with pytest.raises(HarnessError, match="a folder has one plan"):
         collect({**plan, "runs": plan["runs"][:1]}, out, progress=False)
     assert collect(plan, out, progress=False) == {"runs": 2, "events": 0, "collected": 1, "kept": 1}
     assert (out / "runs/a/manifest.json").read_bytes() == first
