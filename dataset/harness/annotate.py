@@ -50,7 +50,7 @@ class _State(threading.local):
 
 
 class _Recorder:
-    """What is being recorded; one per process, as the profiler itself."""
+    """The state of the recording; one per process, like the profiler."""
 
     def __init__(self) -> None:
         self.active = False
@@ -67,7 +67,7 @@ _state = _State()
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Annotate what happens in the block."""
+    """Annotate the work of the block."""
     _recorder.active = True
     _recorder.sequence.clear()
     try:
@@ -78,13 +78,13 @@ def recording() -> Iterator[None]:
 
 
 def active() -> bool:
-    """Whether what happens is recorded."""
+    """Whether work is being recorded."""
     return _recorder.active
 
 
 @contextmanager
 def noting(spans: list[Span]) -> Iterator[None]:
-    """Note when segments begin and end: no more than that, so that it costs next to nothing."""
+    """Record the begin and end of segments only, which costs almost nothing."""
     _recorder.spans = spans
     try:
         yield
@@ -129,7 +129,7 @@ def op(kind: str, dims: Iterable[int], dtype: torch.dtype) -> AbstractContextMan
 
 
 def waiting(work: Any) -> AbstractContextManager[Any]:
-    """A wait for a work that an annotated call returned."""
+    """A wait for the work of an annotated call."""
     pending = _recorder.pending.pop(id(work), None) if _recorder.pending else None
     return _NOTHING if pending is None else torch.profiler.record_function(pending[1])
 
@@ -137,7 +137,7 @@ def waiting(work: Any) -> AbstractContextManager[Any]:
 def stood_in(
     kind: str, num_bytes: int, ranks: Iterable[int], group_name: str, seconds: float
 ) -> AbstractContextManager[Any]:
-    """What a stand-in issues; where no wrapped call is around it (DDP's from C++), the whole collective."""
+    """The collective of an emulated rank; if no wrapped call encloses it (DDP's from C++), all of its facts."""
     if not _recorder.active:
         return _NOTHING
     if _state.inside:

@@ -14,7 +14,7 @@ from typing import Any
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write indented JSON whole or not at all; NaN is refused."""
+    """Write indented JSON completely or not at all; NaN is an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -43,7 +43,7 @@ def parse_json(text: str) -> Any:
         value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except RecursionError:
         raise ValueError("tables must not be nested thousands deep") from None
-    if "\\ud" in text.lower():  # half of a pair of such escapes is no character, and cannot be printed
+    if "\\ud" in text.lower():  # half of a surrogate pair is no character, and cannot be printed
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
@@ -52,7 +52,7 @@ def parse_json(text: str) -> Any:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """``object_pairs_hook`` of ``json.loads`` that takes no key twice.
+    """``object_pairs_hook`` of ``json.loads`` that rejects duplicate keys.
 
     Raises:
         ValueError: If a key is there twice.
@@ -70,7 +70,7 @@ def _no_constant(name: str) -> None:
 
 @contextmanager
 def new_folder(path: Path, temporary: Path) -> Iterator[Path]:
-    """Make ``temporary`` empty, and rename it to ``path`` when the block ends well.
+    """Make ``temporary`` empty, and rename it to ``path`` if the block succeeds.
 
     Both must lie on one file system; what a killed process left in ``temporary`` is removed first.
     """
@@ -87,7 +87,7 @@ def new_folder(path: Path, temporary: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Whether this process has the lock that a file is, until the block ends; else another one has it.
+    """Whether this process gets the lock of a file, until the block ends; else another process has it.
 
     Args:
         wait: Wait until no other process has it.

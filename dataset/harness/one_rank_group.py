@@ -1,4 +1,4 @@
-"""A process group of which one rank is there: torch's calls as collectives, for captured and for emulated scripts.
+"""A process group with one rank: torch's calls as collectives, for captured and for emulated scripts.
 
 Of each collective it says the kind, the tensors whose bytes count, what is read and written, and its effect on this
 rank's tensors: an all-gather repeats the rank's own part, a reduce-scatter keeps it, an all-to-all returns what is
@@ -50,7 +50,7 @@ class Call:
 
 
 class OneRankGroup(_Base):  # type: ignore[misc]
-    """A process group of which only this rank is there.
+    """A process group with only this rank.
 
     Args:
         rank: In the group.
@@ -181,7 +181,7 @@ class OneRankGroup(_Base):  # type: ignore[misc]
         return self._issue(Call("send_recv", tensors, [], tensors, effect, direction="recv", peer=peer))
 
     def _repeat(self, output: Tensor, shard: Tensor) -> None:
-        """Give every rank's place in the output this rank's values."""
+        """Fill every rank's part of the output with this rank's values."""
         rows, rank = output.view(self.size(), -1), self.rank()
         if rows[rank].data_ptr() != shard.data_ptr():
             rows[rank].copy_(shard.reshape(-1))
@@ -224,7 +224,7 @@ def listed(tensors: Any) -> list[Tensor]:
 
 
 def tile(output: Tensor, own: Tensor) -> None:
-    """Fill a tensor with this rank's own values, again and again."""
+    """Fill a tensor with this rank's own values, repeated."""
     if not output.numel():
         return
     flat = own.reshape(-1)

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import TextIO
 
-ROUND_UNITS = 40  # a round of a run takes about as long as so many signatures
+ROUND_UNITS = 40  # a round of a run takes about as long as this many signatures
 
 
 class Progress:
@@ -40,12 +40,12 @@ class Progress:
         self._write(doing)
 
     def close(self, text: str) -> None:
-        """The last line."""
+        """Write the last line."""
         if self._shown:
             self._write(text, last=True)
 
     def end_line(self) -> None:
-        """Leave the line that updates as it is: others write next."""
+        """End the updating line, because other output follows."""
         if self._open:
             self._stream.write("\n")
 

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 
-PACKAGE = str(Path(__file__).resolve().parent)  # its frames are not the user's
+PACKAGE = str(Path(__file__).resolve().parent)  # its frames are not part of the script
 _LIBRARIES = tuple(str(Path(path).resolve()) for path in sysconfig.get_paths().values())
 
 
 def own_line(frames: Sequence[traceback.FrameSummary], script: Path) -> str:
-    """``train.py:12: x = model(batch)``: the innermost line that is the user's own, "" if there is none.
+    """``train.py:12: x = model(batch)``: the innermost line of the user's script, "" if there is none.
 
     Args:
         frames: Outermost first.
@@ -28,12 +28,12 @@ def own_line(frames: Sequence[traceback.FrameSummary], script: Path) -> str:
 
 
 def own_place(frames: Sequence[traceback.FrameSummary], script: Path) -> str:
-    """``train.py:12``: as ``own_line``, without the text of the line."""
+    """``train.py:12``: like ``own_line``, without the text of the line."""
     return next((_place(frame, script) for frame in _own_frames(frames, script)), "")
 
 
 def _own_frames(frames: Sequence[traceback.FrameSummary], script: Path) -> Iterable[traceback.FrameSummary]:
-    """Frames in the script's folder, then others that are no library's, each innermost first."""
+    """Frames in the script's folder, then others outside libraries, each innermost first."""
     home = script.resolve().parent
     own = [frame for frame in reversed(frames) if not frame.filename.startswith("<") and _is_users(frame.filename)]
     return sorted(own, key=lambda frame: not Path(frame.filename).resolve().is_relative_to(home))

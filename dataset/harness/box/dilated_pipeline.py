@@ -1,4 +1,4 @@
-"""Real pipelines whose stages sleep: who runs which action when, under ``torch.distributed.pipelining`` over gloo.
+"""Real pipelines whose stages sleep: times of all actions under ``torch.distributed.pipelining`` over gloo.
 
 ``python -m stepsight.dataset.harness.box.dilated_pipeline plan.json`` runs all cases of a plan with ``ranks`` processes
 and writes ``<out>/<case>.json`` for each.  Sleeping costs no processor, so 16 ranks are lawful on two cores.
@@ -42,7 +42,7 @@ Row = tuple[str, int, int, float, float]  # kind, part, micro-batch, start, end
 
 
 class _Input(torch.autograd.Function):
-    """Sleeps forward, and for the gradient of the stage's input."""
+    """Sleeps in forward, and for the gradient of the stage's input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_s: float, input_s: float) -> Tensor:
@@ -71,7 +71,7 @@ class _Weight(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A model part with one weight: ``x + weight``, so that input and weight gradients are apart."""
+    """A model part with one weight: ``x + weight``, so that input and weight gradients are separate."""
 
     def __init__(self, forward_s: float, input_s: float, weight_s: float) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Sleeper(nn.Module):
 
 
 class RecordedStage(PipelineStage):
-    """Notes when its actions begin and end."""
+    """Records when its actions begin and end."""
 
     rows: list[Row]
 
@@ -110,7 +110,7 @@ class RecordedStage(PipelineStage):
 
 
 def _schedule(case: dict[str, Any], rank: int, ranks: int) -> tuple[Any, list[RecordedStage]]:
-    """A case's schedule on this rank and the stages that it runs."""
+    """A case's schedule on this rank, and its stages."""
     chunks, name = case["virtual_stages"], case["schedule"]
     parts = [rank + chunk * ranks for chunk in range(chunks)]
     if name in V_SHAPED:
@@ -136,7 +136,7 @@ def _schedule(case: dict[str, Any], rank: int, ranks: int) -> tuple[Any, list[Re
 
 
 def _run_case(case: dict[str, Any], rank: int, ranks: int, repeats: int) -> list[dict[str, Any]]:
-    """Every repeat's actions of all ranks (on every rank), after one that does not count."""
+    """Every repeat's actions of all ranks (on every rank), after an uncounted one."""
     schedule, stages = _schedule(case, rank, ranks)
     first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
     batch = torch.zeros(case["micro_batches"], WIDTH)

@@ -25,8 +25,8 @@ from ..plan_error import HarnessError
 
 SUBNET = "10.77.0"
 INTERFACE = "eth0"
-BURST_BYTES = 65536  # that pass a link at once: one packet as the kernel hands it over
-QUEUE_BYTES = 16 * 2**20  # that a link may hold back: more than TCP ever has under way, so nothing is dropped
+BURST_BYTES = 65536  # bytes that pass a link at once: one packet as the kernel sends it
+QUEUE_BYTES = 16 * 2**20  # bytes that a link may queue: more than TCP ever has in flight, so no packet is dropped
 MTU = 9000
 _NEW_NETWORK = 0x40000000
 _DEATH_SIGNAL = 1
@@ -60,7 +60,7 @@ def _is_late(box: dict[str, Any]) -> bool:
 
 
 def _lacks(*commands: str) -> str:
-    """Why these commands do not run in a network namespace of their own; empty if they do."""
+    """Why these commands do not run in a new network namespace; empty if they do."""
     probe = subprocess.run([sys.executable, "-c", _PROBE, *commands], capture_output=True, text=True, check=False)
     return " ".join((probe.stderr or probe.stdout).split())[-200:] if probe.returncode else ""
 
@@ -163,7 +163,7 @@ def _environment(node: int, local: int, box: dict[str, Any]) -> dict[str, str]:
 
 
 def _limit(device: str, mbits_per_s: float, late_ms: float = 0.0) -> None:
-    """What leaves by a device leaves at this rate, and so much later."""
+    """Limit the rate at which a device sends, and delay its packets."""
     where = "root"
     if late_ms:
         _run(f"tc qdisc add dev {device} root handle 1: netem delay {late_ms:g}ms limit {QUEUE_BYTES // MTU}")
@@ -179,13 +179,13 @@ def _run(words: str) -> None:
 
 
 def _unshare() -> None:
-    """Give the calling process a network of its own."""
+    """Give the calling process its own network."""
     if ctypes.CDLL(None, use_errno=True).unshare(_NEW_NETWORK):
         raise HarnessError(f"a box needs root for its network namespaces: {os.strerror(ctypes.get_errno())}")
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill the calling process when its parent ends, however that ends.
+    """Make the kernel kill the calling process when its parent ends for any reason.
 
     ``parent``: its number as it was before the fork; a parent that has ended already has another one.
     """

@@ -1,4 +1,4 @@
-"""A job whose computation is slept: everything else about it is real.
+"""A job whose computation is replaced by sleeping; everything else is real.
 
 Parameters, gradients and activations have their sizes, tensor-parallel collectives, DDP, FSDP2 and pipeline runtimes do
 what they do; only the ops of a block are not computed: the rank sleeps for as long as they are said to take.  So
@@ -48,7 +48,7 @@ MULTI = {
     "dualpipev": "ScheduleDualPipeV",
 }
 V_SHAPED = ("zbv", "dualpipev")
-WARM_UP_PACE = 0.1  # of sleeps in steps that do not count: buffers and connections are made
+WARM_UP_PACE = 0.1  # share of the sleeps in uncounted steps: they allocate buffers and open connections
 
 
 class RecordedStage(PipelineStage):
@@ -108,7 +108,7 @@ class SleepingTraining:
         self.stage = next(reversed(self.parts.values()))
 
     def hurry(self, pace: float) -> None:
-        """Sleep for this part of the stated time."""
+        """Sleep for this share of the stated time."""
         self.rank.device.pace = self._pace * pace
 
     def _data_parallel(self, part: Part, mesh: Any) -> nn.Module:
@@ -156,7 +156,7 @@ class SleepingTraining:
         return schedule
 
     def step(self) -> Tensor:
-        """One training step; the loss is nothing."""
+        """One training step; there is no loss."""
         with annotate.segment("step"):
             if self.schedule is not None:
                 batch = torch.zeros(self.num_micro_batches, 1)
@@ -183,7 +183,7 @@ class SleepingTraining:
                 loss.backward()
 
     def _synchronise_gradients(self) -> None:
-        """A pipeline's replicas sum their gradients in buckets, when its schedule is over."""
+        """A pipeline's replicas sum their gradients in buckets, after its schedule."""
         group = self.groups["dp"]
         if group is None or self.sharded or self.schedule is None:
             return
@@ -198,13 +198,13 @@ class SleepingTraining:
 
 
 def _reduce_when_done(device: Device, group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    """DDP's own sum of a bucket, once the device has its gradients."""
+    """DDP's own sum of a bucket, after the device has its gradients."""
     device.finish()
     return allreduce_hook(group, bucket)
 
 
 def _own(parallel: dict[str, Any], stage: int) -> list[int]:
-    """Parts that a stage holds."""
+    """Parts of a stage."""
     stages, chunks = parallel["pp"], parallel["virtual_stages"]
     if parallel["schedule"] in V_SHAPED:
         return [stage, 2 * stages - 1 - stage]

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from .. import annotate
 from ..collective_calls import Group, all_gather, reduce_scatter
 
-SLACK_S = 2e-3  # time that the host may take between two ops without holding up the device
+SLACK_S = 2e-3  # time by which the host may be late without delaying the device
 FP32_BYTES = 4
 
 Item = Sequence[Any]
 
 
 class Device:
-    """What the rank's device would be doing: ops that follow one another, the host running ahead of them.
+    """The rank's simulated device: consecutive ops, with the host running ahead.
 
     The host waits only where others must not see what is not there yet: waking for every op would cost the cores more
     than all that is real.
@@ -33,22 +33,22 @@ class Device:
         self._until = 0.0
 
     def begin(self) -> None:
-        """It waited for something else: its next op begins now."""
+        """It waited for something else: its next op starts now."""
         self._until = time.perf_counter()
 
     def finish(self) -> None:
-        """Sleep until its ops are done."""
+        """Sleep until its ops have finished."""
         left = self._until - time.perf_counter()
         if left > 0:
             time.sleep(left)
 
     def compute(self, seconds: float) -> None:
-        """One op more."""
+        """Add one op."""
         self._until = max(self._until, time.perf_counter() - SLACK_S) + seconds * self.pace
 
 
 class Rank:
-    """What the items of steps need to know."""
+    """What the items of steps need."""
 
     def __init__(self, group: Group | None) -> None:
         self.device = Device()
@@ -57,7 +57,7 @@ class Rank:
         self._buffers: dict[int, Tensor] = {}
 
     def at_edge(self) -> None:
-        """The device is done; with hooks that wait for others, it begins anew."""
+        """Wait for the device; with hooks that wait for others, its time starts again."""
         if self.sharded:
             self.device.finish()
             self.device.begin()
@@ -77,7 +77,7 @@ class Rank:
 
     @contextmanager
     def device_segment(self, label: str, micro_batch: int, stage: int = 0) -> Iterator[None]:
-        """A segment that ends when the device is done."""
+        """A segment that ends when the device has finished."""
         with annotate.segment(label, micro_batch=micro_batch, stage=stage):
             self.device.begin()
             yield
@@ -147,7 +147,7 @@ class _Resize(torch.autograd.Function):
 
 
 class _Edge(torch.autograd.Function):
-    """Where a block begins or ends: what hooks stand there find the device done."""
+    """The begin or end of a block: hooks at this place find the device idle."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rank: Rank) -> Tensor:

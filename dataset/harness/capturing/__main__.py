@@ -1,4 +1,4 @@
-"""``python -m harness.capturing request.json``: runs a script as one rank of a fake world; see ``running_script``."""
+"""``python -m harness.capturing request.json``: run a script as one rank of a fake world; see ``running_script``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Collectives of the fake world: written down with their group, its ranks and their bytes, on NCCL's streams."""
+"""Collectives of the fake world: recorded with their group, its ranks and their bytes, on NCCL's streams."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Scope = Callable[[], tuple[int, int, int]]
 
 
 class Collectives:
-    """Writes collectives down.
+    """Records collectives.
 
     Args:
         recorder: Where to.
@@ -54,7 +54,7 @@ class Collectives:
         is_async: bool,
         direction: str = "",
     ) -> Any:
-        """Write a collective down; returns what a wait for it takes.
+        """Record a collective; return the handle for a wait.
 
         Args:
             kind: Of the collective.
@@ -88,16 +88,16 @@ class Collectives:
             recorder.stream = current
 
     def wait(self, mark: Any) -> None:
-        """Let the current stream wait for a collective."""
+        """Make the current stream wait for a collective."""
         if mark is not None and self._recorder.active:
             self._recorder.wait(self._recorder.stream, mark)
 
     def wait_on_host(self, name: str) -> None:
-        """Let the host wait for all streams, as a barrier does."""
+        """Make the host wait for all streams, as a barrier does."""
         self._recorder.wait_on_host(None, name, self._scope()[0])
 
     def _line(self) -> str:
-        """The script's own line that is running."""
+        """The line of the script that is running."""
         frame: Any = sys._getframe(2)
         path = str(self._script)
         while frame is not None and frame.f_code.co_filename != path:
@@ -157,7 +157,7 @@ class FunctionalCollectives:
         self._marks: dict[int, Any] = {}  # by storage, until it is waited for
 
     def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Write one call down.
+        """Record one call.
 
         Raises:
             RuntimeError: If it is none that is known.

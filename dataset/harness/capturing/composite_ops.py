@@ -1,4 +1,4 @@
-"""Composite ops of the harness' own models: what it annotates as one op is one node, as in its traces."""
+"""Composite ops of the harness' own models: an op that it annotates is one node, as in its traces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .signatures import COMPOSITE
 
 
 class _Composite:
-    """Everything within is one op; collectives within are nodes of their own."""
+    """Everything inside is one op; collectives inside are separate nodes."""
 
     def __init__(self, world: FakeWorld, signature: tuple[Any, ...]) -> None:
         self._world, self._signature = world, signature
@@ -36,7 +36,7 @@ class _Composite:
 
 
 def install(world: FakeWorld) -> None:
-    """Let annotations of the harness write composite ops down."""
+    """Make annotations of the harness record composite ops."""
 
     def op(kind: str, dims: Iterable[int], dtype: torch.dtype) -> _Composite:
         return _Composite(world, (COMPOSITE, kind, tuple(dims), annotate.DTYPE_NAMES[dtype]))

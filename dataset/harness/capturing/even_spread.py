@@ -1,4 +1,4 @@
-"""Counts and masks that depend on values, told as if every choice were made equally often.
+"""Counts and masks that depend on values, computed as if every choice were made equally often.
 
 Numbers are finite: no loss is NaN.  A router's choices are not computed in the fake world, but what follows depends on
 them: tokens of each expert, splits of an all-to-all, rows that a mask selects.  Here each of ``n`` choices is made by
@@ -23,7 +23,7 @@ MOST_COUNTS = 2**16  # elements of a tensor of counts
 
 
 class Spread(NamedTuple):
-    """What is known of the values of a fake tensor.
+    """The known properties of the values of a fake tensor.
 
     Attributes:
         choices: They are numbers below this, each as often as the others; 0: not known.
@@ -38,7 +38,7 @@ UNKNOWN = Spread()
 
 
 def spread_of(tensor: Any) -> Spread:
-    """What is known of a tensor's values."""
+    """The known properties of a tensor's values."""
     found: Spread = getattr(tensor, _SPREAD, UNKNOWN)
     return found
 
@@ -94,7 +94,7 @@ def _selected(mask: Tensor) -> int:
 
 
 def selects_unknown(func: Any, tensors: list[Tensor]) -> bool:
-    """Whether an op selects by a mask of which nothing is known, so that it selects everything."""
+    """Whether an op selects by an unknown mask, which then selects everything."""
     masks = tensors if func is _aten.nonzero.default else [each for each in tensors if _is_mask(each)]
     return func in _SELECTING and any(spread_of(mask).mean is None for mask in masks)
 
@@ -151,7 +151,7 @@ _CHOOSE = MappingProxyType({_aten.topk.default: 2, _aten.sort.default: 1, _aten.
 
 
 def follow(func: Any, args: Any, out: Any) -> None:
-    """Tell what is known of a result's values."""
+    """Set the known properties of a result's values."""
     if func in _SAME:
         _known(out, spread_of(args[0]))
     elif func in _CHOOSE:

@@ -1,4 +1,4 @@
-"""A CUDA device that is not there: ``torch.cuda`` answers as if it were, and fake tensors stay on the CPU.
+"""A fake CUDA device: ``torch.cuda`` answers as if it existed, and fake tensors stay on the CPU.
 
 Kernels of the CPU stand for those of the device: shapes and types are what counts.
 """
@@ -60,7 +60,7 @@ def _of_to(value: Any) -> Any:
 
 
 def install(local_size: int) -> None:
-    """Let ``torch.cuda`` answer for ``local_size`` devices."""
+    """Make ``torch.cuda`` answer for ``local_size`` devices."""
     local_rank = int(os.environ["LOCAL_RANK"])
     properties = SimpleNamespace(
         name="captured device", major=9, minor=0, total_memory=MEMORY_BYTES, multi_processor_count=132,
@@ -105,7 +105,7 @@ def install(local_size: int) -> None:
 
 
 class _NoContext:
-    """In the place of ``torch.cuda.device``: there is one device."""
+    """Replaces ``torch.cuda.device``: there is one device."""
 
     def __init__(self, device: Any = None) -> None:
         self.idx = 0
@@ -118,7 +118,7 @@ class _NoContext:
 
 
 class _Zeros(dict[str, int]):
-    """Statistics of an allocator that holds nothing."""
+    """Statistics of an empty allocator."""
 
     def __missing__(self, name: str) -> int:
         return 0

@@ -1,4 +1,4 @@
-"""Streams and events of the fake device: who waits for whom is written down, and nothing runs."""
+"""Streams and events of the fake device: waits are recorded, and nothing runs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Any
 
 from .recorder import COMPUTE, Recorder
 
-_worlds: list[Recorder] = []  # the one that follows the streams of this process
+_worlds: list[Recorder] = []  # the recorder of this process
 
 
 def follow_streams(recorder: Recorder) -> None:
-    """Let streams and events tell a recorder."""
+    """Connect streams and events to a recorder."""
     _worlds[:] = [recorder]
 
 
 class Stream:
-    """In the place of ``torch.cuda.Stream``."""
+    """Replaces ``torch.cuda.Stream``."""
 
     def __init__(self, device: Any = None, priority: int = 0, *, name: str = "", **more: Any) -> None:
         self.name = name or _worlds[0].new_stream()
@@ -56,7 +56,7 @@ class Stream:
 
 
 class Event:
-    """In the place of ``torch.cuda.Event``."""
+    """Replaces ``torch.cuda.Event``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.mark: Any = None
@@ -79,7 +79,7 @@ class Event:
 
 
 class StreamContext:
-    """In the place of ``torch.cuda.StreamContext`` and ``torch.cuda.stream``; None changes nothing."""
+    """Replaces ``torch.cuda.StreamContext`` and ``torch.cuda.stream``; None changes nothing."""
 
     def __init__(self, stream: Stream | None) -> None:
         self._stream = stream
@@ -98,10 +98,10 @@ def current_stream(device: Any = None) -> Stream:
 
 
 def default_stream(device: Any = None) -> Stream:
-    """The stream on which a script computes unless it says otherwise."""
+    """The stream on which a script computes by default."""
     return Stream(name=COMPUTE)
 
 
 def synchronize(device: Any = None) -> None:
-    """Let the host wait for all streams."""
+    """Make the host wait for all streams."""
     _worlds[0].wait_on_host(None, "synchronize", 0)

@@ -1,4 +1,4 @@
-"""The mode in which a captured script runs: tensors have shapes and no values, and every kernel is written down.
+"""The mode in which a captured script runs: tensors have shapes and no values, and every kernel is recorded.
 
 Small tensors of integers and booleans that depend on no fake tensor stay real, so that meshes, indices and token ids
 work as they are.  Where a script reads a value of a fake tensor it is told 1.0, 1 or False.
@@ -42,7 +42,7 @@ _NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty
 
 
 class FakeWorld(TorchDispatchMode):
-    """Runs ops under fake tensors and writes kernels down."""
+    """Runs ops under fake tensors and records kernels."""
 
     def __init__(self, recorder: Recorder, script: Path) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class FakeWorld(TorchDispatchMode):
         )
 
     def _value(self, func: Any, tensor: Tensor) -> Any:
-        """The value that a script gets where none is known."""
+        """The value that a script gets if the real one is unknown."""
         if self.recorder.active:
             self.recorder.wait_on_host(self.recorder.stream, "item", self.scope()[0])
         if func is _aten.equal.default:
@@ -121,7 +121,7 @@ class FakeWorld(TorchDispatchMode):
         return 1.0 if tensor.dtype.is_floating_point else 1
 
     def note(self, what: str) -> None:
-        """Say once what a line of the script does, if one is running."""
+        """Note once that a line of the script does something, if one is running."""
         if line := own_place(traceback.extract_stack(), self._script):
             self.recorder.note(f"{line} {what}")
 
@@ -182,7 +182,7 @@ def mutated(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def on_cpu(values: Any) -> Any:
-    """Arguments of a call with every CUDA device replaced by the CPU, whose kernels stand for the device's."""
+    """Arguments of a call with every CUDA device replaced by the CPU, whose kernels represent the device's."""
     if isinstance(values, dict):
         device = values.get("device")
         return {**values, "device": cpu_of(device)} if device is not None else values
@@ -192,7 +192,7 @@ def on_cpu(values: Any) -> Any:
 
 
 def cpu_of(device: Any) -> Any:
-    """The CPU in place of a CUDA device; anything else as it is."""
+    """The CPU instead of a CUDA device; other arguments unchanged."""
     if isinstance(device, int) and not isinstance(device, bool):
         return torch.device("cpu")
     if isinstance(device, str) and device.split(":")[0] == "cuda":

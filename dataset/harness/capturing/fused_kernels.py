@@ -1,4 +1,4 @@
-"""Kernels that CUDA has and the CPU composes of others: the fused ones are written down."""
+"""Fused kernels that CUDA has and the CPU composes of others: the fused ones are recorded."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ FAKE: dict[Any, Any] = {
 
 
 def install() -> None:
-    """Let autograd know the fused kernels on the CPU."""
+    """Register the fused kernels on the CPU with autograd."""
     _library.impl("_fused_rms_norm", _differentiable_rms_norm, "AutogradCPU")
 
 

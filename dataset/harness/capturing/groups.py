@@ -1,4 +1,4 @@
-"""Process groups of the fake world: no other rank is there, and every collective is over at once.
+"""Process groups of the fake world: no other rank exists, and every collective finishes at once.
 
 Values mean nothing: a collective has its effect on real tensors (meshes, counts, object collectives), and none on fake
 ones.
@@ -20,7 +20,7 @@ BACKEND = "captured"
 
 
 class Done(dist.Work):
-    """A collective that was issued; ``wait`` lets the current stream wait for it."""
+    """A collective that was issued; ``wait`` makes the current stream wait for it."""
 
     def __init__(self, collectives: Collectives, mark: Any, result: list[Tensor]) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Done(dist.Work):
 
 
 class Awaited(torch.futures.Future):  # type: ignore[type-arg]
-    """The future of a collective: asking for its value lets the current stream wait."""
+    """The future of a collective: reading its value makes the current stream wait."""
 
     def __new__(cls, done: Done) -> Any:
         return super().__new__(cls)

@@ -1,4 +1,4 @@
-"""What PyTorch does differently on a CPU, or from values, put right for a fake device."""
+"""Corrections of PyTorch for a fake device, where it behaves differently on a CPU or depends on values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .patching import patch
 
 
 def install(world: FakeWorld, *, on_host: bool = False) -> None:
-    """Put everything right.
+    """Install all corrections.
 
     Args:
         world: What records.
@@ -47,7 +47,7 @@ def install(world: FakeWorld, *, on_host: bool = False) -> None:
 
 
 def _foreach_on_cpu() -> None:
-    """Optimizers take their fused and foreach forms, as for tensors of a device."""
+    """Optimizers use their fused and foreach forms, as for tensors of a device."""
     devices = foreach_utils._get_foreach_kernels_supported_devices()
     optimizers: Any = sys.modules[torch.optim.Optimizer.__module__]
     patch(optimizers, _foreach_supported_types=[*optimizers._foreach_supported_types, FakeTensor])
@@ -58,7 +58,7 @@ def _foreach_on_cpu() -> None:
 
 
 def _data_loaders() -> None:
-    """Data is loaded in this process: workers would be outside of the fake world."""
+    """Data is loaded in this process: worker processes would be outside the fake world."""
     make = DataLoader.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -71,7 +71,7 @@ def _data_loaders() -> None:
 
 
 def _ddp(world: FakeWorld) -> None:
-    """DDP takes modules on the CPU with ``device_ids``; what it does once, at the second step, is not a step's work."""
+    """DDP accepts modules on the CPU with ``device_ids``; its one-time work in the second step is not recorded."""
     reducer: Any = torch._C._distributed_c10d.Reducer
     make, rebuild = ddp.DistributedDataParallel.__init__, reducer._rebuild_buckets
 
@@ -83,7 +83,7 @@ def _ddp(world: FakeWorld) -> None:
 
 
 def _processes() -> None:
-    """Processes that a script starts would be outside of the fake world."""
+    """Reject processes that a script starts: they would be outside the fake world."""
 
     def start(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError(
@@ -95,7 +95,7 @@ def _processes() -> None:
 
 
 def _compiles(world: FakeWorld) -> None:
-    """``torch.compile`` changes nothing here: dynamo is disabled in the environment."""
+    """``torch.compile`` changes nothing: dynamo is disabled in the environment."""
     make = torch.compile
 
     @wraps(make)
@@ -107,7 +107,7 @@ def _compiles(world: FakeWorld) -> None:
 
 
 def _unrecorded(world: FakeWorld, function: Any) -> Any:
-    """A function that runs without being written down."""
+    """A function that runs without being recorded."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         active, world.recorder.active = world.recorder.active, False
@@ -120,7 +120,7 @@ def _unrecorded(world: FakeWorld, function: Any) -> Any:
 
 
 def _shardings(world: FakeWorld) -> None:
-    """DTensor runs ops on tensors of the whole size to find shapes: once for each, and it is no step's work."""
+    """DTensor runs ops on full-size tensors to find shapes, once for each; this is not recorded."""
     shapes = "_propagate_tensor_meta_non_cached"
     patch(_sharding_prop, _are_we_tracing=lambda: False)
     propagator = _sharding_prop.ShardingPropagator

@@ -11,11 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .patching import patch
 
-_NEW = "_captured_as"  # attribute of a parameter that another one replaced, for modules that share it
+_NEW = "_captured_as"  # attribute of a replaced parameter: its replacement, for modules that share it
 
 
 def install() -> None:
-    """Let modules apply functions to their parameters in this way."""
+    """Make modules apply functions to their parameters in this way."""
     patch(nn.Module, _apply=_apply)
 
 

@@ -1,4 +1,4 @@
-"""Replacing what torch does by what the fake world does, for the length of the process."""
+"""Replacing functions of torch by those of the fake world, for the lifetime of the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipeline stages of ``torch.distributed.pipelining`` whose neighbours are not there.
+"""Pipeline stages of ``torch.distributed.pipelining`` without their neighbours.
 
 A stage asks its neighbours for the shapes of what they send.  What a stage gets is what the first stage of its pipeline
 sends on: if that is on another rank, the request must hold it (``boundary``), and ``NeedsBoundary`` says whom to ask.
@@ -27,7 +27,7 @@ Boundary = list[dict[str, Any]]  # of each tensor that passes between stages: sh
 
 
 class NeedsBoundary(BaseException):
-    """A stage needs to know what the first stage of its pipeline, on another rank, sends on."""
+    """Raised if a stage needs to know the output of the first stage, which is on another rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"needs what rank {rank} sends to the next stage")
@@ -35,7 +35,7 @@ class NeedsBoundary(BaseException):
 
 
 class FoundBoundary(BaseException):
-    """What this stage sends on, when nothing else is asked for."""
+    """Raised after the output of this stage, if nothing else is requested."""
 
     def __init__(self, boundary: Boundary) -> None:
         super().__init__("found what passes between stages")
@@ -43,7 +43,7 @@ class FoundBoundary(BaseException):
 
 
 def install(recorder: Recorder, boundary: Boundary | None, *, only_boundary: bool) -> list[Boundary]:
-    """Let stages know their neighbours' shapes.
+    """Give stages the shapes of their neighbours.
 
     Args:
         recorder: For notes.

@@ -1,4 +1,4 @@
-"""What one rank does, written down: ops, collectives and waits in the order of issue, and what each waits for.
+"""The record of one rank: ops, collectives and waits in the order of issue, and their dependencies.
 
 A *node* is an op, a collective, or a wait of the host.  Streams and events follow CUDA's rules: a node starts after
 the node before it on its stream, and after what its stream was told to wait for.  Edges say that, and name the node
@@ -17,12 +17,12 @@ OP, COLLECTIVE, HOST = range(3)
 COMPUTE = "compute"
 DATA, LAUNCH, SYNCHRONISATION = "data", "launch", "synchronisation"
 
-Clock = dict[str, int]  # newest node of each stream that is known to be over
-Mark = tuple[int, Clock, list[int]]  # what an event keeps: since which start, what is over, what it waits for
+Clock = dict[str, int]  # newest finished node of each stream
+Mark = tuple[int, Clock, list[int]]  # state of an event: its start, the finished nodes, its dependencies
 
 
 class Recorder:
-    """Writes nodes down while ``active``; streams, events and memory are followed always."""
+    """Records nodes while ``active``; streams, events and memory are always tracked."""
 
     def __init__(self) -> None:
         self.active = False

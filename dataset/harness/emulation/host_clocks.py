@@ -1,4 +1,4 @@
-"""When collectives of an emulated world are over: on a real clock, on which waits take time, or on a virtual one.
+"""End times of collectives in an emulated world: on a real clock, where waits take time, or on a virtual one.
 
 On the virtual clock nobody waits.  Each stream of the script has a virtual time of its own.  What the script computes
 moves the time of its current stream on, by the seconds that its thread computes; ``time.sleep`` by what it asks for; a
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-Ending = Future[float]  # the time at which a collective is over
+Ending = Future[float]  # the end time of a collective
 Effect = Callable[[], object] | None
 Tensors = list[Tensor]
 
@@ -28,14 +28,14 @@ _SPIN_S = 5e-4
 
 
 class HostClock(Protocol):
-    """What collectives ask of a clock; times are seconds."""
+    """The interface of a clock for collectives; times are seconds."""
 
     def now(self) -> float: ...
 
     def wait_until(self, end: float) -> None: ...
 
     def future(self, end: Ending, result: Tensors) -> torch.futures.Future[Tensors]:
-        """A future that has its result at a time, which may not be known yet."""
+        """A future that gets its result at a time, which may not be known yet."""
 
 
 class RealClock:
@@ -64,7 +64,7 @@ class RealClock:
 
 
 class Stream:
-    """A stream with a virtual time, in place of ``torch.cpu.Stream``."""
+    """A stream with a virtual time; replaces ``torch.cpu.Stream``."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
@@ -88,7 +88,7 @@ class Stream:
 
 
 class Event:
-    """An event with a virtual time, in place of ``torch.cpu.Event``."""
+    """An event with a virtual time; replaces ``torch.cpu.Event``."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
@@ -123,7 +123,7 @@ class VirtualClock:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """What was computed until now counts for the current stream; what the block computes counts for none."""
+        """Charge the computation so far to the current stream; the block's computation is charged to none."""
         self.stream.time += max(0.0, time.thread_time() - self._last)
         try:
             yield
@@ -139,7 +139,7 @@ class VirtualClock:
             self.stream.time = max(self.stream.time, end)
 
     def sleep(self, seconds: float) -> None:
-        """In place of ``time.sleep``; other threads sleep as ever."""
+        """Replaces ``time.sleep``; other threads sleep normally."""
         if threading.get_ident() != self._thread:
             self._sleep(seconds)
             return
@@ -147,7 +147,7 @@ class VirtualClock:
             self.stream.time += max(0.0, seconds)
 
     def future(self, end: Ending, result: Tensors) -> torch.futures.Future[Tensors]:
-        """Done when its end is known; who waits for it in Python, or ends a backward pass, waits until ``end``.
+        """Done when its end is known; a wait in Python, or the end of a backward pass, waits until ``end``.
 
         DDP waits for its futures in C++ at the end of the backward pass.
         """
@@ -167,7 +167,7 @@ class VirtualClock:
 
     @contextmanager
     def current(self, stream: Stream | None) -> Iterator[None]:
-        """In place of ``torch.cpu.stream``."""
+        """Replaces ``torch.cpu.stream``."""
         before = self.stream
         with self.settled():
             self.stream = stream or before
@@ -178,7 +178,7 @@ class VirtualClock:
                 self.stream = before
 
     def install(self) -> None:
-        """Take the place of the host's sleep and of the CPU's streams and events, for the rest of the process."""
+        """Replace the host's sleep and the CPU's streams and events, for the rest of the process."""
         cpu: Any = torch.cpu
         time.sleep = self.sleep  # type: ignore[assignment]
         cpu.Stream = lambda *_, **__: Stream(self)
@@ -200,7 +200,7 @@ class _VirtualFuture(torch.futures.Future):  # type: ignore[type-arg]
 
 
 def _failed(known: Ending, future: Any) -> bool:
-    """Pass an error on to who waits for a collective."""
+    """Pass an error to the waiter of a collective."""
     error = known.exception()
     if error is not None:
         future.set_exception(error)
@@ -208,21 +208,21 @@ def _failed(known: Ending, future: Any) -> bool:
 
 
 def ended(end: float) -> Ending:
-    """A time that is known."""
+    """A known time."""
     known: Ending = Future()
     known.set_result(end)
     return known
 
 
 class HostLine:
-    """A link of which the host knows when it is free."""
+    """A link whose free time the host knows."""
 
     def __init__(self, clock: HostClock) -> None:
         self._clock = clock
         self._free = 0.0
 
     def issue(self, seconds: float, effect: Effect) -> float:
-        """When it will be over, on the clock."""
+        """The end time, on the clock."""
         begin = max(self._free, self._clock.now())
         if effect is not None:
             effect()

@@ -1,4 +1,4 @@
-"""A process group of which several ranks run for real: they exchange values, and no other rank contributes any.
+"""A process group with several real ranks: they exchange values, and no other rank contributes any.
 
 A sum is one over the real ranks, a mean is their mean.  Parts of other ranks are as in a group with one real rank.
 """
@@ -143,7 +143,7 @@ class MeetingGroup(Group):
         return link.line.issue(seconds, call.effect, f"{what} in a group of {len(link.ranks)}")
 
     def _sum(self, tensor: Tensor, opts: Any) -> None:
-        """Reduce a tensor over the real ranks, in place; gloo knows no mean."""
+        """Reduce a tensor over the real ranks, in place; gloo has no mean."""
         mean = opts is not None and opts.reduceOp == AVG
         options = dist.AllreduceOptions()
         if opts is not None and not mean:

@@ -1,4 +1,4 @@
-"""Links between ranks that run for real in an emulated world: they meet, exchange values, and a delay passes.
+"""Links between real ranks of an emulated world: they meet, exchange values, and wait for a delay.
 
 The ranks agree on when a collective begins: when the last of them has issued it and the link is free.  Each has the
 same clock (the machine's, or virtual times that start together), so all of them are through at the same time.
@@ -20,7 +20,7 @@ from .. import cores
 from ..plan_error import HarnessError
 from .host_clocks import Effect, HostClock
 
-_FOREVER = timedelta(days=1)  # who measures has a time limit of his own
+_FOREVER = timedelta(days=1)  # the measuring process has its own time limit
 _MESSAGE = 256  # bytes in which a rank says what it calls
 
 
@@ -49,7 +49,7 @@ class Peers:
         return self._gloo
 
     def agree(self, now: float, seconds: float, what: str) -> tuple[float, float]:
-        """Wait for all of them; returns when the last one came, and the longest of their delays.
+        """Wait for all of them; return the time of the last one, and the longest of their delays.
 
         Raises:
             HarnessError: If one of them calls something else, or has ended.
@@ -90,7 +90,7 @@ class MeetingLine:
         self._thread = ThreadPoolExecutor(1, initializer=cores.unpin)
 
     def issue(self, seconds: float, effect: Effect, what: str = "") -> Future[float]:
-        """When it will be over, on the clock; known when the others have come.
+        """The end time, on the clock; known after the others have arrived.
 
         Args:
             seconds: Of its delay.

@@ -1,4 +1,4 @@
-"""Links of a stand-in on CUDA: kernels that spin for as long as a collective should take."""
+"""Links of an emulated rank on CUDA: kernels that spin for the duration of a collective."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 FIRST_CYCLES = 20_000_000  # some 10 ms
-TELLING_S = 1e-4  # of shorter spins the launch is too large a part
+TELLING_S = 1e-4  # for shorter spins, the launch is too large a share
 WEIGHT = 0.2  # of the newest spin
 
 
 class Pace:
-    """Cycles that a device spins in a second: what its last spins tell, since its clock depends on what it computes.
+    """Cycles per second of a device, from its last spins, because its clock depends on its load.
 
     Args:
         cycles_per_s: At first.
@@ -27,7 +27,7 @@ class Pace:
         return round(seconds * self.cycles_per_s)
 
     def learn(self, cycles: int, seconds: float) -> None:
-        """A spin of so many cycles took so long."""
+        """Add a spin: its cycles and its seconds."""
         if seconds >= TELLING_S:
             self.cycles_per_s += WEIGHT * (cycles / seconds - self.cycles_per_s)
 
@@ -60,7 +60,7 @@ def _spin(cycles: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 
 class DeviceLine:
-    """A link that is a stream: what spins, and beside it on a second one what the collective does.
+    """A link as two streams: one spins, the other one does the work of the collective.
 
     Both come before computation where the device has to choose: a link waits for no multiprocessor.
     """
@@ -84,11 +84,11 @@ class DeviceLine:
         return end
 
     def wait(self, end: torch.cuda.Event) -> None:
-        """Let the current stream wait; the host goes on."""
+        """Make the current stream wait; the host continues."""
         torch.cuda.current_stream(self._device).wait_event(end)
 
     def future(self, end: torch.cuda.Event, result: list[Tensor]) -> torch.futures.Future[list[Tensor]]:
-        """Done at once for the host; streams that ask for the result wait for what is on this one."""
+        """Done at once for the host; streams that need the result wait for the work on this one."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[self._device])
         with torch.cuda.stream(self._spin):
             future.set_result(result)

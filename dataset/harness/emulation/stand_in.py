@@ -1,4 +1,4 @@
-"""One process in the place of one rank of a job: no other rank runs, and its collectives only take their time.
+"""One process that replaces one rank of a job: no other rank runs, and its collectives only take time.
 
 ``world`` makes this process rank ``r`` of the job's world, of a backend that is ours.  DDP, FSDP2, tensor parallel and
 pipelines then run as they are.  Of a collective only what concerns this rank is done: an all-gather repeats its own
@@ -38,7 +38,7 @@ _worlds: list[World] = []  # the one in which we are: torch makes groups and tel
 
 @contextmanager
 def world(run: dict[str, Any], device: torch.device) -> Iterator[None]:
-    """Be the rank for which a run of a checked plan stands in.
+    """Act as the emulated rank of a run of a checked plan.
 
     This process must be alone in its process group, which ends, and begins again behind the block.
     """
@@ -63,7 +63,7 @@ def world(run: dict[str, Any], device: torch.device) -> Iterator[None]:
 
 
 def enter(world: World) -> None:
-    """Have process groups of the backend ``STAND_IN`` be of a world, from now on."""
+    """Make process groups of the backend ``STAND_IN`` belong to a world, from now on."""
     if not hasattr(dist.Backend, STAND_IN.upper()):
         dist.Backend.register_backend(STAND_IN, _make_group, extended_api=True, devices=["cpu", "cuda"])
     _worlds.append(world)

@@ -1,4 +1,4 @@
-"""A process group of which one rank runs: of each collective it does what concerns this rank, and takes its time."""
+"""A process group of which one rank runs: it does this rank's part of each collective, and takes the modelled time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .spinning import DeviceLine, Spinner
 
 
 class DelayModel(Protocol):
-    """How long collectives take."""
+    """The durations of collectives."""
 
     def seconds(self, kind: str, num_bytes: int, group_size: int, ranks_per_node: int) -> float: ...
 
 
 @dataclass(frozen=True)
 class World:
-    """What the groups of a stand-in need to know.
+    """What the groups of an emulated rank need.
 
     Attributes:
         delays: Of collectives.
@@ -63,7 +63,7 @@ class Link:
 
 
 class StandInWork(dist.Work):
-    """A collective under way.  It holds its tensors, so that their memory is nobody else's until it is waited for."""
+    """A collective in flight. It keeps its tensors, so that their memory is not reused until the wait."""
 
     def __init__(self, line: Any, end: Any, held: Sequence[Tensor], result: list[Tensor]) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class StandInWork(dist.Work):
 
 
 class Group(OneRankGroup):
-    """A process group of a stand-in.
+    """A process group of an emulated rank.
 
     Args:
         rank: In the group.

@@ -1,4 +1,4 @@
-"""Seconds that a call takes: of its device, and on CUDA also of the host that issues it.
+"""Seconds of a call: of its device, and on CUDA also of the host that issues it.
 
 A GPU runs what its stream holds, one kernel after the other, while the host issues the next ones.  Where the host takes
 longer than the kernels do, marks between single calls show the host.  So a train of calls is issued behind a spin,
@@ -21,7 +21,7 @@ from ..ops.input_pool import Call
 from .device_memory import give_back_memory
 
 _SAMPLES = (5, 25)
-_SAMPLE_S = 1e-4  # shorter calls are measured several at a time, so that a mark costs little of a sample
+_SAMPLE_S = 1e-4  # shorter calls are measured several at a time, so that a mark is a small part of a sample
 _MOST_CALLS = 64  # in a sample
 _ISSUE_S = 1.5e-3  # of the host for a train: a stream holds about a thousand kernels, beyond them the host waits
 _MARGIN_S, _MOST_SPIN_S = 2e-4, 2e-2
@@ -39,15 +39,15 @@ class Queue(Protocol):
     """A device's stream."""
 
     def spin(self, seconds: float) -> None:
-        """Keep the stream busy for at least so long."""
+        """Keep the stream busy for at least this long."""
 
     def mark(self) -> Any:
-        """What the stream reaches when all before it is done."""
+        """A mark that the stream reaches when all earlier work has finished."""
 
     def reached(self, mark: Any) -> bool: ...
 
     def wait(self) -> None:
-        """For all that the stream holds."""
+        """Wait for all work of the stream."""
 
     def between(self, first: Any, second: Any) -> float:
         """Seconds between two marks that were reached."""

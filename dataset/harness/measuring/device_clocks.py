@@ -31,7 +31,7 @@ _REASON_NAMES = {
 
 
 class Sample(NamedTuple):
-    """What was read at once: numbers by name, and why the clock was not higher."""
+    """Values read at one time: numbers by name, and why the clock was not higher."""
 
     numbers: dict[str, float]
     reasons: tuple[str, ...]
@@ -131,7 +131,7 @@ class Watch:
         return [sample for when, sample in list(self._samples) if when >= begin]
 
     def stop(self) -> None:
-        """No more samples."""
+        """Stop sampling."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

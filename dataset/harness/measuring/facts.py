@@ -1,4 +1,4 @@
-"""Hardware facts by measurement: what large matrix products and copies reach, and what overlap costs."""
+"""Hardware facts by measurement: the throughput of large matrix products and copies, and the cost of overlap."""
 
 from __future__ import annotations
 
@@ -139,6 +139,6 @@ def comm_compute_share(device: torch.device, clock: Clock, num_bytes: int = 2**2
 
 
 def _together(call: Any, clock: Clock) -> float:
-    """The slowest rank's seconds of a call that all begin together."""
+    """The slowest rank's seconds of a call that all ranks start together."""
     barrier()
     return float(max(gather(clock(call))))

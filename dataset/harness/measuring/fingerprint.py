@@ -1,4 +1,4 @@
-"""What a machine is: the device, the host and the versions that times depend on."""
+"""The identity of a machine: the device, the host and the versions that times depend on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def gpu_name(device: torch.device) -> str:
 
 
 def fingerprint(device: torch.device) -> dict[str, Any]:
-    """Return what the machine is, as far as times depend on it."""
+    """Return the properties of the machine that times depend on."""
     facts: dict[str, Any] = {
         "device": "cpu",
         "machine": platform.machine(),

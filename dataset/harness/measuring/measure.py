@@ -37,7 +37,7 @@ class Training(Protocol):
 
 
 class StepClock:
-    """Ends of steps: when this rank's device is through."""
+    """Ends of steps: the times when this rank's device has finished."""
 
     def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
         self._device, self._now = device, now
@@ -64,7 +64,7 @@ def timed_steps(training: Training, steps: int) -> tuple[list[float], list[Any]]
     return [max(column) for column in zip(*gather(clock.seconds()), strict=True)], losses
 
 
-LEAD_S = 0.05  # all ranks know the common start of a step so long before it
+LEAD_S = 0.05  # lead time with which all ranks learn the common start of a step
 
 
 def noted_steps(training: Training, steps: int) -> tuple[list[float], list[dict[str, Any]]]:

@@ -33,7 +33,7 @@ from .device_memory import free_memory, out_of_memory
 
 _OP_REPEATS, _COLLECTIVE_REPEATS = (3, 25), (8, 40)  # per visit
 _PAUSE_S = 5e-3
-_MOST_SECONDS = {"cpu": 0.06, "cuda": 0.08}  # for one signature, however large the budget
+_MOST_SECONDS = {"cpu": 0.06, "cuda": 0.08}  # longest time for one signature, with any budget
 
 
 def measure_events(
@@ -50,8 +50,8 @@ def measure_events(
     ops, collectives = list(event.get("ops", ())), list(event.get("collectives", ()))
     hardware = {} if asleep else facts.measure(device, clock, {op["dtype"] for op in ops})
     took = {"facts": time.monotonic() - began}
-    random.Random(0).shuffle(ops)  # neighbours in size are measured at different times
-    # Collectives are visited before and after the ops: their times wander more than those of ops, over seconds.
+    random.Random(0).shuffle(ops)  # ops of similar sizes are measured at different times
+    # Collectives are measured before and after the ops, because their times drift more within seconds.
     budget = _Budget(event["seconds"], len(ops) + 2 * len(collectives), _MOST_SECONDS[device.type])
     known = {*DTYPES, *(name for name in hardware.get("peak_flops", ()) if name in NARROW)}
     pools = {name: Pool(device, name) for name in sorted({op["dtype"] for op in ops} & known)}
@@ -79,7 +79,7 @@ def measure_events(
 
 
 class _Budget:
-    """Shares out the time that is left over the signatures that are left."""
+    """Divides the remaining time among the remaining signatures."""
 
     def __init__(self, seconds: float, items: int, most: float) -> None:
         self._end, self._left, self._most = time.perf_counter() + seconds, items, most
@@ -100,7 +100,7 @@ def _repeats(first: float, share: float, limits: tuple[int, int]) -> int:
 
 
 def gather_numbers(value: int) -> list[int]:
-    """Every rank's number; cheaper than ``gather``."""
+    """Every rank's number; faster than ``gather``."""
     if dist.get_world_size() == 1:
         return [value]
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"

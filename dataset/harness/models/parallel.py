@@ -200,7 +200,7 @@ class Training:
         losses.extend(loss.detach() for loss in found)
 
     def _synchronise_gradients(self) -> None:
-        """Sum what is still partial: replicated weights under sequence parallel, and data parallel of a pipeline."""
+        """Sum partial gradients: of replicated weights under sequence parallelism, and of a pipeline's replicas."""
         if self.shape.sequence_parallel and self.groups["tp"] is not None:
             all_reduce_flat([_local(p.grad) for p in self._partial() if p.grad is not None], self.groups["tp"], 1)
         group = self.groups["dp"]
@@ -239,7 +239,7 @@ class _AnnotatedStage(PipelineStage):
 
 
 def _no_outputs(output_chunks: list[Any]) -> None:
-    """Nobody reads the logits of a whole batch: copying them together would only take time."""
+    """Drop the logits of a whole batch: they are not used, and concatenating them would take time."""
 
 
 def _local(tensor: Tensor) -> Tensor:

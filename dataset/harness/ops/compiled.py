@@ -1,4 +1,4 @@
-"""Composite ops as ``torch.compile`` makes them, where a plan asks for it: a kernel or two instead of one per step.
+"""Composite ops compiled with ``torch.compile``, if a plan requests it: one or two kernels instead of one per step.
 
 Each shape is compiled on its own, by PyTorch's own compiler, when it is met first.  Every shape has a function of its
 own too: PyTorch counts the shapes of a function, and beyond eight runs it as it is written, without a word (and the

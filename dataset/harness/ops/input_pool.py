@@ -17,7 +17,7 @@ _CACHES = 8  # so many times a GPU's cache: what a call reads has left the cache
 
 
 class Pool:
-    """Random numbers to read inputs from, without copying.
+    """Random numbers from which inputs are read without copying.
 
     Args:
         device: Where.
@@ -50,7 +50,7 @@ class Pool:
         return view
 
     def clear(self) -> None:
-        """Give the block's memory back; the next ``take`` makes another."""
+        """Free the block's memory; the next ``take`` allocates another."""
         self._block, self._next = self._block.new_empty(0), 0
 
     def ids(self, count: int, below: int) -> Tensor:
@@ -66,7 +66,7 @@ def _cache_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Call:
-    """One op: ``run(*inputs())`` runs it once; making the inputs is no part of it.
+    """One op: ``run(*inputs())`` runs it once; making the inputs is not timed.
 
     ``on_host``: it is the host that computes, whatever the device.
     ``fresh``: on a CPU, measure it also with fresh memory for its results.  Within a training step many results go to

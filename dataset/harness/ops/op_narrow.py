@@ -1,4 +1,4 @@
-"""Matrix products in fp8 and in tf32: of operands that are there already, as quantizing is an op of its own.
+"""Matrix products in fp8 and in tf32, of operands that exist already, because quantizing is a separate op.
 
 fp8 is e4m3 times e4m3 with one scale per tensor into bf16.  The kernels want the second operand by columns, so its
 transpose is taken where the ordinary product takes it by rows.  Sums are fast in the forward product and exact in those

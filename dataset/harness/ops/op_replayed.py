@@ -1,4 +1,4 @@
-"""A framework call as a captured script makes it, made callable: tensors of its shapes, strides and types.
+"""A framework call of a captured script, made callable: tensors of its shapes, strides and types.
 
 ``call`` is a signature of ``capturing.signatures``: name, dims, types, strides, literals, and what it returns.
 """

@@ -1,4 +1,4 @@
-"""Plans: what to run and what to measure.  Checked whole before anything starts; standard library only.
+"""Plans: what to run and what to measure. Checked completely before anything starts; standard library only.
 
 A plan is a JSON object::
 

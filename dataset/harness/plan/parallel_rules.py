@@ -1,4 +1,4 @@
-"""The arithmetic that every job keeps.  Standard library only.
+"""Arithmetic rules of every job. Standard library only.
 
 ``stepsight.dataset.rules`` checks a ``Job`` with these rules and many more.  The harness checks the jobs of a plan with
 them, because it runs where ``Job`` is not installed.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 
 class Rules(list[str]):
-    """The texts of the rules that are broken."""
+    """The texts of broken rules."""
 
     def require(self, holds: bool, text: str) -> None:
         """Add the text of a rule if the rule does not hold."""

@@ -1,4 +1,4 @@
-"""What one world size of a plan amounts to on one rank: rounds over runs, then event files.
+"""The work of one world size of a plan on one rank: rounds over runs, then event files.
 
 State on disk, so that a killed collection loses at most the round it was in: ``.rounds/<name>.json`` holds a run's
 finished rounds until the run is complete and moves to ``runs/<name>/``.
@@ -38,7 +38,7 @@ from .rounds import least_certain, read_rounds, rounds_path, write_rounds
 
 
 class Collection:
-    """The part of a plan that this process group's world size runs.
+    """The runs and events of a plan with this process group's world size.
 
     Args:
         plan: A plan, checked again here.
@@ -50,11 +50,11 @@ class Collection:
         self.plan, self.out, self._report = plans.check_plan(plan), out, report
         torch.set_num_threads(1)
         local_rank, self.local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        wanted = "cpu" if "box" in self.plan else self.plan["device"]  # nobody computes in a box
+        wanted = "cpu" if "box" in self.plan else self.plan["device"]  # no rank computes in a box
         self.device = _device(wanted, local_rank, self.local_size)
         if "box" in self.plan:
             cores.hurry_communication()
-        nccl = self.device.type == "cuda" and int(os.environ["WORLD_SIZE"]) > 1  # alone, a rank has nobody to talk to
+        nccl = self.device.type == "cuda" and int(os.environ["WORLD_SIZE"]) > 1  # a single rank has no communication
         with cores.any_core():
             join("nccl" if nccl else "gloo", self.device if nccl else None)
         if "box" in self.plan:
@@ -76,7 +76,7 @@ class Collection:
         self._took: defaultdict[str, dict[str, float]] = defaultdict(dict)  # seconds of each run's parts
 
     def run(self) -> None:
-        """Everything of this world size that is not on disk yet."""
+        """Do all work of this world size that is not on disk yet."""
         if self.rank == 0 and not (self.out / "fingerprint.json").exists():
             write_json(self.out / "fingerprint.json", self.fingerprint)
         try:
@@ -136,7 +136,7 @@ class Collection:
             return
         extra = number >= run["rounds"] - 1 and not last
         self._say(f"{name} extra round" if extra else f"{name} round {number + 1}/{max(number + 1, run['rounds'])}")
-        free_memory()  # what is left of other runs is no part of this one's
+        free_memory()  # free the memory of other runs
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         try:
@@ -175,14 +175,14 @@ class Collection:
         end_groups(*groups)
 
     def _reject(self, run: dict[str, Any], reason: str) -> None:
-        """Write down that a run cannot be, so that it is not tried again."""
+        """Record that a run is impossible, so that it is not tried again."""
         manifest = {**self._head(run), "rounds": [], "rejected": reason}
         with new_folder(self.out / "rejected" / run["name"], self.out / ".partial" / run["name"]) as folder:
             write_json(folder / "manifest.json", manifest)
         rounds_path(self.out, run["name"]).unlink(missing_ok=True)
 
     def _head(self, run: dict[str, Any]) -> dict[str, Any]:
-        """What a manifest begins with."""
+        """The first fields of a manifest."""
         return {
             "schema": 1,
             "name": run["name"],
@@ -219,7 +219,7 @@ class Collection:
         return [sum(column) / len(replicas) for column in zip(*replicas, strict=True)]
 
     def _finish(self, run: dict[str, Any], state: dict[str, Any], training: Training | SleepingTraining) -> None:
-        """Profile, and put the run's folder in its place."""
+        """Profile, and move the run's folder to its place."""
         folder = self.out / ".partial" / run["name"]
         stack = ExitStack()
         cpu = max((record["cpu"] for steps in state["records"] for record in steps), default=0.0)

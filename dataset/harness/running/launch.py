@@ -1,4 +1,4 @@
-"""Collect what a plan asks for: one launch of worker processes per world size, resumable, in one folder.
+"""Collect a plan: one launch of worker processes per world size, resumable, in one folder.
 
 The launcher itself needs the standard library alone.  The folder of this package can be copied anywhere::
 
@@ -31,8 +31,8 @@ from .rounds import read_rounds
 from .worker import PROGRESS
 from .workers import WORKER_ENVIRONMENT, Workers, places
 
-_UNBEGUN = (".lock", ".plan.json.")  # what a launch leaves that is killed before it has written the plan
-_QUIET = 0.5  # cores that others may keep busy
+_UNBEGUN = (".lock", ".plan.json.")  # files that a launch leaves if it is killed before it has written the plan
+_QUIET = 0.5  # cores that other processes may keep busy
 __all__ = ["HarnessError", "collect", "main"]
 
 
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[str, Any]:
-    """Run and measure everything in a plan that is not yet in ``out``.
+    """Run and measure everything in a plan that is not in ``out`` yet.
 
     Returns:
         ``{"runs", "events"}`` (how many there are) and ``{"collected", "kept"}`` (how many of them are new); of a box
@@ -118,7 +118,7 @@ def _read_plan(path: Path) -> Any:
 
 
 def _notes(plan: dict[str, Any]) -> list[str]:
-    """What makes measurements on this machine worse than they could be."""
+    """Warnings about conditions that make measurements on this machine worse."""
     notes = [busy_note()]
     if "box" in plan and not cores.may_hurry():
         notes.append(
@@ -172,12 +172,12 @@ def _complete(out: Path, plan: dict[str, Any]) -> list[str]:
 
 
 def _is_done(out: Path, name: str) -> bool:
-    """Whether a run is over, be it that a box was too busy for it, or that no memory holds it."""
+    """Whether a run is finished, also if a box was too busy for it, or memory was too small."""
     return any((out / place / name / "manifest.json").exists() for place in ("runs", "rejected"))
 
 
 def _outstanding(out: Path, plan: dict[str, Any], size: int) -> list[str]:
-    """Names of what this world size still owes."""
+    """Names of the unfinished runs and events of this world size."""
     runs = [run["name"] for run in plan["runs"] if plans.ranks_needed(run) == size]
     runs = [name for name in runs if not _is_done(out, name)]
     events = [event["name"] for event in plan["events"] if event["world_size"] == size]
@@ -224,7 +224,7 @@ def _run_world(out: Path, size: int, bar: Progress, boxed: bool) -> None:
 
 
 def _follow(workers: Workers, log: Path, size: int, bar: Progress) -> None:
-    """Show the workers' progress and log the rest of their output, until they have ended.
+    """Show the workers' progress and log their other output, until they have ended.
 
     Raises:
         HarnessError: If a worker refused the plan or failed.
@@ -252,7 +252,7 @@ def _follow(workers: Workers, log: Path, size: int, bar: Progress) -> None:
 
 
 def _reason(code: int, last: str) -> str:
-    """Why a worker ended that could not say so itself."""
+    """Why a worker ended without a message."""
     if code >= 0:
         return f"ended with code {code}" + (f": {last}" if last else "")
     name = signal.Signals(-code).name

@@ -1,4 +1,4 @@
-"""How ranks find each other: through a file on one machine, at the address that the user gave on several nodes.
+"""How ranks find each other: through a file on one machine, at a given address on several nodes.
 
 Nothing listens beyond the loopback interface, beyond a box's own network, or beyond the user's address, and nothing
 that arrives is unpickled.
@@ -48,7 +48,7 @@ def meeting_file(out: Path) -> Iterator[dict[str, str]]:
 
 
 def join(backend: str, device: torch.device | None = None) -> None:
-    """Join the process group of all ranks; the environment says which rank this is and how to find the others.
+    """Join the process group of all ranks; the environment names this rank and the address of the others.
 
     Args:
         backend: ``gloo`` or ``nccl``.
@@ -83,13 +83,13 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _bind_to(interface: str) -> None:
-    """Have collectives use one interface, unless the user chose others."""
+    """Make collectives use one interface, unless the user chose others."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def _interface_to(host: str, port: int) -> str:
-    """The network interface by which this machine reaches an address; the user's choice where there is one.
+    """The network interface by which this machine reaches an address, or the user's choice.
 
     Raises:
         HarnessError: If none is found.

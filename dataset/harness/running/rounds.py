@@ -9,7 +9,7 @@ from typing import Any
 
 from ..atomic_files import read_json, write_json
 
-CERTAIN = 0.01  # a run whose median is known this well needs no more rounds
+CERTAIN = 0.01  # relative error of the median below which a run needs no more rounds
 
 
 def rounds_path(out: Path, name: str) -> Path:
@@ -50,7 +50,7 @@ def uncertainty(rounds: Sequence[Sequence[float]]) -> float:
 
 
 def write_rounds(out: Path, run: dict[str, Any], state: dict[str, Any]) -> None:
-    """What ``read_rounds`` reads back."""
+    """Write the state that ``read_rounds`` reads."""
     write_json(rounds_path(out, run["name"]), state)
 
 

@@ -23,11 +23,11 @@ from typing import Any, NoReturn
 
 from ..plan_error import HarnessError
 
-PROGRESS = "@stepsight "  # what begins a line of progress on standard output
+PROGRESS = "@stepsight "  # prefix of a progress line on standard output
 
 
 def main() -> None:
-    """Entry of one rank; its place comes from the environment."""
+    """Entry of one rank, whose number comes from the environment."""
     parser = argparse.ArgumentParser(prog="harness.running.worker", description="One rank of a collection.")
     parser.add_argument("plan", type=Path)
     parser.add_argument("--out", type=Path, required=True)
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def collect_rank(plan: dict[str, Any], out: Path) -> NoReturn:
-    """Do what a plan holds for this rank's world size, and end the process."""
+    """Do the work of a plan for this rank's world size, and end the process."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # in this process: no others beside what is measured
     from .collection import Collection  # torch takes seconds to import: not before the arguments are good
 
@@ -63,7 +63,7 @@ def leave() -> NoReturn:
 
 
 def _exit_with_launcher() -> None:
-    """The launcher holds the other end of standard input and never writes: its end is the launcher's end."""
+    """End with the launcher: it keeps the other end of standard input open and never writes to it."""
     while os.read(0, 1):
         pass
     os._exit(1)

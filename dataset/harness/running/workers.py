@@ -27,11 +27,11 @@ WORKER_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "STEPSIGHT_WATCH_STDIN": "1",
 }
-_OUTLIVED_S = 1.0  # how long output is read on when all ranks have ended: what they started may hold the pipe open
+_OUTLIVED_S = 1.0  # seconds for which output is read after all ranks have ended: their children may keep the pipe open
 
 
 def places(ranks: int, nodes: int = 1, node: int = 0) -> list[dict[str, str]]:
-    """Environment variables that give each rank of a node its place, named as torchrun names them."""
+    """Environment variables that give each rank of a node its number, named as torchrun names them."""
     return [
         {
             "RANK": str(node * ranks + local),

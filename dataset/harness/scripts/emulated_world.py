@@ -24,7 +24,7 @@ from .script_launch import PIPES
 
 
 class EmulatedWorld:
-    """The world of an emulated script, and what its rank communicates in it.
+    """The world of an emulated script, and its rank's communication.
 
     Args:
         settings: ``ranks`` (the real ones), ``devices_per_node`` and ``virtual``.
@@ -67,7 +67,7 @@ class EmulatedWorld:
         return self.clock.now()
 
     def meet(self) -> None:
-        """Wait for the other real ranks; a virtual clock goes on to the latest of theirs."""
+        """Wait for the other real ranks; a virtual clock advances to their latest time."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         if self._peers is not None:
@@ -76,7 +76,7 @@ class EmulatedWorld:
                 self.clock.wait_until(latest)
 
     def forget(self) -> None:
-        """Count collectives anew."""
+        """Reset the counts of collectives."""
         self._calls.clear()
 
     def collectives(self) -> list[dict[str, Any]]:
@@ -94,7 +94,7 @@ def _asked() -> AskedDelays:
 
 
 def _in_this_world(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Whatever backend a script asks for, its groups are of this world."""
+    """Make all groups of a script belong to this world, with any backend."""
 
     @functools.wraps(original)
     def made(size: int, rank: int, ranks: list[int], backend: Any, *args: Any, **options: Any) -> Any:
@@ -105,7 +105,7 @@ def _in_this_world(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def meet_nobody() -> None:
-    """Have ``init_process_group`` of a script wait for no other rank."""
+    """Make ``init_process_group`` of a script wait for no other rank."""
     from torch.distributed.rendezvous import _rendezvous_handlers
 
     def handler(url: str, **_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What to tell the user about an error of a script."""
+"""Messages about errors of a script."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_CUDA = (
 
 
 def told(error: BaseException, script: Path) -> str:
-    """What to say of an error that ended a script, in one line."""
+    """The message of an error that ended a script, in one line."""
     where = line_of(error, script)
     if isinstance(error, SyntaxError):
         where = f"{Path(error.filename or script).name}:{error.lineno}: {(error.text or '').strip()}"

@@ -1,4 +1,4 @@
-"""Start the ranks of a user's script, follow them, and end all that they started when one fails.
+"""Start the ranks of a user's script, follow them, and end them and their children if one fails.
 
 Standard library only.
 """
@@ -28,7 +28,7 @@ _TORCHRUN = {  # what scripts read; nobody listens at that address
     "GROUP_RANK": "0",
     "TORCHELASTIC_RUN_ID": "stepsight",
 }
-_TOLD = 200  # characters of a script's last line
+_TOLD = 200  # for scripts that read it; nothing listens at that address
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Ranks:
 
     @classmethod
     def as_python(cls) -> Ranks:
-        """One process that knows of no ranks, as ``python train.py`` starts it."""
+        """One process without ranks, as ``python train.py`` starts it."""
         return cls([{}])
 
     @classmethod
     def as_torchrun(cls, ranks: int) -> Ranks:
-        """All ranks of this machine, with what scripts read to know that torchrun started them."""
+        """All ranks of this machine, with the variables by which scripts recognise torchrun."""
         return cls([{**_TORCHRUN, **place} for place in places(ranks)])
 
     @classmethod
@@ -86,7 +86,7 @@ class Ranks:
 def run_ranks(
     settings: dict[str, Any], folder: Path, log: Path, ranks: Ranks, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Run a script on all ranks until its measured steps are through.
+    """Run a script on all ranks until its measured steps are done.
 
     Args:
         settings: Of ``script_worker``, without ``out``.

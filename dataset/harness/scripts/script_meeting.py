@@ -1,4 +1,4 @@
-"""How the ranks of a user's script find each other: as the harness' own do, whatever address the script names."""
+"""How the ranks of a user's script find each other: through the harness' file, independent of the script's address."""
 
 from __future__ import annotations
 

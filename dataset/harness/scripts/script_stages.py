@@ -1,4 +1,4 @@
-"""What the steps of a user's script are for: warm-up, then timed ones without a profiler, then traced ones."""
+"""The stages of a user's script: warm-up steps, timed ones without a profiler, then traced ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..ranks import barrier
 from .emulated_world import EmulatedWorld
 from .step_marks import StepMarks
 
-RESULT = "script_rank{}.json"  # what one rank writes when it is through
+RESULT = "script_rank{}.json"  # file that one rank writes when it has finished
 
 
 class Stages:
@@ -57,7 +57,7 @@ class Stages:
 
     @property
     def needed(self) -> int:
-        """Steps that a script must have, the first one included, from which its steps are known."""
+        """Number of steps that a script must run before its steps can be identified."""
         wanted = self._settings
         traced = wanted["profile_steps"] + 1 if wanted["profile_steps"] else 0
         return int(1 + wanted["warmup"] + wanted["rounds"] * wanted["steps"] + traced)
@@ -67,7 +67,7 @@ class Stages:
         self._warm, self._rounds, self._clock = 0, list[list[float]](), None
 
     def _close(self) -> None:
-        """End what is open of a traced step."""
+        """End an open traced step."""
         if self._step is not None:
             self._step.__exit__(None, None, None)
             self._step = None
@@ -138,7 +138,7 @@ class Stages:
         self._finish(*tracer.written())
 
     def _finish(self, profiled: list[float], names: dict[str, str]) -> None:
-        """Write what this rank measured, and end the process when all ranks are through."""
+        """Write this rank's measurements, and end the process after all ranks have finished."""
         folder = Path(self._settings["out"])
         digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names.values()}
         found = {
@@ -160,5 +160,5 @@ class Stages:
 
 
 def device() -> torch.device:
-    """Where the script computes."""
+    """The device of the script."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")

@@ -24,11 +24,11 @@ from ..script_lines import line_of, line_of_thread
 from .script_errors import print_own_traceback, told
 from .step_marks import listening, watch_optimizers, watch_profilers
 
-_OTHERS_TELL_S = 0.5  # in which other ranks that are late too say where they are
+_OTHERS_TELL_S = 0.5  # seconds in which other late ranks also report their lines
 
 
 def main() -> None:
-    """Entry of one rank; its place comes from the environment."""
+    """Entry of one rank, whose number comes from the environment."""
     settings = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     _watch_launcher()
     run_rank(settings)
@@ -72,7 +72,7 @@ def run_rank(settings: dict[str, Any]) -> NoReturn:
 
 
 def _place(settings: dict[str, Any]) -> int:
-    """Of this rank among those of this machine."""
+    """Cores of this rank on this machine."""
     if "emulate" in settings:
         ranks: list[int] = settings["emulate"]["ranks"]
         return ranks.index(int(os.environ["RANK"]))
@@ -114,27 +114,27 @@ def _ended_early(script: Path, stages: Any) -> str:
 
 
 def _others() -> str:
-    """What to say of processes that the script started."""
+    """The message about processes that the script started."""
     count = len(multiprocessing.active_children())
     told = f"; it has started {count} processes, whose steps are not seen: start ranks with --nproc-per-node"
     return told if count else ""
 
 
 def report(**facts: Any) -> None:
-    """A line of progress, whatever the script has printed before it."""
+    """A line of progress, independent of unfinished output of the script."""
     sys.stdout.flush()
     os.write(1, f"\n{PROGRESS}{json.dumps(facts)}\n".encode())
 
 
 def refuse(text: str) -> NoReturn:
-    """End the process with a reason that the user can put right."""
+    """End the process with a reason that the user can correct."""
     report(refused=text)
     sys.stderr.flush()
     os._exit(2)
 
 
 def leave() -> None:
-    """End the process, with all that it measured on disk."""
+    """End the process, with all measurements on disk."""
     for child in multiprocessing.active_children():  # workers of data loaders
         child.kill()
     report(doing="done", rank=int(os.environ.get("RANK", "0")), done=True)
@@ -142,7 +142,7 @@ def leave() -> None:
 
 
 def _watch_launcher() -> None:
-    """End with the launcher, and all that the script started too; the script reads an empty standard input."""
+    """End with the launcher, and end the script's children; the script reads an empty standard input."""
     held = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.set_inheritable(held, False)
@@ -156,7 +156,7 @@ def _watch_launcher() -> None:
 
 
 def _watch_time(limit_s: float, stages: Any, script: Path) -> None:
-    """End a script that takes too long, and say where it is."""
+    """End a script that takes too long, and report its current line."""
     thread, began = threading.get_ident(), time.monotonic()
 
     def watch() -> None:

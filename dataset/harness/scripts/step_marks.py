@@ -1,4 +1,4 @@
-"""Finds the steps of a training script: calls that mark the end of a step, and which of them come once a step.
+"""Finds the steps of a training script: calls that mark the end of a step, and which of them occur once per step.
 
 Marks are, the first kind that occurs: ``stepsight.step()``, ``torch.profiler.profile.step``, and the end of an
 optimizer's ``step``.  Of several optimizers the one that steps least often marks the steps, of equals the last.
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 STATED, PROFILER, OPTIMIZER = "stepsight.step()", "profiler.step()", "optimizer.step()"
-KINDS = (OPTIMIZER, PROFILER, STATED)  # the later ones are believed before the earlier ones
+KINDS = (OPTIMIZER, PROFILER, STATED)  # later ones have priority over earlier ones
 SEEN = 2  # marks of each optimizer before one of them is chosen
 
 _listeners: list[StepMarks] = []  # the one of this process, which ``step`` tells
@@ -60,7 +60,7 @@ class StepMarks:
         return min(self._counts.values(), default=0) if self._chosen is None else self._counts[self._chosen]
 
     def mark(self, kind: str, source: object = None) -> None:
-        """Note a mark; those of forked processes and other threads are none.
+        """Record a mark; those of forked processes and other threads are ignored.
 
         Args:
             kind: One of ``KINDS``.
@@ -82,7 +82,7 @@ class StepMarks:
             self._on_step()
 
     def _is_better(self, kind: str) -> bool:
-        """Whether another kind of mark is to be believed from now on."""
+        """Whether another kind of mark has priority from now on."""
         if KINDS.index(kind) > KINDS.index(self.kind):
             return not (kind == PROFILER and self._silence.final)
         return self._silence.goes_on() if self.kind == PROFILER and kind == OPTIMIZER else False
@@ -98,7 +98,7 @@ class StepMarks:
 
 
 class _Silence:
-    """Whether a profiler still steps: many scripts profile their first steps alone.
+    """Whether a profiler still steps: many scripts profile only their first steps.
 
     Attributes:
         final: It does not, as far as one knows.
@@ -121,7 +121,7 @@ class _Silence:
 
 @contextmanager
 def listening(marks: StepMarks) -> Iterator[None]:
-    """Have ``step`` tell these marks."""
+    """Make ``step`` report to these marks."""
     _listeners.append(marks)
     try:
         yield
@@ -130,7 +130,7 @@ def listening(marks: StepMarks) -> Iterator[None]:
 
 
 def watch_optimizers(marks: StepMarks) -> None:
-    """Mark the end of ``step`` of every optimizer that is made from now on, for the rest of the process.
+    """Mark the end of ``step`` of every optimizer created from now on, for the rest of the process.
 
     PyTorch's own hooks come before the end of its annotation ``Optimizer.step``, which a step must hold whole.
     """
