@@ -41,7 +41,7 @@ from stepsight.dataset.specs import (
     ParallelSpec,
 )
 
-# Beyond these a number is a slip of the pen.
+# Larger numbers are typing mistakes.
 MOST, MOST_LAYERS, MOST_DEVICES, MOST_ACTIONS, MOST_SLOWDOWN = 2**31, 10_000, 2**24, 2**20, 1000.0
 MOST_SIZE, MOST_EXPERTS = 2**24, 2**16  # of a model's dimensions
 MOST_ELEMENTS = 2**56  # of all parameters, and of an activation: with room for bytes and sums in 64 bits

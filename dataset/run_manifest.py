@@ -1,4 +1,4 @@
-"""What ``manifest.json`` of a run folder says, checked."""
+"""``manifest.json`` of a run folder, checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stepsight.dataset.job import Job
 
 SCHEMA = 1
 T = TypeVar("T")
-MOST = 1e30  # beyond, a number is a slip of the pen
+MOST = 1e30  # larger numbers are typing mistakes
 _WORDS = {str: "string", int: "whole number", dict: "table"}
 
 

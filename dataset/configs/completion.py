@@ -1,4 +1,4 @@
-"""What no configuration states of a job: its cluster, replicas and batch, from what follows or by assumption."""
+"""Complete a job: cluster, replicas and batch, derived from other values or assumed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NEEDED = ("family", "layers", "hidden", "heads", "vocab", "seq_len")
 
 
 def apply_given(draft: Draft, given: Given) -> None:
-    """Set what the user states, which wins over the configurations.
+    """Set the user's values, which override the configurations.
 
     Raises:
         JobError: If a key is not a job's.
@@ -28,14 +28,14 @@ def apply_given(draft: Draft, given: Given) -> None:
 
 
 def missing_sizes(draft: Draft) -> list[str]:
-    """Sizes of the model that nothing states, as keys of a job."""
+    """Missing sizes of the model, as keys of a job."""
     if draft.get("model.name") is not None:
         return []
     return [f"model.{name}" for name in _NEEDED if draft.get(f"model.{name}") is None]
 
 
 def complete(draft: Draft, given: Given) -> None:
-    """Fill what is open of the cluster and the batch."""
+    """Fill the missing keys of the cluster and the batch."""
     _cluster(draft, given)
     _batch(draft)
     draft.assume("batch.precision", "bf16", "no configuration states a precision")

@@ -1,4 +1,4 @@
-"""Configuration files as they are: text, tables of JSON, TOML or YAML, within bounds."""
+"""Read configuration files: text, or tables of JSON, TOML or YAML, of limited size."""
 
 from __future__ import annotations
 

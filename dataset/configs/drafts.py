@@ -1,4 +1,4 @@
-"""A job in the making, with where each of its values comes from."""
+"""A draft of a job, with the source of each value."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _SBATCH = re.compile(r"^\s*#SBATCH\s+(.*?)\s*$", re.MULTILINE)
 
 @dataclass
 class ShellScript:
-    """What a script would do.
+    """The commands of a script.
 
     Attributes:
         commands: Words of every command, in their order.

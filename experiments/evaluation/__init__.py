@@ -1,4 +1,4 @@
-"""Measured runs that others published: read them, predict them, compare.
+"""Published measured runs: read them, predict them, compare.
 
 ``runs_table`` reads the rows; ``row_hardware`` and ``row_jobs`` turn each into a ``Job``.  ``evaluate`` predicts and
 scores them (``scored_row``) with ``error_metrics`` and beside ``naive_references``; ``evaluation_report`` prints the

@@ -33,7 +33,7 @@ LARGER, LAYOUTS = "larger groups", "each layout left out in turn"
 
 @dataclass(frozen=True)
 class LinksReport:
-    """What a calibration of collectives changed, how it was judged, and whether it was written.
+    """Result of a calibration of collectives: its changes, its evidence, and whether it was written.
 
     Attributes:
         source: The predictor before calibration, in words.
@@ -56,7 +56,7 @@ class LinksReport:
 
     @property
     def released(self) -> bool:
-        """Whether nothing contradicts the stated links, and what was not fitted is predicted better than before."""
+        """Whether nothing contradicts the stated links, and held-out collectives are predicted better than before."""
         return not self.doubts and (self.after.mape or 0.0) < (1 - LEAST_GAIN) * (self.before.mape or 0.0)
 
     def to_dict(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def _save(report: LinksReport, path: Path, fabric: Fabric) -> None:
     file = digest(path.read_bytes())
     record = {key: value[key] for key in ("predictor", "fitted", "factors", "evidence")}
     changed = {
-        "name": "",  # no longer the one that comes with the package
+        "name": "",  # no longer the shipped one
         "digest": digest(str(manifest.get("digest", "")), file),
         "calibrated_links": {**record, "fabric": fabric.name, "tables": {path.name: file}},
     }

@@ -1,4 +1,4 @@
-"""``stepsight calibrate``: fit on small runs of a table, judge by its larger ones, write only what is better."""
+"""``stepsight calibrate``: fit on small runs of a table, judge by its larger ones, write only improvements."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """What a calibration changed, how it was judged, and whether it was written.
+    """Result of a calibration: its changes, its evidence, and whether it was written.
 
     Attributes:
         source: The predictor before calibration, in words.
@@ -195,7 +195,7 @@ def _save(report: CalibrationReport, runs: Path) -> None:
     record = {key: value[key] for key in ("predictor", "fitted", "constants", "residual", "evidence")}
     judged = {"judged_rows": list(report.evidence.digests), "runs": {runs.name: digest(runs.read_bytes())}}
     changed = {
-        "name": "",  # no longer the one that comes with the package
+        "name": "",  # no longer the shipped one
         "digest": digest(str(manifest.get("digest", "")), *manifest["fitted_rows"]),
         "calibration": {**record, **judged},
     }
@@ -208,7 +208,7 @@ def _on_larger(predictor: Predictor, rows: Sequence[Scored]) -> Evidence:
 
 
 def _left_out(fit: CalibrationFit, rows: Sequence[Scored]) -> Evidence:
-    """Where no run is larger: sizes in turn, or runs where there is one size."""
+    """Hold out sizes in turn if no run is larger, or runs if there is one size."""
     sizes: list[Hashable] = [row.row.gpus for row in rows]
     by = SIZES if len(set(sizes)) > 1 else ROWS
     off, _ = fit.process.left_out(sizes if by == SIZES else [row.job for row in rows])

@@ -32,7 +32,7 @@ LEAST_GAIN = 0.02  # of the mean error: less is chance
 
 @dataclass(frozen=True)
 class TracesReport:
-    """What traces changed in a predictor, how it was judged, and whether it was written.
+    """Result of a calibration on traces: its changes, its evidence, and whether it was written.
 
     Attributes:
         source: The predictor before calibration, in words.
@@ -152,7 +152,7 @@ def _save(report: TracesReport, folders: Sequence[Path]) -> None:
     files = {folder.name: digest((folder / MANIFEST).read_bytes()) for folder in folders}
     record = {key: value[key] for key in ("predictor", "kinds", "evidence", "host_kinds_s", "overlap")}
     changed = {
-        "name": "",  # no longer the one that comes with the package
+        "name": "",  # no longer the shipped one
         "digest": digest(str(manifest.get("digest", "")), *files.values()),
         "calibrated_traces": {**record, "runs": files},
     }

@@ -1,4 +1,4 @@
-"""What calibration on small runs brings on larger ones: every source's hardware fits its own, and is judged by it.
+"""The gain on larger runs by calibration on small ones, separately for every source and hardware.
 
 Nothing of the rows that judge is used: neither to fit nor to choose, and a fit that makes them worse is shown as it is.
 """
@@ -44,7 +44,7 @@ class CalibratedRow:
 
 @dataclass
 class Calibrated:
-    """What came out.
+    """Errors before and after calibration.
 
     Attributes:
         fitted: Number of rows fitted, by source.

@@ -1,4 +1,4 @@
-"""Calibrate small, predict large: which rows a calibration may see, and which judge it."""
+"""Split rows for calibration: small runs to fit, larger ones to judge."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _split(rows: Sequence[Scored], most_gpus: int, set_of: Callable[[Scored], Ha
 
 
 def without_copies(judging: Sequence[Scored], fitted: Sequence[Scored]) -> list[Scored]:
-    """Rows to judge, but for runs that were fitted and are told of twice."""
+    """Rows to judge, without runs that were fitted and are listed twice."""
     known = {row.digest for row in fitted}
     return [row for row in judging if not row.among(known)]
 

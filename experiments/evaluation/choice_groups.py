@@ -1,4 +1,4 @@
-"""Runs between which somebody could choose: what choosing by predictions costs, beside choosing by chance."""
+"""Groups of runs that a user could choose between: the regret of choosing by predictions, and by chance."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def choice_groups(rows: Sequence[Scored]) -> list[ChoiceGroup]:
 
 
 def _strategy(row: Scored) -> Hashable:
-    """What somebody chooses who has the model, the devices and the batch."""
+    """The strategy of a run, which a user chooses for a model, devices and batch."""
     p, micro_batch = row.job.parallel, row.job.batch.micro_batch
     degrees = (p.tp, p.cp, p.pp, p.ep, p.dp, p.schedule, p.virtual_stages, p.stage_layers, p.order)
     memory = (p.zero_stage, p.dp_shard, p.recompute, p.recompute_every, p.sequence_parallel, p.offload_activations)
@@ -78,7 +78,7 @@ def _strategy(row: Scored) -> Hashable:
 
 
 def _by_source(rows: Sequence[Scored]) -> list[float]:
-    """What constant MFU, fitted to each source, predicts."""
+    """Predictions of a constant MFU, fitted to each source."""
     sources: dict[str, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         sources[row.row.source].append(index)
@@ -113,7 +113,7 @@ def _group(rows: Sequence[Scored], naive: Sequence[float]) -> ChoiceGroup:
 
 
 def mean_figures(groups: Sequence[ChoiceGroup]) -> dict[str, float | None]:
-    """Means over groups; None of nothing."""
+    """Means over groups; None if there are none."""
     means: dict[str, float | None] = {"groups": len(groups), "runs": sum(group.runs for group in groups)}
     for key in ("regret", "random_regret", "constant_mfu_regret", "top_shared", "top_order"):
         values = [value for value in (getattr(group, key) for group in groups) if value is not None]

@@ -1,4 +1,4 @@
-"""How good predictions are: errors, ranks, and what choosing by them would cost.  Pure functions of seconds."""
+"""Quality of predictions: errors, ranks, and the regret of choosing by them.  Pure functions of seconds."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def chosen_time(predicted: Sequence[float], measured: Sequence[float]) -> float:
 
 
 def share(flags: Sequence[bool]) -> float | None:
-    """Percent of true ones; None of nothing."""
+    """Percent of true values; None if there are none."""
     return 100.0 * sum(flags) / len(flags) if flags else None
 
 

@@ -1,4 +1,4 @@
-"""Published runs against predictions: who is used and why others are not, figures per source, worst rows."""
+"""Published runs against predictions: used rows, reasons for skipping others, figures per source, worst rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FITTED = "the predictor was fitted on it"
 
 
 class FittedRowError(PredictorError):
-    """A row that cannot judge a predictor, which was fitted on it."""
+    """A row that cannot judge a predictor because the predictor was fitted on it."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def figures(rows: Sequence[Scored]) -> dict[str, float | None]:
 
 
 def reference_figures(rows: Sequence[Scored]) -> dict[str, dict[str, float | None]]:
-    """Errors of the references, and ours on the rows that the second one can speak of."""
+    """Errors of the baselines, and of the predictions on the rows that the second baseline can predict."""
     carried = [(row, seconds) for row, seconds in zip(rows, carried_forward(rows), strict=True) if seconds is not None]
     truth = [row.measured_s for row, _ in carried]
     found: dict[str, Errors] = {
@@ -152,7 +152,7 @@ def reference_figures(rows: Sequence[Scored]) -> dict[str, dict[str, float | Non
 
 
 def worst_row(row: Scored) -> dict[str, Any]:
-    """A row with what its time is made of."""
+    """A row with its breakdown."""
     return {
         **row.to_dict(),
         "source": row.row.source,
@@ -234,7 +234,7 @@ def _nothing(rows: str, skipped: Mapping[str, int], there: str) -> StepsightErro
 
 
 def score(row: Row, predictor_of: PredictorOf) -> Scored:
-    """Predict one row: the geometric mean over the jobs that it may mean, with an interval that holds all of theirs.
+    """Predict one row: the geometric mean over its possible jobs, with an interval that covers all of theirs.
 
     Raises:
         JobError: If no job says what ran, or nobody can predict it; the message is a reason that rows share.

@@ -1,4 +1,4 @@
-"""What ``evaluate`` prints for people."""
+"""The text output of ``evaluate``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ five fastest runs are predicted in their order"""
 def evaluation_text(
     result: Evaluation, num_worst: int, calibrated: Mapping[str, Any] | None = None, *, groups: bool = False
 ) -> str:
-    """Figures per source, per kind and overall; the references; calibrated ones; who was left out; the worst rows.
+    """Figures per source, per kind and overall; the baselines; calibrated figures; skipped rows; the worst rows.
 
     ``calibrated`` holds what ``Calibrated.to_dict`` returns, by a description of the rows that were fitted;
     ``groups``: also every group of runs between which one could choose.
@@ -107,7 +107,7 @@ def _references(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _choices(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """What choosing costs, on average over the groups of a source."""
+    """Regret, on average over the groups of a source."""
     header = ["choosing a run, percent", "groups", "runs", "regret", "by chance", "by constant MFU"]
     header += ["top 5 found", "top 5 order"]
     cells = [[_short(name), row["groups"], row["runs"], *(_cell(key, row[key]) for key in _CHOICE)]

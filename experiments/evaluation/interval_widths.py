@@ -23,7 +23,7 @@ from stepsight.training.shipped.catalogue import shipped_predictor
 
 
 def widths_of(evaluation: Evaluation) -> Widths:
-    """Errors of every row for whose hardware a predictor comes with the package."""
+    """Errors of every row whose hardware has a shipped predictor."""
     sources: dict[str, list[Off]] = defaultdict(list)
     for row in evaluation.scored:
         if shipped_predictor(row.job.cluster.hardware) is not None:

@@ -60,7 +60,7 @@ def tells(row: Row) -> Job | None:
 
 
 def learn(rows: Sequence[Row]) -> dict[str, dict[str, ChipPower]]:
-    """What rows say of every chip and type of products."""
+    """Estimates from the rows for every chip and type of products."""
     told: dict[tuple[str, str], list[tuple[str, float, float]]] = defaultdict(list)
     for row in rows:
         try:

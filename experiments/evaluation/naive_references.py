@@ -1,4 +1,4 @@
-"""What anybody could say without a simulator: the two references that stand beside every prediction.
+"""Two baselines without a simulator, with which every prediction is compared.
 
 *Constant MFU*: the model's FLOP at one utilisation, times the pipeline's bubble; the utilisation is the best one for
 the very rows that it is scored on, each device and precision of a source for itself.  *Carried forward*: the smallest
@@ -65,7 +65,7 @@ def _sequences(row: Scored) -> float:
 
 
 def series_of(row: Scored) -> Hashable:
-    """What runs of a series share: all but the number of replicas and the batch."""
+    """Common properties of the runs of a series: all except the number of replicas and the batch."""
     m, p, job = row.job.model, row.job.parallel, row.job
     degrees = (p.tp, p.pp, p.virtual_stages, p.cp, p.ep, p.sequence_parallel, p.recompute, p.recompute_every)
     return (

@@ -19,7 +19,7 @@ from stepsight.simulator.memory import estimate_memory
 
 VOCABULARIES = (32000, 256000)  # Llama 2's, and the largest usual one (Gemma, Nemotron)
 MICRO_BATCHES = (1, 2, 4, 8)
-MOST_OPEN = 2  # cells: with more nobody knows what ran
+MOST_OPEN = 2  # cells: with more, the run is unknown
 
 Choice = Mapping[str, Any]
 
@@ -31,7 +31,7 @@ class Open:
     values: Mapping[str, tuple[Any, ...]]
 
     def choices(self) -> Iterator[Choice]:
-        """Every combination of values; one without any where nothing is open."""
+        """Every combination of values; a single empty one if nothing is open."""
         for values in itertools.product(*self.values.values()):
             yield dict(zip(self.values, values, strict=True))
 

@@ -1,4 +1,4 @@
-"""Where a run ran: a row's words for devices and networks as presets or links."""
+"""The hardware of a run: a row's words for devices and networks as presets or links."""
 
 from __future__ import annotations
 

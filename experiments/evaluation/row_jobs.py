@@ -1,4 +1,4 @@
-"""Rows as jobs: what a row says goes into the job as it stands, what it leaves open is filled by rule or not at all.
+"""Rows as jobs: stated values are kept, and open ones are filled by rules or left open.
 
 Rules for unknown cells: heads of 128 values; as many key-value heads as heads; ``ffn`` four times ``hidden`` without a
 gate; what ``_MODELS`` has of a name; no tied tables for Llama, tied ones for others; one virtual stage; no context or
@@ -125,7 +125,7 @@ def _job(row: Row, framework: Framework) -> Job:
 
 
 def run_digest(job: Job, measured_s: float) -> str:
-    """What tells a measured run from others, however a table words it.
+    """Identity of a measured run, independent of the words of its table.
 
     A predictor's manifest lists it of what it was fitted on.  What a framework's profile fills in does not count, nor
     who tells of the run, nor more than three digits of its time.
@@ -252,7 +252,7 @@ def _plain_name(row: Row) -> str:
 
 
 def _vocab(row: Row) -> int:
-    """The vocabulary, 0 if nothing tells it."""
+    """The vocabulary, 0 if it is unknown."""
     model, recipes = _GPT2_RECIPES
     if _plain_name(row).startswith(model) and re.search(recipes, row.software):
         return _GPT2_TOKENS

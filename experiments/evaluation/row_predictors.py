@@ -1,4 +1,4 @@
-"""Who answers for a row's hardware."""
+"""The predictor of a row's hardware."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ PredictorOf = Callable[[str], Predictor | None]  # of a hardware's name; None: h
 
 
 def without_source(predictor: Predictor | None, source: str) -> Predictor | None:
-    """A predictor that comes with the package as it would be without a source of published runs; others as they are."""
+    """A shipped predictor without what it learned from one source of published runs; other predictors unchanged."""
     if predictor is None or predictor is not shipped_predictor(predictor.hardware.name):
         return predictor
     return shipped_without(predictor.hardware.name, source)
 
 
 def predictor_by_hardware(asked: Predictor | str | None = None) -> PredictorOf:
-    """The predictor that was asked for (or hardware facts) for every row; without one, the package's for each hardware.
+    """The given predictor (or hardware facts) for every row; if none is given, the shipped one for each hardware.
 
     Raises:
         PredictorError: If the package has no predictor of that name.

@@ -93,7 +93,7 @@ _UNIT = re.compile(r"[ _]*(?:\(([a-z]+)\)|\[([a-z]+)\])$")
 
 
 def read_header(names: Sequence[str]) -> list[tuple[str, float]]:
-    """The name as stepsight calls it of each column, and how many of its unit one of the column's are.
+    """Stepsight's name of each column, and the factor from its unit to stepsight's.
 
     A column that is not known keeps its name, in lower case, and so does another name of a column that is there itself.
 

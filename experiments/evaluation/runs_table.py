@@ -15,7 +15,7 @@ from stepsight.dataset.bounded import read_unpacked, reason
 from stepsight.dataset.errors import JobError, TableError
 from stepsight.experiments.evaluation.run_columns import read_header
 
-MOST = 1e18  # of any number: beyond, it is a slip of the pen
+MOST = 1e18  # of any number: larger ones are typing mistakes
 SHORTEST_S, LONGEST_S = 1e-6, 1e7  # of an iteration
 NEEDED = (
     "source", "hardware", "gpus", "framework", "family", "layers", "hidden", "seq_len", "micro_batch", "global_batch",
@@ -25,7 +25,7 @@ UNKNOWN = ("", "nan", "na", "none?")
 
 
 class RowError(JobError):
-    """A row that cannot be said as a job; the message is a reason that rows share."""
+    """A row that cannot be expressed as a job; the message is a reason that rows share."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Row:
 
     @property
     def software(self) -> str:
-        """What ran it, in the words of who measured."""
+        """The framework, in the words of the source."""
         return self.text("framework")
 
     @cached_property
@@ -108,7 +108,7 @@ class Row:
 
     @property
     def suspect(self) -> bool:
-        """Whether who collected the row doubts it."""
+        """Whether the collector of the row doubts it."""
         return "SUSPECT" in self.notes
 
     @property

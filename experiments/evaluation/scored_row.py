@@ -41,7 +41,7 @@ class Scored:
 
     @property
     def digest(self) -> str:
-        """What tells the run from others; see ``run_digest``."""
+        """Identity of the run; see ``run_digest``."""
         return run_digest(self.job, self.measured_s)
 
     def among(self, digests: Collection[str]) -> bool:
@@ -55,7 +55,7 @@ class Scored:
 
     @property
     def held(self) -> bool:
-        """Whether the interval holds the measured time."""
+        """Whether the measured time lies in the interval."""
         return self.low_s <= self.measured_s <= self.high_s
 
     @property
@@ -65,7 +65,7 @@ class Scored:
 
     @property
     def choice(self) -> Hashable:
-        """What rows share between which somebody could choose: model, devices and global batch."""
+        """Common properties of rows that a user could choose between: model, devices and global batch."""
         m, batch = self.job.model, self.job.batch
         model = self.row.text("model_name") or (m.layers, m.hidden, m.heads)
         devices = (self.job.cluster.hardware, self.row.gpus)

@@ -232,7 +232,7 @@ def _order(group: tuple[tuple[str, str, str], list[int]]) -> tuple[str, int, int
 
 
 def table_errors_text(result: TableErrors) -> str:
-    """For the terminal."""
+    """The table as text."""
     header = ["kind", "ranks", "size", "rows", "mean error %", "median", "p90", "bias"]
     lines = [
         [kind, ranks, size, e.used, *(Number(x or 0.0) for x in (e.mape, e.median, e.p90, e.bias))]
