@@ -18,7 +18,7 @@ from stepsight.dataset.tables.measurements import Measurements, SourceFile
 
 NO_TIME = "no time"
 COPY = "equal in all to another row"
-MOST_SECONDS = 1e6  # of one call: beyond, it is a slip of the pen
+MOST_SECONDS = 1e6  # of one call: larger values are typing mistakes
 
 
 class Rows:
