@@ -203,10 +203,13 @@ def _judged(
 
 def _choose(task: ContextTask, known: JudgedCache, models: Mapping[str, Fit], taught: Sequence[int]) -> str:
     """The first model, the simplest come first, within a standard error of the best on groups that are held back."""
-    names = sorted({task.groups[place] for place in taught} - set(task.always))
+    groups = list(task.groups)
+    if task.teachers:  # they are one group: its graphs are held back one by one
+        groups = [f"{group} {place}" for place, group in enumerate(groups)]
+    names = sorted({groups[place] for place in taught} - set(task.always))
     back = set(names[::3])
-    part = [place for place in taught if task.groups[place] not in back]
-    held = [place for place in taught if task.groups[place] in back]
+    part = [place for place in taught if groups[place] not in back]
+    held = [place for place in taught if groups[place] in back]
     logs = np.zeros((len(models), len(task.graphs)))
     for row, (name, fit) in zip(logs, models.items(), strict=True):
         row[held] = _judged(task, known, (name, fit), (part, held), 0)[0]
@@ -214,7 +217,7 @@ def _choose(task: ContextTask, known: JudgedCache, models: Mapping[str, Fit], ta
     weights = np.where(inside, task.weights() if task.weights()[held].any() else 1.0, 0.0)
     best = logs[np.argmin(logs @ weights)]
     for row, name in zip(logs, models, strict=True):
-        mean, doubt = _paired(task, weights, row, best)
+        mean, doubt = _paired(groups, weights, row, best)
         if mean <= doubt:
             return name
     raise AssertionError("the best model is as good as itself")
@@ -233,10 +236,12 @@ def _outcome(
     best = min((name for name in total if name in plain), key=total.__getitem__, default="")
     gnn = min((name for name in total if name in designs), key=total.__getitem__, default="")
     rows = [
-        _row(name, each, weights, _paired(task, weights, means[name], means[best]) if best else (0.0, 0.0), plain)
+        _row(
+            name, each, weights, _paired(task.groups, weights, means[name], means[best]) if best else (0.0, 0.0), plain
+        )
         for name, each in errors.items()
     ]
-    mean, doubt = _paired(task, weights, means[gnn], means[best]) if best and gnn else (0.0, 0.0)
+    mean, doubt = _paired(task.groups, weights, means[gnn], means[best]) if best and gnn else (0.0, 0.0)
     judging = [group for group in sorted(set(task.groups)) if group not in task.teachers]
     by_group = []
     for group in judging if best and gnn else ():
@@ -262,13 +267,13 @@ def _row(name: str, errors: _Errors, weights: Array, paired: tuple[float, float]
     )  # fmt: skip
 
 
-def _paired(task: ContextTask, weights: Array, one: Array, other: Array) -> tuple[float, float]:
+def _paired(labels: Sequence[str], weights: Array, one: Array, other: Array) -> tuple[float, float]:
     """Difference of mean errors, and its standard error where graphs of a group are alike; errors ``(graphs,)``."""
     share = weights / weights.sum()
     each = share * (one - other)
     mean = float(each.sum())
-    names = sorted({group for group, part in zip(task.groups, share, strict=True) if part > 0})
-    groups = np.array([names.index(group) if group in names else 0 for group in task.groups])
+    names = sorted({group for group, part in zip(labels, share, strict=True) if part > 0})
+    groups = np.array([names.index(group) if group in names else 0 for group in labels])
     by_group = np.bincount(groups, each - share * mean, minlength=len(names))
     count = len(names)
     return mean, float(np.sqrt((by_group**2).sum() * count / max(count - 1, 1)))

@@ -87,7 +87,8 @@ def _factors_of_graphs(task: ContextTask, graphs: Sequence[HeteroData]) -> tuple
         nodes = graph[task.readout]
         np.add.at(row, [place[key] for key in nodes.key.tolist()], nodes.baseline.double().numpy())
     measured = np.array([float(graph.total) for graph in graphs])
-    theta, rest = np.full(len(keys), np.log(np.median(measured / spent.sum(1)))), np.log(measured.min() / 2)
+    theta = np.full(len(keys), np.log(np.median(measured / spent.sum(1))))
+    rest = -np.inf if task.rest is False else np.log(measured.min() / 2)
     first = theta.copy()
     for step in range(400):
         parts = spent * np.exp(theta)
@@ -95,7 +96,7 @@ def _factors_of_graphs(task: ContextTask, graphs: Sequence[HeteroData]) -> tuple
         slope = np.tanh(np.log(total / measured) / 0.3) / total / len(graphs)
         rate = 2.0 * (1 - step / 400)
         theta -= rate * (slope @ parts + 2e-3 * (theta - first))
-        rest -= rate * float(slope.sum() * np.exp(rest))
+        rest -= rate * float(slope.sum() * np.exp(rest))  # -inf stays
     found = {key: float(theta[place[key]]) for key in keys}
     return {**found, -1: float(theta.mean())}, float(np.exp(rest))
 
