@@ -17,6 +17,7 @@ DIRECT = {
     "pipeline_model_parallel_size": "parallel.pp",
     "expert_model_parallel_size": "parallel.ep",
     "expert_tensor_parallel_size": "parallel.expert_tp",
+    "overlap_moe_expert_parallel_comm": "parallel.overlap_ep",
     "overlap_grad_reduce": "parallel.overlap_grad_reduce",
     "overlap_param_gather": "parallel.overlap_param_gather",
     "micro_batch_size": "batch.micro_batch",

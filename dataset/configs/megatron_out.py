@@ -138,6 +138,8 @@ def _parallel(view: JobView) -> Flags:
         view.unexpressed("parallel.order")
     if view["parallel.overlap_tp"] == "split":
         yield ("tp-comm-overlap",)
+    if view["parallel.overlap_ep"] and view["parallel.ep"] > 1:
+        yield ("overlap-moe-expert-parallel-comm",)
     view.expressed("parallel.scatter_p2p")
     if not view["parallel.vocab_parallel"]:
         view.unexpressed("parallel.vocab_parallel")

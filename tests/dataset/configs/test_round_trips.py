@@ -79,6 +79,7 @@ def meaningless(job: Job, key: str, now: Any) -> bool:
         "parallel.expert_tp": not m.experts or p.tp == 1 or now in (0, p.experts_tp),
         "parallel.sequence_parallel": p.tp == 1,
         "parallel.overlap_tp": p.tp == 1 or p.overlap_tp == "",
+        "parallel.overlap_ep": p.ep == 1,
         "parallel.context_parallel": p.cp == 1,
         "parallel.schedule": p.pp == 1,
         "parallel.scatter_p2p": True,
