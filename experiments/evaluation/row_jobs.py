@@ -40,6 +40,9 @@ _MODELS: dict[str, dict[str, Any]] = {
     "nemotron8b": {"vocab": 256000},
     "qwen3": {"head_dim": 128},
 }
+# What dgxc-benchmarking's models of PaxML recompute (paxml_mod_configs.py, v24.11.1): SAVE_DOT_ONLY keeps products, of
+# which Transformer Engine's attention is none, SAVE_QKV_OUT_PROJ those around attention.
+_PAXML_RECOMPUTES = {"gpt35b": "selective", "gpt3175b": "full"}
 # Recipes that tokenise with GPT-2's vocabulary, whatever the model's is: dgxc-benchmarking v24.11.1 to v25.02 for Llama
 # 3.1 405B (llama3.1_405b.yaml has GPT2BPETokenizer, configure.sh megatron-gpt2-345m).
 _GPT2_TOKENS, _GPT2_RECIPES = 50257, ("llama31405b", r"\b(v24\.11|v25\.0[12])\b")
@@ -173,6 +176,9 @@ def framework_of(row: Row) -> Framework:
     # October 2023, which runs PyTorch 2.1, the first whose checkpoint stops early; earlier tables are of PyTorch 1.13.
     if "MP mode DEFAULT" in row.text("precision"):
         changes |= {"gradients": "fp32", "checkpoint": EARLY_STOP}
+    if framework.name == "paxml":
+        again = (word for start, word in _PAXML_RECOMPUTES.items() if _plain_name(row).startswith(start))
+        changes["recompute"] = next(again, framework.recompute)
     if "nemo container" in row.software.lower():
         changes |= _container_habits(row, framework)
     if "BF16 optimizer" in row.text("precision"):  # DeepSpeed's: casts and adds to fp32 and all-reduces that

@@ -264,3 +264,13 @@ def test_torchtitan_cuts_a_batch_into_as_many_micro_batches_as_pipeline_ranks() 
     (published,) = jobs_of(row)
     assert (published.job.batch.micro_batch, published.job.parallel.virtual_stages) == (16, 2)
     assert len(jobs_of(run_row(framework="NeMo", micro_batch="", vp="1"))) > 1
+
+
+@pytest.mark.parametrize(("name", "recompute"), [("GPT3-5B (Paxml)", "selective"), ("GPT3-175B (Paxml)", "full")])
+def test_policies_of_paxml_go_with_the_model(name: str, recompute: str) -> None:
+    """Its recipes state them; of another model all three possibilities stay open."""
+    row = run_row(model_name=name, framework="PaxML (JAX) (v24.11.1 recipes)", recompute="")
+    (published,) = jobs_of(row)
+    assert published.job.parallel.recompute == recompute
+    other = run_row(model_name="GPT-x", framework="PaxML (JAX) (v24.11.1 recipes)", recompute="")
+    assert len(jobs_of(other)) == 3
