@@ -11,7 +11,7 @@ from .region_record import Launch, Region
 LINE = 64  # bytes of a cache line
 FUNCTIONS = {  # cycles of one vector, about as a CPU with vectors of 64 bytes takes
     "exp_u20": 8, "exp": 14, "log": 50, "log1p": 70, "expm1": 50, "tanh": 80, "erf": 40, "sin": 30, "cos": 30,
-    "pow": 100, "sqrt": 8, "rsqrt": 12, "reciprocal": 6, "divide": 4, "rand_cpu": 150, "other": 20,
+    "pow": 100, "sqrt": 8, "rsqrt": 12, "reciprocal": 6, "divide": 4, "rand_cpu": 70, "other": 20,
 }  # fmt: skip
 GROUPS = {"vec_reduce_all": 12.0, "welford": 25.0, "cascade": 2.0, "transpose_mxn": 60.0}  # cycles of one call
 TERMS = (

@@ -48,7 +48,7 @@ class Judged:
     traced_s: float
 
 
-class _HostLatency(RooflineLatency):
+class HostLatency(RooflineLatency):
     """Durations of calls on a host."""
 
     def __init__(self, host: HostCalls) -> None:
@@ -114,7 +114,7 @@ def _judged(
 
 def _predicted(graph: RankGraph, costs: HostCalls) -> tuple[float, float]:
     """Seconds of a step, and the share of its computation in measured calls."""
-    timed = time_captured([graph], _HostLatency(costs))
+    timed = time_captured([graph], HostLatency(costs))
     nodes = graph.nodes
     total = known = 0.0
     for node in np.flatnonzero((nodes["kind"] == OP) & (nodes["work"] >= 0)).tolist():

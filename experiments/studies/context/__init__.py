@@ -16,6 +16,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from stepsight.dataset.errors import StepsightError
@@ -34,11 +35,17 @@ TASKS: dict[str, Callable[[Path], ContextTask]] = {
     "ops": ops_task,
     "cluster": cluster_task,
 }
+STEPS = "steps"  # of compiled training, which are judged in another way
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="stepsight experiment context", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--task", choices=sorted(TASKS), help="one task; all whose data are there, if left out")
+    parser.add_argument(
+        "--task", choices=sorted([*TASKS, STEPS]), help="one task; all whose data are there but steps, if left out"
+    )
+    parser.add_argument(
+        "--eager", type=Path, help="for --task steps: folder of `stepsight experiment architectures`, which teaches"
+    )
     parser.add_argument(
         "--data",
         type=Path,
@@ -60,6 +67,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     try:
+        if options.task == STEPS:
+            return _steps(options)
         if options.collect is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -81,4 +90,20 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps([outcome_dict(each) for each in outcomes]))
     else:
         print("\n\n".join(outcome_text(each) for each in outcomes))
+    return 0
+
+
+def _steps(options: argparse.Namespace) -> int:
+    """Measure, capture and predict compiled training steps."""
+    from stepsight.experiments.studies.context.compiled_steps import capture_steps, figures_of, judge_steps, steps_text
+    from stepsight.experiments.studies.context.step_collecting import collect_steps, read_steps
+
+    if options.eager is None:
+        raise StepsightError("--task steps must have --eager, the folder of `stepsight experiment architectures`")
+    if options.collect is not None:
+        collect_steps(options.data / STEPS, range(options.collect))
+        capture_steps(options.data / "programs", read_steps(options.data / STEPS))
+    rows = judge_steps(options.data, options.eager)
+    told = {"figures": figures_of(rows), "steps": [asdict(row) for row in rows]}
+    print(json.dumps(told) if options.json else steps_text(rows))
     return 0

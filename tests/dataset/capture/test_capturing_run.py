@@ -149,6 +149,19 @@ def test_compiled_modules_are_captured_op_by_op_and_noted(blocks: bool, tmp_path
     assert any(text.startswith(f"train.py:{line} compiles: its ops") for text in rank["warnings"])
 
 
+def test_on_a_cpu_compiled_regions_are_nodes(tmp_path: Path) -> None:
+    """Inductor says what is fused: loops are ops with their amounts, products keep their own."""
+    script = written(tmp_path, COMPILED.format(blocks=False).replace(".cuda()", "").replace(', device="cuda"', ""))
+    captured = capture(CaptureRequest(script, (), 1, 1, device="cpu"))
+    (rank,) = captured.to_dict()["ranks"]
+    assert rank["ops_by_kind"]["linear"] == 5  # two in the forward, and their gradients but that of the input
+    assert "gelu" not in rank["ops_by_kind"]
+    assert not rank["warnings"]
+    loops = [work for work in captured.ranks[0].graph.works if getattr(work, "kind", "") == "fused_loops"]
+    assert loops
+    assert all(work.num_bytes > 0 for work in loops)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

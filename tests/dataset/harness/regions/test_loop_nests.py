@@ -1,0 +1,95 @@
+"""Counts of what a compiled function does."""
+
+from __future__ import annotations
+
+from stepsight.dataset.harness.regions.loop_nests import Nest, Touch, nests_of
+from stepsight.dataset.harness.regions.nest_work import TERMS, launch_dims, terms_of, uses_of
+from stepsight.dataset.harness.regions.region_record import Launch
+
+ROWS, WIDTH = 100, 40
+_SOFT = """
+extern "C"  void kernel(const float* in_ptr0, const float* in_ptr1, float* out_ptr0)
+{
+    {
+        for(int64_t x0=static_cast<int64_t>(0L); x0<static_cast<int64_t>(100L); x0+=static_cast<int64_t>(1L))
+        {
+            for(int64_t x1=static_cast<int64_t>(0L); x1<static_cast<int64_t>(40L); x1+=static_cast<int64_t>(16L))
+            {
+                {
+                    if(C10_LIKELY(x1 >= static_cast<int64_t>(0) && x1 < static_cast<int64_t>(32L)))
+                    {
+                        auto tmp0 = at::vec::Vectorized<float>::loadu(in_ptr0 + static_cast<int64_t>(x1 + 40L*x0), 16);
+                        auto tmp1 = in_ptr1[static_cast<int64_t>(x0)];
+                        auto tmp2 = std::sqrt(tmp1);
+                        auto tmp3 = at::vec::Vectorized<float>(tmp2);
+                        auto tmp4 = tmp0.exp();
+                        auto tmp5 = tmp4 * tmp3;
+                        tmp5.store(out_ptr0 + static_cast<int64_t>(x1 + 40L*x0));
+                    }
+                    if(C10_UNLIKELY(x1 >= static_cast<int64_t>(32L) && x1 < static_cast<int64_t>(40L)))
+                    {
+                        auto tmp0 = at::vec::Vectorized<float>::loadu(in_ptr0 + static_cast<int64_t>(x1 + 40L*x0), 8L);
+                        auto tmp4 = tmp0.exp();
+                    }
+                }
+            }
+        }
+    }
+}
+"""
+_COLUMNS = """
+extern "C"  void kernel(const float* in_ptr0, const int64_t* in_ptr1, float* out_ptr0)
+{
+    for(int64_t x0=static_cast<int64_t>(0L); x0<static_cast<int64_t>(40L); x0+=static_cast<int64_t>(1L))
+    {
+        for(int64_t x1=static_cast<int64_t>(0L); x1<static_cast<int64_t>(100L); x1+=static_cast<int64_t>(1L))
+        {
+            auto tmp0 = in_ptr0[static_cast<int64_t>(x0 + 40L*x1)];
+            auto tmp1 = in_ptr1[static_cast<int64_t>(x1)];
+            auto tmp2 = in_ptr0[static_cast<int64_t>(x0 + 40L*tmp1)];
+        }
+    }
+}
+"""
+
+
+def _only(source: str) -> Nest:
+    (nest,) = nests_of(source)
+    return nest
+
+
+def test_statements_count_as_often_as_they_run() -> None:
+    """Two vectors of a row are whole and one is a part; what a row shares is taken out of the inner loop."""
+    done = _only(_SOFT).operations
+    assert done["vector_exp"] == 3 * ROWS
+    assert done["scalar_sqrt"] == ROWS * 2 / 3  # the share of the branch, once a row
+
+
+def test_accesses_have_strides_and_distinct_bytes() -> None:
+    """A row is read in order; the row's own number once a row."""
+    first, row = _only(_SOFT).touches[:2]
+    assert (first.form, first.stride, first.times) == ("vector", 64, 2 * ROWS)
+    assert (row.form, row.stride) == ("scalar", 4)
+    assert row.distinct == 4 * ROWS
+
+
+def test_columns_are_strided_and_looked_up_values_indirect() -> None:
+    """A loop down a column takes a line for every number; an index that is read makes an access indirect."""
+    nest = _only(_COLUMNS)
+    column, _, looked = nest.touches
+    assert column.stride == 4 * WIDTH
+    assert looked.form == "indirect"
+    told = terms_of(nest, uses_of(nest, {}, {}))
+    assert set(told) == set(TERMS)
+    assert (told["strided"], told["indirect"]) == (ROWS * WIDTH, ROWS * WIDTH)
+
+
+def test_bytes_count_by_how_long_ago_they_were_touched() -> None:
+    """The same call reads from a near cache or from far away."""
+    touch = Touch("in_ptr0", False, "vector", 64.0, 64, 64, 4096.0)
+    nest, launch = Nest({"vector": 64.0}, (touch,)), Launch("f", {"in_ptr0": "x"}, ("op0",))
+    near, middle, far = (
+        launch_dims([nest], launch, {"x": 4096}, lambda _, bytes_since=since: bytes_since) for since in (0.0, 4e6, 1e9)
+    )
+    assert (near[0], middle[1], far[2]) == (4096, 4096, 4096)
+    assert near[3:] == far[3:]
