@@ -6,7 +6,8 @@ Each task has graphs with measured seconds and groups (families, traces, runs) t
 shows the error of every model on groups held out: a roofline, the regressors, a table by kind and phase, trees on
 features of a node and of its neighbours, a sum over nodes without edges, and networks that pass messages, with and
 without each kind of edge and each kind of label.  A task is won when the network beats the best other model by more
-than two standard errors of their paired difference.
+than two standard errors of their paired difference.  The tasks ``overlap-steps`` and ``gaps`` replay whole steps of
+traces with predicted times of overlapped kernels, or of the host.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ from stepsight.experiments.studies.context.benchmark import judge
 from stepsight.experiments.studies.context.benchmark_report import outcome_dict, outcome_text
 from stepsight.experiments.studies.context.cluster_task import cluster_task
 from stepsight.experiments.studies.context.context_task import ContextTask
+from stepsight.experiments.studies.context.gaps import judge_gaps
+from stepsight.experiments.studies.context.overlap_steps import judge_overlap_steps
 from stepsight.experiments.studies.context.overlap_task import overlap_task
 from stepsight.experiments.studies.context.region_collecting import collect
 from stepsight.experiments.studies.context.regions_task import regions_task
+from stepsight.experiments.studies.context.step_errors import StepTable
 from stepsight.experiments.studies.context.traced_ops_task import ops_task
 
 TASKS: dict[str, Callable[[Path], ContextTask]] = {
@@ -36,12 +40,18 @@ TASKS: dict[str, Callable[[Path], ContextTask]] = {
     "cluster": cluster_task,
 }
 STEPS = "steps"  # of compiled training, which are judged in another way
+STEP_TASKS: dict[str, tuple[str, Callable[[Path], StepTable]]] = {  # with the folder of their data
+    "overlap-steps": ("overlap", judge_overlap_steps),
+    "gaps": ("gaps", judge_gaps),
+}
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="stepsight experiment context", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
-        "--task", choices=sorted([*TASKS, STEPS]), help="one task; all whose data are there but steps, if left out"
+        "--task",
+        choices=sorted([*TASKS, *STEP_TASKS, STEPS]),
+        help="one task; all whose data are there but steps, if left out",
     )
     parser.add_argument(
         "--eager", type=Path, help="for --task steps: folder of `stepsight experiment architectures`, which teaches"
@@ -73,13 +83,18 @@ def main(arguments: Sequence[str]) -> int:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 collect(options.data / "regions", options.collect)
-        names = [options.task] if options.task else [name for name in TASKS if (options.data / name).exists()]
+        folders = {**{name: name for name in TASKS}, **{name: folder for name, (folder, _) in STEP_TASKS.items()}}
+        names = [options.task] if options.task else [n for n, each in folders.items() if (options.data / each).exists()]
         if not names:
-            raise StepsightError(f"{options.data} must hold a folder for a task ({', '.join(TASKS)}), got none")
-        outcomes = []
+            raise StepsightError(f"{options.data} must hold a folder for a task ({', '.join(folders)}), got none")
+        outcomes, tables = [], []
         for name in names:
-            own = options.data / name
-            task = TASKS[name](own if own.exists() else options.data)
+            own = options.data / folders[name]
+            own = own if own.exists() else options.data
+            if name in STEP_TASKS:
+                tables.append(STEP_TASKS[name][1](own))
+                continue
+            task = TASKS[name](own)
             wanted = {"only": options.only, "variants": not options.no_variants}
             cache = None if options.again else options.data / "judged"
             outcomes.append(judge(task, seeds=options.seeds, folds=options.folds, cache=cache, **wanted))
@@ -87,9 +102,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.json:
-        print(json.dumps([outcome_dict(each) for each in outcomes]))
+        print(json.dumps([*map(outcome_dict, outcomes), *(each.to_dict() for each in tables)]))
     else:
-        print("\n\n".join(outcome_text(each) for each in outcomes))
+        print("\n\n".join([*map(outcome_text, outcomes), *(each.text() for each in tables)]))
     return 0
 
 
