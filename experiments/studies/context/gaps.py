@@ -27,6 +27,7 @@ Ints = NDArray[np.int64]
 Keys = Sequence[tuple[str, ...]]
 PRIOR = 3.0  # calls of the more general key that a key's own mean is mixed with
 LEAST_JOBS = 3
+STALL, LEAST_STALL_S = 20.0, 5e-4  # times the median of a job's calls: the script waits, loads data or compiles
 _WAITS = ("Synchronize", "step")  # parts of names of calls whose own time is no work of the host
 
 
@@ -39,6 +40,8 @@ class HostCalls:
         target: ``(c,)``: the later call.
         keys: From general to special: the call; what it launches; and whether the framework's call is the same.
         spent_s: ``(c, 2)``: between the calls, and within the later one (0 if that waits).
+        stall: ``(c, 2)``: whether that is no work of launching: the script waits, loads data or compiles, or the call
+            blocks until the device has caught up.
         half: ``(c,)``: 0 or 1: by step, or by turn where there is one step alone.
     """
 
@@ -46,6 +49,7 @@ class HostCalls:
     target: Ints
     keys: Keys
     spent_s: Array
+    stall: NDArray[np.bool_]
     half: Ints
 
 
@@ -100,7 +104,9 @@ def host_calls(rank: RankGraph) -> HostCalls:
     waits = [any(word in rank.names[rank.nodes["name"][call]] for word in _WAITS) for call in calls.tolist()]
     inside = np.where(np.array(waits, dtype=np.bool_), 0.0, rank.duration_s[calls])
     spent = np.stack([np.maximum(rank.delay_s[edges], 0.0), inside], axis=1)
-    return HostCalls(edges, calls, keys, spent, np.array(halves, dtype=np.int64))
+    usual = np.median(spent, axis=0) if len(spent) else np.zeros(2)
+    stall = spent > np.maximum(STALL * usual, LEAST_STALL_S)
+    return HostCalls(edges, calls, keys, spent, stall, np.array(halves, dtype=np.int64))
 
 
 class KeyMeans:
@@ -108,10 +114,11 @@ class KeyMeans:
 
     def __init__(self, calls: Sequence[tuple[HostCalls, NDArray[np.bool_], float]]) -> None:
         """Take calls, which of them count, and by how much."""
-        sums: dict[str, Array] = defaultdict(lambda: np.zeros(3))
+        sums: dict[str, Array] = defaultdict(lambda: np.zeros(4))
         for each, chosen, weight in calls:
             for place in np.flatnonzero(chosen).tolist():
-                row = weight * np.array([*each.spent_s[place], 1.0])
+                works = ~each.stall[place]
+                row = weight * np.array([*(works * each.spent_s[place]), *works])
                 for level, key in enumerate(("", *each.keys[place])):
                     sums[f"{level} {key}"] += row
         self._sums = sums
@@ -127,7 +134,7 @@ class KeyMeans:
             found = self._sums.get(f"{level} {key}")
             if found is not None:
                 prior = PRIOR if level else 0.0
-                mean = (found[:2] + prior * mean) / (found[2] + prior)
+                mean = (found[:2] + prior * mean) / np.maximum(found[2:] + prior, 1e-12)
         return mean
 
 
@@ -136,7 +143,7 @@ def modelled(job: GapJob, spent: Sequence[Array]) -> float:
     changed = []
     for rank, calls, seconds in zip(job.ranks, job.calls, spent, strict=True):
         delay, duration = rank.delay_s.copy(), rank.duration_s.copy()
-        delay[calls.edges] = seconds[:, 0]
+        delay[calls.edges] = np.where(calls.stall[:, 0], calls.spent_s[:, 0], seconds[:, 0])
         works = calls.spent_s[:, 1] > 0
         duration[calls.target[works]] = seconds[works, 1]
         changed.append(replace(rank, delay_s=delay, duration_s=duration))
@@ -173,8 +180,9 @@ def _scaled(job: GapJob, means: KeyMeans, levels: int) -> list[Array]:
     """Means of other jobs, times the speed of this host as the other half of its calls tells it."""
     rates = []
     for half in (0, 1):
-        measured = sum(calls.spent_s[calls.half == half].sum(axis=0) for calls in job.calls)
-        told = sum(means.seconds(calls, levels)[calls.half == half].sum(axis=0) for calls in job.calls)
+        works = [~calls.stall & (calls.half == half)[:, None] for calls in job.calls]
+        measured = sum((own * calls.spent_s).sum(axis=0) for own, calls in zip(works, job.calls, strict=True))
+        told = sum((own * means.seconds(c, levels)).sum(axis=0) for own, c in zip(works, job.calls, strict=True))
         rates.append(np.asarray(measured) / np.maximum(told, 1e-12))
     return _halves(job, lambda calls, half: means.seconds(calls, levels) * rates[half])
 
@@ -203,7 +211,7 @@ def judge_gaps(folder: Path) -> StepTable:
 def _models(jobs: Sequence[GapJob], job: GapJob) -> dict[str, list[Array]]:
     means = _others(jobs, job)
     return {
-        "no host": [np.zeros((len(calls.edges), 2)) for calls in job.calls],
+        "stalls alone": [np.zeros((len(calls.edges), 2)) for calls in job.calls],
         "one time for all launches, other jobs": [means.seconds(calls, 2) for calls in job.calls],
         "by kind of op, other jobs": [means.seconds(calls) for calls in job.calls],
         "one time for all launches, speed of this host": _scaled(job, means, 2),

@@ -21,7 +21,8 @@ def test_covered_time_counts_once() -> None:
     assert found == pytest.approx([4.0, 1.0, 0.0, 0.0])
 
 
-def test_compute_beside_collectives_says_what_is_lost(tmp_path: Path) -> None:
+def _overlapped(beside_us: float, alone_us: float) -> KinetoFile:
+    """120 additions, every other one beside an all-reduce."""
     file, correlation = KinetoFile(0, 2), 0
     for number in range(120):
         at, beside = 1000.0 * number, number % 2
@@ -30,12 +31,21 @@ def test_compute_beside_collectives_says_what_is_lost(tmp_path: Path) -> None:
             file.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", at + 10, 800.0, 20, correlation)
         file.call("aten::add", at + 15, 20.0, [1024, 1024], [1024, 1024])
         file.launch(at + 20, correlation := correlation + 1)
-        file.kernel("elementwise_kernel", at + 40, 150.0 if beside else 100.0, 7, correlation)
+        file.kernel("elementwise_kernel", at + 40, beside_us if beside else alone_us, 7, correlation)
+    return file
+
+
+def test_compute_beside_collectives_says_what_is_lost(tmp_path: Path) -> None:
+    file = _overlapped(150.0, 100.0)
     steps = [run.steps for run in read_imported_runs([imported_collection(tmp_path, file)])]
     overlap = overlap_of(steps)
     assert overlap is not None and overlap.share == pytest.approx(1 / 3, rel=0.05)
     assert overlap.slowdown == pytest.approx(1.5, rel=0.05)
     assert overlap_of([]) is None
+    short = [
+        run.steps for run in read_imported_runs([imported_collection(tmp_path / "short", _overlapped(20.0, 10.0))])
+    ]
+    assert overlap_of(short) is None  # the delay of short kernels is not what long ones lose
     launches = launch_seconds(steps)
     assert set(launches) >= {"add"}
     taught = with_facts(HARDWARE["a100-sxm-80gb"], launches, overlap)

@@ -15,10 +15,11 @@ from stepsight.dataset.op import Collective, Op
 from stepsight.experiments.studies.context import main
 from stepsight.experiments.studies.context.benchmark import errors_of, judge, models_of
 from stepsight.experiments.studies.context.benchmark_report import outcome_text
+from stepsight.experiments.studies.context.beside import Beside
 from stepsight.experiments.studies.context.context_task import ContextTask, Design
 from stepsight.experiments.studies.context.more_families import FAMILIES
 from stepsight.experiments.studies.context.neighbour_features import neighbour_features
-from stepsight.experiments.studies.context.overlap_task import Beside, job_graphs
+from stepsight.experiments.studies.context.overlap_task import job_graphs
 from stepsight.experiments.studies.context.region_families import Dice
 
 
