@@ -22,6 +22,10 @@ Floats = NDArray[np.float64]
 
 FEWEST_LAUNCHES = 20  # fewest launches of a kind for its launch time
 FEWEST_BESIDE, LEAST_BESIDE_S = 50, 1e-3  # fewest overlapping ops, and least time of them, for the slowdown
+# A short kernel loses up to ten microseconds, whatever it does.  That says nothing of long kernels, which take most of a
+# large model's time (docs/results/context.md).
+LEAST_ALONE_S = 3e-5
+STEADY, CLOCK_S = 1.25, 1e-6  # largest spread of a kernel's time alone; resolution of traces
 _STALL = 5.0  # times the median of a kind: the host waited
 _LEAST_S = 5e-7  # least time of any launch
 _BESIDE, _ALONE = 0.5, 0.02  # share of an op that overlaps with a collective
@@ -32,10 +36,11 @@ class Overlap:
     """The slowdown of compute that overlaps with collectives.
 
     Attributes:
-        share: Part of the overlapped time that is lost: ``Hardware.comm_compute_share``.
-        ops: Overlapped ops that have the same kernel of the same signature without overlap.
+        share: Part of the overlapped time that is lost, the median weighted by time: ``Hardware.comm_compute_share``.
+        ops: Overlapped ops that have the same kernel of the same signature without overlap, and take ``LEAST_ALONE_S``
+            there at least.
         seconds: Overlapped.
-        slowdown: How many times as long those ops take together.
+        slowdown: How many times as long those ops take, the median weighted by time.
     """
 
     share: float
@@ -60,30 +65,41 @@ _NAMED = {"host_kinds_s": "launches", "comm_compute_share": "overlap"}
 
 
 def overlap_of(steps: Sequence[StepWorks]) -> Overlap | None:
-    """The slowdown of compute that overlaps with collectives; None if the traces do not show it."""
-    lost, beside_s, count, alone_s = 0.0, 0.0, 0, 0.0
+    """The slowdown of compute that overlaps with collectives; None if the traces do not show it.
+
+    Medians weighted by time, because some kernels do other work under the same name and grid.
+    """
+    shares, ratios, weights = [], [], []
     for step in steps:
         op = np.array([isinstance(work, Op) for work in step.works], dtype=np.bool_)
         part = step.beside_s / np.maximum(step.seconds, 1e-9)
-        usual = _medians(step.kernel, step.seconds, op[step.work] & (part <= _ALONE))
-        chosen = op[step.work] & (part >= _BESIDE) & ~np.isnan(usual)
-        alone = usual[chosen]
-        lost += float((step.seconds[chosen] - alone).sum())
-        beside_s += float(step.beside_s[chosen].sum())
-        alone_s += float(alone.sum())
-        count += int(chosen.sum())
-    if count < FEWEST_BESIDE or beside_s < LEAST_BESIDE_S:
+        usual = _usual(step.kernel, step.seconds, op[step.work] & (part <= _ALONE))
+        chosen = op[step.work] & (part >= _BESIDE) & (usual >= LEAST_ALONE_S)  # not where that is NaN
+        seconds, alone, beside = step.seconds[chosen], usual[chosen], step.beside_s[chosen]
+        shares.append((seconds - alone) / beside)
+        ratios.append(seconds / alone)
+        weights.append(beside)
+    weight = np.concatenate([*weights, np.zeros(0)])
+    if len(weight) < FEWEST_BESIDE or weight.sum() < LEAST_BESIDE_S:
         return None
-    return Overlap(float(np.clip(lost / beside_s, 0.0, 1.0)), count, beside_s, 1.0 + lost / alone_s if alone_s else 1.0)
+    share, slowdown = (_weighted_median(np.concatenate(each), weight) for each in (shares, ratios))
+    return Overlap(float(np.clip(share, 0.0, 1.0)), len(weight), float(weight.sum()), slowdown)
 
 
-def _medians(keys: NDArray[np.int64], values: Floats, chosen: NDArray[np.bool_]) -> Floats:
-    """``(n,)``: median of the chosen values with each row's key, NaN if there are none."""
+def _weighted_median(values: Floats, weights: Floats) -> float:
+    order = np.argsort(values)
+    total = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(total, total[-1] / 2)])
+
+
+def _usual(keys: NDArray[np.int64], values: Floats, chosen: NDArray[np.bool_]) -> Floats:
+    """Median of the chosen values of each row's key, ``(n,)``; NaN if there are none, or if they differ too much."""
     rows = np.flatnonzero(chosen)
     out = np.full(int(keys.max(initial=-1)) + 1, np.nan)
     order = rows[np.lexsort((values[rows], keys[rows]))]
     distinct, first, counts = np.unique(keys[order], return_index=True, return_counts=True)
-    out[distinct] = values[order[first + counts // 2]]
+    low, middle, high = (values[order[first + (part * (counts - 1)).astype(int)]] for part in (0.1, 0.5, 0.9))
+    out[distinct] = np.where(high <= STEADY * low + CLOCK_S, middle, np.nan)
     return out[keys]
 
 
