@@ -22,8 +22,8 @@ Floats = NDArray[np.float64]
 
 FEWEST_LAUNCHES = 20  # fewest launches of a kind for its launch time
 FEWEST_BESIDE, LEAST_BESIDE_S = 50, 1e-3  # fewest overlapping ops, and least time of them, for the slowdown
-# A short kernel loses up to ten microseconds, whatever it does.  That says nothing of long kernels, which take most of a
-# large model's time (docs/results/context.md).
+# A short kernel loses up to ten microseconds, whatever it does.  That says nothing of long kernels, which take most of
+# the time of a large model (docs/results/context.md).
 LEAST_ALONE_S = 3e-5
 STEADY, CLOCK_S = 1.25, 1e-6  # largest spread of a kernel's time alone; resolution of traces
 _STALL = 5.0  # times the median of a kind: the host waited
