@@ -176,9 +176,7 @@ def _predictor_named(name: str) -> str:
         if name in (own, recipe.hardware, *recipe.twins):
             return own
     known = ", ".join(f"{own} ({recipe.hardware})" for own, recipe in RECIPES.items())
-    raise TableError(
-        f"--like must be a shipped predictor, or its hardware: {known}; got {name!r:.80}"
-    )
+    raise TableError(f"--like must be a shipped predictor, or its hardware: {known}; got {name!r:.80}")
 
 
 def _manifest(table: Measurements, whole: OwnTable, used: OwnTable, software: str) -> dict[str, Any]:

@@ -378,9 +378,7 @@ def teacher_of(name: str) -> Teacher:
         PredictorError: If none has that name.
     """
     if name not in shipped_names():
-        raise PredictorError(
-            f"{name!r:.80} must be a shipped predictor ({', '.join(shipped_names())})"
-        )
+        raise PredictorError(f"{name!r:.80} must be a shipped predictor ({', '.join(shipped_names())})")
     loaded = shipped_by_name(name)
     return Teacher(name, str(loaded.manifest["digest"]), loaded.kernel)
 
