@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.event_file import EventFile
 from stepsight.dataset.imported.rank_graph import PHASES
 from stepsight.dataset.op import Op
 from stepsight.features.host_call_features import call_label
@@ -24,7 +23,6 @@ _STEP = Bounds(  # scale of all calls; seconds between calls by phase; seconds o
     high=np.array([1.25, 1e-4, 1e-4, 1e-4, 2e-3]),
 )
 _NOISE = 0.1  # deviation of log-seconds between steps
-_MOST_SLOWDOWN = 1.7  # of a call within a step to the same call alone, if it was not measured with fresh memory
 
 
 def learn_host_calls(steps: Sequence[HostStep], alone: Alone | None = None, seed: int = 0) -> HostCalls:
@@ -46,15 +44,6 @@ def learn_host_calls(steps: Sequence[HostStep], alone: Alone | None = None, seed
     inside = {key: float(np.median(values)) for key, values in known.items()}
     scale, gaps_s, step_s = _between(steps)
     return replace(found, known=inside, alone=alone or {}, scale=scale, gaps_s=gaps_s, step_s=step_s)
-
-
-def calls_alone(file: EventFile) -> dict[tuple[str, Op], tuple[float, float]]:
-    """Framework calls that a file measured alone, by label and op: seconds with reused and with fresh memory."""
-    found = {}
-    for call, op, seconds, fresh in zip(file.calls, file.works, file.seconds, file.fresh_seconds, strict=True):
-        if isinstance(op, Op) and call:
-            found[call_label(call, op), op] = (seconds, max(fresh, seconds) if fresh else _MOST_SLOWDOWN * seconds)
-    return found
 
 
 def _between(steps: Sequence[HostStep]) -> tuple[float, tuple[float, ...], float]:

@@ -20,15 +20,15 @@ from stepsight.dataset.program import Program
 from stepsight.dataset.run_folder import read_collection
 from stepsight.dataset.run_manifest import RunManifest
 from stepsight.dataset.trace import TracedSegment
-from stepsight.features.host_call_features import holds_several
+from stepsight.features.host_call_features import call_label, holds_several
 from stepsight.training.measured.graph_segments import read_graphs
-from stepsight.training.measured.host_costs import calls_alone
 from stepsight.training.measured.imported_ops import ImportedSegments, imported_times, read_imported_segments
 
 Array = NDArray[np.float64]
 
 HELDOUT = "heldout"  # name of an event file that judges: it never trains
 MOST_TRAINING_RANKS = 4  # in a box: larger sizes judge predictions, and must stay unseen
+_MOST_SLOWDOWN = 1.7  # of a call within a step to the same call alone, if it was not measured with fresh memory
 
 
 @dataclass
@@ -171,6 +171,15 @@ def _fabric_of(file: EventFile, usual: Fabric | None) -> Fabric:
             f"{file.path}: the fabric on which its collectives were measured must be known, got hardware without a "
             "usual fabric, and no single fabric in the jobs of the runs: state [cluster] fabric in these jobs"
         )
+    return found
+
+
+def calls_alone(file: EventFile) -> dict[tuple[str, Op], tuple[float, float]]:
+    """Framework calls that a file measured alone, by label and op: seconds with reused and with fresh memory."""
+    found = {}
+    for call, op, seconds, fresh in zip(file.calls, file.works, file.seconds, file.fresh_seconds, strict=True):
+        if isinstance(op, Op) and call:
+            found[call_label(call, op), op] = (seconds, max(fresh, seconds) if fresh else _MOST_SLOWDOWN * seconds)
     return found
 
 

@@ -13,7 +13,7 @@ from stepsight.dataset.harness.progress import Progress
 from stepsight.dataset.op import Op
 from stepsight.experiments.ops_collecting import collect_ops
 from stepsight.experiments.studies.architectures.family_runs import SCRIPT
-from stepsight.training.measured.host_costs import calls_alone
+from stepsight.training.measured.measured import calls_alone
 
 _TIMEOUT_S = 300.0
 

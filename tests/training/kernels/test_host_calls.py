@@ -14,7 +14,7 @@ from stepsight.dataset.event_file import read_event_file
 from stepsight.dataset.op import Op
 from stepsight.dataset.run_manifest import SCHEMA
 from stepsight.training.kernels.host_calls import HostCalls, fit_host_calls
-from stepsight.training.measured.host_costs import calls_alone
+from stepsight.training.measured.measured import calls_alone
 from stepsight.training.predictor.saved_host_calls import FILE, load_host_calls, save_host_calls
 
 SIZES = [2**power for power in range(10, 18)]
