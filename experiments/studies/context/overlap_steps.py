@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.errors import TraceError
-from stepsight.experiments.studies.context import edgeless_models
-from stepsight.experiments.studies.context.edgeless_models import Fit
+from stepsight.experiments.studies.context.edgeless_models import MODELS, Fit, given, table
 from stepsight.experiments.studies.context.network_models import without_edges
 from stepsight.experiments.studies.context.overlap_formulas import FORMULAS
 from stepsight.experiments.studies.context.overlap_task import Job, overlap_jobs, task_of
@@ -26,11 +25,11 @@ from stepsight.simulator.replay.replay import replay
 
 Array = NDArray[np.float64]
 
-MODELS: dict[str, Fit] = {
-    "time alone": edgeless_models.given("baseline"),
+JUDGED: dict[str, Fit] = {
+    "time alone": given("baseline"),
     **FORMULAS,
-    "table by class of kernel": edgeless_models.table,
-    "trees, neighbours' features": edgeless_models.MODELS["trees, neighbours' features"],
+    "table by class of kernel": table,
+    "trees, neighbours' features": MODELS["trees, neighbours' features"],
     "sum over ops, no edges": without_edges("op"),
 }
 LEAST_JOBS = 3
@@ -51,7 +50,7 @@ def judge_overlap_steps(folder: Path) -> StepTable:
         taught = [graph for other in jobs if other is not job for graph in other.graphs]
         device = replace(job, ranks=[host_scaled(rank, 0.0) for rank in job.ranks])
         traced, without_host = replay(job.ranks).replayed_s, replay(device.ranks).replayed_s
-        for name, fit in MODELS.items():
+        for name, fit in JUDGED.items():
             nodes, _ = fit(task, taught, 0)(job.graphs)
             found[name][job.name] = 100.0 * (_step_s(job, nodes) / traced - 1.0)
             found[f"{name}; no host"][job.name] = 100.0 * (_step_s(device, nodes) / without_host - 1.0)
