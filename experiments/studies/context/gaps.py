@@ -7,7 +7,7 @@ not seen (jobs held out), on the speed of a host known from half of the job, and
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,7 +89,9 @@ def host_calls(rank: RankGraph) -> HostCalls:
     order = (why == WHY_NUMBER[Dependency.HOST_ORDER]) & (rank.nodes["kind"][target] == HOST)
     edges = np.flatnonzero(order & (rank.nodes["kind"][source] == HOST))
     edges = edges[np.argsort(rank.start_s[target[edges]], kind="stable")]
-    keys, turn, halves = [], defaultdict(int), []
+    keys: list[tuple[str, ...]] = []
+    turn: Counter[tuple[str, ...]] = Counter()
+    halves = []
     one_step = len(rank.steps_s) < 2
     for before, call in zip(source[edges].tolist(), target[edges].tolist(), strict=True):
         name = rank.names[rank.nodes["name"][call]]

@@ -85,7 +85,8 @@ def fit_constants(alone: Array, rows: Array, seconds: Array, weight: Array) -> A
 
     starts = (np.full(rows.shape[1], start) for start in (0.1, 1.0))
     found = [minimize(loss, start, method="Nelder-Mead", options={"xatol": 1e-3, "fatol": 1e-6}) for start in starts]
-    return np.maximum(min(found, key=lambda each: float(each.fun)).x, 0.0)
+    best = min(found, key=lambda each: float(each.fun))
+    return np.maximum(np.asarray(best.x, dtype=np.float64), 0.0)
 
 
 def _of(graph: HeteroData) -> tuple[Array, Array]:
