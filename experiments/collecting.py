@@ -75,6 +75,7 @@ def collect_jobs(
     plan_only: bool,
     progress: bool,
     box: Box | None = None,
+    extra_seconds: float = 0.0,
 ) -> dict[str, Any]:
     """Make a plan of job files and run it, or run one plan file; the summary lists the measurements.
 
@@ -87,12 +88,15 @@ def collect_jobs(
             raise CollectError(f"a box is for job files: a plan says its own, got {paths[0]}")
         plan = read_plan(paths[0])
     elif box is not None:
+        if extra_seconds:
+            raise CollectError("--extra-seconds is for runs outside of a box: leave out one of them")
         plan = plan_in_box(box, [Job.from_file(path) for path in paths], role, counts, event_seconds)
     else:
         jobs = [_as_pytorch(Job.from_file(path)) for path in paths]
         for job in jobs:
             collectable(job, None if plan_only else available_ranks())
-        plan = make_plan([(role, job, counts) for job in jobs], profile_jobs=jobs, event_seconds=event_seconds)
+        runs = [(role, job, counts) for job in jobs]
+        plan = make_plan(runs, profile_jobs=jobs, event_seconds=event_seconds, extra_seconds=extra_seconds)
     if plan_only:
         if (out / "plan.json").exists() and read_plan(out / "plan.json") != plan:
             raise CollectError(f"a folder has one plan: {out} has another one; choose another folder")

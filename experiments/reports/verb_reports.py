@@ -133,7 +133,7 @@ def demo_text(summary: dict[str, Any]) -> str:
         [
             "held-out runs (no training run had their shapes):",
             table(["run", "measured", "predicted", "interval", "error %", "repeat error %"], cells),
-            "repeat error: how far one repeat of the measurement lies from the others; predictions cannot do better",
+            "repeat error: how far one repeat of the measurement lies from the others; errors below it are noise",
             f"iteration time: MAPE {summary['mape']:.1f} %, mean repeat error {summary['floor']:.1f} %, "
             f"Spearman {summary['spearman']:.3f}, "
             f"{summary['coverage']:.0f} % of the runs lie in their intervals",

@@ -43,6 +43,9 @@ def collect_command(
     event_seconds: Annotated[
         float, typer.Option(min=0, help="Seconds for measuring all distinct ops and collectives. 0: skip this.")
     ] = 30.0,
+    extra_seconds: Annotated[
+        float, typer.Option(min=0, help="Seconds for more rounds of the jobs whose times vary most; for busy machines.")
+    ] = 0.0,
     box: Box = None,
     plan_only: Annotated[
         bool, typer.Option(help="Only write plan.json. Another machine with a copy of the harness folder can run it.")
@@ -93,13 +96,14 @@ def collect_command(
         stepsight collect --out runs/ops --ops captured --predictor predictor
     """
     if ops is not None:
-        stated = ("jobs", "script", "box", "plan_only", "role", "rounds", "steps", "warmup", "profile_steps")
+        counted = ("rounds", "steps", "warmup", "profile_steps", "extra_seconds")
+        stated = ("jobs", "script", "box", "plan_only", "role", *counted)
         refuse_given(context, (*stated, "nproc_per_node", "timeout_s"), "is not for a captured program (--ops)")
         _collect_ops(ops, predictor, out, event_seconds, as_json)
         return
     refuse_given(context, ("predictor",), "is for a captured program (--ops)")
     if script is not None:
-        refuse_given(context, ("box", "plan_only", "jobs"), "is for job files, not for a script")
+        refuse_given(context, ("box", "plan_only", "jobs", "extra_seconds"), "is for job files, not for a script")
         counts = _counts(False, rounds=rounds, steps=steps, warmup=warmup, profile_steps=profile_steps)
         _collect_script(
             context,
@@ -122,12 +126,20 @@ def collect_command(
     if not plan_only:
         need("torch")
     if len(jobs) == 1 and is_plan(jobs[0]):
-        their = ("role", "rounds", "steps", "warmup", "profile_steps", "event_seconds")
+        their = ("role", "rounds", "steps", "warmup", "profile_steps", "event_seconds", "extra_seconds")
         refuse_given(context, their, f"is for job files: the plan {jobs[0]} states its own")
     held = None if box is None else read_box(box)
     counts = _counts(box is not None, rounds=rounds, steps=steps, warmup=warmup, profile_steps=profile_steps)
     summary = collect_jobs(
-        jobs, out, role=role, counts=counts, event_seconds=event_seconds, plan_only=plan_only, progress=True, box=held
+        jobs,
+        out,
+        role=role,
+        counts=counts,
+        event_seconds=event_seconds,
+        plan_only=plan_only,
+        progress=True,
+        box=held,
+        extra_seconds=extra_seconds,
     )
     answer(summary, summary["text"], as_json)
     if summary.get("rejected"):
