@@ -46,7 +46,7 @@ def uncertainty(rounds: Sequence[Sequence[float]]) -> float:
     if len(steps) < 2:
         return 1.0
     low, middle, high = statistics.quantiles(steps, n=4, method="inclusive")
-    return (high - low) / (2.0 * middle * len(rounds) ** 0.5)
+    return float((high - low) / (2.0 * middle * len(rounds) ** 0.5))
 
 
 def write_rounds(out: Path, run: dict[str, Any], state: dict[str, Any]) -> None:
