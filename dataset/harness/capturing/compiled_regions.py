@@ -33,7 +33,8 @@ _NO_CALL = ("MultiOutput",)  # parts of what a library returned
 def install(world: FakeWorld) -> None:
     """Let ``torch.compile`` read regions in place of compiling them."""
     plain = torch.compile
-    torch._inductor.config.force_disable_caches = True
+    torch._inductor.config.fx_graph_cache = False  # else a graph that was compiled before is not scheduled
+    torch._functorch.config.enable_autograd_cache = False
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
 
     def inner(graph: Any, example_inputs: Any, **options: Any) -> Any:

@@ -27,7 +27,7 @@ from .region_record import Access, FrameworkOp, Launch, Loop, Region
 
 Compiled: TypeAlias = Callable[..., Any]
 OnRegion = Callable[[Region, Any], None]
-SETTINGS: dict[str, Any] = {"force_disable_caches": True, "compile_threads": 1}  # of Inductor
+SETTINGS: dict[str, Any] = {"fx_graph_cache": False, "compile_threads": 1}  # of Inductor: every graph is scheduled anew
 
 
 class _ReadError(Exception):
@@ -68,7 +68,7 @@ def run_regions(
 
     torch._dynamo.reset()
     backend = reading_backend(on_region, training=training, compiled=compiled)
-    with torch._inductor.config.patch(SETTINGS):
+    with torch._inductor.config.patch(SETTINGS), torch._functorch.config.patch(enable_autograd_cache=False):
         run = torch.compile(function, backend=backend, dynamic=False)
         outputs = run(*inputs)
         if training:

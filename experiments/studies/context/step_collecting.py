@@ -104,7 +104,7 @@ def _measured(family: str, size: int) -> dict[str, Any]:
     optimizer = optimizer_of(family, model)
     made: list[tuple[Region, Any]] = []
     backend = reading_backend(lambda region, code: made.append((region, code)), training=True, compiled=True)
-    with torch._inductor.config.patch(SETTINGS):
+    with torch._inductor.config.patch(SETTINGS), torch._functorch.config.patch(enable_autograd_cache=False):
         compiled = torch.compile(loss_of, backend=backend, dynamic=False)
         _step(compiled, optimizer)
         first = _seconds(lambda: _step(compiled, optimizer))
