@@ -130,6 +130,7 @@ LEFT_OUT: Mapping[str, Mapping[str, int]] = {
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
         "max_position_embeddings": 131072,
     },
+    "falcon": {"max_position_embeddings": 2048},
     "gemma2": {"head_dim": 256},
     "gemma": {"head_dim": 256},
     "gpt2": {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024},

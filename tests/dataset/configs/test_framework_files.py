@@ -97,6 +97,13 @@ def test_models_of_hugging_face(tmp_path: Path, config: dict[str, Any], expected
     assert found.job.model.layers == 32
 
 
+def test_a_falcon_file_states_no_length(tmp_path: Path) -> None:
+    falcon = {"model_type": "falcon", "hidden_size": 4544, "num_attention_heads": 71, "num_hidden_layers": 32,
+              "vocab_size": 65024, "multi_query": True, "num_kv_heads": 71}  # fmt: skip
+    found = read(tmp_path, {"config.json": falcon})
+    assert (found.assumed["model.seq_len"], found.mapped["model.kv_heads"]) == (2048, 1)
+
+
 def test_layers_without_attention_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="linear attention or state spaces"):
         read(tmp_path, {"config.json": {**LLAMA, "model_type": "qwen3_next"}})
