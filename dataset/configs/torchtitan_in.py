@@ -38,6 +38,8 @@ _IGNORED = ("job.", "profiling.", "metrics.", "lr_scheduler.", "checkpoint.", "c
 def is_torchtitan(tables: Mapping[str, Any]) -> bool:
     """Whether tables are those of torchtitan's TOML."""
     model = tables.get("model")
+    if model is None:  # how a model is trained, without the model
+        return all(isinstance(tables.get(name), Mapping) for name in ("training", "parallelism"))
     return isinstance(model, Mapping) and "flavor" in model
 
 
@@ -52,6 +54,9 @@ def read_torchtitan(tables: Mapping[str, Any], draft: Draft, text: str = "") -> 
         if hardware:
             draft.map("cluster.hardware", hardware, f"comment: {preset[0]}")
     name, flavor = settings.word("model.name") or "llama3", settings.word("model.flavor") or "debugmodel"
+    if "model" not in tables:
+        read_settings(settings, draft)
+        return
     sizes = flavor_sizes(name, flavor)
     if sizes is None:
         flavors = FLAVORS.get(name)
@@ -140,6 +145,8 @@ def _pipeline(settings: Settings, draft: Draft) -> None:
         raise JobError(f"pipeline_parallel_schedule must be one of {', '.join(SCHEDULES)}, got {word!r:.80}")
     stated = settings.stated(*_of("pipeline_parallel_schedule"))
     draft.settle("parallel.schedule", schedule, stated and f"{stated} {word}", _DEFAULT)
+    if not layers:
+        return
     weights = 1 if first is None else first, 1 if last is None else last
     counts: list[int] = []
     if isinstance(splits, list) and splits:

@@ -97,6 +97,15 @@ def test_models_of_hugging_face(tmp_path: Path, config: dict[str, Any], expected
     assert found.job.model.layers == 32
 
 
+def test_torchtitan_without_a_model(tmp_path: Path) -> None:
+    """As it is written for a model that torchtitan does not name: the model stands in another file."""
+    text = "[training]\nlocal_batch_size = 2\n[parallelism]\npipeline_parallel_degree = 2\n"
+    found = read(tmp_path, {"run.toml": text})
+    assert found.mapped["parallel.pp"] == 2 and "model.layers" in found.missing
+    job = read(tmp_path, {"config.json": LLAMA, "run.toml": text}).job
+    assert (job.parallel.pp, job.model.layers) == (2, 32)
+
+
 def test_a_falcon_file_states_no_length(tmp_path: Path) -> None:
     falcon = {"model_type": "falcon", "hidden_size": 4544, "num_attention_heads": 71, "num_hidden_layers": 32,
               "vocab_size": 65024, "multi_query": True, "num_kv_heads": 71}  # fmt: skip
