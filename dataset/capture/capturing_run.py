@@ -28,6 +28,7 @@ MOST_RANKS = 256  # limit of one capture
 AUTO = "auto"
 STACK, STACK_S = "stack.txt", 5.0  # file to which a process writes its stack on request, and the time limit for that
 DEVICES = ("cuda", "cpu")
+NO_OUTPUT = "none"  # for the last line that a script wrote
 
 Progress = Callable[[int, int | str, str], None]
 
@@ -176,7 +177,7 @@ def _ended(command: Sequence[str], request: CaptureRequest, rank: int, folder: P
         finally:
             _end_session(process)
     lines = log.read_text("utf-8", "replace").strip().splitlines()
-    return _how(code), (lines[-1][:300] if lines else "none")
+    return _how(code), (lines[-1][:300] if lines else NO_OUTPUT)
 
 
 def _how(code: int) -> str:
@@ -227,6 +228,7 @@ def _explained(request: CaptureRequest, rank: int, record: dict[str, Any], said:
         return (
             f"{request.script.name} must take at least {request.warm_up + 1} training steps (calls of an optimizer's "
             f"step), got {record['steps']} on rank {rank}: let it run for more, or lower --warm-up{notes}"
+            + (f"; the last line that it wrote: {said}" if said != NO_OUTPUT else "")
         )
     if record["error"].startswith("SystemExit"):
         return f"{where}: the script ended itself ({record['error']}) on rank {rank}: {said}{notes}"

@@ -9,6 +9,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.parallel.distributed as ddp
 import torch.nn.utils.clip_grad as clip_grad
 import torch.utils._foreach_utils as foreach_utils
@@ -79,6 +80,7 @@ def _ddp(world: FakeWorld) -> None:
         make(self, module, None, None, *args, **kw)
 
     patch(ddp.DistributedDataParallel, __init__=init)
+    patch(dist, _verify_params_across_processes=lambda *args: None)  # it would gather a tensor of every rank in a list
     patch(reducer, _rebuild_buckets=_unrecorded(world, rebuild))
 
 
