@@ -96,7 +96,9 @@ class Group(OneRankGroup):
         self._links: dict[tuple[str, int], Link] = {}
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> StandInWork:
-        work: StandInWork = self.recv(tensors, (self.rank() + 1) % self.size(), tag)
+        peer = (self.rank() + 1) % self.size()
+        work: StandInWork = self.recv(tensors, peer, tag)
+        work._source_rank = lambda: peer  # type: ignore[method-assign]  # torch asks who has sent
         return work
 
     def barrier(self, opts: Any = None) -> StandInWork:

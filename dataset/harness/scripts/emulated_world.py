@@ -115,3 +115,4 @@ def meet_nobody() -> None:
 
     for scheme in ("env", "tcp", "file"):
         _rendezvous_handlers[scheme] = handler
+    dist._verify_params_across_processes = lambda *args: None  # DDP would gather a tensor of every rank in a list
