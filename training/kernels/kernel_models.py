@@ -248,7 +248,7 @@ class KernelModel:
             far = f"within the measured range, but {np.exp(gap):.1f} x from the nearest measured {base.kind}"
         if evident:
             return f"{op}: {far}" if far else ""
-        return f"{op}: no {label(op.kind, op, self.hardware)} was measured, {base.kind} and physics carry it"
+        return f"{op}: no {label(op.kind, op, self.hardware)} was measured; predicted from {base.kind} and physics"
 
 
 def same_chip(hardware: Hardware, measured: Hardware) -> Hardware:

@@ -119,7 +119,7 @@ class Transfer:
         """Why an op lies outside the measured range; empty if it lies within."""
         name = self._posterior_name(op, 0)
         if name not in self.posteriors:
-            return f"{op}: no {op.kind} was measured, other devices' efficiency carries it"
+            return f"{op}: no {op.kind} was measured; predicted from other devices' efficiency"
         low, high = self.support[name]
         place = _place(op)[: len(low)]
         excess = float(np.maximum(np.maximum(low[: len(place)] - place, place - high[: len(place)]), 0.0).sum())

@@ -86,7 +86,7 @@ def test_a_job_is_answered_offline() -> None:
     assert answer.source.startswith("shipped predictor a100-sxm for a100-sxm-80gb")
     assert 0.4 < answer.mfu < 0.7
     assert not any("linear" in reason for reason in answer.unsupported)
-    assert any("physics carry it" in reason for reason in answer.unsupported)
+    assert any("and physics" in reason for reason in answer.unsupported)
 
 
 def test_what_another_device_lent_is_said_to_be() -> None:
