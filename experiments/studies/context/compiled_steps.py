@@ -28,7 +28,7 @@ from stepsight.experiments.studies.context.step_collecting import MeasuredStep, 
 from stepsight.simulator.replay.captured_step import time_captured
 from stepsight.training.kernels.fused_loops import FUSED, loop_seconds
 from stepsight.training.kernels.host_calls import HostCalls
-from stepsight.training.measured.host_costs import learn_host_calls, slowdown_of, with_alone
+from stepsight.training.measured.host_costs import learn_host_calls
 
 SCRIPT = Path(__file__).with_name("compiled_script.py")
 _TIMEOUT_S = 600.0
@@ -87,12 +87,10 @@ def judge_steps(data: Path, eager: Path) -> list[JudgedStep]:
     judged = []
     for turn in sorted({fold[step.family] for step in measured}):
         costs = learn_host_calls([step for run, step in runs if fold[run.family] != turn])
-        taught = {key: s for family in known if fold[family] != turn for key, s in known[family].items()}
-        slowdown = slowdown_of(costs.known, taught)
         for step in measured:
             if fold[step.family] == turn:
                 own = known.get(step.family, {}) if step.size == 0 else {}
-                after = replace(costs, known=with_alone(costs.known, own, slowdown))
+                after = replace(costs, alone=own)
                 graph = read_captured(data / "programs" / step.name).ranks[0].graph
                 judged.append(_judged(step, graph, costs, after))
     if not judged:
