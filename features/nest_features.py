@@ -126,7 +126,7 @@ def _kind(terms: Array) -> int:
     seconds = terms * TERM_SECONDS
     slow = bool(part_sums(seconds[None])[0][-3:-1].sum() > 0.3 * seconds.sum())
     reduces, vector = any(told[name] for name in GROUPS), told["vector"] >= told["scalar"]
-    return 16 * vector + 8 * bool(told["strided"]) + 4 * bool(told["indirect"]) + 2 * reduces + slow
+    return int(16 * vector + 8 * bool(told["strided"]) + 4 * bool(told["indirect"]) + 2 * reduces + slow)
 
 
 def _levels(terms: Array, edges: Mapping[str, tuple[Edges, Array]]) -> Array:
@@ -136,8 +136,10 @@ def _levels(terms: Array, edges: Mapping[str, tuple[Edges, Array]]) -> Array:
         level = edge_levels(about)
         moved = np.expm1(about[:, 0])
         writes, strided = about[:, EDGE_NUMBERS.index("writes")] > 0, about[:, EDGE_NUMBERS.index("strided")] > 0
-        np.add.at(found, (where[1], writes.astype(np.int64), level), moved)
-        np.add.at(found, (where[1][strided], 2, level[strided]), moved[strided])
+        for target, row, column, each in zip(where[1], writes.astype(np.int64), level, moved, strict=True):
+            found[target, row, column] += each
+        for target, column, each in zip(where[1][strided], level[strided], moved[strided], strict=True):
+            found[target, 2, column] += each
     apart = found[:, 2]
     found[:, 2] = terms[:, [TERMS.index("strided")]] * apart / np.maximum(apart.sum(axis=1, keepdims=True), 1.0)
     return found.reshape(len(terms), 9)

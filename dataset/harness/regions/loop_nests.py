@@ -7,7 +7,7 @@ of executions, and the addresses that it touches, follow from the text.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -105,7 +105,7 @@ class _Reader:
         self._alias = dict(_ALIAS.findall(source))
         self._scopes = [_Scope(1.0)]
         self._pending: _Scope | None = None
-        self._counts: Counter[str] = Counter()
+        self._counts: dict[str, float] = defaultdict(float)
         self._touches: list[Touch] = []
         self._lambdas: list[tuple[str, int]] = []  # names that are being computed, and their registers
         for line in _lines(source):
@@ -143,7 +143,7 @@ class _Reader:
         gone = self._scopes.pop()
         if gone.loop and not any(scope.loop for scope in self._scopes) and (self._counts or self._touches):
             self.nests.append(Nest(dict(self._counts), tuple(self._touches)))
-            self._counts, self._touches = Counter(), []
+            self._counts, self._touches = defaultdict(float), []
 
     def _loop(self, found: re.Match[str]) -> _Scope:
         name, low, high, step = found[1], int(found[2]), int(found[3]), int(found[4] or 1)
@@ -212,7 +212,7 @@ class _Reader:
     def _accesses(self, line: str, loops: list[_Scope], times: float) -> Iterator[Touch]:
         if found := _VECTOR_ACCESS.search(line):
             index, lanes = _split_last(found[2])
-            name = self._alias.get(found[1], found[1])
+            name = str(self._alias.get(found[1], found[1]))
             size = self._sizes.get(name, 4)
             writes, masks = ".store(" in line, name in self._masks
             touch = _touch(name, writes, "vector", index, size, lanes or 16, loops, times)
@@ -220,7 +220,7 @@ class _Reader:
             return
         stores = line.find(" = ")
         for found in _SCALAR_ACCESS.finditer(line):
-            name = self._alias.get(found[1], found[1])
+            name = str(self._alias.get(found[1], found[1]))
             index = _bracketed(line, found.end())
             writes = found.start() < stores and not line.startswith("auto ") and "tmpbuf[" not in line[:stores]
             yield _touch(name, writes, "scalar", index, self._sizes.get(name, 4), 1, loops, times)
