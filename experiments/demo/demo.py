@@ -18,6 +18,7 @@ from stepsight.experiments.search.search import search
 from stepsight.training.fit import train
 from stepsight.training.measured.planning import make_plan
 from stepsight.training.predictor.heldout import HeldoutEvaluation, evaluate_heldout
+from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.tracking import reopened
 
 TRAIN_COUNTS = {"rounds": 1, "steps": 4, "warmup": 2, "profile_steps": 2}
@@ -45,6 +46,15 @@ def heldout_metrics(evaluation: HeldoutEvaluation) -> dict[str, float]:
         "heldout_floor": evaluation.floor,
         "heldout_spearman": evaluation.spearman,
         "heldout_coverage": evaluation.coverage,
+    }
+
+
+def _context_figures(evaluation: HeldoutEvaluation, predictor: Predictor) -> dict[str, Any]:
+    """Errors of ops by regressors alone and with the context model that ships, and which one that is."""
+    return {
+        "op_error_regressor": evaluation.op_error_regressor,
+        "op_error_with_gnn": evaluation.op_error_with_gnn,
+        "model": predictor.context.name if predictor.context is not None else "",
     }
 
 
@@ -84,11 +94,7 @@ def run_demo(out: Path) -> tuple[dict[str, Any], str]:
         "floor": evaluation.floor,
         "spearman": evaluation.spearman,
         "coverage": evaluation.coverage,
-        "gnn": {
-            "op_error_regressor": evaluation.op_error_regressor,
-            "op_error_with_gnn": evaluation.op_error_with_gnn,
-            "model": predictor.context.name if predictor.context is not None else "",
-        },
+        "gnn": _context_figures(evaluation, predictor),
         "search": {
             "best": found.best.to_dict(),
             "evaluated": found.evaluated,

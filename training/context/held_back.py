@@ -144,13 +144,14 @@ def hold_back(
     for fold in range(folds.max() + 1):
         on_fold(fold, int(folds.max()) + 1)
         own = np.flatnonzero(folds == fold)
-        names = {runs[place].name for place in own}
+        places: list[int] = own.tolist()
+        names = {runs[place].name for place in places}
         taught = [example for example in examples if example.run not in names]
         taught_wholes = [each for each in wholes if each.run not in names]
-        left_out = {place: make_examples([runs[place]], unseen) for place in own}
+        left_out = {place: make_examples([runs[place]], unseen) for place in places}
         for name, fit in CANDIDATES.items():
             context = fit(taught, taught_wholes, predictor.hardware, seed)
-            judged = [runs[place] for place in own if whole[place]]
+            judged = [runs[place] for place in places if whole[place]]
             predicted[name][own[whole[own]]] = iteration_times(_measured(judged), replace(unseen, context=context))
             for place, of_run in left_out.items():
                 if any(example.known.any() for example in of_run):

@@ -56,4 +56,5 @@ def read_graphs(folders: Sequence[Path], scopes: Sequence[str] = ("segment",)) -
             found[run].append(segment)
         works = [step_works(graphs, places) for places in steps]
         hosts = [host_step(graphs, places) if places else None for places in steps]
-    return [RunGraphs(tuple(segments), *each) for segments, *each in zip(found, works, hosts, strict=True)]
+    told = zip(found, works, hosts, strict=True)
+    return [RunGraphs(tuple(segments), step, host) for segments, step, host in told]

@@ -12,7 +12,6 @@ from torch_geometric.data import HeteroData
 
 from stepsight.dataset.files import digest, digest_files, read_json, write_json
 from stepsight.experiments.studies.context.context_task import ContextTask
-from stepsight.gnn import typed_network
 from stepsight.training.context import fit_typed
 
 Array = NDArray[np.float64]
@@ -64,4 +63,5 @@ def _arrays(store: Any, graph: HeteroData) -> list[bytes | str]:
 def _code() -> str:
     """Digest of the source of all models."""
     own = [*sorted(Path(__file__).parent.glob("*_models.py")), Path(__file__).with_name("neighbour_features.py")]
-    return digest_files([*own, Path(typed_network.__file__), Path(fit_typed.__file__)])
+    fitting = Path(fit_typed.__file__)
+    return digest_files([*own, fitting, fitting.parents[2] / "gnn" / "typed_network.py"])
