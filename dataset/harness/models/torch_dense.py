@@ -63,5 +63,5 @@ class Embedding(nn.Module):
         return self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        (x,) = self.tokens(tokens)
+        x: Tensor = self.tokens(tokens)[0]
         return x if self.positions is None else self.positions(x)

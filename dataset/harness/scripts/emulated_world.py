@@ -115,4 +115,5 @@ def meet_nobody() -> None:
 
     for scheme in ("env", "tcp", "file"):
         _rendezvous_handlers[scheme] = handler
-    dist._verify_params_across_processes = lambda *args: None  # DDP would gather a tensor of every rank in a list
+    ddp_checks: Any = dist  # DDP would gather a tensor of every rank in a list
+    ddp_checks._verify_params_across_processes = lambda *args: None
