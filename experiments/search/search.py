@@ -59,8 +59,7 @@ def search(
         seed: Seed of the sampler, 0 to ``MOST_SEED``.
         storage: None (in memory), a database URL, or the path of a journal file; several processes may share a study.
         study_name: Name of the study in the storage; an existing study continues.
-        on_trial: Called after each strategy with the number of strategies before it and the shortest time in seconds;
-            None: in a notebook, a bar shows the progress.
+        on_trial: Called after each strategy with the number before it and the least seconds; None: a bar in notebooks.
         map_fn: A ``map`` function that predicts in other processes, such as ``concurrent.futures.Executor.map``.
         expert_loads: Tokens of each expert, or a CSV file of them: each strategy places its experts by them.
 
@@ -79,9 +78,13 @@ def search(
             space=Space.of(space), goal=goal or Goal(), trials=trials, timeout_s=timeout_s, gap=gap, top=top, seed=seed,
             sampler=sampler, storage=storage, study_name=study_name, on_trial=on_trial or _shown_in(bar), map_fn=map_fn,
             expert_loads=ExpertLoads.of(expert_loads))  # fmt: skip
-        if scenarios is None or _checked(scenarios).is_empty:
-            return search_job(Job.of(job), predictor, manner)
-        return search_scenarios(Job.of(job), predictor, manner, scenarios)
+        return _searched(Job.of(job), predictor, manner, scenarios)
+
+
+def _searched(job: Job, predictor: Predictor | str | None, manner: Manner, scenarios: Scenarios | None) -> SearchResult:
+    if scenarios is None or _checked(scenarios).is_empty:
+        return search_job(job, predictor, manner)
+    return search_scenarios(job, predictor, manner, scenarios)
 
 
 def _shown_in(bar: NotebookBar) -> OnTrial | None:
