@@ -138,7 +138,7 @@ def demo_text(summary: dict[str, Any]) -> str:
             f"Spearman {summary['spearman']:.3f}, "
             f"{summary['coverage']:.0f} % of the runs lie in their intervals",
             f"ops in context: error {gnn['op_error_regressor']:.1f} % by regressors alone, "
-            + (f"{gnn['op_error_with_gnn']:.1f} % with the {gnn['model']}" if gnn["model"] else "which the predictor uses"),
+            + (f"{gnn['op_error_with_gnn']:.1f} % with the {gnn['model']}" if gnn["model"] else "used here"),
             f"search: {strategy}: {seconds_text(best['iteration_time_s'])} predicted, "
             f"best of {summary['search']['evaluated']} strategies on {summary['search']['devices']} devices",
             f"MLflow run {summary['mlflow_run_id']}; took {summary['seconds']:.0f} s",
