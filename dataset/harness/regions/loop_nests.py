@@ -215,7 +215,7 @@ class _Reader:
             name = str(self._alias.get(found[1], found[1]))
             size = self._sizes.get(name, 4)
             writes, masks = ".store(" in line, name in self._masks
-            touch = _touch(name, writes, "vector", index, size, lanes or 16, loops, times)
+            touch = _touch(name, writes, "vector", (index, size, lanes or 16), (loops, times))
             yield replace(touch, masks=masks)
             return
         stores = line.find(" = ")
@@ -223,12 +223,12 @@ class _Reader:
             name = str(self._alias.get(found[1], found[1]))
             index = _bracketed(line, found.end())
             writes = found.start() < stores and not line.startswith("auto ") and "tmpbuf[" not in line[:stores]
-            yield _touch(name, writes, "scalar", index, self._sizes.get(name, 4), 1, loops, times)
+            yield _touch(name, writes, "scalar", (index, self._sizes.get(name, 4), 1), (loops, times))
 
 
-def _touch(
-    name: str, writes: bool, form: str, index: str, size: int, lanes: int, loops: list[_Scope], times: float
-) -> Touch:
+def _touch(name: str, writes: bool, form: str, where: tuple[str, int, int], runs: tuple[list[_Scope], float]) -> Touch:
+    """An access of the elements from an index on (index, bytes of one, number), in loops, so often."""
+    (index, size, lanes), (loops, times) = where, runs
     coefficients = _linear(index, [each.loop for each in loops])
     if coefficients is None:
         return Touch(name, writes, "indirect", times, size * lanes, 0, times * size * lanes)
