@@ -104,10 +104,10 @@ class TypedNetwork(nn.Module):
 
     def _cost(self, count: int) -> nn.Sequential:
         width = self.form.channels
-        made = nn.Sequential(nn.Linear(2 * width + count, width), nn.SiLU(), nn.Linear(width, 1))
-        nn.init.zeros_(made[2].weight)
-        nn.init.zeros_(made[2].bias)
-        return made
+        last = nn.Linear(width, 1)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        return nn.Sequential(nn.Linear(2 * width + count, width), nn.SiLU(), last)
 
     def _constants(self, name: str, count: int) -> None:
         for part, value in (("mean", 0.0), ("scale", 1.0), ("low", -torch.inf), ("high", torch.inf)):

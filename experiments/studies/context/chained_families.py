@@ -88,7 +88,8 @@ def long_reuse(dice: Dice) -> Draw:
         y = kept
         for other in others:
             y = _columns(y + other)
-        return last(y) * kept
+        made: Tensor = last(y) * kept
+        return made
 
     return dice.draw(run, *(dice.tensor(rows, width) for _ in range(count + 1)))
 

@@ -44,7 +44,7 @@ def _stream(name: str, count: int) -> Callable[[Dice], Draw]:
         dice.training = False
         numel = _flat(dice, 2**11, 2**23)
         tensors = [dice.tensor(numel) for _ in range(count)]
-        makes = {
+        makes: dict[str, Callable[..., Any]] = {
             "copy": lambda x: x * 2, "triad": lambda x, y: x + 3 * y, "four": lambda x, y, z, w: x * y + z * w,
             "split": lambda x: (x * 2, x + 1, x - 1), "mask": lambda x: (x > 0.1, x * 2),
             "masked": lambda x, y: torch.where(x > 0, y, 0.0), "cast": lambda x: x.to(torch.float32).to(torch.bfloat16),

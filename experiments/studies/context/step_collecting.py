@@ -126,7 +126,8 @@ def _step(loss_of: Callable[[], Any], optimizer: Any) -> None:
 def _seconds(step: Callable[[], None]) -> float:
     for _ in range(WARM_UP):
         step()
-    times, begin = [], time.perf_counter()
+    times: list[float] = []
+    begin = time.perf_counter()
     while len(times) < MOST_STEPS and (len(times) < 8 or time.perf_counter() - begin < MOST_S):
         start = time.thread_time()
         step()
