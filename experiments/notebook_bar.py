@@ -63,6 +63,4 @@ def _display() -> Any:
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is None or getattr(shell, "kernel", None) is None:
         return None
-    from importlib import import_module
-
-    return import_module("IPython.display")
+    return sys.modules.get("IPython.display")  # a kernel has imported it
