@@ -173,7 +173,7 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
         ("hardware = 1\n", r"\[hardware.NAME\] must be a table, got 1"),
         (LINKS, "must hold exactly one hardware, got none"),
         (GPU + GPU.replace("lab-gpu", "other"), "must hold exactly one hardware, got lab-gpu, other"),
-        (GPU.replace("memory_bytes = 40e9", "memory = 1"), "got unknown memory and missing memory_bytes"),
+        (GPU.replace("memory_bytes = 40e9", "memory = 1"), "memory_bytes must be stated and memory must be left out"),
         (GPU.replace("40e9", "'40 GB'"), "memory_bytes must be a number from 1 to 1e.18, got '40 GB'"),
         (GPU.replace('"gpu"', '"tpu"'), "kind must be gpu or cpu, got 'tpu'"),
         (GPU.replace("lab-gpu", "a100-sxm-80gb"), "'a100-sxm-80gb' is already the name of a known hardware"),

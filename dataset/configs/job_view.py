@@ -12,8 +12,11 @@ from stepsight.dataset.job import Job
 from stepsight.dataset.models import MODELS
 from stepsight.dataset.specs import SECTIONS
 
-# Facts about machines and models' names, which no configuration of a framework states.
-_NOT_ASKED = ("cluster.hardware", "cluster.fabric", "model.name", "execution.engine", "execution.checkpoint")
+# Facts about machines, frameworks and models' names, which no configuration of a framework states.
+_NOT_ASKED = (
+    "cluster.hardware", "cluster.fabric", "model.name", "execution.engine", "execution.checkpoint",
+    "execution.dispatch_calls",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

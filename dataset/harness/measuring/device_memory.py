@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 
 import torch
 
@@ -22,7 +22,7 @@ def give_back_memory() -> None:
     _trim()(0)
 
 
-@cache
+@lru_cache(1)
 def _trim() -> Callable[[int], object]:
     found = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return found if found is not None else abs

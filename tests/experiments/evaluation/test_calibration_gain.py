@@ -94,7 +94,7 @@ def test_a_better_predictor_is_written_with_its_evidence(tmp_path: Path) -> None
     assert mine.manifest["fitted_rows"] == [digest_of(rows[0])]
     assert set(mine.manifest["calibration"]["judged_rows"]) == set(map(digest_of, rows[1:]))
     assert mine.manifest["calibration"]["constants"]["products"]["prior_std_log"] > 0
-    assert mine.source.startswith("predictor a100-sxm-80gb") and mine.manifest["digest"] in mine.source
+    assert mine.source.startswith("predictor for a100-sxm-80gb") and mine.manifest["digest"] in mine.source
     result = evaluate(runs, mine).to_dict()
     assert result["skipped"] == {FITTED: 1} and result["overall"]["used"] == 3
     assert result["overall"]["mape"] == pytest.approx(answer["evidence"]["after"]["mape"], abs=1e-6)

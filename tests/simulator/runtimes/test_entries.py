@@ -38,7 +38,7 @@ def test_ranks_that_wait_in_a_circle_are_named(order: Order) -> None:
     first = rank((COMPUTE, 0, 0), (POST, 0, SEND), (WAIT, 0, SEND), (POST, 1, RECEIVE))
     second = rank((POST, 1, SEND), (WAIT, 1, SEND), (POST, 0, RECEIVE))
     both = "stage 0 waits until stage 1 takes F0 of part 0; stage 1 waits until stage 0 takes B0 of part 1"
-    with pytest.raises(JobError, match=f"circle, got: {both}$"):
+    with pytest.raises(JobError, match=f"deadlock, got: {both}$"):
         interleaved(order, find_messages(order), [first, second])
     third = rank((WAIT, 0, RECEIVE), (POST, 0, RECEIVE))
     with pytest.raises(JobError, match=r"got: stage 1 waits until stage 0 sends F0 of part 0$"):

@@ -65,7 +65,7 @@ def test_one_that_a_killed_replacement_set_aside_is_told_of(predictor: Predictor
         ("manifest.json", "{", "readable"),
         ("manifest.json", "[1]", "what Predictor.save wrote"),
         ("manifest.json", json.dumps({"format": "stepsight-predictor", "schema": 99}), "schema 5"),
-        ("hardware.json", "{}", "fields of Hardware"),
+        ("hardware.json", "{}", "memory_bytes must be stated; the fields are"),
         ("kernel.json", '{"physics": {}}', "kernel.json"),
         ("kernel.json", None, "readable"),
         ("collective.json", '{"trees": {"a": {"file": "absent.txt", "share": 1}}}', "absent.txt"),

@@ -115,7 +115,9 @@ def test_predict_takes_a_name() -> None:
     job = Job.from_file(EXAMPLES / "gpt3-175b-1024.toml")
     by_name, by_hardware = (predict(job, name).iteration_time_s for name in ("a100-sxm", "a100-sxm-80gb"))
     assert by_name == by_hardware == predict(job).iteration_time_s
-    with pytest.raises(PredictorError, match=r"must be one of a100-sxm, .* or their hardware, or roofline, got 'x'"):
+    with pytest.raises(
+        PredictorError, match=r"must be one of a100-sxm, .* or their hardware, roofline or models:/NAME@ALIAS, got 'x'"
+    ):
         predict(job, "x")
 
 
