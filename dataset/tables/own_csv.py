@@ -35,7 +35,8 @@ def read(rows: Rows) -> None:
     for line in read_csv(rows, ()):
         named = next((name for name in _NAMES if name in line.cells), "")
         if not named:
-            raise rows.error("the header must have a column op, which names the op or collective")
+            add = ": add a column op (gemm for products of m, n, k)" if set(_SIZES) <= line.cells.keys() else ""
+            raise rows.error(f"the header must have a column op, which names the op or collective{add}")
         time = next((name for name in TIMES if name in line.cells), "")
         if not time:
             raise rows.error(

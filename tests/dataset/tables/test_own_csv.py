@@ -96,6 +96,12 @@ def test_what_nobody_measured_is_refused(tmp_path: Path, row: str, rule: str) ->
         read_table("csv", path)
 
 
+def test_products_without_a_name_are_told_which_column_to_add(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text("m,n,k,dtype,latency_ms\n8,8,8,bf16,0.1\n", "utf-8")
+    with pytest.raises(TableError, match="add a column op \\(gemm for products of m, n, k\\)"):
+        read_table("csv", tmp_path / "mine.csv")
+
+
 def test_versions_are_part_of_the_software(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("op,dims,microseconds,software,cuda,nccl\nlinear,2x2x2,1,torch 2.9,12.8,\nlinear,2x2x4,1,,,2.27\n")
