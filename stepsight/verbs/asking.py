@@ -102,7 +102,12 @@ def predict_command(
     if program is not None:
         refuse_given(
             context,
-            ("jobs", "schedule", "traces", "tokens", "prices", "framework", "nodes", "level", "latency"),
+            ("nodes",),
+            "does not go with --program: the captured ranks fix the number of devices; capture again with --world-size",
+        )
+        refuse_given(
+            context,
+            ("jobs", "schedule", "traces", "tokens", "prices", "framework", "level", "latency"),
             "does not go with --program: leave it out",
         )
         predict_program(program, predictor, (hardware, fabric), timeline, as_json=as_json)

@@ -48,6 +48,11 @@ def test_from_a_script_to_a_prediction(tmp_path: Path) -> None:
     timeline = tmp_path / "timeline.json"
     asked = ("--hardware", "h100-sxm-80gb", "--fabric", "dgx-h100", "--json")
     program = ask("predict", "--program", out, *asked, "--timeline", timeline)
+    assert ask("predict", "--program", out, "--hardware", "H100", "--json")["hardware"] == "h100-sxm-80gb"
+    with pytest.raises(StepsightError, match="did you mean 'h100'"):
+        ask("predict", "--program", out, "--hardware", "H10")
+    with pytest.raises(StepsightError, match="the captured ranks fix the number of devices"):
+        ask("predict", "--program", out, "--hardware", "H100", "--nodes", 8)
     job = ask("predict", "examples/gpt3-175b-1024.toml", "--predictor", "roofline", "--json")
     assert set(job) <= set(program)
     assert sum(program["breakdown"].values()) == pytest.approx(program["iteration_time_s"])

@@ -12,7 +12,7 @@ import numpy as np
 from stepsight.dataset.capture.captured import Captured, compute_flops
 from stepsight.dataset.capture.record_graph import CapturedRank
 from stepsight.dataset.errors import PredictorError
-from stepsight.dataset.hardware import HARDWARE, find_fabric, usual_fabric
+from stepsight.dataset.hardware import canonical_hardware, find_fabric, unknown_hardware, usual_fabric
 from stepsight.dataset.imported.rank_graph import OP, PHASES, RankGraph
 from stepsight.dataset.op import Op
 from stepsight.simulator.latency_model import RooflineLatency, preset_latency
@@ -189,13 +189,14 @@ def predict_captured(
         if not isinstance(predictor, Predictor):
             raise PredictorError("a captured script names no devices: say which with --hardware")
         hardware = predictor.hardware.name
+    hardware = canonical_hardware(hardware)
     links = find_fabric(fabric or usual_fabric(hardware))
     asked = asked_predictor(hardware, predictor)
     latency: LearnedLatency | RooflineLatency | None
     if asked is None:
         latency = preset_latency(hardware, links)
         if latency is None:
-            raise PredictorError(f"without a predictor, {HARDWARE.unknown(hardware)}: train a predictor")
+            raise PredictorError(f"without a predictor, {unknown_hardware(hardware)}: train a predictor")
         why = "as asked" if isinstance(predictor, str) else f"nothing was measured for {hardware}"
         source = ROOFLINE_SOURCE.format(why)
     else:
