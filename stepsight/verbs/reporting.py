@@ -91,7 +91,12 @@ def report_command(
     write_text(out, jobs_page(parts, [f"{each['job']} on {each['hardware']}" for each in facts], compared))
     told = {"out": str(out), "jobs": facts, **({"comparison": compared} if compared else {})}
     lines = [f"wrote {out}: {len(facts)} job{'s' if len(facts) > 1 else ''}"]
-    lines += [f"{each['job']}: {plan_text(each['hardware'], each['plan'])}" for each in facts]
+    for each in facts:
+        lines.append(
+            f"{each['job']}: iteration {each['iteration_time_s']:.4g} s, {plan_text(each['hardware'], each['plan'])}"
+        )
+        if not each["memory"]["fits"]:
+            lines.append(f"does not fit: {each['memory']['reason']}")
     answer(told, "\n".join(lines), as_json)
 
 

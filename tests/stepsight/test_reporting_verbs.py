@@ -23,6 +23,11 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     app(["report", JOB, "--out", str(out), "-p", "roofline"], standalone_mode=False)  # its own file of before
     said = capsys.readouterr().out
     assert "1e+12 tokens in" in said and "no price of a100-sxm-80gb is known (--prices)" in said
+    assert ": iteration " in said and "does not fit" not in said
+    tight = tmp_path / "tight.toml"
+    tight.write_text(Path(JOB).read_text("utf-8").replace("micro_batch = 1 ", "micro_batch = 8 "), "utf-8")
+    app(["report", str(tight), "--out", str(out), "-p", "roofline"], standalone_mode=False)
+    assert "\ndoes not fit: " in capsys.readouterr().out
     (tmp_path / "notes.html").write_text("precious")
     with pytest.raises(StepsightError, match="refuses to overwrite"):
         app(["report", JOB, "--out", str(tmp_path / "notes.html")], standalone_mode=False)
