@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.errors import JobError, PredictorError
+from stepsight.dataset.errors import JobError, PredictorError, StepsightError
 from stepsight.dataset.hardware import find_hardware, unknown_hardware
 from stepsight.dataset.job import Job, JobLike
 from stepsight.simulator.explain import Sensitivity, explain
@@ -93,12 +93,10 @@ class Prediction:
     def interval(self, without: str = "", *, judged: bool = False) -> tuple[float, float]:
         """Compute the prediction interval.
 
-        Its width comes from the runs held back while the predictor was trained.  A predictor from public tables has
-        none: its errors on published runs of other sources count (``training/intervals/published_errors.py``).  A
-        calibrated predictor gives jobs like the calibrated runs a narrower interval, which is at least as wide as the
-        90th percentile of the errors on the runs used to fit and to judge it.  Without a predictor the interval is a
-        factor of three.  Where nothing is said of virtual stages although the framework usually interleaves, the
-        interval holds those of both jobs.
+        Its width comes from the runs held back in training; without a predictor it is a factor of three.  A predictor
+        from public tables counts its errors on published runs of other sources.  A calibrated one gives jobs like the
+        calibrated runs a narrower interval, at least the 90th percentile of the errors on runs that fit and judged it.
+        If virtual stages are open and the framework usually interleaves, the interval holds those of both jobs.
 
         Args:
             without: A source of published runs whose errors do not count.
@@ -106,7 +104,12 @@ class Prediction:
 
         Returns:
             Low and high end, in seconds.
+
+        Raises:
+            StepsightError: If ``without`` is no string.
         """
+        if not isinstance(without, str):
+            raise StepsightError(f"without must be the name of a source, got {without!r:.80}: the coverage is 90 %")
         half = half_width(
             self.predictor, self.job, self.software, self.unsupported_share, without=without, judged=judged
         )

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.errors import JobError, PredictorError
+from stepsight.dataset.errors import JobError, PredictorError, StepsightError
 from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.training.predictor.ask_many import predict_many
 from stepsight.training.predictor.prediction import predict
@@ -42,6 +42,11 @@ def test_the_breakdown_adds_up_and_json_is_plain(predictor: Predictor, parallel:
     assert sum(prediction.breakdown.values()) == pytest.approx(prediction.iteration_time_s)
     assert prediction.low_s < prediction.iteration_time_s < prediction.high_s
     assert json.loads(json.dumps(prediction.to_dict()))["memory"]["fits"] is True
+
+
+def test_an_interval_takes_no_coverage(predictor: Predictor) -> None:
+    with pytest.raises(StepsightError, match=r"without must be the name of a source, got 0\.9"):
+        predict(_job(dp=2), predictor).interval(0.9)  # type: ignore[arg-type]
 
 
 def test_what_was_never_measured_is_named(predictor: Predictor) -> None:
