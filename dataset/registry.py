@@ -132,7 +132,8 @@ class Registry(dict[str, T]):
     def unknown(self, name: object) -> str:
         """The message for a name that is not known: the rule, the value, and the nearest known name."""
         names = self.names()
-        rule = f"{self.noun} must be one of {', '.join(names)}{f', or {self._more}' if self._more else ''}"
+        known = [", ".join(names)] if names else []
+        rule = f"{self.noun} must be {'one of ' if names else ''}{', or '.join([*known, *filter(None, [self._more])])}"
         return f"{rule}, got {name!r:.80}{did_you_mean(name, names)}"
 
     def __missing__(self, name: str) -> T:

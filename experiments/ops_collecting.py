@@ -109,9 +109,10 @@ def collect_ops(
     told = [
         {"call": each.call[0], "op": str(each.op), "count": each.count, "thought_s": each.seconds} for each in chosen
     ]
+    knew = f"the predictor knew {100 * known:.0f} % of the computation" if predictor else "no predictor was named"
     text = (
-        f"{len(chosen)} calls of {captured.script} measured on their own; the predictor knew {100 * known:.0f} % of "
-        f"the computation\nwrote {out}; name it beside the other collections when you train"
+        f"{len(chosen)} calls of {captured.script} measured alone; {knew}\nwrote {out}; name it beside the other "
+        "collections when you train"
     )
     return {**summary, "calls": told, "known_share": known, "text": text}
 

@@ -121,7 +121,13 @@ def named_latency(name: str, hardware: Hardware, fabric: Fabric) -> GivenLatency
 @cached(maxsize=64)
 def _made(maker: LatencyMaker, hardware: Hardware, fabric: Fabric, name: str) -> GivenLatency:
     """One object for each device and fabric, so that what is timed once is remembered."""
-    return GivenLatency(maker(hardware, fabric), hardware, fabric, name)
+    try:
+        given = maker(hardware, fabric)
+    except StepsightError:
+        raise
+    except Exception as error:  # the user's code
+        raise PredictorError(f"latency {name} could not be made: {type(error).__name__}: {error}") from error
+    return GivenLatency(given, hardware, fabric, name)
 
 
 def latency_name(predictor: object) -> str:

@@ -70,6 +70,8 @@ class CaptureRequest:
                 raise CaptureError(f"a rank must lie within 0 and {self.world_size - 1}, got {rank}")
         if self.device not in DEVICES:
             raise CaptureError(f"--device must be one of {', '.join(DEVICES)}, got {self.device!r:.80}")
+        if not 0 < self.timeout_s < 1e7:
+            raise CaptureError(f"--timeout must lie within 0 and 1e7 seconds, got {self.timeout_s:g}")
         if not 1 <= self.warm_up <= 100:
             raise CaptureError(f"--warm-up must lie within 1 and 100 steps, got {self.warm_up}")
 

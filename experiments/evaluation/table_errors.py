@@ -158,7 +158,7 @@ def predict_table(
         predictor, hardware = predictor_of(device), find_hardware(device) if device else None
         used = fabric if fabric is not None else _links(links, predictor)
         if predictor is None and hardware is None:
-            skipped[f"no predictor and no facts of the device {device!r:.80}"] += len(members)
+            skipped[f"no predictor and no facts of the device {device!r:.80}: name a predictor"] += len(members)
         elif not are_ops and used is None:
             skipped[f"no facts of the fabric {links!r:.80}: state its links with --fabric"] += len(members)
         else:

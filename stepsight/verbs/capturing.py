@@ -26,7 +26,12 @@ def capture_command(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS…", help="The script's arguments.")] = None,
     *,
     world_size: Annotated[int, typer.Option(help="Ranks of the job.")],
-    out: Annotated[Path, typer.Option("--out", "-o", parser=path, help="New folder to write.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", parser=path, help="Folder to write: new, or an earlier capture, which is replaced."
+        ),
+    ],
     rank: Annotated[int | None, typer.Option(help="Rank to capture; short for --ranks with one number.")] = None,
     ranks: Annotated[
         str,

@@ -32,8 +32,11 @@ def write_traces(prediction: Prediction, folder: Path) -> None:
     """Write a trace for the first rank of each pipeline stage, ``rank<number>.json``."""
     from stepsight.dataset.files import new_folder, write_json
     from stepsight.simulator.profiler_traces import profiler_traces
+    from stepsight.verbs.options import progress
 
+    written, stages = progress("stages written"), prediction.simulation.lowered.num_stages
     calibrated = prediction.iteration_time_s / prediction.simulation.iteration_time_s
     with new_folder(folder) as part:
-        for rank, trace in profiler_traces(prediction.simulation, calibrated):
+        for done, (rank, trace) in enumerate(profiler_traces(prediction.simulation, calibrated)):
             write_json(part / f"rank{rank}.json", trace, indent=None)
+            written(done + 1, stages)

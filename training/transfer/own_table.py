@@ -132,7 +132,8 @@ def find_own_hardware(table: Measurements, stated: str, like: str) -> Hardware:
         raise TableError(f"the table must hold rows of {found.name}, got {', '.join(devices)}")
     if len(devices) != 1:
         raise TableError(
-            f"a table of several devices, or of none that is named, needs --hardware NAME; got {', '.join(devices)}"
+            "a table of several devices, or of none that is named, needs --hardware NAME; got "
+            f"{', '.join(devices) or 'none'}"
         )
     found = find_hardware(canonical_hardware(devices[0]))
     if found is None and like:

@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -84,9 +84,7 @@ def main(arguments: Sequence[str]) -> int:
                 warnings.simplefilter("ignore")
                 collect(options.data / "regions", options.collect)
         folders = {**{name: name for name in TASKS}, **{name: folder for name, (folder, _) in STEP_TASKS.items()}}
-        names = [options.task] if options.task else [n for n, each in folders.items() if (options.data / each).exists()]
-        if not names:
-            raise StepsightError(f"{options.data} must hold a folder for a task ({', '.join(folders)}), got none")
+        names = _tasks_with_data(options, folders)
         outcomes, tables = [], []
         for name in names:
             own = options.data / folders[name]
@@ -106,6 +104,18 @@ def main(arguments: Sequence[str]) -> int:
     else:
         print("\n\n".join([*map(outcome_text, outcomes), *(each.text() for each in tables)]))
     return 0
+
+
+def _tasks_with_data(options: argparse.Namespace, folders: Mapping[str, str]) -> list[str]:
+    """The task that was asked for, or all whose folders are there."""
+    if not options.data.is_dir():
+        raise StepsightError(
+            f"--data must be the folder of what was measured (docs/results/context.md says how), got {options.data}"
+        )
+    names = [options.task] if options.task else [n for n, each in folders.items() if (options.data / each).exists()]
+    if not names:
+        raise StepsightError(f"{options.data} must hold a folder for a task ({', '.join(folders)}), got none")
+    return names
 
 
 def _steps(options: argparse.Namespace) -> int:
