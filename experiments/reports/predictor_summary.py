@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.training.intervals.published_errors import published_widths
+from stepsight.training.intervals.published_errors import likeness, published_widths
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.regression.regressor import UNKNOWN
 from stepsight.training.shipped.catalogue import RECIPES
+
+NODE = 8  # devices of the job whose interval stands for those of a device without published runs
 
 
 def predictor_text(path: Path, predictor: Predictor) -> str:
@@ -61,7 +63,7 @@ def _kernels(predictor: Predictor) -> str:
     """The software whose kernels a job can select (``execution.kernels``), the default first."""
     recipe = RECIPES.get(predictor.manifest.get("name", ""))
     known = predictor.kernel.software or (recipe.kernels if recipe is not None else {})
-    return "; ".join(f"{label} of {' or '.join(names)}" for label, names in known.items())
+    return "; ".join(f"{label} of {' or '.join(names)}" for label, names in known.items() if any(names))
 
 
 def _context(predictor: Predictor) -> str:
@@ -119,9 +121,7 @@ def _traces(told: Mapping[str, Any]) -> str:
 def _interval(predictor: Predictor) -> str:
     own = predictor.intervals
     if predictor.kernel.derives and not own.num_runs:
-        sources = published_widths().sources
-        runs = sum(map(len, sources.values()))
-        text = f"as errors on {runs} published runs of {len(sources)} sources, those of jobs alike"
+        text = _by_published_runs(predictor.hardware.name)
     elif own.num_runs:
         low, high = (100 * math.expm1(sign * own.half_width_log) for sign in (-1, 1))
         text = f"{low:.1f} % to {high:+.1f} %, for {100 * own.coverage:.0f} %, by {own.num_runs} runs held back"
@@ -133,6 +133,21 @@ def _interval(predictor: Predictor) -> str:
     least = 100 * math.expm1(max(calibration.left_log, calibration.judged_log))
     bound = f", {least:.1f} % up at least" if least else ""
     return f"{text}; narrower for jobs like those calibrated on{bound}"
+
+
+def _by_published_runs(hardware: str) -> str:
+    """The interval of a predictor from tables: wide where no published run judged iterations on its device."""
+    widths = published_widths()
+    runs = f"{sum(map(len, widths.sources.values()))} published runs of {len(widths.sources)} sources"
+    like = likeness(False, False, True, hardware, NODE)
+    if widths.on_chip(like):
+        return f"as errors on {runs}, those of jobs alike"
+    factor = math.exp(widths.half_width_of(like, 0.0))
+    return (
+        f"wide by default, a factor of {factor:.1f} each way for a dense 16-bit job on {NODE} devices: no published run "
+        f"judged iterations on this device, so errors on {runs} on other devices are widened; `stepsight calibrate` on "
+        "measured runs narrows it"
+    )
 
 
 def _made(manifest: Mapping[str, Any]) -> str:

@@ -140,13 +140,13 @@ class Widths:
         """The same for any likeness."""
         half = self._known.get((like, without))
         if half is None:
-            others = np.array([len(self._on_chip(like) - {without})])
+            others = np.array([len(self.on_chip(like) - {without})])
             scale = float(_scale(np.zeros(1), np.array([like.devices]), others)[0])
             self._known[like, without] = half = scale * self._quantile(like, without)
         return min(half * (1.0 + SHARE_WEIGHT * min(max(unsupported_share, 0.0), 1.0)), MOST_LOG)
 
-    def _on_chip(self, like: Likeness) -> frozenset[str]:
-        """Number of sources with runs on a chip."""
+    def on_chip(self, like: Likeness) -> frozenset[str]:
+        """Sources with runs on the generation of chip of a likeness."""
         return self._chips.get(like.kind[3], frozenset())
 
     @cached_property
@@ -161,7 +161,7 @@ class Widths:
         """The runs of all sources except one."""
         rows = [(name, off, len(offs)) for name, offs in self.sources.items() if name != without for off in offs]
         devices = np.array([off.like.devices for _, off, _ in rows], dtype=np.float64)
-        others = np.array([len(self._on_chip(off.like) - {name, without}) for name, off, _ in rows], dtype=np.float64)
+        others = np.array([len(self.on_chip(off.like) - {name, without}) for name, off, _ in rows], dtype=np.float64)
         scale = _scale(np.array([off.share for _, off, _ in rows]), devices, others)
         return _Table(
             np.array([off.like.kind for _, off, _ in rows]).reshape(-1, 4),

@@ -41,3 +41,12 @@ def test_one_from_own_runs() -> None:
     assert "held back    iterations of runs held back 3.2 % off on average" in text
     assert "interval     -9.5 % to +10.5 %, for 90 %, by 12 runs held back" in text
     assert "made         2026-01-02T03:04:05Z, digest d1, with torch 2.13.0" in text
+
+
+def test_one_from_tables_of_an_unknown_device() -> None:
+    """No published run judged it: the interval is wide by default; kernels without names are left out."""
+    shipped = Predictor.load("a100-sxm")
+    kernel = replace(shipped.kernel, software={"gemm": ("",)})
+    text = predictor_text(Path("mine"), replace(shipped, kernel=kernel, hardware=replace(shipped.hardware, name="my")))
+    assert "interval     wide by default, a factor of " in text and "`stepsight calibrate` on measured runs" in text
+    assert "\nkernels " not in text
