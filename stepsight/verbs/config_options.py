@@ -56,6 +56,7 @@ def read_job(path: Path, framework: str = "", hardware: str = "", nodes: int | N
     from stepsight.dataset.configs.config_job import read_configs
     from stepsight.dataset.job import Job
 
+    refuse_program(path)
     if is_job_file(path):
         job = Job.from_file(path, framework)
         return job if not hardware and nodes is None else _moved(job, hardware, nodes)
@@ -65,6 +66,18 @@ def read_job(path: Path, framework: str = "", hardware: str = "", nodes: int | N
     told = f"{path}: read as {read.formats[0]}; assumed {assumed or 'nothing important'}; `stepsight job` lists all"
     typer.echo(told, err=True)
     return job
+
+
+def refuse_program(path: Path) -> None:
+    """Refuse a captured script in place of a job.
+
+    Raises:
+        StepsightError: If the folder holds one.
+    """
+    from stepsight.dataset.capture.captured import MANIFEST
+
+    if (path / MANIFEST).is_file():
+        raise StepsightError(f"{path} is a captured program, not a job: use `stepsight predict --program {path}`")
 
 
 def _moved(job: Job, hardware: str, nodes: int | None) -> Job:

@@ -66,7 +66,7 @@ def job_command(
     from stepsight.dataset.configs.writers import write_config
     from stepsight.dataset.files import write_text
     from stepsight.experiments.reports.config_report import config_text, written_text
-    from stepsight.verbs.config_options import given_of
+    from stepsight.verbs.config_options import given_of, refuse_program
 
     if out is not None:
         if not to and out.suffix != ".toml":
@@ -78,6 +78,8 @@ def job_command(
             check_configuration(out, force)
         else:
             check_result("--out", out, JOB_FILE)
+    for config in configs:
+        refuse_program(config)
     stated = given_of(hardware, nodes, devices_per_node, given=given or (), define=define or (), pick=pick)
     read = read_configs(configs, stated)
     value, text = read.to_dict(), config_text(read)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from stepsight.dataset.errors import StepsightError
-from stepsight.verbs.config_options import read_job
+from stepsight.verbs.config_options import read_job, refuse_program
 from stepsight.verbs.options import (
     FrameworkName,
     HardwareName,
@@ -137,6 +137,7 @@ def compare_command(
 
     sides = []
     for thing in things:
+        refuse_program(thing)
         if thing.is_dir():
             sides.append(run_side(thing))
             continue

@@ -53,6 +53,14 @@ def test_from_a_script_to_a_prediction(tmp_path: Path) -> None:
         ask("predict", "--program", out, "--hardware", "H10")
     with pytest.raises(StepsightError, match="the captured ranks fix the number of devices"):
         ask("predict", "--program", out, "--hardware", "H100", "--nodes", 8)
+    for verb in (
+        ["predict", out],
+        ["explain", out],
+        ["compare", out, out],
+        ["report", out, "--out", tmp_path / "p.html"],
+    ):
+        with pytest.raises(StepsightError, match="is a captured program, not a job: use `stepsight predict --program"):
+            ask(*verb)
     job = ask("predict", "examples/gpt3-175b-1024.toml", "--predictor", "roofline", "--json")
     assert set(job) <= set(program)
     assert sum(program["breakdown"].values()) == pytest.approx(program["iteration_time_s"])
