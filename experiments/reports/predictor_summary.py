@@ -145,8 +145,8 @@ def _by_published_runs(hardware: str) -> str:
     factor = math.exp(widths.half_width_of(like, 0.0))
     return (
         f"wide by default, a factor of {factor:.1f} each way for a dense 16-bit job on {NODE} devices: no published "
-        f"run judged iterations on this device, so errors on {runs} on other devices are widened; `stepsight calibrate` on "
-        "measured runs narrows it"
+        f"run judged iterations on this device, so errors on {runs} on other devices are widened; "
+        "`stepsight calibrate` on measured runs narrows it"
     )
 
 
