@@ -61,6 +61,8 @@ def describe(path: Path) -> dict[str, Any]:
         raise StepsightError(f"{path} is no collection (runs/), run, predictor (manifest.json) or folder of traces")
     if is_trace(path):
         return trace_summary(path.name, import_ranks([path]).graphs)
+    if path.suffix == ".parquet":
+        return _measurements(path)
     value = read_object(path) if path.suffix == ".json" else {}
     if "heldout" in value:
         return _summary(path, value)
@@ -69,7 +71,10 @@ def describe(path: Path) -> dict[str, Any]:
     facts = describe_facts_file(path)
     if facts is not None:
         return facts
-    job = Job.from_file(path)
+    return _job(Job.from_file(path))
+
+
+def _job(job: Job) -> dict[str, Any]:
     tables = job.to_dict()
     framework = tables.pop("framework", "")
     rows = [["", "framework", framework]] if framework else []
@@ -196,6 +201,15 @@ def _run(path: Path) -> dict[str, Any]:
     text = f"run {row['name']}: {1e3 * row['measured_s']:.1f} ms on {row['ranks']} rank(s){told}\n"
     text += table(["kind", "calls traced", "ms", "%"], cells)
     return {**row, "kinds": {kind: {"calls": int(n), "seconds": s} for kind, (n, s) in ordered}, "text": text}
+
+
+def _measurements(path: Path) -> dict[str, Any]:
+    """A table of ops and collectives that ``stepsight import`` wrote."""
+    from stepsight.dataset.tables import Measurements, summary, summary_text
+
+    told = summary(Measurements.from_parquet(path))
+    uses = "`stepsight train` learns a predictor from it, `stepsight evaluate` judges one on it"
+    return {"table": str(path), **told, "text": f"table {path}: {summary_text(told)}\n\n{uses}"}
 
 
 def _predictor(path: Path) -> dict[str, Any]:

@@ -315,8 +315,8 @@ def show_command(
         Path,
         typer.Argument(
             parser=path,
-            help="A job file, collection, run folder, captured script or summary.json; a predictor (folder or name); "
-            "hardware, a fabric or a framework's profile (file or name).",
+            help="A job file, collection, run folder, captured script, table (.parquet) or summary.json; a predictor "
+            "(folder or name); hardware, a fabric or a framework's profile (file or name).",
         ),
     ],
     other: Annotated[

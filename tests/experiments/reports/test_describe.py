@@ -11,6 +11,7 @@ import pytest
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.dataset.imported.imported_run import write_imported
+from stepsight.dataset.tables import read_table
 from stepsight.experiments.reports.describe import describe
 from tests.dataset.kineto_files import tiny_step
 from tests.dataset.run_folders import job_tables, write_events, write_run
@@ -36,6 +37,16 @@ def test_an_imported_run_shows_its_traced_steps(tmp_path: Path) -> None:
     assert row["traced_steps"] == len(graph.steps_s) and "steps" not in row
     assert row["traced_s"] == pytest.approx(float(graph.steps_s[0, 1] - graph.steps_s[0, 0]))
     assert "steps under the profiler" in shown["text"]
+
+
+def test_a_table_of_measurements(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text("op,m,n,k,dtype,latency_ms\ngemm,8,8,8,bf16,0.1\n", "utf-8")
+    read_table("csv", tmp_path / "mine.csv").to_parquet(tmp_path / "mine.parquet")
+    told = describe(tmp_path / "mine.parquet")
+    assert "1 measurements from 1 files" in told["text"] and "linear" in told["text"] and "evaluate" in told["text"]
+    (tmp_path / "other.parquet").write_bytes(b"no table")
+    with pytest.raises(StepsightError, match="a table of measurements must be a Parquet file"):
+        describe(tmp_path / "other.parquet")
 
 
 def test_a_predictor_that_was_set_aside(tmp_path: Path) -> None:
