@@ -88,28 +88,23 @@ class MeetingGroup(Group):
         return self._issue(Call("reduce_scatter", [got] * self.size(), parts, [got], effect, blocking(opts)))
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
-        if peer not in self._places:
-            return super().send(tensors, peer, tag)
-        tensors = listed(tensors)
-
-        def effect() -> None:
-            peers = self._peers("send", peer)
-            for tensor in tensors:
-                peers.gloo.send([tensor], 1 - peers.index, 0).wait()
-
-        return self._issue(Call("send_recv", tensors, tensors, [], effect, direction="send", peer=peer))
+        return self._message("send", tensors, peer) if peer in self._places else super().send(tensors, peer, tag)
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> Any:
-        if peer not in self._places:
-            return super().recv(tensors, peer, tag)
+        return self._message("recv", tensors, peer) if peer in self._places else super().recv(tensors, peer, tag)
+
+    def _message(self, direction: str, tensors: Any, peer: int) -> Any:
+        """A message to (``send``) or from (``recv``) another real rank."""
         tensors = listed(tensors)
+        read, written = (tensors, []) if direction == "send" else ([], tensors)
 
         def effect() -> None:
-            peers = self._peers("recv", peer)
+            peers = self._peers(direction, peer)
+            move = getattr(peers.gloo, direction)
             for tensor in tensors:
-                peers.gloo.recv([tensor], 1 - peers.index, 0).wait()
+                move([tensor], 1 - peers.index, 0).wait()
 
-        return self._issue(Call("send_recv", tensors, [], tensors, effect, direction="recv", peer=peer))
+        return self._issue(Call("send_recv", tensors, read, written, effect, direction=direction, peer=peer))
 
     def barrier(self, opts: Any = None) -> Any:
         return StandInWork(self._met, self._met.issue(0.0, None, "barrier"), (), [])
