@@ -21,7 +21,6 @@ _RANGES = {
     "comm_compute_share": _SHARE,
     "compute_spread": (0.0, 10.0),
     "host_op_s": _SECONDS,
-    "dispatch_calls": (0.0, 1e4),
     "host_action_s": _SECONDS,
     "host_message_s": _SECONDS,
     "host_link_bytes_per_s": _RATE,
@@ -56,7 +55,6 @@ class Hardware:
             that move in step wait for the slowest.
         host_op_s: Time in which the host launches one op; 0 where ops run on the host itself.
         host_kinds_s: The same by kind of op or collective, where it was measured; of an optimizer by tensor.
-        dispatch_calls: As in ``ExecutionSpec``, for the job that asks; 0 for the hardware itself.
         host_action_s, host_message_s: What the runtime of a pipeline takes before each pass of a micro-batch, and to
             post one side of a message.
         host_link_bytes_per_s: Between device and host, per direction.
@@ -84,7 +82,6 @@ class Hardware:
     compute_spread: float = 0.0
     host_op_s: float = 0.0
     host_kinds_s: dict[str, float] = field(default_factory=dict, hash=False)
-    dispatch_calls: float = 0.0
     host_action_s: float = 0.0
     host_message_s: float = 0.0
     host_link_bytes_per_s: float = 25e9
@@ -148,19 +145,15 @@ class Hardware:
             return 1.0
         return float(min((drawn / self.power_w) ** (1 / 3), MOST_SLOWDOWN))
 
-    def launch_s(self, work: Op | Collective) -> float:
-        """The host's time to launch an op or collective."""
-        seconds = self.host_kinds_s.get(work.kind)
-        return self.host_op_s * self._calls(work) if seconds is None else seconds * launch_units(work)
+    def launch_s(self, work: Op | Collective, dispatch_calls: float = 0.0) -> float:
+        """The host's time to launch an op or collective.
 
-    def _calls(self, work: Op | Collective) -> float:
-        """Launches' time that the host takes for an op or collective of whose kind nothing was measured."""
-        if not self.dispatch_calls or not isinstance(work, Op):
-            return 1.0
-        if work.kind in _DISPATCHED:
-            return self.dispatch_calls
-        names = work.record.dim_names
-        return float(work.dims[names.index("groups")]) if "groups" in names else 1.0
+        Args:
+            work: What is launched.
+            dispatch_calls: As in ``ExecutionSpec``; it counts for kinds of which no host time was measured.
+        """
+        seconds = self.host_kinds_s.get(work.kind)
+        return self.host_op_s * _calls(work, dispatch_calls) if seconds is None else seconds * launch_units(work)
 
     def flops_per_s(self, dtype: str) -> float:
         """Peak for a dtype."""
@@ -169,16 +162,22 @@ class Hardware:
         return self.peak_flops[dtype]
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in asdict(self).items()
-            if name != "dispatch_calls" and (name not in _OPTIONAL or value)
-        }
+        return {name: value for name, value in asdict(self).items() if name not in _OPTIONAL or value}
 
 
 def power_type(dtype: str) -> str:
     """A key of ``Hardware.product_power_w``: ``fp8`` for types of a byte or less, ``bf16`` for all others."""
     return "fp8" if DTYPE_BYTES[dtype] == 1 else "bf16"
+
+
+def _calls(work: Op | Collective, dispatch_calls: float) -> float:
+    """The host's time for an op or collective, in launches."""
+    if not dispatch_calls or not isinstance(work, Op):
+        return 1.0
+    if work.kind in _DISPATCHED:
+        return dispatch_calls
+    names = work.record.dim_names
+    return float(work.dims[names.index("groups")]) if "groups" in names else 1.0
 
 
 def launch_units(work: Op | Collective) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -63,6 +62,11 @@ def host_times(latency: LatencyModel) -> HostTimes | None:
     return getattr(latency, "host_times", None)
 
 
+def dispatch_calls(latency: LatencyModel) -> float:
+    """``ExecutionSpec.dispatch_calls`` of the job that a latency model was made for; 0 if the model has none."""
+    return float(getattr(latency, "dispatch_calls", 0.0))
+
+
 def preset_latency(hardware_name: str, fabric: Fabric, dispatch_calls: float = 0.0) -> RooflineLatency | None:
     """The roofline of a known hardware or of a hardware file, the same object each time; None if the name is
     unknown.
@@ -78,17 +82,21 @@ def preset_latency(hardware_name: str, fabric: Fabric, dispatch_calls: float = 0
 
 @cached(64)
 def _roofline(hardware: Hardware, fabric: Fabric, dispatch_calls: float) -> RooflineLatency:
-    return RooflineLatency(replace(hardware, dispatch_calls=dispatch_calls), fabric)
+    return RooflineLatency(hardware, fabric, dispatch_calls)
 
 
 class RooflineLatency:
-    """Roofline and latency-bandwidth model from hardware facts: the fallback without measurements."""
+    """Roofline and latency-bandwidth model from hardware facts: the fallback without measurements.
+
+    ``dispatch_calls``: as in ``ExecutionSpec``.
+    """
 
     knows_context = False
 
-    def __init__(self, hardware: Hardware, fabric: Fabric) -> None:
+    def __init__(self, hardware: Hardware, fabric: Fabric, dispatch_calls: float = 0.0) -> None:
         self.hardware = hardware
         self.fabric = fabric
+        self.dispatch_calls = dispatch_calls
 
     def op_seconds(self, ops: Sequence[Op]) -> Seconds:
         return np.array([roofline_seconds(op, self.hardware) for op in ops], dtype=np.float64)

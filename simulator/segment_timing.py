@@ -19,7 +19,7 @@ from stepsight.dataset.specs import hashed_once
 from stepsight.simulator.clock.codes import COMPUTE, HOST, NUM_CLOCKS
 from stepsight.simulator.clock.engine import Floats, add_path, find_ends, longest_paths
 from stepsight.simulator.clock.event_run import STARTS, PassageTable, SegmentList, StreamSeconds, run_events, to_from
-from stepsight.simulator.latency_model import LatencyModel
+from stepsight.simulator.latency_model import LatencyModel, dispatch_calls
 from stepsight.simulator.lowering.issue_order import Work
 from stepsight.simulator.lowering.passages import STREAMS, Passage
 from stepsight.simulator.lowering.segment import Segment
@@ -122,7 +122,7 @@ class Timer:
 
     def __init__(self, latency: LatencyModel, known: Mapping[Work, float] | None = None) -> None:
         self._latency = latency
-        self._hardware = latency.hardware
+        self._hardware, self._dispatch_calls = latency.hardware, dispatch_calls(latency)
         self._given = dict(known or {})
         self._works: Memo[Work, float] = Memo("timer: works", MAX_WORKS)
         self._passages: Memo[_Key, tuple[Passage, PassageTime]] = Memo("timer: passages", MAX_PASSAGES)
@@ -186,7 +186,7 @@ class Timer:
         """The host's launch time of one of each, shape ``(len(works),)``."""
         if not self._hardware.has_host:
             return np.zeros(len(works))
-        return np.array([self._hardware.launch_s(work) for work in works], dtype=np.float64)
+        return np.array([self._hardware.launch_s(work, self._dispatch_calls) for work in works], dtype=np.float64)
 
     def node_seconds(self, segment: Segment, slowdown: Slowdown = AS_IT_IS) -> Floats:
         """Seconds of every node of a segment's program in its context, shape ``(num_nodes,)``."""

@@ -11,7 +11,7 @@ from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Program
-from stepsight.simulator.latency_model import LatencyModel, Seconds
+from stepsight.simulator.latency_model import LatencyModel, Seconds, dispatch_calls
 from stepsight.simulator.lowering.distinct_pipelines import other_latency
 from stepsight.simulator.segment_timing import Timer
 
@@ -28,6 +28,7 @@ class FastestDevice:
 
     def __init__(self, own: LatencyModel, others: Sequence[LatencyModel]) -> None:
         self.hardware = own.hardware
+        self.dispatch_calls = dispatch_calls(own)
         self._own, self._others = own, others
 
     def op_seconds(self, ops: Sequence[Op]) -> Seconds:

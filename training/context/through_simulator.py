@@ -19,7 +19,7 @@ from torch import Tensor
 from stepsight.dataset.job import Job
 from stepsight.dataset.program import Program
 from stepsight.simulator.clock.engine import add_path
-from stepsight.simulator.latency_model import LatencyModel
+from stepsight.simulator.latency_model import LatencyModel, dispatch_calls
 from stepsight.simulator.lowering.distinct_pipelines import distinct_pipelines
 from stepsight.simulator.lowering.lower import Lowered, lower
 from stepsight.simulator.segment_timing import Timer, timer_of
@@ -35,6 +35,7 @@ class _Given:
 
     def __init__(self, alone: LatencyModel, inside: dict[int, Array]) -> None:
         self.hardware = alone.hardware
+        self.dispatch_calls = dispatch_calls(alone)
         self.op_seconds = alone.op_seconds
         self.collective_seconds = alone.collective_seconds
         self._inside = inside

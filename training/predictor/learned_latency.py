@@ -39,7 +39,7 @@ def slowest_of(devices: int) -> float:
 
 class LearnedLatency:
     """A ``LatencyModel`` for one fabric, number of busy devices per node and of devices in lockstep, and dtype of most
-    products; ``software``: whose kernels run the ops.
+    products; ``software``: whose kernels run the ops; ``dispatch_calls``: as in ``ExecutionSpec``.
     """
 
     def __init__(
@@ -56,9 +56,11 @@ class LearnedLatency:
         dtype: str = "bf16",
         host: HostCalls | None = None,
         software: str = "",
+        dispatch_calls: float = 0.0,
     ) -> None:
         self.hardware = hardware
         self.fabric = fabric
+        self.dispatch_calls = dispatch_calls
         self.busy = busy
         self._kernel = kernel
         self._collective = collective

@@ -158,7 +158,7 @@ class Predictor:
         known = self._bound.get(key)
         if known is None:
             self._bound[key] = known = LearnedLatency(
-                replace(self.hardware, dispatch_calls=dispatch_calls),
+                self.hardware,
                 self.kernel,
                 self.collective,
                 self.context,
@@ -169,6 +169,7 @@ class Predictor:
                 dtype=dtype,
                 host=self.host,
                 software=software,
+                dispatch_calls=dispatch_calls,
             )
         return known
 
