@@ -16,6 +16,7 @@ from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.facts_file import file_version, is_facts_file, only_one, read_facts
 from stepsight.dataset.registry import Registry, instance_of
+from stepsight.dataset.software import release_month
 from stepsight.dataset.specs import CHECKPOINTS, ENGINES, FP8_SCALING, OVERLAP_TP, RUNTIMES
 
 SELECTIVE = ("attention", "every-2nd-layer")
@@ -246,41 +247,52 @@ def framework_names() -> tuple[str, ...]:
     return FRAMEWORKS.names()
 
 
-def find_framework(text: str) -> Framework:
+def find_framework(text: str, container: str = "", date: str = "") -> Framework:
     """The profile that a job names: by its name, by a file, or the first one with a word in the text.
+
+    Args:
+        text: The framework.
+        container, date: As in ``ExecutionSpec``: they choose among the profiles of a framework; files have one.
 
     Raises:
         JobError: If no profile is known by that text, or the file cannot be read or is not a file of one profile.
     """
     if is_facts_file(text):
         return _read_profile(text, file_version(text))
-    found = _profile_in(text)
+    found = _profile_in(text, container, date)
     if found is None:
         raise JobError(FRAMEWORKS.unknown(text))
     return found
 
 
-def framework_in(text: str) -> Framework:
+def framework_in(text: str, container: str = "", date: str = "") -> Framework:
     """The profile of a run that others measured and described; ``GENERIC`` if no profile matches."""
-    return _profile_in(text) or GENERIC
+    return _profile_in(text, container, date) or GENERIC
 
 
-def _profile_in(text: str) -> Framework | None:
-    if text.lower() in FRAMEWORKS:
-        return FRAMEWORKS[text.lower()]
+def _profile_in(text: str, container: str, date: str) -> Framework | None:
     FRAMEWORKS.load()
-    return _profile_by_words(text.lower(), FRAMEWORKS.version)
+    text, when, version = text.lower(), date or release_month(container), FRAMEWORKS.version
+    named = FRAMEWORKS[text] if text in FRAMEWORKS else _by_words(f"{text} {when}", version)[0]
+    if not (container or when) or (text and named is None):
+        return named
+    closer, word = _by_words(f"{text} {when} {container.lower()}", version)
+    # A profile of the same software, as "nemo:26.06" is of "nemo": other words belong to what the container also has.
+    return closer if named is None or any(own in word for own in named.words) else named
 
 
 @cached(1024)
-def _profile_by_words(text: str, version: int) -> Framework | None:
-    """The first profile with a word in a text; ``version`` makes the cache see profiles that were added since."""
+def _by_words(text: str, version: int) -> tuple[Framework | None, str]:
+    """The first profile with a word in a text, and the word; ``version`` makes the cache see profiles that were added
+    since.
+    """
     date = re.search(rf"(?<![0-9]){_MONTH}|(?<![0-9])20[0-9]{{2}}(?![0-9])", text)
     for profile in FRAMEWORKS.values():
         held = not profile.until or (date is not None and date[0] < profile.until)
-        if held and any(_stands(word, text) for word in profile.words):
-            return profile
-    return None
+        word = next((word for word in profile.words if held and _stands(word, text)), "")
+        if word:
+            return profile, word
+    return None, ""
 
 
 @cached(64)

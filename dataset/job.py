@@ -13,7 +13,7 @@ from stepsight.dataset.bounded import MOST_TABLES, read_text, read_toml, reason
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.facts_file import SUFFIXES, is_facts_file
 from stepsight.dataset.files import parse_json
-from stepsight.dataset.frameworks import Framework, find_framework
+from stepsight.dataset.frameworks import GENERIC, Framework, find_framework, framework_in
 from stepsight.dataset.hardware import (
     FABRICS,
     Fabric,
@@ -51,8 +51,9 @@ class Job:
 
     Attributes:
         framework: The framework that runs the job: the name of a profile, a text that contains one of its words, or a
-            ``.json`` or ``.toml`` file; empty: unknown.  ``from_dict`` fills open keys from the profile, and a
-            calibrated predictor looks for runs of the same framework.
+            ``.json`` or ``.toml`` file; empty: unknown.  ``from_dict`` fills open keys from the profile, takes
+            the framework of a container where none is named, and a calibrated predictor looks for runs of the same
+            framework.
         open_stages: Whether the job says nothing about virtual stages although its framework usually interleaves.  One
             chunk per stage is assumed; ``interleaved`` is the other job that may be meant.
 
@@ -84,7 +85,7 @@ class Job:
         if problems:
             raise JobError("; ".join(problems))
         if self.framework and not is_facts_file(self.framework):
-            find_framework(self.framework)
+            _ = self.profile
         object.__setattr__(self, "cluster", _named_cluster(self.cluster))
         object.__setattr__(self, "model", _filled_model(self.model))
         object.__setattr__(self, "parallel", _filled_parallel(self.parallel, self.cluster.num_devices))
@@ -109,6 +110,16 @@ class Job:
             return replace(self, parallel=replace(p, virtual_stages=finest, runtime=""), open_stages=False)
         except JobError:  # layers or micro-batches do not allow it
             return None
+
+    @property
+    def profile(self) -> Framework | None:
+        """The profile of the job's framework, container and date; None if the job names no framework.
+
+        Raises:
+            JobError: If the framework is a file that cannot be read.
+        """
+        execution = self.execution
+        return find_framework(self.framework, execution.container, execution.date) if self.framework else None
 
     @property
     def num_micro_batches(self) -> int:
@@ -211,9 +222,13 @@ class Job:
         ]
         if not isinstance(framework, str) or not framework.isprintable():
             problems.append(f"framework must be a printable string, got {framework!a:.80}")
-        elif framework and habits is None:
+        elif habits is None:
+            container, date = _released(tables.get("execution"))
+            if container and not framework:
+                found = framework_in("", container, date)
+                framework = "" if found is GENERIC else found.name
             try:
-                habits = find_framework(framework)
+                habits = find_framework(framework, container, date) if framework else None
             except JobError as error:
                 problems.append(str(error))
         stated: dict[str, dict[str, Any]] = {}
@@ -281,6 +296,14 @@ class Job:
             return cls.from_dict(tables)
         except JobError as error:
             raise JobError(f"{path}: {error}") from None
+
+
+def _released(execution: Any) -> tuple[str, str]:
+    """Container and date that a table ``[execution]`` states; empty where they are no text, which the rules report."""
+    table = execution if isinstance(execution, Mapping) else {}
+    stated = (table.get(key) for key in ("container", "date"))
+    container, date = (value if isinstance(value, str) else "" for value in stated)
+    return container, date
 
 
 def _resolve_paths(tables: dict[str, Any], folder: Path) -> None:

@@ -18,6 +18,7 @@ from stepsight.dataset.harness.plan.parallel_rules import (
     check_stages,
 )
 from stepsight.dataset.registry import Registry, did_you_mean
+from stepsight.dataset.software import LIBRARIES, software_problems
 from stepsight.dataset.specs import (
     ATTENTION_KERNELS,
     ATTENTIONS,
@@ -155,6 +156,9 @@ def _choices(rules: Rules, job: JobTables) -> None:
         0 <= job.execution.dispatch_calls <= 10_000,
         f"execution.dispatch_calls must lie from 0 to 10000, got {job.execution.dispatch_calls}",
     )
+    stated = {name: getattr(job.execution, name) for name in ("date", *LIBRARIES)}
+    for problem in software_problems(stated) if any(stated.values()) else ():
+        rules.append(f"execution.{problem}")
     rules.require(
         sorted(p.order.split("-")) == sorted(AXES),
         f"parallel.order must name {', '.join(AXES)} once each, joined by '-', got {p.order!r:.80}",

@@ -168,12 +168,23 @@ class ExecutionSpec:
         dispatch_calls: Launches' time that the host takes for each permutation of a mixture without capacity limits,
             whose dispatcher asks the device where tokens go; then it also launches each expert's product apart.
             Megatron takes about 195; 0: it only launches kernels, or a CUDA graph.
+        container: The image that the job runs in, as ``nvcr.io/nvidia/nemo:24.07``: its name and release choose among
+            profiles of frameworks.
+        date: When the software was released, as ``2024-07`` or ``2024``: it chooses among profiles of a framework;
+            empty: the month in the container's tag.
+        cuda, cublas, nccl: Versions, as ``12.4``.  They change no time; a warning says if a model of collectives does
+            not describe that NCCL.
     """
 
     engine: str = ""
     checkpoint: str = ""
     kernels: str = ""
     dispatch_calls: float = 0.0
+    container: str = ""
+    date: str = ""
+    cuda: str = ""
+    cublas: str = ""
+    nccl: str = ""
 
 
 SECTIONS: MappingProxyType[str, type] = MappingProxyType(

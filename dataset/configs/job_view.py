@@ -7,7 +7,6 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from stepsight.dataset.errors import JobError, shorten
-from stepsight.dataset.frameworks import find_framework
 from stepsight.dataset.job import Job
 from stepsight.dataset.models import MODELS
 from stepsight.dataset.specs import SECTIONS
@@ -15,7 +14,8 @@ from stepsight.dataset.specs import SECTIONS
 # Facts about machines, frameworks and models' names, which no configuration of a framework states.
 _NOT_ASKED = (
     "cluster.hardware", "cluster.fabric", "model.name", "execution.engine", "execution.checkpoint",
-    "execution.dispatch_calls",
+    "execution.dispatch_calls", "execution.container", "execution.date", "execution.cuda", "execution.cublas",
+    "execution.nccl",
 )  # fmt: skip
 
 
@@ -51,11 +51,12 @@ class JobView:
 
     def _vocabulary(self) -> tuple[int, int]:
         """The vocabulary without padding where the model's name tells it, and what the framework pads it to."""
-        model, framework = self.job.model, self.job.framework
+        model = self.job.model
         try:
-            multiple = find_framework(framework).vocab_multiple * self.job.parallel.tp if framework else 1
+            profile = self.job.profile
         except JobError:  # a file that is gone
-            multiple = 1
+            profile = None
+        multiple = 1 if profile is None else profile.vocab_multiple * self.job.parallel.tp
         if model.family == "vit" or model.vocab % multiple:
             return model.vocab, 1
         known = MODELS.get(model.name, {}).get("vocab", 0)

@@ -6,26 +6,27 @@ import fnmatch
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.errors import JobError, PredictorError, StepsightError, TableError
-from stepsight.dataset.frameworks import unknown_frameworks
+from stepsight.dataset.frameworks import GENERIC, unknown_frameworks
 from stepsight.dataset.job import Job
 from stepsight.experiments.evaluation.choice_groups import ChoiceGroup, choice_groups, mean_figures
 from stepsight.experiments.evaluation.error_metrics import Errors, errors, regret, share
 from stepsight.experiments.evaluation.naive_references import carried_forward, constant_mfu
 from stepsight.experiments.evaluation.row_jobs import is_copy, jobs_of
 from stepsight.experiments.evaluation.row_predictors import PredictorOf, predictor_by_hardware, without_source
-from stepsight.experiments.evaluation.runs_table import Row, read_runs_table
+from stepsight.experiments.evaluation.runs_table import Row, RowError, read_runs_table
 from stepsight.experiments.evaluation.scored_row import Scored
 from stepsight.experiments.notebook_bar import NotebookBar
 from stepsight.training.intervals.published_errors import published_widths
 from stepsight.training.predictor.prediction import ROOFLINE, predict
 from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.software_used import kernels_asked
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -80,8 +81,14 @@ class Evaluation:
     @property
     def warnings(self) -> list[str]:
         """Assumptions that replace unknown values."""
-        unknown = unknown_frameworks(dict.fromkeys(row.row.software for row in (*self.scored, *self.suspect)))
-        return [unknown] if unknown else []
+        rows = (*self.scored, *self.suspect)
+        generic = (row.row.software for row in rows if row.framework.name == GENERIC.name)
+        unknown = unknown_frameworks(dict.fromkeys(generic))
+        doubts = Counter(doubt for row in rows for doubt in row.software.doubts)
+        return [
+            *filter(None, [unknown]),
+            *(f"{count} row{'s' * (count > 1)}: {doubt}" for doubt, count in doubts.items()),
+        ]
 
     def __repr__(self) -> str:
         mape = errors([row.predicted_s for row in self.scored], [row.measured_s for row in self.scored]).mape
@@ -267,13 +274,18 @@ def score(row: Row, predictor_of: PredictorOf) -> Scored:
         1.0 if predictor is None else nearest.unsupported_share,
         {cause: own * share for cause, own in nearest.breakdown.items()},
         str(published.open),
+        replace(predictions[0].software_used, profile=published.framework.name),
     )
 
 
 def _check_lawful(row: Row, job: Job, predictor: Predictor) -> None:
-    """The predictor serves this hardware and has not seen the row."""
+    """The predictor serves this hardware, knows the software that the row asks for, and has not seen the row."""
     if predictor.hardware.name != job.cluster.hardware:
         raise JobError(OTHER_HARDWARE)
+    try:
+        kernels_asked(predictor, job)
+    except PredictorError as error:
+        raise RowError(str(error)) from None
     if is_copy(job, row.measured_s, predictor.manifest.get("fitted_rows", ())):
         raise FittedRowError(
             f"rows that a predictor was fitted on cannot judge it, got row {row.row_id} of {row.source} "

@@ -19,6 +19,7 @@ from stepsight.dataset.files import digest
 from stepsight.dataset.frameworks import FRAMEWORKS, Framework, framework_in
 from stepsight.dataset.job import Job
 from stepsight.dataset.rules import MOST_LAYERS
+from stepsight.dataset.software import LIBRARIES, attention_of, release_month
 from stepsight.dataset.specs import EARLY_STOP, MIXED, RECOMPUTE
 from stepsight.experiments.evaluation.open_cells import MOST_OPEN, NOTHING_OPEN, Choice, Open, open_cells, possible
 from stepsight.experiments.evaluation.row_hardware import cluster_of
@@ -56,6 +57,9 @@ _FLAGS = {
     "overlap_grad_sync": "overlap_grad_reduce",
     "overlap_param_sync": "overlap_param_gather",
 }
+
+
+_SOFTWARE = ("kernels", "container", *LIBRARIES)  # columns that are keys of [execution]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,7 @@ def _job(row: Row, framework: Framework) -> Job:
                 "precision": precision_of(row.text("precision")),
             },
             "cluster": cluster_of(row),
+            "execution": {name: row.text(name) for name in _SOFTWARE if row.text(name)},
         },
         habits=framework,
     )
@@ -154,9 +159,11 @@ def framework_of(row: Row) -> Framework:
     """The profile of a row's framework; flags and precisions that the row states go before."""
     # The date of a run, or of a paper: it tells generations of a framework apart.
     source = re.sub(r"\bSC'?(\d\d)\b", r"20\1", row.text("source"))
-    dates = row.text("date"), *re.findall(r"\b20\d\d\b", source)
-    framework, notes = framework_in(" ".join((row.text("framework"), *filter(None, dates)))), row.notes
-    changes: dict[str, Any] = {}
+    container = row.text("container")
+    dates = row.text("date"), release_month(container), *re.findall(r"\b20\d\d\b", source)
+    dated = " ".join(filter(None, dates))
+    framework, notes = framework_in(row.text("framework"), container, dated), row.notes
+    changes: dict[str, Any] = {"attention": attention_of(row.text("attention"))} if row.text("attention") else {}
     for flag, field in _FLAGS.items():
         stated = re.search(rf"\b{flag}=(true|false)\b", notes, re.IGNORECASE)
         if stated:
@@ -179,7 +186,7 @@ def framework_of(row: Row) -> Framework:
     if framework.name == "paxml":
         again = (word for start, word in _PAXML_RECOMPUTES.items() if _plain_name(row).startswith(start))
         changes["recompute"] = next(again, framework.recompute)
-    if "nemo container" in row.software.lower():
+    if "nemo container" in row.software.lower() or "nemo:" in row.text("container").lower():
         changes |= _container_habits(row, framework)
     if "BF16 optimizer" in row.text("precision"):  # DeepSpeed's: casts and adds to fp32 and all-reduces that
         changes |= {"gradients": "fp32-cast", "reduce_scatter": False}

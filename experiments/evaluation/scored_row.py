@@ -10,6 +10,7 @@ from stepsight.dataset.frameworks import Framework
 from stepsight.dataset.job import Job
 from stepsight.experiments.evaluation.row_jobs import is_copy, run_digest
 from stepsight.experiments.evaluation.runs_table import Row
+from stepsight.training.predictor.software_used import SoftwareUsed
 
 NOTABLE_SHARE = 0.2  # what takes a fifth of an iteration can be wrong by half before that costs ten percent
 
@@ -25,6 +26,7 @@ class Scored:
         unsupported_share: Part of the predicted time in what lies outside of what was measured, 0 ... 1.
         breakdown: Seconds by cause.
         open: Columns that the row leaves open, each with the values that were predicted; empty: none.
+        software: Whose kernels answered, and what the row states of its software without effect.
     """
 
     row: Row
@@ -38,6 +40,7 @@ class Scored:
     unsupported_share: float
     breakdown: dict[str, float] = field(repr=False)
     open: str = ""
+    software: SoftwareUsed = field(default_factory=SoftwareUsed)
 
     @property
     def digest(self) -> str:
@@ -93,14 +96,17 @@ class Scored:
             "error_percent": self.error,
             "in_interval": self.held,
             "open": self.open,
+            "kernels": "; ".join(f"{family} by {name}" for family, name in self.software.kernels.items()),
+            "unused_software": "; ".join(self.software.unused),
             "unsupported_share": self.unsupported_share,
             **{f"{cause}_s": seconds for cause, seconds in self.breakdown.items()},
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """The measured and predicted times in seconds, for JSON."""
+        """The measured and predicted times in seconds and the profile, for JSON."""
         return {
             "row_id": self.row.row_id,
+            "profile": self.framework.name,
             "measured_s": self.measured_s,
             "predicted_s": self.predicted_s,
             "low_s": self.low_s,

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.frameworks import find_framework
 from stepsight.dataset.job import Job
+from stepsight.dataset.software import LIBRARIES
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.training.predictor.prediction_views import seconds_text
 
@@ -44,8 +44,10 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
         f"memory     {prediction.memory.peak_bytes / 1e9:.2f} GB of "
         f"{prediction.memory.capacity_bytes / 1e9:.2f} GB on the fullest stage",
     ]
-    if job.framework:
-        profile = find_framework(job.framework)
+    profile, facts = job.profile, ("kernels", "container", *LIBRARIES)
+    if any(getattr(job.execution, name) for name in facts):
+        lines.insert(2, f"software   {prediction.software_used}")
+    if profile is not None:
         habits = f"{profile.name} ({profile.of})" if profile.of else profile.name
         lines.insert(1, f"framework  {job.framework}: profile {habits} sets what the job file leaves open")
     lines += [f"warning: {text}" for text in prediction.warnings]

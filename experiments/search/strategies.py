@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import JobError
-from stepsight.dataset.frameworks import find_framework
 from stepsight.dataset.job import Job
 from stepsight.dataset.rules import MOST_ACTIONS
 from stepsight.experiments.search.space import Space as Space
@@ -164,7 +163,8 @@ def _orders(space: Space, layout: Degrees) -> list[str]:
 
 def _runtime(job: Job) -> str:
     """The pipeline runtime: a job of one stage does not state it, its framework does."""
-    return find_framework(job.framework).runtime if job.framework and job.parallel.pp == 1 else job.parallel.runtime
+    profile = job.profile if job.parallel.pp == 1 else None
+    return job.parallel.runtime if profile is None else profile.runtime
 
 
 def build(job: Job, layout: Degrees, chosen: dict[str, Any]) -> Job:
@@ -180,8 +180,9 @@ def build(job: Job, layout: Degrees, chosen: dict[str, Any]) -> Job:
         free |= {"recompute": "none" if kind == "offload" else kind, "offload_activations": kind == "offload"}
         if kind == "full":
             free["recompute_every"] = int(every or 1)
-    if job.framework and job.parallel.pp == 1:
-        free["runtime"] = find_framework(job.framework).runtime_of(layout.pp, int(chunks[1:]))
+    profile = job.profile if job.parallel.pp == 1 else None
+    if profile is not None:
+        free["runtime"] = profile.runtime_of(layout.pp, int(chunks[1:]))
     return replace(
         job,
         parallel=replace(job.parallel, **layout._asdict(), **free, **chosen),

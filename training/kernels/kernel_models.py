@@ -154,7 +154,8 @@ class KernelModel:
         if software and not any(software.lower() in name.lower() for name in known):
             raise PredictorError(
                 f"execution.kernels must be a part of the name of software that this predictor knows "
-                f"({', '.join(known) or 'it knows one alone'}), got {software!r:.80}"
+                f"({', '.join(known) or 'it knows one alone'}), got {software!r:.80}; model.attention_kernels chooses "
+                "attention kernels"
             )
 
     def _by_others(self, ops: Sequence[Op], busy: int, variants: NDArray[np.int64]) -> Array:

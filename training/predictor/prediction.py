@@ -26,6 +26,7 @@ from stepsight.training.predictor.prediction_views import html_view, one_line, o
 from stepsight.training.predictor.prediction_warnings import warnings_of
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.predictor_manifest import REGISTERED
+from stepsight.training.predictor.software_used import SoftwareUsed, software_used
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -134,6 +135,12 @@ class Prediction:
         return ((), 0.0) if self.predictor is None else _outside(self.simulation, self.predictor.latency(self.job))
 
     @cached_property
+    def software_used(self) -> SoftwareUsed:
+        """The framework's profile, whose kernels answer, and stated versions that change nothing."""
+        works = self.simulation.lowered.all_works if self.predictor is not None else ()
+        return software_used(self.job, self.predictor, works)
+
+    @cached_property
     def breakdown(self) -> dict[str, float]:
         """Seconds by cause, mean over pipeline stages; they add up to ``iteration_time_s``."""
         return {cause: seconds * self._scale for cause, seconds in self.simulation.breakdown.items()}
@@ -237,6 +244,7 @@ class Prediction:
             "unsupported": list(self.unsupported),
             "unsupported_share": self.unsupported_share,
             "source": self.source,
+            "software": self.software_used.to_dict(),
         }
 
     def to_frame(self) -> DataFrame:

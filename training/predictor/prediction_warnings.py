@@ -6,6 +6,7 @@ from typing import Protocol
 
 from stepsight.dataset.job import Job
 from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.software_used import SoftwareUsed
 
 POSSIBLE_MFU = 1.5  # differences in clocks and precision explain no more
 
@@ -21,11 +22,15 @@ class Warned(Protocol):
     def predictor(self) -> Predictor | None: ...
     @property
     def software(self) -> str: ...
+    @property
+    def software_used(self) -> SoftwareUsed: ...
 
 
 def warnings_of(prediction: Warned) -> tuple[str, ...]:
     """Warnings about a job and the predictor, for people."""
     found = list(prediction.job.warnings)
+    execution = prediction.job.execution
+    found += prediction.software_used.doubts if execution.kernels or execution.nccl else ()
     other = prediction.job.interleaved
     if other is not None:
         found.append(

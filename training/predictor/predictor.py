@@ -62,6 +62,7 @@ from stepsight.training.predictor.predictor_manifest import (
 )
 from stepsight.training.predictor.saved_features import check_described, described
 from stepsight.training.predictor.saved_host_calls import load_host_calls, save_host_calls
+from stepsight.training.predictor.software_used import kernels_asked
 from stepsight.training.regression.regressor import Regressor
 from stepsight.training.regression.trees import Trees
 from stepsight.training.transfer.transferred import Teacher, Transfer
@@ -70,7 +71,6 @@ if TYPE_CHECKING:
     from stepsight.gnn.context_table import Context
 
 MAX_LATENCIES = 128  # latency models in a predictor's cache
-ROWWISE = "a scale for each row"  # in names of software whose 8-bit products include a conversion
 
 
 def _latencies() -> Memo[Any, LearnedLatency]:
@@ -128,9 +128,7 @@ class Predictor:
             )
         busy = 1 if alone else min(job.cluster.devices_per_node, job.cluster.num_devices)
         devices = 1 if alone else job.cluster.num_devices
-        self.kernel.check_software(job.execution.kernels)
-        software = job.execution.kernels or (ROWWISE if job.batch.fp8_scaling == "rowwise" else "")
-        calls = job.execution.dispatch_calls
+        software, calls = kernels_asked(self, job), job.execution.dispatch_calls
         return self.latency_on(job.fabric, busy, devices, job.batch.dtype, software, dispatch_calls=calls)
 
     def latency_on(

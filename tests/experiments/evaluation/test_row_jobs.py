@@ -274,3 +274,15 @@ def test_policies_of_paxml_go_with_the_model(name: str, recompute: str) -> None:
     assert published.job.parallel.recompute == recompute
     other = run_row(model_name="GPT-x", framework="PaxML (JAX) (v24.11.1 recipes)", recompute="")
     assert len(jobs_of(other)) == 3
+
+
+def test_columns_of_software() -> None:
+    """The container chooses the profile, the attention library its kernels; versions and kernels go to the job."""
+    row = run_row(framework="NeMo", container="nvcr.io/nvidia/nemo:26.06", nccl="2.27.3", kernels="SGLang")
+    found = job_of(row)
+    assert found.framework.name == "nemo-2026-06" and found.framework.attention == "flash-3"
+    assert (found.job.execution.nccl, found.job.execution.kernels) == ("2.27.3", "SGLang")
+    older = framework_of(run_row(framework="NeMo", attention="flash-attn 2.5.8"))
+    assert older == replace(framework_of(run_row(framework="NeMo")), attention="flash-2")
+    with pytest.raises(JobError, match="attention must be"):
+        framework_of(run_row(attention="xformers"))

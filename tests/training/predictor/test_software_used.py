@@ -1,0 +1,61 @@
+"""Which software a prediction stands for, and what it says of versions that it does not know."""
+
+from dataclasses import replace
+
+import pytest
+
+from stepsight.dataset.errors import PredictorError
+from stepsight.dataset.job import Job
+from stepsight.training.predictor.prediction import predict
+
+
+def job_with(precision: str = "bf16", hardware: str = "h100-sxm-80gb", **execution: str) -> Job:
+    """A small job whose execution states software."""
+    return Job.from_dict(
+        {
+            "model": {"family": "llama", "layers": 2, "hidden": 1024, "heads": 8, "vocab": 32000, "seq_len": 2048},
+            "batch": {"micro_batch": 1, "global_batch": 8, "precision": precision},
+            "cluster": {"hardware": hardware, "devices_per_node": 8},
+            "execution": execution,
+        }
+    )
+
+
+def test_the_answer_names_whose_kernels_it_took() -> None:
+    """With the version of its table; another software gives another time."""
+    usual, other = predict(job_with()), predict(job_with(kernels="TensorRT-LLM"))
+    assert usual.to_dict()["software"]["kernels"] == {"gemm": "SGLang (torch) 0.5.14"}
+    assert other.software_used.kernels == {"gemm": "TensorRT-LLM 1.3.0rc20"}
+    assert usual.iteration_time_s != other.iteration_time_s and not other.software_used.doubts
+    same = predict(job_with(kernels="TensorRT-LLM 1.3.0rc20"))
+    assert same.iteration_time_s == other.iteration_time_s
+
+
+def test_unknown_versions_of_kernels_are_refused() -> None:
+    """The error names the version that was measured."""
+    with pytest.raises(PredictorError, match=r"TensorRT-LLM was measured in 1\.3\.0rc20, got 'TensorRT-LLM 0.20'"):
+        predict(job_with(kernels="TensorRT-LLM 0.20"))
+    with pytest.raises(PredictorError, match=r"knows \(.*TensorRT-LLM.*attention_kernels"):
+        predict(job_with(kernels="cudnn"))
+
+
+def test_software_that_ran_other_ops_is_in_doubt() -> None:
+    """DeepGEMM was measured in 8 bits alone: in bf16 the predictor's own kernels answer, with a warning."""
+    found = predict(job_with(hardware="b200-sxm-180gb", kernels="DeepGEMM"))
+    assert any("DeepGEMM were not measured for all ops: gemm by Transformer Engine" in text for text in found.warnings)
+    eight = predict(job_with("fp8", "b200-sxm-180gb", kernels="DeepGEMM"))
+    assert eight.software_used.kernels["gemm/fp8"] == "DeepGEMM"
+
+
+def test_stated_versions_change_no_time_and_the_answer_says_so() -> None:
+    """A version of NCCL that the model does not describe is a warning."""
+    plain, job = predict(job_with()), job_with(cuda="12.4", nccl="2.29.2", container="my/image")
+    found = predict(job)
+    assert found.iteration_time_s == plain.iteration_time_s and not found.software_used.doubts
+    assert [text.split(":")[0] for text in found.software_used.unused] == [
+        "container my/image",
+        "cuda 12.4 does not change the answer",
+    ]
+    old = predict(replace(job, execution=replace(job.execution, nccl="2.8.4")))
+    assert any("execution.nccl is 2.8.4" in text for text in old.warnings)
+    assert not predict(job, "roofline").software_used.doubts
