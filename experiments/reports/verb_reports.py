@@ -58,7 +58,7 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
         more = f"; {others} more (--json lists all)" if others else ""
         part = f"{100 * prediction.unsupported_share:.0f} % of the time"
         where = "is spent in ops or messages outside the measured range"
-        lines.append(f"outside    {part} {where}: {_cut(prediction.unsupported[0], 100)}{more}")
+        lines.append(f"outside    {part} {where}: {_cut(prediction.unsupported[0], 200)}{more}")
     return {**prediction.to_dict(), "text": "\n".join(lines)}
 
 

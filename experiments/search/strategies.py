@@ -187,6 +187,7 @@ def build(job: Job, layout: Degrees, chosen: dict[str, Any]) -> Job:
         job,
         parallel=replace(job.parallel, **layout._asdict(), **free, **chosen),
         batch=replace(job.batch, micro_batch=int(size)),
+        open_stages=False,
     )
 
 

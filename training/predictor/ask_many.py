@@ -180,7 +180,9 @@ class _Group(NamedTuple):
             answers.peak_bytes[place], answers.capacity_bytes[place] = memory.peak_bytes, memory.capacity_bytes
         if only_fitting:
             index = [place for place in index if answers.peak_bytes[place] <= answers.capacity_bytes[place]]
-        together = self._simulable(jobs, index)
+        # An interval that covers several jobs takes a prediction of each.
+        single = [place for place in index if not intervals or jobs[place].interleaved is None]
+        together = self._simulable(jobs, single)
         seconds, shares = self.times([jobs[place] for place in together], intervals=intervals)
         for place, time_s, share in zip(together, seconds.tolist(), shares.tolist(), strict=True):
             self._put(jobs[place], place, (time_s, share if intervals else None), answers)

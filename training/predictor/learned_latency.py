@@ -21,6 +21,7 @@ from stepsight.training.kernels.kernel_models import KernelModel
 
 if TYPE_CHECKING:
     from stepsight.gnn.context_table import Context
+    from stepsight.simulator.simulate import Simulation
 
 Seconds = NDArray[np.float64]
 MAX_PROGRAMS, MAX_WORKS = 4096, 100_000  # entries of a latency model's cache
@@ -158,3 +159,19 @@ class LearnedLatency:
                 known = self._collective.unsupported(work, self.fabric)
             self._outside[work] = known
         return known
+
+
+def outside(simulation: Simulation, latency: LearnedLatency) -> tuple[tuple[str, ...], float]:
+    """Work of an iteration outside the measured range: reasons, the longest work first, and its share of the critical
+    path.
+    """
+    crowded, reasons = latency.outside(simulation.lowered.all_works)
+    beyond = [index for index, reason in enumerate(reasons) if reason]
+    if not beyond and not crowded:
+        return (), 0.0
+    seconds = simulation.count_works() * simulation.work_seconds
+    beyond.sort(key=lambda index: -seconds[index])
+    named = tuple(reasons[index] for index in beyond)
+    if crowded:
+        return (crowded, *named), 1.0
+    return named, min(1.0, float(seconds[beyond].sum()) / max(simulation.iteration_time_s, 1e-12))

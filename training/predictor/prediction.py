@@ -21,7 +21,7 @@ from stepsight.simulator.simulate import Simulation, simulate
 from stepsight.simulator.timeline import timeline_json
 from stepsight.training.intervals.conformal import Intervals
 from stepsight.training.intervals.published_errors import published_widths
-from stepsight.training.predictor.learned_latency import LearnedLatency
+from stepsight.training.predictor.learned_latency import LearnedLatency, outside
 from stepsight.training.predictor.prediction_views import html_view, one_line, one_row, plot_breakdown
 from stepsight.training.predictor.prediction_warnings import warnings_of
 from stepsight.training.predictor.predictor import Predictor
@@ -115,9 +115,9 @@ class Prediction:
             self.predictor, self.job, self.software, self.unsupported_share, without=without, judged=judged
         )
         low, high = self.iteration_time_s * math.exp(-half), self.iteration_time_s * math.exp(half)
-        if self._interleaved is None:
+        if self.interleaved is None:
             return low, high
-        other = self._interleaved.interval(without, judged=judged)
+        other = self.interleaved.interval(without, judged=judged)
         return min(low, other[0]), max(high, other[1])
 
     @property
@@ -132,13 +132,12 @@ class Prediction:
 
     @cached_property
     def _outside(self) -> tuple[tuple[str, ...], float]:
-        return ((), 0.0) if self.predictor is None else _outside(self.simulation, self.predictor.latency(self.job))
+        return ((), 0.0) if self.predictor is None else outside(self.simulation, self.predictor.latency(self.job))
 
     @cached_property
     def software_used(self) -> SoftwareUsed:
         """The framework's profile, whose kernels answer, and stated versions that change nothing."""
-        works = self.simulation.lowered.all_works if self.predictor is not None else ()
-        return software_used(self.job, self.predictor, works)
+        return software_used(self.job, self.predictor, self.simulation.lowered.all_works if self.predictor else ())
 
     @cached_property
     def breakdown(self) -> dict[str, float]:
@@ -189,12 +188,18 @@ class Prediction:
         return warnings_of(self)
 
     @cached_property
-    def _interleaved(self) -> Prediction | None:
-        """Predict the other job that may be meant if virtual stages are not stated."""
+    def interleaved(self) -> Prediction | None:
+        """The prediction with a virtual stage for each layer, if the job leaves virtual stages open; else None."""
         other = self.job.interleaved
         if other is None or self.given is not None:
             return None
         return predict(other, self.predictor or ROOFLINE, software=self.software)
+
+    def _open(self) -> dict[str, Any]:
+        """What the job leaves open: its values, and the iteration time of each; empty: nothing."""
+        both = () if self.interleaved is None else (self, self.interleaved)
+        chunks, times = [p.job.parallel.virtual_stages for p in both], [p.iteration_time_s for p in both]
+        return {"virtual_stages": chunks, "iteration_time_s": times} if both else {}
 
     @property
     def _scale(self) -> float:
@@ -234,6 +239,7 @@ class Prediction:
             "iteration_time_s": self.iteration_time_s,
             "low_s": self.low_s,
             "high_s": self.high_s,
+            "open": self._open(),
             "breakdown": dict(self.breakdown),
             "memory": self.memory.to_dict(),
             "num_micro_batches": self.job.num_micro_batches,
@@ -392,17 +398,3 @@ def latency_of_facts(job: Job) -> RooflineLatency:
             "state its facts in a .toml file"
         )
     return latency
-
-
-def _outside(simulation: Simulation, latency: LearnedLatency) -> tuple[tuple[str, ...], float]:
-    """Reasons of work outside the measured range, and its share of the critical path."""
-    crowded, reasons = latency.outside(simulation.lowered.all_works)
-    outside = [index for index, reason in enumerate(reasons) if reason]
-    if not outside and not crowded:
-        return (), 0.0
-    seconds = simulation.count_works() * simulation.work_seconds
-    outside.sort(key=lambda index: -seconds[index])
-    named = tuple(reasons[index] for index in outside)
-    if crowded:
-        return (crowded, *named), 1.0
-    return named, min(1.0, float(seconds[outside].sum()) / max(simulation.iteration_time_s, 1e-12))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from stepsight.dataset.job import Job
+from stepsight.training.predictor.prediction_views import seconds_text
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.software_used import SoftwareUsed
 
@@ -24,6 +25,10 @@ class Warned(Protocol):
     def software(self) -> str: ...
     @property
     def software_used(self) -> SoftwareUsed: ...
+    @property
+    def iteration_time_s(self) -> float: ...
+    @property
+    def interleaved(self) -> Warned | None: ...
 
 
 def warnings_of(prediction: Warned) -> tuple[str, ...]:
@@ -31,11 +36,12 @@ def warnings_of(prediction: Warned) -> tuple[str, ...]:
     found = list(prediction.job.warnings)
     execution = prediction.job.execution
     found += prediction.software_used.doubts if execution.kernels or execution.nccl else ()
-    other = prediction.job.interleaved
+    other = prediction.interleaved
     if other is not None:
         found.append(
-            f"parallel.virtual_stages is not stated, and {prediction.job.framework} usually interleaves: 1 is taken, "
-            f"and the interval covers 1 to {other.parallel.virtual_stages}; state it for a narrower one"
+            f"parallel.virtual_stages is not stated, and {prediction.job.framework} usually interleaves: 1 is taken; "
+            f"{other.job.parallel.virtual_stages} would take {seconds_text(other.iteration_time_s)}, and the interval "
+            "covers both; state it for a narrower one"
         )
     if prediction.mfu > POSSIBLE_MFU:
         found.append(

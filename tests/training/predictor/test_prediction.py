@@ -6,7 +6,7 @@ import pytest
 
 from stepsight.dataset.errors import JobError, PredictorError, StepsightError
 from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.training.predictor.ask_many import predict_many
+from stepsight.training.predictor.ask_many import ask_many, predict_many
 from stepsight.training.predictor.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 
@@ -116,7 +116,15 @@ def test_silence_about_virtual_stages_is_answered_both_ways() -> None:
     assert answers[0].iteration_time_s == answers[1].iteration_time_s
     assert answers[0].low_s == min(answers[1].low_s, answers[2].low_s) < answers[1].low_s
     assert answers[0].high_s == max(answers[1].high_s, answers[2].high_s)
-    assert "interval covers 1 to 2" in " ".join(answers[0].warnings) and not answers[1].warnings
+    other = answers[2].iteration_time_s
+    assert "1 is taken; 2 would take" in " ".join(answers[0].warnings) and not answers[1].warnings
+    assert answers[0].to_dict()["open"] == {
+        "virtual_stages": [1, 2],
+        "iteration_time_s": [answers[0].iteration_time_s, other],
+    }
+    many = [replace(open_job, batch=replace(open_job.batch, global_batch=32 * size)) for size in range(1, 10)]
+    together = ask_many(many)
+    assert (together.low_s[0], together.high_s[0]) == pytest.approx((answers[0].low_s, answers[0].high_s))
 
 
 def test_a_job_asks_for_the_kernels_of_a_software() -> None:
