@@ -13,6 +13,7 @@ from stepsight.dataset.hardware import canonical_hardware
 from stepsight.training.mlflow_store import check_store, first_line, store_client
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.predictor_manifest import MANIFEST, REGISTERED
+from stepsight.training.shipped.catalogue import shipped_predictor
 
 ALIAS = "champion"
 ARTIFACT = "predictor"
@@ -24,12 +25,20 @@ def model_name(hardware: str) -> str:
 
 
 def load_predictor(name: str | Path) -> Predictor:
-    """Read a predictor: a folder, a shipped one by its name, or one of MLflow's registry (``models:/h100@champion``).
+    """Read a predictor: a folder, a shipped one by its name or its hardware's, or one of MLflow's registry.
+
+    A shipped one is the same that ``predict`` takes by default for its hardware.
+
+    Args:
+        name: As ``runs/mine``, ``h100-sxm``, ``h100-sxm-96gb`` or ``models:/h100@champion``; a folder goes before.
 
     Raises:
         PredictorError: As ``Predictor.load`` and ``load_model_uri``.
     """
-    return load_model_uri(str(name)) if str(name).startswith(REGISTERED) else Predictor.load(name)
+    if str(name).startswith(REGISTERED):
+        return load_model_uri(str(name))
+    shipped = None if Path(name).exists() else shipped_predictor(str(name))
+    return Predictor.load(name) if shipped is None else shipped
 
 
 def load_registered(hardware: str, uri: str, alias: str = ALIAS) -> Predictor:

@@ -84,10 +84,10 @@ def emulate_command(
     from stepsight.dataset.hardware import find_fabric
     from stepsight.experiments.emulating import Emulation, emulate
     from stepsight.experiments.emulation_delays import Extra, delays_of
-    from stepsight.training.predictor.predictor import Predictor
+    from stepsight.training.registered import load_predictor
     from stepsight.verbs.script_arguments import rank_numbers
 
-    learned = Predictor.load(predictor) if predictor is not None else None
+    learned = load_predictor(predictor) if predictor is not None else None
     links = find_fabric(fabric) if fabric else None
     asked = Emulation(
         path=script,

@@ -148,7 +148,7 @@ def calibrate_command(
             "--predictor",
             "-p",
             parser=path,
-            help="Predictor to correct: a folder, the name of a shipped predictor, or a registered one "
+            help="Predictor to correct: a folder, a shipped one by its name or its hardware's, or a registered one "
             "(models:/h100@champion).",
         ),
     ],

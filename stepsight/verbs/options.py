@@ -41,7 +41,7 @@ PredictorPath = Annotated[
         "--predictor",
         "-p",
         parser=path,
-        help="Folder of a trained predictor, name of a shipped one (a100-sxm), a registered one "
+        help="Folder of a trained predictor, name of a shipped one or its hardware's (a100-sxm), a registered one "
         "(models:/h100@champion), or `roofline`. Default: the shipped predictor for the job's hardware; if there is "
         "none, a roofline from hardware facts. The answer names its source.",
     ),
@@ -161,13 +161,9 @@ def load(path: Path | None, latency: str = "", context: typer.Context | None = N
 
     if str(path) == ROOFLINE and not path.exists():
         return ROOFLINE
-    if str(path).startswith("models:/"):
-        from stepsight.training.registered import load_model_uri
+    from stepsight.training.registered import load_predictor
 
-        return load_model_uri(str(path))
-    from stepsight.training.predictor.predictor import Predictor
-
-    return Predictor.load(path)
+    return load_predictor(path)
 
 
 def check_configuration(out: Path, force: bool) -> None:

@@ -14,6 +14,7 @@ from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
 from stepsight.training.predictor.prediction import ROOFLINE, predict
 from stepsight.training.predictor.predictor import SHIPPED, Predictor
+from stepsight.training.registered import load_predictor
 from stepsight.training.shipped import catalogue
 from stepsight.training.shipped.catalogue import (
     RECIPES,
@@ -185,3 +186,16 @@ def test_a_device_that_is_served_as_a_twin_is_saved_as_one(tmp_path: Path) -> No
     ops = [Op("linear", (8192, 4096, 4096)), Op("add", (10**8,)), Op("linear", (8192, 4096, 4096), "fp8")]
     assert loaded.kernel.seconds(ops, 8).tolist() == pytest.approx(twin.kernel.seconds(ops, 8).tolist())
     assert loaded.hardware == twin.hardware and loaded.kernel.hardware.name == "h100-sxm-80gb"
+
+
+def test_a_name_is_the_predictor_that_answers_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own name or a hardware's, twins included; a folder of that name goes before."""
+    monkeypatch.chdir(tmp_path)
+    for name, hardware in (("h100-sxm", "h100-sxm-80gb"), ("h100-sxm-96gb",) * 2, ("a100-sxm-40gb",) * 2):
+        found, usual = load_predictor(name), shipped_predictor(hardware)
+        assert usual is not None and found.source == usual.source
+        assert (found.hardware, found.kernel.serves) == (usual.hardware, usual.kernel.serves)
+    (tmp_path / "h100-sxm").mkdir()
+    for name in ("h100-sxm", "mine"):
+        with pytest.raises(PredictorError, match=r"folder with manifest\.json, or a100-sxm"):
+            load_predictor(name)
