@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -41,24 +41,35 @@ def trace_events(simulation: SimulatedIteration, level: str = "segment") -> dict
     return events
 
 
-def timeline_json(simulation: SimulatedIteration, level: str = "segment", scale: float = 1.0) -> Iterator[bytes]:
-    """Trace events as pieces of JSON; ``scale`` multiplies all times.
+def timeline_json(
+    simulation: SimulatedIteration, level: str = "segment", scale: float = 1.0, stages: Collection[int] | None = None
+) -> Iterator[bytes]:
+    """Trace events as pieces of JSON.
+
+    Args:
+        simulation: Of the job.
+        level: One of ``LEVELS``.
+        scale: Multiplies all times.
+        stages: Stages of the first pipeline; None: all stages of all pipelines.
 
     Raises:
         StepsightError: If the level is unknown.
     """
     if level not in LEVELS:
         raise StepsightError(f"timeline level must be one of {', '.join(LEVELS)}, got {level!r:.80}")
-    return _pieces(simulation, level, scale)
+    return _pieces(simulation, level, scale, stages)
 
 
-def _pieces(simulation: SimulatedIteration, level: str, scale: float) -> Iterator[bytes]:
+def _pieces(
+    simulation: SimulatedIteration, level: str, scale: float, stages: Collection[int] | None
+) -> Iterator[bytes]:
     writer = _Writer(simulation, level, _MICROSECONDS * scale)
     yield b'{"displayTimeUnit":"ms","otherData":'
     yield _json({"job": simulation.job.name, "iteration_time_s": simulation.iteration_time_s * scale})
     yield b',"traceEvents":['
-    for number, passing in enumerate(simulation.passings):
-        yield from writer.pipeline(passing, number * simulation.lowered.num_stages)
+    every, count = range(simulation.lowered.num_stages), simulation.lowered.num_stages
+    for number, passing in enumerate(simulation.passings if stages is None else simulation.passings[:1]):
+        yield from writer.pipeline(passing, number * count, frozenset(every if stages is None else stages))
     yield b",".join(writer.names())
     yield b"]}"
 
@@ -97,8 +108,8 @@ class _Writer:
             event = {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": stream}}
             yield _json(event)
 
-    def pipeline(self, passing: Passing, first: int) -> Iterator[bytes]:
-        """Events of one pipeline; its stages are processes from ``first`` on."""
+    def pipeline(self, passing: Passing, first: int, wanted: Collection[int]) -> Iterator[bytes]:
+        """Events of some stages of one pipeline; its stages are processes from ``first`` on."""
         low, run = self._simulation.lowered, passing.run
         for stage in range(low.num_stages):
             name = f"stage {stage}" if low.num_stages > 1 else "rank"
@@ -108,13 +119,15 @@ class _Writer:
         names = action_names(low)
         stages = low.track.stage.tolist()
         for action, (name, stage) in enumerate(zip(names, stages, strict=True)):
+            if stage not in wanted:
+                continue
             row = int(passing.rows[action])
             of = (int(passing.segments[row]), passing.condition(row))
             yield from self._action(name, first + stage, of, run.start[action], run.finish[action])
-        yield from self._messages(passing, first, names)
+        yield from self._messages(passing, first, names, wanted)
         yield from self._memory(passing, first)
         entry = self._simulation.entry
-        for stage in range(low.num_stages):
+        for stage in sorted(wanted):
             of = (int(low.optimizer[stage]), self._simulation.optimizer_condition(stage))
             yield from self._action("optimizer", first + stage, of, entry[stage], self._simulation.finish[stage])
 
@@ -168,12 +181,14 @@ class _Writer:
         )
         return text.encode()
 
-    def _messages(self, passing: Passing, first: int, names: list[str]) -> Iterator[bytes]:
+    def _messages(self, passing: Passing, first: int, names: list[str], wanted: Collection[int]) -> Iterator[bytes]:
         track, run = self._simulation.lowered.track, passing.run
         lanes: dict[tuple[int, str], list[float]] = {}  # end of the last message of each lane of a stream
         for message in np.argsort(run.message_start, kind="stable").tolist():
             source, target = int(track.source[message]), int(track.target[message])
             stage, to = int(track.stage[source]), int(track.stage[target])
+            if stage not in wanted:
+                continue
             begin, end = float(run.message_start[message]), float(run.message_finish[message])
             stream = f"pp {names[source][0]} to stage {to}"
             ends = lanes.setdefault((stage, stream), [])

@@ -69,6 +69,13 @@ def predict_command(
             "stage; HTA, TensorBoard and `stepsight import kineto` read them. One job only.",
         ),
     ] = None,
+    trace_stages: Annotated[
+        str,
+        typer.Option(
+            help="Stages of --traces: all, or numbers as 0,15. Default: all, or the first and the last if all would "
+            "take more than 200 MB."
+        ),
+    ] = "",
     schedule: Annotated[
         Path | None,
         typer.Option(
@@ -107,7 +114,7 @@ def predict_command(
         )
         refuse_given(
             context,
-            ("jobs", "schedule", "traces", "tokens", "prices", "framework", "level", "latency"),
+            ("jobs", "schedule", "traces", "trace_stages", "tokens", "prices", "framework", "level", "latency"),
             "does not go with --program: leave it out",
         )
         predict_program(program, predictor, (hardware, fabric), timeline, as_json=as_json)
@@ -124,6 +131,8 @@ def predict_command(
             raise StepsightError(f"{name} takes one job, got {len(jobs)}")
         if wanted is not None:
             check_result(name, wanted, kind)
+    if traces is None:
+        refuse_given(context, ("trace_stages",), "chooses stages of traces: name their folder with --traces DIR")
     check_traces(traces, len(jobs))
     loaded = load(predictor, latency, context)
     read = [read_job(path, framework, hardware, nodes) for path in jobs]
@@ -135,7 +144,7 @@ def predict_command(
         with new_file(timeline) as part, part.open("wb") as file:
             file.writelines(predictions[0].timeline_json(level))
     if traces is not None:
-        write_traces(predictions[0], traces)
+        write_traces(predictions[0], traces, trace_stages)
     if schedule is not None:
         write_schedule(predictions[0].simulation.lowered.track.schedule, schedule)
     text = "\n\n".join(report.pop("text") for report in reports)

@@ -10,7 +10,7 @@ import pytest
 from stepsight.dataset.hardware import Fabric, Hardware, Link
 from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.simulator.latency_model import RooflineLatency
-from stepsight.simulator.profiler_traces import profiler_traces
+from stepsight.simulator.profiler_traces import num_kernels, profiler_traces
 from stepsight.simulator.replay.replay import replay
 from stepsight.simulator.simulate import Simulation, simulate
 from tests.simulator.conftest import JobMaker
@@ -85,6 +85,20 @@ def test_an_import_finds_ops_and_times(traces: dict[int, Trace], simulation: Sim
     graphs = import_ranks(paths, [], None).graphs
     assert all(graph.nodes["known"][graph.on_device].all() for graph in graphs)
     assert replay(graphs).measured_s == pytest.approx(simulation.iteration_time_s, rel=0.05)
+    for graph in graphs:  # training, with forward, backward and optimizer, and backward after its forward
+        assert not any("inference" in text for text in graph.warnings)
+        assert set(graph.nodes["phase"][graph.on_device].tolist()) == {0, 1, 2}
+        assert graph.dependency_counts()["data"] > 10
+
+
+def test_chosen_stages(traces: dict[int, Trace], simulation: Simulation) -> None:
+    """The traces of chosen stages are those that are made with all; kernels are counted beforehand."""
+    ((rank, trace),) = profiler_traces(simulation, stages=[1])
+    same = json.loads(json.dumps(trace))
+    assert rank == 4
+    assert [(e["ts"], e["dur"]) for e in of(same, "kernel")] == [(e["ts"], e["dur"]) for e in of(traces[4], "kernel")]
+    messages = sum("SendRecv" in event["name"] for event in of(same, "kernel"))
+    assert num_kernels(simulation)[1] == len(of(same, "kernel")) - messages
 
 
 def test_hta_reads_them(traces: dict[int, Trace], tmp_path: Path) -> None:
