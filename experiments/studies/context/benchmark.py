@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch_geometric.data import HeteroData
 
+from stepsight.experiments.studies.context.context_coverage import Covered, Doubt, Residuals, residuals_of
 from stepsight.experiments.studies.context.context_task import ContextTask
-from stepsight.experiments.studies.context.edgeless_models import MODELS, Answers, Fit
+from stepsight.experiments.studies.context.edgeless_models import MODELS, Fit
 from stepsight.experiments.studies.context.judged_cache import Judged, JudgedCache
 from stepsight.experiments.studies.context.network_models import LABELS, ablations, network, without_edges
 
@@ -21,6 +22,7 @@ Array = NDArray[np.float64]
 FOLDS = 3
 CLEAR = 2.0  # standard errors by which a task is won
 GNN = "GNN"
+HELD_BACK = 3  # parts of the groups that teach, held back in turn
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,10 @@ class Row:
         difference_error: Its standard error over groups.
         seconds: Training and prediction of one fold, mean.
         hears: Whether it passes messages.
+        coverage: Share of graphs whose seconds lie in the 90 % interval that groups held back gave, of the first seed;
+            None for variants.
+        half_width: Half of the interval's width, mean, log units.
+        node_coverage, node_half_width: The same of nodes, weighted by time; None where whole graphs are judged.
     """
 
     model: str
@@ -48,6 +54,10 @@ class Row:
     difference_error: float
     seconds: float
     hears: bool
+    coverage: float | None = None
+    half_width: float | None = None
+    node_coverage: float | None = None
+    node_half_width: float | None = None
 
 
 @dataclass(frozen=True)
@@ -115,20 +125,16 @@ def models_of(task: ContextTask) -> tuple[dict[str, Fit], dict[str, Fit], dict[s
     return plain, designs, variants
 
 
-def errors_of(task: ContextTask, graphs: Sequence[HeteroData], answers: Answers) -> tuple[Array, Array]:
+def errors_of(task: ContextTask, graphs: Sequence[HeteroData], off: Residuals) -> tuple[Array, Array]:
     """Mean |log| error, and mean relative error, of each graph."""
-    nodes, totals = answers
     if task.whole:
-        off = np.log(totals / np.array([float(graph.total) for graph in graphs]))
-        return np.abs(off), np.abs(np.expm1(off))
+        return np.abs(off.totals), np.abs(np.expm1(off.totals))
     logs, relative = [], []
-    for graph, seconds in zip(graphs, nodes, strict=True):
-        truth = graph[task.readout].seconds.double().numpy()
-        known = np.isfinite(truth)
-        off = np.log(seconds[known] / truth[known])
-        weight = graph[task.readout].weight.double().numpy()[known] + 1e-15
-        logs.append(float(np.average(np.abs(off), weights=weight)) if known.any() else 0.0)
-        relative.append(float(np.average(np.abs(np.expm1(off)), weights=weight)) if known.any() else 0.0)
+    for graph, own in zip(graphs, off.nodes, strict=True):
+        nodes = graph[task.readout]
+        weight = nodes.weight.double().numpy()[np.isfinite(nodes.seconds.numpy())] + 1e-15
+        logs.append(float(np.average(np.abs(own), weights=weight)) if len(own) else 0.0)
+        relative.append(float(np.average(np.abs(np.expm1(own)), weights=weight)) if len(own) else 0.0)
     return np.array(logs), np.array(relative)
 
 
@@ -138,6 +144,7 @@ class _Errors:
     def __init__(self, seeds: int, graphs: int) -> None:
         self.logs, self.relative = np.zeros((seeds, graphs)), np.zeros((seeds, graphs))
         self.seconds: list[float] = []
+        self.covered: Covered | None = None  # of the first seed, where the model may ship
 
 
 def judge(
@@ -170,13 +177,13 @@ def judge(
             for name, fit in every.items():
                 print(f"{task.name} seed {seed} fold {number}: {name}", file=sys.stderr, flush=True)
                 own = errors[name]
-                own.logs[seed, held], own.relative[seed, held], seconds = _judged(
-                    task, known, (name, fit), (taught, held), seed
-                )
-                own.seconds.append(seconds)
+                judged = _judged(task, known, (name, fit), (taught, held), seed)
+                own.logs[seed, held], own.relative[seed, held] = judged.logs, judged.relative
+                own.seconds.append(judged.seconds)
             if seed == 0:
                 print(f"{task.name} fold {number}: models on groups held back of the rest", file=sys.stderr, flush=True)
-                found = _choose(task, known, {n: f for n, f in every.items() if n in plain or n in designs}, taught)
+                able = {name: fit for name, fit in every.items() if name in plain or name in designs}
+                found = _choose(task, known, able, (taught, held), errors)
                 chosen[found] = chosen.get(found, 0) + 1
     return _outcome(task, errors, set(plain), set(designs), chosen)
 
@@ -194,31 +201,52 @@ def _judged(
     def judge_now() -> Judged:
         begin = time.process_time()
         graphs = [task.graphs[place] for place in held]
-        answers = fit(task, [task.graphs[place] for place in taught], seed)(graphs)
+        off = residuals_of(task, graphs, fit(task, [task.graphs[place] for place in taught], seed)(graphs))
         seconds = time.process_time() - begin
-        return *errors_of(task, graphs, answers), seconds
+        return Judged(*errors_of(task, graphs, off), off, seconds)
 
     return known.get((name, seed, list(taught), list(held)), judge_now)
 
 
-def _choose(task: ContextTask, known: JudgedCache, models: Mapping[str, Fit], taught: Sequence[int]) -> str:
-    """The first model, the simplest come first, within a standard error of the best on groups that are held back."""
+def _choose(
+    task: ContextTask,
+    known: JudgedCache,
+    models: Mapping[str, Fit],
+    fold: tuple[Sequence[int], Sequence[int]],
+    errors: Mapping[str, _Errors],
+) -> str:
+    """The first model, the simplest come first, within a standard error of the best on groups that are held back.
+
+    Thirds of the groups that teach are held back in turn.  What the models are off by there also gives the intervals
+    whose coverage is judged on the groups that judge.
+    """
+    taught, judging = fold
     groups = list(task.groups)
     if task.teachers:  # they are one group: its graphs are held back one by one
         groups = [f"{group} {place}" for place, group in enumerate(groups)]
     names = sorted({groups[place] for place in taught} - set(task.always))
-    back = set(names[::3])
-    part = [place for place in taught if groups[place] not in back]
-    held = [place for place in taught if groups[place] in back]
+    thirds = [set(names[turn::HELD_BACK]) for turn in range(min(HELD_BACK, len(names)))]
+    places = [place for back in thirds for place in taught if groups[place] in back]
     logs = np.zeros((len(models), len(task.graphs)))
     for row, (name, fit) in zip(logs, models.items(), strict=True):
-        row[held] = _judged(task, known, (name, fit), (part, held), 0)[0]
-    inside = np.isin(np.arange(len(task.graphs)), held)
-    weights = np.where(inside, task.weights() if task.weights()[held].any() else 1.0, 0.0)
+        nodes, totals = [], []
+        for back in thirds:
+            held = [place for place in taught if groups[place] in back]
+            part = [place for place in taught if groups[place] not in back]
+            judged = _judged(task, known, (name, fit), (part, held), 0)
+            row[held] = judged.logs
+            nodes += judged.off.nodes
+            totals.append(judged.off.totals)
+        doubt = Doubt(task, places, Residuals(nodes, np.concatenate(totals)))
+        own = errors[name]
+        own.covered = own.covered or Covered.empty(len(task.graphs))
+        own.covered.put(judging, doubt.covered(judging, _judged(task, known, (name, fit), fold, 0).off))
+    inside = np.isin(np.arange(len(task.graphs)), places)
+    weights = np.where(inside, task.weights() if task.weights()[places].any() else 1.0, 0.0)
     best = logs[np.argmin(logs @ weights)]
     for row, name in zip(logs, models, strict=True):
-        mean, doubt = _paired(groups, weights, row, best)
-        if mean <= doubt:
+        mean, doubt_of_mean = _paired(groups, weights, row, best)
+        if mean <= doubt_of_mean:
             return name
     raise AssertionError("the best model is as good as itself")
 
@@ -263,8 +291,19 @@ def _row(name: str, errors: _Errors, weights: Array, paired: tuple[float, float]
     worst = float(relative[:, weights > 0].max(axis=1).mean())
     return Row(
         name, float(by_seed.mean()), spread, float((relative @ share).mean()), worst, *paired,
-        float(np.mean(errors.seconds)), name not in plain,
+        float(np.mean(errors.seconds)), name not in plain, *_covered(errors.covered, share),
     )  # fmt: skip
+
+
+def _covered(covered: Covered | None, share: Array) -> list[float | None]:
+    """Coverage and half width of graphs, and of nodes, means over graphs that judge."""
+    if covered is None:
+        return [None] * 4
+    found: list[float | None] = []
+    for values in (covered.totals, covered.total_widths, covered.nodes, covered.node_widths):
+        known = np.isfinite(values) & (share > 0)
+        found.append(float(np.average(values[known], weights=share[known])) if known.any() else None)
+    return found
 
 
 def _paired(labels: Sequence[str], weights: Array, one: Array, other: Array) -> tuple[float, float]:

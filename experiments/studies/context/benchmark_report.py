@@ -17,11 +17,13 @@ def outcome_text(outcome: Outcome) -> str:
         [
             row.model, Number(100 * row.error), Number(100 * row.seed_error), Number(row.mape), Number(row.worst),
             Number(100 * row.difference), Number(100 * row.difference_error), Number(row.seconds),
+            *map(_percent, (row.coverage, row.half_width, row.node_coverage, row.node_half_width)),
         ]
         for row in outcome.rows
     ]  # fmt: skip
     against = outcome.best_other or "the best other"
     header = ["model", "mean |log| error %", "± over seeds", "MAPE %", "largest %", "against best other", "±", "CPU s"]
+    header += ["coverage %", "half width %", "nodes' coverage %", "half width %"]
     floor = "" if outcome.floor is None else f"; two measurements differ by {100 * outcome.floor:.1f} %"
     verdict = "won" if outcome.won else "not won"
     chosen = ", ".join(f"{name} ({count})" for name, count in outcome.ships.items())
@@ -31,6 +33,8 @@ def outcome_text(outcome: Outcome) -> str:
         table(header, cells),
         f"against best other: points by which the error exceeds that of {against}, paired, and its standard error over "
         "groups; CPU s: to train and judge one fold",
+        "coverage: part of the graphs that judge, and of the time in their nodes, that lies in intervals of 90 % from "
+        "groups held back",
         f"{verdict}: {outcome.gnn} against {against}: {100 * outcome.difference:+.1f} "
         f"± {100 * outcome.difference_error:.1f} points; won takes two standard errors",
         f"held-back groups choose (folds): {chosen}",
@@ -40,6 +44,10 @@ def outcome_text(outcome: Outcome) -> str:
         groups = [[g.group, g.graphs, Number(100 * g.gnn), Number(100 * g.best_other)] for g in outcome.by_group]
         lines += ["", table(["group", "graphs", f"{outcome.gnn} %", f"{against} %"], groups[:MOST_GROUPS])]
     return "\n".join(lines)
+
+
+def _percent(value: float | None) -> Number | str:
+    return "" if value is None else Number(100 * value)
 
 
 def outcome_dict(outcome: Outcome) -> dict[str, Any]:

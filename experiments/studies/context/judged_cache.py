@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,29 @@ from numpy.typing import NDArray
 from torch_geometric.data import HeteroData
 
 from stepsight.dataset.files import digest, digest_files, read_json, write_json
+from stepsight.experiments.studies.context.context_coverage import Residuals
 from stepsight.experiments.studies.context.context_task import ContextTask
 from stepsight.training.context import fit_typed
 
 Array = NDArray[np.float64]
-Judged = tuple[Array, Array, float]  # log and relative error of each graph that judges, and CPU seconds
+DECIMALS = 5  # of residuals that are kept
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Errors of a model on the graphs that judge.
+
+    Attributes:
+        logs: Mean |log| error of each graph, ``(graphs,)``.
+        relative: Mean relative error, same shape.
+        off: By node and by graph.
+        seconds: CPU time of training and of answering.
+    """
+
+    logs: Array
+    relative: Array
+    off: Residuals
+    seconds: float
 
 
 class JudgedCache:
@@ -28,7 +47,7 @@ class JudgedCache:
 
     def __init__(self, folder: Path | None, task: ContextTask) -> None:
         self._folder = folder
-        self._task = digest(task.name, *_contents(task), _code()) if folder is not None else ""
+        self._task = digest("with residuals", task.name, *_contents(task), _code()) if folder is not None else ""
 
     def get(self, key: Sequence[Any], judge: Callable[[], Judged]) -> Judged:
         """What was judged before, or else what ``judge`` says now.
@@ -42,10 +61,16 @@ class JudgedCache:
         path = self._folder / f"{digest(self._task, *map(str, key))}.json"
         if path.exists():
             known = read_json(path)
-            return np.array(known["logs"]), np.array(known["relative"]), float(known["seconds"])
-        logs, relative, seconds = judge()
-        write_json(path, {"logs": logs.tolist(), "relative": relative.tolist(), "seconds": seconds}, indent=None)
-        return logs, relative, seconds
+            ends = np.cumsum(known["counts"])[:-1]
+            off = Residuals(np.split(np.array(known["nodes"], dtype=float), ends), np.array(known["totals"]))
+            return Judged(np.array(known["logs"]), np.array(known["relative"]), off, float(known["seconds"]))
+        judged = judge()
+        nodes = np.concatenate([*judged.off.nodes, np.zeros(0)]).round(DECIMALS).tolist()
+        kept = {"logs": judged.logs.tolist(), "relative": judged.relative.tolist(), "seconds": judged.seconds}
+        counts = [len(each) for each in judged.off.nodes]
+        kept |= {"nodes": nodes, "counts": counts, "totals": judged.off.totals.tolist()}
+        write_json(path, kept, indent=None)
+        return judged
 
 
 def _contents(task: ContextTask) -> list[bytes | str]:

@@ -16,6 +16,7 @@ from stepsight.experiments.studies.context import main
 from stepsight.experiments.studies.context.benchmark import errors_of, judge, models_of
 from stepsight.experiments.studies.context.benchmark_report import outcome_text
 from stepsight.experiments.studies.context.beside import Beside
+from stepsight.experiments.studies.context.context_coverage import residuals_of
 from stepsight.experiments.studies.context.context_task import ContextTask, Design
 from stepsight.experiments.studies.context.more_families import FAMILIES
 from stepsight.experiments.studies.context.neighbour_features import neighbour_features
@@ -57,6 +58,8 @@ def test_a_table_learns_a_factor_and_a_roofline_does_not() -> None:
     assert error["roofline"] == pytest.approx(np.log(2))
     assert error["table by kind and phase"] == pytest.approx(0, abs=1e-6)
     assert not outcome.won  # there is no network among these models
+    for row in outcome.rows:
+        assert row.coverage == row.node_coverage == 1.0  # all groups are alike
     assert "table by kind and phase" in outcome_text(outcome)
 
 
@@ -66,7 +69,8 @@ def test_a_network_of_the_table_answers_every_node() -> None:
     _, designs, variants = models_of(task)
     assert not variants  # one relation, and no labels of graphs
     answers = designs["GNN: order"](task, task.graphs[:4], 0)(task.graphs[4:])
-    assert np.isfinite(errors_of(task, task.graphs[4:], answers)[0]).all()
+    off = residuals_of(task, task.graphs[4:], answers)
+    assert np.isfinite(errors_of(task, task.graphs[4:], off)[0]).all()
 
 
 def test_neighbours_are_told_by_hand_made_features() -> None:

@@ -17,9 +17,10 @@ from stepsight.dataset.op import Op
 from stepsight.dataset.specs import ParallelSpec
 from stepsight.experiments.studies.context.benchmark import errors_of
 from stepsight.experiments.studies.context.cluster_task import BoxRun, run_graph
+from stepsight.experiments.studies.context.context_coverage import Residuals, residuals_of
 from stepsight.experiments.studies.context.context_task import ContextTask
 from stepsight.experiments.studies.context.edgeless_models import table
-from stepsight.experiments.studies.context.judged_cache import JudgedCache
+from stepsight.experiments.studies.context.judged_cache import Judged, JudgedCache
 from stepsight.experiments.studies.context.over_regressors import ProductRegressors
 from stepsight.experiments.studies.context.traced_ops_task import Script, script_graph
 from stepsight.experiments.studies.small_to_large.box_cases import MODELS, case
@@ -60,7 +61,8 @@ def test_a_table_over_the_products_regressors_learns_what_they_miss() -> None:
     product = ProductRegressors([script.step for script in scripts], task.groups)
     taught, asked = task.graphs[:9], task.graphs[9:]
     for fit in (product.alone, product.corrected(table)):
-        assert errors_of(task, asked, fit(task, taught, 0)(asked))[0].max() < 0.05
+        off = residuals_of(task, asked, fit(task, taught, 0)(asked))
+        assert errors_of(task, asked, off)[0].max() < 0.05
 
 
 def test_what_was_judged_is_not_judged_again(tmp_path: Path) -> None:
@@ -69,12 +71,14 @@ def test_what_was_judged_is_not_judged_again(tmp_path: Path) -> None:
 
     def judge() -> Any:
         calls.append(1)
-        return np.array([0.5]), np.array([0.6]), 1.0
+        return Judged(np.array([0.5]), np.array([0.6]), Residuals([np.array([0.25, 0.75])], np.array([0.4])), 1.0)
 
     task = _task([_script("a", 0)])
     for _ in range(2):
-        logs, relative, seconds = JudgedCache(tmp_path, task).get(("model", 0), judge)
-        assert (logs.tolist(), relative.tolist(), seconds) == ([0.5], [0.6], 1.0)
+        found = JudgedCache(tmp_path, task).get(("model", 0), judge)
+        assert (found.logs.tolist(), found.relative.tolist(), found.seconds) == ([0.5], [0.6], 1.0)
+        assert [own.tolist() for own in found.off.nodes] == [[0.25, 0.75]]
+        assert found.off.totals.tolist() == [0.4]
     assert len(calls) == 1
     JudgedCache(tmp_path, _task([_script("a", 0, 2.0)])).get(("model", 0), judge)
     JudgedCache(None, task).get(("model", 0), judge)
