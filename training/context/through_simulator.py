@@ -1,7 +1,7 @@
 """Learning from whole iterations: the simulator as a differentiable function.
 
 The iteration time is ``T = sum_i n_i t_i`` over the nodes on the critical path, so ``dT / dt_i = n_i``: how often
-node ``i`` lies on it.  That is all back-propagation needs.
+node ``i`` lies on it, and how much slower its rank or link is.  That is all back-propagation needs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ Array = NDArray[np.float64]
 
 
 class _Given:
-    """A latency model with given durations in context, by the identity of the program."""
+    """A latency model with given durations in context, and durations alone, by the identity of the program.
+
+    Slow ranks and links multiply the durations in context by as much as those alone.
+    """
 
     knows_context = True
 
-    def __init__(self, alone: LatencyModel, inside: dict[int, Array]) -> None:
+    def __init__(self, alone: LatencyModel, inside: dict[int, tuple[Array, Array]]) -> None:
         self.hardware = alone.hardware
         self.dispatch_calls = dispatch_calls(alone)
         self.op_seconds = alone.op_seconds
@@ -41,7 +44,11 @@ class _Given:
         self._inside = inside
 
     def in_context(self, programs: Sequence[Program], seconds: Sequence[Array]) -> Sequence[Array]:
-        return [self._inside[id(program)] for program in programs]
+        found = []
+        for program, slowed in zip(programs, seconds, strict=True):
+            given, own = self._inside[id(program)]
+            found.append(given * _ratio(slowed, own))
+        return found
 
 
 @dataclass(frozen=True)
@@ -76,22 +83,29 @@ class Iteration:
 
     def seconds_and_counts(self, inside: Array) -> tuple[float, Array]:
         """Iteration time for given node durations, ``(nodes,)``, and ``n_i`` of every node, same shape."""
-        parts = np.split(inside, self.bounds[1:-1])
-        given = _Given(self.latency, {id(p): part for p, part in zip(self.lowered.programs, parts, strict=True)})
+        parts = (np.split(values, self.bounds[1:-1]) for values in (inside, self.alone))
+        given = _Given(self.latency, dict(zip(map(id, self.lowered.programs), zip(*parts, strict=True), strict=True)))
         hardware = self.latency.hardware
         pipelines = distinct_pipelines(self.job, given)
         simulation = simulate_lowered(self.job, self.lowered, Timer(given), hardware, pipelines)
-        return simulation.iteration_time_s, node_counts(simulation, self.bounds)
+        return simulation.iteration_time_s, _node_counts(simulation, self.bounds, inside)
 
 
-def node_counts(simulation: Simulation, bounds: NDArray[np.int64]) -> Array:
-    """How often each node of the job's programs lies on the critical path, ``(bounds[-1],)``."""
+def _ratio(slowed: Array, seconds: Array) -> Array:
+    """How much slower each node is, 1 where it takes no time."""
+    ratio: Array = np.divide(slowed, seconds, out=np.ones(len(seconds)), where=seconds > 0)
+    return ratio
+
+
+def _node_counts(simulation: Simulation, bounds: NDArray[np.int64], inside: Array) -> Array:
+    """Derivative by each node's seconds, ``(bounds[-1],)``: how often it is on the critical path, times its slowdown."""
     counts = np.zeros(int(bounds[-1]))
     for segment, condition, uses in simulation.segment_uses():
-        times, own = simulation.ops_of(segment, condition), counts[bounds[segment] : bounds[segment + 1]]
-        every, one = np.arange(len(own), dtype=np.int32), np.ones(len(own))
+        part = slice(bounds[segment], bounds[segment + 1])
+        times, own = simulation.ops_of(segment, condition), counts[part]
+        every, slower = np.arange(len(own), dtype=np.int32), _ratio(times.seconds, inside[part])
         for to, since in np.argwhere(uses > 0).tolist():
-            add_path(times.critical[since], int(times.last[to, since]), every, one, uses[to, since], own)
+            add_path(times.critical[since], int(times.last[to, since]), every, slower, uses[to, since], own)
     return counts
 
 
