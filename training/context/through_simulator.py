@@ -98,7 +98,7 @@ def _ratio(slowed: Array, seconds: Array) -> Array:
 
 
 def _node_counts(simulation: Simulation, bounds: NDArray[np.int64], inside: Array) -> Array:
-    """Derivative by each node's seconds, ``(bounds[-1],)``: how often it is on the critical path, times its slowdown."""
+    """Derivative by each node's seconds, ``(bounds[-1],)``: how often it is on the path, times its slowdown."""
     counts = np.zeros(int(bounds[-1]))
     for segment, condition, uses in simulation.segment_uses():
         part = slice(bounds[segment], bounds[segment + 1])
