@@ -59,7 +59,7 @@ class Framework:
         p2p: Whether tensor-parallel ranks pass the ``full`` activation on to the next stage, or each a
             ``scattered`` part that is gathered there.
         overlap_tp, overlap_ep: As in ``ParallelSpec``.
-        eager_kernels, norms_again, token_metrics, fused_loss, fused_experts: As in ``ModelSpec``.
+        eager_kernels, norms_again, token_metrics, metric_losses, fused_loss, fused_experts: As in ``ModelSpec``.
         fp8_scaling: As in ``BatchSpec``.
         dispatch_calls: As in ``ExecutionSpec``.
         loss_share: As in ``ModelSpec``, for ``bert`` models.
@@ -97,6 +97,7 @@ class Framework:
     eager_kernels: bool = False
     norms_again: bool = False
     token_metrics: bool = False
+    metric_losses: int = 0
     fp8_scaling: str = "delayed"
     dispatch_calls: float = 0.0
     fused_loss: bool = False
@@ -167,6 +168,7 @@ class Framework:
                 "eager_kernels": self.eager_kernels,
                 "norms_again": self.norms_again and recompute != "full",
                 "token_metrics": self.token_metrics,
+                "metric_losses": self.metric_losses,
                 "fused_loss": self.fused_loss,
                 "fused_experts": self.fused_experts,
                 **self._of_bert(model),

@@ -39,6 +39,8 @@ class ModelSpec:
         norms_again: Whether norms work on fp32 copies and are recomputed in backward, with the residual before them;
             otherwise their input is kept.
         token_metrics: Whether accuracy and perplexity of every token are computed from the logits.
+        metric_losses: How many times PyTorch's own loss is computed again from the logits of a micro-batch for metrics,
+            without a gradient.
         fused_loss: Whether the loss is one kernel that reads the logits and overwrites them with their gradient.
         loss_share: Share of the tokens that ``bert`` predicts: only those reach its head.
         unpadded_len: Mean number of tokens of a ``bert`` sequence that are computed when padding is left out; 0: all.
@@ -78,6 +80,7 @@ class ModelSpec:
     eager_kernels: bool = False
     norms_again: bool = False
     token_metrics: bool = False
+    metric_losses: int = 0
     fused_loss: bool = False
     loss_share: float = 1.0
     unpadded_len: int = 0

@@ -62,6 +62,7 @@ _NOT_NEGATIVE = {
     "parallel": ("prefetch", "expert_tp", "dp_shard"),
 }  # fmt: skip
 _NO_DECODER = ("bert", "t5", "vit")
+MOST_METRICS = 16  # losses of a micro-batch for metrics
 
 
 class JobTables(Protocol):
@@ -224,6 +225,10 @@ def _lengths(rules: Rules, job: JobTables) -> None:
     else:
         rules.require(m.encoder_layers == 0, f"model.encoder_layers is for t5 alone, got {m.encoder_layers}")
     rules.require(0 < m.loss_share <= 1, f"model.loss_share must lie in (0, 1], got {m.loss_share}")
+    rules.require(
+        0 <= m.metric_losses <= MOST_METRICS,
+        f"model.metric_losses must be from 0 to {MOST_METRICS}, got {m.metric_losses}",
+    )
     rules.require(
         0 <= m.unpadded_len <= m.seq_len,
         f"model.unpadded_len must be from 0 to seq_len {m.seq_len}, got {m.unpadded_len}",

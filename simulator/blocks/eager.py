@@ -44,6 +44,15 @@ def gated(shape: RankShape, numel: int) -> tuple[Ops, Ops]:
     return (shape.op("elementwise", numel), product), (product, product, product)
 
 
+def metric_losses(shape: RankShape, rows: int, vocab: int) -> Ops:
+    """Losses for metrics, each with its own cast of the logits, as autocast does it.
+
+    Composer's ``Trainer._eval_train_metrics`` updates the metrics of the model after every micro-batch; those of
+    llm-foundry's models are ``LanguageCrossEntropy`` and ``LanguagePerplexity``, each a ``CrossEntropyLoss`` (2023).
+    """
+    return (*casts(shape, rows * vocab), shape.main_op("cross_entropy", rows, vocab)) * shape.model.metric_losses
+
+
 def token_metrics(shape: RankShape, rows: int, vocab: int) -> Ops:
     """Cross-entropy of every token: loss, the two largest logits and their index, difference to the maximum,
     exponentials, sum.

@@ -79,17 +79,17 @@ def loss(shape: RankShape, rows: int, classes: int, statistics: tuple[Item, ...]
     """Cross-entropy in the main type; logits and their gradient are in the activations' type, as is everything with
     ``fused_loss``.
     """
-    kernels, size = shape.kernels, shape.main_bytes
+    kernels, size, again = shape.kernels, shape.main_bytes, eager.metric_losses(shape, rows, classes)
     if shape.model.fused_loss:
         ends = shape.op("cross_entropy", rows, classes), shape.op("cross_entropy_backward", rows, classes)
         saved = (Saved(rows * classes * shape.dtype_bytes),)
-        return Step("loss", (ends[0], *statistics), (ends[1],), saved=saved)
+        return Step("loss", (ends[0], *statistics, *again), (ends[1],), saved=saved)
     apart = kernels.separate_kernels or kernels.token_metrics or kernels.casts_parameters
     casts = eager.casts(shape, rows * classes) if apart else ()
     metrics = eager.token_metrics(shape, rows, classes) if kernels.token_metrics else ()
     return Step(
         "loss",
-        (*casts, shape.main_op("cross_entropy", rows, classes), *statistics, *metrics),
+        (*casts, shape.main_op("cross_entropy", rows, classes), *statistics, *metrics, *again),
         (shape.main_op("cross_entropy_backward", rows, classes), *casts),
         saved=(Saved(rows * classes * size),),
         temporary_bytes=rows * classes * (shape.dtype_bytes - size),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from stepsight.dataset.op import Op
@@ -54,6 +56,14 @@ def test_metrics_read_all_logits_seven_times() -> None:
     more = _streamed(dense.head(counted)) - _streamed(dense.head(plain))
     logits = plain.rows * plain.model.vocab
     assert more == (5 * 4 + 2 * 8 + 2 * 6) * logits
+
+
+def test_each_loss_for_metrics_casts_the_logits_and_reads_and_writes_them_in_fp32() -> None:
+    plain = _shape()
+    counted = replace(plain, model=replace(plain.model, metric_losses=2))
+    more = _streamed(dense.head(counted)) - _streamed(dense.head(plain))
+    assert more == 2 * (6 + 8) * plain.rows * plain.model.vocab
+    assert words(dense.head(counted), backward=True) == words(dense.head(plain), backward=True)
 
 
 @pytest.mark.parametrize("flag", ["separate_kernels", "norms_again", "token_metrics"])
