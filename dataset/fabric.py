@@ -8,7 +8,13 @@ from typing import Any
 from stepsight.dataset.errors import JobError
 
 # Keys of a link in a job file, with its units.
-_RANGES = {"bandwidth_gbytes_per_s": (1e-6, 1e6), "latency_us": (0.0, 1e9), "burst_bytes": (0.0, 1e12)}
+_RANGES = {
+    "bandwidth_gbytes_per_s": (1e-6, 1e6),
+    "latency_us": (0.0, 1e9),
+    "burst_bytes": (0.0, 1e12),
+    "adapter_gbytes_per_s": (1e-6, 1e6),
+}
+_NEEDED, _OPTIONAL = {"bandwidth_gbytes_per_s", "latency_us"}, {"burst_bytes", "adapter_gbytes_per_s", "ll128"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +25,17 @@ class Link:
         bandwidth_bytes_per_s: Per device and per direction.
         latency_s: Time for an empty message between two devices.
         burst_bytes: Of what follows a pause, so much passes at once (a limited link's bucket).
+        ll128: Whether NCCL uses its protocol LL128 over this link: not where adapters are not behind the devices' own
+            PCIe switch, or the network does not keep the order of 128 bytes.
+        adapter_bytes_per_s: Bandwidth of one adapter that several devices share; if smaller than the bandwidth of a
+            device, each has its own.
     """
 
     bandwidth_bytes_per_s: float
     latency_s: float
     burst_bytes: float = 0.0
+    ll128: bool = True
+    adapter_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.burst_bytes <= 1e12:
@@ -33,6 +45,8 @@ class Link:
                 "a link needs bandwidth_bytes_per_s from 1e3 to 1e15 and latency_s from 0 to 1000, got "
                 f"{self.bandwidth_bytes_per_s} and {self.latency_s}"
             )
+        if not 0 <= self.adapter_bytes_per_s <= 1e15:
+            raise JobError(f"a link's adapter_bytes_per_s must lie within 0 and 1e15, got {self.adapter_bytes_per_s}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +58,35 @@ class Fabric:
     inter_node: Link
 
 
+def _link(key: str, link: Any) -> Link:
+    """A link from its table."""
+    if not isinstance(link, dict) or set(link) - _OPTIONAL != _NEEDED:
+        raise JobError(
+            f"fabric.{key} must be a table of bandwidth_gbytes_per_s (per device, per direction) and latency_us, and "
+            f"may have {', '.join(sorted(_OPTIONAL))}, got {link!r:.80}"
+        )
+    for name, number in link.items():
+        if name == "ll128":
+            if not isinstance(number, bool):
+                raise JobError(f"fabric.{key}.ll128 must be true or false, got {number!r:.80}")
+            continue
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise JobError(f"fabric.{key}.{name} must be a number, got {number!r:.80}")
+        least, most = _RANGES[name]
+        if not least <= number <= most:
+            raise JobError(f"fabric.{key}.{name} must be a number from {least:g} to {most:g}, got {number!r:.80}")
+    return Link(
+        link["bandwidth_gbytes_per_s"] * 1e9,
+        link["latency_us"] * 1e-6,
+        link.get("burst_bytes", 0.0),
+        link.get("ll128", True),
+        link.get("adapter_gbytes_per_s", 0.0) * 1e9,
+    )
+
+
 def fabric_from_dict(name: str, table: dict[str, Any]) -> Fabric:
     """A fabric from a table with ``intra_node`` and ``inter_node`` links in Gbyte/s per device and microseconds."""
-    links = {}
-    for key in ("intra_node", "inter_node"):
-        link = table.get(key)
-        if not isinstance(link, dict) or set(link) - {"burst_bytes"} != {"bandwidth_gbytes_per_s", "latency_us"}:
-            raise JobError(
-                f"fabric.{key} must be a table of bandwidth_gbytes_per_s (per device, per direction) and latency_us, "
-                f"got {link!r:.80}"
-            )
-        for field_name, number in link.items():
-            if isinstance(number, bool) or not isinstance(number, int | float):
-                raise JobError(f"fabric.{key}.{field_name} must be a number, got {number!r:.80}")
-            least, most = _RANGES[field_name]
-            if not least <= number <= most:
-                raise JobError(
-                    f"fabric.{key}.{field_name} must be a number from {least:g} to {most:g}, got {number!r:.80}"
-                )
-        links[key] = Link(link["bandwidth_gbytes_per_s"] * 1e9, link["latency_us"] * 1e-6, link.get("burst_bytes", 0.0))
+    links = {key: _link(key, table.get(key)) for key in ("intra_node", "inter_node")}
     unknown = set(table) - set(links) - {"source"}
     if unknown:
         raise JobError(f"fabric has keys intra_node and inter_node, got also {', '.join(sorted(unknown))}")

@@ -62,7 +62,10 @@ def _fabric_table(job: Job, links: Mapping[str, float]) -> dict[str, dict[str, f
             "bandwidth_gbytes_per_s": link.bandwidth_bytes_per_s / 1e9,
             "latency_us": link.latency_s * 1e6,
             "burst_bytes": link.burst_bytes,
+            "ll128": link.ll128,
         }
+        if link.adapter_bytes_per_s:
+            table[name]["adapter_gbytes_per_s"] = link.adapter_bytes_per_s / 1e9
     for key, value in links.items():
         _, _, name, fact = key.split(".")
         table[name][fact] = value

@@ -3,7 +3,8 @@
 NCCL compares a latency plus bytes over a bandwidth for every algorithm (ring, tree, NVLS tree, PAT) and protocol (LL,
 LL128, Simple), and runs the cheapest.  The constants below are those of its own comparison (``src/graph/tuning.cc`` of
 https://github.com/NVIDIA/nccl, version 2.27.7; those of 2.18 to 2.26 differ little).  They hold for NVLink and
-InfiniBand as in the vendor's own systems; a fabric's stated latencies and bandwidths scale them.
+InfiniBand as in the vendor's own systems.  A fabric's stated bandwidths scale them, and the latency that it states
+beyond InfiniBand's is added to each step.
 
 CollNet is left out, since it needs switches that sum, which a fabric does not state.  A partly filled node counts as a
 full one.
@@ -29,6 +30,9 @@ OVERLAPPING = (3, 4)  # these overlap: the longer one counts
 
 US = 1e-6
 NEAR_LATENCY, FAR_LATENCY = 5e-6, 10e-6  # stated latencies of the fabrics (DGX) for which NCCL's constants are valid
+# How often a step between nodes waits for what a network takes longer than InfiniBand.  NCCL adds its plugin's own
+# latency to a step, in Simple twice, since the receiver then reads back to be sure that all bytes are there.
+WAITS = (1.0, 1.0, 2.0)
 LL, LL128, SIMPLE = range(3)
 # Growth with each doubling of the nodes, of which NCCL knows nothing.  Steps between nodes in LL128 and Simple
 # fill the links' buffers, meet more switches and wait for the slowest of more.  An all-to-all crosses the core of the
@@ -52,22 +56,29 @@ TREE_PART = np.array(
         [0.9] * 7 + [0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9],
     ]
 )
+# Bytes/s at most of a tree between two nodes by adapter: on V100, A100, and H100 and later.  There each byte leaves a
+# node once, so trees can exceed what the adapters give a ring.
+TREE_LINKS, TREE_MOST = (200e9, 400e9), np.array([18.5e9, 23.6e9, 41.4e9])
 NVLS_CALL, NVLS_FAR = 25.0, 14.0  # us
 NVLS_SHARE, NVLS_LINK = 5 / 6, 400e9  # of the adapters' bandwidth on two nodes, half of it on more; Hopper and later
 NVLS_WITHIN = 0.76  # of NVLink: 480 GB/s of bus bandwidth on 8 H100 (DGX H100), before the factor of that term
 NVLS_NEAR = 8  # least number of participating ranks of a node: smaller nodes have no switch that sums
-PAT_CALL, PAT_FAR, PAT_NEAR, PAT_SHARE = 8.0, 14.0 / 3.5, 2.8, 0.75
-# us of a call and of each rank that a rank sends to, by measurements within nodes; and how many connections make each
-# of them twice as slow, since over a thousand ranks an all-to-all takes many times what a constant cost explains.
-DIRECT_CALL, DIRECT_NEAR, DIRECT_FAR = 8.0, 0.3, 0.8
-CONNECTIONS = 100.0
+PAT_OVERLAP = 3.5  # steps at once
+PAT_CALL, PAT_FAR, PAT_NEAR, PAT_SHARE = 8.0, 14.0 / PAT_OVERLAP, 2.8, 0.75
+# us of a call and of each rank that a rank sends to: within nodes by tables, between nodes by a public log of two nodes
+# (ALCF's Sirius).  How many connections make each message twice as slow: by logs of 1,024 and 2,160 ranks (ALCF's
+# Polaris), where an all-to-all takes many times what a constant cost explains.
+DIRECT_CALL, DIRECT_NEAR, DIRECT_FAR = 8.0, 0.3, 2.4
+CONNECTIONS = 500.0
 MESSAGE_CALL = 5.0  # us
 
 
 def link_facts(fabric: Fabric) -> Array:
-    """Bandwidth and latency of the links within a node and between nodes, ``(4,)``."""
+    """Bandwidth and latency of the links within a node and between nodes, whether LL128 crosses nodes, and the
+    bandwidth of an adapter, ``(6,)``."""
     near, far = fabric.intra_node, fabric.inter_node
-    return np.array([near.bandwidth_bytes_per_s, near.latency_s, far.bandwidth_bytes_per_s, far.latency_s])
+    links = [near.bandwidth_bytes_per_s, near.latency_s, far.bandwidth_bytes_per_s, far.latency_s]
+    return np.array([*links, float(far.ll128), max(far.adapter_bytes_per_s, far.bandwidth_bytes_per_s)])
 
 
 def choice_terms(collectives: Sequence[Collective], links: Array) -> Array:
@@ -75,7 +86,7 @@ def choice_terms(collectives: Sequence[Collective], links: Array) -> Array:
 
     Args:
         collectives: Of one kind.
-        links: ``link_facts`` of each one's fabric, ``(collectives, 4)``, or of the one fabric, ``(4,)``.
+        links: ``link_facts`` of each one's fabric, ``(collectives, 6)``, or of the one fabric, ``(6,)``.
 
     Returns:
         Seconds, ``(collectives, choices, len(CHOICE_TERMS))``.  Of each choice, they add up to its time, except that
@@ -83,7 +94,7 @@ def choice_terms(collectives: Sequence[Collective], links: Array) -> Array:
     """
     sizes = np.array([(c.num_bytes, c.group_size, c.ranks_per_node) for c in collectives], float).reshape(-1, 3)
     record = collectives[0].record
-    layout = _Layout(sizes, np.broadcast_to(links, (len(sizes), 4)))
+    layout = _Layout(sizes, np.broadcast_to(links, (len(sizes), 6)))
     if record.route == "message":
         return _message(layout)
     if record.route == "direct":
@@ -99,9 +110,11 @@ class _Layout:
         self.nodes = np.ceil(group / self.near)
         self.across = self.nodes > 1
         self.ranks = self.nodes * self.near
-        self.near_bandwidth, near_latency, self.far_bandwidth, self.far_latency = links.T
+        self.near_bandwidth, near_latency, self.far_bandwidth, self.far_latency, *own = links.T
+        self.has_ll128, self.adapter = own
         self.near_pace = near_latency / NEAR_LATENCY
-        self.far_pace = self.far_latency / FAR_LATENCY
+        self.far_pace = np.minimum(self.far_latency / FAR_LATENCY, 1.0)
+        self.far_wait = np.maximum(self.far_latency - FAR_LATENCY, 0.0) / US
         self.doublings = np.log2(self.nodes)
 
     def terms(self, call: Array | float, quick: Array | float, bulk: Array | float, *transfers: Array) -> Array:
@@ -109,9 +122,10 @@ class _Layout:
         latencies = (np.broadcast_to(US * np.asarray(part, float), self.nodes.shape) for part in (call, quick, bulk))
         return np.stack([*latencies, *transfers], axis=-1)
 
-    def far(self, protocol: int) -> Array:
-        """Slowdown of a step between nodes relative to NCCL's constants."""
-        return np.asarray(self.far_pace * (1.0 if protocol == LL else 1 + STEP_GROWTH * self.doublings))
+    def far(self, step: Array | float, protocol: int, waits: float = 1.0) -> Array:
+        """Microseconds of a step between nodes that takes ``step`` of them by NCCL's constants."""
+        growth = 1.0 if protocol == LL else 1 + STEP_GROWTH * self.doublings
+        return np.asarray(growth * step * self.far_pace + waits * WAITS[protocol] * self.far_wait)
 
     def steps(self, protocol: int, call: Array | float, steps: Array, transfers: tuple[Array, Array]) -> Array:
         """Terms of a choice of a protocol with the given microseconds per step."""
@@ -152,7 +166,7 @@ def _ring(layout: _Layout, passes: float, trees: bool, protocol: int) -> Array:
     near_steps = passes * (layout.ranks - 1) - far_steps
     near = layout.near_pace * NEAR["ring"][protocol]
     near = np.where(layout.across, np.maximum(near, HOST[protocol]), near)
-    far = np.where(layout.near > 1, FAR["ring"][protocol], FAR["tree"][protocol]) * layout.far(protocol)
+    far = layout.far(np.where(layout.near > 1, FAR["ring"][protocol], FAR["tree"][protocol]), protocol)
     slower = np.where(layout.across, PLATEAU, 1.0) if trees and protocol == SIMPLE else 1.0
     share = passes * (layout.ranks - 1) / layout.ranks
     transfers = _transfers(layout, share, RING_SHARE[protocol], protocol)
@@ -161,15 +175,17 @@ def _ring(layout: _Layout, passes: float, trees: bool, protocol: int) -> Array:
 
 def _tree(layout: _Layout, protocol: int) -> Array:
     near = 2 * (layout.near - 1) * NEAR["tree"][protocol] * layout.near_pace
-    far = 2 * layout.doublings * FAR["tree"][protocol] * layout.far(protocol)
+    far = 2 * layout.doublings * layout.far(FAR["tree"][protocol], protocol)
     sizes = np.log2(np.maximum(layout.num_bytes, 1.0)) - 6
     part = np.interp(sizes, np.arange(TREE_PART.shape[1]), TREE_PART[protocol])
-    transfers = _transfers(layout, 2.0, TREE_SHARE[protocol] * part, protocol)
+    most = TREE_MOST[np.digitize(layout.near_bandwidth, TREE_LINKS)]
+    leaving = np.where(layout.nodes > 2, 2.0, 2.0 / np.clip(most / layout.adapter, 1.0, 2.0))
+    transfers = _transfers(layout, 2.0, TREE_SHARE[protocol] * part, protocol, leaving)
     return layout.steps(protocol, CALL["tree"][protocol], near + far, transfers)
 
 
 def _nvls_tree(layout: _Layout) -> Array:
-    far = 2 * layout.doublings * NVLS_FAR * layout.far(SIMPLE)
+    far = 2 * layout.doublings * layout.far(NVLS_FAR, SIMPLE)
     share = NVLS_SHARE * np.where(layout.nodes > 2, 0.5, 1.0)
     between = layout.across * layout.num_bytes / (share * layout.near * layout.far_bandwidth)
     within = layout.num_bytes / (NVLS_WITHIN * layout.near_bandwidth)
@@ -178,22 +194,28 @@ def _nvls_tree(layout: _Layout) -> Array:
 
 
 def _pat(layout: _Layout) -> Array:
-    far = layout.doublings * PAT_FAR * layout.far(SIMPLE) + PAT_NEAR * layout.ranks
+    far = layout.doublings * layout.far(PAT_FAR, SIMPLE, 1 / PAT_OVERLAP) + PAT_NEAR * layout.ranks
     between = layout.num_bytes * (layout.ranks - 1) / layout.ranks / (PAT_SHARE * layout.far_bandwidth)
     has = layout.across & (layout.near == 1)
     return layout.terms(np.where(has, PAT_CALL, np.inf), 0.0, far, between, 0.0 * between)
 
 
-def _transfers(layout: _Layout, share: Array | float, part: Array | float, protocol: int) -> tuple[Array, Array]:
-    """Seconds in which a node's adapters, and a rank's link within the node, move ``share`` of the bytes."""
+def _transfers(
+    layout: _Layout, share: Array | float, part: Array | float, protocol: int, leaving: Array | None = None
+) -> tuple[Array, Array]:
+    """Seconds in which a node's adapters, and a rank's link within the node, move ``share`` of the bytes.
+
+    ``leaving`` is the share that the adapters move, if that is another one.
+    """
     moved = share * layout.num_bytes
-    between = layout.across * moved / (part * layout.near * layout.far_bandwidth)
+    left = moved if leaving is None else leaving * layout.num_bytes
+    between = layout.across * left / (part * layout.near * layout.far_bandwidth)
     within = (layout.near > 1) * moved / (part * layout.near_bandwidth)
     if protocol == LL:
         most = LL_MOST * np.maximum(1.0, layout.near_bandwidth / LL_LINK) * np.where(layout.across, 1.0, 4.0)
         return np.where(layout.across, np.maximum(between, moved / most), 0.0), np.maximum(
             within, np.where(layout.across, 0.0, moved / most)
         )
-    if protocol == LL128:  # none over PCIe
-        within = np.where(layout.near_bandwidth >= LL128_LINK, within, np.inf)
+    if protocol == LL128:  # none over PCIe, nor where the network does not keep the order of 128 bytes
+        within = np.where((layout.near_bandwidth >= LL128_LINK) & (layout.has_ll128 > 0), within, np.inf)
     return between, within

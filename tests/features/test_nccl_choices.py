@@ -14,7 +14,7 @@ from stepsight.features.nccl_choices import CHOICE_TERMS, STEP_GROWTH, choice_te
 
 FABRIC = find_fabric("dgx-h100")  # 450 and 50 GB/s, 5 and 10 us
 CALL, QUICK, BULK, ADAPTERS, LINKS = range(len(CHOICE_TERMS))
-RING_LL, RING_LL128, RING, TREE_LL, _, TREE, NVLS = range(7)
+RING_LL, RING_LL128, RING, TREE_LL, TREE_LL128, TREE, NVLS = range(7)
 
 
 def _terms(work: Collective, fabric: Fabric = FABRIC) -> NDArray[np.float64]:
@@ -40,6 +40,30 @@ def test_trees_are_as_deep_as_the_logarithm_of_the_nodes() -> None:
     terms = _terms(Collective("all_reduce", 8, 2048, 8))
     assert terms[TREE_LL, QUICK] == pytest.approx(2 * (7 * 0.6 + 8 * 5.0) * 1e-6)
     assert terms[RING_LL, QUICK] > 10 * terms[TREE_LL, QUICK]
+
+
+def test_latency_beyond_infiniband_is_added_to_each_step_and_twice_in_simple() -> None:
+    """A tree over 32 nodes of one device: 2 * 5 steps."""
+    work = Collective("all_reduce", 8, 32, 1)
+    later = replace(FABRIC, inter_node=replace(FABRIC.inter_node, latency_s=40e-6))
+    before, after = _terms(work), _terms(work, later)
+    assert after[TREE_LL, QUICK] - before[TREE_LL, QUICK] == pytest.approx(2 * 5 * 30e-6)
+    assert after[TREE, BULK] - before[TREE, BULK] == pytest.approx(2 * 5 * 60e-6)
+
+
+def test_a_link_without_ll128_has_no_such_choice() -> None:
+    work = Collective("all_reduce", 1 << 20, 64, 8)
+    without = _terms(work, replace(FABRIC, inter_node=replace(FABRIC.inter_node, ll128=False)))
+    assert not np.isfinite(without[[RING_LL128, TREE_LL128]].sum(axis=1)).any()
+    assert (np.isfinite(without) == np.isfinite(_terms(work)))[[RING_LL, RING, TREE_LL, TREE]].all()
+
+
+@pytest.mark.parametrize(("adapter", "leaving"), [(25e9, 2 * 25 / 41.4), (100e9, 2.0)])
+def test_each_byte_leaves_a_node_once_in_a_tree_of_two_nodes(adapter: float, leaving: float) -> None:
+    """As far as its channels carry it: 41.4 GB/s by adapter on H100."""
+    link = Link(25e9, 10e-6, adapter_bytes_per_s=adapter)
+    terms = _terms(Collective("all_reduce", 1 << 30, 8, 4), replace(FABRIC, inter_node=link))
+    assert terms[TREE, ADAPTERS] == pytest.approx(leaving * (1 << 30) / (0.9 * 0.92 * 100e9))
 
 
 def test_of_an_all_to_all_only_what_is_for_others_leaves_the_node() -> None:

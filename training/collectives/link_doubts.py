@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.hardware import Fabric, Link
+from stepsight.dataset.hardware import Fabric
 from stepsight.dataset.op import Collective
 from stepsight.features.nccl_choices import CHOICE_TERMS
 from stepsight.training.collectives.between_nodes import UNFITTED, BetweenNodes
@@ -73,7 +73,11 @@ def _slower(works: Sequence[Collective], fabric: Fabric, measured: Array, model:
     off = []
     scales: list[float] = sorted(SCALES.tolist(), key=lambda scale: abs(np.log(scale)))
     for scale in scales:
-        there = Link(link.bandwidth_bytes_per_s / scale, link.latency_s)
+        there = replace(
+            link,
+            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / scale,
+            adapter_bytes_per_s=link.adapter_bytes_per_s / scale,
+        )
         predicted = model.seconds(works, replace(fabric, inter_node=there))
         off.append(float(np.median(np.abs(np.log(predicted / measured)))))
     return next(scale for scale, error in zip(scales, off, strict=True) if error <= min(off) + ALIKE)
