@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.harness.regions.accesses import LINE
+from stepsight.dataset.harness.regions.body_ops import CALLS, CYCLES, FUNCTIONS, MOVES, PLAIN
 from stepsight.dataset.harness.regions.loop_nests import Nest
 from stepsight.dataset.harness.regions.nest_work import (
-    FUNCTIONS,
-    GROUPS,
-    LINE,
+    FORMS,
     MIDDLE,
     NEAR,
-    SCALAR_SLOW,
     TERMS,
     Use,
     is_strided,
@@ -24,27 +23,29 @@ from stepsight.dataset.harness.regions.nest_work import (
     uses_of,
 )
 from stepsight.dataset.harness.regions.region_record import Region
+from stepsight.features.statement_features import StatementNumbers, UseLevel, statement_numbers
 
 Array = NDArray[np.float64]
 Edges = NDArray[np.int64]
 
 CYCLE_S = 3e-10
 _SECONDS = {
-    "read_bytes": 3e-11, "written_bytes": 5e-11, "strided": 2e-9, "indirect": 1e-9, "vector_moves": 1.5e-10,
-    "scalar_moves": 2e-10, "vector": 1.5e-10, "scalar": 2e-10, "mask_stores": 6e-9, "mask_loads": 6e-10,
-    **{name: cycles * CYCLE_S for name, cycles in GROUPS.items()},
-    **{f"vector_{name}": cycles * CYCLE_S for name, cycles in FUNCTIONS.items()},
-    **{f"scalar_{name}": cycles * CYCLE_S * SCALAR_SLOW for name, cycles in FUNCTIONS.items()}, "nests": 2e-7,
+    "read_bytes": 3e-11, "written_bytes": 5e-11, "strided": 2e-9, "nests": 1e-7,
+    **{f"{form}_{name}": each[place] * CYCLE_S for place, form in enumerate(FORMS) for name, each in CYCLES.items()},
 }  # fmt: skip
 TERM_SECONDS = np.array([_SECONDS[name] for name in TERMS])  # of one of each, before a machine said what they are
+_GATHERED = ("gather", "scatter")
 PARTS = {  # of a roofline, each with the terms that it adds up
-    "reads": ("read_bytes",), "writes": ("written_bytes",), "strided": ("strided",), "indirect": ("indirect",),
-    "moves": ("vector_moves", "scalar_moves", "mask_stores", "mask_loads"), "vectors": ("vector",),
-    "scalars": ("scalar",), "groups": tuple(GROUPS), "functions": tuple(f"vector_{name}" for name in FUNCTIONS),
+    "reads": ("read_bytes",), "writes": ("written_bytes",), "strided": ("strided",),
+    "indirect": tuple(f"{form}_{name}" for form in FORMS for name in _GATHERED),
+    "moves": tuple(f"{form}_{name}" for form in FORMS for name in MOVES if name not in _GATHERED),
+    "vectors": tuple(f"vector_{name}" for name in PLAIN), "scalars": tuple(f"scalar_{name}" for name in PLAIN),
+    "groups": tuple(f"{form}_{name}" for form in FORMS for name in CALLS),
+    "functions": tuple(f"vector_{name}" for name in FUNCTIONS),
     "scalar_functions": tuple(f"scalar_{name}" for name in FUNCTIONS), "nests": ("nests",),
 }  # fmt: skip
 LEVELS = tuple(f"{level}_{what}" for what in ("read", "written", "strided") for level in ("near", "middle", "far"))
-LEVEL_SECONDS = np.array([1e-11, 2e-11, 6e-11, 1.5e-11, 3e-11, 9e-11, 1e-9, 2e-9, 5e-9])
+LEVEL_SECONDS = np.array([4e-12, 6e-12, 6e-11, 1e-11, 1e-11, 3e-11, 2e-10, 4e-10, 3e-9])
 LEVELLED = ("read_bytes", "written_bytes", "strided")  # terms that ``LEVELS`` split by reuse distance
 RELATIONS = ("feeds", "shares", "again")  # last touched by a writer, by a reader, or in the last run of the region
 EDGE_NUMBERS = ("log_bytes", "log_since", "log_between", "writes", "wrote", "strided", "log_own_bytes")
@@ -62,6 +63,7 @@ class NestNumbers:
         call: Number of the launch that each is in, ``(n,)``.
         edges: By relation, ``(2, e)`` and ``(e, len(EDGE_NUMBERS))``.
         footprint: Bytes of all buffers that are touched.
+        statements: The operations within the nests.
     """
 
     x: Array
@@ -71,6 +73,7 @@ class NestNumbers:
     call: Edges
     edges: Mapping[str, tuple[Edges, Array]]
     footprint: float
+    statements: StatementNumbers
 
 
 def nest_numbers(region: Region) -> NestNumbers:
@@ -85,17 +88,35 @@ def nest_numbers(region: Region) -> NestNumbers:
     told = [list(terms_of(nest, use).values()) for nest, use in zip(nests, uses, strict=True)]
     terms = np.array(told).reshape(-1, len(TERMS))
     rows = [_row(nest, use, each) for nest, use, each in zip(nests, uses, terms, strict=True)]
-    edges = _edges(uses)
+    edges, names = _edges(uses)
     touched = {name: region.buffers.get(name, 0) for use in uses for name in use}
+    levels = _levels(terms, edges)
+    pointers = [region.launches[call].pointers for call in calls]
     return NestNumbers(
         np.array(rows),
         terms,
-        _levels(terms, edges),
+        levels,
         np.array([_kind(each) for each in terms], dtype=np.int64),
         np.array(calls, dtype=np.int64),
         edges,
         float(sum(touched.values())),
+        statement_numbers(nests, pointers, _use_levels(len(nests), edges, names), levels[:, 6:]),
     )
+
+
+def _use_levels(
+    count: int, edges: Mapping[str, tuple[Edges, Array]], names: Mapping[str, Sequence[str]]
+) -> list[dict[str, UseLevel]]:
+    """How each nest uses its buffers, by name."""
+    found: list[dict[str, UseLevel]] = [{} for _ in range(count)]
+    for relation, (where, about) in edges.items():
+        written = about[:, EDGE_NUMBERS.index("writes")] > 0
+        moved = np.expm1(about[:, 0])
+        for name, target, writes, level, each in zip(
+            names[relation], where[1], written, edge_levels(about), moved, strict=True
+        ):
+            found[target][name] = bool(writes), int(level), float(each)
+    return found
 
 
 def _row(nest: Nest, uses: Mapping[str, Use], terms: Array) -> list[float]:
@@ -107,7 +128,7 @@ def _row(nest: Nest, uses: Mapping[str, Use], terms: Array) -> list[float]:
         read + written, max((max(u.read, u.written) for u in uses.values()), default=0.0),
         max((t.stride for t in strided), default=0), max((t.distinct for t in strided), default=0.0),
         sum(t.times for t in touches if t.form == "vector" and t.num_bytes != LINE),
-        (nest.operations.get("vector", 0.0) + nest.operations.get("scalar", 0.0)) / max(read + written, 1.0),
+        sum(nest.operations.values()) / max(read + written, 1.0),
         float(len(uses)), float(len(touches)),
     ]  # fmt: skip
     shares = part_sums(seconds[None])[0] / seconds.sum()
@@ -125,8 +146,9 @@ def _kind(terms: Array) -> int:
     told = dict(zip(TERMS, terms.tolist(), strict=True))
     seconds = terms * TERM_SECONDS
     slow = bool(part_sums(seconds[None])[0][-3:-1].sum() > 0.3 * seconds.sum())
-    reduces, vector = any(told[name] for name in GROUPS), told["vector"] >= told["scalar"]
-    return int(16 * vector + 8 * bool(told["strided"]) + 4 * bool(told["indirect"]) + 2 * reduces + slow)
+    reduces, looks = (any(told[name] for name in PARTS[part]) for part in ("groups", "indirect"))
+    vector, scalar = (sum(told[f"{form}_{name}"] for name in PLAIN) for form in FORMS)
+    return int(16 * (vector >= scalar) + 8 * bool(told["strided"]) + 4 * looks + 2 * reduces + slow)
 
 
 def _levels(terms: Array, edges: Mapping[str, tuple[Edges, Array]]) -> Array:
@@ -151,8 +173,12 @@ def edge_levels(about: Array) -> Edges:
     return np.searchsorted([NEAR, MIDDLE], columns[0] + 0.5 * (columns[1] + columns[2]))
 
 
-def _edges(uses: Sequence[Mapping[str, Use]]) -> dict[str, tuple[Edges, Array]]:
+def _edges(
+    uses: Sequence[Mapping[str, Use]],
+) -> tuple[dict[str, tuple[Edges, Array]], dict[str, list[str]]]:
     """An edge to every use of a buffer, from the nest that touched it last, in this run of the region or the last.
+
+    Beside them the buffers that they are for.
 
     ``since`` counts the bytes that other nests touched between.
     """
@@ -160,6 +186,7 @@ def _edges(uses: Sequence[Mapping[str, Use]]) -> dict[str, tuple[Edges, Array]]:
     before = np.concatenate([[0.0], np.cumsum(sizes)])
     whole = float(before[-1])
     rows: dict[str, list[tuple[float, ...]]] = {name: [] for name in RELATIONS}
+    names: dict[str, list[str]] = {name: [] for name in RELATIONS}
     last: dict[str, tuple[int, bool]] = {}
     for turn in range(2):  # the first run shows what the last one leaves
         for number, use in enumerate(uses):
@@ -170,6 +197,7 @@ def _edges(uses: Sequence[Mapping[str, Use]]) -> dict[str, tuple[Edges, Array]]:
                     since = before[number] - before[source + 1] + (whole if again else 0.0)
                     relation = "again" if again else "feeds" if wrote else "shares"
                     between = number - source + (len(uses) if again else 0)
+                    names[relation].append(name)
                     rows[relation].append(
                         (
                             source, number, np.log1p(max(each.read, each.written)), np.log1p(max(since, 0.0)),
@@ -184,4 +212,4 @@ def _edges(uses: Sequence[Mapping[str, Use]]) -> dict[str, tuple[Edges, Array]]:
     for relation, found in rows.items():
         table = np.array(found, dtype=np.float64).reshape(len(found), 2 + len(EDGE_NUMBERS))
         made[relation] = table[:, :2].T.astype(np.int64), table[:, 2:]
-    return made
+    return made, names

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from stepsight.dataset.harness.regions.nest_work import TERMS
 from stepsight.dataset.harness.regions.region_record import Launch, Region
-from stepsight.features.nest_features import EDGE_NUMBERS, LEVELS, PARTS, TERM_SECONDS, nest_numbers, part_sums
+from stepsight.features.nest_features import (
+    EDGE_NUMBERS,
+    LEVELLED,
+    LEVELS,
+    PARTS,
+    TERM_SECONDS,
+    nest_numbers,
+    part_sums,
+)
 
 
 def _code(source: str, target: str, numel: int) -> str:
@@ -55,3 +64,14 @@ def test_parts_add_up_to_the_terms() -> None:
     seconds = numbers.terms * TERM_SECONDS
     assert part_sums(seconds).shape == (2, len(PARTS))
     assert np.isclose(part_sums(seconds).sum(), seconds.sum())
+
+
+def test_statements_add_up_to_their_nests() -> None:
+    """What statements do is what their nests do; loads feed functions, and functions feed stores."""
+    numbers = nest_numbers(_chain(2**16))
+    statements = numbers.statements
+    counted = [place for place, name in enumerate(TERMS) if name not in LEVELLED]
+    assert np.allclose(statements.terms[:, counted].sum(axis=0), numbers.terms[:, counted].sum(axis=0))
+    assert np.allclose(statements.levels.sum(axis=0), numbers.levels.sum(axis=0))
+    assert statements.edges.T.tolist() == [[0, 1], [1, 2], [3, 4], [4, 5]]
+    assert statements.nest.tolist() == [0, 0, 0, 1, 1, 1]

@@ -17,9 +17,9 @@ from stepsight.training.regression.fitted_physics import Bounds, Physics, fit_ph
 Array = NDArray[np.float64]
 
 FUSED = "fused_loops"
-# Seconds of one: near, middle and far byte, strided access, far strided access, gather, move, vector operation, scalar
-# operation, cycle of a slow function, nest, and call.
-USUAL_S = np.array([5e-13, 2e-12, 2.6e-11, 3e-11, 2e-10, 2.7e-10, 2e-10, 1.9e-10, 2.5e-11, 2.8e-10, 7e-7, 5e-7])
+# Seconds of one: near, middle and far byte, strided access, far strided access, cycle of gathers, of moves, of vector
+# operations, of scalar operations and of slow functions, nest, and call.
+USUAL_S = np.array([3e-12, 4e-12, 4e-11, 3e-11, 3e-10, 3.5e-10, 2.8e-10, 2.5e-10, 1.1e-10, 3.2e-10, 4e-8, 8e-7])
 BOUNDS = Bounds(prior=USUAL_S, low=USUAL_S / 100, high=USUAL_S * 100)
 NOISE = 0.15  # log-seconds that calls of equal dims differ by
 PRIOR_STD = 1.0

@@ -8,57 +8,31 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .accesses import SCALAR_ACCESS, WIDE, Accesses, Touch
+from .body_ops import FLOAT, BodyOp, Known, functions_in, kind_of, known_of, name_of
 
 _CAST = re.compile(r"static_cast<int64_t>\(([^()]*)\)")
 _FOR = re.compile(
     r"for\s*\(\s*(?:int64_t|int|long) (\w+)\s*=\s*(-?\d+)L?; \w+\s*<\s*(-?\d+)L?; \w+(?:\+\+|\s*\+=\s*(\d+)L?)\s*\)"
 )
 _PART = re.compile(r"C10_(?:UN)?LIKELY\((\w+) >= (-?\d+)L? && \w+ < (-?\d+)L?\)")
-_POINTER = re.compile(r"\b([A-Za-z][\w:]*)\*(?: __restrict__)? (\w*ptr\d+)")
-_ALIAS = re.compile(r"auto (\w+) = (in_out_ptr\d+|out_ptr\d+|in_ptr\d+);")
-_VECTOR_ACCESS = re.compile(r"(?:::loadu\(|::from\(|\.store\()(\w*ptr\d+|local_\w+) \+ (.*)$")
-_SCALAR_ACCESS = re.compile(r"\b(\w*ptr\d+|local_\w+)\[")
-_TARGET = re.compile(r"^(?:auto |float |int64_t |bool )?(\w+)(?:\[[^=]*\])? = ")
+_TARGET = re.compile(r"^(?:auto |float |int64_t |bool |at::vec::\S+ )?(\w+)(?:\[[^=]*\])? = ")
+_CALLED = re.compile(r"(tmp\d+) \? (tmp\d+)\(\)")
+_POINTED = re.compile(r"\b\w*ptr\d+\b")
+_ALONE = re.compile(r"= \(?\w+\)?;$|= tmp\w*\(\);$")  # a copy of a variable, or a call of a function of the body
+_WORKED_OUT = re.compile(r"div_floor|\[[^\]]* % |\+ [^;]* % ")  # an index
 _NAME = re.compile(r"\btmp\w*")
-_WIDE = re.compile(r"VectorizedN<\w[\w:]*,(\d+)>|convert<[\w:]+,(\d+)")
-_SLOW = re.compile(
-    r"(?:\.|std::|calc_|normalized_|= )(rand_cpu|randn_cpu|randint64_cpu|exp_u20|exp2|exp|log1p|log2|"
-    r"log10|log|expm1|tanh|erfc|erf|sin|cos|tan|asin|acos|atan|pow|"
-    r"sqrt|rsqrt|reciprocal|sigmoid|lgamma|fmod|round|floor|ceil|trunc)\("
-)
-_SEVERAL = ("vec_reduce_all", "welford", "transpose_mxn", "cascade")  # calls of many operations
 _WORD = re.compile(r"\b\w+\b")
-SIZES = {
-    "float": 4, "double": 8, "int64_t": 8, "int32_t": 4, "int16_t": 2, "int8_t": 1, "uint8_t": 1, "bool": 1,
-    "at::BFloat16": 2, "at::Half": 2, "bfloat16": 2, "half": 2,
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Touch:
-    """An access of memory in a loop nest.
-
-    Attributes:
-        pointer: Name in the code.
-        writes: Whether it stores.
-        form: ``vector``, ``scalar`` or ``indirect`` (the address depends on values or is not linear).
-        times: How often it runs, where the innermost loop moves it.
-        num_bytes: Of one access.
-        stride: Bytes between two steps of the innermost loop that moves it.
-        distinct: Bytes of all different addresses.
-        masks: Whether it moves truth values, which vectors hold in another form.
-    """
-
-    pointer: str
-    writes: bool
-    form: str
-    times: float
-    num_bytes: int
-    stride: int
-    distinct: float
-    masks: bool = False
+_SIGNS = (" + ", " - ", " * ", " / ", ")/(")
+_SKIPPED = (
+    "#", "//", "return", "[&]", "()", ";", "TORCH_CHECK", "std::atomic", "inductor_cpu", "extern", "alignas",
+    "__at_align", "static Welford", "Welford", "Cascade", "std::unique",
+)  # fmt: skip
+REMEMBERED = 40_000  # truth values that branch prediction learns from one call to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +40,60 @@ class Nest:
     """One loop nest of a function.
 
     Attributes:
-        operations: By name (``vector``, ``scalar``, ``vector_exp`` …), how often they run.
+        ops: Operations of its bodies in order.
         touches: Accesses of memory.
     """
 
-    operations: Mapping[str, float]
+    ops: tuple[BodyOp, ...]
     touches: tuple[Touch, ...]
+
+    @property
+    def operations(self) -> dict[str, float]:
+        """How much of each operation runs (``vector_exp`` …), in registers or numbers."""
+        found: dict[str, float] = defaultdict(float)
+        for op in self.ops:
+            found[op.term] += op.work
+        return dict(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """What is known of a variable: registers (0: a number), loops that it depends on, type, and place of its op."""
+
+    registers: int = 0
+    depth: int = 0
+    kind: str = FLOAT
+    op: int = -1
 
 
 @dataclass
 class _Scope:
-    """A pair of braces: how often its body runs, its loop, and what is known of variables.
-
-    Of each variable: registers (0: a scalar), and how many loops it depends on.
-    """
+    """A pair of braces: how often its body runs, its loop, and what is known within."""
 
     times: float
     loop: str = ""
     start: int = 0
+    end: int = 1
     step: int = 1
     trips: float = 1.0
-    known: dict[str, tuple[int, int]] = field(default_factory=dict)
+    values: dict[str, _Value] = field(default_factory=dict)
+    known: dict[str, Known] = field(default_factory=dict)
+    same: dict[str, _Value] = field(default_factory=dict)
+
+    def inner(self, times: float, **loop: Any) -> _Scope:
+        """A scope within."""
+        return _Scope(times, **loop, values=dict(self.values), known=dict(self.known), same=dict(self.same))
+
+
+@dataclass
+class _Lambda:
+    """A function within a body: its name, where its operations and accesses begin, and whether it is called later."""
+
+    name: str
+    ops: int
+    touches: int
+    level: int
+    later: bool
 
 
 def nests_of(source: str) -> list[Nest]:
@@ -99,57 +106,68 @@ class _Reader:
 
     def __init__(self, source: str) -> None:
         self.nests: list[Nest] = []
-        kinds = {name: kind for kind, name in _POINTER.findall(source)}
-        self._sizes = {name: SIZES.get(kind, 4) for name, kind in kinds.items()}
-        self._masks = {name for name, kind in kinds.items() if kind == "bool"}
-        self._alias = dict(_ALIAS.findall(source))
+        self._accesses = Accesses(source)
         self._scopes = [_Scope(1.0)]
         self._pending: _Scope | None = None
-        self._counts: dict[str, float] = defaultdict(float)
+        self._ops: list[BodyOp] = []
         self._touches: list[Touch] = []
-        self._lambdas: list[tuple[str, int]] = []  # names that are being computed, and their registers
+        self._lambdas: list[_Lambda] = []
+        self._later: dict[str, tuple[range, range]] = {}  # operations and accesses of functions that are called later
+        self._done: dict[str, dict[Any, int]] = {}  # what was done where a condition holds
+        self._texts: list[str] = []  # of accesses, by operation
         for line in _lines(source):
             self._line(line)
 
     def _line(self, line: str) -> None:
+        scope = self._scopes[-1]
         if line == "{":
-            outer = self._scopes[-1]
-            self._scopes.append(self._pending or _Scope(outer.times, known=dict(outer.known)))
+            self._scopes.append(self._pending or scope.inner(scope.times))
             self._pending = None
         elif line.startswith("}"):
             self._close()
-        elif line.startswith("()") and self._lambdas:
-            name, width = self._lambdas.pop()
-            self._scopes[-1].known[name] = width, sum(bool(each.loop) for each in self._scopes)
-        elif line.endswith(" =") and (found := _NAME.search(line)):
-            self._lambdas.append((found[0], 0))
+        elif (line.endswith((" =", "= [&]"))) and (found := _NAME.search(line)):
+            begin = len(self._ops), len(self._touches), len(self._scopes)
+            self._lambdas.append(_Lambda(found[0], *begin, line.endswith("[&]")))
         elif line.startswith("return") and self._lambdas:
             self._returns(line)
         elif found := _FOR.match(line):
             self._pending = self._loop(found)
         elif line.startswith(("if", "else")):
             self._pending = self._branch(line)
-        elif not line.startswith(("#", "//", "return", "[&]", "TORCH_CHECK", "std::atomic", "inductor_cpu", "extern")):
+        elif not line.startswith(_SKIPPED):
             self._statement(line)
 
     def _returns(self, line: str) -> None:
-        """Whether the value of a lambda is a vector: of a buffer of several numbers, or of vectors."""
-        width, _ = self._variable(line, "", [])
-        self._lambdas[-1] = self._lambdas[-1][0], max(width, int("tmpbuf" in line))
+        """Keep what a function within a body makes, for the scope around it."""
+        right, name = line.removeprefix("return ").rstrip(";"), self._lambdas[-1].name
+        if not _NAME.fullmatch(right):
+            self._statement(f"auto {name} = {right};")
+        value = self._scopes[-1].values.get(name if not _NAME.fullmatch(right) else right, _Value())
+        if right == "tmpbuf":
+            value = replace(value, registers=1)
+        for scope in self._scopes[self._lambdas[-1].level - 1 :]:
+            scope.values[name] = value
 
     def _close(self) -> None:
         if len(self._scopes) < 2:
             return
         gone = self._scopes.pop()
-        if gone.loop and not any(scope.loop for scope in self._scopes) and (self._counts or self._touches):
-            self.nests.append(Nest(dict(self._counts), tuple(self._touches)))
-            self._counts, self._touches = defaultdict(float), []
+        if self._lambdas and len(self._scopes) <= self._lambdas[-1].level:
+            made = self._lambdas.pop()
+            if made.later:
+                self._later[made.name] = range(made.ops, len(self._ops)), range(made.touches, len(self._touches))
+        if gone.loop and not any(scope.loop for scope in self._scopes) and (self._ops or self._touches):
+            self.nests.append(Nest(tuple(self._ops), tuple(self._touches)))
+            for scope in self._scopes:
+                scope.values = {name: replace(value, op=-1) for name, value in scope.values.items()}
+                scope.same.clear()
+            self._ops, self._touches, self._later, self._done, self._texts = [], [], {}, {}, []
 
     def _loop(self, found: re.Match[str]) -> _Scope:
         name, low, high, step = found[1], int(found[2]), int(found[3]), int(found[4] or 1)
         trips = max(0.0, -(-(high - low) // step))
         outer = self._scopes[-1]
-        return _Scope(outer.times * trips, name, low, step, trips, dict(outer.known))
+        return outer.inner(outer.times * trips, loop=name, start=low, end=high, step=step, trips=trips)
 
     def _branch(self, line: str) -> _Scope:
         outer = self._scopes[-1]
@@ -161,104 +179,136 @@ class _Reader:
                     range(loop.start, int(part[2]), loop.step)
                 )
                 times *= min(max(inside, 0), loop.trips) / loop.trips
-        return _Scope(times, known=dict(outer.known))
+        return outer.inner(times)
 
     def _statement(self, line: str) -> None:
         scope = self._scopes[-1]
         loops = [each for each in self._scopes if each.loop]
         if not loops or not scope.times:
             return
-        target = _TARGET.match(line)
-        width, depth = self._variable(line, target[1] if target else "", loops)
-        if target:
-            scope.known[target[1]] = width, depth
-        touches = list(self._accesses(line, loops, scope.times))
-        self._touches += touches
-        if self._is_constant(line):
+        target, (left, _, right) = _TARGET.match(line), line.partition(" = ")
+        name, right = target[1] if target else "", right.rstrip(";")
+        if name and (told := known_of(right, scope.known, {each.loop: (each.start, each.end) for each in loops})):
+            scope.known[name] = told
+        if called := _CALLED.match(right):
+            self._runs(called[2], called[1], scope.known.get(called[1]))
+        value, inputs = self._value(line, name, loops)
+        key = _NAME.sub(lambda found: _place(scope, found[0]), right)
+        pure = bool(name) and left.startswith("auto ")
+        if pure and key in scope.same and "tmpbuf" not in line:
+            scope.values[name] = scope.same[key]
             return
-        times = scope.times * max(width, 1)
-        for loop in loops[depth:]:  # the compiler takes it out of loops that do not change it
+        times = scope.times
+        for loop in loops[value.depth :]:  # the compiler takes it out of loops that do not change it
             times /= max(loop.trips, 1.0)
-        kind = "vector" if width else "scalar"
-        for slow in _SLOW.findall(line):
-            self._counts[f"{kind}_{slow}"] += times
-        if " / " in line:
-            self._counts[f"{kind}_divide"] += times
-        name = next((each for each in _SEVERAL if each in line), kind)
-        self._counts[name] += times
+        first = len(self._touches)
+        self._touches += self._accesses.of(line, loops, scope.times)
+        carried = not left.startswith("auto ") and bool(re.search(rf"\b{name}\b", right)) if name else False
+        last = self._emit(line, value, (times, inputs, carried), first)
+        if name and last >= 0:
+            value = replace(value, op=last)
+        elif len(inputs) == 1:
+            value = replace(value, op=inputs[0])
+        if name:
+            self._keep(name, value)
+        if ".store(tmpbuf" in line:
+            self._keep("tmpbuf", value)
+        if pure and last >= 0:
+            scope.same[key] = value
 
-    def _variable(self, line: str, target: str, loops: list[_Scope]) -> tuple[int, int]:
-        """Registers of what a statement computes (0: a scalar), and how many loops it depends on."""
-        known = [self._scopes[-1].known.get(name, (0, 0)) for name in _NAME.findall(line)]
-        names = [each.loop for each in loops]
-        depths = [names.index(word) + 1 for word in _WORD.findall(line) if word in names]
-        depth = max([*depths, *(each[1] for each in known), 0])
-        if target.startswith("tmp_acc") or not target or "ptr" in target or target.startswith("tmpbuf"):
-            depth = len(loops)
-        if wide := _WIDE.search(line):
-            return int(wide[1] or wide[2]), depth
-        widths = [each[0] for each in known]
-        if "vec_reduce_all" in line:
-            return 0, depth
-        if "at::vec::" in line or "decltype(" in line or target.endswith("_vec"):
-            return max([1, *widths]), depth
-        return max(widths, default=0), depth
+    def _keep(self, name: str, value: _Value) -> None:
+        """Keep what is known of a variable, of one that a loop fills for the scopes around it, too."""
+        for scope in self._scopes[1:] if "tmp_acc" in name or name == "tmpbuf" else self._scopes[-1:]:
+            scope.values[name] = value
+
+    def _runs(self, name: str, condition: str, known: Known | None) -> None:
+        """A function of the body is called where a condition holds: its operations run that often.
+
+        What another function did where the same condition holds is not done again.
+        """
+        if name not in self._later:
+            return
+        share = known.share if known is not None and known.share == known.share else 1.0
+        places, touches = self._later.pop(name)
+        done = self._done.setdefault(condition, {})
+        same: dict[int, int] = {}
+        for place in places:
+            op = self._ops[place]
+            key = op.name, op.kind, tuple(same.get(each, each) for each in op.inputs), self._texts[place]
+            same[place] = done.setdefault(key, place)
+            share_now = share if same[place] == place else 0.0
+            self._ops[place] = replace(op, times=op.times * share_now)
+            if op.touch in touches:
+                touch = self._touches[op.touch]
+                self._touches[op.touch] = replace(touch, times=touch.times * share_now)
+
+    def _emit(self, line: str, value: _Value, how: tuple[float, list[int], bool], first: int) -> int:
+        """Write the operations of a statement down; returns the place of the last, -1 without any."""
+        times, inputs, carried = how
+        starts = not value.depth or ("tmp_acc" in line and not carried)
+        if starts and not (inputs or len(self._touches) > first or functions_in(line)):
+            return -1  # a constant, or what a sum begins with
+        names: list[tuple[str, int]] = []
+        for place in range(first, len(self._touches)):
+            if _WORKED_OUT.search(line):
+                names.append(("mod", -1))
+            names.append((self._move(line, self._touches[place]), place))
+        taken = tuple(self._ops[each].kind for each in inputs)
+        names += [(each, -1) for each in functions_in(line)]
+        more = not names or (len(self._touches) == first and any(sign in line for sign in _SIGNS))
+        if more and _NAME.search(line) and not _ALONE.search(line):
+            name = name_of(line, value.kind, taken, carried=carried)
+            names += [(name, -1)] if name else []
+        for name, touch in names:
+            self._texts.append(line.partition(" = ")[2] if "ptr" in line else "")
+            runs = self._touches[touch].times if touch >= 0 else times
+            kind = value.kind if touch < 0 else self._accesses.kind_of(self._touches[touch].pointer)
+            registers = 0 if name == "mod" and touch < 0 and "ptr" in line else value.registers
+            self._ops.append(BodyOp(name, registers, kind, runs, tuple(inputs), carried, touch))
+            inputs = [len(self._ops) - 1]
+        return len(self._ops) - 1 if names else -1
 
     @staticmethod
-    def _is_constant(line: str) -> bool:
-        _, _, right = line.partition(" = ")
-        return bool(right) and not _NAME.search(right) and "ptr" not in right
+    def _move(line: str, touch: Touch) -> str:
+        what = "store" if touch.writes else "load"
+        if touch.form == "indirect":
+            return "scatter" if touch.writes else "gather"
+        if touch.form == "vector" and touch.masks:
+            many = touch.times * touch.num_bytes > REMEMBERED
+            return f"many_mask_{what}" if many else f"mask_{what}"
+        if "transpose_mxn" in line:
+            return "transpose"
+        return f"part_{what}" if touch.part else what
 
-    def _accesses(self, line: str, loops: list[_Scope], times: float) -> Iterator[Touch]:
-        if found := _VECTOR_ACCESS.search(line):
-            index, lanes = _split_last(found[2])
-            name = str(self._alias.get(found[1], found[1]))
-            size = self._sizes.get(name, 4)
-            writes, masks = ".store(" in line, name in self._masks
-            touch = _touch(name, writes, "vector", (index, size, lanes or 16), (loops, times))
-            yield replace(touch, masks=masks)
-            return
-        stores = line.find(" = ")
-        for found in _SCALAR_ACCESS.finditer(line):
-            name = str(self._alias.get(found[1], found[1]))
-            index = _bracketed(line, found.end())
-            writes = found.start() < stores and not line.startswith("auto ") and "tmpbuf[" not in line[:stores]
-            yield _touch(name, writes, "scalar", (index, self._sizes.get(name, 4), 1), (loops, times))
-
-
-def _touch(name: str, writes: bool, form: str, where: tuple[str, int, int], runs: tuple[list[_Scope], float]) -> Touch:
-    """An access of the elements from an index on (index, bytes of one, number), in loops, so often."""
-    (index, size, lanes), (loops, times) = where, runs
-    coefficients = _linear(index, [each.loop for each in loops])
-    if coefficients is None:
-        return Touch(name, writes, "indirect", times, size * lanes, 0, times * size * lanes)
-    distinct, stride, moved = float(lanes), 0, False
-    for loop in reversed(loops):
-        coefficient = coefficients.get(loop.loop, 0)
-        if coefficient:
-            if not moved:
-                stride, moved = abs(coefficient) * loop.step * size, True
-            distinct *= loop.trips
-        elif not moved:
-            times /= max(loop.trips, 1.0)  # the compiler takes it out of the loop
-    return Touch(name, writes, form, times, size * lanes, stride, distinct * size)
+    def _value(self, line: str, target: str, loops: list[_Scope]) -> tuple[_Value, list[int]]:
+        """What is known of the result of a statement, and the places of the operations whose results it takes."""
+        values = [self._scopes[-1].values[n] for n in _NAME.findall(line) if n in self._scopes[-1].values]
+        names = [each.loop for each in loops]
+        depth = max([*(names.index(w) + 1 for w in _WORD.findall(line) if w in names), *(v.depth for v in values), 0])
+        if target.startswith(("tmp_acc", "masked_tmp_acc", "tmpbuf")) or not target or "ptr" in target:
+            depth = len(loops)
+        inputs = list(dict.fromkeys(each.op for each in values if each.op >= 0))
+        right = line.partition(" = ")[2] or line
+        kind = kind_of(right, tuple(each.kind for each in values))
+        if found := _POINTED.search(right):
+            kind = self._accesses.kind_of(found[0])
+        widths = [each.registers for each in values]
+        registers = max(widths, default=0)
+        if wide := WIDE.search(line):
+            registers = int(wide[1] or wide[2])
+        elif "tmpbuf[" in line or SCALAR_ACCESS.search(line):
+            registers = 0  # a lane of a vector at a time
+        elif "vec_reduce_all" in line or "cascade_sum_final(&scalar" in line:
+            registers = 0 if not target.endswith("_vec") else registers
+        elif ("at::vec::" in line and "at::vec::convert<" not in line) or target.endswith("_vec"):
+            registers = max(1, registers)
+        return _Value(registers, depth, kind), inputs
 
 
-def _linear(index: str, loops: list[str]) -> dict[str, int] | None:
-    """Coefficients of the loops' variables; None where the index is not linear in them."""
-    found: dict[str, int] = {}
-    for term in index.replace(" - ", " + -").split(" + "):
-        term = term.strip().strip("()")
-        if re.fullmatch(r"-?\d+L?", term):
-            continue
-        match = re.fullmatch(r"(-?\d+)L\*(\w+)|(-?\w+)", term)
-        if match is None:
-            return None
-        name, factor = match[2] or match[3].lstrip("-"), int(match[1] or 1)
-        if name not in loops:
-            return None
-        found[name] = found.get(name, 0) + factor
-    return found
+def _place(scope: _Scope, name: str) -> str:
+    """A name by the operation that made it, so that equal statements read alike."""
+    value = scope.values.get(name)
+    return f"#{value.op}" if value is not None and value.op >= 0 else name
 
 
 def _lines(source: str) -> Iterator[str]:
@@ -268,28 +318,3 @@ def _lines(source: str) -> Iterator[str]:
             line = made
         if line:
             yield line
-
-
-def _split_last(text: str) -> tuple[str, int]:
-    """The index of a vector access, and how many elements it takes (0: not said)."""
-    depth = 0
-    for place, sign in enumerate(text):
-        if sign in "([":
-            depth += 1
-        elif sign in ")]":
-            depth -= 1
-            if depth < 0:
-                return text[:place], 0
-        elif sign == "," and not depth:
-            number = re.match(r"\s*(\d+)", text[place + 1 :])
-            return text[:place], int(number[1]) if number else 0
-    return text, 0
-
-
-def _bracketed(line: str, start: int) -> str:
-    depth = 1
-    for place in range(start, len(line)):
-        depth += (line[place] == "[") - (line[place] == "]")
-        if not depth:
-            return line[start:place]
-    return line[start:]

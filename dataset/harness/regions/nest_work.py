@@ -5,26 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from .loop_nests import Nest, Touch, nests_of
+from .accesses import LINE, Touch
+from .body_ops import CALLS, CYCLES, FUNCTIONS, MOVES, OPS, PLAIN
+from .loop_nests import Nest, nests_of
 from .region_record import Launch, Region
 
-LINE = 64  # bytes of a cache line
-FUNCTIONS = {  # cycles of one vector, about as a CPU with vectors of 64 bytes takes
-    "exp_u20": 8, "exp": 14, "log": 50, "log1p": 70, "expm1": 50, "tanh": 80, "erf": 40, "sin": 30, "cos": 30,
-    "pow": 100, "sqrt": 8, "rsqrt": 12, "reciprocal": 6, "divide": 4, "rand_cpu": 70, "other": 20,
-}  # fmt: skip
-GROUPS = {"vec_reduce_all": 12.0, "welford": 25.0, "cascade": 2.0, "transpose_mxn": 60.0}  # cycles of one call
-TERMS = (
-    "read_bytes", "written_bytes", "strided", "indirect", "vector_moves", "scalar_moves", "vector", "scalar",
-    "mask_stores", "mask_loads", *GROUPS, *(f"vector_{name}" for name in FUNCTIONS),
-    *(f"scalar_{name}" for name in FUNCTIONS), "nests",
-)  # fmt: skip
+FORMS = ("vector", "scalar")
+TERMS = ("read_bytes", "written_bytes", "strided", *(f"{form}_{name}" for form in FORMS for name in OPS), "nests")
 NEAR, MIDDLE = (
     700_000,
     12_000_000,
 )  # bytes touched between two uses of a buffer that a core's caches, or all, still hold
-MASK_STORE, MASK_LOAD = 40.0, 4.0  # vectors moved in the time of one truth value that a vector stores or loads
-SCALAR_SLOW = 0.5  # cycles of a slow function on one number, over those on a vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +67,8 @@ def terms_of(nest: Nest, uses: Mapping[str, Use]) -> dict[str, float]:
     """How much a nest does of ``TERMS``."""
     found = dict.fromkeys(TERMS, 0.0)
     for name, times in nest.operations.items():
-        kind, _, function = name.partition("_")
-        if name in found:
-            found[name] += times
-        elif kind in ("vector", "scalar") and function:
-            found[f"{kind}_other"] += times
-    for touch in nest.touches:
-        if is_strided(touch):
-            found["strided"] += touch.times
-        if touch.form == "indirect":
-            found["indirect"] += touch.times
-        elif touch.masks:
-            found["mask_stores" if touch.writes else "mask_loads"] += touch.times * touch.num_bytes
-        else:
-            found[f"{touch.form}_moves"] += touch.times
+        found[name] += times
+    found["strided"] = sum(touch.times for touch in nest.touches if is_strided(touch))
     found["read_bytes"] = sum(use.read for use in uses.values())
     found["written_bytes"] = sum(use.written for use in uses.values())
     found["nests"] = 1.0
@@ -128,12 +107,12 @@ def launch_dims(
         strided[1] += told["strided"] * min(far, 1.0)
         for name, amount in told.items():
             sums[name] += amount
-    moves = sums["vector_moves"] + sums["scalar_moves"] + MASK_STORE * sums["mask_stores"]
-    moves += MASK_LOAD * sums["mask_loads"]
-    functions = sum(cycles * sums[f"vector_{name}"] for name, cycles in FUNCTIONS.items())
-    functions += SCALAR_SLOW * sum(cycles * sums[f"scalar_{name}"] for name, cycles in FUNCTIONS.items())
-    functions += sum(cycles * sums[name] for name, cycles in GROUPS.items())
-    amounts = (
-        *levels, *strided, sums["indirect"], moves, sums["vector"], sums["scalar"], functions, sums["nests"]
-    )  # fmt: skip
+    spent = {
+        (form, name): CYCLES[name][place] * sums[f"{form}_{name}"] for place, form in enumerate(FORMS) for name in OPS
+    }
+    far = sum(spent[form, name] for form in FORMS for name in ("gather", "scatter"))
+    moves = sum(spent[form, name] for form in FORMS for name in MOVES) - far
+    slow = sum(spent[form, name] for form in FORMS for name in FUNCTIONS)
+    vector, scalar = (sum(spent[form, name] for name in (*PLAIN, *CALLS)) for form in FORMS)
+    amounts = *levels, *strided, far, moves, vector, scalar, slow, sums["nests"]
     return tuple(round(each) for each in amounts)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,51 +14,63 @@ from stepsight.dataset.harness.regions.nest_work import TERMS
 from stepsight.experiments.studies.context.context_task import ContextTask
 from stepsight.experiments.studies.context.edgeless_models import Answers, Fit, Fitted
 from stepsight.features.nest_features import (
-    EDGE_NUMBERS,
     LEVEL_SECONDS,
     LEVELLED,
     LEVELS,
     PARTS,
     TERM_SECONDS,
-    edge_levels,
 )
 from stepsight.training.regression.fitted_physics import Bounds, fit_physics
 
 Array = NDArray[np.float64]
-NEST, REUSE = "nest", "reuse"
-CALL_S, REGION_S = 1e-6, 1e-6  # of a call of a compiled function and of a region, before a machine said what they are
-NOISE, PRIOR_STD = 0.15, 1.0  # log units
+NEST, REUSE, STATEMENT = "nest", "reuse", "statement"
+LAUNCHING = ("calls", "inputs", "written", "regions")  # of a region's launch, besides its nests
+LAUNCH_SECONDS = np.array([5e-7, 3e-7, 4e-7, 5e-7])  # of one, before a machine said what they are
+NOISE = 0.15  # log units
+PRIOR_STDS = (0.3, 0.6, 1.0)  # log units that constants may be off their prior; held-back families choose
 SHRUNK = (0.0, 0.25, 0.5, 0.75, 1.0)  # parts of a correction that may be believed
 _KEPT = [place for place, name in enumerate(TERMS) if name not in LEVELLED]
 _PART_OF = {term: place for place, terms in enumerate(PARTS.values()) for term in terms}
-Based = Callable[[HeteroData], HeteroData]
 
 
-def physics(*, reuse: bool) -> Fit:
+def physics(families: Sequence[str], *, reuse: bool) -> Fit:
     """Constants of a machine, fitted to whole regions; ``reuse``: bytes count by reuse distance."""
-    return over_physics(_as_based, reuse=reuse)
+    return over_physics(_as_based, families, reuse=reuse)
 
 
-def over_physics(model: Fit, *, reuse: bool, told: bool = False, on_edges: bool = False) -> Fit:
+def over_physics(
+    model: Fit, families: Sequence[str], *, reuse: bool = True, told: bool = False, nests: bool = False
+) -> Fit:
     """A model whose baseline is the physics that the same regions taught.
 
     Args:
         model: What corrects.
+        families: By the graphs' ``number``.
         reuse: Whether bytes count by reuse distance.
-        told: Whether nodes have the bytes by reuse distance as features.
-        on_edges: Whether edges carry the seconds of reading and writing, in place of nodes.
+        told: Whether nests have the bytes by reuse distance as features.
+        nests: Whether statements have the features of their nest, too.
     """
 
     def fit(task: ContextTask, graphs: Sequence[HeteroData], seed: int) -> Fitted:
-        constants = _constants(graphs, reuse=reuse)
+        constants = _chosen_constants(task, graphs, families, seed, reuse=reuse)
 
         def based(graph: HeteroData) -> HeteroData:
-            return _based(graph, constants, reuse=reuse, told=told, on_edges=on_edges)
+            return _based(graph, constants, reuse=reuse, told=told, nests=nests)
 
         fitted = model(task, [based(graph) for graph in graphs], seed)
         return lambda asked: fitted([based(graph) for graph in asked])
 
     return fit
+
+
+def halves(
+    task: ContextTask, graphs: Sequence[HeteroData], families: Sequence[str], seed: int
+) -> tuple[list[HeteroData], list[HeteroData]]:
+    """Graphs that teach and graphs of held-back families, halves of the teaching part."""
+    names = sorted({families[int(graph.number)] for graph in graphs} - set(task.always))
+    half = set(np.random.default_rng(seed).permutation(names)[::2].tolist())
+    back = [families[int(graph.number)] in half for graph in graphs]
+    return [g for g, b in zip(graphs, back, strict=True) if not b], [g for g, b in zip(graphs, back, strict=True) if b]
 
 
 def shrunk(model: Fit, families: Sequence[str]) -> Fit:
@@ -69,10 +82,8 @@ def shrunk(model: Fit, families: Sequence[str]) -> Fit:
     """
 
     def fit(task: ContextTask, graphs: Sequence[HeteroData], seed: int) -> Fitted:
-        names = sorted({families[int(graph.number)] for graph in graphs} - set(task.always))
-        half = set(np.random.default_rng(seed).permutation(names)[::2].tolist())
-        asked = [graph for graph in graphs if families[int(graph.number)] in half]
-        part = model(task, [graph for graph in graphs if families[int(graph.number)] not in half], seed)
+        teaching, asked = halves(task, graphs, families, seed)
+        part = model(task, teaching, seed)
         base = _sums(asked)
         off, said = np.log([float(graph.total) for graph in asked]) - np.log(base), np.log(part(asked)[1] / base)
         errors = [float(np.abs(off - share * said).mean()) for share in SHRUNK]
@@ -115,38 +126,74 @@ def _sums(graphs: Sequence[HeteroData]) -> Array:
     return np.array([float(graph[NEST].baseline.double().sum()) for graph in graphs])
 
 
-def _amounts(graph: HeteroData, *, reuse: bool) -> Array:
-    terms = graph[NEST].terms.numpy()
-    return np.concatenate([terms[:, _KEPT], graph[NEST].levels.numpy()], axis=1) if reuse else terms
+def _amounts(nodes: Any, *, reuse: bool) -> Array:
+    terms: Array = nodes.terms.double().numpy()
+    if not reuse:
+        return terms
+    return np.concatenate([terms[:, _KEPT], nodes.levels.double().numpy()], axis=1)
 
 
-def _constants(graphs: Sequence[HeteroData], *, reuse: bool) -> Array:
-    rows = np.array([[*_amounts(graph, reuse=reuse).sum(0), float(graph.calls), 1.0] for graph in graphs])
-    first = np.concatenate([TERM_SECONDS[_KEPT], LEVEL_SECONDS]) if reuse else TERM_SECONDS
-    prior = np.array([*first, CALL_S, REGION_S])
+def _chosen_constants(
+    task: ContextTask, graphs: Sequence[HeteroData], families: Sequence[str], seed: int, *, reuse: bool
+) -> Array:
+    """Constants whose prior is as strong as families that are held back of the teaching part want it."""
+    rows = np.array([[*_amounts(g[NEST], reuse=reuse).sum(0), *g.launching[0].tolist()] for g in graphs])
     seconds = np.array([float(graph.total) for graph in graphs])
+    back = {int(graph.number) for graph in halves(task, graphs, families, seed)[1]}
+    held = np.array([int(graph.number) in back for graph in graphs])
+
+    def error(std: float) -> float:
+        constants = _constants(rows[~held], seconds[~held], std, reuse=reuse)
+        return float(np.abs(np.log(rows[held] @ constants / seconds[held])).mean())
+
+    return _constants(rows, seconds, min(PRIOR_STDS, key=error), reuse=reuse)
+
+
+def _constants(rows: Array, seconds: Array, std: float, *, reuse: bool) -> Array:
+    first = np.concatenate([TERM_SECONDS[_KEPT], LEVEL_SECONDS]) if reuse else TERM_SECONDS
+    prior = np.concatenate([first, LAUNCH_SECONDS])
     bounds = Bounds(prior, prior / 100, prior * 30)
-    fitted = fit_physics(rows, np.ones(len(rows)), seconds, bounds, noise=NOISE, prior_std=PRIOR_STD)
+    fitted = fit_physics(rows, np.ones(len(rows)), seconds, bounds, noise=NOISE, prior_std=std)
     return np.exp(fitted.log_constants)
 
 
-def _based(graph: HeteroData, constants: Array, *, reuse: bool, told: bool, on_edges: bool) -> HeteroData:
+def _based(graph: HeteroData, constants: Array, *, reuse: bool, told: bool, nests: bool) -> HeteroData:
     found = graph.clone()
-    seconds = _amounts(graph, reuse=reuse) * constants[:-2]
+    each, launch = constants[: -len(LAUNCHING)], constants[-len(LAUNCHING) :]
+    overhead = float(graph.launching[0].double().numpy() @ launch)
+    for kind in (NEST, STATEMENT):
+        seconds = _amounts(graph[kind], reuse=reuse) * each
+        parts = _nest_parts(seconds, reuse=reuse) if kind == NEST else _statement_parts(seconds, reuse=reuse)
+        parts[:, -1] += overhead / len(parts)
+        found[kind].parts = torch.from_numpy(parts).float()
+        found[kind].baseline = found[kind].parts.sum(dim=1)
+        del found[kind].terms, found[kind].levels
+    of = graph[STATEMENT, "in", NEST].edge_index[1]
+    own = found[STATEMENT].baseline
+    shares = found[STATEMENT].parts / own[:, None]
+    about = [graph[STATEMENT].x, own.log()[:, None], shares, *([graph[NEST].x[of]] if nests else [])]
+    found[STATEMENT].x = torch.cat(about, dim=1)
+    found[STATEMENT, "in", NEST].edge_attr = torch.stack([own.log(), own / found[NEST].baseline[of]], dim=1)
+    if told:
+        found[NEST].x = torch.cat([graph[NEST].x, graph[NEST].levels.log1p().float()], dim=1)
+    return found
+
+
+def _nest_parts(seconds: Array, *, reuse: bool) -> Array:
+    """Seconds of nests by ``PARTS``."""
     names = [*(TERMS[place] for place in _KEPT), *LEVELS] if reuse else list(TERMS)
     parts = np.zeros((len(seconds), len(PARTS)))
     for column, name in enumerate(names):
         place = _PART_OF[name] if name in _PART_OF else LEVELS.index(name) // 3
         parts[:, place] += seconds[:, column]
-    parts[:, -1] += (constants[-2] * float(graph.calls) + constants[-1]) / len(parts)
-    found[NEST].baseline = torch.from_numpy(parts.sum(axis=1)).float()
-    if on_edges:
-        about = graph[NEST, REUSE, NEST].edge_attr.double().numpy()
-        place = edge_levels(about) + 3 * (about[:, EDGE_NUMBERS.index("writes")] > 0)
-        each = constants[len(_KEPT) :][place] if reuse else np.full(len(about), LEVEL_SECONDS[0])
-        found[NEST, REUSE, NEST].seconds = torch.from_numpy(np.expm1(about[:, 0]) * each).float()
-        parts[:, :2] = 0.0
-    found[NEST].parts = torch.from_numpy(parts).float()
-    if told:
-        found[NEST].x = torch.cat([graph[NEST].x, graph[NEST].levels.log1p().float()], dim=1)
-    return found
+    return parts
+
+
+def _statement_parts(seconds: Array, *, reuse: bool) -> Array:
+    """Seconds of statements: computing, near, middle, and far bytes, strides, and what starts a nest."""
+    count = seconds.shape[1] - len(LEVELS) if reuse else len(TERMS)
+    start = (_KEPT if reuse else list(range(count))).index(TERMS.index("nests"))
+    own = seconds[:, :count].sum(axis=1) - seconds[:, start]
+    levels = seconds[:, count:].reshape(len(seconds), 3, 3) if reuse else np.zeros((len(seconds), 3, 3))
+    moved = levels[:, :2].sum(axis=1)
+    return np.column_stack([own, moved, levels[:, 2].sum(axis=1), seconds[:, start]])

@@ -14,9 +14,19 @@ from stepsight.experiments.studies.context.neighbour_features import neighbour_f
 from stepsight.experiments.studies.context.network_models import network
 from stepsight.experiments.studies.context.probe_families import is_probe
 from stepsight.experiments.studies.context.region_collecting import MeasuredRegion, read_collected
-from stepsight.experiments.studies.context.region_models import NEST, REUSE, averaged, over_physics, physics, shrunk
+from stepsight.experiments.studies.context.region_models import (
+    LAUNCH_SECONDS,
+    NEST,
+    REUSE,
+    STATEMENT,
+    averaged,
+    over_physics,
+    physics,
+    shrunk,
+)
 from stepsight.features.nest_features import TERM_SECONDS, nest_numbers, part_sums
 from stepsight.features.region_features import op_numbers
+from stepsight.features.statement_features import StatementNumbers
 from stepsight.training.context.fit_typed import TypedFit
 
 SETTINGS = TypedFit(epochs=25, decay=1.0, rate=0.004)
@@ -33,11 +43,10 @@ def regions_task(folder: Path) -> ContextTask:
     judged = [each for each in measured if not is_probe(each.family)]
     again = np.array([np.log(each.seconds / each.seconds_again) for each in judged])
 
-    def corrected(design: Design, *, reuse: bool, told: bool = False) -> Fit:
+    def corrected(design: Design, **options: bool) -> Fit:
         model = shrunk(averaged(network(design, settings=SETTINGS), MEMBERS), families)
-        return over_physics(model, reuse=reuse, told=told, on_edges=design.edge_seconds)
+        return over_physics(model, families, **options)
 
-    alone = Design(NEST, (NEST,), ())
     return ContextTask(
         "regions",
         "mean |log| error of the seconds of compiled regions, families held out",
@@ -52,18 +61,18 @@ def regions_task(folder: Path) -> ContextTask:
         bound=BOUND,
         rest=False,
         plain_models={
-            "physics of the code": physics(reuse=False),
-            "physics of the code, reuse distance by hand": physics(reuse=True),
-            "trees over physics, neighbours' features": over_physics(trees(neighbour_features), reuse=True),
-            "sum over nests over physics": corrected(alone, reuse=False),
-            "sum over nests over physics, reuse distance by hand": corrected(alone, reuse=True, told=True),
+            "physics of the code": physics(families, reuse=False),
+            "physics of the code, reuse distance by hand": physics(families, reuse=True),
+            "trees over physics, neighbours' features": over_physics(trees(neighbour_features), families),
+            "sum over nests over physics": corrected(Design(NEST, (NEST,), ()), told=True),
+            "sum over statements over physics": corrected(Design(STATEMENT, (STATEMENT,), ())),
+            "sum over statements that know their nest": corrected(Design(STATEMENT, (STATEMENT,), ()), nests=True),
         },
         networks={
-            "GNN: messages over physics": corrected(Design(NEST, (NEST,)), reuse=False),
-            "GNN: messages over physics with reuse distance": corrected(Design(NEST, (NEST,)), reuse=True),
-            "GNN: seconds on edges": corrected(Design(NEST, (NEST,), layers=1, edge_seconds=True), reuse=True),
-            "GNN: state passed along the order": corrected(Design(NEST, (NEST,), (), recurrent=True), reuse=True),
-            "GNN: nests and region": corrected(Design(NEST, (NEST, WHOLE)), reuse=True),
+            "GNN: nests and region": corrected(Design(NEST, (NEST, WHOLE))),
+            "GNN: data flow of statements": corrected(Design(STATEMENT, (STATEMENT,))),
+            "GNN: statements in nests": corrected(Design(STATEMENT, (STATEMENT, NEST))),
+            "GNN: statements, nests and region": corrected(Design(STATEMENT, (STATEMENT, NEST, WHOLE), layers=3)),
         },
         notes=(f"{len(measured) - len(judged)} probes teach every model and judge none",),
     )
@@ -74,7 +83,10 @@ def region_graph(measured: MeasuredRegion, number: int = 0) -> HeteroData:
     numbers, ops = nest_numbers(measured.region), op_numbers(measured.region)
     graph = HeteroData()
     seconds = part_sums(numbers.terms * TERM_SECONDS)
-    count = len(seconds)
+    count, calls = len(seconds), len(measured.region.launches)
+    written = len({access.buffer for loop in measured.region.loops for access in loop.writes})
+    launching = np.array([calls, len(measured.region.inputs), written, 1.0])
+    seconds[:, -1] += launching @ LAUNCH_SECONDS / count
     named = {"op": (ops.x, ops.parts, ops.key), NEST: (numbers.x, seconds, numbers.key)}
     for name, (x, parts, key) in named.items():
         graph[name].x = torch.from_numpy(x).float()
@@ -82,15 +94,28 @@ def region_graph(measured: MeasuredRegion, number: int = 0) -> HeteroData:
         graph[name].baseline = graph[name].roofline = graph[name].parts.sum(dim=1)
         graph[name].key = torch.from_numpy(key)
     graph[NEST].terms, graph[NEST].levels = torch.from_numpy(numbers.terms), torch.from_numpy(numbers.levels)
+    _add_statements(graph, numbers.statements)
     kinds = np.eye(len(numbers.edges))
     where = np.concatenate([each for each, _ in numbers.edges.values()], axis=1)
     about = [np.concatenate([a, kinds[[k] * len(a)]], axis=1) for k, (_, a) in enumerate(numbers.edges.values())]
     graph[NEST, REUSE, NEST].edge_index = torch.from_numpy(where)
     graph[NEST, REUSE, NEST].edge_attr = torch.from_numpy(np.concatenate(about)).float()
-    calls = len(measured.region.launches)
     graph[WHOLE].x = torch.tensor([[np.log1p(numbers.footprint), np.log(count), np.log(calls)]]).float()
     graph[NEST, "part_of", WHOLE].edge_index = torch.stack([torch.arange(count), torch.zeros(count, dtype=torch.long)])
     graph[NEST, "part_of", WHOLE].edge_attr = torch.from_numpy(seconds.sum(axis=1) / seconds.sum()).float()[:, None]
     graph.total = torch.tensor([min(measured.seconds, measured.seconds_again)]).float()
-    graph.calls, graph.number = torch.tensor([float(calls)]), torch.tensor([number])
+    graph.launching = torch.from_numpy(launching)[None]
+    graph.number = torch.tensor([number])
     return graph
+
+
+def _add_statements(graph: HeteroData, numbers: StatementNumbers) -> None:
+    """The operations within the nests, what they take, and the nest that each is in."""
+    graph[STATEMENT].x = torch.from_numpy(numbers.x).float()
+    graph[STATEMENT].terms = torch.from_numpy(numbers.terms).float()
+    graph[STATEMENT].levels = torch.from_numpy(numbers.levels)
+    graph[STATEMENT, "data", STATEMENT].edge_index = torch.from_numpy(numbers.edges)
+    graph[STATEMENT, "data", STATEMENT].edge_attr = torch.from_numpy(numbers.about).float()
+    of = torch.from_numpy(numbers.nest)
+    graph[STATEMENT, "in", NEST].edge_index = torch.stack([torch.arange(len(of)), of])
+    graph[STATEMENT, "in", NEST].edge_attr = torch.zeros(len(of), 2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from stepsight.dataset.harness.regions.loop_nests import Nest, Touch, nests_of
+from stepsight.dataset.harness.regions.accesses import Touch
+from stepsight.dataset.harness.regions.body_ops import BodyOp
+from stepsight.dataset.harness.regions.loop_nests import Nest, nests_of
 from stepsight.dataset.harness.regions.nest_work import TERMS, launch_dims, terms_of, uses_of
 from stepsight.dataset.harness.regions.region_record import Launch
 
@@ -81,15 +83,83 @@ def test_columns_are_strided_and_looked_up_values_indirect() -> None:
     assert looked.form == "indirect"
     told = terms_of(nest, uses_of(nest, {}, {}))
     assert set(told) == set(TERMS)
-    assert (told["strided"], told["indirect"]) == (ROWS * WIDTH, ROWS * WIDTH)
+    assert (told["strided"], told["scalar_gather"]) == (ROWS * WIDTH, ROWS * WIDTH)
 
 
 def test_bytes_count_by_how_long_ago_they_were_touched() -> None:
     """The same call reads from a near cache or from far away."""
     touch = Touch("in_ptr0", False, "vector", 64.0, 64, 64, 4096.0)
-    nest, launch = Nest({"vector": 64.0}, (touch,)), Launch("f", {"in_ptr0": "x"}, ("op0",))
+    nest, launch = Nest((BodyOp("load", 1, "float", 64.0, touch=0),), (touch,)), Launch("f", {"in_ptr0": "x"}, ("op0",))
     near, middle, far = (
         launch_dims([nest], launch, {"x": 4096}, lambda _, bytes_since=since: bytes_since) for since in (0.0, 4e6, 1e9)
     )
     assert (near[0], middle[1], far[2]) == (4096, 4096, 4096)
     assert near[3:] == far[3:]
+
+
+_EVERY_SECOND = """
+extern "C"  void kernel(const float* in_ptr0, float* out_ptr0, float* out_ptr1)
+{
+    for(int64_t x0=static_cast<int64_t>(0L); x0<static_cast<int64_t>(100L); x0+=static_cast<int64_t>(1L))
+    {
+        auto tmp0 = (x0 % 2L);
+        auto tmp1 = c10::convert<int64_t>(tmp0);
+        auto tmp2 = static_cast<int64_t>(0);
+        auto tmp3 = tmp1 == tmp2;
+        auto tmp4 = [&]
+        {
+            auto tmp5 = in_ptr0[static_cast<int64_t>(x0)];
+            auto tmp6 = std::exp(tmp5);
+            return tmp6;
+        }
+        ;
+        auto tmp7 = tmp3 ? tmp4() : static_cast<decltype(tmp4())>(0.0);
+        auto tmp8 = [&]
+        {
+            auto tmp9 = in_ptr0[static_cast<int64_t>(x0)];
+            auto tmp10 = std::exp(tmp9);
+            return tmp10;
+        }
+        ;
+        auto tmp11 = tmp3 ? tmp8() : static_cast<decltype(tmp8())>(0.0);
+        auto tmp12 = decltype(tmp7)(-tmp7);
+        out_ptr0[static_cast<int64_t>(x0)] = tmp12;
+        out_ptr1[static_cast<int64_t>(x0)] = tmp11;
+    }
+}
+"""
+_SUM = """
+extern "C"  void kernel(const at::BFloat16* in_ptr0, float* out_ptr0)
+{
+    for(int64_t x0=static_cast<int64_t>(0L); x0<static_cast<int64_t>(8L); x0+=static_cast<int64_t>(1L))
+    {
+        float tmp_acc0 = 0;
+        at::vec::VectorizedN<float,2> tmp_acc0_vec = at::vec::VectorizedN<float,2>(0);
+        for(int64_t x1=static_cast<int64_t>(0L); x1<static_cast<int64_t>(64L); x1+=static_cast<int64_t>(32L))
+        {
+            auto tmp0 = at::vec::Vectorized<at::BFloat16>::loadu(in_ptr0 + static_cast<int64_t>(x1 + 64L*x0), 32);
+            auto tmp1 = at::vec::convert<float,2,at::BFloat16,1>(tmp0);
+            tmp_acc0_vec = tmp_acc0_vec + tmp1;
+        }
+        tmp_acc0 = tmp_acc0 + at::vec::vec_reduce_all<float, 2>([](auto& x, auto& y) { return x + y; }, tmp_acc0_vec);
+        out_ptr0[static_cast<int64_t>(x0)] = static_cast<float>(tmp_acc0);
+    }
+}
+"""
+
+
+def test_a_function_of_the_body_runs_as_often_as_its_condition_holds_and_once() -> None:
+    """Every second element is computed; the same work under the same condition is not done again."""
+    done = _only(_EVERY_SECOND).operations
+    assert done["scalar_exp"] == 50
+    assert "vector_arithmetic" not in done
+
+
+def test_statements_take_the_results_of_others() -> None:
+    """A sum takes what was loaded and widened, and its own result; what is stored is the reduced sum."""
+    ops = _only(_SUM).ops
+    assert [op.name for op in ops] == ["load", "widen", "carried", "reduce", "store"]
+    assert [op.inputs for op in ops] == [(), (0,), (1,), (2,), (3,)]
+    assert [op.registers for op in ops] == [1, 2, 2, 0, 0]
+    assert [op.carried for op in ops] == [False, False, True, True, False]
+    assert [op.times for op in ops] == [16, 16, 16, 8, 8]
