@@ -106,6 +106,10 @@ def plan_profile_command(
         str, typer.Option(help="Device to measure: a preset, or a .toml or .json file with its facts.")
     ],
     minutes: Annotated[float, typer.Option(help="Measuring time.")] = 5.0,
+    job: Annotated[
+        list[Path] | None,
+        typer.Option(parser=path, help="A job that you will ask about, on any hardware (repeatable)."),
+    ] = None,
     devices: Annotated[
         int, typer.Option(min=1, help="Devices of the node; with 2 or more, collectives are measured too.")
     ] = 1,
@@ -117,8 +121,9 @@ def plan_profile_command(
 ) -> None:
     """Choose what to measure first on a new device, and write it as a plan for the harness.
 
-    The candidates are the training ops of the models in the catalogue. The plan begins with the most informative ones:
-    those that most reduce the expected error over all candidates, given what the shipped predictors know. Examples:
+    The candidates are the training ops of the models in the catalogue, and of your jobs. The plan begins with those
+    that most reduce the expected error, given what the shipped predictors know. An error counts by the time that your
+    jobs spend in the op; without --job by that of training the models in the catalogue. Examples:
 
         stepsight plan-profile --hardware my-gpu.toml --minutes 5 --out plan.json
         stepsight collect plan.json --out runs/profile
@@ -129,6 +134,7 @@ def plan_profile_command(
 
     from stepsight.dataset.files import check_output_file, write_json
     from stepsight.dataset.hardware import canonical_hardware, find_hardware, unknown_hardware
+    from stepsight.dataset.job import Job
     from stepsight.training.predictor.predictor import shipped_names, teacher_of
     from stepsight.training.transfer.profile_plan import profile_plan
 
@@ -138,7 +144,8 @@ def plan_profile_command(
     if out.suffix != ".json":
         raise StepsightError(f"--out ends in .json, got {str(out)!r:.80}")
     check_output_file(out)
-    plan = profile_plan(found, [teacher_of(name) for name in shipped_names()], minutes, devices=devices, seed=seed)
+    teachers, jobs = [teacher_of(name) for name in shipped_names()], [Job.from_file(each) for each in job or ()]
+    plan = profile_plan(found, teachers, minutes, jobs=jobs, devices=devices, seed=seed)
     write_json(out, plan)
     counts = Counter(f"{item['kind']} {item.get('dtype', '')}".strip() for e in plan["events"] for item in e["ops"])
     links = sum(len(event["collectives"]) for event in plan["events"])

@@ -141,28 +141,37 @@ def fit_correction(rows: Blocks, residuals: Array, seconds: Array, seed: int = 0
     return Correction(fit_posterior(rows, residuals, seconds, seed), fit_posterior(rows, residuals, alike, seed))
 
 
-def choose_rows(candidates: Blocks, wanted: int) -> list[int]:
-    """Choose the ops to measure first: each lowers the expected squared error over all candidates most (greedily).
+def choose_rows(
+    candidates: Blocks, wanted: int, *, targets: Blocks | None = None, weights: Array | None = None
+) -> tuple[list[int], Array]:
+    """Choose the ops to measure first: each lowers the expected squared error over all targets most (greedily).
 
     Args:
         candidates: Columns of ops that could be measured, by term.
         wanted: How many to choose.
+        targets: Columns of the ops that will be predicted; None: the candidates.
+        weights: How much each target counts, ``(targets,)``; None: alike.
 
     Returns:
-        Their indices, the most informative first.
+        Their indices, the most informative first, and by how much each lowers the weighted variance.
     """
     scales = _prior()[0]
-    covariance = _covariance(scales, _distances(candidates, candidates))
+    own = _covariance(scales, _distances(candidates, candidates))
+    other = own.copy() if targets is None else _covariance(scales, _distances(targets, candidates))
+    share = np.ones(len(other)) if weights is None else np.asarray(weights, dtype=np.float64)
     noise = float(np.exp(2 * scales[1]))
     chosen: list[int] = []
-    for _ in range(min(wanted, len(covariance))):
-        gain = (covariance**2).sum(axis=0) / (np.diag(covariance) + noise)
+    gains = np.zeros(min(wanted, len(own)))
+    for turn in range(len(gains)):
+        gain = share @ other**2 / (np.diag(own) + noise)
         gain[chosen] = -1.0
         best = int(np.argmax(gain))
         chosen.append(best)
-        column = covariance[:, best].copy()
-        covariance -= np.outer(column, column) / (column[best] + noise)
-    return chosen
+        gains[turn] = gain[best]
+        row = own[best] / (own[best, best] + noise)
+        other -= np.outer(other[:, best], row)
+        own -= np.outer(own[:, best], row)
+    return chosen, gains
 
 
 def _prior() -> tuple[Array, Array]:
