@@ -32,6 +32,7 @@ from stepsight.experiments.studies.context.region_collecting import collect
 from stepsight.experiments.studies.context.regions_task import regions_task
 from stepsight.experiments.studies.context.step_errors import StepTable
 from stepsight.experiments.studies.context.traced_ops_task import ops_task
+from stepsight.training.tracking import default_uri
 
 TASKS: dict[str, Callable[[Path], ContextTask]] = {
     "regions": regions_task,
@@ -65,6 +66,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--folds", type=int, default=3)
     parser.add_argument("--only", action="append", default=[], help="models whose names hold this word (repeatable)")
+    parser.add_argument(
+        "--trials", type=int, default=0, help="also networks whose settings an Optuna study of so many trials chooses"
+    )
+    parser.add_argument("--tracking-uri", help="MLflow store of the trials; an SQLite database in --data, if left out")
     parser.add_argument("--no-variants", action="store_true", help="leave out networks without each kind of edge")
     parser.add_argument(
         "--collect", type=int, metavar="N", help="first measure N functions of each family of regions on this machine"
@@ -93,9 +98,12 @@ def main(arguments: Sequence[str]) -> int:
                 tables.append(STEP_TASKS[name][1](own))
                 continue
             task = TASKS[name](own)
-            wanted = {"only": options.only, "variants": not options.no_variants}
+            uri = options.tracking_uri or default_uri(options.data / "predictor")
+            wanted = {"only": options.only, "variants": not options.no_variants, "trials": options.trials}
             cache = None if options.again else options.data / "judged"
-            outcomes.append(judge(task, seeds=options.seeds, folds=options.folds, cache=cache, **wanted))
+            outcomes.append(
+                judge(task, seeds=options.seeds, folds=options.folds, cache=cache, tracking_uri=uri, **wanted)
+            )
     except StepsightError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

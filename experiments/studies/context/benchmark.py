@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from torch_geometric.data import HeteroData
 
-from stepsight.experiments.studies.context.context_coverage import Covered, Doubt, Residuals, residuals_of
-from stepsight.experiments.studies.context.context_task import ContextTask
+from stepsight.experiments.studies.context.context_coverage import Covered, Doubt, Residuals, errors_of, residuals_of
+from stepsight.experiments.studies.context.context_task import ContextTask, Design
 from stepsight.experiments.studies.context.edgeless_models import MODELS, Fit
 from stepsight.experiments.studies.context.judged_cache import Judged, JudgedCache
 from stepsight.experiments.studies.context.network_models import LABELS, ablations, network, without_edges
+from stepsight.experiments.studies.context.tuned_models import tuned
 
 Array = NDArray[np.float64]
 FOLDS = 3
@@ -37,12 +37,13 @@ class Row:
         worst: Largest error of a graph, percent; mean over seeds.
         difference: Mean error minus that of the best model without messages, paired by graph.
         difference_error: Its standard error over groups.
-        seconds: Training and prediction of one fold, mean.
+        seconds: CPU time of training on one fold, mean.
         hears: Whether it passes messages.
         coverage: Share of graphs whose seconds lie in the 90 % interval that groups held back gave, of the first seed;
             None for variants.
         half_width: Half of the interval's width, mean, log units.
         node_coverage, node_half_width: The same of nodes, weighted by time; None where whole graphs are judged.
+        answer_ms: CPU time of the first answer on one graph, median over folds, milliseconds.
     """
 
     model: str
@@ -58,6 +59,7 @@ class Row:
     half_width: float | None = None
     node_coverage: float | None = None
     node_half_width: float | None = None
+    answer_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -125,25 +127,13 @@ def models_of(task: ContextTask) -> tuple[dict[str, Fit], dict[str, Fit], dict[s
     return plain, designs, variants
 
 
-def errors_of(task: ContextTask, graphs: Sequence[HeteroData], off: Residuals) -> tuple[Array, Array]:
-    """Mean |log| error, and mean relative error, of each graph."""
-    if task.whole:
-        return np.abs(off.totals), np.abs(np.expm1(off.totals))
-    logs, relative = [], []
-    for graph, own in zip(graphs, off.nodes, strict=True):
-        nodes = graph[task.readout]
-        weight = nodes.weight.double().numpy()[np.isfinite(nodes.seconds.numpy())] + 1e-15
-        logs.append(float(np.average(np.abs(own), weights=weight)) if len(own) else 0.0)
-        relative.append(float(np.average(np.abs(np.expm1(own)), weights=weight)) if len(own) else 0.0)
-    return np.array(logs), np.array(relative)
-
-
 class _Errors:
     """Errors of one model by seed and graph."""
 
     def __init__(self, seeds: int, graphs: int) -> None:
         self.logs, self.relative = np.zeros((seeds, graphs)), np.zeros((seeds, graphs))
         self.seconds: list[float] = []
+        self.answers: list[float] = []
         self.covered: Covered | None = None  # of the first seed, where the model may ship
 
 
@@ -155,6 +145,8 @@ def judge(
     only: Sequence[str] = (),
     variants: bool = True,
     cache: Path | None = None,
+    trials: int = 0,
+    tracking_uri: str = "",
 ) -> Outcome:
     """Train and judge all models of a task.
 
@@ -165,8 +157,14 @@ def judge(
         only: Models whose names hold one of these words; all if empty.
         variants: Whether networks without each kind of edge and with other labels are judged too.
         cache: Folder of what was judged before; None: everything is judged anew.
+        trials: Of an Optuna study for the settings of the first design, and of the sum without edges; 0: no study.
+        tracking_uri: MLflow store of its trials.
     """
     plain, designs, others = models_of(task)
+    if trials and task.designs:
+        main, node = next(iter(task.designs.items())), task.edgeless[0]
+        plain[f"sum over {node}s, no edges, {trials} trials"] = tuned(Design(node, (node,), ()), trials, tracking_uri)
+        designs[f"{GNN}: {main[0]}, {trials} trials"] = tuned(main[1], trials, tracking_uri)
     every = {**plain, **designs, **(others if variants else {})}
     every = {name: fit for name, fit in every.items() if not only or any(word in name for word in only)}
     known = JudgedCache(cache, task)
@@ -180,6 +178,7 @@ def judge(
                 judged = _judged(task, known, (name, fit), (taught, held), seed)
                 own.logs[seed, held], own.relative[seed, held] = judged.logs, judged.relative
                 own.seconds.append(judged.seconds)
+                own.answers.append(judged.answer_s)
             if seed == 0:
                 print(f"{task.name} fold {number}: models on groups held back of the rest", file=sys.stderr, flush=True)
                 able = {name: fit for name, fit in every.items() if name in plain or name in designs}
@@ -201,9 +200,12 @@ def _judged(
     def judge_now() -> Judged:
         begin = time.process_time()
         graphs = [task.graphs[place] for place in held]
-        off = residuals_of(task, graphs, fit(task, [task.graphs[place] for place in taught], seed)(graphs))
-        seconds = time.process_time() - begin
-        return Judged(*errors_of(task, graphs, off), off, seconds)
+        fitted = fit(task, [task.graphs[place] for place in taught], seed)
+        trained = time.process_time()
+        fitted(graphs[:1])
+        answered = time.process_time()
+        off = residuals_of(task, graphs, fitted(graphs))
+        return Judged(*errors_of(task, graphs, off), off, trained - begin, answered - trained)
 
     return known.get((name, seed, list(taught), list(held)), judge_now)
 
@@ -292,6 +294,7 @@ def _row(name: str, errors: _Errors, weights: Array, paired: tuple[float, float]
     return Row(
         name, float(by_seed.mean()), spread, float((relative @ share).mean()), worst, *paired,
         float(np.mean(errors.seconds)), name not in plain, *_covered(errors.covered, share),
+        1e3 * float(np.median(errors.answers)),
     )  # fmt: skip
 
 

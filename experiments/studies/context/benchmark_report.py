@@ -17,13 +17,23 @@ def outcome_text(outcome: Outcome) -> str:
         [
             row.model, Number(100 * row.error), Number(100 * row.seed_error), Number(row.mape), Number(row.worst),
             Number(100 * row.difference), Number(100 * row.difference_error), Number(row.seconds),
+            Number(row.answer_ms),
             *map(_percent, (row.coverage, row.half_width, row.node_coverage, row.node_half_width)),
         ]
         for row in outcome.rows
     ]  # fmt: skip
     against = outcome.best_other or "the best other"
-    header = ["model", "mean |log| error %", "± over seeds", "MAPE %", "largest %", "against best other", "±", "CPU s"]
-    header += ["coverage %", "half width %", "nodes' coverage %", "half width %"]
+    header = [
+        "model",
+        "mean |log| error %",
+        "± over seeds",
+        "MAPE %",
+        "largest %",
+        "against best other",
+        "±",
+        "training, CPU s",
+    ]
+    header += ["answer ms", "coverage %", "half width %", "nodes' coverage %", "half width %"]
     floor = "" if outcome.floor is None else f"; two measurements differ by {100 * outcome.floor:.1f} %"
     verdict = "won" if outcome.won else "not won"
     chosen = ", ".join(f"{name} ({count})" for name, count in outcome.ships.items())
@@ -32,7 +42,7 @@ def outcome_text(outcome: Outcome) -> str:
         f"{outcome.graphs} graphs, {outcome.groups} groups that judge, {outcome.seeds} seeds{floor}",
         table(header, cells),
         f"against best other: points by which the error exceeds that of {against}, paired, and its standard error over "
-        "groups; CPU s: to train and judge one fold",
+        "groups; answer: first one, on one graph, CPU time",
         "coverage: part of the graphs that judge, and of the time in their nodes, that lies in intervals of 90 % from "
         "groups held back",
         f"{verdict}: {outcome.gnn} against {against}: {100 * outcome.difference:+.1f} "

@@ -22,8 +22,11 @@ from stepsight.dataset.hardware import Fabric
 from stepsight.dataset.imported.graph_schema import kind_names
 from stepsight.dataset.op import COLLECTIVE_KINDS, Collective, Op
 from stepsight.dataset.run_manifest import RunManifest, read_manifest
+from stepsight.experiments.studies.context.cluster_links import add_links
+from stepsight.experiments.studies.context.cluster_waits import waited_seconds
 from stepsight.experiments.studies.context.context_task import ContextTask, Design
 from stepsight.experiments.studies.context.edgeless_models import Answers, Fit, Fitted
+from stepsight.experiments.studies.context.network_models import network
 from stepsight.features.graph_features import STREAMS
 from stepsight.training.context.examples import iteration_times
 from stepsight.training.context.fit_context import Whole
@@ -76,7 +79,8 @@ def cluster_task(folder: Path) -> ContextTask:
     groups = [SMALL] * len(small) + names[len(small) :]
     judging = [run.manifest.step_seconds for run in runs[len(small) :]]
     spreads = [abs(float(np.log(max(each) / min(each)))) for each in judging]
-    network, *others = reversed(CANDIDATES)
+    shipped, *others = reversed(CANDIDATES)
+    linked = Design("op", None, ("uses", "next", "meets"))
     return ContextTask(
         "cluster",
         "error of iterations of 8 and 16 ranks, learned from at most 4",
@@ -88,9 +92,14 @@ def cluster_task(folder: Path) -> ContextTask:
             "all edges": Design("op"),
             "groups and stages": Design("op", None, ("meets", "belongs", "spans")),
             "order and concurrency": Design("op", ("op",)),
+            "links": Design("op", ("link",)),
+            "links and groups": linked,
         },
         plain_models={f"{name}, through the simulator": _through(name, runs, predictor) for name in others[-2::-1]},
-        networks={f"{network}, through the simulator": _through(network, runs, predictor)},
+        networks={
+            "GNN: links and groups, labels of waits too": network(linked, labels=(1.0, 1.0)),
+            f"{shipped}, through the simulator": _through(shipped, runs, predictor),
+        },
         teachers=(SMALL,),
         bound=BOUND,
         rest=False,
@@ -138,7 +147,7 @@ def run_graph(run: BoxRun, number: int) -> HeteroData:
         number: Of the run in the task.
     """
     iteration, manifest = run.iteration, run.manifest
-    baseline, total = _spent(iteration)
+    baseline, total = _spent(iteration)  # 1e-12 where a node is not on the critical path
     roofline, _ = _spent(run.facts)
     graph, programs = HeteroData(), iteration.lowered.programs
     works = [node.work for program in programs for node in program.nodes]
@@ -157,10 +166,14 @@ def run_graph(run: BoxRun, number: int) -> HeteroData:
     codes = [6 * names[work.kind] + (LABELS.index(label) if label in LABELS else 5) for work, label
              in zip([*works, message], [*labels, ""], strict=True)]  # fmt: skip
     graph["op"].key = torch.tensor(codes)
+    waited = np.append(waited_seconds(manifest, iteration, baseline[:-1]), np.nan)
+    graph["op"].seconds = torch.from_numpy(waited).float()
+    graph["op"].weight = torch.from_numpy(np.nan_to_num(waited) / total).float()
     graph.total = torch.tensor([manifest.iteration_time_s]).float()
     graph.number = number
     _add_groups(graph, [*works, message], [*streams, "pp"], baseline / total)
     _add_stages(graph, iteration, baseline / total)
+    add_links(graph, manifest.job, iteration, baseline / total)
     _add_order(graph, iteration)
     return graph
 

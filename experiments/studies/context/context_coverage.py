@@ -74,6 +74,19 @@ def residuals_of(task: ContextTask, graphs: Sequence[HeteroData], answers: tuple
     return Residuals(off, sums)
 
 
+def errors_of(task: ContextTask, graphs: Sequence[HeteroData], off: Residuals) -> tuple[Array, Array]:
+    """Mean |log| error, and mean relative error, of each graph."""
+    if task.whole:
+        return np.abs(off.totals), np.abs(np.expm1(off.totals))
+    logs, relative = [], []
+    for graph, own in zip(graphs, off.nodes, strict=True):
+        nodes = graph[task.readout]
+        weight = nodes.weight.double().numpy()[np.isfinite(nodes.seconds.numpy())] + 1e-15
+        logs.append(float(np.average(np.abs(own), weights=weight)) if len(own) else 0.0)
+        relative.append(float(np.average(np.abs(np.expm1(own)), weights=weight)) if len(own) else 0.0)
+    return np.array(logs), np.array(relative)
+
+
 class Doubt:
     """How far a model may be off, from its answers on groups that were held back.
 

@@ -28,13 +28,15 @@ class Judged:
         logs: Mean |log| error of each graph, ``(graphs,)``.
         relative: Mean relative error, same shape.
         off: By node and by graph.
-        seconds: CPU time of training and of answering.
+        seconds: CPU time of training.
+        answer_s: CPU time of the first answer, on one graph.
     """
 
     logs: Array
     relative: Array
     off: Residuals
     seconds: float
+    answer_s: float = 0.0
 
 
 class JudgedCache:
@@ -47,7 +49,7 @@ class JudgedCache:
 
     def __init__(self, folder: Path | None, task: ContextTask) -> None:
         self._folder = folder
-        self._task = digest("with residuals", task.name, *_contents(task), _code()) if folder is not None else ""
+        self._task = digest("with answers", task.name, *_contents(task), _code()) if folder is not None else ""
 
     def get(self, key: Sequence[Any], judge: Callable[[], Judged]) -> Judged:
         """What was judged before, or else what ``judge`` says now.
@@ -63,10 +65,12 @@ class JudgedCache:
             known = read_json(path)
             ends = np.cumsum(known["counts"])[:-1]
             off = Residuals(np.split(np.array(known["nodes"], dtype=float), ends), np.array(known["totals"]))
-            return Judged(np.array(known["logs"]), np.array(known["relative"]), off, float(known["seconds"]))
+            times = float(known["seconds"]), float(known["answer_s"])
+            return Judged(np.array(known["logs"]), np.array(known["relative"]), off, *times)
         judged = judge()
         nodes = np.concatenate([*judged.off.nodes, np.zeros(0)]).round(DECIMALS).tolist()
         kept = {"logs": judged.logs.tolist(), "relative": judged.relative.tolist(), "seconds": judged.seconds}
+        kept["answer_s"] = judged.answer_s
         counts = [len(each) for each in judged.off.nodes]
         kept |= {"nodes": nodes, "counts": counts, "totals": judged.off.totals.tolist()}
         write_json(path, kept, indent=None)

@@ -85,9 +85,9 @@ class Passes:
     optimizer: Array
 
 
-def measured_passes(measured: Measured) -> Passes:
-    """Activity of the ranks: medians over the repeats."""
-    found = [_of_step(step) for step in measured.steps]
+def measured_passes(steps: Sequence[dict[str, Any]]) -> Passes:
+    """Activity of the ranks: medians over the repeats; ``steps`` as in ``Measured``."""
+    found = [_of_step(step) for step in steps]
     start, end, optimizer = (
         np.median([getattr(passes, name) for passes in found], axis=0) for name in ("start", "end", "optimizer")
     )
@@ -190,7 +190,7 @@ class Compared:
 def compare_case(measured: Measured, predictor: Predictor) -> Compared:
     """Predict a case and compare it with its run."""
     prediction = predict(measured.case.job, predictor)
-    real, said = measured_passes(measured), predicted_passes(prediction.simulation)
+    real, said = measured_passes(measured.steps), predicted_passes(prediction.simulation)
     scale = prediction.iteration_time_s / prediction.simulation.iteration_time_s
     if not all(
         np.array_equal(getattr(real, name), getattr(said, name)) for name in ("rank", "kind", "part", "micro_batch")

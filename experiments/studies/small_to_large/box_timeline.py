@@ -15,7 +15,7 @@ def side_by_side(compared: Compared) -> dict[str, Any]:
     simulation = compared.prediction.simulation
     events: list[dict[str, Any]] = []
     for thread, (name, passes) in enumerate(
-        (("measured", measured_passes(compared.measured)), ("predicted", predicted_passes(simulation)))
+        (("measured", measured_passes(compared.measured.steps)), ("predicted", predicted_passes(simulation)))
     ):
         events += _events(passes, thread, name)
     return {"traceEvents": events, "displayTimeUnit": "ms"}

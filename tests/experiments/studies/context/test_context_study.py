@@ -13,10 +13,10 @@ from stepsight.dataset.errors import TraceError
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, NODE_COLUMNS, OP, RankGraph
 from stepsight.dataset.op import Collective, Op
 from stepsight.experiments.studies.context import main
-from stepsight.experiments.studies.context.benchmark import errors_of, judge, models_of
+from stepsight.experiments.studies.context.benchmark import judge, models_of
 from stepsight.experiments.studies.context.benchmark_report import outcome_text
 from stepsight.experiments.studies.context.beside import Beside
-from stepsight.experiments.studies.context.context_coverage import residuals_of
+from stepsight.experiments.studies.context.context_coverage import errors_of, residuals_of
 from stepsight.experiments.studies.context.context_task import ContextTask, Design
 from stepsight.experiments.studies.context.more_families import FAMILIES
 from stepsight.experiments.studies.context.neighbour_features import neighbour_features

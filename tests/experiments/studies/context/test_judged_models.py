@@ -15,9 +15,8 @@ from stepsight.dataset.hardware import find_hardware
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Op
 from stepsight.dataset.specs import ParallelSpec
-from stepsight.experiments.studies.context.benchmark import errors_of
 from stepsight.experiments.studies.context.cluster_task import BoxRun, run_graph
-from stepsight.experiments.studies.context.context_coverage import Residuals, residuals_of
+from stepsight.experiments.studies.context.context_coverage import Residuals, errors_of, residuals_of
 from stepsight.experiments.studies.context.context_task import ContextTask
 from stepsight.experiments.studies.context.edgeless_models import table
 from stepsight.experiments.studies.context.judged_cache import Judged, JudgedCache
@@ -94,13 +93,19 @@ def test_small_runs_teach_and_all_others_judge() -> None:
 
 
 @pytest.mark.parametrize("parallel", [ParallelSpec(tp=2), ParallelSpec(pp=4, virtual_stages=2)])
-def test_the_nodes_of_an_iteration_add_up_to_it(parallel: ParallelSpec) -> None:
+def test_the_nodes_of_an_iteration_add_up_to_it(parallel: ParallelSpec, tmp_path: Path) -> None:
     """Seconds on the critical path, with messages and the host, are the simulator's answer."""
     job: Job = case("gpt2", MODELS["gpt2"], read_box("8x1@100mbit"), parallel).job
     hardware = find_hardware(HARDWARE)
     assert hardware is not None
     iteration = Iteration.of(job, SleepingLatency(hardware, job.fabric))
-    graph = run_graph(BoxRun(cast(Any, SimpleNamespace(job=job, iteration_time_s=1.0)), iteration, iteration), 0)
+    graph = run_graph(
+        BoxRun(cast(Any, SimpleNamespace(job=job, iteration_time_s=1.0, folder=tmp_path)), iteration, iteration), 0
+    )
     total, _ = iteration.seconds_and_counts(iteration.alone)
     assert float(graph["op"].baseline.double().sum()) == pytest.approx(total, rel=1e-5)
     assert graph["op", "meets", "group"].num_edges > 0
+    assert graph["link"].num_nodes == job.parallel.pp
+    busy = graph["link"].x[:, :2]
+    assert bool((busy[:, 0] > 0).all()) == (job.parallel.tp > 1)  # collectives of tensor parallelism in every pass
+    assert bool((busy[:, 1] > 0).all()) == (job.parallel.pp > 1)  # messages between stages
