@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch_geometric.data import Batch, HeteroData
 
+from stepsight.gnn.concurrency_network import ConcurrencyForm, ConcurrencyNetwork
 from stepsight.gnn.typed_network import EdgeType, NetworkForm, TypedNetwork, both_directions
 
 Array = NDArray[np.float64]
@@ -29,6 +30,7 @@ class TypedFit:
         node_weight: Of the loss on nodes.
         total_weight: Of the loss on whole graphs.
         head, channels, layers, rest, bound, recurrent, edge_seconds: See ``NetworkForm``.
+        concurrency: One of ``concurrency_network.WAYS``: a ``ConcurrencyNetwork``; empty: a ``TypedNetwork``.
         epochs: Passes over the graphs.
         batches: Steps of an epoch.
         rate: Largest learning rate.
@@ -48,6 +50,7 @@ class TypedFit:
     bound: float = 2.0
     recurrent: bool = False
     edge_seconds: bool = False
+    concurrency: str = ""
     epochs: int = 80
     batches: int = 4
     rate: float = 0.005
@@ -58,7 +61,7 @@ class TypedFit:
 class FittedNetwork:
     """A trained network."""
 
-    def __init__(self, network: TypedNetwork, fit: TypedFit) -> None:
+    def __init__(self, network: TypedNetwork | ConcurrencyNetwork, fit: TypedFit) -> None:
         self.network, self.fit = network, fit
 
     def seconds(self, graphs: Sequence[HeteroData]) -> tuple[list[Array], Array]:
@@ -90,7 +93,7 @@ def fit_typed(graphs: Sequence[HeteroData], fit: TypedFit, seed: int = 0) -> Fit
         count = max(1, min(fit.batches, len(seen) // 4))
         batches = [Batch.from_data_list([seen[place] for place in order[part::count]]) for part in range(count)]
         whole = Batch.from_data_list(seen)
-        network = TypedNetwork(_form(whole, fit))
+        network = _network(whole, fit)
         network.set_support(whole)
         _train(network, batches, fit, seed)
         return FittedNetwork(network.eval(), fit)
@@ -99,7 +102,7 @@ def fit_typed(graphs: Sequence[HeteroData], fit: TypedFit, seed: int = 0) -> Fit
         torch.set_num_threads(threads)
 
 
-def _train(network: TypedNetwork, batches: Sequence[Batch], fit: TypedFit, seed: int) -> None:
+def _train(network: TypedNetwork | ConcurrencyNetwork, batches: Sequence[Batch], fit: TypedFit, seed: int) -> None:
     optimizer = torch.optim.AdamW(network.parameters(), lr=fit.rate, weight_decay=fit.decay)
     steps = fit.epochs * len(batches)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, fit.rate, total_steps=steps, pct_start=0.2)
@@ -113,7 +116,7 @@ def _train(network: TypedNetwork, batches: Sequence[Batch], fit: TypedFit, seed:
             schedule.step()
 
 
-def _loss(network: TypedNetwork, batch: Batch, fit: TypedFit) -> Tensor:
+def _loss(network: TypedNetwork | ConcurrencyNetwork, batch: Batch, fit: TypedFit) -> Tensor:
     seconds = network(batch)
     loss: Tensor = seconds.new_zeros(())
     nodes = batch[fit.readout]
@@ -142,7 +145,18 @@ def _seen(graph: HeteroData, fit: TypedFit) -> HeteroData:
             del seen[kind]
     for name in set(graph.node_types) - types:
         del seen[name]
-    return both_directions(seen) if seen.edge_types else seen
+    return both_directions(seen) if seen.edge_types and not fit.concurrency else seen
+
+
+def _network(graphs: HeteroData, fit: TypedFit) -> TypedNetwork | ConcurrencyNetwork:
+    if not fit.concurrency:
+        return TypedNetwork(_form(graphs, fit))
+    edges: dict[EdgeType, int] = {
+        kind: graphs[kind].edge_attr.shape[1] for kind in graphs.edge_types if kind[2] == fit.readout
+    }
+    nodes = {name: graphs[name].x.shape[1] for name in dict.fromkeys([fit.readout, *(kind[0] for kind in edges)])}
+    hardware = int(graphs.hardware.max()) if "hardware" in graphs else 0
+    return ConcurrencyNetwork(ConcurrencyForm(fit.readout, nodes, edges, fit.concurrency, fit.channels, hardware))
 
 
 def _form(graphs: HeteroData, fit: TypedFit) -> NetworkForm:

@@ -6,8 +6,8 @@ Each task has graphs with measured seconds and groups (families, traces, runs) t
 shows the error of every model on groups held out: a roofline, the regressors, a table by kind and phase, trees on
 features of a node and of its neighbours, a sum over nodes without edges, and networks that pass messages, with and
 without each kind of edge and each kind of label.  A task is won when the network beats the best other model by more
-than two standard errors of their paired difference.  The tasks ``overlap-steps`` and ``gaps`` replay whole steps of
-traces with predicted times of overlapped kernels, or of the host.
+than two standard errors of their paired difference.  The tasks ``overlap-steps``, ``pairs-steps`` and ``gaps`` replay
+whole steps of traces with predicted times of overlapped kernels, of overlapped ops of two ranks, or of the host.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from stepsight.experiments.studies.context.context_task import ContextTask
 from stepsight.experiments.studies.context.gaps import judge_gaps
 from stepsight.experiments.studies.context.overlap_steps import judge_overlap_steps
 from stepsight.experiments.studies.context.overlap_task import overlap_task
+from stepsight.experiments.studies.context.pair_collecting import collect_pairs
+from stepsight.experiments.studies.context.pair_steps import judge_pair_steps
+from stepsight.experiments.studies.context.pairs_task import pairs_task
 from stepsight.experiments.studies.context.region_collecting import collect
 from stepsight.experiments.studies.context.regions_task import regions_task
 from stepsight.experiments.studies.context.step_errors import StepTable
@@ -37,12 +40,15 @@ from stepsight.training.tracking import default_uri
 TASKS: dict[str, Callable[[Path], ContextTask]] = {
     "regions": regions_task,
     "overlap": overlap_task,
+    "pairs": pairs_task,
     "ops": ops_task,
     "cluster": cluster_task,
 }
+PAIRS = "pairs"
 STEPS = "steps"  # of compiled training, which are judged in another way
 STEP_TASKS: dict[str, tuple[str, Callable[[Path], StepTable]]] = {  # with the folder of their data
     "overlap-steps": ("overlap", judge_overlap_steps),
+    "pairs-steps": ("pairs", judge_pair_steps),
     "gaps": ("gaps", judge_gaps),
 }
 
@@ -72,7 +78,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--tracking-uri", help="MLflow store of the trials; an SQLite database in --data, if left out")
     parser.add_argument("--no-variants", action="store_true", help="leave out networks without each kind of edge")
     parser.add_argument(
-        "--collect", type=int, metavar="N", help="first measure N functions of each family of regions on this machine"
+        "--collect",
+        type=int,
+        metavar="N",
+        help="first measure on this machine: N functions of each family of regions; with --task pairs each job N times",
     )
     parser.add_argument(
         "--again",
@@ -84,7 +93,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if options.task == STEPS:
             return _steps(options)
-        if options.collect is not None:
+        if options.collect is not None and options.task == PAIRS:
+            collect_pairs(options.data / PAIRS, options.collect)
+        elif options.collect is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 collect(options.data / "regions", options.collect)

@@ -46,25 +46,39 @@ class Beside:
     def of(cls, rank: RankGraph, spent_s: Array) -> Beside:
         """Nodes that run at once if each takes ``spent_s`` from when it started."""
         device = np.flatnonzero(rank.on_device & (rank.duration_s > 0))
-        start, stream = rank.start_s, rank.nodes["stream"]
-        end = start + spent_s
-        pairs, seconds = [], []
-        active: list[int] = []
-        for node in device[np.argsort(start[device], kind="stable")].tolist():
-            active = [other for other in active if end[other] > start[node]]
-            for other in active:
-                if stream[other] != stream[node]:
-                    both = min(end[other], end[node]) - start[node]
-                    pairs += [(other, node), (node, other)]
-                    seconds += [both, both]
-            active.append(node)
-        table, found = np.array(pairs, dtype=np.int64).reshape(-1, 2).T, np.array(seconds)
+        start = rank.start_s[device]
+        among, found = overlapping(start, start + spent_s[device], rank.nodes["stream"][device])
+        table = device[among]
         what = np.array([what_of(rank, node) for node in range(len(rank))])
         share = np.zeros((len(rank), len(BESIDE)))
         np.add.at(share, (table[1], what[table[0]]), found / spent_s[table[1]])
         keep = rank.nodes["kind"][table[1]] == OP
         ops = device[rank.nodes["kind"][device] == OP]
         return cls(ops, table[:, keep], found[keep], spent_s, np.minimum(share, 1.0), what)
+
+
+def overlapping(start_s: Array, end_s: Array, lane: Ints) -> tuple[Ints, Array]:
+    """Spans of different lanes that run at the same time.
+
+    Args:
+        start_s: ``(n,)``.
+        end_s: Likewise.
+        lane: Likewise: stream, thread or rank.
+
+    Returns:
+        ``(2, e)`` places of both, in both directions; and the seconds of each overlap, ``(e,)``.
+    """
+    pairs, seconds = [], []
+    active: list[int] = []
+    for place in np.argsort(start_s, kind="stable").tolist():
+        active = [other for other in active if end_s[other] > start_s[place]]
+        for other in active:
+            if lane[other] != lane[place]:
+                both = min(end_s[other], end_s[place]) - start_s[place]
+                pairs += [(other, place), (place, other)]
+                seconds += [both, both]
+        active.append(place)
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2).T, np.array(seconds)
 
 
 def what_of(rank: RankGraph, node: int) -> int:

@@ -109,6 +109,7 @@ class Design:
         relations: Types of edges that it hears; None: all between these nodes.
         layers: Rounds of messages.
         recurrent, edge_seconds: See ``NetworkForm``.
+        concurrency: One of ``concurrency_network.WAYS``; empty: a ``TypedNetwork``.
     """
 
     readout: str = "op"
@@ -117,3 +118,4 @@ class Design:
     layers: int = 2
     recurrent: bool = False
     edge_seconds: bool = False
+    concurrency: str = ""

@@ -93,4 +93,5 @@ def _code() -> str:
     """Digest of the source of all models."""
     own = [*sorted(Path(__file__).parent.glob("*_models.py")), Path(__file__).with_name("neighbour_features.py")]
     fitting = Path(fit_typed.__file__)
-    return digest_files([*own, fitting, fitting.parents[2] / "gnn" / "typed_network.py"])
+    networks = [fitting.parents[2] / "gnn" / name for name in ("typed_network.py", "concurrency_network.py")]
+    return digest_files([*own, fitting, *networks])

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 from torch_geometric.data import HeteroData
 
 from stepsight.experiments.studies.context.context_task import ContextTask, Design
-from stepsight.experiments.studies.context.edgeless_models import Answers, Fit, Fitted
+from stepsight.experiments.studies.context.edgeless_models import Answers, Fit, Fitted, errors_of
+from stepsight.gnn.concurrency_network import WAYS
 from stepsight.training.context.fit_typed import TypedFit, fit_typed
 
 LABELS = {"nodes' labels only": (1.0, 0.0), "graphs' labels only": (0.0, 1.0), "both labels": (1.0, 1.0)}
+SETTINGS = (TypedFit(channels=8, decay=0.3, rate=0.01), TypedFit(channels=24, decay=0.05, rate=0.005))
+HELD_BACK = 3  # of so many groups that teach, one chooses the settings
 
 
 def network(design: Design, *, labels: tuple[float, float] | None = None, settings: TypedFit | None = None) -> Fit:
@@ -33,6 +37,7 @@ def network(design: Design, *, labels: tuple[float, float] | None = None, settin
             layers=design.layers,
             recurrent=design.recurrent,
             edge_seconds=design.edge_seconds,
+            concurrency=design.concurrency,
             head=task.head,
             rest=task.whole if task.rest is None else task.rest,
             bound=task.bound,
@@ -48,6 +53,35 @@ def network(design: Design, *, labels: tuple[float, float] | None = None, settin
         return answer
 
     return fit
+
+
+def nested(fits: Sequence[Fit]) -> Fit:
+    """The fit with the least error on groups held back of those that teach."""
+
+    def fit(task: ContextTask, graphs: Sequence[HeteroData], seed: int) -> Fitted:
+        group_of = {id(graph): group for graph, group in zip(task.graphs, task.groups, strict=True)}
+        weight_of = dict(zip(map(id, task.graphs), task.weights().tolist(), strict=True))
+        names = sorted({group_of[id(graph)] for graph in graphs})
+        back = set(names[seed % HELD_BACK :: HELD_BACK])
+        held = [graph for graph in graphs if group_of[id(graph)] in back]
+        rest = [graph for graph in graphs if group_of[id(graph)] not in back]
+        weights = np.array([weight_of[id(graph)] for graph in held])
+        if len(names) < HELD_BACK or not weights.any():
+            return fits[0](task, graphs, seed)
+        errors = [errors_of(task, held, each(task, rest, seed)(held))[0] @ weights for each in fits]
+        return fits[int(np.argmin(errors))](task, graphs, seed)
+
+    return fit
+
+
+def concurrency_networks() -> Mapping[str, Fit]:
+    """Networks of ``concurrency_network``, settings chosen by groups held back of those that teach."""
+    return {
+        f"GNN: concurrency, {way}": nested(
+            [network(Design("op", None, ("beside",), concurrency=way), settings=each) for each in SETTINGS]
+        )
+        for way in WAYS
+    }
 
 
 def without_edges(node: str) -> Fit:

@@ -93,6 +93,19 @@ def _of(graph: HeteroData) -> tuple[Array, Array]:
     return graph["op"].baseline.double().numpy(), graph["op"].held.double().numpy()
 
 
+def _ops_and_collectives(alone: Array, held: Array) -> Array:
+    return alone[:, None] * held[:, 1:3]
+
+
+def _bandwidth(alone: Array, held: Array) -> Array:
+    return alone[:, None] * held[:, 2:4]
+
+
+PAIR_FORMULAS: dict[str, Fit] = {  # of two ranks of a host
+    "one share": formula(_scalar),
+    "a share beside ops, another beside collectives": formula(_ops_and_collectives),
+    "bandwidth of both ops, and a share beside collectives": formula(_bandwidth),
+}
 FORMULAS: dict[str, Fit] = {
     "share of the preset": preset,
     "one share": formula(_scalar),

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.errors import TraceError
 from stepsight.experiments.studies.context.edgeless_models import MODELS, Fit, given, table
-from stepsight.experiments.studies.context.network_models import without_edges
+from stepsight.experiments.studies.context.network_models import concurrency_networks, without_edges
 from stepsight.experiments.studies.context.overlap_formulas import FORMULAS
+from stepsight.experiments.studies.context.overlap_table import neighbour_table
 from stepsight.experiments.studies.context.overlap_task import Job, overlap_jobs, task_of
 from stepsight.experiments.studies.context.step_errors import StepTable, step_table
 from stepsight.simulator.replay.changes import host_scaled
@@ -29,8 +30,10 @@ JUDGED: dict[str, Fit] = {
     "time alone": given("baseline"),
     **FORMULAS,
     "table by class of kernel": table,
+    "table by class and class of neighbour": neighbour_table,
     "trees, neighbours' features": MODELS["trees, neighbours' features"],
     "sum over ops, no edges": without_edges("op"),
+    **concurrency_networks(),
 }
 LEAST_JOBS = 3
 

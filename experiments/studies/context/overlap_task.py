@@ -19,8 +19,10 @@ from stepsight.dataset.imported.rank_graph import OP, RankGraph
 from stepsight.dataset.op import Collective, Op
 from stepsight.experiments.studies.context.beside import BESIDE, CLASSES, Beside, class_of
 from stepsight.experiments.studies.context.context_task import ContextTask, Design
+from stepsight.experiments.studies.context.network_models import concurrency_networks
 from stepsight.experiments.studies.context.occupancy import Launch, Processors, held_ratio, processors_of, waves
 from stepsight.experiments.studies.context.overlap_formulas import FORMULAS
+from stepsight.experiments.studies.context.overlap_table import neighbour_table
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -29,6 +31,8 @@ FEWEST_ALONE, STEADY, CLOCK_S = 2, 1.25, 1e-6  # traces have whole microseconds
 EPOCHS = 40
 MOST_STEPS = 2  # of a rank that teach and judge
 _NO_SIZES = (0.0, 0.0)
+NEIGHBOURS = ("all_reduce", "all_gather", "reduce_scatter", "other collective", "copy")  # columns of ``mix``
+_HARDWARE = (80, 108, 132, 304)  # processors; places from 1 tell the networks of the hardware
 _PRESETS = {108: "a100-sxm-80gb", 132: "h100-sxm-80gb", 80: "v100-sxm-32gb"}  # by processors
 
 
@@ -105,7 +109,8 @@ def task_of(jobs: Sequence[Job]) -> ContextTask:
             "overlap edges, three rounds": Design("op", None, ("beside",), layers=3),
         },
         notes=tuple(notes),
-        plain_models=FORMULAS,
+        plain_models={**FORMULAS, "table by class and class of neighbour": neighbour_table},
+        networks=concurrency_networks(),
         epochs=EPOCHS,
     )
 
@@ -189,6 +194,9 @@ class _StepGraph:
         op.weight = torch.from_numpy(np.where(known, seconds, 0.0) / seconds[known].sum()).float()
         held = self._held(ops)
         op.held = torch.from_numpy(held).float()
+        op.mix = torch.from_numpy(self._mix(ops)).float()
+        count = self.device.count if self.device is not None else 0
+        graph.hardware = torch.tensor([_HARDWARE.index(count) + 1 if count in _HARDWARE else 0])
         fill(graph, "op", np.concatenate([self._rows(ops), np.log1p(held)], axis=1))
         fill(graph, "other", self._rows(others))
         for name, nodes in (("op", ops), ("other", others)):
@@ -225,6 +233,20 @@ class _StepGraph:
                     more = waves(self.device, own, collective) / waves(self.device, own) - 1.0
                     found[row[node], 2] += part * more
         return found
+
+    def _mix(self, ops: Ints) -> Array:
+        """Share of each op's time beside each of ``NEIGHBOURS``, ``(n, 5)``."""
+        rank, beside = self.rank, self.beside
+        source, target = beside.pairs
+        keep = np.isin(target, ops) & (beside.what[source] != BESIDE.index("op"))
+        source, target = source[keep], np.searchsorted(ops, target[keep])
+        columns = [
+            4 if beside.what[node] else NEIGHBOURS.index(kind) if (kind := rank.kind_of(node)) in NEIGHBOURS else 3
+            for node in source.tolist()
+        ]
+        found = np.zeros((len(ops), len(NEIGHBOURS)))
+        np.add.at(found, (target, np.array(columns, dtype=np.int64)), beside.both_s[keep] / beside.spent_s[ops][target])
+        return np.minimum(found, 1.0)
 
     def _about(self, pairs: Ints, both: Array) -> Array:
         """Features of edges from what runs beside an op to the op."""

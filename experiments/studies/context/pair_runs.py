@@ -1,0 +1,214 @@
+"""Runs of two ranks and of one rank alone, as ``pair_collecting`` writes them: ops, their time alone, their overlap."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.files import read_json
+from stepsight.dataset.imported.import_ranks import import_ranks
+from stepsight.dataset.imported.rank_graph import COLLECTIVE, OP, RankGraph
+from stepsight.dataset.op import Op
+from stepsight.experiments.studies.context.beside import overlapping
+from stepsight.experiments.studies.context.pair_collecting import ALONE, PAIR, RESULT
+
+Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Key = tuple[str, object, int]  # name of the call, its signature, and its number among equal calls of a step
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class PairRun:
+    """One run of two ranks.
+
+    Attributes:
+        job: Its name.
+        ranks: Graphs on one clock.
+        alone_s: By rank and node, seconds of an op alone; NaN for what is not an op, or did not run alone.
+        steps: Numbers of the steps that count: all but the last, which an observer slows.
+        spread: Of a call alone between runs and steps: mean |log| over its median, weighted by time.
+    """
+
+    job: str
+    ranks: tuple[RankGraph, ...]
+    alone_s: tuple[Array, ...]
+    steps: tuple[int, ...]
+    spread: float
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Ops and the active parts of collectives of both ranks, at once.
+
+    Shapes: ``n`` spans, ``e`` pairs.
+
+    Attributes:
+        rank: ``(n,)``.
+        node: ``(n,)``: of the rank's graph.
+        is_op: ``(n,)``; else it is a collective.
+        start_s: ``(n,)``.
+        spent_s: ``(n,)``.
+        pairs: ``(2, e)``: a span, and an op that it overlaps.
+        both_s: ``(e,)`` seconds in which both run.
+    """
+
+    rank: Ints
+    node: Ints
+    is_op: NDArray[np.bool_]
+    start_s: Array
+    spent_s: Array
+    pairs: Ints
+    both_s: Array
+
+
+def read_pair_runs(folder: Path) -> list[PairRun]:
+    """All runs of two ranks of a folder that has a folder for each job."""
+    found = []
+    for job in sorted(path for path in folder.iterdir() if path.is_dir()):
+        known, spread = _alone_seconds(sorted(path for path in job.glob(f"{ALONE}*") if (path / RESULT).exists()))
+        for run in sorted(path for path in job.glob(f"{PAIR}*") if (path / RESULT).exists()):
+            ranks = _on_one_clock(_graphs(run, range(RANKS)))
+            alone = tuple(
+                np.array([np.nan if key is None else known.get(key, np.nan) for key in _keys(rank)]) for rank in ranks
+            )
+            found.append(PairRun(job.name, ranks, alone, _steps(ranks[0]), spread))
+    return found
+
+
+def timed_steps(folder: Path) -> dict[str, tuple[float, float]]:
+    """Median seconds of a step without a profiler, alone and of two ranks, by job."""
+    found = {}
+    for job in sorted(path for path in folder.iterdir() if path.is_dir()):
+        medians = []
+        for mode in (ALONE, PAIR):
+            steps: list[float] = []
+            for path in sorted(job.glob(f"{mode}*/{RESULT}")):
+                rounds = [[s for each in rank["rounds"] for s in each] for rank in read_json(path)]
+                steps += [max(column) for column in zip(*rounds, strict=True)]
+            medians.append(float(np.median(steps)) if steps else float("nan"))
+        found[job.name] = (medians[0], medians[1])
+    return found
+
+
+def _graphs(folder: Path, ranks: Sequence[int]) -> list[RankGraph]:
+    return list(import_ranks([folder / f"rank{rank}.kineto.json.gz" for rank in ranks]).graphs)
+
+
+def _on_one_clock(ranks: Sequence[RankGraph]) -> tuple[RankGraph, ...]:
+    """Graphs whose times count from the same moment: processes of one machine share a clock."""
+    origin = min(rank.origin_us for rank in ranks)
+    shifts = [1e-6 * (rank.origin_us - origin) for rank in ranks]
+    return tuple(
+        replace(rank, start_s=rank.start_s + shift, steps_s=rank.steps_s + shift)
+        for rank, shift in zip(ranks, shifts, strict=True)
+    )
+
+
+def _steps(rank: RankGraph) -> tuple[int, ...]:
+    return tuple(range(max(1, len(rank.steps_s) - 1)))
+
+
+def _keys(rank: RankGraph) -> list[Key | None]:
+    """The key of each node that is an op of a step; None of all others."""
+    seen: dict[tuple[int, str, object], int] = defaultdict(int)
+    found: list[Key | None] = []
+    for kind, work, name, step in zip(*(rank.nodes[n].tolist() for n in ("kind", "work", "name", "step")), strict=True):
+        if kind != OP or step < 0 or work < 0:
+            found.append(None)
+            continue
+        call, signature = rank.names[name], rank.works[work]
+        found.append((call, signature, seen[step, call, signature]))
+        seen[step, call, signature] += 1
+    return found
+
+
+def _alone_seconds(folders: Sequence[Path]) -> tuple[Mapping[Key, float], float]:
+    """Median seconds of each call alone, and how much a call differs from it (mean |log|, weighted by time)."""
+    times: dict[Key, list[float]] = defaultdict(list)
+    for folder in folders:
+        rank = _graphs(folder, [0])[0]
+        steps = set(_steps(rank))
+        for node, key in enumerate(_keys(rank)):
+            if key is not None and int(rank.nodes["step"][node]) in steps:
+                times[key].append(float(rank.duration_s[node]))
+    usual = {key: float(np.median(found)) for key, found in times.items()}
+    off = [abs(np.log(each / usual[key])) for key, found in times.items() for each in found if each > 0]
+    weight = [each for found in times.values() for each in found if each > 0]
+    return usual, float(np.average(off, weights=weight)) if weight else 0.0
+
+
+def spans_of(run: PairRun, step: int, starts: Sequence[Array] | None = None) -> Spans:
+    """What runs at once in a step if each op takes its time alone from when it starts.
+
+    A collective is active from when its last rank has come until it ends on each rank.
+
+    Args:
+        run: The run.
+        step: Which.
+        starts: By rank, when each node starts; None: as traced.
+    """
+    given = [rank.start_s for rank in run.ranks] if starts is None else starts
+    ranks, nodes, begins, spent = [], [], [], []
+    active = _active(run.ranks, given)
+    for place, rank in enumerate(run.ranks):
+        inside = (rank.nodes["step"] == step) & rank.on_device & (rank.duration_s > 0)
+        own = np.flatnonzero(inside)
+        is_op = rank.nodes["kind"][own] == OP
+        seconds = np.where(np.isfinite(run.alone_s[place][own]), run.alone_s[place][own], rank.duration_s[own])
+        begin = np.where(is_op, given[place][own], active[place][0][own])
+        seconds = np.where(is_op, seconds, active[place][1][own])
+        ranks.append(np.full(len(own), place, dtype=np.int64))
+        nodes.append(own)
+        begins.append(begin)
+        spent.append(seconds)
+    rank_of, node, start, seconds = (np.concatenate(each) for each in (ranks, nodes, begins, spent))
+    kinds = np.concatenate([rank.nodes["kind"][own] for rank, own in zip(run.ranks, nodes, strict=True)])
+    lane = 2 * rank_of + (kinds == COLLECTIVE)
+    pairs, both = overlapping(start, start + seconds, lane)
+    keep = kinds[pairs[1]] == OP
+    return Spans(rank_of, node, kinds == OP, start, np.maximum(seconds, 1e-9), pairs[:, keep], both[keep])
+
+
+def _active(ranks: Sequence[RankGraph], starts: Sequence[Array]) -> list[tuple[Array, Array]]:
+    """By rank, when each node begins to be active, and for how long; only collectives differ from their span."""
+    found = [(start.copy(), rank.duration_s.copy()) for rank, start in zip(ranks, starts, strict=True)]
+    numbered = [_numbered(rank) for rank in ranks]
+    for key in set(numbered[0]).intersection(*numbered[1:]):
+        nodes = [own[key] for own in numbered]
+        traced = max(rank.start_s[node] for rank, node in zip(ranks, nodes, strict=True))
+        last = max(start[node] for start, node in zip(starts, nodes, strict=True))
+        for rank, (begin, length), node in zip(ranks, found, nodes, strict=True):
+            begin[node], length[node] = last, max(float(rank.end_s[node]) - traced, 0.0)
+    return found
+
+
+def _numbered(rank: RankGraph) -> dict[tuple[int, str, int], int]:
+    """Collectives of a rank by step, kind and number: both ranks issue them in one order."""
+    seen: dict[tuple[int, str], int] = defaultdict(int)
+    found = {}
+    for node in np.flatnonzero(rank.nodes["kind"] == COLLECTIVE).tolist():
+        key = int(rank.nodes["step"][node]), rank.kind_of(node)
+        found[*key, seen[key]] = node
+        seen[key] += 1
+    return found
+
+
+def sizes_of(rank: RankGraph, nodes: Ints) -> Array:
+    """Bytes and FLOP of nodes, ``(n, 2)``."""
+    found = []
+    for work in rank.nodes["work"][nodes].tolist():
+        each = rank.works[work] if work >= 0 else None
+        found.append((0.0, 0.0) if each is None else (float(each.num_bytes), float(getattr(each, "flops", 0.0))))
+    return np.array(found).reshape(-1, 2)
+
+
+def is_narrow(rank: RankGraph, nodes: Ints) -> NDArray[np.bool_]:
+    """Whether ops compute in 16 bits, ``(n,)``."""
+    works = [rank.works[work] if work >= 0 else None for work in rank.nodes["work"][nodes].tolist()]
+    return np.array([isinstance(each, Op) and each.dtype in ("bf16", "fp16") for each in works], dtype=np.bool_)
