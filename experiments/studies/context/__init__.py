@@ -28,13 +28,13 @@ from stepsight.experiments.studies.context.context_task import ContextTask
 from stepsight.experiments.studies.context.gaps import judge_gaps
 from stepsight.experiments.studies.context.overlap_steps import judge_overlap_steps
 from stepsight.experiments.studies.context.overlap_task import overlap_task
-from stepsight.experiments.studies.context.pair_collecting import collect_pairs
 from stepsight.experiments.studies.context.pair_steps import judge_pair_steps
 from stepsight.experiments.studies.context.pairs_task import pairs_task
 from stepsight.experiments.studies.context.region_collecting import collect
 from stepsight.experiments.studies.context.regions_task import regions_task
 from stepsight.experiments.studies.context.step_errors import StepTable
 from stepsight.experiments.studies.context.traced_ops_task import ops_task
+from stepsight.experiments.studies.pairs.pair_collecting import collect_pairs
 from stepsight.training.tracking import default_uri
 
 TASKS: dict[str, Callable[[Path], ContextTask]] = {

@@ -15,7 +15,7 @@ from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, OP, RankGraph
 from stepsight.dataset.op import Op
 from stepsight.experiments.studies.context.beside import overlapping
-from stepsight.experiments.studies.context.pair_collecting import ALONE, PAIR, RESULT
+from stepsight.experiments.studies.pairs.pair_collecting import ALONE, PAIR, RESULT
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from stepsight.experiments.studies.context.pair_jobs import DDP, JOBS, PairJob
+from stepsight.experiments.studies.pairs.pair_jobs import DDP, JOBS, PairJob
 
 STEPS = 100_000
 UNIT = 20_000  # parameters of the smallest module that is sharded on its own

@@ -18,10 +18,10 @@ from stepsight.dataset.files import write_json
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.harness.scripts.script_launch import Ranks, run_ranks
 from stepsight.experiments.emulation_delays import telling
-from stepsight.experiments.studies.context.pair_jobs import JOBS
+from stepsight.experiments.studies.pairs.pair_jobs import JOBS
 
 SCRIPT = Path(__file__).with_name("pair_script.py")
-COUNTS: Mapping[str, Any] = {"warmup": 3, "rounds": 1, "steps": 8, "profile_steps": 5, "timeout_s": 120.0}
+COUNTS: Mapping[str, Any] = {"warmup": 2, "rounds": 1, "steps": 6, "profile_steps": 5, "timeout_s": 120.0}
 ALONE, PAIR = "alone", "pair"
 RESULT = "ranks.json"
 
