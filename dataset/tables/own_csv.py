@@ -20,7 +20,7 @@ _VERSIONS = ("cuda", "nccl", "driver")
 _UNITS = {"microseconds": 1e-6, "us": 1e-6, "milliseconds": 1e-3, "ms": 1e-3, "seconds": 1.0, "s": 1.0}
 _UNITS |= {"nanoseconds": 1e-9, "ns": 1e-9}
 _QUANTITIES = ("time", "latency", "duration")
-# Columns that may hold the time, in the order in which they are looked for, and the seconds of their unit.
+# Columns that may hold the time, and the seconds of their unit.
 TIMES = {**_UNITS, **{f"{what}_{unit}": seconds for what in _QUANTITIES for unit, seconds in _UNITS.items()}}
 _NAMES = ("op", "kind", "operation", "kernel")
 _PRODUCTS = ("gemm", "matmul", "mm", "addmm")
@@ -37,11 +37,13 @@ def read(rows: Rows) -> None:
         if not named:
             add = ": add a column op (gemm for products of m, n, k)" if set(_SIZES) <= line.cells.keys() else ""
             raise rows.error(f"the header must have a column op, which names the op or collective{add}")
-        time = next((name for name in TIMES if name in line.cells), "")
-        if not time:
+        times = [name for name in TIMES if name in line.cells]
+        if len(times) != 1:
             raise rows.error(
-                f"the header must have a column with the time: {', '.join(_UNITS)} or time_us, latency_ms ..."
+                f"the header must have one column with the time ({', '.join(_UNITS)} or time_us, latency_ms ...), "
+                f"got {' and '.join(times) or 'none'}{': rename or remove the others' if times else ''}"
             )
+        time = times[0]
         kind = _kind(line.text(named))
         needs = ("num_bytes", "group_size", "ranks_per_node") if kind in COLLECTIVE_KINDS else ("dims",)
         if kind == "linear" and "dims" not in line.cells:

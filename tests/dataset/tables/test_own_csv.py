@@ -52,7 +52,10 @@ def test_usual_words_and_units(tmp_path: Path) -> None:
     path.write_text('op,dims,microseconds\nlinear,"(4, 8, 16)",1\nlinear,4*8*32,1\n')
     assert [work.dims for work in read_table("csv", path).works if isinstance(work, Op)] == [(4, 8, 16), (4, 8, 32)]
     path.write_text("op,dims,cycles\nlinear,4x4x4,1\n")
-    with pytest.raises(TableError, match="a column with the time"):
+    with pytest.raises(TableError, match=r"one column with the time .*, got none"):
+        read_table("csv", path)
+    path.write_text("op,dims,time_us,latency_ms\nlinear,4x4x4,1,2\n")
+    with pytest.raises(TableError, match=r"one column with the time .*, got time_us and latency_ms: rename or remove"):
         read_table("csv", path)
 
 
