@@ -4,6 +4,7 @@ one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,9 @@ def collect_ops(
     if not chosen:
         raise CollectError(f"the predictor knows every call of {captured.script}: there is nothing to measure")
     check_writable(out)
+    warning = _other_device(captured)
+    if warning and progress:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     plan = plan_of(chosen, seconds)
     path = out / "plan.json"
     if not path.exists():
@@ -114,7 +118,20 @@ def collect_ops(
         f"{len(chosen)} calls of {captured.script} measured alone; {knew}\nwrote {out}; name it beside the other "
         "collections when you train"
     )
-    return {**summary, "calls": told, "known_share": known, "text": text}
+    warnings = [warning] if warning else []
+    return {**summary, "calls": told, "known_share": known, "warnings": warnings, "text": text}
+
+
+def _other_device(captured: Captured) -> str:
+    """A warning about calls of a GPU's program that are measured on a CPU; empty if there are none."""
+    import torch
+
+    if torch.cuda.is_available() or all(graph.device == "cpu" for graph in captured.graphs):
+        return ""
+    return (
+        f"{captured.script} was captured for a GPU, and PyTorch finds none here: its calls are measured on this CPU "
+        "and say nothing about a GPU. Run this on a machine with the GPU, or capture the script with --device cpu"
+    )
 
 
 def plan_of(calls: Sequence[HeavyCall], seconds: float) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from stepsight.dataset.capture.captured import Captured, read_captured, write_captured
 from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
@@ -57,3 +59,13 @@ def test_products_and_convolutions_come_first(captured: Captured) -> None:
     bounds = [each.op.record.bound for each in chosen]
     assert bounds == sorted(bounds, key=lambda bound: bound != "compute")
     assert known == 0.0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_calls_of_a_gpu_measured_on_a_cpu_are_a_warning(captured: Captured, tmp_path: Path) -> None:
+    """They say nothing about the GPU that the script was captured for."""
+    (rank,) = captured.ranks
+    of_gpu = replace(captured, ranks=(replace(rank, graph=replace(rank.graph, device="cuda")),))
+    (warning,) = collect_ops(of_gpu, None, tmp_path / "gpu", 0.2, progress=False)["warnings"]
+    assert "was captured for a GPU" in warning
+    assert not collect_ops(captured, None, tmp_path / "cpu", 0.2, progress=False)["warnings"]
