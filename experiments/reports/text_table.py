@@ -18,8 +18,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join([line(list(header)), line(["-" * w for w in widths]), *map(line, cells)])
 
 
+MOST_PRINTED = 1e12
+
+
 class Number(float):
-    """A float that prints with a fixed number of decimals."""
+    """A float that prints with a fixed number of decimals, or with an exponent from ``MOST_PRINTED`` on."""
 
     decimals: int
 
@@ -29,4 +32,4 @@ class Number(float):
         return number
 
     def __str__(self) -> str:
-        return f"{float(self):.{self.decimals}f}"
+        return f"{float(self):.{self.decimals}f}" if abs(self) < MOST_PRINTED else f"{float(self):.3g}"

@@ -44,10 +44,15 @@ class Answer(Protocol):
     def source(self) -> str: ...
 
 
+MOST_PRINTED = 1e9  # larger numbers are printed with an exponent
+
+
 def seconds_text(seconds: float) -> str:
-    """``31.0 us``, ``12.3 ms`` or ``4.56 s``."""
+    """``31.0 us``, ``12.3 ms``, ``4.56 s`` or ``3.2e+30 s``."""
     if 0 < seconds < 1e-4:  # in milliseconds it would round to zero
         return f"{seconds * 1e6:.1f} us"
+    if seconds >= MOST_PRINTED:
+        return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 

@@ -93,6 +93,8 @@ def test_html_holds_the_answer_and_no_markup_of_names(prediction: Prediction) ->
     assert "<script>" not in replace(prediction, job=named)._repr_html_()
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.0, "0.0 ms"), (9e-5, "90.0 us"), (1e-4, "0.1 ms"), (2.0, "2.00 s")])
-def test_short_times_keep_their_digits(seconds: float, text: str) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0, "0.0 ms"), (9e-5, "90.0 us"), (1e-4, "0.1 ms"), (2.0, "2.00 s"), (1e300, "1e+300 s")]
+)
+def test_times_keep_their_digits(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text
