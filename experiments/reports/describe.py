@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.capture.captured import MANIFEST, read_captured
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.errors import StepsightError, shorten
 from stepsight.dataset.event_file import read_event_file
 from stepsight.dataset.files import check_output_file, set_aside
 from stepsight.dataset.imported.event_blocks import is_trace
@@ -63,6 +63,8 @@ def describe(path: Path) -> dict[str, Any]:
         return trace_summary(path.name, import_ranks([path]).graphs)
     if path.suffix == ".parquet":
         return _measurements(path)
+    if path.name.endswith((".csv", ".csv.gz")):
+        return _runs_table(path)
     value = read_object(path) if path.suffix == ".json" else {}
     if "heldout" in value:
         return _summary(path, value)
@@ -210,6 +212,38 @@ def _measurements(path: Path) -> dict[str, Any]:
     told = summary(Measurements.from_parquet(path))
     uses = "`stepsight train` learns a predictor from it, `stepsight evaluate` judges one on it"
     return {"table": str(path), **told, "text": f"table {path}: {summary_text(told)}\n\n{uses}"}
+
+
+def _runs_table(path: Path) -> dict[str, Any]:
+    """A table of measured runs: rows, devices and frameworks of each source."""
+    from stepsight.experiments.evaluation.runs_table import Row, read_runs_table
+
+    try:
+        rows = read_runs_table(path)
+    except StepsightError as error:
+        raise StepsightError(
+            f"{error}; a table of ops and collectives is imported first: `stepsight import csv {path}`"
+        ) from None
+    sources: dict[str, list[Row]] = {}
+    for row in rows:
+        sources.setdefault(row.source, []).append(row)
+    words = ("hardware", "framework")
+    told = {
+        name: {
+            "rows": len(some),
+            "gpus": sorted({row.text("gpus").removesuffix(".0") for row in some}, key=lambda text: (len(text), text)),
+            **{key: sorted({row.text(key) for row in some} - {""}) for key in words},
+        }
+        for name, some in sources.items()
+    }
+    cells = [
+        [shorten(name, 50), of["rows"], " to ".join(dict.fromkeys((of["gpus"][0], of["gpus"][-1]))),
+         *(shorten(", ".join(of[key]), 50) for key in words)]
+        for name, of in told.items()
+    ]  # fmt: skip
+    text = table(["source", "rows", "gpus", *words], cells)
+    uses = "`stepsight evaluate` judges predictions on it, `stepsight calibrate` corrects a predictor with it"
+    return {"runs": str(path), "sources": told, "text": f"table {path}: {len(rows)} runs\n{text}\n{uses}"}
 
 
 def _predictor(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from stepsight.dataset.tables import read_table
 from stepsight.experiments.reports.describe import describe
 from tests.dataset.kineto_files import tiny_step
 from tests.dataset.run_folders import job_tables, write_events, write_run
+from tests.experiments.evaluation.run_tables import run_row, write_runs
 
 
 def test_a_collection_and_what_it_lacks(tmp_path: Path) -> None:
@@ -144,3 +145,14 @@ def test_a_file_with_a_mistake_is_told_as_what_it_looks_like(tmp_path: Path, tex
     (tmp_path / "job.toml").write_text(text)
     with pytest.raises(StepsightError, match=message):
         describe(tmp_path / "job.toml")
+
+
+def test_a_table_of_runs(tmp_path: Path) -> None:
+    """Rows, devices and frameworks of each source; another table is refused with what reads it."""
+    write_runs(tmp_path / "runs.csv.gz", run_row(source="lab"), run_row(source="lab", gpus=8, dp=1))
+    told = describe(tmp_path / "runs.csv.gz")
+    assert told["sources"]["lab"]["rows"] == 2 and told["sources"]["lab"]["gpus"] == ["8", "16"]
+    assert "8 to 16" in told["text"] and "`stepsight evaluate`" in told["text"]
+    (tmp_path / "ops.csv").write_text("op,dims,us\nlinear,4x4x4,1\n")
+    with pytest.raises(StepsightError, match=r"lacks source, .*`stepsight import csv"):
+        describe(tmp_path / "ops.csv")
