@@ -30,6 +30,22 @@ def check_store(uri: str) -> None:
         raise PredictorError(f"tracking needs a store that can be reached, got {uri}: {problem}")
 
 
+def is_missing(uri: str) -> bool:
+    """Whether a store is a database file that is not there: MLflow creates it at the first use."""
+    return uri.startswith("sqlite:") and not database_file(uri).is_file()
+
+
+def check_exists(uri: str) -> None:
+    """Check that a store can be reached and is there; MLflow would create a database that is missing.
+
+    Raises:
+        PredictorError: If not.
+    """
+    check_store(uri)
+    if is_missing(uri):
+        raise PredictorError(f"the store must exist, got {uri}: there is no file {database_file(uri)}")
+
+
 def store_client(uri: str) -> Any:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")

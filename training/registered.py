@@ -10,7 +10,7 @@ from typing import Any
 from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import PredictorError
 from stepsight.dataset.hardware import canonical_hardware
-from stepsight.training.mlflow_store import check_store, first_line, store_client
+from stepsight.training.mlflow_store import check_exists, first_line, store_client
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.predictor_manifest import MANIFEST, REGISTERED
 from stepsight.training.shipped.catalogue import shipped_predictor
@@ -49,6 +49,7 @@ def load_registered(hardware: str, uri: str, alias: str = ALIAS) -> Predictor:
     """
     from mlflow.exceptions import MlflowException
 
+    check_exists(uri)
     client = store_client(uri)
     try:
         return download(client, client.get_model_version_by_alias(model_name(hardware), alias))
@@ -78,7 +79,7 @@ def load_model_uri(uri: str) -> Predictor:
         if not Path("mlflow.db").is_file():
             raise PredictorError(f"{uri} needs a registry: set MLFLOW_TRACKING_URI, as sqlite:///runs/mlflow.db")
         store = "sqlite:///mlflow.db"
-    check_store(store)
+    check_exists(store)
     client, tried = store_client(store), dict.fromkeys([name, model_name(name), model_name(canonical_hardware(name))])
     problem = ""
     for registered in tried:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +19,7 @@ from stepsight.dataset.files import digest
 from stepsight.dataset.hardware import canonical_hardware, find_fabric, usual_fabric
 from stepsight.dataset.tables import Measurements
 from stepsight.training.collectives.collective_models import label_of
-from stepsight.training.mlflow_store import check_store
+from stepsight.training.mlflow_store import check_store, is_missing
 from stepsight.training.predictor.predictor import Predictor, shipped_by_name, shipped_names, teacher_of
 from stepsight.training.predictor.predictor_manifest import check_output
 from stepsight.training.shipped.catalogue import RECIPES
@@ -29,6 +30,7 @@ from stepsight.training.transfer.own_table import OwnTable, find_own_hardware, o
 
 Say = Callable[[str], None]
 FEWEST_TO_SPLIT = 25  # fewest rows for holding out a fifth of the shapes
+FEWEST_OF_FAMILY = 10  # with fewer rows of a family, a warning
 
 
 def train_tables(
@@ -76,6 +78,8 @@ def train_tables(
     uri = tracking_uri or default_uri(out)
     check_output(out)
     check_store(uri)
+    if tracking_uri and is_missing(uri):
+        say(f"there is no MLflow store {uri}: creating it")
     alike = _predictor_named(like) if like else ""
     table, whole = _read(paths, alike, hardware=hardware, software=software, fabric=fabric)
     say(f"{whole.hardware.name}: {len(whole.ops)} ops, {len(whole.collectives)} collectives")
@@ -84,7 +88,7 @@ def train_tables(
         held_out = _held_out(whole, used, alike, bool(samples), seed, say)
         predictor = fit_own_table(used, alike, seed=seed, say=say)
         told = {"tables": [str(path.resolve()) for path in paths], "samples": samples, "seed": seed, "like": alike}
-        told |= {"held_out": held_out, "mlflow_run_id": run.run_id, "mlflow_uri": uri}
+        told |= {"held_out": held_out, "mlflow_run_id": run.run_id, "mlflow_uri": uri, "warnings": few_rows(used)}
         predictor = replace(predictor, manifest={**_manifest(table, whole, used, software), **told})
         predictor.save(out)
         _track(run, predictor, out, whole)
@@ -149,6 +153,18 @@ def judge_own_table(predictor: Predictor, rows: OwnTable) -> dict[str, Any]:
     ]
     names += [label_of(work) for work in links.collectives]
     return family_figures(names, np.append(predicted, timed), np.append(rows.ops.seconds, links.seconds))
+
+
+def few_rows(used: OwnTable) -> list[str]:
+    """Warnings about families of which there are few rows."""
+    counts = Counter([*used.labels(), *map(label_of, used.collectives.collectives)])
+    few = [f"{name} ({count})" for name, count in sorted(counts.items()) if count < FEWEST_OF_FAMILY]
+    if not few:
+        return []
+    return [
+        f"few rows teach {', '.join(few)}: other sizes follow hardware facts and other devices, and no error is known; "
+        f"measure at least {FEWEST_OF_FAMILY} sizes of each"
+    ]
 
 
 def _held_out(whole: OwnTable, used: OwnTable, like: str, sampled: bool, seed: int, say: Say) -> dict[str, Any]:

@@ -108,7 +108,9 @@ def training_report(predictor: Predictor, out: Path) -> dict[str, Any]:
         text += "a fifth of the shapes, held out:\n" + table(["family", "rows", "mean error %", "median", "p90"], rows)
     else:
         text += f"judge it: stepsight evaluate TABLE.parquet --predictor {out}"
-    used = {key: manifest[key] for key in ("num_ops", "num_collectives", "software", "collective_library", "skipped")}
+    text += "".join(f"\nwarning: {warning}" for warning in manifest.get("warnings", ()))
+    keys = ("num_ops", "num_collectives", "software", "collective_library", "skipped", "warnings")
+    used = {key: manifest[key] for key in keys if key in manifest}
     return {**told, **used, "held_out": held_out, "text": text}
 
 

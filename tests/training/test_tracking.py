@@ -181,3 +181,13 @@ def test_several_processes_create_one_store(tmp_path: Path) -> None:
     printed = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0] * 3, [error[-1000:] for _, error in printed]
     assert sorted(version.strip() for version, _ in printed) == ["1", "2", "3"]
+
+
+def test_reading_creates_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistyped path of a registry is an error, and no new database."""
+    uri = f"sqlite:///{tmp_path / 'mistyped' / 'mlflow.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    for load in (lambda: load_model_uri("models:/h100@champion"), lambda: load_registered("h100", uri)):
+        with pytest.raises(PredictorError, match="the store must exist, got sqlite"):
+            load()
+    assert not (tmp_path / "mistyped").exists()

@@ -17,6 +17,7 @@ from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.physics import alpha_beta_seconds, roofline_seconds
 from stepsight.dataset.tables import Measurements, SourceFile
 from stepsight.training.predictor.predictor import Predictor, teacher_of
+from stepsight.training.train_tables import few_rows
 from stepsight.training.transfer.own_table import find_own_hardware, own_table
 
 GPU = find_hardware("l40s-pcie-48gb")
@@ -68,6 +69,15 @@ def test_a_table_teaches_and_its_other_shapes_judge(trained: tuple[Path, Path]) 
     assert predictor.manifest["software"]["gemm"] == ["blas 1.0", "other 2.0"]
     assert predictor.kernel.seconds([Op("softmax", (4096, 4096))], 1) > 0  # of which nothing was measured
     assert "other devices" in predictor.kernel.unsupported(Op("softmax", (4096, 4096)))
+
+
+def test_few_rows_of_a_family_are_a_warning() -> None:
+    """A table with plenty of products and 3 all-reduces warns of these alone; enough rows warn of nothing."""
+    own = own_table(_table(), GPU, fabric="pcie-gen4")
+    assert few_rows(own) == []
+    some = own.take(np.arange(len(own.ops)), np.arange(3))
+    (warning,) = few_rows(some)
+    assert warning.startswith("few rows teach all_reduce/intra (3): ")
 
 
 def test_the_software_to_predict_for_can_be_chosen() -> None:
