@@ -28,7 +28,7 @@ class Box:
     Attributes:
         nodes, ranks_per_node: Sizes.
         mbits_per_s: Rate of every node's link, both ways.
-        latency_ms: By how much what leaves each node is held up; empty: not at all.
+        latency_ms: Delay of everything that leaves each node; empty: none.
     """
 
     nodes: int

@@ -37,7 +37,7 @@ __all__ = [
 # nvfp4 has 4 bits and an 8-bit scale for every 16 values (0.56 bytes); what trains with it holds two layouts of an
 # operand, one along rows and one along columns, so that a whole byte is counted.
 DTYPE_BYTES = MappingProxyType({"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "nvfp4": 1})
-MOST_SIZE = 2**48  # elements and bytes that anybody measured: a larger number is a mistake
+MOST_SIZE = 2**48  # elements and bytes of any measured op: a larger number is a mistake
 
 
 @dataclass(frozen=True, slots=True)

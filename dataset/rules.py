@@ -87,7 +87,7 @@ class JobTables(Protocol):
 
 
 def broken_rules(job: JobTables) -> list[str]:
-    """Every rule that a job breaks; the later ones need that the first hold."""
+    """List the rules that a job breaks; later rules are checked only if the first ones hold."""
     rules = Rules()
     _sizes(rules, job)
     _choices(rules, job)
@@ -115,7 +115,7 @@ def _sizes(rules: Rules, job: JobTables) -> None:
 
 
 def _elements(rules: Rules, job: JobTables) -> None:
-    """Products of sizes that each may be: parameters, activations and attention scores."""
+    """Limit products of sizes that are allowed one by one: parameters, activations and attention scores."""
     m = job.model
     head = max(m.head_size + m.rope_head_dim, m.v_head_dim)
     experts = (m.experts + m.shared_experts) * m.expert_ffn

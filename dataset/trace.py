@@ -41,7 +41,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """What tells which collectives of different ranks are one: same group, same sequence number."""
+    """Identity of a collective across ranks: the group and the sequence number."""
 
     group: str
     seq: int

@@ -51,7 +51,7 @@ def _cluster(draft: Draft, given: Given) -> None:
     if "cluster.nodes" in given.values:
         return
     stated = draft.get("cluster.nodes")
-    replicas = draft.facts.get("replicas", 0)  # as a batch implies them
+    replicas = draft.facts.get("replicas", 0)  # that the batch implies
     devices = draft.facts.get("devices") or replicas * others or (stated * per_node if isinstance(stated, int) else 0)
     if devices and devices % least == 0 and devices >= least and _shares_batch(draft, devices // others):
         wanted, reason = devices, f"the run has {devices} devices"
@@ -96,7 +96,7 @@ def _degree_of(value: object) -> int:
 
 
 def _least_devices(draft: Draft, others: int) -> tuple[int, str]:
-    """The smallest number of devices that holds the parallel degrees, and which these are."""
+    """The smallest number of devices for the parallel degrees, and the degrees in words."""
     words = " * ".join(f"{name} {draft.degree(name)}" for name in ("tp", "cp", "pp") if draft.degree(name) > 1)
     dp = draft.get("parallel.dp")
     if isinstance(dp, int) and dp > 0:

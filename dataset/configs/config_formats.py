@@ -60,7 +60,7 @@ def is_job(tables: Mapping[str, Any]) -> bool:
 
 
 def _job_file(path: Path, draft: Draft, given: Given) -> None:
-    """A job file: all that it states is mapped."""
+    """Map all keys that a job file states."""
     job = Job.from_file(path)
     draft.framework = job.framework
     for section, table in job.to_dict().items():
@@ -69,7 +69,7 @@ def _job_file(path: Path, draft: Draft, given: Given) -> None:
 
 
 def is_job_file(path: Path) -> bool:
-    """Whether a file is to be read as a job file: all TOML and JSON that is no other framework's configuration."""
+    """Whether to read a file as a job file: any TOML or JSON file that is no other framework's configuration."""
     if path.suffix not in (".toml", ".json"):
         return False
     try:

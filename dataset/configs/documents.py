@@ -83,8 +83,8 @@ def _check_brackets(text: str) -> None:
 def _loader(yaml: Any) -> Any:
     """PyYAML's safe loader that reads ``1e-5`` as a number, as YAML 1.2 does.
 
-    Tags of other loaders (``!!python/...``) are refused by it.  Of a key that stands twice the last one counts, as for
-    the frameworks, whose own files have such keys.
+    It refuses tags of other loaders (``!!python/...``).  If a key occurs twice, the last one counts, as for the
+    frameworks: some of their own files have such keys.
     """
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -142,7 +142,7 @@ def toml_text(tables: Mapping[str, Mapping[str, Any]], comments: Mapping[str, st
 
     Args:
         tables: Sections and their values; values outside of tables come first.
-        comments: By key with dots (``model.layers``): what stands behind its value.
+        comments: By key with dots (``model.layers``): the comment after its value.
     """
     comments = comments or {}
     lines = [f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, Mapping)]

@@ -94,7 +94,7 @@ class Draft:
             self.assume(key, value, default)
 
     def ignore(self, text: str) -> None:
-        """List something that no key of a job expresses."""
+        """Record a setting that no key of a job expresses."""
         self.ignored.append(shorten(text, 160))
 
     def values(self, keys: Mapping[str, str]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A job to Hugging Face's ``config.json`` of its model, to DeepSpeed's JSON, and to Accelerate's YAML.
 
-The three state different parts of a job; what one leaves out is listed, and stands in another where that can say it.
+Each file states a part of a job.  A writer lists the keys that its file cannot state; another file may state them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from stepsight.dataset.specs import SECTIONS
 
 
 def job_toml(job: Job) -> str:
-    """A job file that reads back as an equal job; what holds its default is left out where no framework fills it."""
+    """Write a job file that reads back as an equal job; defaults that no profile sets are left out."""
     tables: dict[str, Any] = {"framework": job.framework} if job.framework else {}
     for section, spec in SECTIONS.items():
         table = asdict(getattr(job, section))

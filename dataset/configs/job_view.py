@@ -1,4 +1,4 @@
-"""A job as a writer of a configuration sees it: what it reads is expressed, and the rest is listed."""
+"""A job for a writer of a configuration: keys that the writer reads count as expressed, and the others are listed."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ConfigText:
 
     Attributes:
         text: Of the file.
-        suffix: That the file's name should have.
-        ignored: What the framework does not express, as ``key = value``.
-        notes: What the user has to do beside.
+        suffix: Suffix for the file's name.
+        ignored: Keys that the framework cannot express, as ``key = value``.
+        notes: What the user must do besides.
     """
 
     text: str
@@ -50,7 +50,7 @@ class JobView:
         return self._vocabulary()[0] if key == "model.vocab" else getattr(getattr(self.job, section), name)
 
     def _vocabulary(self) -> tuple[int, int]:
-        """The vocabulary without padding where the model's name tells it, and what the framework pads it to."""
+        """The vocabulary, without padding if the model's name tells it, and the multiple that it is padded to."""
         model = self.job.model
         try:
             profile = self.job.profile
@@ -63,7 +63,7 @@ class JobView:
         return (known if -(-known // multiple) * multiple == model.vocab else model.vocab), multiple
 
     def notes(self) -> tuple[str, ...]:
-        """What is to be known of a written vocabulary that the job's framework pads."""
+        """Notes about a written vocabulary that the job's framework pads."""
         (size, multiple), job = self._vocabulary(), self.job
         if "model.vocab" not in self._read or multiple == 1:
             return ()
@@ -77,19 +77,19 @@ class JobView:
         return (f"the vocabulary of {size} is padded {pads}: write the tokenizer's own size if that is smaller",)
 
     def expressed(self, *keys: str) -> None:
-        """Count keys as expressed that follow from others."""
+        """Mark keys as expressed because other keys imply them."""
         self._read.update(keys)
 
     def unexpressed(self, *keys: str) -> None:
-        """List keys that cannot be expressed, though they were read or hold their default."""
+        """Mark keys as not expressed, even if they were read or have their default."""
         self._refused.update(keys)
 
     def copy(self, pairs: Mapping[str, str]) -> dict[str, Any]:
-        """Values by the names of a configuration, by a table of configuration name to job key."""
+        """Values of a configuration by name, from a table of configuration name to job key."""
         return {name: self[key] for name, key in pairs.items()}
 
     def stage_layers(self) -> list[int]:
-        """Layers of every part of the model: as stated, or even with the remainder on the earlier ones."""
+        """Layers of each part of the model: as stated, or even; the first parts take the remainder."""
         parallel, layers = self.job.parallel, self.job.model.total_layers
         self._read.add("parallel.stage_layers")
         parts = parallel.pp * parallel.virtual_stages
@@ -106,7 +106,7 @@ class JobView:
         return patch, patch * image
 
     def left(self) -> tuple[str, ...]:
-        """Keys that are not expressed, with their values; a key that was not read counts if it is not its default."""
+        """Keys that are not expressed, with their values; unread keys with their default are left out."""
         found = []
         for section, spec in SECTIONS.items():
             for item in fields(spec):

@@ -11,7 +11,7 @@ _MOST_STAGES = 10_000
 
 
 def read_stages(settings: Settings, draft: Draft) -> None:
-    """Fill virtual stages, and layers per stage where they are uneven."""
+    """Set virtual stages, and the layers of each stage if they are uneven."""
     layers, pp = draft.get("model.layers"), draft.degree("pp")
     layout = settings.word("pipeline_model_parallel_layout")
     if layout and layers:

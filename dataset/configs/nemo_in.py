@@ -86,7 +86,7 @@ def _experts(values: dict[str, Any]) -> None:
 
 
 def _resolved(key: str, value: Any, everything: Mapping[str, Any]) -> Any:
-    """A value that refers to another one, as ``${model.encoder_seq_length}`` and ``${.encoder_seq_length}`` do."""
+    """Resolve a value that refers to another one, as ``${model.encoder_seq_length}``."""
     for _ in range(5):
         found = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
         if found is None:

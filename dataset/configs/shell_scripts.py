@@ -76,7 +76,7 @@ class _Reading:
         self._sourced: set[Path] = set()
 
     def block(self, statements: tuple[Statement, ...]) -> bool:
-        """Read statements; whether the last command succeeds, as far as it is known."""
+        """Read statements; return whether the last command succeeds, as far as that is known."""
         self._last = True
         for statement in statements:
             match statement:
@@ -144,7 +144,7 @@ class _Reading:
         return True
 
     def _assign(self, command: Command) -> list[str]:
-        """Carry out the assignments that begin a command; the rest of its words."""
+        """Run the assignments at the beginning of a command; return the words after them."""
         declares = bool(command.words) and command.words[0] in _DECLARE
         for index, raw in enumerate(command.words):
             if index == 0 and declares:
@@ -173,7 +173,7 @@ class _Reading:
         self._depth -= 1
 
     def _source(self, name: str) -> None:
-        """Read a script of the same folder that is sourced; one elsewhere stays unknown."""
+        """Read a sourced script if it is in the same folder; others stay unknown."""
         if self._folder is None:
             return
         path = self._folder / Path(name).name

@@ -45,7 +45,7 @@ class Variables:
         self._defined = frozenset(defined)
 
     def set(self, name: str, value: str | list[str], *, add: bool = False) -> None:
-        """Set a variable, or add to it; what the user defined stays."""
+        """Set a variable, or append to it; variables that the user defined keep their values."""
         if name in self._defined:
             return
         old = self.values.get(name)
@@ -67,13 +67,13 @@ class Variables:
         return " ".join(value) if isinstance(value, list) else value
 
     def expanded(self, raw: str) -> list[str]:
-        """The words that a word as written stands for."""
+        """The words that a written word expands to."""
         if (found := _QUOTED_ITEMS.fullmatch(raw)) is not None and not self.values.get(found[1] or "@"):
             return []
         return _Expansion(self, raw).words()
 
     def joined(self, raw: str) -> str:
-        """A word as written as one text, as in an assignment."""
+        """The text that a written word expands to, without splitting, as in an assignment."""
         return " ".join(_Expansion(self, raw, split=False).words())
 
     def substituted(self, text: str) -> str:

@@ -83,7 +83,7 @@ def read_settings(settings: Settings, draft: Draft) -> None:
 
 
 def _of(key: str) -> tuple[str, ...]:
-    """Where a key of [parallelism] stands, now and in early releases."""
+    """The names of a key of [parallelism], in current and early releases."""
     return f"parallelism.{key}", *(f"{table}.{key}" for table in _OLD)
 
 
@@ -171,7 +171,7 @@ def _pipeline(settings: Settings, draft: Draft) -> None:
 
 
 def even_stages(stages: int, layers: int, first: int, last: int) -> list[int]:
-    """Layers of each stage as torchtitan shares them out, embedding and output counting as some layers each."""
+    """Layers of each stage as torchtitan divides them; embedding and output count as some layers each."""
     even, rest = divmod(layers + first + last, max(1, stages))
     counts = [even + (stage < rest) for stage in range(stages)]
     counts[0] -= first

@@ -27,7 +27,7 @@ _SIZES = (
 
 
 def write_torchtitan(job: Job) -> ConfigText:
-    """Write a job as TOML; a model that is none of torchtitan's flavors is listed with its sizes."""
+    """Write a job as TOML; if the model is none of torchtitan's flavors, its sizes are listed as not expressed."""
     view, notes = JobView(job), []
     tables: dict[str, dict[str, Any]] = {"model": {}}
     found = _flavor(job)

@@ -115,7 +115,7 @@ class _Evaluation:
         return None
 
     def _carry_out(self, statement: ast.stmt, values: dict[str, Any], depth: int) -> None:
-        """Carry out an assignment, or once the body of a loop, in which lists grow."""
+        """Run an assignment, or the body of a loop once (loops append to lists)."""
         match statement:
             case ast.Assign(targets=[target]):
                 self._assign(target, self._value(statement.value, values, depth), values)
@@ -190,7 +190,7 @@ class _Evaluation:
 
 
 def _defaults(arguments: ast.arguments) -> dict[str, Any]:
-    """Values that a function's arguments have where a call does not state them."""
+    """Default values of a function's arguments."""
     pairs = [
         *zip(arguments.args[len(arguments.args) - len(arguments.defaults) :], arguments.defaults, strict=True),
         *((word, node) for word, node in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if node),

@@ -160,14 +160,14 @@ def write_maxtext(job: Job) -> ConfigText:
 
 
 def _mesh(view: JobView) -> dict[str, Any]:
-    """Sizes of the axes; experts share the replicas."""
+    """Sizes of the mesh's axes; expert parallelism takes a part of the data-parallel ranks."""
     parallel = view.job.parallel
     ep, shard = view["parallel.ep"], view["parallel.dp_shard"] or view["parallel.dp"]
-    if shard % ep:  # experts that share out tensor-parallel ranks too
+    if shard % ep:  # expert parallelism also divides the tensor-parallel ranks
         view.unexpressed("parallel.ep")
         ep = 1
     if view["parallel.zero_stage"] in (1, 2) or (ep > 1 and parallel.zero_stage == 0):
-        view.unexpressed("parallel.zero_stage")  # the experts' axis shards all other weights too
+        view.unexpressed("parallel.zero_stage")  # MaxText's expert axis also shards all other weights
     fsdp = shard if parallel.zero_stage == 3 else 1
     table: dict[str, Any] = {"ici_fsdp_parallelism": max(1, fsdp // ep), "ici_data_parallelism": 1}
     table |= {"dcn_data_parallelism": max(1, parallel.dp // max(fsdp, ep)), "dcn_fsdp_parallelism": 1}

@@ -17,7 +17,7 @@ JOB_FILE = (".toml", rb"framework = |\[model\]")  # as stepsight writes it: no t
 
 
 def check_chosen(out: Path | None, to: str, asked: Path, force: bool = False) -> None:
-    """Before the work: a file that can be written, of a known format, which replaces no other file of the user.
+    """Check, before the work, that the file can be written, has a known format and overwrites no file of the user.
 
     Raises:
         StepsightError: If not.

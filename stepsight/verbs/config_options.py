@@ -1,4 +1,4 @@
-"""What users state beside configuration files, on the command line."""
+"""Values that users state on the command line beside configuration files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def given_of(
     define: Sequence[str] = (),
     pick: str = "",
 ) -> Given:
-    """What a verb's options state.
+    """Values from a verb's options.
 
     Raises:
         StepsightError: If a ``KEY=VALUE`` is none.
@@ -47,7 +47,7 @@ def given_of(
 def read_job(path: Path, framework: str = "", hardware: str = "", nodes: int | None = None) -> Job:
     """Read a job from a job file, or from the configuration of a training framework.
 
-    What a configuration leaves open is assumed, and said on stderr.
+    Assumed values for keys that a configuration leaves open are printed on stderr.
 
     Raises:
         StepsightError: If the file is neither, or holds no whole job.
@@ -81,7 +81,7 @@ def refuse_program(path: Path) -> None:
 
 
 def _moved(job: Job, hardware: str, nodes: int | None) -> Job:
-    """The job on other devices; what other devices need of the fabric and of replicas is worked out anew."""
+    """Return the job on other devices, with their usual fabric and a new number of replicas."""
     cluster = replace(job.cluster, hardware=hardware or job.cluster.hardware, nodes=nodes or job.cluster.nodes)
     if hardware and hardware != job.cluster.hardware:
         cluster = replace(cluster, fabric="")

@@ -177,7 +177,7 @@ def _collect_script(
 
 
 def _counts(in_box: bool, **stated: int | None) -> dict[str, int]:
-    """How many of each are run: what is stated, and the usual number of the others."""
+    """The number of runs of each kind: as stated, else the usual one."""
     usual = {"warmup": 1, "profile_steps": 0} if in_box else {"warmup": 2, "profile_steps": 2}
     return {**usual, **{name: count for name, count in stated.items() if count is not None}}
 

@@ -167,7 +167,7 @@ def load(path: Path | None, latency: str = "", context: typer.Context | None = N
 
 
 def check_configuration(out: Path, force: bool) -> None:
-    """Before the work: refuse to overwrite a configuration, which may be the user's own, unless it is forced."""
+    """Refuse, before the work, to overwrite a configuration, which may be the user's own, unless it is forced."""
     from stepsight.dataset.files import check_output_file
 
     check_output_file(out)
@@ -182,7 +182,7 @@ def find_modules_here() -> None:
 
 
 def check_plot(plot: Path | None) -> None:
-    """Before the work: a plot that can be written."""
+    """Check, before the work, that the plot can be written."""
     if plot is None:
         return
     from stepsight.dataset.files import check_output_file

@@ -15,7 +15,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr accept every character: one that the terminal lacks is written as its code.
+    """Make stdout and stderr accept every character: a character that the terminal lacks is written as its code.
 
     Raises:
         StepsightError: If stdout is closed, since nobody would get the answer.
