@@ -16,8 +16,8 @@ from stepsight.experiments.reports.plots import plot_predicted_against_measured,
 from stepsight.experiments.reports.verb_reports import demo_text
 from stepsight.experiments.search.search import search
 from stepsight.training.fit import train
+from stepsight.training.heldout import HeldoutEvaluation, evaluate_heldout
 from stepsight.training.measured.planning import make_plan
-from stepsight.training.predictor.heldout import HeldoutEvaluation, evaluate_heldout
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.tracking import reopened
 

@@ -19,7 +19,7 @@ from stepsight.experiments.evaluation.evaluate import FITTED, Evaluation, evalua
 from stepsight.experiments.evaluation.scored_row import Scored
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.training.calibration.constants import RESOURCES
-from stepsight.training.calibration.fit_calibration import CalibrationFit, off_by
+from stepsight.training.fit_calibration import CalibrationFit, off_by
 from stepsight.training.predictor.prediction import named_predictor
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.predictor_manifest import check_output

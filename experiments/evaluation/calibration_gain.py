@@ -15,7 +15,7 @@ from stepsight.experiments.evaluation.evaluate import Evaluation, figures, score
 from stepsight.experiments.evaluation.naive_references import carried_forward
 from stepsight.experiments.evaluation.row_predictors import PredictorOf, without_source
 from stepsight.experiments.evaluation.scored_row import Scored
-from stepsight.training.calibration.fit_calibration import CalibrationFit, TimedJob, fit_calibration
+from stepsight.training.fit_calibration import CalibrationFit, TimedJob, fit_calibration
 from stepsight.training.predictor.predictor import Predictor
 
 # What is fitted, for people: how a table is split into rows to fit and rows that judge.

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.training.predictor.heldout import spearman
+from stepsight.training.heldout import spearman
 
 Array = NDArray[np.float64]
 

@@ -20,7 +20,7 @@ from stepsight.dataset.program import Program
 from stepsight.simulator.lowering.lower import signatures
 from stepsight.simulator.simulate import simulate
 from stepsight.training.fit import train
-from stepsight.training.predictor.heldout import evaluate_heldout, spearman
+from stepsight.training.heldout import evaluate_heldout, spearman
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.registered import load_registered
 from stepsight.training.tracking import default_uri

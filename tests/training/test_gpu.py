@@ -17,9 +17,9 @@ from stepsight.dataset.physics import roofline_seconds
 from stepsight.dataset.run_folder import read_run
 from stepsight.simulator.lowering.lower import lower
 from stepsight.training.fit import train
+from stepsight.training.heldout import evaluate_heldout
 from stepsight.training.measured.host_launches import fit_launches, launches_alone, launches_in_traces
 from stepsight.training.measured.measured import read_runs
-from stepsight.training.predictor.heldout import evaluate_heldout
 from tests.dataset.kineto_files import MAIN, KinetoFile
 
 GPU = "h100-sxm-80gb"

@@ -23,8 +23,8 @@ from stepsight.experiments.studies.one_gpu.curve import learning_curve
 from stepsight.experiments.studies.one_gpu.plans import MINUTES, OPS, VARIANTS, make_study
 from stepsight.experiments.studies.one_gpu.study_report import study_text
 from stepsight.training.fit import train
+from stepsight.training.heldout import evaluate_heldout
 from stepsight.training.measured.planning import run_name
-from stepsight.training.predictor.heldout import evaluate_heldout
 from stepsight.training.predictor.predictor import Predictor
 
 COLLECTIONS = "collections"

@@ -15,7 +15,7 @@ from stepsight.experiments.evaluation.error_metrics import regret
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.studies.small_to_large import baselines
 from stepsight.experiments.studies.small_to_large.box_results import Compared
-from stepsight.training.predictor.heldout import spearman
+from stepsight.training.heldout import spearman
 from stepsight.training.predictor.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 

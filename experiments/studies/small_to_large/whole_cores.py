@@ -34,8 +34,8 @@ from stepsight.experiments.reports.plots import plot_predicted_against_measured
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.studies.small_to_large.core_jobs import HELDOUT, TRAIN, named_jobs, profile_jobs
 from stepsight.training.fit import train
+from stepsight.training.heldout import HeldoutEvaluation, evaluate_heldout
 from stepsight.training.measured.planning import collectable, make_plan, run_name
-from stepsight.training.predictor.heldout import HeldoutEvaluation, evaluate_heldout
 from stepsight.training.predictor.predictor import Predictor
 
 # Rounds matter more than steps: two ranks on a shared machine differ by 10 % and more between visits.

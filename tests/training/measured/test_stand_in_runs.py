@@ -23,9 +23,9 @@ from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.lowering.lower import lower
 from stepsight.simulator.simulate import simulate
 from stepsight.training.context.examples import make_examples, make_wholes
+from stepsight.training.heldout import evaluate_heldout
 from stepsight.training.measured.measured import MeasuredRun, Profile, fill_from_traces
 from stepsight.training.measured.stand_in_runs import StandInLatency, predict_run, stand_in_seconds
-from stepsight.training.predictor.heldout import evaluate_heldout
 from stepsight.training.predictor.predictor import Predictor
 
 LOOPBACK = find_fabric("loopback")

@@ -14,8 +14,8 @@ from stepsight.dataset.job import Job
 from stepsight.experiments.studies.small_to_large import whole_cores
 from stepsight.experiments.studies.small_to_large.core_jobs import HELDOUT, TRAIN, profile_jobs
 from stepsight.experiments.studies.small_to_large.whole_cores import CoreCase, core_cases, plan_of, regret_on_all_ranks
+from stepsight.training.heldout import HeldoutEvaluation
 from stepsight.training.measured.planning import run_name
-from stepsight.training.predictor.heldout import HeldoutEvaluation
 
 JOB = """
 [model]

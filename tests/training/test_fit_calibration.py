@@ -11,7 +11,7 @@ import pytest
 from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.training.calibration.constants import NAMES, RESOURCES, Constants
 from stepsight.training.calibration.corrections import Calibration
-from stepsight.training.calibration.fit_calibration import TimedJob, fit_calibration
+from stepsight.training.fit_calibration import TimedJob, fit_calibration
 from stepsight.training.predictor.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped.catalogue import shipped_predictor
