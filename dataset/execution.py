@@ -52,6 +52,7 @@ class KernelSemantics:
         casts_parameters: Whether parameters and logits of another type are cast where they are used, and their
             gradients back, as autocast does; FSDP casts its shards before it gathers them.
         fp8_dynamic: Whether operands in 8 bits are scaled by what they hold, where they are used.
+        fp8_gathers: Whether tensor-parallel ranks gather these operands in 8 bits.
     """
 
     main_dtype: str = "fp32"
@@ -66,6 +67,7 @@ class KernelSemantics:
     accumulation: str = "product"
     casts_parameters: bool = False
     fp8_dynamic: bool = False
+    fp8_gathers: bool = True
 
 
 @hashed_once
@@ -220,6 +222,7 @@ def _kernels(
         accumulation=kernels.accumulation if modules else accumulation,
         casts_parameters=kernels.casts_parameters and COMPUTE_DTYPE[precision] != PURE.get(precision, "fp32"),
         fp8_dynamic=precision == "fp8" and fp8_scaling != "delayed",
+        fp8_gathers=fp8_scaling != "rowwise",
     )
 
 

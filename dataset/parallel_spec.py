@@ -30,8 +30,8 @@ class ParallelSpec:
         overlap_tp: Which tensor-parallel collectives overlap with matrix products.  Empty: none.  ``backward``: those
             of the backward of column-parallel linears (Megatron: the input is gathered again beside the gradient of the
             input, and that gradient is summed beside the gradient of the weights).  ``split``: also all others, in
-            parts, so that a product begins with the first part (Transformer Engine's user buffers, PyTorch's
-            asynchronous tensor parallelism).
+            parts, so that a product begins with the first part (Transformer Engine's user buffers).  ``torch-async``:
+            as ``split``, and a kernel of its own sums what the ranks send (PyTorch's asynchronous tensor parallelism).
         overlap_ep: Whether all-to-alls of experts run beside the computation of another micro-batch (Megatron's
             ``overlap_moe_expert_parallel_comm``, the point of DualPipe).
         overlap_grad_reduce: Whether gradients are reduced while backward runs.

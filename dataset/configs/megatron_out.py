@@ -138,6 +138,8 @@ def _parallel(view: JobView) -> Flags:
         view.unexpressed("parallel.order")
     if view["parallel.overlap_tp"] == "split":
         yield ("tp-comm-overlap",)
+    elif view["parallel.overlap_tp"] == "torch-async":
+        view.unexpressed("parallel.overlap_tp")
     if view["parallel.overlap_ep"] and view["parallel.ep"] > 1:
         yield ("overlap-moe-expert-parallel-comm",)
     view.expressed("parallel.scatter_p2p")

@@ -255,7 +255,7 @@ def _recompute(settings: Settings, draft: Draft) -> None:
 
 def _rest(settings: Settings, draft: Draft) -> None:
     if settings.flag(*_of("enable_async_tensor_parallel"), "compile.enable_async_tensor_parallel"):
-        draft.map("parallel.overlap_tp", "split", "enable_async_tensor_parallel")
+        draft.map("parallel.overlap_tp", "torch-async", "enable_async_tensor_parallel")
     components = settings.take("compile.components")
     compiled = settings.flag("compile.enable", "training.compile")
     if compiled is not None:

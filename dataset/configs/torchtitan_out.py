@@ -109,7 +109,7 @@ def _parallelism(view: JobView) -> dict[str, Any]:
     if parallel.tp > 1:
         if not view["parallel.sequence_parallel"]:
             view.unexpressed("parallel.sequence_parallel")
-        if view["parallel.overlap_tp"] == "split":
+        if view["parallel.overlap_tp"] == "torch-async":
             table["enable_async_tensor_parallel"] = True
         elif parallel.overlap_tp:
             view.unexpressed("parallel.overlap_tp")

@@ -11,6 +11,7 @@ from stepsight.dataset.configs.nanotron_in import DTYPES
 from stepsight.dataset.configs.nanotron_in import MODEL as NANOTRON_MODEL
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.job import Job
+from stepsight.dataset.specs import SPLIT_TP
 
 _TORCH = {precision: dtype for dtype, precision in DTYPES.items()}
 _JAX = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "bfloat16"}
@@ -86,7 +87,7 @@ def _nanotron_parallelism(view: JobView) -> dict[str, Any]:
     table["recompute_layer"] = view["parallel.recompute"] == "full"
     if parallel.recompute == "selective":
         view.unexpressed("parallel.recompute")
-    if parallel.overlap_tp == "split":
+    if parallel.overlap_tp in SPLIT_TP:
         view.unexpressed("parallel.overlap_tp")
     return table
 

@@ -11,9 +11,9 @@ What else a row leaves open is answered for the values that it may have (``open_
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from stepsight.dataset.files import digest
 from stepsight.dataset.frameworks import FRAMEWORKS, Framework, framework_in
@@ -44,6 +44,9 @@ _MODELS: dict[str, dict[str, Any]] = {
 # What dgxc-benchmarking's models of PaxML recompute (paxml_mod_configs.py, v24.11.1): SAVE_DOT_ONLY keeps products, of
 # which Transformer Engine's attention is none, SAVE_QKV_OUT_PROJ those around attention.
 _PAXML_RECOMPUTES = {"gpt35b": "selective", "gpt3175b": "full"}
+# Nodes over which they share parameters; groups of as many are replicas (paxml/configure.sh, v24.11.1: FSDP nodes and
+# DCN_MESH_SHAPE of [nodes / FSDP, FSDP, 1]).
+_PAXML_SHARED_NODES = {"gpt35b": 1, "gpt3175b": 16}
 # Recipes that tokenise with GPT-2's vocabulary, whatever the model's is: dgxc-benchmarking v24.11.1 to v25.02 for Llama
 # 3.1 405B (llama3.1_405b.yaml has GPT2BPETokenizer, configure.sh megatron-gpt2-345m).
 _GPT2_TOKENS, _GPT2_RECIPES = 50257, ("llama31405b", r"\b(v24\.11|v25\.0[12])\b")
@@ -60,6 +63,7 @@ _FLAGS = {
 
 
 _SOFTWARE = ("kernels", "container", *LIBRARIES)  # columns that are keys of [execution]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +176,7 @@ def framework_of(row: Row) -> Framework:
     if bucket and number_in(bucket[1], "bucket_cap_mb") > 0:
         changes["bucket_mbytes"] = float(bucket[1])
     if "async tp" in notes.lower() or "asynctp" in notes.lower():
-        changes["overlap_tp"] = "split"
+        changes["overlap_tp"] = "torch-async"
     if re.search(r"\bcompile\b", notes.lower()):
         changes["eager_kernels"] = False
     if re.search(r"\bno (?:comm(?:unication)? )?overlap\b", f"{row.software} {notes}".lower()):
@@ -184,8 +188,7 @@ def framework_of(row: Row) -> Framework:
     if "MP mode DEFAULT" in row.text("precision"):
         changes |= {"gradients": "fp32", "checkpoint": EARLY_STOP}
     if framework.name == "paxml":
-        again = (word for start, word in _PAXML_RECOMPUTES.items() if _plain_name(row).startswith(start))
-        changes["recompute"] = next(again, framework.recompute)
+        changes["recompute"] = _by_model(row, _PAXML_RECOMPUTES, framework.recompute)
     if "nemo container" in row.software.lower() or "nemo:" in row.text("container").lower():
         changes |= _container_habits(row, framework)
     if "BF16 optimizer" in row.text("precision"):  # DeepSpeed's: casts and adds to fp32 and all-reduces that
@@ -260,6 +263,11 @@ def _facts(row: Row) -> dict[str, Any]:
     return next((facts for start, facts in _MODELS.items() if plain.startswith(start)), {})
 
 
+def _by_model(row: Row, values: Mapping[str, T], default: T) -> T:
+    """The value for a row's model, by the start of its name without marks."""
+    return next((value for start, value in values.items() if _plain_name(row).startswith(start)), default)
+
+
 def _plain_name(row: Row) -> str:
     return re.sub("[^a-z0-9]", "", row.text("model_name").lower())
 
@@ -290,7 +298,7 @@ def _parallel(row: Row, framework: Framework) -> dict[str, Any]:
         "virtual_stages": chunks,
         "stage_layers": _stage_layers(row.known("layers"), degrees["pp"] * chunks),
         **({} if shared is None else {"sequence_parallel": degrees["tp"] > 1 and shared}),
-        **_sharding(row, degrees["dp"]),
+        **_sharding(row, framework, degrees["dp"]),
         "recompute": _recompute(row, framework),
     }
 
@@ -305,7 +313,7 @@ def _stage_layers(layers: int, parts: int) -> list[int]:
     return each
 
 
-def _sharding(row: Row, dp: int) -> dict[str, Any]:
+def _sharding(row: Row, framework: Framework, dp: int) -> dict[str, Any]:
     """ZeRO stage, group and resharding from words such as ``distopt(zero1)`` or ``zero1 within groups of 8``."""
     text = row.text("zero_stage").lower()
     group = re.search(r"groups of (\d+)|fsdp[=(](\d+)", text)
@@ -315,8 +323,11 @@ def _sharding(row: Row, dp: int) -> dict[str, Any]:
     stage = 3 if re.search(r"(?<![a-z])(?:fsdp[12]?|hsdp)(?![a-z0-9])", text) else int(number[1]) if number else 0
     if text not in ("", "none", "ddp") and not stage and not number:
         raise RowError(f"zero_stage is {text!r:.40}: it must be 0 to 3, as zero1 or distopt(zero1), fsdp or hsdp")
+    of_node = row.whole("gpus_per_node") or 8
     if "hsdp" in text and not shard:
-        shard = row.whole("gpus_per_node") or 8
+        shard = of_node
+    if framework.name == "paxml" and stage == 3 and not shard:
+        shard = of_node * _by_model(row, _PAXML_SHARED_NODES, 0)
     return {
         "zero_stage": stage,
         "dp_shard": shard if 0 < shard < dp else 0,

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from stepsight.dataset.caching import cached
 from stepsight.dataset.op import Op
-from stepsight.dataset.specs import ModelSpec
+from stepsight.dataset.specs import SPLIT_TP, ModelSpec
 from stepsight.simulator.blocks import eager
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Comm, Item, Join, Lost, Saved, Step
@@ -161,25 +161,32 @@ def residual(shape: RankShape) -> Step:
     return Step("residual", forward, backward, saved=(Saved(numel),))
 
 
-def enter(shape: RankShape, width: int = 0) -> tuple[Step, ...]:
-    """Before column-parallel linears: identity forward, all-reduce backward (all-gather, reduce-scatter with sp)."""
+def enter(shape: RankShape, width: int = 0, *, operand: bool = False) -> tuple[Step, ...]:
+    """Before column-parallel linears: identity forward, all-reduce backward (all-gather, reduce-scatter with sp).
+
+    ``operand``: whether what is gathered is an operand of a product and nothing else (``RankShape.operand_bytes``).
+    """
     if shape.tp.size == 1:
         return ()
     num_bytes = _full_bytes(shape, width)
     if shape.sequence_parallel:
-        gather = shape.tp_comm("all_gather", num_bytes)
+        gather = shape.tp_comm("all_gather", _operand_bytes(shape) if operand else num_bytes)
         return (Step("tp", (gather,), (shape.tp_comm("reduce_scatter", num_bytes),)),)
     return (Step("tp", backward=(shape.tp_comm("all_reduce", num_bytes),)),)
 
 
-def leave(shape: RankShape) -> tuple[Step, ...]:
-    """After row-parallel linears: all-reduce forward, identity backward (reduce-scatter, all-gather with sp)."""
+def leave(shape: RankShape, *, operand: bool = False) -> tuple[Step, ...]:
+    """After row-parallel linears: all-reduce forward, identity backward (reduce-scatter, all-gather with sp).
+
+    ``operand``: as in ``enter``, of the gradient.
+    """
     if shape.tp.size == 1:
         return ()
     num_bytes = _full_bytes(shape)
     if shape.sequence_parallel:
         scatter = shape.tp_comm("reduce_scatter", num_bytes)
-        return (Step("tp", (scatter,), (shape.tp_comm("all_gather", num_bytes),)),)
+        gather = shape.tp_comm("all_gather", _operand_bytes(shape) if operand else num_bytes)
+        return (Step("tp", (scatter,), (gather,)),)
     return (Step("tp", (shape.tp_comm("all_reduce", num_bytes),)),)
 
 
@@ -191,28 +198,28 @@ def entered(shape: RankShape, linear: Step) -> Block:
     which come once, are left in a row, so that FSDP can send parameters between their parts.
     """
     if not shape.overlap_tp or shape.tp.size == 1:
-        return (*enter(shape), linear)
+        return (*enter(shape, operand=True), linear)
     num_bytes = _full_bytes(shape)
     arrive, again, forward = _NOTHING, _NOTHING, linear.forward
     if shape.sequence_parallel:
-        arrive, forward = _split(shape, "all_gather", num_bytes, forward)
-        again = _beside(shape, "all_gather", num_bytes)
+        arrive, forward = _split(shape, "all_gather", _operand_bytes(shape), forward)
+        again = _beside(shape, "all_gather", _operand_bytes(shape))
     sums = _beside(shape, "reduce_scatter" if shape.sequence_parallel else "all_reduce", num_bytes)
-    before = Step("tp", forward=arrive, backward=(Join("tp"),))
+    before = Step("tp", forward=arrive, backward=(Join("tp"), *_sum_of_parts(shape)))
     return before, replace(
         linear, forward=forward, backward=(*again, *linear.backward, Join("tp"), *sums), weight_grad_first=False
     )
 
 
 def left(shape: RankShape, linear: Step) -> Block:
-    """A row-parallel linear before the collective of ``leave``; the two overlap if ``overlap_tp`` is ``split``."""
-    if shape.overlap_tp != "split" or shape.tp.size == 1 or not shape.sequence_parallel:
-        return (linear, *leave(shape))
+    """A row-parallel linear before the collective of ``leave``; the two overlap if ``overlap_tp`` splits it."""
+    if shape.overlap_tp not in SPLIT_TP or shape.tp.size == 1 or not shape.sequence_parallel:
+        return (linear, *leave(shape, operand=True))
     num_bytes = _full_bytes(shape)
     last, forward = _split(shape, "reduce_scatter", num_bytes, linear.forward)
-    first, backward = _split(shape, "all_gather", num_bytes, linear.backward)
+    first, backward = _split(shape, "all_gather", _operand_bytes(shape), linear.backward)
     return replace(linear, forward=forward, backward=backward, weight_grad_first=False, ends_unneeded=False), Step(
-        "tp", last, first
+        "tp", (*last, *_sum_of_parts(shape)), first
     )
 
 
@@ -226,15 +233,30 @@ def _split(
     shape: RankShape, kind: str, num_bytes: int, products: tuple[Item, ...]
 ) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
     """A collective split into one part per rank: the first part is exposed, the others overlap with the products."""
-    if shape.overlap_tp != "split":
+    if shape.overlap_tp not in SPLIT_TP:
         return (shape.tp_comm(kind, num_bytes),), products
     one = num_bytes // shape.tp.size
     rest: Comm = shape.tp_comm(kind, num_bytes - one, beside=True)
     return (shape.tp_comm(kind, one),), (rest, *products, Join("tp"))
 
 
+def _sum_of_parts(shape: RankShape) -> tuple[Op, ...]:
+    """The sum of the stacked parts of all ranks after a reduce-scatter in parts.
+
+    ``_fused_matmul_reduce_scatter_impl`` of torch/distributed/_symmetric_memory (PyTorch 2.5 to 2.13): products write
+    their parts, ranks copy them to each other, and ``torch.sum`` or ``mean`` reads all of them.
+    """
+    if shape.overlap_tp != "torch-async" or not shape.sequence_parallel:
+        return ()
+    return (shape.op("reduce", shape.rows * shape.model.hidden),)
+
+
 def _full_bytes(shape: RankShape, width: int = 0) -> int:
     return shape.rows * (width or shape.model.hidden) * shape.dtype_bytes
+
+
+def _operand_bytes(shape: RankShape) -> int:
+    return shape.rows * shape.model.hidden * shape.operand_bytes
 
 
 @cached(4096)

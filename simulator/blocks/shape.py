@@ -96,6 +96,16 @@ class RankShape:
         return DTYPE_BYTES[self.precision]
 
     @property
+    def operand_bytes(self) -> int:
+        """Bytes of an element of a product's operand that tensor-parallel ranks gather.
+
+        In fp8 they cast first and gather 8 bits (Transformer Engine 1.0 to 2.2, ``module/linear.py`` and
+        ``grad_output_preprocess``; torchao's ``Float8ColwiseParallel`` and ``Float8RowwiseParallel``), but with a scale
+        for each row they gather 16 (torchtitan, ``parallelize_llama.py``, 2025).
+        """
+        return 1 if self.precision == "fp8" and self.kernels.fp8_gathers else self.dtype_bytes
+
+    @property
     def seq_len(self) -> int:
         """Tokens of a sequence on this rank (of the decoder, if there is also an encoder)."""
         return (self.model.unpadded_len or self.model.seq_len) // self.cp.size

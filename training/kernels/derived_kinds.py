@@ -71,6 +71,14 @@ def base_of(op: Op, hardware: Hardware) -> Op | None:
     return Op(STREAMED, (max(round(op.num_bytes / per_element), 1),), dtype)
 
 
+def base_in_precision(op: Op, hardware: Hardware) -> Op | None:
+    """The base of a product with kernels of its precision's own, in that precision; None: it has none."""
+    kind = op.record
+    if not kind.base or kind.base == STREAMED or not dtype_class(op, hardware):
+        return None
+    return Op(kind.base, kind.base_dims(*op.dims), op.dtype)
+
+
 def as_run(op: Op, hardware: Hardware) -> Op:
     """The op that a GPU's library runs: an attention with its head size padded."""
     kind = op.record

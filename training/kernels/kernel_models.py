@@ -15,7 +15,7 @@ from stepsight.dataset.hardware import Hardware
 from stepsight.dataset.op import OP_KINDS, Op, OpKind
 from stepsight.dataset.physics import roofline_seconds
 from stepsight.features.op_features import OP_TERMS, op_feature_names, op_features, op_position, op_terms
-from stepsight.training.kernels.derived_kinds import Ratio, as_run, base_of, least_seconds
+from stepsight.training.kernels.derived_kinds import Ratio, as_run, base_in_precision, base_of, least_seconds
 from stepsight.training.kernels.derived_kinds import label as label
 from stepsight.training.kernels.traced_corrections import TracedKind, log_factors
 from stepsight.training.regression.fitted_physics import Bounds
@@ -163,7 +163,7 @@ class KernelModel:
         return self.transfer.seconds(ops, variants)
 
     def _by_regressor(self, ops: Sequence[Op], busy: int, variants: NDArray[np.int64]) -> Array:
-        traced = [self._traced(op) for op in ops]
+        traced = [self._traced(op, number) for op, number in zip(ops, variants.tolist(), strict=True)]
         asked, longer = zip(*[self._within_length(base) for base, _, _ in traced], strict=True)
         rows = op_rows(asked, self.hardware, 1 if self.derives else busy, variants)
         seconds = self.regressor.seconds_left_out(rows) if self.left_out else self.regressor.seconds(rows)
@@ -188,9 +188,12 @@ class KernelModel:
     def _measured(self, op: Op) -> bool:
         return label(op.kind, op, self.hardware) in self.regressor.physics
 
-    def _traced(self, op: Op) -> tuple[Op, float, bool]:
+    def _traced(self, op: Op, variant: int = 0) -> tuple[Op, float, bool]:
         """The measured op that represents this one (itself if there is none), the log-ratio between them, and whether
         each step of that ratio was measured somewhere.
+
+        ``variant``: of the software asked for.  Its products of an op's precision stand for what it was not measured
+        with, such as gradients in 8 bits; without one, those of 16 bits do, as everywhere else.
         """
         if not self.derives:
             return op, 0.0, True
@@ -200,7 +203,8 @@ class KernelModel:
             ratio = self.ratios.get(at.kind)
             log_ratio += ratio.log_ratio if ratio is not None else 0.0
             evident &= ratio is not None
-            at = base_of(at, self.hardware)
+            own = base_in_precision(at, self.hardware) if variant else None
+            at = own if own is not None and self._measured(own) else base_of(at, self.hardware)
         return (op, 0.0, True) if at is None else (at, log_ratio, evident)
 
     def _within_length(self, op: Op) -> tuple[Op, float]:

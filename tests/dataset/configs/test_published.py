@@ -233,7 +233,7 @@ def test_megatron_layout_latent_attention_and_dense_layers(tmp_path: Path) -> No
 def test_torchtitan_of_2025(tmp_path: Path) -> None:
     job = read(tmp_path, {"llama3_405b.toml": TITAN}).job
     p = job.parallel
-    assert (p.tp, p.dp, p.zero_stage, p.overlap_tp, p.recompute) == (8, 16, 3, "split", "full")
+    assert (p.tp, p.dp, p.zero_stage, p.overlap_tp, p.recompute) == (8, 16, 3, "torch-async", "full")
     assert (job.batch.micro_batch, job.batch.global_batch, job.batch.precision) == (2, 32, "fp8")
     assert (job.cluster.num_devices, job.hardware_name, job.model.eager_kernels) == (128, "h100-sxm-80gb", False)
 

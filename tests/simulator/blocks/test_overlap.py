@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -19,10 +21,10 @@ from stepsight.simulator.lowering.passages import (
     forward_passage,
 )
 from stepsight.simulator.segment_timing import _time_passage
-from tests.simulator.blocks.shapes import small_shape
+from tests.simulator.blocks.shapes import items, small_shape
 
 GATHER, SUM, PRODUCT = 3.0, 5.0, 7.0
-OVERLAPS = ("", "backward", "split")
+OVERLAPS = ("", "backward", "split", "torch-async")
 
 
 def _shape(overlap: str, share: float = 0.0, *, sequence: bool = True) -> RankShape:
@@ -79,6 +81,41 @@ def test_split_collectives_expose_their_first_or_last_part() -> None:
     assert _seconds(backward_passage(_row(shape), BackwardSpec())) == GATHER / 4 + 2 * PRODUCT
 
 
+def test_pytorch_sums_stacked_parts_by_a_kernel_that_reads_all_of_them() -> None:
+    """One read of each element after a row's forward and a column's backward; the rest is as ``split`` has it."""
+    for part, backward in ((_row, False), (_column, True)):
+        split, stacked = (items(part(_shape(overlap)), backward=backward) for overlap in ("split", "torch-async"))
+        (extra,) = [item for item in stacked if item not in split]
+        shape = _shape("split")
+        assert isinstance(extra, Op) and extra.num_bytes == shape.rows * shape.model.hidden * shape.dtype_bytes
+        assert len(stacked) == len(split) + 1
+
+
+@pytest.mark.parametrize("overlap", ["", "split"])
+def test_operands_in_8_bits_are_gathered_as_such(overlap: str) -> None:
+    """With a scale for each row they are gathered in 16 bits; sums always are in 16 bits."""
+
+    def moved(block: Block, kind: str) -> int:
+        found = [
+            item.work for backward in (False, True) for item in items(block, backward=backward) if hasattr(item, "work")
+        ]
+        return sum(work.num_bytes for work in found if isinstance(work, Collective) and work.kind == kind)
+
+    kernels = {"fp8_gathers": False}
+    shapes = [
+        _shape(overlap),
+        *(
+            replace(_shape(overlap), precision="fp8", kernels=replace(_shape(overlap).kernels, **more))
+            for more in ({}, kernels)
+        ),
+    ]
+    for part in (_column, _row):
+        plain, narrow, rowwise = (
+            [moved(part(shape), kind) for kind in ("all_gather", "reduce_scatter")] for shape in shapes
+        )
+        assert narrow == [plain[0] // 2, plain[1]] and rowwise == plain
+
+
 def test_halves_of_the_backward_hold_their_own() -> None:
     """Zero-bubble schedules: the sum is waited for where the gradient of the input is needed."""
     block = _column(_shape("backward"))
@@ -96,7 +133,7 @@ def test_a_layer_computes_the_same_and_forward_moves_as_much(overlap: str) -> No
 
     def flops(block: Block) -> float:
         nodes = backward_passage(block, BackwardSpec()).program.nodes
-        return sum(node.work.flops for node in nodes if isinstance(node.work, Op))
+        return sum(node.work.flops for node in nodes if isinstance(node.work, Op) and node.work.kind != "reduce")
 
     assert flops(block) == flops(plain)
     assert moved(block) == moved(plain)
