@@ -28,8 +28,9 @@ _RANGES = {
     "reserved_bytes": (0.0, 1e18),
     "fragmentation": (0.0, 100.0),
     "power_w": (0.0, 1e6),
+    "idle_w": (0.0, 1e6),
 }
-_OPTIONAL = ("host_kinds_s", "power_w", "product_power_w")  # written only if they are known
+_OPTIONAL = ("host_kinds_s", "power_w", "idle_w", "product_power_w")  # written only if they are known
 # Kinds of op around which a dispatcher of tokens runs its host code: four in a layer's forward and backward.
 _DISPATCHED = ("permute", "unpermute", "unpermute_backward")
 MOST_SLOWDOWN = 1.5  # at a power limit: base clocks are about two thirds of the highest ones
@@ -63,6 +64,7 @@ class Hardware:
         fragmentation: Part of what is allocated and freed within a step that the allocator needs on top; what stays
             (parameters, optimizer states, buffers of gradients) needs nothing.
         power_w: Board power in watts, as the vendor states it; 0: unknown.
+        idle_w: What the board draws at its highest clock without work, which a lower clock hardly saves; 0: unknown.
         product_power_w: Watts that training would draw at the highest clock, by the type of its products: ``bf16`` for
             16 bits and more, ``fp8`` for fewer; none: unknown.  More than ``power_w`` lowers the clock, while kernels
             measured alone end before it falls.
@@ -89,6 +91,7 @@ class Hardware:
     reserved_bytes: float = 0.0
     fragmentation: float = 0.0
     power_w: float = 0.0
+    idle_w: float = 0.0
     product_power_w: dict[str, float] = field(default_factory=dict, hash=False)
     source: str = ""
 
@@ -135,15 +138,16 @@ class Hardware:
     def power_slowdown(self, dtype: str) -> float:
         """Slowdown of matrix products in training relative to alone, because of the power limit.
 
-        Power grows with the cube of the clock, as voltage follows it: the clock falls by the cube root of the excess.
+        Power beyond ``idle_w`` grows with the cube of the clock, as voltage follows it: the clock falls by the cube
+        root of the excess.
 
         Args:
             dtype: Of most matrix products of the job.
         """
         drawn = self.product_power_w.get(power_type(dtype), 0.0)
-        if not 0 < self.power_w < drawn:
+        if not self.idle_w < self.power_w < drawn:
             return 1.0
-        return float(min((drawn / self.power_w) ** (1 / 3), MOST_SLOWDOWN))
+        return float(min(((drawn - self.idle_w) / (self.power_w - self.idle_w)) ** (1 / 3), MOST_SLOWDOWN))
 
     def launch_s(self, work: Op | Collective, dispatch_calls: float = 0.0) -> float:
         """The host's time to launch an op or collective.

@@ -18,7 +18,7 @@ from pathlib import Path
 from stepsight.dataset.caching import cached
 from stepsight.dataset.errors import JobError, StepsightError
 from stepsight.dataset.files import write_text
-from stepsight.dataset.hardware import find_hardware
+from stepsight.dataset.hardware import Hardware, find_hardware
 from stepsight.dataset.hardware_facts import power_type
 from stepsight.dataset.job import Job
 from stepsight.experiments.evaluation.row_jobs import jobs_of
@@ -39,7 +39,7 @@ def _at(hardware: str, slowdown: float) -> Predictor | None:
     if found is None:
         return None
     watts = dict.fromkeys(("bf16", "fp8"), slowdown**3)
-    return replace(found, hardware=replace(found.hardware, power_w=1.0, product_power_w=watts))
+    return replace(found, hardware=replace(found.hardware, power_w=1.0, idle_w=0.0, product_power_w=watts))
 
 
 def slowdown_of(job: Job, measured_s: float) -> float | None:
@@ -61,7 +61,7 @@ def tells(row: Row) -> Job | None:
 
 def learn(rows: Sequence[Row]) -> dict[str, dict[str, ChipPower]]:
     """Estimates from the rows for every chip and type of products."""
-    told: dict[tuple[str, str], list[tuple[str, float, float]]] = defaultdict(list)
+    told: dict[tuple[str, str], list[tuple[str, float, Hardware]]] = defaultdict(list)
     for row in rows:
         try:
             job = tells(row)
@@ -71,14 +71,15 @@ def learn(rows: Sequence[Row]) -> dict[str, dict[str, ChipPower]]:
         facts = None if job is None else find_hardware(job.cluster.hardware)
         if job is not None and found is not None and facts is not None and facts.power_w:
             chip = chip_of(job.cluster.hardware)
-            told[chip, power_type(job.batch.dtype)].append((row.source, found, facts.power_w))
+            told[chip, power_type(job.batch.dtype)].append((row.source, found, facts))
     chips: dict[str, dict[str, ChipPower]] = defaultdict(dict)
     for (chip, dtype), runs in told.items():
-        limit = max(power_w for _, _, power_w in runs)
+        limit = max(facts.power_w for _, _, facts in runs)
+        idle = max(facts.idle_w for _, _, facts in runs)
         logs: dict[str, list[float]] = defaultdict(list)
-        for source, found, power_w in runs:
-            logs[source].append(found + math.log(power_w / limit) / 3.0)
-        chips[chip][dtype] = learn_chip(limit, logs)
+        for source, found, facts in runs:
+            logs[source].append(found + math.log((facts.power_w - idle) / (limit - idle)) / 3.0)
+        chips[chip][dtype] = learn_chip(limit, logs, idle)
     return dict(chips)
 
 

@@ -198,12 +198,15 @@ def test_of_an_all_to_all_only_what_is_for_other_nodes_leaves_a_node() -> None:
 
 
 def test_a_power_limit_lowers_the_clock_by_the_cube_root_of_the_excess() -> None:
-    gpu = HARDWARE["h100-sxm-80gb"]
+    """Of what depends on the clock: of 500 and 600 W, 400 and 500 W do if 100 W never do."""
+    gpu = replace(HARDWARE["h100-sxm-80gb"], idle_w=0.0)
     limited = replace(gpu, power_w=500.0, product_power_w={"bf16": 500.0 * 1.1**3, "fp8": 1e5})
     assert limited.power_slowdown("fp16") == pytest.approx(1.1)
     assert limited.power_slowdown("nvfp4") == 1.5
     assert replace(limited, power_w=1000.0).power_slowdown("bf16") == 1.0
     assert replace(limited, product_power_w={}).power_slowdown("bf16") == 1.0
+    idle = replace(limited, idle_w=100.0, product_power_w={"bf16": 600.0})
+    assert idle.power_slowdown("bf16") == pytest.approx(1.25 ** (1 / 3))
 
 
 def test_roofline() -> None:

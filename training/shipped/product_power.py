@@ -54,11 +54,13 @@ class ChipPower:
 
     Attributes:
         reference_w: The power limit for which sources speak: the highest of the chip's devices.
+        idle_w: ``Hardware.idle_w`` of the chip's devices.
         sources: By name.
     """
 
     reference_w: float
     sources: Mapping[str, SourceClock]
+    idle_w: float = 0.0
 
     def slowdown_log(self, without: str = "") -> float:
         """Logarithm of the slowdown at the reference limit: Huber's mean of sources, shrunk towards zero."""
@@ -78,26 +80,28 @@ class ChipPower:
         """Watts at the highest clock from all sources except one; 0 if there are too few."""
         if len(set(self.sources) - {without}) < LEAST_SOURCES:
             return 0.0
-        return self.reference_w * math.exp(min(3.0 * self.slowdown_log(without), MOST_POWER_LOG))
+        excess = math.exp(min(3.0 * self.slowdown_log(without), MOST_POWER_LOG))
+        return self.idle_w + (self.reference_w - self.idle_w) * excess
 
     def to_dict(self) -> dict[str, Any]:
         told = {name: [round(source.slowdown_log, 4), source.runs] for name, source in self.sources.items()}
-        return {"reference_w": self.reference_w, "sources": told}
+        return {"reference_w": self.reference_w, "idle_w": self.idle_w, "sources": told}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> ChipPower:
         told = {name: SourceClock(float(log), int(runs)) for name, (log, runs) in value["sources"].items()}
-        return cls(float(value["reference_w"]), told)
+        return cls(float(value["reference_w"]), told, float(value.get("idle_w", 0.0)))
 
 
-def learn_chip(reference_w: float, runs: Mapping[str, Sequence[float]]) -> ChipPower:
+def learn_chip(reference_w: float, runs: Mapping[str, Sequence[float]], idle_w: float = 0.0) -> ChipPower:
     """Power of a chip estimated from some runs.
 
     Args:
-        reference_w: As in ``ChipPower``.
+        reference_w, idle_w: As in ``ChipPower``.
         runs: By source, the logarithm of each run's slowdown of products at that limit.
     """
-    return ChipPower(reference_w, {name: SourceClock(median(logs), len(logs)) for name, logs in runs.items() if logs})
+    told = {name: SourceClock(median(logs), len(logs)) for name, logs in runs.items() if logs}
+    return ChipPower(reference_w, told, idle_w)
 
 
 @cached(1)

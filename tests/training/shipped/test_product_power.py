@@ -30,6 +30,13 @@ def test_a_source_does_not_teach_what_judges_it() -> None:
     assert told.power_w("source 3") < told.power_w() < told.power_w("source 0")
 
 
+def test_what_does_not_follow_the_clock_is_added_to_the_rest() -> None:
+    """The power beyond 100 W is the cube of the slowdown times what the limit leaves for it."""
+    runs = {f"source {at}": [math.log(1.1)] * 30 for at in range(3)}
+    plain, idle = learn_chip(700.0, runs), learn_chip(700.0, runs, 100.0)
+    assert idle.power_w() == pytest.approx(100.0 + 600.0 / 700.0 * plain.power_w())
+
+
 def test_two_sources_are_too_few() -> None:
     assert _told(1.1, 1.1).power_w() == _told(1.1, 1.1, 1.1).power_w("source 0") == 0.0
 
