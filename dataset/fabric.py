@@ -13,8 +13,12 @@ _RANGES = {
     "latency_us": (0.0, 1e9),
     "burst_bytes": (0.0, 1e12),
     "adapter_gbytes_per_s": (1e-6, 1e6),
+    "message_us": (0.0, 1e9),
 }
-_NEEDED, _OPTIONAL = {"bandwidth_gbytes_per_s", "latency_us"}, {"burst_bytes", "adapter_gbytes_per_s", "ll128"}
+_NEEDED, _OPTIONAL = (
+    {"bandwidth_gbytes_per_s", "latency_us"},
+    {"burst_bytes", "adapter_gbytes_per_s", "ll128", "message_us"},
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,7 @@ class Link:
             PCIe switch, or the network does not keep the order of 128 bytes.
         adapter_bytes_per_s: Bandwidth of one adapter that several devices share; if smaller than the bandwidth of a
             device, each has its own.
+        message_s: Time of the host for each message that it posts: messages to one adapter follow each other no closer.
     """
 
     bandwidth_bytes_per_s: float
@@ -36,6 +41,7 @@ class Link:
     burst_bytes: float = 0.0
     ll128: bool = True
     adapter_bytes_per_s: float = 0.0
+    message_s: float = 1e-6
 
     def __post_init__(self) -> None:
         if not 0 <= self.burst_bytes <= 1e12:
@@ -47,6 +53,8 @@ class Link:
             )
         if not 0 <= self.adapter_bytes_per_s <= 1e15:
             raise JobError(f"a link's adapter_bytes_per_s must lie within 0 and 1e15, got {self.adapter_bytes_per_s}")
+        if not 0 <= self.message_s <= 1e3:
+            raise JobError(f"a link's message_s must lie within 0 and 1000, got {self.message_s}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,7 @@ def _link(key: str, link: Any) -> Link:
         link.get("burst_bytes", 0.0),
         link.get("ll128", True),
         link.get("adapter_gbytes_per_s", 0.0) * 1e9,
+        link.get("message_us", 1.0) * 1e-6,
     )
 
 

@@ -63,6 +63,7 @@ def _fabric_table(job: Job, links: Mapping[str, float]) -> dict[str, dict[str, f
             "latency_us": link.latency_s * 1e6,
             "burst_bytes": link.burst_bytes,
             "ll128": link.ll128,
+            "message_us": link.message_s * 1e6,
         }
         if link.adapter_bytes_per_s:
             table[name]["adapter_gbytes_per_s"] = link.adapter_bytes_per_s / 1e9

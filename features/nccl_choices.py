@@ -41,13 +41,16 @@ STEP_GROWTH, CORE_GROWTH = 0.1, 0.02
 CALL = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4)}  # us, by protocol
 NEAR = {"ring": (0.6, 1.9, 3.4), "tree": (0.6, 1.25, 4.0)}  # us per step over NVLink
 FAR = {"ring": (2.7, 4.0, 14.0), "tree": (5.0, 8.5, 14.0)}  # us per step over the network
-HOST = (1.0, 1.0, 3.0)  # us that the host takes to post a step of a ring over nodes: the shortest step
+HOST = (1.0, 1.0, 3.0)  # messages that the host posts one after the other for a step of a ring over nodes
 PLATEAU = 1.4  # factor of an all-reduce by rings in Simple relative to its steps
 RING_SHARE = (0.5, 0.92, 1.0)  # of the links' bandwidth, by protocol
 TREE_SHARE = (0.92 / 3.8, 0.92 * 120 / 128, 0.92)
 LL_MOST = 20e9  # bytes/s of a node in LL on A100; faster GPUs move more (35e9 on H100, 70e9 on B200)
 LL_LINK = 300e9  # NVLink of A100
 LL128_LINK = 100e9  # LL128 needs NVLink
+# Bytes that one adapter takes on before the next node of a tree can pass them on, and how many bytes carry one in each
+# protocol: small sums use one channel, and a message waits for its last byte at each step between nodes.
+TREE_CHUNK, LINE = (64 * 1024, 128 * 1024, 128 * 1024), (2.0, 128 / 120, 1.0)
 # Part of their bandwidth that trees reach, by protocol and by message: 64 B, 128 B, ... 256 MiB, and all of it above.
 TREE_PART = np.array(
     [
@@ -66,19 +69,19 @@ NVLS_NEAR = 8  # least number of participating ranks of a node: smaller nodes ha
 PAT_OVERLAP = 3.5  # steps at once
 PAT_CALL, PAT_FAR, PAT_NEAR, PAT_SHARE = 8.0, 14.0 / PAT_OVERLAP, 2.8, 0.75
 # us of a call and of each rank that a rank sends to: within nodes by tables, between nodes by a public log of two nodes
-# (ALCF's Sirius).  How many connections make each message twice as slow: by logs of 1,024 and 2,160 ranks (ALCF's
-# Polaris), where an all-to-all takes many times what a constant cost explains.
+# (ALCF's Sirius).  A message takes up to 2.5 times as long where adapters serve more connections than they can keep at
+# hand: by logs of 1,024 and 2,160 ranks (ALCF's Polaris).
 DIRECT_CALL, DIRECT_NEAR, DIRECT_FAR = 8.0, 0.3, 2.4
-CONNECTIONS = 500.0
+CONNECTIONS, CROWDED = 200.0, 1.5
 MESSAGE_CALL = 5.0  # us
 
 
 def link_facts(fabric: Fabric) -> Array:
-    """Bandwidth and latency of the links within a node and between nodes, whether LL128 crosses nodes, and the
-    bandwidth of an adapter, ``(6,)``."""
+    """Bandwidth and latency of the links within a node and between nodes, whether LL128 crosses nodes, the
+    bandwidth of an adapter, and the host's time for a message, ``(7,)``."""
     near, far = fabric.intra_node, fabric.inter_node
     links = [near.bandwidth_bytes_per_s, near.latency_s, far.bandwidth_bytes_per_s, far.latency_s]
-    return np.array([*links, float(far.ll128), max(far.adapter_bytes_per_s, far.bandwidth_bytes_per_s)])
+    return np.array([*links, float(far.ll128), max(far.adapter_bytes_per_s, far.bandwidth_bytes_per_s), far.message_s])
 
 
 def choice_terms(collectives: Sequence[Collective], links: Array) -> Array:
@@ -86,7 +89,7 @@ def choice_terms(collectives: Sequence[Collective], links: Array) -> Array:
 
     Args:
         collectives: Of one kind.
-        links: ``link_facts`` of each one's fabric, ``(collectives, 6)``, or of the one fabric, ``(6,)``.
+        links: ``link_facts`` of each one's fabric, ``(collectives, 7)``, or of the one fabric, ``(7,)``.
 
     Returns:
         Seconds, ``(collectives, choices, len(CHOICE_TERMS))``.  Of each choice, they add up to its time, except that
@@ -94,7 +97,7 @@ def choice_terms(collectives: Sequence[Collective], links: Array) -> Array:
     """
     sizes = np.array([(c.num_bytes, c.group_size, c.ranks_per_node) for c in collectives], float).reshape(-1, 3)
     record = collectives[0].record
-    layout = _Layout(sizes, np.broadcast_to(links, (len(sizes), 6)))
+    layout = _Layout(sizes, np.broadcast_to(links, (len(sizes), 7)))
     if record.route == "message":
         return _message(layout)
     if record.route == "direct":
@@ -111,7 +114,8 @@ class _Layout:
         self.across = self.nodes > 1
         self.ranks = self.nodes * self.near
         self.near_bandwidth, near_latency, self.far_bandwidth, self.far_latency, *own = links.T
-        self.has_ll128, self.adapter = own
+        self.has_ll128, self.adapter, message = own
+        self.message = message / US
         self.near_pace = near_latency / NEAR_LATENCY
         self.far_pace = np.minimum(self.far_latency / FAR_LATENCY, 1.0)
         self.far_wait = np.maximum(self.far_latency - FAR_LATENCY, 0.0) / US
@@ -143,7 +147,9 @@ def _message(layout: _Layout) -> Array:
 def _direct(layout: _Layout) -> Array:
     others = layout.ranks - layout.near
     latency = layout.across * layout.far_latency / US
-    peers = (layout.near - 1) * DIRECT_NEAR * layout.near_pace + others * DIRECT_FAR * (1 + others / CONNECTIONS)
+    slowed = 1 + CROWDED * others / (others + CONNECTIONS)
+    each = np.maximum(DIRECT_FAR * slowed, layout.message)
+    peers = (layout.near - 1) * DIRECT_NEAR * layout.near_pace + others * each
     core = 1 + CORE_GROWTH * np.maximum(layout.doublings - 1, 0.0)
     between = core * layout.num_bytes * (1 - 1 / layout.nodes) / layout.far_bandwidth
     within = layout.num_bytes * (layout.near - 1) / layout.ranks / layout.near_bandwidth
@@ -165,8 +171,10 @@ def _ring(layout: _Layout, passes: float, trees: bool, protocol: int) -> Array:
     far_steps = passes * (layout.nodes - 1)
     near_steps = passes * (layout.ranks - 1) - far_steps
     near = layout.near_pace * NEAR["ring"][protocol]
-    near = np.where(layout.across, np.maximum(near, HOST[protocol]), near)
+    posted = HOST[protocol] * layout.message
+    near = np.where(layout.across, np.maximum(near, posted), near)
     far = layout.far(np.where(layout.near > 1, FAR["ring"][protocol], FAR["tree"][protocol]), protocol)
+    far = np.maximum(far, posted)
     slower = np.where(layout.across, PLATEAU, 1.0) if trees and protocol == SIMPLE else 1.0
     share = passes * (layout.ranks - 1) / layout.ranks
     transfers = _transfers(layout, share, RING_SHARE[protocol], protocol)
@@ -175,7 +183,8 @@ def _ring(layout: _Layout, passes: float, trees: bool, protocol: int) -> Array:
 
 def _tree(layout: _Layout, protocol: int) -> Array:
     near = 2 * (layout.near - 1) * NEAR["tree"][protocol] * layout.near_pace
-    far = 2 * layout.doublings * layout.far(FAR["tree"][protocol], protocol)
+    filled = np.minimum(layout.num_bytes, TREE_CHUNK[protocol]) * LINE[protocol] / layout.adapter / US
+    far = 2 * layout.doublings * (layout.far(FAR["tree"][protocol], protocol) + filled)
     sizes = np.log2(np.maximum(layout.num_bytes, 1.0)) - 6
     part = np.interp(sizes, np.arange(TREE_PART.shape[1]), TREE_PART[protocol])
     most = TREE_MOST[np.digitize(layout.near_bandwidth, TREE_LINKS)]

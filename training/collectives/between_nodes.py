@@ -35,6 +35,7 @@ FACTORS = Bounds(
     overlapping=OVERLAPPING,
 )
 PRIOR_STD = np.array([0.3, 0.2, 0.3, 0.1, 0.15])  # log units
+CLUSTERS = 6  # whose mean the prior is: one more cluster moves what is expected of another one by little
 KIND_STD = 0.5  # of those: how much a kind may differ from its route
 NOISE = 0.15  # log units by which NCCL's constants are wrong on a real network
 INDEPENDENT = 4.0  # weight of a cluster's rows of a kind, in rows: they share the cluster's peculiarities
@@ -147,19 +148,20 @@ def fit_between_nodes(
     noises = {kind: noise * max(1.0, len(index) / independent) ** 0.5 for kind, index in kinds.items()}
     terms = {kind: choice_terms([collectives[i] for i in index], links[index]) for kind, index in kinds.items()}
     log_seconds = np.log(seconds)
+    stds = PRIOR_STD if start else PRIOR_STD / CLUSTERS**0.5
     factors, errors, support = dict(start.factors) if start else {}, {}, dict(start.support) if start else {}
     for route in dict.fromkeys(COLLECTIVE_KINDS[kind].route for kind in kinds):
         own = [kind for kind in kinds if COLLECTIVE_KINDS[kind].route == route]
         prior = np.log(start.factors_of(own[0]) if start else FACTORS.prior)
-        both = _fit([(terms[k], log_seconds[kinds[k]], noises[k]) for k in own], prior, PRIOR_STD)
+        both = _fit([(terms[k], log_seconds[kinds[k]], noises[k]) for k in own], prior, stds)
         factors[route] = np.exp(both)
         for kind in own:
             around = np.log(start.factors_of(kind)) + both - prior if start else both
             rows = (terms[kind], log_seconds[kinds[kind]], noises[kind])
-            factors[kind] = np.exp(_fit([rows], around, KIND_STD * PRIOR_STD))
+            factors[kind] = np.exp(_fit([rows], around, KIND_STD * stds))
             places = np.array([place(collectives[i]) for i in kinds[kind]])
             support[kind] = (places.min(axis=0), places.max(axis=0))
-            errors[kind] = _left_out(rows, places[:, 1:], around)
+            errors[kind] = _left_out(rows, places[:, 1:], around, KIND_STD * stds)
     return BetweenNodes(factors, support, errors)
 
 
@@ -178,13 +180,13 @@ def fit_site(start: BetweenNodes, collectives: Sequence[Collective], fabric: Fab
     return fit_between_nodes(collectives, fabrics, seconds, start=start, noise=SITE_NOISE, independent=each)
 
 
-def _left_out(rows: Rows, layouts: Array, around: Array) -> float:
+def _left_out(rows: Rows, layouts: Array, around: Array, stds: Array) -> float:
     """Mean absolute log-error of each layout, held out of the fit."""
     terms, measured, noise = rows
     off = []
     for layout in np.unique(layouts, axis=0):
         held = (layouts == layout).all(axis=1)
-        fitted = _fit([(terms[~held], measured[~held], noise)], around, KIND_STD * PRIOR_STD)
+        fitted = _fit([(terms[~held], measured[~held], noise)], around, stds)
         off.append(np.abs(np.log(_cheapest(terms[held], np.exp(fitted)).sum(axis=1)) - measured[held]))
     return float(np.concatenate(off).mean())
 

@@ -49,6 +49,17 @@ def test_nothing_jumps(shipped: Predictor, kind: str) -> None:
     assert same.any() and (np.abs(growth[same] - 1) < 0.05).all()
 
 
+@pytest.mark.parametrize("name", ["aws-p5", "gcp-a3-megagpu", "slingshot-11-2nic-h100", "sockets-100g-h100"])
+def test_nothing_jumps_on_other_networks(name: str) -> None:
+    """Nor does time fall with size or nodes where hosts, latencies or shared adapters hold it up."""
+    predictor = shipped_predictor("h100-sxm")
+    assert predictor is not None
+    for kind in GROUPS:
+        seconds = _seconds(predictor, kind, find_fabric(name))
+        assert (np.diff(seconds, axis=1) >= -1e-12 * seconds[:, 1:]).all()
+        assert (np.diff(seconds, axis=0)[np.array(RANKS[:-1]) >= 8] >= -1e-9 * seconds.min()).all()
+
+
 @pytest.mark.parametrize("kind", GROUPS)
 def test_a_better_network_is_never_slower_and_its_latency_counts(kind: str) -> None:
     predictor = shipped_predictor("h100-sxm")
