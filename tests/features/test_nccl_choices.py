@@ -59,7 +59,7 @@ def test_a_link_without_ll128_has_no_such_choice() -> None:
 
 
 def test_a_small_sum_waits_for_its_last_byte_at_each_step_between_nodes() -> None:
-    """LL doubles the bytes; 64 KiB through one adapter of 50 GB/s, up and down 3 levels; larger sums use more of them."""
+    """LL doubles the bytes: 64 KiB through one adapter of 50 GB/s, up and down 3 levels; larger sums use more."""
     small, large = (_terms(Collective("all_reduce", size, 64, 8))[TREE_LL, QUICK] for size in (1 << 16, 1 << 20))
     empty = 2 * (7 * 0.6 + 3 * 5.0) * 1e-6
     assert small == pytest.approx(empty + 2 * 3 * 2 * (1 << 16) / 50e9)
