@@ -25,6 +25,7 @@ class Format:
         read: Reads a file into rows.
         names: Pattern of the paths, within a folder, of the files that are read.
         licence: SPDX identifier under which it was published; "unknown" for what users measured.
+        runs: Pattern of the paths of files that hold one run each: of a folder, one that cannot be read is left out.
 
     Raises:
         TableError: On construction, if ``read`` does not take the rows, or ``names`` is no regular expression.
@@ -33,15 +34,17 @@ class Format:
     read: Callable[[Rows], None]
     names: str
     licence: str
+    runs: str = r"(?!)"
 
     def __post_init__(self) -> None:
         check_takes("read of a table format", self.read, ("rows",), TableError)
-        try:
-            re.compile(self.names)
-        except (re.error, TypeError) as error:
-            raise TableError(
-                f"names of a table format must be a regular expression, got {self.names!r:.80}: {error}"
-            ) from None
+        for name, pattern in (("names", self.names), ("runs", self.runs)):
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as error:
+                raise TableError(
+                    f"{name} of a table format must be a regular expression, got {pattern!r:.80}: {error}"
+                ) from None
         if not isinstance(self.licence, str) or not self.licence:
             raise TableError(f'licence of a table format must be a text such as "unknown", got {self.licence!r:.80}')
 
@@ -53,7 +56,7 @@ FORMATS: Registry[Format] = Registry(
         "neusight": Format(neusight.read, r"^(?!.*(label|summary)/).*\.csv(\.gz)?$", "MIT"),
         "vidur": Format(vidur.read, r"(^|/)(mlp|all_reduce|send_recv)\.csv(\.gz)?$", "MIT"),
         "simumax": Format(simumax.read, r"^(?!.*docs/).*\.json(\.gz)?$", "Apache-2.0"),
-        "nccl-tests": Format(nccl_tests.read, nccl_tests.LOGS + r"|\.(csv|tar)(\.gz)?$|\.tgz$", "unknown"),
+        "nccl-tests": Format(nccl_tests.read, nccl_tests.FILES, "unknown", nccl_tests.LOGS),
         "vtrain": Format(vtrain.read, r"(^|/)AR_GPU\d+_[^/]*LUT$", "MIT"),
         "aicb": Format(aicb.read, r"\.csv(\.gz)?$", "Apache-2.0"),
         "csv": Format(own_csv.read, r"\.csv(\.gz)?$", "unknown"),
@@ -86,8 +89,20 @@ def read_table(name: str, path: Path) -> Measurements:
         for place, file in inside.items()
         if place not in wanted and not _NO_DATA.search(place)
     )
-    tables = Measurements.concat(_read_file(name, file, place, path) for place, file in wanted.items())
-    return tables if not others else tables.with_skipped(others)
+    tables, broken = [], []
+    for place, file in wanted.items():
+        try:
+            tables.append(_read_file(name, file, place, path))
+        except TableError as error:
+            if not re.search(form.runs, place):
+                raise
+            broken.append(error)
+    if not tables:
+        raise broken[0]
+    if broken:
+        others[f"a log that cannot be read, such as {broken[0]!s:.200}"] = len(broken)
+    found = Measurements.concat(tables)
+    return found if not others else found.with_skipped(others)
 
 
 def check_table_output(name: str, path: Path, out: Path) -> None:

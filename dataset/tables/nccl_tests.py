@@ -24,8 +24,12 @@ from stepsight.dataset.tables.device_names import device_name
 from stepsight.dataset.tables.rows import Line, Rows, read_csv, read_text
 
 LOGS = r"\.(log|out|txt)(\.gz)?$"
+FILES = LOGS + r"|\.(csv|tar)(\.gz)?$|\.tgz$"
 _OTHERS = ("reduce", "gather", "scatter", "hypercube", "alltoallv")
 _PARSED = ("collective", "n_ranks", "n_nodes", "device", "size_bytes", "time_us_oop", "time_us_ip")
+MOST_ERROR = 1e-2  # of sums in 32 bits and less; a number of wrong results is 1 at least
+_OTHER_OUTPUT = re.compile(r"NCCL\s+(INFO|WARN)")
+_TAG = re.compile(r"\[\d+,\d+\]<std(?:out|err)>:")  # mpirun --tag-output
 _RANK = re.compile(r"#\s+Rank\s+(\d+) .*? on\s+(\S+)\s+device\s+\d+ \[[^\]]*\]\s+(.+)")
 _LIBRARY = re.compile(r"nccl-library=(\d+)|NCCL version (\d+\.\d+\.\d+)")
 # What NCCL, or a script before it, says of its environment; names of what changes no time are left out.
@@ -102,9 +106,9 @@ def _fabric(num_nodes: int, device: str, path: str) -> str:
 
 def _read_log(rows: Rows, path: str, log: str) -> None:
     """A log may hold several runs, each with its own header; a run that failed just ends."""
+    log = _TAG.sub("", log)
     tests = re.compile(rf"({'|'.join((*benchmark_names(), *_OTHERS))})_perf")
-    named = tests.search(PurePath(path).name)
-    test, library, num_rows, num_left_out = named[1] if named else "", "", 0, 0
+    test, library, num_rows, num_left_out = _named(tests, path, log), "", 0, 0
     ranks: dict[int, tuple[str, str]] = {}
     variables: dict[str, str] = {}
     where: _Where | None = None
@@ -112,9 +116,16 @@ def _read_log(rows: Rows, path: str, log: str) -> None:
         row = _ROW.match(text)
         if row is not None:
             if not test:
-                raise rows.error("a log must name its test (such as all_reduce_perf) in it or in its name", number)
+                raise rows.error(
+                    "a log must name its test in it (as all_reduce_perf) or in its name (as all_reduce), or must hold "
+                    "sums of 1 GB/s and more",
+                    number,
+                )
             if not _are_all(ranks):
                 num_left_out += 1
+                continue
+            if _OTHER_OUTPUT.search(row[4]):
+                rows.skip("a row that other output interrupts")
                 continue
             software = " ".join([f"nccl-tests{library}", *(f"{name}={variables[name]}" for name in sorted(variables))])
             where = where or _where(rows, number, ranks, software, path)
@@ -138,6 +149,41 @@ def _read_log(rows: Rows, path: str, log: str) -> None:
         if not (test and ranks):
             raise rows.error("a log of nccl-tests must list its ranks, then sizes with times and bandwidths")
         rows.skip("a log of failed runs alone")
+
+
+def _named(tests: re.Pattern[str], path: str, log: str) -> str:
+    """The test of a log that names none: by its path, or by how bus bandwidths of its sums relate to the others.
+
+    Logs of nccl-tests name their test since version 2.17 alone.
+    """
+    named = tests.search(PurePath(path).name)
+    if named is not None:
+        return named[1]
+    spelt = {"".join(name.split("_")): name for name in benchmark_names()}
+    for part in PurePath(path).parts[:-3:-1]:  # the file, then its folder
+        word = re.sub(r"[^a-z]", "", part.lower()).replace("bcast", "broadcast")
+        found = {name for short, name in spelt.items() if short in word}
+        if len(found) == 1:
+            return found.pop()
+    for row in filter(None, map(_ROW.match, log.splitlines())):
+        cells = row[4].split()
+        try:
+            rate, bus = float(cells[-3]), float(cells[-2])
+        except (ValueError, IndexError):
+            continue
+        if cells[0] == "sum" and rate >= 1:
+            return "all_reduce" if bus > 1.1 * rate else "reduce_scatter" if bus < 0.98 * rate else ""
+    return ""
+
+
+def _is_wrong(cell: str) -> bool:
+    """Whether a run was wrong: by a number of wrong results, or in logs before 2022 by the largest relative error."""
+    if cell in ("0", "N/A", ""):
+        return False
+    try:
+        return not float(cell) < MOST_ERROR
+    except ValueError:
+        return True
 
 
 def _are_all(ranks: dict[int, tuple[str, str]]) -> bool:
@@ -186,7 +232,7 @@ def _add(rows: Rows, result: _Result, where: _Where) -> None:
     if size == 0:
         rows.skip("no message size")
         return
-    if wrong[in_place].strip() not in ("0", "N/A", ""):
+    if _is_wrong(wrong[in_place].strip()):
         rows.skip("wrong results")
         return
     if where.num_ranks % where.num_nodes:

@@ -92,6 +92,61 @@ def test_a_log_that_says_too_little_is_refused(tmp_path: Path, name: str, text: 
         read_table("nccl-tests", tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "kind"),
+    [
+        (
+            "allgather.out.log",
+            _row("33554432 4194304 float", "123.25 272.25 136.1 0", "120.28 278.96 139.5 0"),
+            "all_gather",
+        ),
+        (
+            "a.log",
+            _row("33554432 8388608 float sum -1", "123.25 272.25 408.4 0", "120.28 278.96 418.4 0"),
+            "all_reduce",
+        ),
+        (
+            "a.log",
+            _row("33554432 8388608 float sum -1", "123.25 272.25 204.2 0", "120.28 278.96 209.2 0"),
+            "reduce_scatter",
+        ),
+    ],
+)
+def test_a_log_without_its_test_is_known_by_its_name_or_by_its_bandwidths(
+    tmp_path: Path, name: str, rows: str, kind: str
+) -> None:
+    """Bus bandwidth is 1.5 times the other in an all-reduce of four ranks, 0.75 times in a reduce-scatter."""
+    (tmp_path / name).write_text(_header("", 2, 2).replace("# Collective test starting: _perf\n", "") + rows)
+    assert [work.kind for work in read_table("nccl-tests", tmp_path / name).works] == [kind]
+
+
+def test_a_folder_is_read_without_the_logs_that_cannot_be(tmp_path: Path) -> None:
+    """They are counted, with an example; a folder of such logs alone is refused."""
+    (tmp_path / "broken.log").write_text("# Collective test starting: all_reduce_perf\n")
+    with pytest.raises(TableError, match="must list its ranks"):
+        read_table("nccl-tests", tmp_path)
+    row = _row("33554432 524288 double none -1", "123.25 272.25 238.22 0", "120.28 278.96 244.09 0")
+    (tmp_path / "whole.log").write_text(_header("all_gather", 2, 2) + row)
+    table = read_table("nccl-tests", tmp_path)
+    assert table.works == (Collective("all_gather", 33554432, 4, 2),)
+    assert [(reason[:43], count) for reason, count in table.skipped.items()] == [
+        ("a log that cannot be read, such as " + str(tmp_path)[:8], 1)
+    ]
+
+
+def test_output_between_tags_and_of_other_processes_is_understood(tmp_path: Path) -> None:
+    """Tags of mpirun are removed; a row that NCCL's own output cuts is left out; old logs print relative errors."""
+    tag = "[1,0]<stdout>:"
+    lines = _header("all_reduce", 2, 2) + (
+        _row("33554432 8388608 float sum", f"123.25 272.25 408.4 5e-07{tag}", "120.28 278.96 418.4 2e-07")
+        + _row("67108864 16777216 float sum -1", "240.0node:12:34 [0] NCCL INFO Channel 00/0", "1 2 3 4")
+    )
+    (tmp_path / "a.log").write_text("".join(f"{tag}{line}\n" for line in lines.splitlines()))
+    table = read_table("nccl-tests", tmp_path / "a.log")
+    assert table.seconds.tolist() == pytest.approx([120.28e-6])
+    assert table.skipped == {"a row that other output interrupts": 1}
+
+
 def test_a_run_that_does_not_list_all_ranks_is_left_out(tmp_path: Path) -> None:
     """The other logs of the folder are read; rows are counted."""
     row = _row("33554432 524288 double none -1", "123.25 272.25 238.22 0", "120.28 278.96 244.09 0")
