@@ -28,6 +28,7 @@ Array = NDArray[np.float64]
 CHOICE_TERMS = ("call", "quick_steps", "bulk_steps", "adapters", "links_within_node")
 OVERLAPPING = (3, 4)  # these overlap: the longer one counts
 
+LINK_FACTS = 7  # numbers of ``link_facts``
 US = 1e-6
 NEAR_LATENCY, FAR_LATENCY = 5e-6, 10e-6  # stated latencies of the fabrics (DGX) for which NCCL's constants are valid
 # How often a step between nodes waits for what a network takes longer than InfiniBand.  NCCL adds its plugin's own
@@ -97,7 +98,7 @@ def choice_terms(collectives: Sequence[Collective], links: Array) -> Array:
     """
     sizes = np.array([(c.num_bytes, c.group_size, c.ranks_per_node) for c in collectives], float).reshape(-1, 3)
     record = collectives[0].record
-    layout = _Layout(sizes, np.broadcast_to(links, (len(sizes), 7)))
+    layout = _Layout(sizes, np.broadcast_to(links, (len(sizes), LINK_FACTS)))
     if record.route == "message":
         return _message(layout)
     if record.route == "direct":

@@ -2,14 +2,14 @@
 
 NCCL's own constants (``features.nccl_choices``) carry algorithms, protocols, ranks and sizes; the fabric's stated
 latencies and bandwidths carry the network.  What is fitted are five factors, within physical bounds and with a prior:
-first for all kinds of one route together, then for each kind around those.  Nothing else is learned, so nothing ends
-where the measurements end.
+first for all kinds of one route together, then for each kind around those.  Of one cluster's own measurements, a
+correction by size is learned too, which fades beyond its ranks (``size_residuals``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.hardware import Fabric
 from stepsight.dataset.op import COLLECTIVE_KINDS, Collective
-from stepsight.features.nccl_choices import CHOICE_TERMS, OVERLAPPING, choice_terms, link_facts
+from stepsight.features.nccl_choices import CHOICE_TERMS, LINK_FACTS, OVERLAPPING, choice_terms, link_facts
+from stepsight.training.collectives.size_curves import KNOTS, never_falling, read_curve
+from stepsight.training.collectives.size_residuals import MOST, share_left, size_residual
 from stepsight.training.regression.fitted_physics import HUBER, SHARPNESS, SLACK, Bounds
 from stepsight.training.regression.levenberg_marquardt import minimise
 
@@ -53,15 +55,32 @@ class BetweenNodes:
         factors: Of ``CHOICE_TERMS``, ``(terms,)`` each, by kind, and by route for kinds that were not measured.
         support: Smallest and largest logarithm of bytes, ranks and ranks per node that were measured, by kind.
         errors: Mean absolute log-error on layouts that were left out in turn, by kind.
+        residuals: Corrections of one cluster at the knots of ``size_curves``, log units, ``(knots,)`` each, by kind.
     """
 
     factors: Mapping[str, Array]
     support: Mapping[str, tuple[Array, Array]]
     errors: Mapping[str, float]
+    residuals: Mapping[str, Array] = field(default_factory=dict)
 
     def seconds(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
         """Seconds of each collective alone, ``(collectives,)``."""
-        return np.asarray(self.parts(collectives, fabric).sum(axis=1))
+        seconds = np.asarray(self.parts(collectives, fabric).sum(axis=1))
+        layouts: dict[tuple[str, int, int], list[int]] = {}
+        for index, collective in enumerate(collectives):
+            if collective.kind in self.residuals:
+                layout = (collective.kind, collective.num_nodes, collective.ranks_per_node)
+                layouts.setdefault(layout, []).append(index)
+        for layout, members in layouts.items():
+            num_bytes = np.array([collectives[index].num_bytes for index in members], dtype=np.float64)
+            seconds[members] = read_curve(self._curve(*layout, fabric), num_bytes)
+        return seconds
+
+    def _curve(self, kind: str, nodes: int, near: int, fabric: Fabric) -> Array:
+        """Logarithm of the corrected seconds of a layout at ``KNOTS``: they never fall with size."""
+        works = [Collective(kind, size, nodes * near, near) for size in KNOTS.tolist()]
+        left = share_left(works[:1], self.support[kind])
+        return never_falling(np.log(self.parts(works, fabric).sum(axis=1)) + left * self.residuals[kind])
 
     def parts(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
         """Seconds of each collective by ``CHOICE_TERMS`` in the cheapest choice, ``(collectives, terms)``."""
@@ -92,6 +111,12 @@ class BetweenNodes:
                     f"factors of {name} must lie within {FACTORS.low.tolist()} and {FACTORS.high.tolist()}, "
                     f"got {factors.tolist()!s:.80}"
                 )
+        for kind, off in self.residuals.items():
+            if off.shape != KNOTS.shape or kind not in self.support or not (np.abs(off) <= MOST).all():
+                raise ValueError(
+                    f"the correction of {kind} must be {len(KNOTS)} numbers within -{MOST:g} and {MOST:g}, of a kind "
+                    f"with a measured range, got {off.tolist()!s:.80}"
+                )
         for kind, (low, high) in self.support.items():
             if low.shape != (AXES,) or high.shape != (AXES,) or not (low <= high).all():
                 raise ValueError(f"the measured range of {kind} must be two lists of {AXES} numbers, lowest first")
@@ -101,6 +126,7 @@ class BetweenNodes:
             "factors": {name: factors.tolist() for name, factors in self.factors.items()},
             "support": {k: {"low": low.tolist(), "high": high.tolist()} for k, (low, high) in self.support.items()},
             "errors": dict(self.errors),
+            **({"residuals": {k: off.tolist() for k, off in self.residuals.items()}} if self.residuals else {}),
         }
 
     @classmethod
@@ -109,6 +135,7 @@ class BetweenNodes:
             {str(name): np.array(factors, float) for name, factors in value["factors"].items()},
             {str(k): (np.array(s["low"], float), np.array(s["high"], float)) for k, s in value["support"].items()},
             {str(kind): float(error) for kind, error in value["errors"].items()},
+            {str(kind): np.array(off, float) for kind, off in value.get("residuals", {}).items()},
         )
         read.check()
         return read
@@ -144,7 +171,7 @@ def fit_between_nodes(
     kinds: dict[str, list[int]] = {}
     for index, collective in enumerate(collectives):
         kinds.setdefault(collective.kind, []).append(index)
-    links = np.array([link_facts(fabric) for fabric in fabrics]).reshape(len(fabrics), -1)
+    links = np.array([link_facts(fabric) for fabric in fabrics]).reshape(-1, LINK_FACTS)
     noises = {kind: noise * max(1.0, len(index) / independent) ** 0.5 for kind, index in kinds.items()}
     terms = {kind: choice_terms([collectives[i] for i in index], links[index]) for kind, index in kinds.items()}
     log_seconds = np.log(seconds)
@@ -166,7 +193,7 @@ def fit_between_nodes(
 
 
 def fit_site(start: BetweenNodes, collectives: Sequence[Collective], fabric: Fabric, seconds: Array) -> BetweenNodes:
-    """Fit the factors to one cluster's own measurements, for predictions on the same cluster.
+    """Fit the factors and a correction by size to one cluster's own measurements, for predictions on that cluster.
 
     Args:
         start: Factors from elsewhere, the prior.
@@ -177,7 +204,16 @@ def fit_site(start: BetweenNodes, collectives: Sequence[Collective], fabric: Fab
     layouts = len({(c.group_size, c.ranks_per_node) for c in collectives})
     fabrics = [fabric] * len(collectives)
     each = INDEPENDENT * layouts  # rows of one layout share its peculiarities
-    return fit_between_nodes(collectives, fabrics, seconds, start=start, noise=SITE_NOISE, independent=each)
+    fitted = fit_between_nodes(collectives, fabrics, seconds, start=start, noise=SITE_NOISE, independent=each)
+    off = np.log(seconds / fitted.seconds(collectives, fabric))
+    kinds: dict[str, list[int]] = {}
+    for index, collective in enumerate(collectives):
+        kinds.setdefault(collective.kind, []).append(index)
+    residuals = {
+        kind: size_residual(np.array([float(collectives[i].num_bytes) for i in index]), off[index])
+        for kind, index in kinds.items()
+    }
+    return replace(fitted, residuals=residuals)
 
 
 def _left_out(rows: Rows, layouts: Array, around: Array, stds: Array) -> float:
