@@ -21,6 +21,7 @@ Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Key = tuple[str, object, int]  # name of the call, its signature, and its number among equal calls of a step
 RANKS = 2
+LEAST_SHARE = 0.01  # of an op's time: rarer overlaps of the usual step are left out
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class PairRun:
     Attributes:
         job: Its name.
         ranks: Graphs on one clock.
+        keys: By rank and node, which call it is; None outside of steps.
         alone_s: By rank and node, seconds of an op alone; NaN for what is not an op, or did not run alone.
         steps: Numbers of the steps that count: all but the last, which an observer slows.
         spread: Of a call alone between runs and steps: mean |log| over its median, weighted by time.
@@ -37,6 +39,7 @@ class PairRun:
 
     job: str
     ranks: tuple[RankGraph, ...]
+    keys: tuple[tuple[Key | None, ...], ...]
     alone_s: tuple[Array, ...]
     steps: tuple[int, ...]
     spread: float
@@ -53,7 +56,8 @@ class Spans:
         node: ``(n,)``: of the rank's graph.
         is_op: ``(n,)``; else it is a collective.
         start_s: ``(n,)``.
-        spent_s: ``(n,)``.
+        spent_s: ``(n,)``: of ops alone; of collectives while they are active.
+        measured_s: ``(n,)``: as traced.
         pairs: ``(2, e)``: a span, and an op that it overlaps.
         both_s: ``(e,)`` seconds in which both run.
     """
@@ -63,6 +67,7 @@ class Spans:
     is_op: NDArray[np.bool_]
     start_s: Array
     spent_s: Array
+    measured_s: Array
     pairs: Ints
     both_s: Array
 
@@ -74,10 +79,9 @@ def read_pair_runs(folder: Path) -> list[PairRun]:
         known, spread = _alone_seconds(sorted(path for path in job.glob(f"{ALONE}*") if (path / RESULT).exists()))
         for run in sorted(path for path in job.glob(f"{PAIR}*") if (path / RESULT).exists()):
             ranks = _on_one_clock(_graphs(run, range(RANKS)))
-            alone = tuple(
-                np.array([np.nan if key is None else known.get(key, np.nan) for key in _keys(rank)]) for rank in ranks
-            )
-            found.append(PairRun(job.name, ranks, alone, _steps(ranks[0]), spread))
+            keys = tuple(tuple(_keys(rank)) for rank in ranks)
+            alone = tuple(np.array([known.get(key, np.nan) if key else np.nan for key in own]) for own in keys)
+            found.append(PairRun(job.name, ranks, keys, alone, _steps(ranks[0]), spread))
     return found
 
 
@@ -115,14 +119,15 @@ def _steps(rank: RankGraph) -> tuple[int, ...]:
 
 
 def _keys(rank: RankGraph) -> list[Key | None]:
-    """The key of each node that is an op of a step; None of all others."""
+    """The key of each op and collective of a step; None of all other nodes."""
     seen: dict[tuple[int, str, object], int] = defaultdict(int)
     found: list[Key | None] = []
     for kind, work, name, step in zip(*(rank.nodes[n].tolist() for n in ("kind", "work", "name", "step")), strict=True):
-        if kind != OP or step < 0 or work < 0:
+        if kind not in (OP, COLLECTIVE) or step < 0 or work < 0:
             found.append(None)
             continue
-        call, signature = rank.names[name], rank.works[work]
+        call = rank.names[name] if kind == OP else rank.works[work].kind
+        signature = rank.works[work] if kind == OP else None  # all ranks number collectives of a kind alike
         found.append((call, signature, seen[step, call, signature]))
         seen[step, call, signature] += 1
     return found
@@ -135,7 +140,7 @@ def _alone_seconds(folders: Sequence[Path]) -> tuple[Mapping[Key, float], float]
         rank = _graphs(folder, [0])[0]
         steps = set(_steps(rank))
         for node, key in enumerate(_keys(rank)):
-            if key is not None and int(rank.nodes["step"][node]) in steps:
+            if key is not None and rank.nodes["kind"][node] == OP and int(rank.nodes["step"][node]) in steps:
                 times[key].append(float(rank.duration_s[node]))
     usual = {key: float(np.median(found)) for key, found in times.items()}
     off = [abs(np.log(each / usual[key])) for key, found in times.items() for each in found if each > 0]
@@ -154,8 +159,8 @@ def spans_of(run: PairRun, step: int, starts: Sequence[Array] | None = None) -> 
         starts: By rank, when each node starts; None: as traced.
     """
     given = [rank.start_s for rank in run.ranks] if starts is None else starts
-    ranks, nodes, begins, spent = [], [], [], []
-    active = _active(run.ranks, given)
+    ranks, nodes, begins, lengths = [], [], [], []
+    active = _active(run, given, step)
     for place, rank in enumerate(run.ranks):
         inside = (rank.nodes["step"] == step) & rank.on_device & (rank.duration_s > 0)
         own = np.flatnonzero(inside)
@@ -166,19 +171,25 @@ def spans_of(run: PairRun, step: int, starts: Sequence[Array] | None = None) -> 
         ranks.append(np.full(len(own), place, dtype=np.int64))
         nodes.append(own)
         begins.append(begin)
-        spent.append(seconds)
-    rank_of, node, start, seconds = (np.concatenate(each) for each in (ranks, nodes, begins, spent))
+        lengths.append(seconds)
+    rank_of, node, start, seconds = (np.concatenate(each) for each in (ranks, nodes, begins, lengths))
     kinds = np.concatenate([rank.nodes["kind"][own] for rank, own in zip(run.ranks, nodes, strict=True)])
     lane = 2 * rank_of + (kinds == COLLECTIVE)
     pairs, both = overlapping(start, start + seconds, lane)
+    measured = np.concatenate([rank.duration_s[own] for rank, own in zip(run.ranks, nodes, strict=True)])
     keep = kinds[pairs[1]] == OP
-    return Spans(rank_of, node, kinds == OP, start, np.maximum(seconds, 1e-9), pairs[:, keep], both[keep])
+    spent = np.maximum(seconds, 1e-9)
+    return Spans(rank_of, node, kinds == OP, start, spent, measured, pairs[:, keep], both[keep])
 
 
-def _active(ranks: Sequence[RankGraph], starts: Sequence[Array]) -> list[tuple[Array, Array]]:
+def _active(run: PairRun, starts: Sequence[Array], step: int) -> list[tuple[Array, Array]]:
     """By rank, when each node begins to be active, and for how long; only collectives differ from their span."""
+    ranks = run.ranks
     found = [(start.copy(), rank.duration_s.copy()) for rank, start in zip(ranks, starts, strict=True)]
-    numbered = [_numbered(rank) for rank in ranks]
+    numbered = []
+    for rank, keys in zip(ranks, run.keys, strict=True):
+        own = np.flatnonzero((rank.nodes["kind"] == COLLECTIVE) & (rank.nodes["step"] == step)).tolist()
+        numbered.append({keys[node]: node for node in own})
     for key in set(numbered[0]).intersection(*numbered[1:]):
         nodes = [own[key] for own in numbered]
         traced = max(rank.start_s[node] for rank, node in zip(ranks, nodes, strict=True))
@@ -188,15 +199,36 @@ def _active(ranks: Sequence[RankGraph], starts: Sequence[Array]) -> list[tuple[A
     return found
 
 
-def _numbered(rank: RankGraph) -> dict[tuple[int, str, int], int]:
-    """Collectives of a rank by step, kind and number: both ranks issue them in one order."""
-    seen: dict[tuple[int, str], int] = defaultdict(int)
-    found = {}
-    for node in np.flatnonzero(rank.nodes["kind"] == COLLECTIVE).tolist():
-        key = int(rank.nodes["step"][node]), rank.kind_of(node)
-        found[*key, seen[key]] = node
-        seen[key] += 1
-    return found
+def usual_spans(runs: Sequence[PairRun]) -> Spans:
+    """The usual step of some runs of a job, as nodes of the first run.
+
+    Seconds are medians over all steps, overlaps are means: one step on a shared machine says little.
+    """
+    steps = [(run, spans_of(run, step)) for run in runs for step in run.steps]
+    place: dict[tuple[int, Key | None], int] = {}
+    times: list[tuple[list[float], list[float], list[float]]] = []
+    both: dict[tuple[int, int], float] = defaultdict(float)
+    for number, (run, spans) in enumerate(steps):
+        named = [(r, run.keys[r][n]) for r, n in zip(spans.rank.tolist(), spans.node.tolist(), strict=True)]
+        index = [
+            place.setdefault((r, key), len(place)) if not number else place.get((r, key), -1) for r, key in named if key
+        ]
+        times += [([], [], []) for _ in range(len(place) - len(times))]
+        begin = float(spans.start_s.min())
+        columns = (spans.spent_s, spans.measured_s, spans.start_s - begin)
+        for at, own in enumerate(index):
+            if own >= 0:
+                for kept, values in zip(times[own], columns, strict=True):
+                    kept.append(float(values[at]))
+        for source, target, seconds in zip(*spans.pairs.tolist(), spans.both_s.tolist(), strict=True):
+            if index[source] >= 0 and index[target] >= 0:
+                both[index[source], index[target]] += seconds
+    spent, measured, start = (np.array([np.median(each[part]) for each in times]) for part in range(3))
+    first = steps[0][1]
+    pairs = np.array(list(both), dtype=np.int64).reshape(-1, 2).T
+    mean = np.array(list(both.values())) / np.array([len(times[target][0]) for target in pairs[1].tolist()])
+    keep = mean > LEAST_SHARE * spent[pairs[1]]
+    return Spans(first.rank, first.node, first.is_op, start, spent, measured, pairs[:, keep], mean[keep])
 
 
 def sizes_of(rank: RankGraph, nodes: Ints) -> Array:

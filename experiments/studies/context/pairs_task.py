@@ -23,15 +23,14 @@ from stepsight.experiments.studies.context.pair_runs import (
     is_narrow,
     read_pair_runs,
     sizes_of,
-    spans_of,
+    usual_spans,
 )
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
-LEAST_ALONE_S = 2e-5  # a shorter op is mostly the profiler's own time
+LEAST_ALONE_S = 5e-5  # a shorter op is mostly the time of the profiler
 CACHE_BYTES = 2.0**25  # of a host's last cache, roughly
-MOST_STEPS = 3  # of a run that teach and judge
-EPOCHS = 40
+EPOCHS = 30
 
 
 def pairs_task(folder: Path) -> ContextTask:
@@ -46,12 +45,12 @@ def pairs_task(folder: Path) -> ContextTask:
 def task_of_pairs(runs: Sequence[PairRun], folder: Path) -> ContextTask:
     """The task of some runs; in training, every job counts as much as every other."""
     graphs, jobs = [], []
-    for run in runs:
-        for step in run.steps[:MOST_STEPS]:
-            graph = step_graph(run, spans_of(run, step))
-            if graph is not None:
-                graphs.append(graph)
-                jobs.append(run.job)
+    for job in sorted({run.job for run in runs}):
+        own = [run for run in runs if run.job == job]
+        graph = step_graph(own[0], usual_spans(own))
+        if graph is not None:
+            graphs.append(graph)
+            jobs.append(job)
     if not graphs:
         raise TraceError(f"{folder} must hold ops that run beside others and also alone, got none: run with --collect")
     spent = {
@@ -65,7 +64,7 @@ def task_of_pairs(runs: Sequence[PairRun], folder: Path) -> ContextTask:
     spread = {run.job: run.spread for run in runs}
     return ContextTask(
         "pairs",
-        "time-weighted |log| error of ops of two ranks of a host, jobs held out",
+        "time-weighted |log| error of ops of two ranks of a host in a usual step, jobs held out",
         graphs,
         jobs,
         head="slowdown",
@@ -103,7 +102,7 @@ def step_graph(run: PairRun, spans: Spans, *, judged: bool = True) -> HeteroData
     graph = HeteroData()
     op = graph["op"]
     op.rank, op.node = torch.from_numpy(spans.rank[ops]), torch.from_numpy(spans.node[ops])
-    alone, seconds = spans.spent_s[ops], table.measured_s[ops]
+    alone, seconds = spans.spent_s[ops], spans.measured_s[ops]
     op.baseline = torch.from_numpy(alone).float()
     op.roofline = op.baseline
     op.key = torch.from_numpy(table.classes[ops])
@@ -133,7 +132,6 @@ class _Table:
 
     Attributes:
         known: ``(n,)``: whether the time alone was measured.
-        measured_s: ``(n,)``: traced.
         classes: ``(n,)``: index of ``CLASSES``.
         share: ``(n, 2)``: of its time in which the other rank's ops, and collectives, run too.
         mix: ``(n, len(CLASSES) + 1)``: the same by class of op; collectives last.
@@ -143,14 +141,13 @@ class _Table:
     def __init__(self, run: PairRun, spans: Spans) -> None:
         count = len(spans.rank)
         self._spans = spans
-        self.known, self.measured_s = np.zeros(count, dtype=np.bool_), np.zeros(count)
+        self.known = np.zeros(count, dtype=np.bool_)
         self.classes, narrow = np.zeros(count, dtype=np.int64), np.zeros(count)
         sizes = np.zeros((count, 2))
         for place, rank in enumerate(run.ranks):
             own = np.flatnonzero(spans.rank == place)
             node = spans.node[own]
             self.known[own] = np.isfinite(run.alone_s[place][node])
-            self.measured_s[own] = rank.duration_s[node]
             self.classes[own] = [class_of(rank.kind_of(each)) for each in node.tolist()]
             narrow[own], sizes[own] = is_narrow(rank, node), sizes_of(rank, node)
         source, target = spans.pairs

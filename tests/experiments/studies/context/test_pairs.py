@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -79,14 +80,18 @@ def _rank(rank: int, slowdown: float) -> RankGraph:
     return RankGraph(
         rank, 2, "cpu", "cpu", 0.0, np.array(starts), np.array(spent), columns, edges, np.zeros(len(order)),
         ("compute",), ("step", "call"), works, groups=(("dp", (0, 1)),),
-        steps_s=np.array(list(zip(marks, marks[1:], strict=False))), unrecorded_s=np.zeros(len(kinds)),
+        steps_s=np.array(list(pairwise(marks))), unrecorded_s=np.zeros(len(kinds)),
     )  # fmt: skip
 
 
 def _run(job: str = "a", slowdown: float = 1.0 + LOST) -> PairRun:
     ranks = (_rank(0, slowdown), _rank(1, slowdown))
     alone = np.where(ranks[0].nodes["kind"] == OP, ALONE_S, np.nan)
-    return PairRun(job, ranks, (alone, alone), (0,), 0.0)
+    keys = tuple(
+        (("call" if kind == OP else "all_reduce", None, number % 4) if kind != HOST else None)
+        for number, kind in enumerate(ranks[0].nodes["kind"].tolist())
+    )
+    return PairRun(job, ranks, (keys, keys), (alone, alone), (0,), 0.0)
 
 
 def test_ops_of_both_ranks_overlap_and_sums_follow_the_last_rank() -> None:
