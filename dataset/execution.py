@@ -53,6 +53,7 @@ class KernelSemantics:
             gradients back, as autocast does; FSDP casts its shards before it gathers them.
         fp8_dynamic: Whether operands in 8 bits are scaled by what they hold, where they are used.
         fp8_gathers: Whether tensor-parallel ranks gather these operands in 8 bits.
+        casts_by_group: Whether the operands of grouped products are cast by a kernel for each group.
     """
 
     main_dtype: str = "fp32"
@@ -68,6 +69,7 @@ class KernelSemantics:
     casts_parameters: bool = False
     fp8_dynamic: bool = False
     fp8_gathers: bool = True
+    casts_by_group: bool = False
 
 
 @hashed_once
@@ -221,8 +223,9 @@ def _kernels(
         token_metrics=metrics,
         accumulation=kernels.accumulation if modules else accumulation,
         casts_parameters=kernels.casts_parameters and COMPUTE_DTYPE[precision] != PURE.get(precision, "fp32"),
-        fp8_dynamic=precision == "fp8" and fp8_scaling != "delayed",
+        fp8_dynamic=precision == "fp8" and fp8_scaling in ("dynamic", "rowwise"),
         fp8_gathers=fp8_scaling != "rowwise",
+        casts_by_group=precision == "fp8" and fp8_scaling == "mxfp8",
     )
 
 

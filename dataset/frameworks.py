@@ -17,7 +17,15 @@ from stepsight.dataset.errors import JobError
 from stepsight.dataset.facts_file import file_version, is_facts_file, only_one, read_facts
 from stepsight.dataset.registry import Registry, instance_of
 from stepsight.dataset.software import release_month
-from stepsight.dataset.specs import CHECKPOINTS, ENGINES, FP8_SCALING, OVERLAP_TP, RUNTIMES
+from stepsight.dataset.specs import (
+    CHECKPOINTS,
+    DISPATCHERS,
+    ENGINES,
+    FP8_SCALING,
+    OVERLAP_TP,
+    RECOMPUTE_MODULES,
+    RUNTIMES,
+)
 
 SELECTIVE = ("attention", "every-2nd-layer")
 GRADIENTS = ("model", "fp32", "fp32-cast")
@@ -52,13 +60,14 @@ class Framework:
             and interleaved schedules have two chunks a rank, where a run does not say.
         sequence_parallel: Whether norms are shared out wherever tensor parallelism is on and a run does not say.
         recompute: What it does where a run does not say; empty: unknown.
+        recompute_modules: As in ``ParallelSpec``.
         selective: What its selective recomputation comes closest to: one of ``SELECTIVE``.
         gradients: As ``gradient_dtype`` of ``ParallelSpec``, never empty.
         reduce_scatter: As in ``ParallelSpec``.
         runtime: As in ``ParallelSpec``: who passes messages between stages.
         p2p: Whether tensor-parallel ranks pass the ``full`` activation on to the next stage, or each a
             ``scattered`` part that is gathered there.
-        overlap_tp, overlap_ep: As in ``ParallelSpec``.
+        overlap_tp, overlap_ep, dispatcher: As in ``ParallelSpec``.
         eager_kernels, norms_again, token_metrics, metric_losses, fused_loss, fused_experts: As in ``ModelSpec``.
         fp8_scaling: As in ``BatchSpec``.
         dispatch_calls: As in ``ExecutionSpec``.
@@ -87,6 +96,7 @@ class Framework:
     stage_micro_batches: bool = False
     sequence_parallel: bool = False
     recompute: str = ""
+    recompute_modules: tuple[str, ...] = ()
     selective: str = "attention"
     gradients: str = "model"
     reduce_scatter: bool = True
@@ -94,6 +104,7 @@ class Framework:
     p2p: str = "full"
     overlap_tp: str = ""
     overlap_ep: bool = False
+    dispatcher: str = "alltoall"
     eager_kernels: bool = False
     norms_again: bool = False
     token_metrics: bool = False
@@ -114,6 +125,8 @@ class Framework:
             ("runtime", self.runtime, ("", *RUNTIMES)),
             ("overlap_tp", self.overlap_tp, OVERLAP_TP),
             ("fp8_scaling", self.fp8_scaling, FP8_SCALING),
+            ("dispatcher", self.dispatcher, DISPATCHERS),
+            *(("recompute_modules", module, RECOMPUTE_MODULES) for module in self.recompute_modules),
             ("p2p", self.p2p, P2P),
             ("attention", self.attention, ATTENTION),
         ):
@@ -180,6 +193,8 @@ class Framework:
                 "bucket_mbytes": self.bucket_mbytes,
                 "overlap_tp": self.overlap_tp,
                 "overlap_ep": self.overlap_ep,
+                "dispatcher": self.dispatcher,
+                "recompute_modules": self.recompute_modules if recompute == "selective" else (),
                 "gradient_dtype": self.gradients,
                 "reduce_scatter": self.reduce_scatter,
                 "reshard_after_forward": self.reshard_after_forward,
@@ -230,7 +245,8 @@ def framework_from_dict(name: str, table: dict[str, Any]) -> Framework:
             right = type(value) is type(default) or (type(default) is float and type(value) is int)
         if not right:
             raise JobError(f"framework {name}: {key} must be like {default!r}, got {value!r:.80}")
-    return Framework(**{"name": name, **table, "words": tuple(table.get("words", ()))})
+    lists = {key: tuple(value) for key, value in table.items() if isinstance(value, list)}
+    return Framework(**{"name": name, **table, **lists})
 
 
 def _presets() -> dict[str, Framework]:

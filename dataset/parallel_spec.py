@@ -34,6 +34,9 @@ class ParallelSpec:
             as ``split``, and a kernel of its own sums what the ranks send (PyTorch's asynchronous tensor parallelism).
         overlap_ep: Whether all-to-alls of experts run beside the computation of another micro-batch (Megatron's
             ``overlap_moe_expert_parallel_comm``, the point of DualPipe).
+        dispatcher: How tokens travel to their experts: ``alltoall`` (a copy for each expert, sorted before and after),
+            ``deepep`` or ``hybridep`` (once to each rank that has one of their experts, and once to each node;
+            ``hybridep`` also pads them for products in 8 bits).
         overlap_grad_reduce: Whether gradients are reduced while backward runs.
         overlap_param_gather: ZeRO 1 and 2: whether parameters are gathered while the next forward runs.
         prefetch: FSDP: number of layers that are gathered ahead of their use.
@@ -51,7 +54,9 @@ class ParallelSpec:
             is gathered.  With ``sequence_parallel`` this is always so; with FSDP never.
         runtime: How pipeline messages wait: ``asynchronous``, ``torch`` or ``deepspeed``; empty: the default of the
             kind of device.
-        recompute: What backward recomputes: ``none``, ``selective`` (the attention core) or ``full`` (whole layers).
+        recompute: What backward recomputes: ``none``, ``selective`` (some modules) or ``full`` (whole layers).
+        recompute_modules: With ``selective``: which modules, by Megatron-Core's names: ``core_attn``, ``layernorm``,
+            ``moe_act``, ``mla_up_proj``, ``mlp``, ``shared_experts``, ``moe``; empty: the attention core.
         recompute_every: With ``full``: recompute only every n-th layer.
         offload_activations: Whether activations that are kept for backward are moved to host memory.
     """
@@ -70,6 +75,7 @@ class ParallelSpec:
     dp_shard: int = 0
     overlap_tp: str = ""
     overlap_ep: bool = False
+    dispatcher: str = "alltoall"
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = False
     prefetch: int = 1
@@ -83,6 +89,7 @@ class ParallelSpec:
     scatter_p2p: bool = False
     runtime: str = ""
     recompute: str = "none"
+    recompute_modules: tuple[str, ...] = ()
     recompute_every: int = 1
     offload_activations: bool = False
 
@@ -90,6 +97,12 @@ class ParallelSpec:
     def shards(self) -> int:
         """Replicas over which ``zero_stage`` shards."""
         return self.dp_shard or self.dp
+
+    @property
+    def recomputes(self) -> str:
+        """``recompute``, where ``selective`` is for the attention core alone; other modules are part of blocks."""
+        others = self.recompute == "selective" and self.recompute_modules and "core_attn" not in self.recompute_modules
+        return "none" if others else self.recompute
 
     @property
     def experts_tp(self) -> int:

@@ -20,13 +20,15 @@ FAMILIES: Registry[Any] = Registry(
     "model family", dict.fromkeys(("gpt", "llama", "bert", "t5", "vit")), group="stepsight.families"
 )
 RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "moe_act", "mla_up_proj", "mlp", "shared_experts", "moe")
+DISPATCHERS = ("alltoall", "deepep", "hybridep")
 # With main parameters, moments and the loss in fp32.  ``tf32``: all is fp32, and products round their operands.
 MIXED = ("fp32", "tf32", "bf16", "fp16", "fp8", "nvfp4")
 # Operands of products are converted by kernels of their own; bytes of an element in both layouts (rows, columns).
 QUANTIZED: Mapping[str, int] = MappingProxyType({"fp8": 2, "nvfp4": 1})
 PURE: Mapping[str, str] = MappingProxyType({"pure-bf16": "bf16", "pure-fp16": "fp16"})  # with nothing in fp32
 PRECISIONS = (*MIXED, *PURE)
-FP8_SCALING = ("delayed", "dynamic", "rowwise")
+FP8_SCALING = ("delayed", "dynamic", "rowwise", "mxfp8")
 ATTENTIONS = ("mha", "mla")
 CONTEXT_PARALLEL = ("ring", "all_gather")
 ATTENTION_KERNELS = ("", "flash-1", "flash-2", "flash-3")
@@ -54,7 +56,8 @@ class BatchSpec:
             bits).
         fp8_scaling: With ``fp8``: ``delayed`` (scales of earlier iterations, weights cast once an iteration:
             Transformer Engine), ``dynamic`` (each operand is scaled by its largest value and cast where it is used,
-            weights too: torchao) or ``rowwise`` (as ``dynamic``, with a scale for each row and other kernels).
+            weights too: torchao), ``rowwise`` (as ``dynamic``, with a scale for each row and other kernels) or
+            ``mxfp8`` (a scale for every 32 values, so that nothing is searched for; experts are cast one by one).
     """
 
     micro_batch: int

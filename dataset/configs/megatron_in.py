@@ -9,6 +9,7 @@ from __future__ import annotations
 from stepsight.dataset.configs.drafts import Draft, Settings
 from stepsight.dataset.configs.megatron_model import read_model
 from stepsight.dataset.configs.megatron_stages import read_stages
+from stepsight.dataset.specs import RECOMPUTE_MODULES
 
 # The same meaning under another name.
 DIRECT = {
@@ -26,7 +27,7 @@ DIRECT = {
     "devices_per_node": "cluster.devices_per_node",
 }
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-_DYNAMIC = ("tensorwise", "blockwise", "mxfp8")
+_DYNAMIC = ("tensorwise", "blockwise")
 _DEFAULT = "Megatron-LM's default"
 
 
@@ -75,6 +76,7 @@ def _parallel(settings: Settings, draft: Draft) -> None:
             draft.map("parallel.context_parallel", way, settings.source("cp_comm_type"))
         else:
             draft.assume("parallel.context_parallel", "ring", f"a job has no cp_comm_type {' '.join(kinds)}")
+    _dispatcher(settings, draft)
     if settings.flag("tp_comm_overlap"):
         draft.map("parallel.overlap_tp", "split", settings.source("tp_comm_overlap"))
     elif draft.degree("tp") > 1 and settings.flag("async_tensor_model_parallel_allreduce") is not False:
@@ -83,6 +85,17 @@ def _parallel(settings: Settings, draft: Draft) -> None:
         draft.map("parallel.scatter_p2p", False, settings.source("scatter_gather_tensors_in_pipeline"))
     if settings.flag("cpu_offloading"):
         draft.map("parallel.offload_activations", True, settings.source("cpu_offloading"))
+
+
+def _dispatcher(settings: Settings, draft: Draft) -> None:
+    name = "moe_token_dispatcher_type"
+    way, backend = settings.word(name), settings.word("moe_flex_dispatcher_backend")
+    if way == "flex":
+        draft.map("parallel.dispatcher", "hybridep" if backend == "hybridep" else "deepep", settings.source(name))
+    elif way == "alltoall":
+        draft.map("parallel.dispatcher", "alltoall", settings.source(name))
+    elif way:
+        draft.ignore(f"{settings.source(name)} {way}: a job has no such dispatcher")
 
 
 def _zero(settings: Settings, draft: Draft) -> None:
@@ -126,7 +139,7 @@ def _batch(settings: Settings, draft: Draft) -> None:
         draft.map("batch.precision", "fp8", settings.source(name))
         settings.find("bf16", "fp16")
         recipe = settings.word("fp8_recipe")
-        scaling = "dynamic" if recipe in _DYNAMIC else "delayed"
+        scaling = "dynamic" if recipe in _DYNAMIC else "mxfp8" if recipe == "mxfp8" else "delayed"
         if recipe:
             draft.map("batch.fp8_scaling", scaling, settings.source("fp8_recipe"))
         else:
@@ -171,9 +184,13 @@ def _recompute(settings: Settings, draft: Draft) -> None:
     elif granularity == "full" and count and count > 1:
         draft.ignore(f"{settings.source('recompute_num_layers')} {count}: layers are computed again one by one")
     modules = settings.take("recompute_modules")
-    if modules and modules not in ("core_attn", ["core_attn"]):
-        words = " ".join(modules) if isinstance(modules, list) else str(modules)
-        draft.ignore(f"{settings.source('recompute_modules')} {words}: a job's selective is core_attn alone")
+    named = [modules] if isinstance(modules, str) else modules if isinstance(modules, list) else []
+    if granularity == "selective" and named:
+        known = [module for module in named if module in RECOMPUTE_MODULES]
+        draft.map("parallel.recompute_modules", known, settings.source("recompute_modules"))
+        if len(known) < len(named):
+            others = " ".join(str(module) for module in named if module not in known)
+            draft.ignore(f"{settings.source('recompute_modules')} {others}: a job recomputes no such module")
 
 
 def _optimizer(settings: Settings, draft: Draft) -> None:

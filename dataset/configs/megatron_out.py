@@ -142,6 +142,10 @@ def _parallel(view: JobView) -> Flags:
         view.unexpressed("parallel.overlap_tp")
     if view["parallel.overlap_ep"] and view["parallel.ep"] > 1:
         yield ("overlap-moe-expert-parallel-comm",)
+    if view["parallel.dispatcher"] != "alltoall":
+        yield "moe-token-dispatcher-type", "flex"
+        yield "moe-flex-dispatcher-backend", view["parallel.dispatcher"]
+    view.expressed("parallel.recompute_modules")
     view.expressed("parallel.scatter_p2p")
     if not view["parallel.vocab_parallel"]:
         view.unexpressed("parallel.vocab_parallel")
@@ -203,7 +207,7 @@ def _batch(view: JobView) -> Flags:
             yield ("bf16",)
             yield "fp8-format", "hybrid"
             scaling = view["batch.fp8_scaling"]
-            yield "fp8-recipe", "delayed" if scaling == "delayed" else "tensorwise"
+            yield "fp8-recipe", scaling if scaling in ("delayed", "mxfp8") else "tensorwise"
             if scaling == "rowwise":
                 view.unexpressed("batch.fp8_scaling")
         case "fp32":
@@ -217,6 +221,8 @@ def _rest(view: JobView) -> Flags:
     kind, every = view["parallel.recompute"], view["parallel.recompute_every"]
     if kind == "selective":
         yield "recompute-granularity", "selective"
+        if modules := view["parallel.recompute_modules"]:
+            yield "recompute-modules", " ".join(modules)
     elif kind == "full":
         yield "recompute-granularity", "full"
         per_stage = view.job.model.total_layers // view.job.parallel.pp

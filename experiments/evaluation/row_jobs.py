@@ -21,6 +21,7 @@ from stepsight.dataset.job import Job
 from stepsight.dataset.rules import MOST_LAYERS
 from stepsight.dataset.software import LIBRARIES, attention_of, release_month
 from stepsight.dataset.specs import EARLY_STOP, MIXED, RECOMPUTE
+from stepsight.experiments.evaluation.bridge_recipes import DEGREES, find_recipe
 from stepsight.experiments.evaluation.open_cells import MOST_OPEN, NOTHING_OPEN, Choice, Open, open_cells, possible
 from stepsight.experiments.evaluation.row_hardware import cluster_of
 from stepsight.experiments.evaluation.runs_table import Row, RowError, number_in
@@ -50,9 +51,6 @@ _PAXML_SHARED_NODES = {"gpt35b": 1, "gpt3175b": 16}
 # Recipes that tokenise with GPT-2's vocabulary, whatever the model's is: dgxc-benchmarking v24.11.1 to v25.02 for Llama
 # 3.1 405B (llama3.1_405b.yaml has GPT2BPETokenizer, configure.sh megatron-gpt2-345m).
 _GPT2_TOKENS, _GPT2_RECIPES = 50257, ("llama31405b", r"\b(v24\.11|v25\.0[12])\b")
-# Models of which Megatron-Bridge's recipes for H100 overlap experts' all-to-alls in every release from 25.09 to 26.06
-# (``moe_a2a_overlap`` of scripts/performance/configs/qwen).
-_OVERLAPS_EP = ("qwen3235b",)
 # Flags in a row's notes (name=value) and the profile's field that they set.  That of tensor-parallel overlap
 # (``ub_tp_comm_overlap``) is not among them: notes have it of recipes whose launch scripts switch it on in any case
 # (dgxc-benchmarking v24.11.1 to v25.02, grok1/configure.sh and nemotron/configure.sh).
@@ -181,8 +179,11 @@ def framework_of(row: Row) -> Framework:
         changes["eager_kernels"] = False
     if re.search(r"\bno (?:comm(?:unication)? )?overlap\b", f"{row.software} {notes}".lower()):
         changes |= {"overlap_tp": "", "overlap_grad_reduce": False, "overlap_param_gather": False}
-    if "rowwise" in row.text("precision").lower():
+    precision = row.text("precision").lower()
+    if "rowwise" in precision:
         changes["fp8_scaling"] = "rowwise"
+    elif re.search(r"\bmxfp8|\bfp8-mx", precision):
+        changes["fp8_scaling"] = "mxfp8"
     # Composer's name for parameters in half, reduction in full.  llm-foundry's tables with it came with its sweep.sh of
     # October 2023, which runs PyTorch 2.1, the first whose checkpoint stops early; earlier tables are of PyTorch 1.13.
     if "MP mode DEFAULT" in row.text("precision"):
@@ -197,13 +198,15 @@ def framework_of(row: Row) -> Framework:
 
 
 def _container_habits(row: Row, framework: Framework) -> dict[str, Any]:
-    """What recipes of Megatron-Bridge do with mixtures on some hardware or in some precision alone."""
-    hardware, changes = row.text("hardware").lower(), {}
+    """What recipes of Megatron-Bridge do with a mixture; where none is known: with most on that hardware."""
+    hardware, changes = row.text("hardware"), {}
     if framework.overlap_ep and "mxfp8" not in row.text("precision").lower():
         changes = {"overlap_ep": False, "fused_experts": False, "dispatch_calls": FRAMEWORKS["nemo"].dispatch_calls}
-    if "h100" in hardware and _plain_name(row).startswith(_OVERLAPS_EP):
-        changes["overlap_ep"] = True
-    if hardware.startswith("gb"):  # HybridEP, and CUDA graphs of the router and what precedes the dispatch
+    degrees = {key: row.whole(key) for key in DEGREES}
+    recipe = find_recipe(_plain_name(row), hardware, row.text("precision"), row.software, degrees)
+    if recipe is not None:
+        return {**changes, "dispatch_calls": FRAMEWORKS["nemo"].dispatch_calls, **recipe.habits()}
+    if hardware.lower().startswith("gb"):  # CUDA graphs of the router and what precedes the dispatch
         changes["dispatch_calls"] = 0.0
     return changes
 

@@ -178,6 +178,8 @@ def build(job: Job, layout: Degrees, chosen: dict[str, Any]) -> Job:
     if "recompute" in chosen:
         kind, _, every = chosen.pop("recompute").partition("/")
         free |= {"recompute": "none" if kind == "offload" else kind, "offload_activations": kind == "offload"}
+        if kind != job.parallel.recompute:  # the search's own ``selective`` is the attention core
+            free["recompute_modules"] = ()
         if kind == "full":
             free["recompute_every"] = int(every or 1)
     profile = job.profile if job.parallel.pp == 1 else None

@@ -38,8 +38,11 @@ def self_heads(shape: RankShape, causal: bool) -> Heads:
     return Heads(heads, kv_heads, size, size, shape.seq_len, shape.seq_len, causal, joined)
 
 
-def core(shape: RankShape, heads: Heads) -> Block:
-    """From queries, keys and values to the output of each head; selective recomputation repeats this part."""
+def core(shape: RankShape, heads: Heads, *, made_by: str = "") -> Block:
+    """From queries, keys and values to the output of each head; selective recomputation repeats this part.
+
+    ``made_by``: the module that makes queries, keys and values.
+    """
     joined: tuple[Item, ...] = ()
     if heads.joined:
         joined = (shape.op("copy", shape.micro_batch * heads.q_len * heads.joined),)
@@ -55,7 +58,7 @@ def core(shape: RankShape, heads: Heads) -> Block:
         temporary = 2 * heads.kv_numel(shape) * shape.dtype_bytes  # what arrives meanwhile, with gradients
     else:
         forward, backward = all_gather(shape, heads)
-    arrived = Saved((heads.q_numel(shape) + heads.kv_numel(shape)) * shape.dtype_bytes, outside=True)
+    arrived = Saved((heads.q_numel(shape) + heads.kv_numel(shape)) * shape.dtype_bytes, outside=True, made_by=made_by)
     return (
         Step(
             "attention",

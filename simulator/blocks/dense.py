@@ -9,6 +9,7 @@ from stepsight.simulator.blocks.layer_parts import norm, residual
 from stepsight.simulator.blocks.mla import latent_attention
 from stepsight.simulator.blocks.mlp import mlp
 from stepsight.simulator.blocks.moe import experts
+from stepsight.simulator.blocks.recomputed import in_module
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block
 
@@ -33,8 +34,12 @@ def layer(shape: RankShape, kind: str = "layer") -> Block:
     """One decoder layer: ``layer`` and ``dense`` with an MLP, ``moe`` with experts."""
     latent = shape.model.attention == "mla"
     look = latent_attention(shape) if latent else attention(shape, rotary=shape.model.family == "llama")
-    think = experts(shape) if kind == "moe" else mlp(shape)
-    return (norm(shape, "norm1"), *look, residual(shape), norm(shape, "norm2"), *think, residual(shape))
+    again = "moe" in shape.recompute_modules
+    think = in_module(experts(shape), "moe", whole=again) if kind == "moe" else in_module(mlp(shape), "mlp")
+    before = (norm(shape, "norm1"),)
+    if latent:  # otherwise Transformer Engine's linear has the norm in it
+        before = in_module(before, "layernorm")
+    return (*before, *look, residual(shape), *in_module((norm(shape, "norm2"),), "layernorm"), *think, residual(shape))
 
 
 def embedding(shape: RankShape, shared: bool = False) -> Block:

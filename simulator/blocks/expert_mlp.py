@@ -5,14 +5,21 @@ does both by PyTorch's own kernels (``transformer/moe/experts.py``, ``TEGroupedM
 fused_bias_geglu.py``, ``weighted_bias_quick_geglu_impl``): halves are clamped one by one and joined again; the second
 bias times the router's probabilities, which are in fp32, is added expert by expert, so that all of it is in fp32.  The
 first bias is part of the products.  Biases are not counted among the parameters.
+
+Products in 8 bits need a multiple of 16 or 32 rows for each expert.  Unless the dispatcher or the router sees to it,
+Megatron-Core 0.14 to 0.18 copies what the experts take to where there is room, and what they return back (``experts.py``,
+``quantization_padding``; Transformer Engine's ``Fp8Padding``).  In MXFP8, Transformer Engine 2.8 to 2.11 casts experts'
+rows by a kernel for each expert (``csrc/extensions/cast.cpp``, ``multi_tensor_quantize_impl``).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from stepsight.dataset.op import Op
 from stepsight.simulator.blocks.layer_parts import cast, cast_again
 from stepsight.simulator.blocks.mlp import activation
+from stepsight.simulator.blocks.recomputed import in_module
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Saved, Step
 
@@ -23,12 +30,23 @@ def local_experts(shape: RankShape, rows: int) -> Block:
     width, names = (2 * ffn, ("gate_up", "down")) if model.gated_mlp else (ffn, ("fc1", "fc2"))
     first = grouped_linear(shape, f"experts_{names[0]}", (rows, width, model.hidden), casts_gradient=not _fused(shape))
     last = grouped_linear(shape, f"experts_{names[1]}", (rows, model.hidden, ffn), casts_input=not _fused(shape))
-    between = activation(shape, rows, ffn)
+    last = replace(last, saved=tuple([replace(tensor, made_by="moe_act") for tensor in last.saved]))
+    between: Block = (activation(shape, rows, ffn),)
+    after: Block = ()
     if _fused(shape):
-        return first, replace(between, forward=(), backward=()), last
+        return first, replace(between[0], forward=(), backward=()), last
     if model.expert_bias:
-        return first, _clamp(shape, rows * ffn), between, last, _bias(shape, rows * model.hidden)
-    return first, between, last
+        between, after = (_clamp(shape, rows * ffn), *between), (_bias(shape, rows * model.hidden),)
+    inside = (first, *in_module(between, "moe_act"), last, *after)
+    if not _pads(shape):
+        return inside
+    moved = (shape.op("copy", rows * model.hidden),)
+    return Step("pad", moved, moved), *inside, Step("unpad", moved, moved)
+
+
+def _pads(shape: RankShape) -> bool:
+    """Whether rows are copied to where each expert has a multiple of some rows, and back."""
+    return shape.quantizes and not shape.model.capacity_factor and shape.dispatcher != "hybridep"
 
 
 def _fused(shape: RankShape) -> bool:
@@ -53,12 +71,12 @@ def grouped_linear(
     return Step(
         name,
         (
-            *(cast(shape, rows * k) if casts_input else ()),
+            *(_cast_groups(shape, rows * k) if casts_input else ()),
             *cast_again(shape, groups * n * k),
             shape.gemm("grouped_linear", groups, rows, n, k),
         ),
         (
-            *(cast(shape, rows * n) if casts_gradient else ()),
+            *(_cast_groups(shape, rows * n) if casts_gradient else ()),
             *cast_again(shape, groups * n * k),
             shape.gemm("grouped_linear_dgrad", groups, rows, n, k),
         ),
@@ -72,6 +90,12 @@ def grouped_linear(
         expert=True,
         saved=(Saved(rows * k * shape.gemm_bytes),),
     )
+
+
+def _cast_groups(shape: RankShape, numel: int) -> tuple[Op, ...]:
+    """Casts of the operand of a grouped product: one kernel for all experts, or one for each."""
+    groups = shape.model.experts // shape.ep.size
+    return cast(shape, -(-numel // groups)) * groups if shape.kernels.casts_by_group else cast(shape, numel)
 
 
 def _clamp(shape: RankShape, numel: int) -> Step:

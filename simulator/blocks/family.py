@@ -15,6 +15,7 @@ from stepsight.dataset.registry import check_takes
 from stepsight.dataset.specs import FAMILIES, ModelSpec
 from stepsight.simulator.blocks import bert, dense, t5, vit
 from stepsight.simulator.blocks.offload import offloaded
+from stepsight.simulator.blocks.recomputed import recomputed
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Step
 
@@ -118,8 +119,8 @@ def embedding_block(shape: RankShape, shared: bool = False) -> Block:
 
 @cached(4096)
 def layer_block(shape: RankShape, kind: str) -> Block:
-    """One layer; its kept activations are offloaded if the job says so."""
-    block = _block(shape.model.family, "layer", shape, kind)
+    """One layer; some modules are recomputed, or its kept activations are offloaded, if the job says so."""
+    block = recomputed(_block(shape.model.family, "layer", shape, kind), shape.recompute_modules)
     return offloaded(block, shape.dtype) if shape.offload_activations else block
 
 

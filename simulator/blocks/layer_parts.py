@@ -100,9 +100,10 @@ def accumulated(shape: RankShape, numel: int) -> tuple[Op, ...]:
 
 def kept(num_bytes: int, name: str) -> Saved:
     """The forms of an activation that several steps may keep (all rows or only the rank's rows, cast or not), each kept
-    once.
+    once.  A norm makes those whose name begins so.
     """
-    return Saved(num_bytes, name and f"{name} ({num_bytes} B)")
+    made_by = "layernorm" if name.startswith("norm") else ""
+    return Saved(num_bytes, name and f"{name} ({num_bytes} B)", made_by=made_by)
 
 
 def cast(shape: RankShape, numel: int) -> tuple[Op, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from stepsight.simulator.blocks.attention import core
 from stepsight.simulator.blocks.heads import Heads
 from stepsight.simulator.blocks.layer_parts import column_linear, enter, fork, leave, linear, norm, row_linear
+from stepsight.simulator.blocks.recomputed import in_module
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Step
 
@@ -40,7 +41,8 @@ def latent_attention(shape: RankShape, *, causal: bool = True) -> Block:
         latents = (fork(shape), kv_down, kv_norm, *enter(shape, kv_width), *enter(shape))
         up = (column_linear(shape, "q", queries, model.hidden, keeps="norm1"), kv_up)
     out = row_linear(shape, "out", model.hidden, heads.heads * model.v_head_dim)
-    return (*latents, *up, _rope(shape, heads), *core(shape, heads), out, *leave(shape))
+    up = in_module((*up, _rope(shape, heads)), "mla_up_proj")
+    return (*latents, *up, *core(shape, heads, made_by="mla_up_proj"), out, *leave(shape))
 
 
 def latent_heads(shape: RankShape, causal: bool) -> Heads:

@@ -11,17 +11,24 @@ the tokens each and gather the results (DeepSpeed-TED, Singh et al. 2023, arXiv:
 
 Tokens are those of the busiest expert-parallel rank, for which the others wait: ``imbalance`` of the mean, or
 ``capacity_factor`` of it if that is less.
+
+DeepEP and HybridEP (github.com/deepseek-ai/DeepEP; Megatron-Core 0.14 to 0.18, ``moe/token_dispatcher.py``,
+``MoEFlexTokenDispatcher``) send a token once to each rank that has one of its experts.  There it is copied and sorted
+by expert; on the way back its copies are summed before they leave, and once more by the kernel that receives them.
+Between nodes a token travels once to each node, and from there within the node, beside the rest.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import comb
 
 from stepsight.dataset.op import Op
 from stepsight.simulator.blocks.expert_mlp import local_experts
 from stepsight.simulator.blocks.layer_parts import enter, fork, kept, leave
 from stepsight.simulator.blocks.mlp import mlp
-from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.blocks.recomputed import in_module
+from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.blocks.step import Block, Comm, Join, Saved, Step
 
 # Part of an all-to-all's time that the overlap with another micro-batch saves: 3.7 of 8.3 s in a run of Qwen3 30B on 16
@@ -36,7 +43,7 @@ class Tokens:
     Attributes:
         routed: Tokens that this rank routes.
         sent: Copies of them that go to experts.
-        received: Copies that come from the expert-parallel group.
+        received: Copies that come from the expert-parallel group, or tokens, if each comes once.
         computed: Copies that this rank's experts compute.
     """
 
@@ -54,10 +61,28 @@ def token_counts(shape: RankShape) -> Tokens:
         routed = shape.rows // tp
     copies = routed * model.experts_per_token
     most = model.capacity_factor or float("inf")
-    busiest = model.imbalance if shape.ep.size > 1 else 1.0
-    received = round(copies * min(busiest, most))
+    busiest = min(model.imbalance if shape.ep.size > 1 else 1.0, most)
+    received = round(copies * busiest)
     gathered = shape.expert_tp > 1 and shape.sequence_parallel
-    return Tokens(routed, round(copies * min(1.0, most)), received, received * tp if gathered else received)
+    computed = received * tp if gathered else received
+    if _sends_once(shape):
+        received = round(routed * places_of_token(shape, shape.ep.size) * busiest)
+    return Tokens(routed, round(copies * min(1.0, most)), received, computed)
+
+
+def _sends_once(shape: RankShape) -> bool:
+    """Whether a token travels once to each rank that has one of its experts."""
+    return shape.dispatcher != "alltoall" and shape.ep.size > 1
+
+
+def places_of_token(shape: RankShape, places: int) -> float:
+    """Expected number of the ``places`` that hold some of a token's experts, if all choices of experts are alike.
+
+    A place is left out if all chosen experts are among the others': hypergeometric, without replacement.
+    """
+    model, elsewhere = shape.model, shape.model.experts - shape.model.experts // places
+    k = model.experts_per_token
+    return places * (1.0 - comb(elsewhere, k) / comb(model.experts, k))
 
 
 def experts(shape: RankShape) -> Block:
@@ -68,16 +93,22 @@ def experts(shape: RankShape) -> Block:
     whole_bytes = shape.rows * model.hidden * shape.dtype_bytes
     shared: Block = ()
     if model.shared_experts:
-        shared = (fork(shape, "shared"), *mlp(shape, model.shared_experts * model.expert_ffn, "shared_", keeps="norm2"))
-    out = (*_away_and_back(shape, count, shared), _unpermute(shape, count))
+        inside = in_module(mlp(shape, model.shared_experts * model.expert_ffn, "shared_", keeps="norm2"), "shared_experts")
+        shared = (fork(shape, "shared"), *inside)
+    if _sends_once(shape):
+        out: Block = _once_to_each_rank(shape, count, shared)
+        first: Block = (_router(shape, count),)
+    else:
+        out = (*_away_and_back(shape, count, shared), _unpermute(shape, count))
+        first = (_router(shape, count), _permute(shape, count))
     if split:
         own = Step("tp", backward=(shape.tp_comm("all_gather", whole_bytes),))
         gather = Step("tp", (shape.tp_comm("all_gather", whole_bytes),))
-        block = (own, _router(shape, count), _permute(shape, count), *out, gather)
+        block: Block = (own, *first, *out, gather)
     elif reduce:
-        block = (_router(shape, count), *enter(shape), _permute(shape, count), *out, *leave(shape))
+        block = (first[0], *enter(shape), *first[1:], *out, *leave(shape))
     else:
-        block = (_router(shape, count), _permute(shape, count), *out)
+        block = (*first, *out)
     if shared:
         block = (*block, Step("shared_add", (shape.op("add", shape.local_rows * model.hidden),)))
     return block
@@ -130,14 +161,34 @@ def _unpermute(shape: RankShape, count: Tokens) -> Step:
     )
 
 
-def _travels(shape: RankShape, num_bytes: int) -> tuple[Comm, ...]:
+def _travels(shape: RankShape, group: Group, num_bytes: int) -> tuple[Comm, ...]:
     """An all-to-all: it is waited for, but for the part that runs beside another micro-batch's computation.
 
     A passage stands for both micro-batches: beside its computation runs what the other one sends, which is as much.
     """
     beside = round(num_bytes * HIDDEN) if shape.overlap_ep else 0
     parts = (num_bytes - beside, False), (beside, True)
-    return tuple([Comm(shape.ep.collective("all_to_all", n), "ep", beside=hidden) for n, hidden in parts if n])
+    return tuple([Comm(group.collective("all_to_all", n), "ep", beside=hidden) for n, hidden in parts if n])
+
+
+def _once_to_each_rank(shape: RankShape, count: Tokens, shared: Block) -> Block:
+    """Send each token once to each rank or node, sort it by expert there, and back; see the module."""
+    model, group, places = shape.model, shape.ep, shape.ep.size
+    nodes = shape.ep.size // shape.ep.per_node
+    if nodes > 1:  # what crosses nodes is slower than what is passed on within them, and runs beside it
+        group, places = Group(nodes, 1), nodes
+    share = places_of_token(shape, places) / places_of_token(shape, shape.ep.size)
+    here = _travels(shape, group, round(count.received * share) * model.hidden * shape.dtype_bytes)
+    sizes = count.computed, count.received, model.hidden
+    sort, join = (shape.op("permute", *sizes),), (shape.op("unpermute", *sizes),)
+    return (
+        *shared,
+        Step("dispatch", here, here),
+        Step("permute", sort, join, saved=(Saved(4 * count.computed),)),
+        *local_experts(shape, count.computed),
+        Step("unpermute", join, sort),
+        Step("combine", here, here),
+    )
 
 
 def _away_and_back(shape: RankShape, count: Tokens, shared: Block) -> Block:
@@ -148,7 +199,7 @@ def _away_and_back(shape: RankShape, count: Tokens, shared: Block) -> Block:
     if shape.ep.size > 1:
         num_bytes = count.received * model.hidden * size
         beside = Comm(shape.ep.collective("all_to_all", num_bytes), "ep", beside=True)
-        here = _travels(shape, num_bytes)
+        here = _travels(shape, shape.ep, num_bytes)
         after = (Step("combine", here, here),)
         if shared:  # in backward the same in reverse
             arrive = Step("dispatch", (Join("ep"),), (beside,))

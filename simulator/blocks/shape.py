@@ -45,7 +45,8 @@ class RankShape:
         offload_activations: Whether what is kept moves to the host and back.
         scatter_p2p: Whether ranks pass on their parts of activations, gathered where they arrive.
         overlap_tp: As in ``ParallelSpec``.
-        overlap_ep: As in ``ParallelSpec``.
+        overlap_ep, dispatcher: As in ``ParallelSpec``.
+        recompute_modules: As in ``ParallelSpec``, without the attention core.
         compute_share: Part of an overlapped collective's time that the computation loses.
     """
 
@@ -64,6 +65,8 @@ class RankShape:
     scatter_p2p: bool = False
     overlap_tp: str = ""
     overlap_ep: bool = False
+    dispatcher: str = "alltoall"
+    recompute_modules: tuple[str, ...] = ()
     compute_share: float = 0.0
 
     @property

@@ -67,11 +67,13 @@ class Saved:
         num_bytes: On one rank.
         name: Equal names within a block are the same tensor and are kept once.
         outside: Of an attention core: made before it, so selective recomputation keeps it.
+        made_by: The module that makes it, one of ``RECOMPUTE_MODULES``: kept only if that is not recomputed.
     """
 
     num_bytes: int
     name: str = ""
     outside: bool = False
+    made_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class Step:
         temporary_bytes: What forward or backward needs for a moment beside what its ops read and write; negative where
             they say too much.
         attention_core: Whether selective recomputation repeats this step.
+        module: What it is part of, one of ``RECOMPUTE_MODULES`` or empty: jobs may name modules to recompute.
         output_kept: Whether full recomputation leaves out its last op, a product, since what it returns is kept.
         ends_unneeded: Whether a recomputation that ends with this step leaves out its last op, since the step keeps its
             inputs alone.
@@ -108,6 +111,7 @@ class Step:
     saved: tuple[Saved, ...] = ()
     temporary_bytes: int = 0
     attention_core: bool = False
+    module: str = ""
     output_kept: bool = False
     ends_unneeded: bool = False
 

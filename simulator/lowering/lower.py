@@ -148,7 +148,7 @@ class _Asked(NamedTuple):
 def _asked(job: Job, hardware: Hardware) -> _Asked:
     beside, share = hardware.kind != "cpu", hardware.comm_compute_share
     semantics, p = semantics_of(job, hardware.kind), job.parallel
-    recompute = p.recompute, p.recompute_every
+    recompute = p.recomputes, p.recompute_every
     return _Asked(
         _Strategy(p.schedule, p.pp, p.virtual_stages, p.zero_stage, *recompute, job.num_micro_batches),
         semantics,

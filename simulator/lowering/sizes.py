@@ -70,6 +70,8 @@ class _Split(NamedTuple):
     scatter_p2p: bool
     overlap_tp: str
     overlap_ep: bool
+    dispatcher: str
+    recompute_modules: tuple[str, ...]
     compute_share: float
 
 
@@ -94,6 +96,8 @@ def rank_shape(job: Job, compute_share: float = 0.0, semantics: ExecutionSemanti
         p.scatter_p2p and p.tp > 1 and p.pp > 1 and p.zero_stage < 3 and not p.sequence_parallel,
         overlap,
         p.overlap_ep,
+        p.dispatcher if p.ep > 1 else "alltoall",
+        tuple(sorted({*p.recompute_modules} - {"core_attn"})) if p.recompute == "selective" else (),
         compute_share if overlap == "backward" else 0.0,  # copy engines transfer the chunks
     )
     return _rank_shape(job.model, batch.micro_batch, batch.dtype, kernels, layout_of(job), split)

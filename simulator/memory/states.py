@@ -94,7 +94,7 @@ def states_of(p: ParallelSpec, semantics: ExecutionSemantics, precision: str, gr
         bucket_bytes=2 * bucket_bytes if p.zero_stage == 2 and groups.shard.size > 1 else 0.0,
         flat_bytes=bucket_bytes if copies and p.pp > 1 else 0.0,
         keeping=Keeping(
-            p.recompute,
+            p.recomputes,
             p.recompute_every,
             growing,
             gathered,

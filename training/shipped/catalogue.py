@@ -197,11 +197,12 @@ RECIPES = MappingProxyType(
             },
         ),
         # Products of training itself (Transformer Engine, fp32 sums of gradients) before those of inference engines.
+        # Blackwell Ultra (B300) has Blackwell's dense peaks in 8 and 16 bits and its memory's bandwidth.
         # In 8 bits DeepGEMM runs the instructions with scales of blocks that cuBLAS runs for MXFP8.
         "b200-sxm": Recipe(
             "B200",
             "b200-sxm-180gb",
-            ("gb200-sxm-186gb",),
+            ("gb200-sxm-186gb", "b300-sxm-270gb", "gb300-sxm-279gb"),
             (
                 TableSource("aiconfigurator", "kernels/aiconfigurator/data/b200_sxm", PRODUCTS),
                 TableSource("simumax", f"{_SIMUMAX}/b200_bf16_ceperm.json.gz"),

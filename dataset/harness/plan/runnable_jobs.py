@@ -30,7 +30,7 @@ _ONLY: dict[str, dict[str, Any]] = {  # optional keys of a job, and their only v
     "batch": {"fp8_scaling": "delayed"},
     "parallel": {
         "cp": 1, "ep": 1, "order": "tp-cp-dp-pp", "vocab_parallel": True, "overlap_grad_reduce": True,
-        "overlap_tp": "", "overlap_ep": False,
+        "overlap_tp": "", "overlap_ep": False, "dispatcher": "alltoall", "recompute_modules": [],
         "overlap_param_gather": False, "reshard_after_forward": True, "prefetch": 1,
         "stage_layers": [], "recompute_every": 1, "offload_activations": False, "gradient_dtype": "",
         "scatter_p2p": False, "reduce_scatter": True,

@@ -1,12 +1,13 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from stepsight.dataset.op import Collective, Op
 from stepsight.simulator.blocks.dense import layer
-from stepsight.simulator.blocks.moe import HIDDEN, experts, token_counts
+from stepsight.simulator.blocks.moe import HIDDEN, experts, places_of_token, token_counts
 from stepsight.simulator.blocks.offload import kept_bytes
-from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.blocks.step import Block, Comm
 from tests.simulator.blocks.shapes import collectives, flops, items, ops, parameters, small_shape, words
 
@@ -140,3 +141,50 @@ def test_fused_experts_have_neither_an_activation_nor_its_casts() -> None:
     assert "swiglu" not in words(fused, backward=True)
     in_bf16 = [experts(mixture(ep=4, precision="bf16", model={"fused_experts": on})) for on in (False, True)]
     assert in_bf16[0] == in_bf16[1]
+
+
+def test_tokens_travel_once_to_each_rank_that_has_one_of_their_experts() -> None:
+    """Two of eight experts: on four ranks of two experts a token goes to 4 (1 - C(6,2)/C(8,2)) = 13/7 of them."""
+    shape = mixture(ep=4, dispatcher="hybridep")
+    assert places_of_token(shape, 4) == pytest.approx(13 / 7)
+    assert places_of_token(shape, 8) == 2 and places_of_token(shape, 1) == 1
+    found = collectives(experts(shape), "ep")
+    rows = round(64 * 13 / 7)
+    assert found == [Collective("all_to_all", rows * 64 * 4, 4, 4)] * 4
+    assert token_counts(shape).computed == 128
+    assert words(experts(shape)) == (
+        "linear softmax reduce elementwise all_to_all permute grouped_linear swiglu grouped_linear unpermute all_to_all"
+    )
+    assert experts(mixture(dispatcher="hybridep")) == experts(mixture())  # one rank has all experts
+
+
+def test_tokens_cross_to_a_node_once() -> None:
+    """Four nodes of two ranks: what crosses nodes is sent for each node, in a group of one rank of each."""
+    shape = mixture(ep=8, dispatcher="deepep")
+    across = replace(shape, ep=Group(8, 2))
+    nodes = round(64 * 2 * (13 / 7) / 2)
+    assert collectives(experts(across), "ep") == [Collective("all_to_all", nodes * 64 * 4, 4, 1)] * 4
+
+
+def test_rows_are_padded_for_products_in_8_bits_unless_the_dispatcher_does() -> None:
+    def copies(**changes: Any) -> int:
+        return words(experts(mixture(ep=4, **changes))).count("copy")
+
+    sort, casts = 2, 2
+    assert copies(precision="bf16") == sort
+    assert copies(precision="fp8") == copies(precision="fp8", dispatcher="deepep") + sort == sort + casts + 2
+    assert copies(precision="fp8", dispatcher="hybridep") == casts
+    assert copies(precision="fp8", model={"capacity_factor": 1.0}) == sort + casts + 2  # permutations are copies there
+
+
+def test_experts_are_cast_one_by_one_with_scales_of_blocks() -> None:
+    """As many bytes in as many kernels as there are experts on the rank."""
+    together, apart = (
+        experts(mixture(ep=4, precision="fp8", kernels={"casts_by_group": on})) for on in (False, True)
+    )
+    for backward in (False, True):
+        one, many = (items(block, backward=backward) for block in (together, apart))
+        assert len(many) - len(one) == 2 * (2 - 1)
+        assert sum(item.num_bytes for item in one if isinstance(item, Op)) == sum(
+            item.num_bytes for item in many if isinstance(item, Op)
+        )
