@@ -48,7 +48,8 @@ class KernelSemantics:
             drops dead code.
         accumulation: How gradients of several micro-batches are summed: ``autograd`` (one ``add`` for each parameter
             tensor), ``product`` (within the product that computes them, at no cost), ``buffer`` (the product or a
-            kernel of its own adds to a buffer), or ``cast`` (one kernel casts, another one adds).
+            kernel of its own adds to a buffer), ``read`` (the product reads a buffer of the type that it writes), or
+            ``cast`` (one kernel casts, another one adds).
         casts_parameters: Whether parameters and logits of another type are cast where they are used, and their
             gradients back, as autocast does; FSDP casts its shards before it gathers them.
         fp8_dynamic: Whether operands in 8 bits are scaled by what they hold, where they are used.
@@ -214,7 +215,7 @@ def _kernels(
         kernels = replace(kernels, whole_layers_again=whole, last_product_again=whole, keeps_projections=keeps)
     separate, norms_again, metrics = habits
     modules = kernels.accumulation == "autograd"  # these are measured as a whole, as their autograd is
-    accumulation = {"": "product", "fp32-cast": "cast"}.get(sums, "buffer")
+    accumulation = {"": "product", "fp32-cast": "cast", "model-fused": "read"}.get(sums, "buffer")
     return replace(
         kernels,
         main_dtype=PURE.get(precision, "fp32"),
@@ -236,7 +237,7 @@ def _states(engine: str, precision: str, stated: str, holds_gradients: bool, sca
     By default gradients are summed in the main type, but Megatron sums those of fp16 in fp16.
     """
     states, scales = ENGINE_SEMANTICS[engine].states, precision == "fp16"
-    in_model = stated == "model" or (not stated and states.main_copy and scales and holds_gradients)
+    in_model = stated in ("model", "model-fused") or (not stated and states.main_copy and scales and holds_gradients)
     return replace(
         states,
         gradient_dtype=COMPUTE_DTYPE[precision] if in_model else PURE.get(precision, "fp32"),

@@ -28,7 +28,7 @@ from stepsight.dataset.specs import (
 )
 
 SELECTIVE = ("attention", "every-2nd-layer")
-GRADIENTS = ("model", "fp32", "fp32-cast")
+GRADIENTS = ("model", "model-fused", "fp32", "fp32-cast")
 P2P = ("full", "scattered")
 _MONTH = "20[0-9]{2}-(?:0[1-9]|1[0-2])"
 ATTENTION = ("unfused", "flash-1", "flash-2", "flash-3")

@@ -163,7 +163,7 @@ def write_deepspeed(job: Job) -> ConfigText:
         table["tensor_parallel"] = {"autotp_size": job.parallel.tp}
     if view["parallel.gradient_dtype"] == "fp32":
         table["data_types"] = {"grad_accum_dtype": "fp32"}
-    elif job.parallel.gradient_dtype == "model":
+    elif job.parallel.gradient_dtype in ("model", "model-fused"):
         table["data_types"] = {"grad_accum_dtype": job.batch.dtype if precision != "fp8" else "bf16"}
     elif job.parallel.gradient_dtype:
         view.unexpressed("parallel.gradient_dtype")

@@ -180,7 +180,7 @@ def _replicas(view: JobView) -> Flags:
     overlaps = view["parallel.overlap_grad_reduce"]
     if overlaps:
         yield ("overlap-grad-reduce",)
-        small = parallel.gradient_dtype == "model" and view.job.batch.precision in ("bf16", "fp8")
+        small = parallel.gradient_dtype in ("model", "model-fused") and view.job.batch.precision in ("bf16", "fp8")
         size = 2 if small else 4
         yield "ddp-bucket-size", round(view["parallel.bucket_mbytes"] * 2**20 / size)
     view.expressed("parallel.bucket_mbytes")  # without overlap there is one bucket

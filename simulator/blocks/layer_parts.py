@@ -88,11 +88,13 @@ def accumulated(shape: RankShape, numel: int) -> tuple[Op, ...]:
     """Extra memory traffic of adding a product to a gradient buffer, compared with the product alone.
 
     In 16 bits it is 6 bytes of each element: by a kernel of its own, or in fp32 within the product (Megatron's fused
-    accumulation).  Where products write the main type, they read the buffer as well: one more read of each element.
+    accumulation).  Where products write the type of the buffer, they read it as well: one more read of each element.
     ``cast``: one kernel casts, another one adds.
     """
     if shape.kernels.accumulation == "cast":
         return (*([shape.op("cast", numel)] if shape.casts else []), shape.main_op("add", numel))
+    if shape.kernels.accumulation == "read":
+        return (shape.op("reduce", numel),)
     if shape.kernels.accumulation == "buffer":
         return (shape.op("add" if shape.casts else "reduce", numel),)
     return ()

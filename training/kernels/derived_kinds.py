@@ -18,6 +18,7 @@ from stepsight.dataset.op import DTYPE_BYTES, OP_KINDS, Op
 MIN_LOG_RATIO, MAX_LOG_RATIO = -0.05, 0.7
 CACHED_BYTES = 100e6  # second-level caches have 40 MB (A100) to 126 MB (B200); operands may stay in them
 BEST_STREAM = 0.93  # share of the stated bandwidth that a long copy reaches (a rule of thumb)
+ONE_LAYOUT = ("gemm", "linear")  # family and base of the products for gradients that are forward's kernels in 8 bits
 HEAD_DIM_STEP = 32  # FlashAttention-2 has kernels for these head sizes and pads others (its README, 2023)
 
 
@@ -58,10 +59,16 @@ def label(name: str, op: Op, hardware: Hardware) -> str:
 
 
 def base_of(op: Op, hardware: Hardware) -> Op | None:
-    """The op whose efficiency replaces that of an op whose kind was not measured; None: only the roofline is known."""
-    if dtype_class(op, hardware):
-        return Op(op.kind, op.dims, "fp8" if op.dtype == "nvfp4" else "bf16")
+    """The op whose efficiency replaces that of an op whose kind was not measured; None: only the roofline is known.
+
+    In 8 bits cuBLAS has kernels for one layout alone (its documentation, ``cublasLtMatmul``: FP8 kernels are TN), so
+    Transformer Engine runs the products for gradients by the same kernels as forward's, on transposed copies.
+    """
     kind = op.record
+    if dtype_class(op, hardware):
+        if op.dtype == "fp8" and (kind.family, kind.base) == ONE_LAYOUT:
+            return Op(kind.base, kind.base_dims(*op.dims), op.dtype)
+        return Op(op.kind, op.dims, "fp8" if op.dtype == "nvfp4" else "bf16")
     if not kind.base:
         return None
     if kind.base != STREAMED:
