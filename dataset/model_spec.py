@@ -47,6 +47,7 @@ class ModelSpec:
         attention: ``mha`` (multi-head, also with grouped queries) or ``mla`` (DeepSeek's latent attention).
         q_lora_rank, kv_lora_rank, rope_head_dim, v_head_dim: Sizes of ``mla``; with it ``head_dim`` is the part without
             rotary positions.
+        qk_norm: With ``mha``: whether each head's queries and keys have a norm, as in Qwen3.
         experts: Routed experts of a layer; 0: a dense MLP.
         experts_per_token: Routed experts that process each token.
         expert_ffn: Inner size of an expert; 0: ``ffn``.
@@ -89,6 +90,7 @@ class ModelSpec:
     kv_lora_rank: int = 0
     rope_head_dim: int = 0
     v_head_dim: int = 0
+    qk_norm: bool = False
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0

@@ -40,7 +40,7 @@ _MODELS: dict[str, dict[str, Any]] = {
     "grok1": {"capacity_factor": 1.0},  # dgxc-benchmarking, grok1/grok1_314b.yaml: moe_expert_capacity_factor
     "gptoss": {"head_dim": 64, "expert_bias": True},
     "nemotron8b": {"vocab": 256000},
-    "qwen3": {"head_dim": 128},
+    "qwen3": {"head_dim": 128, "qk_norm": True},
 }
 # What dgxc-benchmarking's models of PaxML recompute (paxml_mod_configs.py, v24.11.1): SAVE_DOT_ONLY keeps products, of
 # which Transformer Engine's attention is none, SAVE_QKV_OUT_PROJ those around attention.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from stepsight.simulator.blocks import eager
 from stepsight.simulator.blocks.context_parallel import all_gather, ring
 from stepsight.simulator.blocks.heads import Heads
-from stepsight.simulator.blocks.layer_parts import column_linear, entered, left, row_linear
+from stepsight.simulator.blocks.layer_parts import column_linear, entered, left, norm, row_linear
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Item, Saved, Step
 from stepsight.simulator.blocks.unfused import unfused_core
@@ -23,11 +23,16 @@ def attention(shape: RankShape, *, causal: bool = True, rotary: bool = False) ->
         rope = (Step("rope", (shape.op("rope", numel),), (shape.op("rope_backward", numel),)),)
         if shape.kernels.separate_kernels:
             rope = (Step("rope", eager.rope(shape, numel), eager.rope(shape, numel)),)
+    norms: tuple[Step, ...] = ()
+    if shape.model.qk_norm:  # each head is a row
+        counts = {"q_norm": heads.heads, "k_norm": heads.kv_heads}
+        norms = tuple([norm(shape, name, fork=False, rows=shape.rows * count, width=heads.head_dim)
+                       for name, count in counts.items()])  # fmt: skip
     qkv = column_linear(shape, "qkv", width, shape.model.hidden)
     out = row_linear(shape, "out", shape.model.hidden, heads.heads * heads.v_dim)
     if shape.kernels.keeps_projections and shape.tp.size == 1:  # then a product is the last op of its step
         qkv, out = replace(qkv, output_kept=True), replace(out, output_kept=True)
-    return (*entered(shape, qkv), *rope, *core(shape, heads), *left(shape, out))
+    return (*entered(shape, qkv), *norms, *rope, *core(shape, heads), *left(shape, out))
 
 
 def self_heads(shape: RankShape, causal: bool) -> Heads:

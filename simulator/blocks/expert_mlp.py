@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stepsight.dataset.op import Op
-from stepsight.simulator.blocks.layer_parts import cast, cast_again
+from stepsight.simulator.blocks.layer_parts import accumulated, cast, cast_again
 from stepsight.simulator.blocks.mlp import activation
 from stepsight.simulator.blocks.recomputed import in_module
 from stepsight.simulator.blocks.shape import RankShape
@@ -73,16 +73,17 @@ def grouped_linear(
         (
             *(_cast_groups(shape, rows * k) if casts_input else ()),
             *cast_again(shape, groups * n * k),
-            shape.gemm("grouped_linear", groups, rows, n, k),
+            _product(shape, "grouped_linear", (groups, rows, n, k)),
         ),
         (
             *(_cast_groups(shape, rows * n) if casts_gradient else ()),
             *cast_again(shape, groups * n * k),
-            shape.gemm("grouped_linear_dgrad", groups, rows, n, k),
+            _product(shape, "grouped_linear_dgrad", (groups, rows, n, k)),
         ),
         (
             *cast_again(shape, rows * k),
-            shape.gemm("grouped_linear_wgrad", groups, rows, n, k),
+            _product(shape, "grouped_linear_wgrad", (groups, rows, n, k)),
+            *(accumulated(shape, n * k) if groups == 1 else ()),
             *([shape.op("bias_grad", rows, n)] if bias else []),
         ),
         ((n,) * groups if bias else ()) + (n * k,) * groups,
@@ -90,6 +91,11 @@ def grouped_linear(
         expert=True,
         saved=(Saved(rows * k * shape.gemm_bytes),),
     )
+
+
+def _product(shape: RankShape, kind: str, sizes: tuple[int, int, int, int]) -> Op:
+    """A grouped product; that of one expert is an ordinary one."""
+    return shape.gemm(kind, *sizes) if sizes[0] > 1 else shape.gemm(kind.removeprefix("grouped_"), *sizes[1:])
 
 
 def _cast_groups(shape: RankShape, numel: int) -> tuple[Op, ...]:

@@ -23,7 +23,7 @@ FAMILIES = ("gpt", "llama", "bert", "t5")
 OPTIMIZER = {"kind": "adamw", "fused": True, "clip_grad_norm": False, "offload": False}
 _PLAIN = {
     "eager_kernels": False, "norms_again": False, "token_metrics": False, "metric_losses": 0, "fused_loss": False,
-    "loss_share": 1, "unpadded_len": 0, "expert_bias": False, "fused_experts": False,
+    "loss_share": 1, "unpadded_len": 0, "qk_norm": False, "expert_bias": False, "fused_experts": False,
 }  # fmt: skip
 _ONLY: dict[str, dict[str, Any]] = {  # optional keys of a job, and their only value here
     "model": {"attention": "mha", "experts": 0, "attention_kernels": "", "dropout": 0, **_PLAIN},
