@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,10 +25,8 @@ from stepsight.simulator.schedules.find import find_schedule
 from stepsight.simulator.schedules.order import Order
 
 # The possible entries around an action, in this order: columns of ``_Slots``.
-_COLUMNS = ((POST, SEND), (POST, RECEIVE), (WAIT, SEND), (WAIT, RECEIVE), (COMPUTE, 0), (WAIT, SEND), (POST, SEND))
-_SEND_FIRST, _ASK, _SENT_FIRST, _ARRIVED, _COMPUTE, _SENT, _SEND = range(len(_COLUMNS))
-_OPS = np.array([op for op, _ in _COLUMNS], dtype=np.int32)
-_SIDES = np.array([side for _, side in _COLUMNS], dtype=np.int32)
+_COLUMNS = ((POST, RECEIVE), (WAIT, RECEIVE), (COMPUTE, 0), (POST, SEND))
+_ASK, _ARRIVED, _COMPUTE, _SEND = range(len(_COLUMNS))
 
 
 def asynchronous(order: Order, messages: Messages) -> Entries:
@@ -38,6 +38,14 @@ def asynchronous(order: Order, messages: Messages) -> Entries:
     op, index, side, where = _flatten(slots)
     return Entries(op, order.stage[where], index, side)
 
+
+# Columns of PyTorch's 1F1B.  Gloo sends what a rank posts in turn, and a message only flows when the receiver has asked
+# for it.  So the request for a message queues behind what the rank sends itself, and both take their time.
+_PAIRED = (
+    (POST, RECEIVE), (WAIT, RECEIVE), (POST, SEND), (WAIT, SEND),
+    (POST, RECEIVE), (WAIT, RECEIVE), (COMPUTE, 0), (WAIT, SEND), (POST, SEND),
+)  # fmt: skip
+_GRADIENT, _GRADIENT_ARRIVED, _SEND_FIRST, _SENT_FIRST, _ASK_LATE, _ARRIVED_LATE, _RUN, _SENT, _SEND_LATE = range(9)
 
 # columns of DeepSpeed: every message is posted and waited for immediately
 _IN_TURN = ((POST, RECEIVE), (WAIT, RECEIVE), (POST, SEND), (WAIT, SEND), (COMPUTE, 0), (POST, SEND), (WAIT, SEND))
@@ -100,10 +108,11 @@ def _is_standard(schedule: Schedule) -> bool:
     return schedule is usual or all(map(np.array_equal, schedule.actions, usual.actions))
 
 
-def _flatten(slots: Ints) -> tuple[Ints, Ints, Ints, NDArray[np.int64]]:
+def _flatten(slots: Ints, columns: Sequence[tuple[int, int]] = _COLUMNS) -> tuple[Ints, Ints, Ints, NDArray[np.int64]]:
     """Op, index and side of the non-empty slots, row by row, and their rows."""
     where, column = np.nonzero(slots >= 0)
-    return _OPS[column], slots[where, column], _SIDES[column], where
+    op, side = np.array(columns, dtype=np.int32)[column].T
+    return op, slots[where, column], side, where
 
 
 def _waits(messages: Ints) -> tuple[Ints, Ints, Ints]:
@@ -133,19 +142,23 @@ def _one_f_one_b(schedule: Schedule, stage: int, own: Ints, messages: Messages) 
     is_forward[: warm_up - 1] = True
     is_forward[warm_up - 1 : 2 * num - warm_up + 1 : 2] = True  # afterwards one after the other
     forward, backward = np.flatnonzero(is_forward), np.flatnonzero(~is_forward)
-    send = messages.of_source[own]
-    slots = np.full((len(own), len(_COLUMNS)), -1, dtype=np.int32)
-    slots[:, _ASK] = slots[:, _ARRIVED] = messages.of_target[own]
-    slots[:, _COMPUTE] = own
-    slots[forward[: warm_up - 1], _SEND] = send[forward[: warm_up - 1]]
+    send, received = messages.of_source[own], messages.of_target[own]
+    slots = np.full((len(own), len(_PAIRED)), -1, dtype=np.int32)
+    slots[:, _RUN] = own
+    slots[:, _ASK_LATE] = slots[:, _ARRIVED_LATE] = received
+    slots[forward[: warm_up - 1], _SEND_LATE] = send[forward[: warm_up - 1]]
     slots[forward[1:warm_up], _SENT] = send[forward[: warm_up - 1]]
-    # Each backward sends the result of the forward before it, and each later forward the result of the backward.
+    # Each backward sends the result of the forward before it, and each later forward the result of the backward.  Of
+    # both messages between two ranks the gradient is first on both sides.
     pairs = num - warm_up + 1
-    slots[backward[:pairs], _SEND_FIRST] = slots[backward[:pairs], _SENT_FIRST] = send[forward[warm_up - 1 :]]
+    paired = backward[:pairs]
+    slots[paired, _SEND_FIRST] = slots[paired, _SENT_FIRST] = send[forward[warm_up - 1 :]]
+    slots[paired, _GRADIENT] = slots[paired, _GRADIENT_ARRIVED] = received[paired]
+    slots[paired, _ASK_LATE] = slots[paired, _ARRIVED_LATE] = -1
     slots[forward[warm_up:], _SEND_FIRST] = slots[forward[warm_up:], _SENT_FIRST] = send[backward[: pairs - 1]]
-    slots[backward[pairs - 1 :], _SEND] = send[backward[pairs - 1 :]]
+    slots[backward[pairs - 1 :], _SEND_LATE] = send[backward[pairs - 1 :]]
     slots[backward[pairs:], _SENT] = send[backward[pairs - 1 : -1]]
-    pieces = [_flatten(slots)[:3], _waits(send[backward[-1:]])]
+    pieces = [_flatten(slots, _PAIRED)[:3], _waits(send[backward[-1:]])]
     return tuple(np.concatenate([piece[field] for piece in pieces]) for field in range(3))
 
 
