@@ -22,14 +22,16 @@ from stepsight.training.measured.planning import collectable, make_plan
 
 def available_ranks() -> int:
     """Number of ranks that can compute at the same time on this machine: GPUs, else cores."""
+    return num_gpus() or len(os.sched_getaffinity(0))
+
+
+def num_gpus() -> int:
+    """Number of GPUs that PyTorch finds on this machine; 0 without PyTorch."""
     try:
         import torch
-
-        if torch.cuda.is_available():
-            return torch.cuda.device_count()
     except ImportError:
-        pass
-    return len(os.sched_getaffinity(0))
+        return 0
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def is_plan(path: Path) -> bool:

@@ -21,7 +21,7 @@ from stepsight.dataset.harness.plan import SCHEMA, check_plan
 from stepsight.dataset.imported.rank_graph import OP
 from stepsight.dataset.op import Op
 from stepsight.dataset.physics import roofline_seconds
-from stepsight.experiments.collecting import run_plan
+from stepsight.experiments.collecting import num_gpus, run_plan
 from stepsight.features.host_call_features import call_label
 from stepsight.training.predictor.predictor import Predictor
 
@@ -124,9 +124,7 @@ def collect_ops(
 
 def _other_device(captured: Captured) -> str:
     """A warning about calls of a GPU's program that are measured on a CPU; empty if there are none."""
-    import torch
-
-    if torch.cuda.is_available() or all(graph.device == "cpu" for graph in captured.graphs):
+    if num_gpus() or all(graph.device == "cpu" for graph in captured.graphs):
         return ""
     return (
         f"{captured.script} was captured for a GPU, and PyTorch finds none here: its calls are measured on this CPU "

@@ -34,7 +34,7 @@ from stepsight.training.measured.measured import (
 )
 from stepsight.training.measured.runtime_costs import fit_host
 from stepsight.training.measured.stand_in_runs import predict_run
-from stepsight.training.mlflow_store import check_store, is_missing
+from stepsight.training.mlflow_store import check_store_to_write
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.predictor_manifest import check_output
 from stepsight.training.regression.regressor import UNKNOWN
@@ -85,9 +85,7 @@ def train(
 
     uri = tracking_uri or default_uri(out)
     check_output(out)  # fail before the training
-    check_store(uri)
-    if tracking_uri and is_missing(uri):
-        say(f"there is no MLflow store {uri}: creating it")
+    check_store_to_write(uri, tracking_uri, say)
     say("reading event profiles and traces")
     runs = read_runs(folders, roles)
     imported = read_imported_runs(folders, hardware_name)

@@ -19,7 +19,7 @@ from stepsight.dataset.files import digest
 from stepsight.dataset.hardware import canonical_hardware, find_fabric, usual_fabric
 from stepsight.dataset.tables import Measurements
 from stepsight.training.collectives.collective_models import label_of
-from stepsight.training.mlflow_store import check_store, is_missing
+from stepsight.training.mlflow_store import check_store_to_write
 from stepsight.training.predictor.predictor import Predictor, shipped_by_name, shipped_names, teacher_of
 from stepsight.training.predictor.predictor_manifest import check_output
 from stepsight.training.shipped.catalogue import RECIPES
@@ -77,9 +77,7 @@ def train_tables(
     paths, out, say = [Path(path) for path in tables], Path(out), _reporter(progress)
     uri = tracking_uri or default_uri(out)
     check_output(out)
-    check_store(uri)
-    if tracking_uri and is_missing(uri):
-        say(f"there is no MLflow store {uri}: creating it")
+    check_store_to_write(uri, tracking_uri, say)
     alike = _predictor_named(like) if like else ""
     table, whole = _read(paths, alike, hardware=hardware, software=software, fabric=fabric)
     say(f"{whole.hardware.name}: {len(whole.ops)} ops, {len(whole.collectives)} collectives")

@@ -23,6 +23,7 @@ from stepsight.verbs.options import (
     Nodes,
     PredictorPath,
     Storage,
+    TraceStages,
     Trials,
     answer,
     check_plot,
@@ -69,13 +70,7 @@ def predict_command(
             "stage; HTA, TensorBoard and `stepsight import kineto` read them. One job only.",
         ),
     ] = None,
-    trace_stages: Annotated[
-        str,
-        typer.Option(
-            help="Stages of --traces: all, or numbers as 0,15. Default: all, or the first and the last if all would "
-            "take more than 200 MB."
-        ),
-    ] = "",
+    trace_stages: TraceStages = "",
     schedule: Annotated[
         Path | None,
         typer.Option(

@@ -91,6 +91,13 @@ Force = Annotated[
 HardwareName = Annotated[
     str, typer.Option(help="Name of the devices; overrides the file. Configurations of frameworks do not state it.")
 ]
+TraceStages = Annotated[
+    str,
+    typer.Option(
+        help="Stages of --traces: all, or numbers as 0,15. Default: all, or the first and the last if all would take "
+        "more than 200 MB."
+    ),
+]
 Nodes = Annotated[int | None, typer.Option(min=1, help="Number of nodes; overrides the file.")]
 
 

@@ -44,7 +44,7 @@ def test_what_counts(tmp_path: Path) -> None:
     value = result.to_dict()
     assert json.loads(json.dumps(value, allow_nan=False)) == value
     assert [row["row_id"] for row in value["predictions"]] == [8, 16, 32]
-    assert set(value["predictions"][0]) == {"row_id", "measured_s", "predicted_s", "low_s", "high_s"}
+    assert set(value["predictions"][0]) == {"row_id", "profile", "measured_s", "predicted_s", "low_s", "high_s"}
     assert set(value["sources"]) == {"lab"} and set(value["sources"]["lab"]) == FIGURES | {"rows"}
     assert value["sources"]["lab"]["rows"] == 6 and value["overall"]["used"] == 3
     assert value["suspect"]["used"] == 1 and sum(value["skipped"].values()) == 3
