@@ -23,6 +23,7 @@ from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.predictor.learned_latency import LearnedLatency
 from stepsight.training.predictor.prediction import ROOFLINE_SOURCE, asked_predictor
 from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.software_used import SoftwareUsed
 
 _MODEL_OVER_FORWARD = 3.0  # FLOP of forward and backward, without recomputation
 
@@ -156,6 +157,7 @@ class CapturedPrediction:
             "iteration_time_s": self.iteration_time_s,
             "low_s": self.interval[0],
             "high_s": self.interval[1],
+            "open": {},
             "breakdown": dict(self.step.breakdown),
             "memory": self.memory,
             "num_micro_batches": None,
@@ -166,6 +168,7 @@ class CapturedPrediction:
             "unsupported": list(unsupported),
             "unsupported_share": share,
             "source": self.source,
+            "software": SoftwareUsed().to_dict(),
             "world_size": self.captured.world_size,
             "ranks": [rank.rank for rank in self.captured.ranks],
         }
