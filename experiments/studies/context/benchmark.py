@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from stepsight.experiments.studies.context.context_coverage import Covered, Doubt, Residuals, errors_of, residuals_of
 from stepsight.experiments.studies.context.context_task import ContextTask, Design
-from stepsight.experiments.studies.context.edgeless_models import MODELS, Fit, errors_of
+from stepsight.experiments.studies.context.edgeless_models import MODELS, Fit
 from stepsight.experiments.studies.context.judged_cache import Judged, JudgedCache
 from stepsight.experiments.studies.context.network_models import LABELS, ablations, network, without_edges
 from stepsight.experiments.studies.context.tuned_models import tuned

@@ -21,23 +21,6 @@ PRIOR = 5.0  # nodes of the overall median that a kind's own is mixed with
 MOST_LOG = 6.0
 
 
-def errors_of(task: ContextTask, graphs: Sequence[HeteroData], answers: Answers) -> tuple[Array, Array]:
-    """Mean |log| error, and mean relative error, of each graph."""
-    nodes, totals = answers
-    if task.whole:
-        off = np.log(totals / np.array([float(graph.total) for graph in graphs]))
-        return np.abs(off), np.abs(np.expm1(off))
-    logs, relative = [], []
-    for graph, seconds in zip(graphs, nodes, strict=True):
-        truth = graph[task.readout].seconds.double().numpy()
-        known = np.isfinite(truth)
-        off = np.log(seconds[known] / truth[known])
-        weight = graph[task.readout].weight.double().numpy()[known] + 1e-15
-        logs.append(float(np.average(np.abs(off), weights=weight)) if known.any() else 0.0)
-        relative.append(float(np.average(np.abs(np.expm1(off)), weights=weight)) if known.any() else 0.0)
-    return np.array(logs), np.array(relative)
-
-
 def given(name: str) -> Fit:
     """What the graphs hold already: ``roofline`` or ``baseline``."""
 

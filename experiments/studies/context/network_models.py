@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 from torch_geometric.data import HeteroData
 
+from stepsight.experiments.studies.context.context_coverage import errors_of, residuals_of
 from stepsight.experiments.studies.context.context_task import ContextTask, Design
-from stepsight.experiments.studies.context.edgeless_models import Answers, Fit, Fitted, errors_of
+from stepsight.experiments.studies.context.edgeless_models import Answers, Fit, Fitted
 from stepsight.gnn.concurrency_network import WAYS
 from stepsight.training.context.fit_typed import TypedFit, fit_typed
 
@@ -68,7 +69,9 @@ def nested(fits: Sequence[Fit]) -> Fit:
         weights = np.array([weight_of[id(graph)] for graph in held])
         if len(names) < HELD_BACK or not weights.any():
             return fits[0](task, graphs, seed)
-        errors = [errors_of(task, held, each(task, rest, seed)(held))[0] @ weights for each in fits]
+        errors = [
+            errors_of(task, held, residuals_of(task, held, each(task, rest, seed)(held)))[0] @ weights for each in fits
+        ]
         return fits[int(np.argmin(errors))](task, graphs, seed)
 
     return fit
