@@ -134,7 +134,7 @@ def _keys(rank: RankGraph) -> list[Key | None]:
 
 
 def _alone_seconds(folders: Sequence[Path]) -> tuple[Mapping[Key, float], float]:
-    """Median seconds of each call alone, and how much a call differs from it (mean |log|, weighted by time)."""
+    """Mean seconds of each call alone, and how much a call differs from it (mean |log|, weighted by time)."""
     times: dict[Key, list[float]] = defaultdict(list)
     for folder in folders:
         rank = _graphs(folder, [0])[0]
@@ -142,7 +142,7 @@ def _alone_seconds(folders: Sequence[Path]) -> tuple[Mapping[Key, float], float]
         for node, key in enumerate(_keys(rank)):
             if key is not None and rank.nodes["kind"][node] == OP and int(rank.nodes["step"][node]) in steps:
                 times[key].append(float(rank.duration_s[node]))
-    usual = {key: float(np.median(found)) for key, found in times.items()}
+    usual = {key: float(np.mean(found)) for key, found in times.items()}
     off = [abs(np.log(each / usual[key])) for key, found in times.items() for each in found if each > 0]
     weight = [each for found in times.values() for each in found if each > 0]
     return usual, float(np.average(off, weights=weight)) if weight else 0.0
@@ -202,7 +202,8 @@ def _active(run: PairRun, starts: Sequence[Array], step: int) -> list[tuple[Arra
 def usual_spans(runs: Sequence[PairRun]) -> Spans:
     """The usual step of some runs of a job, as nodes of the first run.
 
-    Seconds are medians over all steps, overlaps are means: one step on a shared machine says little.
+    Seconds and overlaps are means over all steps: one step on a shared machine says little, and a step is a sum of all
+    seconds, slow ones included.
     """
     steps = [(run, spans_of(run, step)) for run in runs for step in run.steps]
     place: dict[tuple[int, Key | None], int] = {}
@@ -223,7 +224,7 @@ def usual_spans(runs: Sequence[PairRun]) -> Spans:
         for source, target, seconds in zip(*spans.pairs.tolist(), spans.both_s.tolist(), strict=True):
             if index[source] >= 0 and index[target] >= 0:
                 both[index[source], index[target]] += seconds
-    spent, measured, start = (np.array([np.median(each[part]) for each in times]) for part in range(3))
+    spent, measured, start = (np.array([np.mean(each[part]) for each in times]) for part in range(3))
     first = steps[0][1]
     pairs = np.array(list(both), dtype=np.int64).reshape(-1, 2).T
     mean = np.array(list(both.values())) / np.array([len(times[target][0]) for target in pairs[1].tolist()])

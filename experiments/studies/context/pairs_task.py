@@ -70,7 +70,6 @@ def task_of_pairs(runs: Sequence[PairRun], folder: Path) -> ContextTask:
         head="slowdown",
         floor=float(np.mean(list(spread.values()))),
         designs={
-            "overlap and order edges": Design("op"),
             "overlap edges": Design("op", None, ("beside",)),
         },
         notes=tuple(
@@ -117,11 +116,6 @@ def step_graph(run: PairRun, spans: Spans, *, judged: bool = True) -> HeteroData
         pairs, both = spans.pairs[:, keep], spans.both_s[keep]
         index = np.stack([np.searchsorted(nodes, pairs[0]), np.searchsorted(ops, pairs[1])])
         edge(graph, (name, "beside", "op"), index, table.about(pairs, both))
-    order = np.lexsort((spans.start_s[ops], spans.rank[ops]))
-    follows = np.flatnonzero(np.diff(spans.rank[ops][order]) == 0)
-    before, after = order[follows], order[follows + 1]
-    gap = np.log(np.maximum(spans.start_s[ops][after] - (spans.start_s + spans.spent_s)[ops][before], 1e-7))
-    edge(graph, ("op", "order", "op"), np.stack([before, after]), gap[:, None])
     return graph
 
 
