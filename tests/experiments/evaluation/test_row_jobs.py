@@ -79,7 +79,8 @@ def test_flags_of_a_row_go_before_its_frameworks() -> None:
 @pytest.mark.parametrize(
     ("name", "hardware", "precision", "container", "expected"),
     [
-        ("Qwen3_30B_a3B", "B200", "MXFP8", "26.06 NeMo Container", (True, True)),
+        ("Qwen3_30B_a3B", "GB200", "MXFP8", "26.06 NeMo Container", (True, True)),
+        ("Qwen3_30B_a3B", "B200", "MXFP8", "26.06 NeMo Container", (False, False)),
         ("Qwen3_30B_a3B", "B200", "BF16", "26.06 NeMo Container", (False, False)),
         ("Qwen3_30B_a3B", "B200", "MXFP8", "26.04.01 NeMo Container", (False, False)),
         ("Qwen3_235B_a22B", "H100-SXM", "FP8", "26.02 NeMo Container", (True, False)),
@@ -89,7 +90,7 @@ def test_flags_of_a_row_go_before_its_frameworks() -> None:
 def test_containers_overlap_and_fuse_experts(
     name: str, hardware: str, precision: str, container: str, expected: tuple[bool, bool]
 ) -> None:
-    """Recipes of June 2026 do so in MXFP8; those of Qwen3 235B on H100 always overlapped."""
+    """Recipes of June 2026 do so in MXFP8 on GB200; those of Qwen3 235B on H100 always overlapped."""
     row = run_row(model_name=name, hardware=hardware, precision=precision, framework=container)
     framework = framework_of(row)
     assert (framework.overlap_ep, framework.fused_experts) == expected
@@ -241,10 +242,11 @@ def test_the_date_of_a_run_chooses_the_profile(cells: dict[str, str], name: str)
 @pytest.mark.parametrize(("hardware", "container", "calls"), [
     ("H100-SXM", "26.02 NeMo Container", 195.0),
     ("GB200", "26.02 NeMo Container", 0.0),
-    ("B200", "26.06 NeMo Container", 195.0),
+    ("B200", "26.02 NeMo Container", 195.0),
+    ("B200", "26.04 NeMo Container", 0.0),
 ])  # fmt: skip
 def test_hosts_of_dispatchers_by_container(hardware: str, container: str, calls: float) -> None:
-    """On GB200 graphs and HybridEP leave the host little to do; the graphs of June 2026 are for MXFP8 alone."""
+    """Graphs around the dispatch and HybridEP leave the host little to do."""
     row = run_row(model_name="Qwen3_30B_a3B", hardware=hardware, precision="BF16", framework=container)
     assert framework_of(row).dispatch_calls == calls
 

@@ -27,14 +27,15 @@ def test_a_mixture_routes_sends_computes_and_brings_back() -> None:
         "linear softmax reduce elementwise permute all_to_all copy "
         "grouped_linear swiglu grouped_linear copy all_to_all unpermute"
     )
-    assert words(experts(mixture(ep=8))) == forward.replace("copy ", "")  # one expert each: nothing to sort
+    one_each = forward.replace("copy ", "").replace("grouped_linear", "linear")  # nothing to sort or to group
+    assert words(experts(mixture(ep=8))) == one_each
 
 
 def test_one_rank_with_all_experts_says_nothing() -> None:
     assert "all_to_all" not in words(experts(mixture()))
 
 
-@pytest.mark.parametrize("ep", [1, 2, 8])
+@pytest.mark.parametrize("ep", [1, 2, 4])
 def test_flop_are_those_of_the_experts_that_tokens_visit(ep: int) -> None:
     """6 x active parameters x tokens, however the experts are spread."""
     shape = mixture(ep=ep)
@@ -57,7 +58,7 @@ def test_all_to_alls_bring_back_what_they_took() -> None:
 
 def test_shared_experts_run_beside_the_dispatch_both_ways() -> None:
     block = experts(mixture(ep=8, model={"shared_experts": 2}))
-    assert "permute ~all_to_all linear swiglu linear | grouped_linear swiglu" in words(block)
+    assert "permute ~all_to_all linear swiglu linear | linear swiglu" in words(block)
     backward = words(block, backward=True)
     assert "~all_to_all linear_wgrad linear_dgrad swiglu_backward linear_wgrad linear_dgrad add |" in backward
     assert words(block).endswith("unpermute add")
@@ -135,9 +136,8 @@ def test_biases_of_experts_move_the_bytes_that_their_kernels_do() -> None:
 
 def test_fused_experts_have_neither_an_activation_nor_its_casts() -> None:
     plain, fused = (experts(mixture(ep=4, precision="fp8", model={"fused_experts": on})) for on in (False, True))
-    assert words(plain).replace("grouped_linear swiglu copy grouped_linear", "grouped_linear grouped_linear") == words(
-        fused
-    )
+    apart = "copy copy copy grouped_linear swiglu copy grouped_linear copy copy"  # sorted, padded, cast
+    assert words(plain).replace(apart, "copy copy grouped_linear grouped_linear copy") == words(fused)
     assert "swiglu" not in words(fused, backward=True)
     in_bf16 = [experts(mixture(ep=4, precision="bf16", model={"fused_experts": on})) for on in (False, True)]
     assert in_bf16[0] == in_bf16[1]

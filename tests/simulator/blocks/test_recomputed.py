@@ -52,7 +52,7 @@ def test_whole_modules_cost_their_forward(module: str, kind: str) -> None:
     """FLOP of backward grow by those of the module's forward; experts are all of a mixture's layer but attention."""
     plain, again = both(kind, (module,), **MIXTURE)
     per_linear = 2 * 64 * 64 * 128
-    linears = {"mlp": 3, "shared_experts": 3, "moe": 3 + 3 * 2}[module] * per_linear
+    linears = {"mlp": 3 * 2, "shared_experts": 3, "moe": 3 + 3 * 2}[module] * per_linear  # a dense MLP is twice as wide
     router = 2 * 64 * 64 * 8 if module == "moe" else 0
     kinds = ("linear", "grouped_linear")
     assert flops(again, *kinds) - flops(plain, *kinds) == linears + router

@@ -37,8 +37,12 @@ def test_what_does_not_follow_the_clock_is_added_to_the_rest() -> None:
     assert idle.power_w() == pytest.approx(100.0 + 600.0 / 700.0 * plain.power_w())
 
 
-def test_two_sources_are_too_few() -> None:
-    assert _told(1.1, 1.1).power_w() == _told(1.1, 1.1, 1.1).power_w("source 0") == 0.0
+def test_one_source_is_shrunk_towards_no_reduction() -> None:
+    """Two that agree say more; without any, nothing is known."""
+    one, two = _told(1.1), _told(1.1, 1.1)
+    assert 0 < one.slowdown_log() < two.slowdown_log() < math.log(1.1)
+    assert two.power_w("source 0") == one.power_w() > 700.0
+    assert one.power_w("source 0") == 0.0
 
 
 def test_power_is_bounded_and_kept_when_written() -> None:
