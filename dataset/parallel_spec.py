@@ -43,8 +43,8 @@ class ParallelSpec:
         reshard_after_forward: FSDP: whether backward gathers parameters again.
         bucket_mbytes: Size of a gradient bucket in megabytes.
         gradient_dtype: Type of the buffers that sum gradients of micro-batches and that replicas exchange: ``model``
-            (that of the weights), ``model-fused`` (the same, summed within the products), ``fp32``, or ``fp32-cast`` (fp32, but separate kernels cast and add the gradients);
-            empty: the default of the execution engine.
+            (that of the weights), ``model-fused`` (the same, summed within the products), ``fp32``, or ``fp32-cast``
+            (fp32, but separate kernels cast and add the gradients); empty: the default of the execution engine.
         reduce_scatter: ZeRO 1: whether gradients are reduce-scattered; otherwise they are all-reduced.
         schedule: ``gpipe``, ``1f1b`` (with ``virtual_stages`` interleaved), ``looped-bfs``, ``zb-h1``,
             ``interleaved-zb``, ``zbv``, ``dualpipev``, one that you registered, or a ``.csv`` file of actions.

@@ -93,7 +93,9 @@ def experts(shape: RankShape) -> Block:
     whole_bytes = shape.rows * model.hidden * shape.dtype_bytes
     shared: Block = ()
     if model.shared_experts:
-        inside = in_module(mlp(shape, model.shared_experts * model.expert_ffn, "shared_", keeps="norm2"), "shared_experts")
+        inside = in_module(
+            mlp(shape, model.shared_experts * model.expert_ffn, "shared_", keeps="norm2"), "shared_experts"
+        )
         shared = (fork(shape, "shared"), *inside)
     if _sends_once(shape):
         out: Block = _once_to_each_rank(shape, count, shared)

@@ -22,8 +22,8 @@ from stepsight.dataset.files import read_json
 
 PRESET = Path(__file__).with_name("product_power.json")
 LEAST_SOURCES = 1  # fewest for an estimate; one source counts as much as the prior, which is no reduction
-# Limit relative to the chip's highest power limit.  On B200, products of 4e11 FLOP and more take 1.36 times as long in a
-# long row (SimuMax) as alone (aiconfigurator), which is 2.5 times the power; larger values were never measured.
+# Limit relative to the chip's highest power limit.  On B200, products of 4e11 FLOP and more take 1.36 times as long in
+# a long row (SimuMax) as alone (aiconfigurator), which is 2.5 times the power; larger values were never measured.
 MOST_POWER_LOG = math.log(2.5)
 PRIOR_STD_LOG = 0.06  # prior deviation of the clock's reduction by a power limit, centred at none
 SOURCE_STD_LOG = 0.04  # deviation between sources of a chip: software and networks differ from the prediction

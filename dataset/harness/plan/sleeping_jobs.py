@@ -15,7 +15,8 @@ _ONLY: dict[str, dict[str, Any]] = {  # optional keys of a job, and their only v
     "model": {"experts": 0},
     "parallel": {
         "cp": 1, "ep": 1, "order": "tp-cp-dp-pp", "overlap_grad_reduce": True, "overlap_tp": "",
-        "overlap_ep": False, "dispatcher": "alltoall", "recompute_modules": [], "overlap_param_gather": False, "reshard_after_forward": True, "prefetch": 1,
+        "overlap_ep": False, "dispatcher": "alltoall", "recompute_modules": [], "overlap_param_gather": False,
+        "reshard_after_forward": True, "prefetch": 1,
         "offload_activations": False, "gradient_dtype": "", "scatter_p2p": False, "reduce_scatter": True,
     },
     "optimizer": OPTIMIZER,

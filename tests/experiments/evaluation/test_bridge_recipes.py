@@ -17,7 +17,9 @@ def test_every_line_is_one_that_a_job_can_say() -> None:
     assert [line.release for line in recipes()] == sorted(line.release for line in recipes())
 
 
-@pytest.mark.parametrize(("release", "dispatcher"), [("26.02", "alltoall"), ("26.04", "hybridep"), ("26.06", "alltoall")])
+@pytest.mark.parametrize(
+    ("release", "dispatcher"), [("26.02", "alltoall"), ("26.04", "hybridep"), ("26.06", "alltoall")]
+)
 def test_the_newest_one_up_to_a_release_counts(release: str, dispatcher: str) -> None:
     """GPT-OSS on B200 sent copies, then tokens once, then copies again."""
     found = recipe("gptoss120b", "B200", "BF16", release, ep=8, micro_batch=4)

@@ -179,9 +179,7 @@ def test_rows_are_padded_for_products_in_8_bits_unless_the_dispatcher_does() -> 
 
 def test_experts_are_cast_one_by_one_with_scales_of_blocks() -> None:
     """As many bytes in as many kernels as there are experts on the rank."""
-    together, apart = (
-        experts(mixture(ep=4, precision="fp8", kernels={"casts_by_group": on})) for on in (False, True)
-    )
+    together, apart = (experts(mixture(ep=4, precision="fp8", kernels={"casts_by_group": on})) for on in (False, True))
     for backward in (False, True):
         one, many = (items(block, backward=backward) for block in (together, apart))
         assert len(many) - len(one) == 2 * (2 - 1)
