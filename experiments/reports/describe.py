@@ -228,7 +228,7 @@ def _runs_table(path: Path) -> dict[str, Any]:
     for row in rows:
         sources.setdefault(row.source, []).append(row)
     words = ("hardware", "framework")
-    told = {
+    told: dict[str, dict[str, Any]] = {
         name: {
             "rows": len(some),
             "gpus": sorted({row.text("gpus").removesuffix(".0") for row in some}, key=lambda text: (len(text), text)),
