@@ -176,8 +176,9 @@ class ExecutionSpec:
             profiles of frameworks.
         date: When the software was released, as ``2024-07`` or ``2024``: it chooses among profiles of a framework;
             empty: the month in the container's tag.
-        cuda, cublas, nccl: Versions, as ``12.4``.  They change no time; a warning says if a model of collectives does
-            not describe that NCCL.
+        cuda, cublas: Versions, as ``12.4``.  They do not change the answer, which says so.
+        nccl: Its version, as ``2.27.3``.  It does not change the answer; a warning says if the model of collectives
+            does not describe that version.
     """
 
     engine: str = ""
