@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from stepsight.training.predictor.predictor_manifest import check_output
 
 Array = NDArray[np.float64]
 
+_PLACE = re.compile(r"\b(?:in|out-of)-place\b")
 FEWEST = 8  # collectives between nodes that a calibration takes
 LARGER, LAYOUTS = "larger groups", "each layout left out in turn"
 
@@ -42,6 +44,8 @@ class LinksReport:
         by: Which collectives judged it.
         before, after: Errors on these.
         doubts: What contradicts the stated links; empty if they may be as stated.
+        software: What ran them: NCCL's version and environment, as far as the logs say.
+        left_out: Number of rows of each other software.
         out: The folder asked for; it is written only if ``released``.
     """
 
@@ -53,6 +57,8 @@ class LinksReport:
     after: Errors
     doubts: tuple[str, ...]
     out: Path
+    software: str = ""
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def released(self) -> bool:
@@ -72,13 +78,15 @@ class LinksReport:
             },
             "evidence": {"by": self.by, "before": self.before.to_dict(), "after": self.after.to_dict()},
             "doubts": list(self.doubts),
+            "software": self.software,
+            "left_out": dict(self.left_out),
             "released": self.released,
         }
         return {**value, "out": str(self.out)} if self.released else value
 
 
 def calibrate_links(
-    path: Path, predictor: Predictor | str, fabric: Fabric, out: Path, *, max_devices: int = 64
+    path: Path, predictor: Predictor | str, fabric: Fabric, out: Path, *, max_devices: int = 64, software: str = ""
 ) -> LinksReport:
     """Fit the network's factors on a cluster's own collectives, and write the predictor if it predicts others better.
 
@@ -89,9 +97,11 @@ def calibrate_links(
         out: Folder of the predictor to write.
         max_devices: Groups of at most this many ranks are fitted; larger ones judge.  Without any, layouts are left out
             in turn.
+        software: Part of the software whose rows are taken (``nccl 2.27.3``, ``NCCL_PROTO=Simple``); by default that
+            of most rows, since another version or environment of NCCL is another network.
 
     Raises:
-        TableError: If the table has too few collectives between nodes.
+        TableError: If the table has too few collectives between nodes, or none of that software.
         PredictorError: If the predictor does not model NCCL between nodes, or ``out`` is something else.
     """
     predictor = named_predictor(predictor) if isinstance(predictor, str) else predictor
@@ -102,7 +112,8 @@ def calibrate_links(
             f"calibrating collectives takes a predictor of NCCL between nodes, got {predictor.source}: start from one "
             "that comes with stepsight"
         )
-    works, seconds = _between_nodes(Measurements.from_parquet(path))
+    rows, chosen, left_out = _one_software(_between_nodes(Measurements.from_parquet(path)), software)
+    works, seconds = list(rows), np.array([np.median(times) for times in rows.values()])
     if len(works) < FEWEST:
         raise TableError(f"a calibration takes at least {FEWEST} collectives between nodes, got {len(works)} in {path}")
     doubts = link_doubts(works, fabric, seconds)
@@ -124,19 +135,38 @@ def calibrate_links(
         errors(after[judged].tolist(), measured),
         doubts,
         out,
+        chosen,
+        left_out,
     )
     if report.released:
         _save(report, path, fabric)
     return report
 
 
-def _between_nodes(measured: Measurements) -> tuple[list[Collective], Array]:
-    """Distinct collectives between nodes, and the median of their seconds."""
-    found: dict[Collective, list[float]] = {}
-    for work, seconds in zip(measured.works, measured.seconds.tolist(), strict=True):
+def _between_nodes(measured: Measurements) -> dict[str, dict[Collective, list[float]]]:
+    """Seconds of each collective between nodes, by the software that ran it, whether in place or not."""
+    found: dict[str, dict[Collective, list[float]]] = {}
+    for work, seconds, software in zip(measured.works, measured.seconds.tolist(), measured.software, strict=True):
         if isinstance(work, Collective) and work.num_nodes > 1:
-            found.setdefault(work, []).append(seconds)
-    return list(found), np.array([np.median(times) for times in found.values()])
+            rows = found.setdefault(_PLACE.sub("", software).strip(), {})
+            rows.setdefault(work, []).append(seconds)
+    return found
+
+
+def _one_software(
+    found: dict[str, dict[Collective, list[float]]], asked: str
+) -> tuple[dict[Collective, list[float]], str, dict[str, int]]:
+    """Rows of one software, which that is, and the number of rows of each other one.
+
+    Raises:
+        TableError: If none is the one that is asked for.
+    """
+    counts = {name: sum(map(len, rows.values())) for name, rows in found.items()}
+    fitting = [name for name in found if asked in name]
+    if found and not fitting:
+        raise TableError(f"the software must contain {asked!r:.80}; the table has {'; '.join(sorted(found))}")
+    chosen = max(fitting, key=lambda name: counts[name], default="")
+    return found.get(chosen, {}), chosen, {name: count for name, count in counts.items() if name != chosen}
 
 
 def _fit(
@@ -164,7 +194,7 @@ def _save(report: LinksReport, path: Path, fabric: Fabric) -> None:
     changed = {
         "name": "",  # no longer the shipped one
         "digest": digest(str(manifest.get("digest", "")), file),
-        "calibrated_links": {**record, "fabric": fabric.name, "tables": {path.name: file}},
+        "calibrated_links": {**record, "software": report.software, "fabric": fabric.name, "tables": {path.name: file}},
     }
     replace(report.calibrated, manifest={**manifest, **changed}).save(report.out)
 
@@ -186,6 +216,10 @@ def links_text(report: LinksReport) -> str:
         [
             f"calibrated {report.source} on {report.fitted} collectives between nodes",
             table(header, [cells]),
+            *(
+                f"left out {count} rows of other software (--software takes them instead): {name or 'not stated'}"
+                for name, count in report.left_out.items()
+            ),
             *(f"doubt: {doubt}" for doubt in report.doubts),
             verdict,
         ]

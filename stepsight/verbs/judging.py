@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -166,6 +166,13 @@ def calibrate_command(
         str | None,
         typer.Option(help="For a table of collectives: the fabric of the measured cluster, a name or a .toml file."),
     ] = None,
+    software: Annotated[
+        str,
+        typer.Option(
+            help="For a table of collectives: part of the software whose rows are taken, such as 'nccl 2.27.3' or "
+            "'NCCL_PROTO=Simple' (default: that of most rows)."
+        ),
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Correct a predictor with the iteration times of small runs.
@@ -187,14 +194,17 @@ def calibrate_command(
         stepsight calibrate runs/theirs --predictor h100-sxm --out mine
     """
     if runs.is_dir():
-        _refuse(runs, {"--source": source.strip("*"), "--fabric": fabric, "--max-devices": max_devices})
+        unread = {"--source": source.strip("*"), "--fabric": fabric, "--max-devices": max_devices}
+        _refuse(runs, {**unread, "--software": software})
         _calibrate_traces(runs, predictor, out, as_json)
         return
     if runs.suffix == ".parquet":
         _refuse(runs, {"--source": source.strip("*")})
-        _calibrate_links(runs, predictor, fabric, out, max_devices or 64, as_json)
+        _calibrate_links(
+            runs, predictor, fabric, out, {"max_devices": max_devices or 64, "software": software}, as_json
+        )
         return
-    _refuse(runs, {"--fabric": fabric})
+    _refuse(runs, {"--fabric": fabric, "--software": software})
     from stepsight.experiments.evaluation.calibrate_runs import calibrate, calibration_text
     from stepsight.training.registered import load_predictor
 
@@ -224,9 +234,9 @@ def _calibrate_traces(path: Path, predictor: Path, out: Path, as_json: bool) -> 
 
 
 def _calibrate_links(
-    path: Path, predictor: Path, fabric: str | None, out: Path, max_devices: int, as_json: bool
+    path: Path, predictor: Path, fabric: str | None, out: Path, rows: dict[str, Any], as_json: bool
 ) -> None:
-    """Correct a predictor by a table of collectives."""
+    """Correct a predictor by a table of collectives, of which ``rows`` says which are taken."""
     from stepsight.dataset.hardware import find_fabric
     from stepsight.experiments.evaluation.calibrate_links import calibrate_links, links_text
     from stepsight.training.registered import load_predictor
@@ -234,7 +244,7 @@ def _calibrate_links(
     if fabric is None:
         raise StepsightError(f"--fabric must state the links of the cluster that {path} was measured on")
     loaded = load_predictor(predictor)
-    report = calibrate_links(path, loaded, find_fabric(fabric), out, max_devices=max_devices)
+    report = calibrate_links(path, loaded, find_fabric(fabric), out, **rows)
     answer(report.to_dict(), links_text(report), as_json)
     if not report.released:
         print(

@@ -45,6 +45,26 @@ def test_small_groups_teach_and_larger_ones_judge(tmp_path: Path) -> None:
     assert "wrote" in links_text(report)
 
 
+def test_another_version_or_environment_of_nccl_is_not_mixed_in(tmp_path: Path) -> None:
+    """The software of most rows is taken, in and out of place; another one if it is asked for."""
+    slow = BetweenNodes({"all_reduce": np.array([8.0, 9.0, 9.0, 2.0, 2.0])}, {}, {})
+    one, other = (Measurements.from_parquet(_table(tmp_path / "a.parquet", (2, 4, 64), t)) for t in (TRUTH, slow))
+    places = [f"nccl-tests nccl 2.27.3 {place}-place" for place in ("in", "out-of")]
+    tables = [replace(one, software=(place,) * len(one)) for place in places]
+    tables.append(replace(other, software=("nccl-tests nccl 2.18.3 NCCL_PROTO=Simple in-place",) * len(other)))
+    Measurements.concat(
+        replace(t, source=(str(i),) * len(t), files={str(i): t.files["a"]}) for i, t in enumerate(tables)
+    ).to_parquet(tmp_path / "t.parquet")
+    report = calibrate_links(tmp_path / "t.parquet", "h100-sxm", FABRIC, tmp_path / "out")
+    assert report.software == "nccl-tests nccl 2.27.3" and report.after.mape is not None and report.after.mape < 10
+    assert report.left_out == {"nccl-tests nccl 2.18.3 NCCL_PROTO=Simple": 36}
+    assert "left out 36 rows of other software" in links_text(report)
+    asked = calibrate_links(tmp_path / "t.parquet", "h100-sxm", FABRIC, tmp_path / "o", software="NCCL_PROTO=Simple")
+    assert asked.software.endswith("NCCL_PROTO=Simple") and asked.fitted == 24
+    with pytest.raises(TableError, match="the software must contain 'rccl'"):
+        calibrate_links(tmp_path / "t.parquet", "h100-sxm", FABRIC, tmp_path / "o", software="rccl")
+
+
 def test_without_larger_groups_layouts_judge(tmp_path: Path) -> None:
     report = calibrate_links(_table(tmp_path / "t.parquet", (2, 4)), "h100-sxm", FABRIC, tmp_path / "out")
     assert report.by == LAYOUTS and report.after.used == report.fitted == 24
