@@ -179,10 +179,15 @@ def _with_host_calls(
 ) -> Predictor:
     """Add the durations of framework calls on a host to the predictor, if scripts that ran on it were collected."""
     steps = [run.host for run in imported if run.host is not None]
-    if not steps:
+    single = sum(step.ranks == 1 for step in steps)
+    if not single:
         return predictor
-    say(f"calls that the host runs: scripts {len(steps)}, calls measured on their own {len(profile.calls)}")
-    return replace(predictor, host=learn_host_calls(steps, profile.calls, seed))
+    say(f"calls that the host runs: scripts {single}, calls measured on their own {len(profile.calls)}")
+    host = learn_host_calls(steps, profile.calls, seed)
+    if host.crowded:
+        told = ", ".join(f"{name or 'all'} {factor:.2f}" for name, factor in sorted(host.crowded.items()))
+        say(f"calls beside other ranks of the host take times as long: {told} ({len(steps) - single} scripts)")
+    return replace(predictor, host=host)
 
 
 def _with_launches(predictor: Predictor, profile: Profile, runs: Sequence[MeasuredRun]) -> Predictor:

@@ -10,7 +10,7 @@ both a step gives it depends on what was freed before.  Between calls the framew
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ BOUNDS = Bounds(  # seconds per unit of ``CALL_TERMS``
 ALL_STD, FAMILY_STD, LABEL_STD = 2.0, 1.0, 0.6  # of priors, in log units
 NOISE = 0.3  # deviation of log-seconds between calls of equal terms
 FEWEST_ROWS = 40  # fewest rows of a family for trees
+MOST_CROWDED = 4.0  # times as long, of calls beside other ranks
 MOST_TREES = 1.0  # limit of the trees' correction, in log units
 
 
@@ -53,6 +54,9 @@ class HostCalls:
         gaps_s: Between calls, by phase, ``(3,)``.
         step_s: Of every step besides.
         loops: Physics of loops that a compiler fused.
+        crowded: How many times as long calls of a family of ops take while other ranks compute on the same host; ``""``
+            for all other families.  Empty: no longer.
+        shared: Whether other ranks compute on the host.
     """
 
     everything: Physics
@@ -65,6 +69,8 @@ class HostCalls:
     gaps_s: tuple[float, ...] = (0.0, 0.0, 0.0)
     step_s: float = 0.0
     loops: Physics = field(default_factory=usual_loops)
+    crowded: Mapping[str, float] = field(default_factory=dict)
+    shared: bool = False
 
     def seconds(self, calls: Sequence[str], ops: Sequence[Op], phases: Sequence[int]) -> Array:
         """Seconds of each call within a step, without the gaps between calls, ``(n,)``."""
@@ -75,7 +81,14 @@ class HostCalls:
                 found[place] = self.known[key]
             elif key in self.alone:
                 found[place] = np.clip(found[place], *self.alone[key])
+        if self.shared and self.crowded:
+            usual = self.crowded.get("", 1.0)
+            found = found * np.array([self.crowded.get(op.family, usual) for op in ops])
         return np.asarray(self.scale * found)
+
+    def among(self, ranks: int) -> HostCalls:
+        """Durations on a host where so many ranks compute at once."""
+        return replace(self, shared=ranks > 1) if self.crowded else self
 
     def is_known(self, call: str, op: Op) -> bool:
         """Whether a call was measured."""
@@ -119,6 +132,7 @@ class HostCalls:
             "gaps_s": list(self.gaps_s),
             "step_s": self.step_s,
             "loops": self.loops.to_dict(),
+            "crowded": dict(self.crowded),
         }
 
     @classmethod
@@ -143,10 +157,13 @@ class HostCalls:
             Physics.from_dict(value["everything"]), tables["families"], tables["labels"], trees, known, alone,
             float(value["scale"]), tuple(map(float, value["gaps_s"])), float(value["step_s"]),
             Physics.from_dict(value["loops"]) if "loops" in value else usual_loops(),
+            {str(name): float(factor) for name, factor in value.get("crowded", {}).items()},
         )  # fmt: skip
         found.loops.check("fused loops", LOOP_BOUNDS)
         for name, physics in {"all calls": found.everything, **found.families, **found.labels}.items():
             physics.check(name, BOUNDS)
+        if not all(1.0 <= factor <= MOST_CROWDED for factor in found.crowded.values()):
+            raise ValueError(f"factors beside other ranks must be from 1 to {MOST_CROWDED:g}")
         if any(least > most for least, most in alone.values()):
             raise ValueError("seconds of calls alone must be the shortest, then the longest")
         numbers = [found.scale, *found.gaps_s, found.step_s, *known.values(), *sum(alone.values(), ())]

@@ -12,6 +12,7 @@ from stepsight.dataset.imported.rank_graph import PHASES
 from stepsight.dataset.op import Op
 from stepsight.features.host_call_features import call_label
 from stepsight.training.kernels.host_calls import Alone, HostCalls, fit_host_calls
+from stepsight.training.measured.host_contention import learn_contention
 from stepsight.training.measured.host_steps import HostStep
 from stepsight.training.regression.fitted_physics import Bounds, fit_physics
 
@@ -29,10 +30,12 @@ def learn_host_calls(steps: Sequence[HostStep], alone: Alone | None = None, seed
     """Learn the durations of calls from steps.
 
     Args:
-        steps: At least one.
+        steps: At least one of a single rank; those of several ranks of a host tell what calls lose beside each other.
         alone: Shortest and longest seconds of calls that were measured alone, by label and op.
         seed: Of the trees.
     """
+    together = [step for step in steps if step.ranks > 1]
+    steps = [step for step in steps if step.ranks == 1]
     distinct: dict[tuple[str, Op, int], list[float]] = {}
     known: dict[tuple[str, Op], list[float]] = {}
     for step in steps:
@@ -43,7 +46,8 @@ def learn_host_calls(steps: Sequence[HostStep], alone: Alone | None = None, seed
     found = fit_host_calls([(*key, float(np.median(values))) for key, values in distinct.items()], seed)
     inside = {key: float(np.median(values)) for key, values in known.items()}
     scale, gaps_s, step_s = _between(steps)
-    return replace(found, known=inside, alone=alone or {}, scale=scale, gaps_s=gaps_s, step_s=step_s)
+    learned = replace(found, known=inside, alone=alone or {}, scale=scale, gaps_s=gaps_s, step_s=step_s)
+    return replace(learned, crowded=learn_contention(together, learned))
 
 
 def _between(steps: Sequence[HostStep]) -> tuple[float, tuple[float, ...], float]:

@@ -39,6 +39,7 @@ class HostStep:
         op_s: ``(n,)``: seconds without a profiler, the median over traced steps.
         step_s: Median seconds of a step that was timed without a profiler.
         place: Of the graph of such a step in the dataset.
+        ranks: Of the run, on one host.
     """
 
     name: str
@@ -48,6 +49,7 @@ class HostStep:
     op_s: Floats
     step_s: float
     place: int = -1
+    ranks: int = 1
 
     def counts(self) -> Floats:
         """Number of ops by phase, shape ``(len(PHASES),)``."""
@@ -62,14 +64,15 @@ def host_step(graphs: TraceGraphs, places: Sequence[int]) -> HostStep | None:
         places: Of the run's steps in it.
 
     Returns:
-        None where several ranks ran, a device computed, or no step was timed without a profiler.
+        Of the first rank.  None where a device computed, or no step was timed without a profiler.
     """
     places = sorted(places, key=graphs.values("step").__getitem__)
     timed_s, ranks, hardware = (
         {graphs.values(name)[place] for place in places} for name in ("timed_s", "rank", "hardware")
     )
-    if len(ranks) != 1 or hardware != {"cpu"} or timed_s == {0.0}:
+    if not ranks or hardware != {"cpu"} or timed_s == {0.0}:
         return None
+    places = [place for place in places if graphs.values("rank")[place] == min(ranks)]
     steps = [_Step.of(graphs, place) for place in places]
     alike = _alike(steps)
     if not alike:
@@ -88,7 +91,7 @@ def host_step(graphs: TraceGraphs, places: Sequence[int]) -> HostStep | None:
     works = [work_of(graphs.kinds[kind], exact) for kind, *exact in first.works]
     ops = tuple(work for work in works if isinstance(work, Op))
     name = str(graphs.values("run")[places[0]])
-    return HostStep(name, ops, first.calls, first.phase, seconds, step_s, places[alike[0]])
+    return HostStep(name, ops, first.calls, first.phase, seconds, step_s, places[alike[0]], len(ranks))
 
 
 @dataclass(frozen=True, eq=False)

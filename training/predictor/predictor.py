@@ -165,7 +165,7 @@ class Predictor:
                 constants=self.calibration.constants,
                 devices=devices,
                 dtype=dtype,
-                host=self.host,
+                host=self.host.among(busy) if self.host is not None else None,
                 software=software,
                 dispatch_calls=dispatch_calls,
             )

@@ -85,7 +85,7 @@ def steps_of(runs: Sequence[FamilyRun]) -> Iterator[tuple[FamilyRun, HostStep]]:
         part = runs[begin : begin + _TOGETHER]
         folders = [next(run.folder.glob("runs/*")) for run in part]
         for run, graphs in zip(part, read_graphs(folders, ("step",)), strict=True):
-            if graphs.host is not None:
+            if graphs.host is not None and graphs.host.ranks == 1:
                 yield run, graphs.host
 
 
