@@ -93,6 +93,10 @@ def _of(graph: HeteroData) -> tuple[Array, Array]:
     return graph["op"].baseline.double().numpy(), graph["op"].held.double().numpy()
 
 
+def _factor(alone: Array, held: Array) -> Array:
+    return alone[:, None]
+
+
 def _ops_and_collectives(alone: Array, held: Array) -> Array:
     return alone[:, None] * held[:, 1:3]
 
@@ -102,6 +106,7 @@ def _bandwidth(alone: Array, held: Array) -> Array:
 
 
 PAIR_FORMULAS: dict[str, Fit] = {  # of two ranks of a host
+    "one factor": formula(_factor),
     "one share": formula(_scalar),
     "a share beside ops, another beside collectives": formula(_ops_and_collectives),
     "bandwidth of both ops, and a share beside collectives": formula(_bandwidth),
