@@ -26,7 +26,7 @@ from stepsight.experiments.evaluation.runs_table import Row, read_runs_table
 from stepsight.training.predictor.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped.catalogue import chip_of, shipped_predictor
-from stepsight.training.shipped.product_power import PRESET, ChipPower, learn_chip
+from stepsight.training.shipped.product_power import PRESET, TABLED, ChipPower, learn_chip
 
 STEP = 1.1  # of the slowdown by which the time's part in products is found
 LEAST_PART = 0.3  # of the time that follows products: runs of less tell of other things
@@ -34,12 +34,13 @@ LEAST_PART = 0.3  # of the time that follows products: runs of less tell of othe
 
 @cached(64)
 def _at(hardware: str, slowdown: float) -> Predictor | None:
-    """The shipped predictor for a hardware, its products as many times as long as alone."""
+    """The shipped predictor for a hardware, its products as many times as long as at the highest clock."""
     found = shipped_predictor(hardware)
     if found is None:
         return None
-    watts = dict.fromkeys(("bf16", "fp8"), slowdown**3)
-    return replace(found, hardware=replace(found.hardware, power_w=1.0, idle_w=0.0, product_power_w=watts))
+    facts = found.hardware
+    watts = facts.idle_w + slowdown**3 * (facts.power_w - facts.idle_w)
+    return replace(found, hardware=replace(facts, product_power_w=dict.fromkeys(("bf16", "fp8"), watts)))
 
 
 def slowdown_of(job: Job, measured_s: float) -> float | None:
@@ -79,7 +80,8 @@ def learn(rows: Sequence[Row]) -> dict[str, dict[str, ChipPower]]:
         logs: dict[str, list[float]] = defaultdict(list)
         for source, found, facts in runs:
             logs[source].append(found + math.log((facts.power_w - idle) / (limit - idle)) / 3.0)
-        chips[chip][dtype] = learn_chip(limit, logs, idle)
+        tabled = math.log(TABLED.get(chip, {}).get(dtype, 1.0))
+        chips[chip][dtype] = learn_chip(limit, logs, idle, tabled)
     return dict(chips)
 
 

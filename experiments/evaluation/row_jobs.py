@@ -48,6 +48,9 @@ _PAXML_RECOMPUTES = {"gpt35b": "selective", "gpt3175b": "full"}
 # Nodes over which they share parameters; groups of as many are replicas (paxml/configure.sh, v24.11.1: FSDP nodes and
 # DCN_MESH_SHAPE of [nodes / FSDP, FSDP, 1]).
 _PAXML_SHARED_NODES = {"gpt35b": 1, "gpt3175b": 16}
+# Recipes of NeMo's GPT-3 models have a dropout of 0.1: launcher_scripts/conf/training/gpt3 of the NeMo launcher 24.01
+# to 24.07 (none in 23.11), nemo_megatron/gpt3_175b_hydra.yaml of dgxc-benchmarking v24.11.1 and v25.02.
+_DROPOUT, _DROPOUT_RECIPES = 0.1, ("gpt3", r"\b(24\.0[1-7]|v24\.11|v25\.0[12])")
 # Recipes that tokenise with GPT-2's vocabulary, whatever the model's is: dgxc-benchmarking v24.11.1 to v25.02 for Llama
 # 3.1 405B (llama3.1_405b.yaml has GPT2BPETokenizer, configure.sh megatron-gpt2-345m).
 _GPT2_TOKENS, _GPT2_RECIPES = 50257, ("llama31405b", r"\b(v24\.11|v25\.0[12])\b")
@@ -116,6 +119,9 @@ def _with_micro_batches(row: Row, framework: Framework) -> Row:
 def _job(row: Row, framework: Framework) -> Job:
     parallel = _parallel(row, framework)
     model = _model(row)
+    start, recipes = _DROPOUT_RECIPES
+    if framework.name == "nemo" and _plain_name(row).startswith(start) and re.search(recipes, row.software):
+        model["dropout"] = _DROPOUT
     if model.get("experts"):
         parallel["expert_tp"] = 0 if parallel["dp"] * parallel["cp"] % parallel["ep"] == 0 else 1
     return Job.from_dict(

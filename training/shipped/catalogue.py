@@ -36,7 +36,7 @@ from stepsight.training.shipped.from_tables import (
     lend,
     op_table,
 )
-from stepsight.training.shipped.product_power import product_power_w
+from stepsight.training.shipped.product_power import product_power_w, tabled_power_w
 
 # Products by inference engines' kernels where training runs the same ones.  Their kernels for experts are others: on
 # A100 they take half as long again as Transformer Engine's, whose ratio to plain products is measured elsewhere.
@@ -237,12 +237,13 @@ def shipped_predictor(name: str) -> Predictor | None:
             predictor = Predictor.load(SHIPPED / own)
             hardware = _preset(recipe.hardware if name == own else name)  # current facts of the preset
             measured = predictor.kernel.hardware
-            peaks = {**_preset(recipe.hardware).peak_flops, **measured.peak_flops}  # of types that nobody measured, too
+            facts = _preset(recipe.hardware)
+            peaks = {**facts.peak_flops, **measured.peak_flops}  # of types that nobody measured, too
+            measured = replace(measured, peak_flops=peaks, power_w=facts.power_w, idle_w=facts.idle_w)
+            measured = replace(measured, product_power_w=tabled_power_w(recipe.chip, facts))
             hardware = replace(hardware, product_power_w=product_power_w(recipe.chip))
             serves = same_chip(hardware, measured) if hardware.name in recipe.twins else None
-            kernel = replace(
-                predictor.kernel, hardware=replace(measured, peak_flops=peaks), serves=serves, software=recipe.kernels
-            )
+            kernel = replace(predictor.kernel, hardware=measured, serves=serves, software=recipe.kernels)
             return replace(predictor, hardware=hardware, kernel=kernel)
     return None
 

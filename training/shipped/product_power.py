@@ -3,8 +3,9 @@
 Kernels of tables were measured alone, in calls that end before the power limit lowers the clock.  In training the clock
 falls (``Hardware.power_slowdown``), by as much as the chip's products would draw more than the limit of the device.
 That power is one number for each chip, for products in 16 bits and in fewer.  It is learned from published runs of
-dense models with fused attention, whose software runs the kernels of the tables.  Where a source's own runs are
-judged, the number is taken that the other sources gave.
+dense models with fused attention, whose software runs the kernels of the tables.  The prior is what the chip's table
+shows (``TABLED``): a benchmark repeats a kernel, so that the clock falls beside long ones.  Where a source's own runs
+are judged, the number is taken that the other sources gave.
 ``python -m stepsight.experiments.evaluation.learn_power RUNS`` writes the preset again.
 """
 
@@ -19,16 +20,22 @@ from typing import Any
 
 from stepsight.dataset.caching import cached
 from stepsight.dataset.files import read_json
+from stepsight.dataset.hardware import Hardware
 
 PRESET = Path(__file__).with_name("product_power.json")
-LEAST_SOURCES = 1  # fewest for an estimate; one source counts as much as the prior, which is no reduction
-# Limit relative to the chip's highest power limit.  On B200, products of 4e11 FLOP and more take 1.36 times as long in
-# a long row (SimuMax) as alone (aiconfigurator), which is 2.5 times the power; larger values were never measured.
+LEAST_SOURCES = 1  # fewest for an estimate; one source counts as much as the prior
+# Power beyond idle relative to the limit's.  On B200, products of 4e11 FLOP and more take 1.36 times as long in a long
+# row (SimuMax) as alone (aiconfigurator), which is 2.5 times the power; larger values were never measured.
 MOST_POWER_LOG = math.log(2.5)
-PRIOR_STD_LOG = 0.06  # prior deviation of the clock's reduction by a power limit, centred at none
+PRIOR_STD_LOG = 0.06  # prior deviation of the clock's reduction by a power limit, centred at the table's, or at none
 SOURCE_STD_LOG = 0.04  # deviation between sources of a chip: software and networks differ from the prediction
 RUN_STD_LOG = 0.08  # deviation between runs of a source
 ROUNDS = 50  # iterations of reweighting
+
+# Slowdown of long products in 16 bits in the chip's table: the rate that the best tenth of products reaches if they
+# take 0.4 to 0.8 ms, over the median of those rates from 1.6 ms on (bins of a factor of two; products of at least 1024
+# in multiples of 128).  aiconfigurator, SGLang 0.5.14 (H100: 797 to 721 TFLOP/s) and 0.5.10 (A100: 263 to 254).
+TABLED: Mapping[str, Mapping[str, float]] = {"H100": {"bf16": 1.105}, "A100": {"bf16": 1.035}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +64,20 @@ class ChipPower:
     Attributes:
         reference_w: The power limit for which sources speak: the highest of the chip's devices.
         idle_w: ``Hardware.idle_w`` of the chip's devices.
+        prior_log: Logarithm of the slowdown that the chip's table shows; 0: none.
         sources: By name.
     """
 
     reference_w: float
     sources: Mapping[str, SourceClock]
     idle_w: float = 0.0
+    prior_log: float = 0.0
 
     def slowdown_log(self, without: str = "") -> float:
-        """Logarithm of the slowdown at the reference limit: Huber's mean of sources, shrunk towards zero."""
+        """Logarithm of the slowdown at the reference limit: Huber's mean of sources and the prior."""
         told = [source for name, source in self.sources.items() if name != without]
         weights = [*(source.weight for source in told), PRIOR_STD_LOG**-2]
-        values = [*(source.slowdown_log for source in told), 0.0]
+        values = [*(source.slowdown_log for source in told), self.prior_log]
         mean, trust = 0.0, [1.0] * len(values)
         for _ in range(ROUNDS):
             own = [weight * part for weight, part in zip(weights, trust, strict=True)]
@@ -79,31 +88,45 @@ class ChipPower:
         return mean
 
     def power_w(self, without: str = "") -> float:
-        """Watts at the highest clock from all sources except one; 0 if there are too few."""
-        if len(set(self.sources) - {without}) < LEAST_SOURCES:
+        """Watts at the highest clock from all sources except one; 0 if there are too few, and no table shows it."""
+        if len(set(self.sources) - {without}) < LEAST_SOURCES and not self.prior_log:
             return 0.0
         excess = math.exp(min(3.0 * self.slowdown_log(without), MOST_POWER_LOG))
         return self.idle_w + (self.reference_w - self.idle_w) * excess
 
     def to_dict(self) -> dict[str, Any]:
         told = {name: [round(source.slowdown_log, 4), source.runs] for name, source in self.sources.items()}
-        return {"reference_w": self.reference_w, "idle_w": self.idle_w, "sources": told}
+        facts = {"reference_w": self.reference_w, "idle_w": self.idle_w, "prior_log": round(self.prior_log, 4)}
+        return {**facts, "sources": told}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> ChipPower:
         told = {name: SourceClock(float(log), int(runs)) for name, (log, runs) in value["sources"].items()}
-        return cls(float(value["reference_w"]), told, float(value.get("idle_w", 0.0)))
+        return cls(float(value["reference_w"]), told, float(value["idle_w"]), float(value["prior_log"]))
 
 
-def learn_chip(reference_w: float, runs: Mapping[str, Sequence[float]], idle_w: float = 0.0) -> ChipPower:
+def learn_chip(
+    reference_w: float, runs: Mapping[str, Sequence[float]], idle_w: float = 0.0, prior_log: float = 0.0
+) -> ChipPower:
     """Power of a chip estimated from some runs.
 
     Args:
-        reference_w, idle_w: As in ``ChipPower``.
+        reference_w, idle_w, prior_log: As in ``ChipPower``.
         runs: By source, the logarithm of each run's slowdown of products at that limit.
     """
     told = {name: SourceClock(median(logs), len(logs)) for name, logs in runs.items() if logs}
-    return ChipPower(reference_w, told, idle_w)
+    return ChipPower(reference_w, told, idle_w, prior_log)
+
+
+def tabled_power_w(chip: str, facts: Hardware) -> dict[str, float]:
+    """Watts that the long products in a chip's table would have drawn at the highest clock, by type.
+
+    Args:
+        chip: As in ``Recipe``.
+        facts: The device of the table, with its power limit.
+    """
+    room = facts.power_w - facts.idle_w
+    return {dtype: facts.idle_w + room * slowdown**3 for dtype, slowdown in TABLED.get(chip, {}).items()}
 
 
 @cached(1)

@@ -260,6 +260,23 @@ def test_recipes_with_the_tokenizer_of_gpt2(recipes: str, vocab: int) -> None:
     assert job_of(row).job.model.vocab == vocab
 
 
+@pytest.mark.parametrize(
+    ("software", "dropout"),
+    [("NeMo container 24.07 (2024-08-14)", 0.1), ("NeMo (v25.02 recipes)", 0.1), ("NeMo (v25.04 recipes)", 0.0)],
+)
+def test_gpt3_has_dropout_in_the_recipes_that_state_it(software: str, dropout: float) -> None:
+    assert job_of(run_row(model_name="GPT3-5B", framework=software)).job.model.dropout == dropout
+    assert job_of(run_row(model_name="LLAMA3-8B", framework=software)).job.model.dropout == 0.0
+
+
+@pytest.mark.parametrize(("name", "nodes"), [("GPT3-5B (Paxml)", 1), ("GPT3-175B (Paxml)", 16)])
+def test_models_of_paxml_share_parameters_within_some_nodes(name: str, nodes: int) -> None:
+    software = "PaxML (JAX) (v24.11.1 recipes)"
+    sizes = {"nodes": 32, "gpus": 256, "tp": 1, "pp": 1, "dp": 256, "global_batch": 512, "micro_batch": 2}
+    row = run_row(model_name=name, framework=software, zero_stage="fsdp", **sizes)
+    assert job_of(row).job.parallel.dp_shard == 8 * nodes
+
+
 def test_torchtitan_cuts_a_batch_into_as_many_micro_batches_as_pipeline_ranks() -> None:
     """2 pipeline ranks and 2 replicas cut 64 sequences into micro-batches of 16; other frameworks leave it open."""
     row = run_row(framework="torchtitan", micro_batch="", vp="", notes="Interleaved 1F1B")

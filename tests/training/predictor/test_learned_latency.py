@@ -10,7 +10,7 @@ from stepsight.dataset.op import Op
 from stepsight.gnn.context_model import ContextModel
 from stepsight.testing import LatencyModelContract
 from stepsight.testing.latency_model_contract import small_program
-from stepsight.training.predictor.learned_latency import LearnedLatency, slowest_of
+from stepsight.training.predictor.learned_latency import LearnedLatency, slowest_of, throttled
 from stepsight.training.predictor.predictor import Predictor
 
 
@@ -62,6 +62,27 @@ def test_products_wait_for_the_slowest_device_and_what_streams_does_not(predicto
     works = [Op("linear", (64, 128, 128), "fp32"), Op("add", (4096,), "fp32")]
     even, spread = (one.latency(_job()).op_seconds(works) for one in (predictor, uneven))
     assert spread / even == pytest.approx([1 + 0.02 * slowest_of(2), 1.0])
+
+
+def test_long_products_in_16_bits_were_measured_at_a_lower_clock(predictor: Predictor) -> None:
+    """A limit that slows products by 1.2 does so to a short one; to a long one, by 1.2 over its table's 1.1."""
+    assert throttled(np.array([1e-6, 0.8e-3, 1.6e-3, 1.0])) == pytest.approx([0.0, 0.0, 1.0, 1.0])
+    assert throttled(np.array([0.8e-3 * 2**0.5])) == pytest.approx([0.5])
+    limit = {"power_w": 100.0, "compute_spread": 0.0}
+    free, tabled, drawn = ({}, {"bf16": 110.0 * 1.1**2}, {"bf16": 120.0 * 1.2**2})
+    works = [
+        Op("linear", (64, 128, 128), "fp32"),
+        Op("linear", (10**5, 10**4, 10**4), "fp32"),
+        Op("add", (10**9,), "fp32"),
+    ]
+
+    def asked(watts: dict[str, float], table: dict[str, float]) -> np.ndarray:
+        kernel = replace(predictor.kernel, hardware=replace(predictor.kernel.hardware, **limit, product_power_w=table))
+        hardware = replace(predictor.hardware, **limit, product_power_w=watts)
+        return replace(predictor, hardware=hardware, kernel=kernel).latency(_job()).op_seconds(works)
+
+    assert asked(drawn, free) / asked(free, free) == pytest.approx([1.2, 1.2, 1.0])
+    assert asked(drawn, tabled) / asked(free, free) == pytest.approx([1.2, 1.2 / 1.1, 1.0])
 
 
 def test_gpus_differ_by_a_stated_amount() -> None:

@@ -1,11 +1,21 @@
 """Power of a chip's products: what sources say together, without one of them, and when too few do."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
+from stepsight.dataset.hardware import find_hardware
 from stepsight.training.shipped.catalogue import chip_of, shipped_predictor
-from stepsight.training.shipped.product_power import MOST_POWER_LOG, ChipPower, chip_powers, learn_chip, product_power_w
+from stepsight.training.shipped.product_power import (
+    MOST_POWER_LOG,
+    TABLED,
+    ChipPower,
+    chip_powers,
+    learn_chip,
+    product_power_w,
+    tabled_power_w,
+)
 
 
 def _told(*slowdowns: float) -> ChipPower:
@@ -45,6 +55,16 @@ def test_one_source_is_shrunk_towards_no_reduction() -> None:
     assert one.power_w("source 0") == 0.0
 
 
+def test_a_table_stands_for_sources_and_draws_them_towards_it() -> None:
+    alone, runs = learn_chip(700.0, {}, 100.0, math.log(1.1)), {"one source": [math.log(1.2)] * 30}
+    assert alone.power_w() == pytest.approx(100.0 + 600.0 * 1.1**3)
+    assert alone.power_w() < learn_chip(700.0, runs, 100.0, math.log(1.1)).power_w() < 100.0 + 600.0 * 1.2**3
+    h100 = find_hardware("h100-sxm-80gb")
+    assert h100 is not None and tabled_power_w("B200", h100) == {}
+    limited = replace(h100, product_power_w=tabled_power_w("H100", h100))
+    assert limited.power_slowdown("bf16") == pytest.approx(TABLED["H100"]["bf16"])
+
+
 def test_power_is_bounded_and_kept_when_written() -> None:
     wild = _told(*[3.0] * 5)
     assert wild.power_w() == 700.0 * math.exp(MOST_POWER_LOG)
@@ -57,7 +77,7 @@ def test_shipped_predictors_have_the_power_of_their_chip() -> None:
     assert large is not None and small is not None
     assert large.hardware.product_power_w == small.hardware.product_power_w == product_power_w("H100")
     slower = small.hardware.power_slowdown("bf16") / large.hardware.power_slowdown("bf16")
-    assert slower == pytest.approx((700 / 500) ** (1 / 3))
+    assert slower == pytest.approx(((700 - 120) / (500 - 120)) ** (1 / 3))
     assert chip_of("h100-sxm-96gb") == "H100" and chip_of("v100-sxm-32gb") == ""
 
 
