@@ -119,7 +119,7 @@ def _clamp(shape: RankShape, numel: int) -> Step:
 
 
 def _bias(shape: RankShape, numel: int) -> Step:
-    """The second bias times the probabilities, in the main type.
+    """The second bias times the probabilities, in the main type, by kernels of each expert where only it has the bias.
 
     Forward writes the product, adds it to the output, joins the experts' rows and casts them back.  Backward casts the
     gradient up, and down for the output; it multiplies it by the probabilities and sums over rows for the bias,
@@ -129,9 +129,11 @@ def _bias(shape: RankShape, numel: int) -> Step:
         shape: The rank.
         numel: Elements of the output.
     """
-    narrow, wide, sums = shape.op("copy", numel), shape.main_op("copy", numel), shape.main_op("reduce", numel)
+    groups = shape.model.experts // shape.ep.size
+    narrow, wide = shape.op("copy", numel), shape.main_op("copy", numel)
+    fill, add, copy, reduce = (shape.main_op(kind, -(-numel // groups)) for kind in ("fill", "add", "copy", "reduce"))
     return Step(
         "expert_bias",
-        (shape.main_op("fill", numel), shape.main_op("add", numel), wide, narrow),
-        (wide, narrow, wide, sums, wide, sums, narrow),
+        (*(fill, add) * groups, wide, narrow),
+        (wide, narrow, *(copy, reduce, copy, reduce) * groups, narrow),
     )
