@@ -26,7 +26,7 @@ from stepsight.dataset.caching import Memo, cached
 from stepsight.dataset.files import read_json
 from stepsight.dataset.job import Job
 from stepsight.dataset.specs import QUANTIZED
-from stepsight.training.intervals.conformal import COVERAGE, MOST_LOG, ROOFLINE_LOG
+from stepsight.training.intervals.conformal import COVERAGE, MOST_LOG, ROOFLINE_LOG, Intervals
 
 PRESET = Path(__file__).with_name("published_widths.json")
 # The next six were chosen for coverage of sources left out in turn, not for the error of any prediction.
@@ -104,10 +104,25 @@ def _scale(share: Array, devices: Array, others: Array) -> Array:
         devices: How many move in step.
         others: Sources that ran on the chip, the run's own left out.
     """
-    doublings = np.maximum(np.log2(np.maximum(devices, 1.0)) - 3.0, 0.0)
     evidence = 1.0 + CHIP_WEIGHT / np.maximum(others, 0.5)
-    scale: Array = (1.0 + SHARE_WEIGHT * np.clip(share, 0.0, 1.0)) * (1.0 + DEVICES_WEIGHT * doublings) * evidence
+    scale: Array = (1.0 + SHARE_WEIGHT * np.clip(share, 0.0, 1.0)) * _growth(devices) * evidence
     return scale
+
+
+def _growth(devices: Array) -> Array:
+    """The growth of errors with the number of devices beyond a node of eight."""
+    growth: Array = 1.0 + DEVICES_WEIGHT * np.maximum(np.log2(np.maximum(devices, 1.0)) - 3.0, 0.0)
+    return growth
+
+
+def grown_half_width(intervals: Intervals, unsupported_share: float, devices: int) -> float:
+    """Half of the interval of a predictor that is judged by runs of its own, in log-seconds.
+
+    It grows with the number of devices as errors on published runs do, since its own runs were small.  A width that no
+    run gave stays as it is.
+    """
+    half = intervals.half_width(unsupported_share)
+    return half * float(_growth(np.array([devices], dtype=np.float64))[0]) if intervals.num_runs else half
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from stepsight.dataset.op import Op
 from stepsight.simulator.latency_model import RooflineLatency, preset_latency
 from stepsight.simulator.replay.captured_step import CapturedStep, time_captured
 from stepsight.training.intervals.conformal import Intervals
-from stepsight.training.intervals.published_errors import Likeness, likeness, published_widths
+from stepsight.training.intervals.published_errors import Likeness, grown_half_width, likeness, published_widths
 from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.predictor.learned_latency import LearnedLatency
 from stepsight.training.predictor.prediction import ROOFLINE_SOURCE, asked_predictor
@@ -62,7 +62,7 @@ class CapturedPrediction:
         elif self.predictor.kernel.derives and not self.predictor.intervals.num_runs:
             half = published_widths().half_width_of(_likeness_of(self.captured, self.hardware_name), share)
         else:
-            half = self.predictor.intervals.half_width(share)
+            half = grown_half_width(self.predictor.intervals, share, self.captured.world_size)
         return self.iteration_time_s * math.exp(-half), self.iteration_time_s * math.exp(half)
 
     @cached_property

@@ -20,7 +20,7 @@ from stepsight.simulator.memory import Memory, estimate_memory
 from stepsight.simulator.simulate import Simulation, simulate
 from stepsight.simulator.timeline import timeline_json
 from stepsight.training.intervals.conformal import Intervals
-from stepsight.training.intervals.published_errors import published_widths
+from stepsight.training.intervals.published_errors import grown_half_width, published_widths
 from stepsight.training.predictor.learned_latency import LearnedLatency, outside
 from stepsight.training.predictor.prediction_views import html_view, one_line, one_row, plot_breakdown
 from stepsight.training.predictor.prediction_warnings import warnings_of
@@ -287,7 +287,7 @@ def half_width(
     if predictor.kernel.derives and not predictor.intervals.num_runs:
         half = published_widths().half_width(job, unsupported_share, without)
     else:
-        half = predictor.intervals.half_width(unsupported_share)
+        half = grown_half_width(predictor.intervals, unsupported_share, job.cluster.num_devices)
     return predictor.calibration.half_width_log(job, software, half, judged=judged)
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from stepsight.dataset.job import Job
+from stepsight.training.intervals.conformal import Intervals
 from stepsight.training.intervals.published_errors import (
     Likeness,
     Off,
     Widths,
+    grown_half_width,
     likeness,
     likeness_of,
     published_widths,
@@ -81,3 +83,11 @@ def test_more_experts_are_less_certain() -> None:
     """Published mixtures were predicted worse than dense models."""
     model = replace(JOB.model, family="llama", experts=8, experts_per_token=2, expert_ffn=4096)
     assert likeness_of(replace(JOB, model=model)).kind[0] == "mixture" != LIKE.kind[0]
+
+
+def test_own_intervals_grow_with_the_devices_beyond_a_node() -> None:
+    """By 5 % with each doubling beyond eight; a width that no run gave does not."""
+    judged = Intervals(0.1, num_runs=20)
+    widths = [grown_half_width(judged, 0.0, devices) for devices in (1, 8, 16, 1024)]
+    assert widths == pytest.approx([0.1, 0.1, 0.105, 0.135])
+    assert grown_half_width(Intervals(0.1), 0.0, 1024) == 0.1
