@@ -160,8 +160,9 @@ def _worst(row: Mapping[str, Any]) -> str:
     causes = sorted(row["breakdown"].items(), key=lambda item: -item[1])
     shares = [(name, 100 * seconds / row["predicted_s"]) for name, seconds in causes]
     made_of = ", ".join(f"{name} {percent:.0f} %" for name, percent in shares if percent > 1)
+    ran = f"{row['job']}, profile {row['framework']}"
     return (
-        f"{row['error']:+.1f} %  row {row['row_id']} of {_short(row['source'])}: {row['job']}\n"
+        f"{row['error']:+.1f} %  row {row['row_id']} of {_short(row['source'])}: {ran}\n"
         f"    measured {seconds_text(row['measured_s'])}, predicted {seconds_text(row['predicted_s'])} "
         f"({seconds_text(row['low_s'])} to {seconds_text(row['high_s'])}): {made_of}"
     )
