@@ -81,3 +81,14 @@ def test_spaces_from_names_and_files(tmp_path: Path) -> None:
         Space.of("huge")
     with pytest.raises(StepsightError, match="cannot read the space"):
         Space.of(tmp_path / "none.toml")
+
+
+def test_strategies_leave_nothing_open(job: Job) -> None:
+    """Each states its virtual stages, also where the job that is searched leaves them open to its framework."""
+    tables = {**job.to_dict(), "framework": "nemo"}
+    for key in ("virtual_stages", "schedule"):
+        tables["parallel"].pop(key)
+    silent = Job.from_dict(tables)
+    assert silent.open_stages
+    grid = Grid(silent, Space(micro_batches=(1,), cp=(1,), max_tp=2))
+    assert not any(grid.strategy(number).open_stages for number in range(0, len(grid), 7))
