@@ -54,6 +54,39 @@ STEP_TASKS: dict[str, tuple[str, Callable[[Path], StepTable]]] = {  # with the f
 
 
 def main(arguments: Sequence[str]) -> int:
+    options = _options(arguments)
+    try:
+        if options.task == STEPS:
+            return _steps(options)
+        if options.collect is not None:
+            _collect(options)
+        folders = {**{name: name for name in TASKS}, **{name: folder for name, (folder, _) in STEP_TASKS.items()}}
+        names = _tasks_with_data(options, folders)
+        outcomes, tables = [], []
+        for name in names:
+            own = options.data / folders[name]
+            own = own if own.exists() else options.data
+            if name in STEP_TASKS:
+                tables.append(STEP_TASKS[name][1](own))
+                continue
+            task = TASKS[name](own)
+            uri = options.tracking_uri or default_uri(options.data / "predictor")
+            wanted = {"only": options.only, "variants": not options.no_variants, "trials": options.trials}
+            cache = None if options.again else options.data / "judged"
+            outcomes.append(
+                judge(task, seeds=options.seeds, folds=options.folds, cache=cache, tracking_uri=uri, **wanted)
+            )
+    except StepsightError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps([*map(outcome_dict, outcomes), *(each.to_dict() for each in tables)]))
+    else:
+        print("\n\n".join([*map(outcome_text, outcomes), *(each.text() for each in tables)]))
+    return 0
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="stepsight experiment context", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
         "--task",
@@ -89,40 +122,17 @@ def main(arguments: Sequence[str]) -> int:
         help="judge everything anew; else what was judged before is read from DATA/judged",
     )
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(arguments)
-    try:
-        if options.task == STEPS:
-            return _steps(options)
-        if options.collect is not None and options.task == PAIRS:
-            collect_pairs(options.data / PAIRS, options.collect)
-        elif options.collect is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                collect(options.data / "regions", options.collect)
-        folders = {**{name: name for name in TASKS}, **{name: folder for name, (folder, _) in STEP_TASKS.items()}}
-        names = _tasks_with_data(options, folders)
-        outcomes, tables = [], []
-        for name in names:
-            own = options.data / folders[name]
-            own = own if own.exists() else options.data
-            if name in STEP_TASKS:
-                tables.append(STEP_TASKS[name][1](own))
-                continue
-            task = TASKS[name](own)
-            uri = options.tracking_uri or default_uri(options.data / "predictor")
-            wanted = {"only": options.only, "variants": not options.no_variants, "trials": options.trials}
-            cache = None if options.again else options.data / "judged"
-            outcomes.append(
-                judge(task, seeds=options.seeds, folds=options.folds, cache=cache, tracking_uri=uri, **wanted)
-            )
-    except StepsightError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if options.json:
-        print(json.dumps([*map(outcome_dict, outcomes), *(each.to_dict() for each in tables)]))
-    else:
-        print("\n\n".join([*map(outcome_text, outcomes), *(each.text() for each in tables)]))
-    return 0
+    return parser.parse_args(arguments)
+
+
+def _collect(options: argparse.Namespace) -> None:
+    """Measure jobs of two ranks, or regions."""
+    if options.task == PAIRS:
+        collect_pairs(options.data / PAIRS, options.collect)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        collect(options.data / "regions", options.collect)
 
 
 def _tasks_with_data(options: argparse.Namespace, folders: Mapping[str, str]) -> list[str]:

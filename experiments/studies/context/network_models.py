@@ -11,11 +11,11 @@ from torch_geometric.data import HeteroData
 from stepsight.experiments.studies.context.context_coverage import errors_of, residuals_of
 from stepsight.experiments.studies.context.context_task import ContextTask, Design
 from stepsight.experiments.studies.context.edgeless_models import Answers, Fit, Fitted
-from stepsight.gnn.concurrency_network import WAYS
 from stepsight.training.context.fit_typed import TypedFit, fit_typed
 
 LABELS = {"nodes' labels only": (1.0, 0.0), "graphs' labels only": (0.0, 1.0), "both labels": (1.0, 1.0)}
 SETTINGS = (TypedFit(channels=8, decay=0.3, rate=0.01), TypedFit(channels=24, decay=0.05, rate=0.005))
+WAYS = ("additive", "demand", "mutual")  # of messages in ``gnn.concurrency_network``
 HELD_BACK = 3  # of so many groups that teach, one chooses the settings
 
 

@@ -22,7 +22,7 @@ from stepsight.dataset.imported.rank_graph import (
 )
 from stepsight.dataset.op import Collective, Op
 from stepsight.dataset.program import Dependency
-from stepsight.experiments.studies.context import main
+from stepsight.experiments.studies.context import main, network_models
 from stepsight.experiments.studies.context.beside import overlapping
 from stepsight.experiments.studies.context.edgeless_models import given
 from stepsight.experiments.studies.context.overlap_table import neighbour_table, nonnegative_medians
@@ -30,6 +30,7 @@ from stepsight.experiments.studies.context.pair_runs import PairRun, spans_of
 from stepsight.experiments.studies.context.pair_steps import replayed_ranks, step_error
 from stepsight.experiments.studies.context.pairs_task import task_of_pairs
 from stepsight.experiments.studies.pairs.pair_jobs import JOBS
+from stepsight.gnn import concurrency_network
 
 ALONE_S, LOST = 1e-3, 0.5
 
@@ -118,6 +119,10 @@ def test_measured_time_is_no_feature() -> None:
     """Slower ops have the same features: overlap is found from times alone."""
     fast, slow = (task_of_pairs([_run("a", s)], Path("x")).graphs[0] for s in (1.5, 1.5001))
     assert torch.allclose(fast["op"].x[:, :-1], slow["op"].x[:, :-1], atol=1e-3)
+
+
+def test_every_way_of_the_network_is_judged() -> None:
+    assert network_models.WAYS == concurrency_network.WAYS
 
 
 def test_pairs_need_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
