@@ -36,7 +36,7 @@ def layer(shape: RankShape, kind: str = "layer") -> Block:
     look = latent_attention(shape) if latent else attention(shape, rotary=shape.model.family == "llama")
     again = "moe" in shape.recompute_modules
     think = in_module(experts(shape), "moe", whole=again) if kind == "moe" else in_module(mlp(shape), "mlp")
-    before = (norm(shape, "norm1"),)
+    before: Block = (norm(shape, "norm1"),)
     if latent:  # otherwise Transformer Engine's linear has the norm in it
         before = in_module(before, "layernorm")
     return (*before, *look, residual(shape), *in_module((norm(shape, "norm2"),), "layernorm"), *think, residual(shape))
