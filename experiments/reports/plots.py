@@ -38,6 +38,30 @@ def _plain_ticks(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def plot_error_curves(rows: Sequence[tuple[str, str, float, float]], path: Path, what: str) -> None:
+    """Mean errors in percent against what was spent, a panel for each subject and a line for each way.
+
+    Args:
+        rows: Subject, way, what was spent, error; a way with one point is a level.
+        path: File to write.
+        what: Label of what was spent.
+    """
+    subjects, ways = (list(dict.fromkeys(row[place] for row in rows)) for place in (0, 1))
+    figure, _ = start_figure(4.2 * len(subjects), 3.6)
+    figure.clear()
+    panels = figure.subplots(1, len(subjects), squeeze=False)[0]
+    for axes, subject in zip(panels, subjects, strict=True):
+        for way in ways:
+            own = sorted(row[2:] for row in rows if row[:2] == (subject, way))
+            if len(own) == 1:
+                axes.axhline(own[0][1], color="black", ls="--", lw=0.8, label=way)
+            else:
+                axes.plot([spent for spent, _ in own], [error for _, error in own], marker="o", ms=3, label=way)
+        axes.set(title=subject, xlabel=what, ylabel="mean error, %", ylim=(0, None))
+    panels[0].legend(fontsize=8)
+    save_figure(figure, path)
+
+
 def save_figure(figure: Any, path: Path) -> None:
     """Write a figure completely, and close it."""
     from matplotlib import pyplot

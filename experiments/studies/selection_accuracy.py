@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.errors import StepsightError
 from stepsight.dataset.models import MODELS
 from stepsight.dataset.op import Op
-from stepsight.experiments.reports.plots import FORMATS, save_figure
+from stepsight.experiments.reports.plots import FORMATS, plot_error_curves
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.studies.transfer_accuracy import CASES, JUDGED, Case, products
 from stepsight.training.predictor.predictor import shipped_names, teacher_of
@@ -199,27 +199,6 @@ def selection_text(points: Sequence[Point]) -> str:
     return table(header, lines) + "\nmean error % on other products; enough: part within 2 % of the error of all"
 
 
-def plot_curves(points: Sequence[Point], path: Path) -> None:
-    """Error against minutes by order, a panel for each device; dashed: the full profile."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    devices = list(dict.fromkeys(point.device for point in points))
-    figure, panels = pyplot.subplots(1, len(devices), figsize=(4.2 * len(devices), 3.6), squeeze=False)
-    for axes, device in zip(panels[0], devices, strict=True):
-        for name in ORDERS:
-            own = sorted((p.minutes, p.error, p.spread) for p in points if p.device == device and p.order == name)
-            axes.errorbar(*np.array(own).T[:2], yerr=np.array(own).T[2], marker="o", ms=3, capsize=2, label=name)
-        full = next(p.error for p in points if p.device == device and p.order == FULL)
-        axes.axhline(full, color="black", ls="--", lw=0.8, label=FULL)
-        axes.set(title=device, xlabel="minutes of measuring", ylabel="mean error, %", ylim=(0, None))
-    panels[0][0].legend(fontsize=8)
-    figure.tight_layout()
-    save_figure(figure, path)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     formatter = argparse.RawDescriptionHelpFormatter
@@ -249,7 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.plot is not None:
-        plot_curves(points, options.plot)
+        rows = [(each.device, each.order, each.minutes, each.error) for each in points]
+        plot_error_curves(rows, options.plot, "minutes of measuring")
     figures = {"points": [asdict(point) for point in points], "enough": needed(points)}
     print(json.dumps(figures) if options.json else selection_text(points))
     return 0
