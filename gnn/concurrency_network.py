@@ -49,7 +49,7 @@ class ConcurrencyForm:
     hardware: int = 0
 
 
-class Messages(MessagePassing):
+class Messages(MessagePassing):  # type: ignore[misc]
     """Sum of non-negative messages, weighted with shares of time.
 
     Args:

@@ -32,13 +32,13 @@ def wrapped(job: PairJob, model: nn.Module, loss_of: Callable[[], Tensor]) -> Ca
     """The loss of a model that is replicated (DDP) or sharded (FSDP2)."""
     if job.wrap == DDP:
         return DistributedDataParallel(Whole(model, loss_of), bucket_cap_mb=job.bucket_mb)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    how = {"mp_policy": policy} if job.bf16 else {}
+    narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = narrow if job.bf16 else MixedPrecisionPolicy()
     for layers in [each for each in model.modules() if isinstance(each, (nn.Sequential, nn.ModuleList))][:1]:
         for layer in layers:
             if sum(parameter.numel() for parameter in layer.parameters()) >= UNIT:
-                fully_shard(layer, **how)
-    fully_shard(model, **how)
+                fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
     return loss_of
 
 
