@@ -30,6 +30,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _MOST_AT_ONCE = 64  # collectives of one stream that may be in flight
+_FUSED = "kind=fused_loops"  # in the annotation of a compiled function
 _COMPILED = "## Call CompiledFxGraph"  # what Inductor calls its functions in traces
 _LAST = 2**62  # larger than the number of any collective
 _MOST_EARLY_US = 1000.0  # clock error by which a wait may end before the awaited call
@@ -68,8 +69,9 @@ def host_graph(events: RankEvents, tree: CallTree, world_size: int, placement: P
 
 
 def _compiled(events: RankEvents) -> list[str]:
-    """What to say of functions that ``torch.compile`` made: only calls of libraries within them are recorded."""
-    if not any(name.startswith(_COMPILED) for name in (*events.names, *(mark.name for mark in events.annotations))):
+    """What to say of functions that ``torch.compile`` made, where no annotation tells of their fused loops."""
+    told = [*events.names, *(mark.name for mark in events.annotations)]
+    if not any(name.startswith(_COMPILED) for name in told) or any(_FUSED in name for name in told):
         return []
     return [
         "the step calls functions of torch.compile: calls of libraries within them are ops, and the time of fused "

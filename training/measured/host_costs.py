@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.imported.rank_graph import PHASES
 from stepsight.dataset.op import Op
 from stepsight.features.host_call_features import call_label
+from stepsight.training.kernels.fused_loops import FUSED, fit_loops, loop_terms
 from stepsight.training.kernels.host_calls import Alone, HostCalls, fit_host_calls
 from stepsight.training.measured.host_contention import learn_contention
 from stepsight.training.measured.host_steps import HostStep
@@ -43,10 +44,14 @@ def learn_host_calls(steps: Sequence[HostStep], alone: Alone | None = None, seed
             if seconds > 0:
                 distinct.setdefault((call, op, phase), []).append(seconds)
                 known.setdefault((call_label(call, op), op), []).append(seconds)
-    found = fit_host_calls([(*key, float(np.median(values))) for key, values in distinct.items()], seed)
+    calls = [(*key, float(np.median(values))) for key, values in distinct.items()]
+    found = fit_host_calls([each for each in calls if each[1].kind != FUSED] or calls, seed)
     inside = {key: float(np.median(values)) for key, values in known.items()}
     scale, gaps_s, step_s = _between(steps)
     learned = replace(found, known=inside, alone=alone or {}, scale=scale, gaps_s=gaps_s, step_s=step_s)
+    loops = {op: seconds for (_, op), seconds in inside.items() if op.kind == FUSED}
+    if loops:
+        learned = replace(learned, loops=fit_loops(loop_terms(list(loops)), np.array(list(loops.values()))))
     return replace(learned, crowded=learn_contention(together, learned))
 
 

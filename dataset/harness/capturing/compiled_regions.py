@@ -1,13 +1,14 @@
-"""Regions of ``torch.compile`` in a captured script: what Inductor makes of them for this CPU, as nodes.
+"""Regions of ``torch.compile`` in a captured script: what Inductor makes of them, as nodes.
 
-A call of a compiled function (several fused loops) is one op, ``fused_loops``; a call of a library is the op that it
-is without a compiler.  Inductor is asked before it compiles anything.
+For a CPU, a call of a compiled function (several fused loops) is one op, ``fused_loops``; for a GPU, each fused kernel
+is one op, ``fused``, by the bytes that it reads and writes.  A call of a library is the op that it is without a
+compiler.  Inductor is asked before it compiles anything.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,39 +20,51 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..plan_error import HarnessError
 from ..regions.fused_regions import eager, read_graph
-from ..regions.nest_work import launch_dims, nests_by_call
+from ..regions.nest_work import region_dims
 from ..regions.region_record import Launch, Loop, Region
 from .fake_tensors import BACKWARD, FORWARD, FakeWorld
 from .patching import patch
 from .recorder import OP, storage_of
 from .signatures import COMPOSITE
 
-FUSED = "fused_loops"
+FUSED, KERNEL = "fused_loops", "fused"
 _NO_CALL = ("MultiOutput",)  # parts of what a library returned
 
 
-def install(world: FakeWorld) -> None:
-    """Let ``torch.compile`` read regions in place of compiling them."""
-    plain = torch.compile
+def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> None:
+    """Let ``torch.compile`` read regions in place of compiling them.
+
+    Args:
+        world: What records.
+        plain: ``torch.compile`` itself.
+        on_host: Whether the script finds no GPU.
+    """
     torch._inductor.config.fx_graph_cache = False  # else a graph that was compiled before is not scheduled
     torch._functorch.config.enable_autograd_cache = False
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
 
+    if not on_host:  # what the compiler cannot trace beside the fake device runs as it is written
+        torch._dynamo.config.suppress_errors = True
+
     def inner(graph: Any, example_inputs: Any, **options: Any) -> Any:
+        if any(getattr(node.target, "namespace", "") == "_c10d_functional" for node in graph.graph.nodes):
+            world.recorder.note("a compiled region with collectives runs as it is written")
+            return eager(graph)
         try:
             with _disable_current_modes():
                 region, nodes = read_graph(graph, example_inputs, **options)
         except HarnessError as error:
             world.recorder.note(f"a compiled region runs as it is written: {error!s:.300}")
             return eager(graph)
-        return eager(_Region(world, graph, region, nodes))
+        return eager((_Region if on_host else _DeviceRegion)(world, graph, region, nodes))
 
     def compiled(model: Any = None, **options: Any) -> Any:
         if model is None:
             return lambda given: compiled(given, **options)
         if options.get("backend", "inductor") != "inductor" or options.get("disable"):
             return plain(model, **options)
-        kept = {name: options[name] for name in ("fullgraph", "dynamic") if name in options}
+        taken = ("fullgraph", "dynamic") if on_host else ("dynamic",)
+        kept = {"dynamic": False} | {name: options[name] for name in taken if options.get(name) is not None}
         return plain(model, backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=inner), **kept)
 
     patch(torch, compile=compiled)
@@ -62,9 +75,13 @@ class _Region:
 
     def __init__(self, world: FakeWorld, graph: Any, region: Region, nodes: list[Node]) -> None:
         self._world, self._graph, self._region, self._nodes = world, graph, region, nodes
-        self._nests = nests_by_call(region)
-        self._launches = {loop: launch for launch in region.launches for loop in launch.loops}
+        self._launches = self._calls()
         self._last_use = _last_uses(region)
+
+    def _calls(self) -> dict[str, Launch]:
+        """The call that each loop is in, by the loop's name."""
+        self._dims = dict(zip(map(id, self._region.launches), region_dims(self._region), strict=True))
+        return {loop: launch for launch in self._region.launches for loop in launch.loops}
 
     def __call__(self, *arguments: Any) -> Any:
         recorder = self._world.recorder
@@ -79,41 +96,31 @@ class _Region:
         phase = BACKWARD if self._region.direction == "backward" else FORWARD
         scope = (phase, -1, self._world.scope()[2])
         done: set[int] = set()
-        passed, touched = 0.0, dict[str, float]()
         for place, loop in enumerate(self._region.loops):
             launch = self._launches.get(loop.name)
             if launch is not None:
                 if id(launch) not in done:
                     done.add(id(launch))
-                    passed = self._launch(launch, storages, scope, (passed, touched))
+                    self._launch(launch, storages, scope)
             elif loop.extern and loop.extern not in _NO_CALL:
                 self._library(place, loop, storages, scope)
-                for access in (*loop.reads, *loop.writes):
-                    passed += self._region.buffers.get(access.buffer, 0)
-                    touched[access.buffer] = passed
             storages.free(
                 name for name in (a.buffer for a in (*loop.reads, *loop.writes)) if self._last_use[name] <= place
             )
         return outputs
 
-    def _launch(self, launch: Launch, storages: _Storages, scope: Any, seen: tuple[float, dict[str, float]]) -> float:
-        """Write a call of a compiled function down; returns the bytes that have passed since the region began."""
-        passed, touched = seen
-        recorder, buffers = self._world.recorder, self._region.buffers
-
-        def since(name: str) -> float:
-            return passed - touched[name] if name in touched else float("inf")
-
+    def _launch(self, launch: Launch, storages: _Storages, scope: Any) -> None:
+        """Write a call of a compiled function down."""
+        recorder = self._world.recorder
         loops = [loop for loop in self._region.loops if loop.name in launch.loops]
-        dims = launch_dims(self._nests[launch.call], launch, buffers, since)
         reads = {access.buffer for loop in loops for access in loop.reads}
         writes = {access.buffer for loop in loops for access in loop.writes}
-        work = recorder.work((COMPOSITE, FUSED, dims, "fp32"))
+        work = recorder.work(self._work(launch, loops))
         recorder.add((OP, work, -1, launch.call), storages.of(reads - writes), storages.of(writes), scope)
-        for name in (*reads, *writes):
-            passed += buffers.get(name, 0)
-            touched[name] = passed
-        return passed
+
+    def _work(self, launch: Launch, loops: list[Loop]) -> tuple[Any, ...]:
+        """The op that a call is."""
+        return COMPOSITE, FUSED, self._dims[id(launch)], "fp32"
 
     def _library(self, place: int, loop: Loop, storages: _Storages, scope: Any) -> None:
         """Write a call of a library down."""
@@ -141,6 +148,45 @@ class _Region:
             if isinstance(node.target, torch._ops.OpOverload) and str(node.target).rpartition(".")[0] == packet:
                 return node
         return None
+
+
+class _DeviceRegion(_Region):
+    """A region of a GPU: every group of fused loops is a kernel."""
+
+    def _calls(self) -> dict[str, Launch]:
+        groups: dict[int, list[str]] = {}
+        for loop in self._region.loops:
+            if not loop.extern:
+                groups.setdefault(loop.kernel, []).append(loop.name)
+        made = [Launch(f"fused_{number}", {}, tuple(names)) for number, names in groups.items()]
+        return {loop: launch for launch in made for loop in launch.loops}
+
+    def _work(self, launch: Launch, loops: list[Loop]) -> tuple[Any, ...]:
+        num_bytes, element = kernel_bytes(self._region, loops)
+        return COMPOSITE, KERNEL, (max(num_bytes // (2 * element), 1),), "bf16" if element == 2 else "fp32"
+
+
+def kernel_bytes(region: Region, loops: Sequence[Loop]) -> tuple[int, int]:
+    """Bytes that a fused kernel reads from memory and writes to it, and bytes of an element of its largest buffer.
+
+    Args:
+        region: That the kernel is in.
+        loops: That the kernel holds.
+    """
+    own = {loop.name for loop in loops}
+    made = {access.buffer for loop in loops for access in loop.writes}
+    outside = {access.buffer for loop in region.loops if loop.name not in own for access in loop.reads}
+    kept = made & (outside | set(region.outputs) | set(region.inputs))
+    moved: dict[tuple[str, bool], int] = {}
+    sizes: dict[int, int] = {}
+    for loop in loops:
+        for access, writes in (*((a, False) for a in loop.reads), *((a, True) for a in loop.writes)):
+            if access.buffer in (kept if writes else set(region.buffers) - made):
+                key = access.buffer, writes
+                moved[key] = max(moved.get(key, 0), access.num_bytes)
+        sizes[loop.element_bytes] = sizes.get(loop.element_bytes, 0) + loop.numel * loop.reduced
+    element = max(sizes, key=sizes.__getitem__, default=4)
+    return sum(moved.values()), 2 if element == 2 else 4
 
 
 class _Storages:

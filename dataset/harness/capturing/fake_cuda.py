@@ -97,11 +97,17 @@ def install(local_size: int) -> None:
         "default_stream": fake_streams.default_stream, "synchronize": fake_streams.synchronize,
     }  # fmt: skip
     patch(torch.cuda, **followed)
-    patch(torch.cpu, **followed)
+    patch(torch.cpu, **{name: _other(value) for name, value in followed.items()})
     patch(torch, Stream=fake_streams.Stream, Event=fake_streams.Event)
     patch(torch._C, _get_accelerator=lambda *args: torch.device("cuda", local_rank))
-    patch(torch.accelerator, current_stream=fake_streams.current_stream, synchronize=fake_streams.synchronize)
+    others = {name: _other(followed[name]) for name in ("current_stream", "synchronize")}
+    patch(torch.accelerator, **others)
     patch(Tensor, record_stream=lambda self, stream: None, is_pinned=lambda self, device=None: False)
+
+
+def _other(value: Any) -> Any:
+    """Another object for the same function: dynamo wants one for each name of ``torch``."""
+    return value if isinstance(value, type) else lambda *args, **kwargs: value(*args, **kwargs)
 
 
 class _NoContext:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import wraps
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -40,8 +39,7 @@ def install(world: FakeWorld, *, on_host: bool = False) -> None:
     _storages(world)
     _shardings(world)
     _processes()
-    if not on_host:
-        _compiles(world)
+    _compiles(world, on_host=on_host)
     autocast = _autocast_on_cpu(torch.autocast)
     for module in (torch, torch.amp, torch.amp.autocast_mode):
         patch(module, autocast=autocast)
@@ -96,14 +94,15 @@ def _processes() -> None:
     patch(os, fork=start, forkpty=start)
 
 
-def _compiles(world: FakeWorld) -> None:
-    """``torch.compile`` changes nothing: dynamo is disabled in the environment."""
-    make = torch.compile
+def _compiles(world: FakeWorld, *, on_host: bool) -> None:
+    """``torch.compile`` reads regions; what that takes is imported at its first call."""
+    plain = torch.compile
 
-    @wraps(make)
     def compile_(*args: Any, **kwargs: Any) -> Any:
-        world.note("compiles: its ops were captured one by one, as eager PyTorch runs them, not as fused kernels")
-        return make(*args, **kwargs)
+        from . import compiled_regions
+
+        compiled_regions.install(world, plain, on_host=on_host)
+        return torch.compile(*args, **kwargs)
 
     patch(torch, compile=compile_)
 

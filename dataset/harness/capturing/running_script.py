@@ -47,7 +47,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 
     script = Path(request["script"])
     on_host = request["device"] == "cpu"
-    set_environment(request["rank"], request["world_size"], request["local_size"], compiles=on_host)
+    set_environment(request["rank"], request["world_size"], request["local_size"])
     import torch
 
     from . import composite_ops, fake_cuda, fake_streams, mends, pipelines, world
@@ -63,10 +63,6 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     world.install(request["rank"], request["world_size"], fake.collectives)
     mends.install(fake, on_host=on_host)
     composite_ops.install(fake)
-    if on_host:
-        from . import compiled_regions
-
-        compiled_regions.install(fake)
     boundary = pipelines.install(recorder, request.get("boundary"), only_boundary=request.get("only_boundary", False))
 
     def step_record() -> dict[str, Any]:

@@ -15,14 +15,14 @@ from .groups import BACKEND, Group
 from .patching import patch
 
 
-def set_environment(rank: int, world_size: int, local_size: int, *, compiles: bool = False) -> None:
-    """Set what torchrun sets; ``compiles``: whether ``torch.compile`` traces what it is given."""
+def set_environment(rank: int, world_size: int, local_size: int) -> None:
+    """Set what torchrun sets."""
     nodes = -(-world_size // local_size)
     values = {
         "RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank % local_size, "GROUP_RANK": rank // local_size,
         "LOCAL_WORLD_SIZE": min(local_size, world_size), "GROUP_WORLD_SIZE": nodes, "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": "none",
-        "TORCHDYNAMO_DISABLE": int(not compiles), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": 1,
+        "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": 1,
     }  # fmt: skip
     os.environ.update({name: str(value) for name, value in values.items()})
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from unittest import mock
@@ -189,7 +189,8 @@ def _hooks(read: _Read, *, stop: bool) -> Iterator[None]:
         result = schedule(scheduler)
         if read.region is None:  # a graph within a graph is part of the first
             read.nodes = [node for node in V.graph.orig_gm.graph.nodes if node.op != "output"]
-            read.region = _region(scheduler, read.direction, told, read.nodes)
+            with nullcontext() if stop else suppress(Exception):  # what compiles must not fail since it is read
+                read.region = _region(scheduler, read.direction, told, read.nodes)
             if stop:
                 raise _ReadError
         return result

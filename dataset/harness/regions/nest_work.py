@@ -116,3 +116,29 @@ def launch_dims(
     vector, scalar = (sum(spent[form, name] for name in (*PLAIN, *CALLS)) for form in FORMS)
     amounts = *levels, *strided, far, moves, vector, scalar, slow, sums["nests"]
     return tuple(round(each) for each in amounts)
+
+
+def region_dims(region: Region) -> list[tuple[int, ...]]:
+    """Dims of the ops ``fused_loops`` that the calls of a region's compiled functions are, in order."""
+    nests = nests_by_call(region)
+    numbers = {loop: number for number, launch in enumerate(region.launches) for loop in launch.loops}
+    loops = {loop.name: loop for loop in region.loops}
+    found: dict[int, tuple[int, ...]] = {}
+    passed, touched = 0.0, dict[str, float]()
+
+    def since(name: str) -> float:
+        return passed - touched[name] if name in touched else float("inf")
+
+    for loop in region.loops:
+        number = numbers.get(loop.name)
+        if number in found or (number is None and not loop.extern):
+            continue
+        inside = [loop]
+        if number is not None:
+            launch = region.launches[number]
+            inside = [loops[name] for name in launch.loops]
+            found[number] = launch_dims(nests[launch.call], launch, region.buffers, since)
+        for name in dict.fromkeys(access.buffer for each in inside for access in (*each.reads, *each.writes)):
+            passed += region.buffers.get(name, 0)
+            touched[name] = passed
+    return [found[number] for number in range(len(region.launches))]

@@ -43,6 +43,7 @@ def run_rank(settings: dict[str, Any]) -> NoReturn:
 
     from .. import annotate
     from ..measuring.measure import Profiler
+    from . import compiled_calls
     from .emulated_world import EmulatedWorld, meet_nobody
     from .script_meeting import meet_through_file
     from .script_stages import Stages
@@ -57,6 +58,8 @@ def run_rank(settings: dict[str, Any]) -> NoReturn:
         cores.pin(_place(settings))
         os.register_at_fork(after_in_child=cores.unpin)
     annotate.install()
+    if "emulate" not in settings and not torch.cuda.is_available():
+        compiled_calls.install()
     world = EmulatedWorld(settings["emulate"]) if "emulate" in settings else None
     if world is None:
         meet_through_file()

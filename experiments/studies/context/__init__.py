@@ -26,19 +26,23 @@ from stepsight.experiments.studies.context.benchmark_report import outcome_dict,
 from stepsight.experiments.studies.context.cluster_task import cluster_task
 from stepsight.experiments.studies.context.context_task import ContextTask
 from stepsight.experiments.studies.context.gaps import judge_gaps
+from stepsight.experiments.studies.context.more_families import FAMILIES
 from stepsight.experiments.studies.context.overlap_steps import judge_overlap_steps
 from stepsight.experiments.studies.context.overlap_task import overlap_task
 from stepsight.experiments.studies.context.pair_steps import judge_pair_steps
 from stepsight.experiments.studies.context.pairs_task import pairs_task
 from stepsight.experiments.studies.context.region_collecting import collect
-from stepsight.experiments.studies.context.regions_task import regions_task
+from stepsight.experiments.studies.context.regions_task import regions_task, unseen_regions_task
 from stepsight.experiments.studies.context.step_errors import StepTable
 from stepsight.experiments.studies.context.traced_ops_task import ops_task
+from stepsight.experiments.studies.context.unseen_families import UNSEEN
 from stepsight.experiments.studies.pairs.pair_collecting import collect_pairs
 from stepsight.training.tracking import default_uri
 
+UNSEEN_REGIONS, UNSEEN_FOLDER = "unseen-regions", "regions"  # families that judge once
 TASKS: dict[str, Callable[[Path], ContextTask]] = {
     "regions": regions_task,
+    UNSEEN_REGIONS: unseen_regions_task,
     "overlap": overlap_task,
     "pairs": pairs_task,
     "ops": ops_task,
@@ -60,7 +64,8 @@ def main(arguments: Sequence[str]) -> int:
             return _steps(options)
         if options.collect is not None:
             _collect(options)
-        folders = {**{name: name for name in TASKS}, **{name: folder for name, (folder, _) in STEP_TASKS.items()}}
+        folders = {name: UNSEEN_FOLDER if name == UNSEEN_REGIONS else name for name in TASKS}
+        folders |= {name: folder for name, (folder, _) in STEP_TASKS.items()}
         names = _tasks_with_data(options, folders)
         outcomes, tables = [], []
         for name in names:
@@ -130,9 +135,10 @@ def _collect(options: argparse.Namespace) -> None:
     if options.task == PAIRS:
         collect_pairs(options.data / PAIRS, options.collect)
         return
+    families = UNSEEN if options.task == UNSEEN_REGIONS else FAMILIES
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        collect(options.data / "regions", options.collect)
+        collect(options.data / "regions", options.collect, families=families)
 
 
 def _tasks_with_data(options: argparse.Namespace, folders: Mapping[str, str]) -> list[str]:
@@ -141,7 +147,8 @@ def _tasks_with_data(options: argparse.Namespace, folders: Mapping[str, str]) ->
         raise StepsightError(
             f"--data must be the folder of what was measured (docs/results/context.md says how), got {options.data}"
         )
-    names = [options.task] if options.task else [n for n, each in folders.items() if (options.data / each).exists()]
+    found = [name for name, each in folders.items() if (options.data / each).exists() and name != UNSEEN_REGIONS]
+    names = [options.task] if options.task else found
     if not names:
         raise StepsightError(f"{options.data} must hold a folder for a task ({', '.join(folders)}), got none")
     return names

@@ -88,6 +88,21 @@ class ContextTask:
             folds.append(([p for p in range(len(self.groups)) if self.groups[p] not in out], judged))
         return folds
 
+    def halves(self, graphs: Sequence[HeteroData], seed: int) -> tuple[list[HeteroData], list[HeteroData]]:
+        """Graphs that teach, and graphs of the other half of the groups, which are held back.
+
+        Args:
+            graphs: With their ``number`` in the task.
+            seed: Of the halves.
+        """
+        groups = [self.groups[int(graph.number)] for graph in graphs]
+        names = sorted(set(groups) - set(self.always))
+        half = set(np.random.default_rng(seed).permutation(names)[::2].tolist())
+        back = [group in half for group in groups]
+        return [g for g, b in zip(graphs, back, strict=True) if not b], [
+            g for g, b in zip(graphs, back, strict=True) if b
+        ]
+
     def weights(self) -> Array:
         """How much each graph counts, ``(graphs,)``: whole graphs alike, nodes by their time, every group alike."""
         if self.whole:

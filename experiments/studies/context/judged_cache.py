@@ -92,6 +92,7 @@ def _arrays(store: Any, graph: HeteroData) -> list[bytes | str]:
 def _code() -> str:
     """Digest of the source of all models."""
     own = [*sorted(Path(__file__).parent.glob("*_models.py")), Path(__file__).with_name("neighbour_features.py")]
+    own.append(Path(__file__).with_name("regions_task.py"))
     fitting = Path(fit_typed.__file__)
     networks = [fitting.parents[2] / "gnn" / name for name in ("typed_network.py", "concurrency_network.py")]
     return digest_files([*own, fitting, *networks])

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from stepsight.dataset.harness.regions.fused_regions import run_regions
 from stepsight.dataset.harness.regions.region_record import Region
 from stepsight.experiments.studies.context.more_families import FAMILIES
 from stepsight.experiments.studies.context.region_families import Dice
+from stepsight.experiments.studies.context.unseen_families import UNSEEN
 
 BATCH_S, BATCHES = 1e-3, 30  # of one measurement
 MOST_S = 0.5
@@ -68,11 +69,13 @@ def read_collected(folder: Path) -> list[MeasuredRegion]:
     return found
 
 
-def collect(folder: Path, each: int, until: Callable[[], bool] = lambda: False) -> int:
+def collect(
+    folder: Path, each: int, until: Callable[[], bool] = lambda: False, families: Iterable[str] = FAMILIES
+) -> int:
     """Measure ``each`` functions of every family that are not yet in the folder; returns how many were added."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    wanted = [(name, number) for number in range(each) for name in FAMILIES]
+    wanted = [(name, number) for number in range(each) for name in families]
     missing = [(name, number) for name, number in wanted if not (folder / f"{name}-{number}.json").exists()]
     held: list[tuple[Path, dict[str, Any], list[_Timed]]] = []
     for done, (name, number) in enumerate(missing):
@@ -160,7 +163,7 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def _measured(name: str, number: int) -> Iterator[_Timed]:
-    draw = FAMILIES[name](Dice(f"{name} {number} {zlib.crc32(name.encode())}"))
+    draw = {**FAMILIES, **UNSEEN}[name](Dice(f"{name} {number} {zlib.crc32(name.encode())}"))
     timed: list[_Timed] = []
 
     def add(region: Region, made: Any) -> None:

@@ -27,32 +27,29 @@ NEST, REUSE, STATEMENT = "nest", "reuse", "statement"
 LAUNCHING = ("calls", "inputs", "written", "regions")  # of a region's launch, besides its nests
 LAUNCH_SECONDS = np.array([5e-7, 3e-7, 4e-7, 5e-7])  # of one, before a machine said what they are
 NOISE = 0.15  # log units
-PRIOR_STDS = (0.3, 0.6, 1.0)  # log units that constants may be off their prior; held-back families choose
+PRIOR_STDS = (0.2, 0.4, 0.7)  # log units that constants may be off their prior; held-back families choose
 SHRUNK = (0.0, 0.25, 0.5, 0.75, 1.0)  # parts of a correction that may be believed
 _KEPT = [place for place, name in enumerate(TERMS) if name not in LEVELLED]
 _PART_OF = {term: place for place, terms in enumerate(PARTS.values()) for term in terms}
 
 
-def physics(families: Sequence[str], *, reuse: bool) -> Fit:
+def physics(*, reuse: bool) -> Fit:
     """Constants of a machine, fitted to whole regions; ``reuse``: bytes count by reuse distance."""
-    return over_physics(_as_based, families, reuse=reuse)
+    return over_physics(_as_based, reuse=reuse)
 
 
-def over_physics(
-    model: Fit, families: Sequence[str], *, reuse: bool = True, told: bool = False, nests: bool = False
-) -> Fit:
+def over_physics(model: Fit, *, reuse: bool = True, told: bool = False, nests: bool = False) -> Fit:
     """A model whose baseline is the physics that the same regions taught.
 
     Args:
         model: What corrects.
-        families: By the graphs' ``number``.
         reuse: Whether bytes count by reuse distance.
         told: Whether nests have the bytes by reuse distance as features.
         nests: Whether statements have the features of their nest, too.
     """
 
     def fit(task: ContextTask, graphs: Sequence[HeteroData], seed: int) -> Fitted:
-        constants = _chosen_constants(task, graphs, families, seed, reuse=reuse)
+        constants = _chosen_constants(task, graphs, seed, reuse=reuse)
 
         def based(graph: HeteroData) -> HeteroData:
             return _based(graph, constants, reuse=reuse, told=told, nests=nests)
@@ -63,26 +60,11 @@ def over_physics(
     return fit
 
 
-def halves(
-    task: ContextTask, graphs: Sequence[HeteroData], families: Sequence[str], seed: int
-) -> tuple[list[HeteroData], list[HeteroData]]:
-    """Graphs that teach and graphs of held-back families, halves of the teaching part."""
-    names = sorted({families[int(graph.number)] for graph in graphs} - set(task.always))
-    half = set(np.random.default_rng(seed).permutation(names)[::2].tolist())
-    back = [families[int(graph.number)] in half for graph in graphs]
-    return [g for g, b in zip(graphs, back, strict=True) if not b], [g for g, b in zip(graphs, back, strict=True) if b]
-
-
-def shrunk(model: Fit, families: Sequence[str]) -> Fit:
-    """A model's correction, shrunk by what explains families that it did not see.
-
-    Args:
-        model: What corrects.
-        families: By the graphs' ``number``.
-    """
+def shrunk(model: Fit) -> Fit:
+    """A model's correction, shrunk by what explains families that it did not see."""
 
     def fit(task: ContextTask, graphs: Sequence[HeteroData], seed: int) -> Fitted:
-        teaching, asked = halves(task, graphs, families, seed)
+        teaching, asked = task.halves(graphs, seed)
         part = model(task, teaching, seed)
         base = _sums(asked)
         off, said = np.log([float(graph.total) for graph in asked]) - np.log(base), np.log(part(asked)[1] / base)
@@ -93,21 +75,6 @@ def shrunk(model: Fit, families: Sequence[str]) -> Fit:
         def answer(asked: Sequence[HeteroData]) -> Answers:
             base = _sums(asked)
             return [np.zeros(0)] * len(asked), base * (fitted(asked)[1] / base) ** share
-
-        return answer
-
-    return fit
-
-
-def averaged(model: Fit, count: int) -> Fit:
-    """Geometric mean of trainings from several starts."""
-
-    def fit(task: ContextTask, graphs: Sequence[HeteroData], seed: int) -> Fitted:
-        fitted = [model(task, graphs, 100 * seed + number) for number in range(count)]
-
-        def answer(asked: Sequence[HeteroData]) -> Answers:
-            totals = np.exp(np.mean([np.log(each(asked)[1]) for each in fitted], axis=0))
-            return [np.zeros(0)] * len(asked), totals
 
         return answer
 
@@ -133,13 +100,11 @@ def _amounts(nodes: Any, *, reuse: bool) -> Array:
     return np.concatenate([terms[:, _KEPT], nodes.levels.double().numpy()], axis=1)
 
 
-def _chosen_constants(
-    task: ContextTask, graphs: Sequence[HeteroData], families: Sequence[str], seed: int, *, reuse: bool
-) -> Array:
+def _chosen_constants(task: ContextTask, graphs: Sequence[HeteroData], seed: int, *, reuse: bool) -> Array:
     """Constants whose prior is as strong as families that are held back of the teaching part want it."""
     rows = np.array([[*_amounts(g[NEST], reuse=reuse).sum(0), *g.launching[0].tolist()] for g in graphs])
     seconds = np.array([float(graph.total) for graph in graphs])
-    back = {int(graph.number) for graph in halves(task, graphs, families, seed)[1]}
+    back = {int(graph.number) for graph in task.halves(graphs, seed)[1]}
     held = np.array([int(graph.number) in back for graph in graphs])
 
     def error(std: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,33 +20,39 @@ from stepsight.experiments.studies.context.region_models import (
     NEST,
     REUSE,
     STATEMENT,
-    averaged,
     over_physics,
     physics,
     shrunk,
 )
+from stepsight.experiments.studies.context.unseen_families import UNSEEN
 from stepsight.features.nest_features import TERM_SECONDS, nest_numbers, part_sums
 from stepsight.features.region_features import op_numbers
 from stepsight.features.statement_features import StatementNumbers
 from stepsight.training.context.fit_typed import TypedFit
 
-SETTINGS = TypedFit(epochs=25, decay=1.0, rate=0.004)
-MEMBERS = 1
+SETTINGS, EPOCHS = TypedFit(decay=1.0, rate=0.004), 25
 BOUND = 0.6
 WHOLE = "region"
 
 
-def regions_task(folder: Path) -> ContextTask:
-    """The task, from what ``--collect`` measured."""
+def unseen_regions_task(folder: Path) -> ContextTask:
+    """The families that judge once: all others teach."""
+    task = regions_task(folder, unseen=True)
+    teachers = tuple(sorted(set(task.groups) - set(UNSEEN)))
+    return replace(task, name="unseen-regions", teachers=teachers, always=())
+
+
+def regions_task(folder: Path, *, unseen: bool = False) -> ContextTask:
+    """The task, from what ``--collect`` measured; ``unseen``: with the families that judge once."""
     measured = [each for each in read_collected(folder) if each.region.launches]
+    measured = [each for each in measured if unseen or each.family not in UNSEEN]
     families = [each.family for each in measured]
     graphs = [region_graph(each, number) for number, each in enumerate(measured)]
-    judged = [each for each in measured if not is_probe(each.family)]
+    judged = [each for each in measured if not is_probe(each.family) and (not unseen or each.family in UNSEEN)]
     again = np.array([np.log(each.seconds / each.seconds_again) for each in judged])
 
     def corrected(design: Design, **options: bool) -> Fit:
-        model = shrunk(averaged(network(design, settings=SETTINGS), MEMBERS), families)
-        return over_physics(model, families, **options)
+        return over_physics(shrunk(network(design, settings=SETTINGS)), **options)
 
     return ContextTask(
         "regions",
@@ -59,11 +66,12 @@ def regions_task(folder: Path) -> ContextTask:
         edgeless=(),
         always=tuple(sorted({family for family in families if is_probe(family)})),
         bound=BOUND,
+        epochs=EPOCHS,
         rest=False,
         plain_models={
-            "physics of the code": physics(families, reuse=False),
-            "physics of the code, reuse distance by hand": physics(families, reuse=True),
-            "trees over physics, neighbours' features": over_physics(trees(neighbour_features), families),
+            "physics of the code": physics(reuse=False),
+            "physics of the code, reuse distance by hand": physics(reuse=True),
+            "trees over physics, neighbours' features": over_physics(trees(neighbour_features)),
             "sum over nests over physics": corrected(Design(NEST, (NEST,), ()), told=True),
             "sum over statements over physics": corrected(Design(STATEMENT, (STATEMENT,), ())),
             "sum over statements that know their nest": corrected(Design(STATEMENT, (STATEMENT,), ()), nests=True),
@@ -72,7 +80,6 @@ def regions_task(folder: Path) -> ContextTask:
             "GNN: nests and region": corrected(Design(NEST, (NEST, WHOLE))),
             "GNN: data flow of statements": corrected(Design(STATEMENT, (STATEMENT,))),
             "GNN: statements in nests": corrected(Design(STATEMENT, (STATEMENT, NEST))),
-            "GNN: statements, nests and region": corrected(Design(STATEMENT, (STATEMENT, NEST, WHOLE), layers=3)),
         },
         notes=(f"{len(measured) - len(judged)} probes teach every model and judge none",),
     )
@@ -104,8 +111,7 @@ def region_graph(measured: MeasuredRegion, number: int = 0) -> HeteroData:
     graph[NEST, "part_of", WHOLE].edge_index = torch.stack([torch.arange(count), torch.zeros(count, dtype=torch.long)])
     graph[NEST, "part_of", WHOLE].edge_attr = torch.from_numpy(seconds.sum(axis=1) / seconds.sum()).float()[:, None]
     graph.total = torch.tensor([min(measured.seconds, measured.seconds_again)]).float()
-    graph.launching = torch.from_numpy(launching)[None]
-    graph.number = torch.tensor([number])
+    graph.launching, graph.number = torch.from_numpy(launching)[None], torch.tensor([number])
     return graph
 
 
