@@ -7,6 +7,8 @@ import numpy as np
 from stepsight.dataset.op import Op
 from stepsight.training.kernels.fused_loops import USUAL_S, fit_loops, loop_seconds, loop_terms, usual_loops
 from stepsight.training.kernels.host_calls import HostCalls, fit_host_calls
+from stepsight.training.measured.host_costs import learn_host_calls
+from stepsight.training.measured.host_steps import HostStep
 
 
 def _ops(count: int) -> list[Op]:
@@ -31,3 +33,15 @@ def test_a_host_takes_its_loops_by_their_own_physics() -> None:
     again = HostCalls.from_dict(host.to_dict(), {})
     for each in (host, again):
         assert np.isclose(each.seconds(["cpp_fused_0"], [op], [0])[0], loop_seconds(host.loops, [op])[0])
+
+
+def test_steps_with_fused_loops_teach_their_constants() -> None:
+    """A machine whose fused loops take twice as long is learned from its steps, also for loops that it never ran."""
+    taught, (asked,) = _ops(40)[:39], _ops(41)[40:]
+    seconds = 2 * loop_seconds(usual_loops(), taught)
+    add = Op("add", (4096,), "fp32")
+    ops, calls = (*taught, add), (*(f"cpp_fused_{k}" for k in range(39)), "aten::add")
+    phases = np.zeros(40, dtype=np.int64)
+    step = HostStep("s", ops, calls, phases, np.append(seconds, 1e-5), float(seconds.sum() + 2e-5))
+    host = learn_host_calls([step])
+    assert 1.5 < loop_seconds(host.loops, [asked])[0] / loop_seconds(usual_loops(), [asked])[0] < 2.5

@@ -5,8 +5,8 @@ from __future__ import annotations
 from stepsight.dataset.harness.regions.accesses import Touch
 from stepsight.dataset.harness.regions.body_ops import BodyOp
 from stepsight.dataset.harness.regions.loop_nests import Nest, nests_of
-from stepsight.dataset.harness.regions.nest_work import TERMS, launch_dims, terms_of, uses_of
-from stepsight.dataset.harness.regions.region_record import Launch
+from stepsight.dataset.harness.regions.nest_work import TERMS, launch_dims, region_dims, terms_of, uses_of
+from stepsight.dataset.harness.regions.region_record import Access, Launch, Loop, Region
 
 ROWS, WIDTH = 100, 40
 _SOFT = """
@@ -163,3 +163,31 @@ def test_statements_take_the_results_of_others() -> None:
     assert [op.registers for op in ops] == [1, 2, 2, 0, 0]
     assert [op.carried for op in ops] == [False, False, True, True, False]
     assert [op.times for op in ops] == [16, 16, 16, 8, 8]
+
+
+def test_a_buffer_that_the_call_before_wrote_is_near() -> None:
+    """Of two calls of one function, the first reads what was not seen before, the second what the first one wrote."""
+    reads, writes = ((Access("x", 256, "contiguous"),), (Access("y", 256, "contiguous"),))
+    loops = (
+        Loop("op0", 0, "kernel", "", 64, 1, 4, {}, reads, writes),
+        Loop("op1", 1, "kernel", "", 64, 1, 4, {}, writes, (Access("z", 256, "contiguous"),)),
+    )
+    code = """
+void kernel(const float* in_ptr0, float* out_ptr0)
+{
+    for(int64_t x0=static_cast<int64_t>(0L); x0<static_cast<int64_t>(64L); x0+=static_cast<int64_t>(16L))
+    {
+        auto tmp0 = at::vec::Vectorized<float>::loadu(in_ptr0 + static_cast<int64_t>(x0), 16);
+        tmp0.store(out_ptr0 + static_cast<int64_t>(x0));
+    }
+}
+"""
+    launches = (
+        Launch("kernel", {"in_ptr0": "x", "out_ptr0": "y"}, ("op0",)),
+        Launch("kernel", {"in_ptr0": "y", "out_ptr0": "z"}, ("op1",)),
+    )
+    sizes = {name: 256 for name in ("x", "y", "z")}
+    region = Region("forward", (), loops, sizes, ("x",), ("z",), {"kernel": code}, launches)
+    first, second = region_dims(region)
+    assert (first[0], first[2]) == (0, 512)  # near and far bytes
+    assert (second[0], second[2]) == (256, 256)

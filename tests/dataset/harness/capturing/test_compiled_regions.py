@@ -1,0 +1,20 @@
+"""Fused kernels of a captured region."""
+
+from __future__ import annotations
+
+from stepsight.dataset.harness.capturing.compiled_regions import kernel_bytes
+from stepsight.dataset.harness.regions.region_record import Access, Loop, Region
+
+
+def _loop(name: str, reads: tuple[str, ...], writes: str) -> Loop:
+    touched = tuple(Access(each, 400, "contiguous") for each in reads)
+    return Loop(name, 0, "", "", 100, 1, 4, {}, touched, (Access(writes, 400, "contiguous"),))
+
+
+def test_a_fused_kernel_moves_what_lies_outside_of_it() -> None:
+    """A buffer between its own loops stays in registers; inputs are read once, and what others read is written."""
+    loops = (_loop("a", ("x", "y"), "inner"), _loop("b", ("inner", "x"), "out"), _loop("c", ("out",), "after"))
+    sizes = dict.fromkeys(("x", "y", "inner", "out", "after"), 400)
+    region = Region("forward", (), loops, sizes, ("x", "y"), ("after",))
+    assert kernel_bytes(region, loops[:2]) == (1200, 4)  # x, y, and out
+    assert kernel_bytes(region, loops[:1]) == (1200, 4)  # inner is read by another kernel
