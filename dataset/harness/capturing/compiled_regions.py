@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..plan_error import HarnessError
-from ..regions.fused_regions import eager, read_graph
+from ..regions.fused_regions import eager, read_device_graph, read_graph
 from ..regions.nest_work import region_dims
 from ..regions.region_record import Launch, Loop, Region
 from .fake_tensors import BACKWARD, FORWARD, FakeWorld
@@ -46,13 +46,21 @@ def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> No
     if not on_host:  # what the compiler cannot trace beside the fake device runs as it is written
         torch._dynamo.config.suppress_errors = True
 
+    def fused_on_device(graph: Any, example_inputs: Any, **options: Any) -> Any:
+        try:
+            return read_device_graph(graph, example_inputs, **options)
+        except HarnessError as error:
+            world.recorder.note(f"a compiled region is fused as for a CPU: {error!s:.300}")
+            return read_graph(graph, example_inputs, **options)
+
     def inner(graph: Any, example_inputs: Any, **options: Any) -> Any:
         if any(getattr(node.target, "namespace", "") == "_c10d_functional" for node in graph.graph.nodes):
             world.recorder.note("a compiled region with collectives runs as it is written")
             return eager(graph)
         try:
             with _disable_current_modes():
-                region, nodes = read_graph(graph, example_inputs, **options)
+                read = read_graph if on_host else fused_on_device
+                region, nodes = read(graph, example_inputs, **options)
         except HarnessError as error:
             world.recorder.note(f"a compiled region runs as it is written: {error!s:.300}")
             return eager(graph)

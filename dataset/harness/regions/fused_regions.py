@@ -23,6 +23,7 @@ from torch._inductor.ir import NopKernel
 from torch._inductor.virtualized import V
 
 from ..plan_error import HarnessError
+from .device_schedule import device_answers, on_device
 from .region_record import Access, FrameworkOp, Launch, Loop, Region
 
 Compiled: TypeAlias = Callable[..., Any]
@@ -120,6 +121,25 @@ def read_graph(
     return read.region, read.nodes
 
 
+def read_device_graph(graph: Any, example_inputs: Sequence[Any], **options: Any) -> tuple[Region, list[Any]]:
+    """As ``read_graph``, for a GPU: what is fused, without code; inputs are fake tensors on the CPU.
+
+    Raises:
+        HarnessError: If this version of PyTorch cannot be asked.
+    """
+    read = _Read(_direction(options, True))
+    try:
+        moved, inputs = on_device(graph, example_inputs)
+        with device_answers(), _hooks(read, stop=True, code=False):
+            compile_fx_inner(moved, inputs, **options)
+    except Exception as error:
+        if read.region is None:
+            raise HarnessError(f"Inductor of PyTorch {torch.__version__} could not be asked: {error!s:.200}") from error
+    if read.region is None:
+        raise HarnessError(f"Inductor of PyTorch {torch.__version__} made no region of a graph")
+    return read.region, read.nodes
+
+
 def _direction(options: dict[str, Any], training: bool) -> str:
     return "backward" if options.get("is_backward") else "forward" if training else "inference"
 
@@ -177,8 +197,8 @@ class _Read:
 
 
 @contextmanager
-def _hooks(read: _Read, *, stop: bool) -> Iterator[None]:
-    """Record what Inductor decides; with ``stop`` nothing is compiled."""
+def _hooks(read: _Read, *, stop: bool, code: bool = True) -> Iterator[None]:
+    """Record what Inductor decides; with ``stop`` nothing is compiled, and without ``code`` none is made."""
     told = _Codegen()
     schedule: Any = inductor.Scheduler.codegen
     define: Any = CppScheduling.define_kernel
@@ -186,7 +206,7 @@ def _hooks(read: _Read, *, stop: bool) -> Iterator[None]:
     select: Any = TilingSelect.select_tiling
 
     def record(scheduler: Any) -> Any:
-        result = schedule(scheduler)
+        result = schedule(scheduler) if code else None
         if read.region is None:  # a graph within a graph is part of the first
             read.nodes = [node for node in V.graph.orig_gm.graph.nodes if node.op != "output"]
             with nullcontext() if stop else suppress(Exception):  # what compiles must not fail since it is read
