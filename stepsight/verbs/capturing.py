@@ -61,7 +61,7 @@ def capture_command(
         stepsight predict --program captured --hardware h100-sxm-80gb --fabric dgx-h100
 
     Values of tensors are not known: a script that reads a value gets 1 or False. Tokens are spread evenly over experts.
-    With --device cpu, regions of torch.compile are read as Inductor fuses them; for GPUs they run uncompiled.
+    Regions of torch.compile are read as Inductor fuses them, for GPUs too.
 
     A model in a file (ONNX, or a file of torch.export.save) is read and not run. For training, the backward, AdamW and
     the all-reduce of gradients between --world-size replicas are derived from its forward:

@@ -39,7 +39,7 @@ def unseen_regions_task(folder: Path) -> ContextTask:
     """The families that judge once: all others teach."""
     task = regions_task(folder, unseen=True)
     teachers = tuple(sorted(set(task.groups) - set(UNSEEN)))
-    return replace(task, name="unseen-regions", teachers=teachers, always=())
+    return replace(task, name="unseen-regions", teachers=teachers)
 
 
 def regions_task(folder: Path, *, unseen: bool = False) -> ContextTask:
