@@ -49,9 +49,9 @@ def _annotate(region: Any, made: Any) -> None:
     told: dict[str, list[tuple[int, ...]]] = {}
     for launch, dims in zip(region.launches, region_dims(region), strict=True):
         told.setdefault(launch.call, []).append(dims)
-    for name, dims in told.items():
+    for name, calls in told.items():
         if callable(space.get(name)):
-            space[name] = _Annotated(space[name], dims)
+            space[name] = _Annotated(space[name], calls)
 
 
 class _Annotated:

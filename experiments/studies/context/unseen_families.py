@@ -59,7 +59,8 @@ def contrasting(dice: Dice) -> Draw:
         for number in range(many):
             far = (a * b.roll(number + 1, 0)).sum(-1)
             total = total + (F.relu(far - near + 0.2) if margin else F.softplus(10 * (far - near)))
-        return total.mean()
+        mean: Tensor = total.mean()
+        return mean
 
     return dice.draw(run, dice.tensor(rows, width), dice.tensor(rows, width))
 
@@ -125,7 +126,7 @@ def aggregating(dice: Dice) -> Draw:
     width, degree = dice.width(16, 256), dice.pick(4, 8, 16)
     count, act, weighted = max(16, dice.rows(width * degree, 2**20)), dice.pick(*ACTIVATIONS), dice.flag()
 
-    def run(x: Tensor, neighbours: Tensor, score: Tensor, w: Tensor) -> Tensor:
+    def run(x: Tensor, neighbours: Tensor, score: Tensor, w: Tensor) -> Any:
         near = F.embedding(neighbours, x)
         share = torch.softmax(F.leaky_relu(score, 0.2), -1)[..., None] if weighted else 1.0 / degree
         return act((near * share).sum(1) + x * w)
