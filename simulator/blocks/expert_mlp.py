@@ -7,9 +7,10 @@ bias times the router's probabilities, which are in fp32, is added expert by exp
 first bias is part of the products.  Biases are not counted among the parameters.
 
 Products in 8 bits need a multiple of 16 or 32 rows for each expert.  Unless the dispatcher or the router sees to it,
-Megatron-Core 0.14 to 0.18 copies what the experts take to where there is room, and what they return back
-(``experts.py``, ``quantization_padding``; Transformer Engine's ``Fp8Padding``).  In MXFP8, Transformer Engine 2.8 to
-2.11 casts experts' rows by a kernel for each expert (``csrc/extensions/cast.cpp``, ``multi_tensor_quantize_impl``).
+Megatron-Core 0.14 to 0.18 copies what the experts take to where there is room, and their results to where the padding
+is left out (``experts.py``, ``quantization_padding``; Transformer Engine's ``Fp8Padding``).  In MXFP8, Transformer
+Engine 2.8 to 2.11 casts experts' rows by a kernel for each expert (``csrc/extensions/cast.cpp``,
+``multi_tensor_quantize_impl``).
 """
 
 from __future__ import annotations

@@ -291,22 +291,24 @@ def _row(name: str, errors: _Errors, weights: Array, paired: tuple[float, float]
     spread = float(by_seed.std(ddof=1) / np.sqrt(len(by_seed))) if len(by_seed) > 1 else 0.0
     relative = 100 * errors.relative
     worst = float(relative[:, weights > 0].max(axis=1).mean())
+    coverage, half_width, node_coverage, node_half_width = _covered(errors.covered, share)
     return Row(
         name, float(by_seed.mean()), spread, float((relative @ share).mean()), worst, *paired,
-        float(np.mean(errors.seconds)), name not in plain, *_covered(errors.covered, share),
+        float(np.mean(errors.seconds)), name not in plain, coverage, half_width, node_coverage, node_half_width,
         1e3 * float(np.median(errors.answers)),
     )  # fmt: skip
 
 
-def _covered(covered: Covered | None, share: Array) -> list[float | None]:
+def _covered(covered: Covered | None, share: Array) -> tuple[float | None, float | None, float | None, float | None]:
     """Coverage and half width of graphs, and of nodes, means over graphs that judge."""
     if covered is None:
-        return [None] * 4
-    found: list[float | None] = []
-    for values in (covered.totals, covered.total_widths, covered.nodes, covered.node_widths):
+        return None, None, None, None
+
+    def mean(values: Array) -> float | None:
         known = np.isfinite(values) & (share > 0)
-        found.append(float(np.average(values[known], weights=share[known])) if known.any() else None)
-    return found
+        return float(np.average(values[known], weights=share[known])) if known.any() else None
+
+    return mean(covered.totals), mean(covered.total_widths), mean(covered.nodes), mean(covered.node_widths)
 
 
 def _paired(labels: Sequence[str], weights: Array, one: Array, other: Array) -> tuple[float, float]:
