@@ -9,6 +9,7 @@ import pytest
 
 from stepsight.dataset.hardware import find_hardware
 from stepsight.dataset.op import Op
+from stepsight.experiments.reports.plots import plot_error_curves
 from stepsight.experiments.studies import selection_accuracy as study
 from stepsight.training.predictor.predictor import teacher_of
 from stepsight.training.transfer.transferred import Transfer
@@ -45,3 +46,10 @@ def test_enough_is_the_least_part_that_is_as_good_as_all() -> None:
 def test_missing_data_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert study.main(["--data", str(tmp_path), "--only", "l40s-pcie-48gb"]) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_curves_are_drawn_for_each_device(tmp_path: Path) -> None:
+    """The full profile is a level, every order a line."""
+    rows = [("gpu", "random", minutes, 10 / minutes) for minutes in (1.0, 2.0)] + [("gpu", study.FULL, 4.0, 3.0)]
+    plot_error_curves(rows, tmp_path / "curves.svg", "minutes")
+    assert (tmp_path / "curves.svg").read_text().count("<svg") == 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,7 @@ from torch_geometric.data import HeteroData
 from stepsight.dataset.errors import TraceError
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, NODE_COLUMNS, OP, RankGraph
 from stepsight.dataset.op import Collective, Op
-from stepsight.experiments.studies.context import main
+from stepsight.experiments.studies.context import main, tuned_models
 from stepsight.experiments.studies.context.benchmark import judge, models_of
 from stepsight.experiments.studies.context.benchmark_report import outcome_text
 from stepsight.experiments.studies.context.beside import Beside
@@ -71,6 +74,26 @@ def test_a_network_of_the_table_answers_every_node() -> None:
     answers = designs["GNN: order"](task, task.graphs[:4], 0)(task.graphs[4:])
     off = residuals_of(task, task.graphs[4:], answers)
     assert np.isfinite(errors_of(task, task.graphs[4:], off)[0]).all()
+
+
+def test_trials_choose_the_settings_of_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trial is a run of MLflow with its settings and its error on groups that were held back."""
+    runs: list[dict[str, float]] = []
+
+    class Run:
+        def log(self, params: dict[str, float], metrics: dict[str, float], tags: dict[str, str]) -> None:
+            runs.append({**params, **metrics})
+
+    @contextmanager
+    def tracked(uri: str, name: str) -> Iterator[Run]:
+        yield Run()
+
+    monkeypatch.setattr(tuned_models, "tracked", tracked)
+    task = replace(_task(), epochs=2)
+    answer = tuned_models.tuned(Design(), 2, "")(task, task.graphs[:6], 0)
+    assert len(runs) == 2
+    assert runs[0]["epochs"] == 2 and runs[0]["error_percent"] > 0
+    assert len(answer(task.graphs[6:])[0]) == 2
 
 
 def test_neighbours_are_told_by_hand_made_features() -> None:
