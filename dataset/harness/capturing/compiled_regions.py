@@ -57,6 +57,9 @@ def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> No
         if any(getattr(node.target, "namespace", "") == "_c10d_functional" for node in graph.graph.nodes):
             world.recorder.note("a compiled region with collectives runs as it is written")
             return eager(graph)
+        if _changing(example_inputs):
+            world.recorder.note("a compiled region runs as it is written: its shapes are marked as dynamic")
+            return eager(graph)
         try:
             with _disable_current_modes():
                 read = read_graph if on_host else fused_on_device
@@ -71,8 +74,8 @@ def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> No
             return lambda given: compiled(given, **options)
         if options.get("backend", "inductor") != "inductor" or options.get("disable"):
             return plain(model, **options)
-        taken = ("fullgraph", "dynamic") if on_host else ("dynamic",)
-        kept = {"dynamic": False} | {name: options[name] for name in taken if options.get(name) is not None}
+        # A region is read for the shapes of each call, so that its ops have sizes.
+        kept = {"dynamic": False, "fullgraph": bool(on_host and options.get("fullgraph"))}
         return plain(model, backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=inner), **kept)
 
     patch(torch, compile=compiled)
@@ -221,6 +224,12 @@ class _Storages:
         """Give up buffers that are used no more."""
         for name in list(names):
             self._own.pop(name, None)
+
+
+def _changing(inputs: Iterable[Any]) -> bool:
+    """Whether a region was traced for sizes that may change (``torch._dynamo.mark_dynamic``)."""
+    sizes = (size for each in inputs for size in (each.shape if isinstance(each, Tensor) else (each,)))
+    return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _last_uses(region: Region) -> Counter[str]:

@@ -154,8 +154,9 @@ def test_compiled_regions_of_a_gpu_are_fused_kernels(tmp_path: Path) -> None:
 
 
 def test_on_a_cpu_compiled_regions_are_nodes(tmp_path: Path) -> None:
-    """Inductor says what is fused: loops are ops with their amounts, products keep their own."""
-    script = written(tmp_path, COMPILED.format(blocks=False).replace(".cuda()", "").replace(', device="cuda"', ""))
+    """Inductor says what is fused for a call's sizes: loops are ops with their amounts, products keep their own."""
+    text = COMPILED.format(blocks=False).replace(".cuda()", "").replace(', device="cuda"', "")
+    script = written(tmp_path, text.replace("torch.compile(model)", "torch.compile(model, dynamic=True)"))
     captured = capture(CaptureRequest(script, (), 1, 1, device="cpu"))
     (rank,) = captured.to_dict()["ranks"]
     assert rank["ops_by_kind"]["linear"] == 5  # two in the forward, and their gradients but that of the input
