@@ -157,6 +157,12 @@ def suspicious_links(fabric: Fabric, devices_per_node: int, usual: Fabric | None
                 f"{speed / 1e9 / devices_per_node:g} each), or in Gbit/s ({speed / 8e9:g} Gbyte/s)?"
             )
     inter, intra = fabric.inter_node.bandwidth_bytes_per_s, fabric.intra_node.bandwidth_bytes_per_s
+    adapter = fabric.inter_node.adapter_bytes_per_s
+    if 0 < adapter < inter:
+        found.append(
+            f"fabric.inter_node.adapter_gbytes_per_s has no effect: it is the bandwidth of one adapter that several "
+            f"devices share, and {adapter / 1e9:g} is less than bandwidth_gbytes_per_s of one device ({inter / 1e9:g})"
+        )
     if devices_per_node > 1 and inter > intra:
         found.append(
             f"fabric.inter_node is faster than intra_node ({inter / 1e9:g} > {intra / 1e9:g} Gbyte/s per device): "

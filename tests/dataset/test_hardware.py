@@ -130,6 +130,18 @@ def test_links_that_are_not_one_devices(intra: float, inter: float, said: str) -
     assert len(warnings) == bool(said) and all(re.search(said, warning) for warning in warnings)
 
 
+def test_an_adapter_that_is_slower_than_one_device_has_no_effect() -> None:
+    intra, inter = (
+        {"bandwidth_gbytes_per_s": 450.0, "latency_us": 5.0},
+        {"bandwidth_gbytes_per_s": 25.0, "latency_us": 9.0},
+    )
+    shared, slow = (
+        _job("h100", fabric={"intra_node": intra, "inter_node": {**inter, "adapter_gbytes_per_s": speed}}).warnings
+        for speed in (50.0, 12.5)
+    )
+    assert not shared and len(slow) == 1 and "adapter_gbytes_per_s has no effect" in slow[0]
+
+
 def test_usual_fabrics() -> None:
     """A card in a PCIe slot has no NVLink, whatever its chip; without a known fabric, a job must state one."""
     found = {name: usual_fabric(name) for name in ("a100-pcie-80gb", "h100-pcie-80gb", "h200-sxm-141gb", "local-cpu")}
