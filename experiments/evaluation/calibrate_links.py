@@ -193,7 +193,7 @@ def _save(report: LinksReport, path: Path, fabric: Fabric) -> None:
     record = {key: value[key] for key in ("predictor", "fitted", "factors", "evidence")}
     changed = {
         "name": "",  # no longer the shipped one
-        "digest": digest(str(manifest.get("digest", "")), file),
+        "digest": digest(str(manifest.get("digest", "")), file, report.software, repr(fabric), str(record["factors"])),
         "calibrated_links": {**record, "software": report.software, "fabric": fabric.name, "tables": {path.name: file}},
     }
     replace(report.calibrated, manifest={**manifest, **changed}).save(report.out)

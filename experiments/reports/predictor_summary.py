@@ -31,6 +31,7 @@ def predictor_text(path: Path, predictor: Predictor) -> str:
         ("context", _context(predictor)),
         ("held back", _held_back(manifest.get("metrics", {}))),
         *_calibration(predictor),
+        ("links", _links(manifest.get("calibrated_links", {}))),
         ("traces", _traces(manifest.get("calibrated_traces", {}))),
         ("interval", _interval(predictor)),
         ("made", _made(manifest)),
@@ -100,6 +101,19 @@ def _calibration(predictor: Predictor) -> list[tuple[str, str]]:
         text = f"{judged} {before['mape']:.1f} % before, {after['mape']:.1f} % after; begun from {told['predictor']}"
         lines.append(("", text))
     return lines
+
+
+def _links(told: Mapping[str, Any]) -> str:
+    """The calibration on collectives between nodes."""
+    if not told:
+        return ""
+    evidence, tables = told["evidence"], ", ".join(told["tables"])
+    before, after = (evidence[key]["mape"] for key in ("before", "after"))
+    return (
+        f"calibrated on {told['fitted']} collectives of {told['software'] or 'unknown software'} in {tables} over "
+        f"{told['fabric']}; {evidence['by']}: mean error {before:.1f} % before, {after:.1f} % after; begun from "
+        f"{told['predictor']}"
+    )
 
 
 def _traces(told: Mapping[str, Any]) -> str:

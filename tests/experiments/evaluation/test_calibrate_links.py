@@ -16,6 +16,7 @@ from stepsight.dataset.hardware import Link, find_fabric
 from stepsight.dataset.op import Collective
 from stepsight.dataset.tables import Measurements, SourceFile
 from stepsight.experiments.evaluation.calibrate_links import LARGER, LAYOUTS, calibrate_links, links_text
+from stepsight.experiments.reports.predictor_summary import predictor_text
 from stepsight.training.collectives.between_nodes import BetweenNodes
 from stepsight.training.predictor.predictor import Predictor
 
@@ -42,6 +43,7 @@ def test_small_groups_teach_and_larger_ones_judge(tmp_path: Path) -> None:
     work = Collective("all_reduce", 1 << 24, 512, 8)
     assert again.collective.seconds([work], FABRIC)[0] == pytest.approx(TRUTH.seconds([work], FABRIC)[0], rel=0.15)
     assert again.manifest["calibrated_links"]["fabric"] == "dgx-h100"
+    assert "calibrated on 36 collectives of unknown software in t.parquet" in predictor_text(tmp_path / "out", again)
     assert "wrote" in links_text(report)
 
 
