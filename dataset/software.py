@@ -47,6 +47,11 @@ def software_problems(stated: dict[str, str]) -> list[str]:
     return problems
 
 
+def plain_version(text: str) -> str:
+    """A version without its library's name: ``2.21.5`` of ``NCCL 2.21.5`` and of ``v2.21.5``."""
+    return re.sub(rf"^({'|'.join(LIBRARIES)})?[-_ =]*v?(?=[0-9])", "", text.strip(), flags=re.IGNORECASE)
+
+
 def version_numbers(version: str) -> tuple[int, ...]:
     """The numbers of a version, to compare with others: ``(2, 27, 3)`` of ``2.27.3``."""
     return tuple(map(int, re.findall(r"[0-9]+", version)))

@@ -19,7 +19,7 @@ from stepsight.dataset.files import digest
 from stepsight.dataset.frameworks import FRAMEWORKS, Framework, framework_in
 from stepsight.dataset.job import Job
 from stepsight.dataset.rules import MOST_LAYERS
-from stepsight.dataset.software import LIBRARIES, attention_of, release_month
+from stepsight.dataset.software import LIBRARIES, attention_of, plain_version, release_month
 from stepsight.dataset.specs import EARLY_STOP, MIXED, RECOMPUTE
 from stepsight.experiments.evaluation.bridge_recipes import DEGREES, find_recipe
 from stepsight.experiments.evaluation.open_cells import MOST_OPEN, NOTHING_OPEN, Choice, Open, open_cells, possible
@@ -63,7 +63,6 @@ _FLAGS = {
 }
 
 
-_SOFTWARE = ("kernels", "container", *LIBRARIES)  # columns that are keys of [execution]
 T = TypeVar("T")
 
 
@@ -134,7 +133,8 @@ def _job(row: Row, framework: Framework) -> Job:
                 "precision": precision_of(row.text("precision")),
             },
             "cluster": cluster_of(row),
-            "execution": {name: row.text(name) for name in _SOFTWARE if row.text(name)},
+            "execution": {name: row.text(name) for name in ("kernels", "container") if row.text(name)}
+            | {name: plain_version(row.text(name)) for name in LIBRARIES if row.text(name)},
         },
         habits=framework,
     )

@@ -5,7 +5,7 @@ import pytest
 from stepsight.dataset.errors import JobError
 from stepsight.dataset.frameworks import find_framework, framework_in
 from stepsight.dataset.job import Job
-from stepsight.dataset.software import attention_of, release_month, version_numbers
+from stepsight.dataset.software import attention_of, plain_version, release_month, version_numbers
 
 TABLES = {
     "model": {"name": "llama3-8b"},
@@ -87,3 +87,9 @@ def test_numbers_of_versions() -> None:
     """Versions compare by number, and tags of containers have the month of their release."""
     assert version_numbers("2.9.1") < version_numbers("2.27.3")
     assert release_month("nvcr.io/nvidia/pytorch:23.10-py3") == "2023-10" and release_month("mine:latest") == ""
+
+
+@pytest.mark.parametrize("text", ["2.21.5", "NCCL 2.21.5", "nccl-2.21.5", "v2.21.5", " nccl v2.21.5 "])
+def test_a_version_may_follow_the_name_of_its_library(text: str) -> None:
+    assert plain_version(text) == "2.21.5"
+    assert plain_version("banana") == "banana"

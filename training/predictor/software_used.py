@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from stepsight.dataset.errors import JobError, PredictorError
+from stepsight.dataset.frameworks import GENERIC, framework_in
 from stepsight.dataset.job import Job
 from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.software import LIBRARIES, version_numbers
+from stepsight.dataset.software import LIBRARIES, release_month, version_numbers
 from stepsight.training.kernels.kernel_models import KernelModel, label
 
 ROWWISE = "a scale for each row"  # in names of software whose 8-bit products include a conversion
@@ -105,8 +106,14 @@ def software_used(job: Job, predictor: Asked | None, works: Iterable[Op | Collec
         others = [f"{family} by {name}" for family, name in kernels.items() if asked not in name.lower()]
         if others:
             doubts.append(f"kernels of {execution.kernels} were not measured for all ops: {', '.join(others)}")
-    if execution.container and _profile(job) == "":
+    if execution.container and _profile(job) == "" and framework_in("", execution.container, execution.date) is GENERIC:
         unused.append(f"container {execution.container:.80}: no profile of a framework knows it")
+    released = release_month(execution.container)
+    if execution.date and execution.date[:7] < released[: len(execution.date)]:
+        doubts.append(
+            f"execution.date is {execution.date}, before the release of container {execution.container:.80} "
+            f"({released}): the date chooses the profile; leave it out, or state when the container ran"
+        )
     if execution.nccl and not _described(execution.nccl, nccl):
         doubts.append(
             f"collectives are predicted as NCCL {OLDEST_NCCL} to {nccl[-1]} runs them: execution.nccl is "
