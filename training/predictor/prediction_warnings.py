@@ -35,7 +35,7 @@ def warnings_of(prediction: Warned) -> tuple[str, ...]:
     """Warnings about a job and the predictor, for people."""
     found = list(prediction.job.warnings)
     execution = prediction.job.execution
-    found += prediction.software_used.doubts if execution.kernels or execution.nccl else ()
+    found += prediction.software_used.doubts if execution.kernels or execution.nccl or execution.date else ()
     other = prediction.interleaved
     if other is not None:
         found.append(
