@@ -289,8 +289,11 @@ def framework_in(text: str, container: str = "", date: str = "") -> Framework:
 
 
 def _profile_in(text: str, container: str, date: str) -> Framework | None:
+    text, when = text.lower(), date or release_month(container)
+    if text in FRAMEWORKS and not (container or when):
+        return FRAMEWORKS[text]  # other packages need not be loaded, and one of them may be asking while it is loaded
     FRAMEWORKS.load()
-    text, when, version = text.lower(), date or release_month(container), FRAMEWORKS.version
+    version = FRAMEWORKS.version
     named = FRAMEWORKS[text] if text in FRAMEWORKS else _by_words(f"{text} {when}", version)[0]
     if not (container or when) or (text and named is None):
         return named

@@ -153,8 +153,9 @@ def _one_f_one_b(schedule: Schedule, stage: int, own: Ints, messages: Messages) 
     pairs = num - warm_up + 1
     paired = backward[:pairs]
     slots[paired, _SEND_FIRST] = slots[paired, _SENT_FIRST] = send[forward[warm_up - 1 :]]
-    slots[paired, _GRADIENT] = slots[paired, _GRADIENT_ARRIVED] = received[paired]
-    slots[paired, _ASK_LATE] = slots[paired, _ARRIVED_LATE] = -1
+    if warm_up > min(num, schedule.num_stages - stage - 1):  # else the next rank makes no gradient before that result
+        slots[paired, _GRADIENT] = slots[paired, _GRADIENT_ARRIVED] = received[paired]
+        slots[paired, _ASK_LATE] = slots[paired, _ARRIVED_LATE] = -1
     slots[forward[warm_up:], _SEND_FIRST] = slots[forward[warm_up:], _SENT_FIRST] = send[backward[: pairs - 1]]
     slots[backward[pairs - 1 :], _SEND_LATE] = send[backward[pairs - 1 :]]
     slots[backward[pairs:], _SENT] = send[backward[pairs - 1 : -1]]

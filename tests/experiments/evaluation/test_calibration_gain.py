@@ -102,7 +102,7 @@ def test_a_better_predictor_is_written_with_its_evidence(tmp_path: Path) -> None
         calibrate(runs, mine, tmp_path / "twice")
     assert mine.source.endswith("no context model, calibrated on 1 run of runs.csv)")
     shown = describe(tmp_path / "mine")["text"]
-    assert "calibrated   on 1 run of runs.csv, by 'Megatron-LM'" in shown and "larger runs (3): mean error 13." in shown
+    assert "calibrated   on 1 run of runs.csv, by 'Megatron-LM'" in shown and "larger runs (3): mean error 14." in shown
 
 
 def test_no_interval_is_narrower_than_what_judging_runs_were_off_by(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def test_calibrated_figures_beside_those_as_shipped(tmp_path: Path) -> None:
 
 def test_calibrate_writes_or_refuses(tmp_path: Path) -> None:
     """Exit code 0 with a predictor, 2 without one; ``--json`` says why."""
-    small = run_row(gpus=8, nodes=1, dp=1, global_batch=32, iteration_time_s=0.12)
-    write_runs(tmp_path / "runs.csv", small, run_row(row_id=2, iteration_time_s=0.14))
+    small = run_row(gpus=8, nodes=1, dp=1, global_batch=32, iteration_time_s=0.135)
+    write_runs(tmp_path / "runs.csv", small, run_row(row_id=2, iteration_time_s=0.138))
     write_runs(tmp_path / "other.csv", small, run_row(row_id=2, iteration_time_s=0.05))
     options = ("--predictor", "a100-sxm", "--json", "--out")
     done = run("runs.csv", *options, "mine", cwd=tmp_path, verb="calibrate")
