@@ -20,6 +20,8 @@ from torch_geometric.data import Batch, HeteroData
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import scatter
 
+from stepsight.gnn.scaled_network import ScaledNetwork
+
 EdgeType = tuple[str, str, str]
 WAYS = ("additive", "demand", "mutual")
 SHARE = 1  # feature of an edge: share of the target's time in which both run
@@ -79,7 +81,7 @@ class Messages(MessagePassing):  # type: ignore[misc]
         return share * pace_j * functional.softplus(self.network(torch.cat(told, dim=1)))
 
 
-class ConcurrencyNetwork(nn.Module):
+class ConcurrencyNetwork(ScaledNetwork):
     """Seconds of the nodes of one type: the given seconds times a slowdown of at least 1."""
 
     def __init__(self, form: ConcurrencyForm) -> None:
@@ -96,8 +98,7 @@ class ConcurrencyNetwork(nn.Module):
         self.hardware = nn.Embedding(form.hardware + 1, width, padding_idx=0)
         nn.init.zeros_(self.hardware.weight)
         for name, count in (*form.nodes.items(), *(("__".join(k), n) for k, n in form.edges.items())):
-            for part, value in (("mean", 0.0), ("scale", 1.0), ("low", -torch.inf), ("high", torch.inf)):
-                self.register_buffer(f"{name}_{part}", torch.full((count,), value))
+            self._add_scale(name, count)
 
     @property
     def _mixed(self) -> bool:
@@ -106,18 +107,7 @@ class ConcurrencyNetwork(nn.Module):
     def set_support(self, graphs: HeteroData) -> None:
         """Store mean, spread and range of the training features; values beyond the range are clipped."""
         named = {name: graphs[name].x for name in self.form.nodes}
-        named |= {"__".join(kind): graphs[kind].edge_attr for kind in self.form.edges}
-        for name, values in named.items():
-            if len(values):
-                spread = values.std(dim=0, unbiased=False)
-                constants = values.mean(dim=0), torch.where(spread > 1e-6, spread, 1.0), values.amin(0), values.amax(0)
-                for part, value in zip(("mean", "scale", "low", "high"), constants, strict=True):
-                    setattr(self, f"{name}_{part}", value)
-
-    def _scaled(self, name: str, values: Tensor) -> Tensor:
-        values = values.clamp(getattr(self, f"{name}_low"), getattr(self, f"{name}_high"))
-        scaled: Tensor = (values - getattr(self, f"{name}_mean")) / getattr(self, f"{name}_scale")
-        return scaled
+        self._set_scales(named | {"__".join(kind): graphs[kind].edge_attr for kind in self.form.edges})
 
     def forward(self, graphs: HeteroData) -> Tensor:
         """Seconds of every node of type ``readout``, ``(n,)``."""

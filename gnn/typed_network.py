@@ -13,6 +13,8 @@ from torch_geometric.nn import HeteroConv, ResGatedGraphConv
 from torch_geometric.transforms import ToUndirected
 from torch_geometric.utils import scatter, to_dense_batch
 
+from stepsight.gnn.scaled_network import ScaledNetwork
+
 EdgeType = tuple[str, str, str]
 HEADS = ("factor", "slowdown")
 NO_SLOWDOWN = -3.0  # softplus of it is a slowdown of 5 %, the start of training
@@ -55,7 +57,7 @@ def both_directions(graph: HeteroData) -> HeteroData:
     return ToUndirected(merge=False)(graph)
 
 
-class TypedNetwork(nn.Module):
+class TypedNetwork(ScaledNetwork):
     """Seconds of the nodes of one type.
 
     Untrained, it answers about the seconds that are given (``baseline``).
@@ -76,9 +78,9 @@ class TypedNetwork(nn.Module):
         self.usual = nn.Parameter(torch.full((form.parts,), start))
         self.log_rest = nn.Parameter(torch.tensor(-12.0))
         for name, count in form.nodes.items():
-            self._constants(f"node_{name}", count)
+            self._add_scale(f"node_{name}", count)
         for kind, count in form.edges.items():
-            self._constants("edge_" + "__".join(kind), count)
+            self._add_scale("edge_" + "__".join(kind), count)
         nn.init.zeros_(self.decode.weight)
         nn.init.zeros_(self.decode.bias)
         if form.recurrent:
@@ -109,26 +111,10 @@ class TypedNetwork(nn.Module):
         nn.init.zeros_(last.bias)
         return nn.Sequential(nn.Linear(2 * width + count, width), nn.SiLU(), last)
 
-    def _constants(self, name: str, count: int) -> None:
-        for part, value in (("mean", 0.0), ("scale", 1.0), ("low", -torch.inf), ("high", torch.inf)):
-            self.register_buffer(f"{name}_{part}", torch.full((count,), value))
-
     def set_support(self, graphs: HeteroData) -> None:
         """Store mean, spread and range of the training features; values beyond the range are clipped."""
         named = {f"node_{name}": graphs[name].x for name in self.form.nodes}
-        named |= {"edge_" + "__".join(kind): graphs[kind].edge_attr for kind in self.form.edges}
-        for name, values in named.items():
-            if not len(values):
-                continue
-            spread = values.std(dim=0, unbiased=False)
-            constants = values.mean(dim=0), torch.where(spread > 1e-6, spread, 1.0), values.amin(0), values.amax(0)
-            for part, value in zip(("mean", "scale", "low", "high"), constants, strict=True):
-                setattr(self, f"{name}_{part}", value)
-
-    def _scaled(self, name: str, values: Tensor) -> Tensor:
-        values = values.clamp(getattr(self, f"{name}_low"), getattr(self, f"{name}_high"))
-        scaled: Tensor = (values - getattr(self, f"{name}_mean")) / getattr(self, f"{name}_scale")
-        return scaled
+        self._set_scales(named | {"edge_" + "__".join(kind): graphs[kind].edge_attr for kind in self.form.edges})
 
     def forward(self, graphs: HeteroData) -> Tensor:
         """Seconds of every node of type ``readout``, ``(n,)``."""

@@ -110,15 +110,7 @@ def read_graph(
         HarnessError: If this version of PyTorch cannot be asked.
     """
     read = _Read(_direction(options, training))
-    try:
-        with _hooks(read, stop=True):
-            compile_fx_inner(graph, example_inputs, **options)
-    except Exception as error:
-        if read.region is None:
-            raise HarnessError(f"Inductor of PyTorch {torch.__version__} could not be asked: {error!s:.200}") from error
-    if read.region is None:
-        raise HarnessError(f"Inductor of PyTorch {torch.__version__} made no region of a graph")
-    return read.region, read.nodes
+    return _region_of(read, lambda: compile_fx_inner(graph, example_inputs, **options))
 
 
 def read_device_graph(graph: Any, example_inputs: Sequence[Any], **options: Any) -> tuple[Region, list[Any]]:
@@ -128,10 +120,24 @@ def read_device_graph(graph: Any, example_inputs: Sequence[Any], **options: Any)
         HarnessError: If this version of PyTorch cannot be asked.
     """
     read = _Read(_direction(options, True))
-    try:
+
+    def ask() -> None:
         moved, inputs = on_device(graph, example_inputs)
-        with device_answers(), _hooks(read, stop=True, code=False):
+        with device_answers():
             compile_fx_inner(moved, inputs, **options)
+
+    return _region_of(read, ask, code=False)
+
+
+def _region_of(read: _Read, ask: Callable[[], Any], *, code: bool = True) -> tuple[Region, list[Any]]:
+    """The region and its nodes that Inductor makes when it is asked; it does not compile.
+
+    Raises:
+        HarnessError: If it makes none.
+    """
+    try:
+        with _hooks(read, stop=True, code=code):
+            ask()
     except Exception as error:
         if read.region is None:
             raise HarnessError(f"Inductor of PyTorch {torch.__version__} could not be asked: {error!s:.200}") from error
