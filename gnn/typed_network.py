@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch_geometric.data import Batch, HeteroData
 from torch_geometric.nn import HeteroConv, ResGatedGraphConv
 from torch_geometric.transforms import ToUndirected
-from torch_geometric.utils import scatter, to_dense_batch
+from torch_geometric.utils import scatter
 
 from stepsight.gnn.scaled_network import ScaledNetwork
 
@@ -34,9 +34,6 @@ class NetworkForm:
         parts: Resources that the given seconds of a node consist of (``parts`` of the graph); each has a factor.
         bound: By which a node's factors may be off those of all nodes, log units.
         rest: Whether a graph takes seconds that belong to no node.
-        recurrent: Whether a state passes along the nodes that are read out, in their order, twice.
-        edge_seconds: Whether edges between nodes that are read out take seconds too (``seconds`` of the edges), which
-            features of the edge and of both ends change.
     """
 
     readout: str
@@ -48,8 +45,6 @@ class NetworkForm:
     parts: int = 1
     bound: float = 2.0
     rest: bool = False
-    recurrent: bool = False
-    edge_seconds: bool = False
 
 
 def both_directions(graph: HeteroData) -> HeteroData:
@@ -83,10 +78,6 @@ class TypedNetwork(ScaledNetwork):
             self._add_scale("edge_" + "__".join(kind), count)
         nn.init.zeros_(self.decode.weight)
         nn.init.zeros_(self.decode.bias)
-        if form.recurrent:
-            self.state, self.recall = nn.GRU(width, width, batch_first=True), nn.Linear(width, width)
-        if form.edge_seconds:
-            self.costs = nn.ModuleDict({"__".join(kind): self._cost(count) for kind, count in self._costly()})
 
     def _round(self) -> HeteroConv:
         width = self.form.channels
@@ -97,19 +88,6 @@ class TypedNetwork(ScaledNetwork):
             },
             aggr="sum",
         )
-
-    def _costly(self) -> list[tuple[EdgeType, int]]:
-        """Edges that take seconds, and how many features they have."""
-        both = (self.form.readout, self.form.readout)
-        edges = self.form.edges.items()
-        return [(k, count) for k, count in edges if (k[0], k[2]) == both and not k[1].startswith("rev_")]
-
-    def _cost(self, count: int) -> nn.Sequential:
-        width = self.form.channels
-        last = nn.Linear(width, 1)
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
-        return nn.Sequential(nn.Linear(2 * width + count, width), nn.SiLU(), last)
 
     def set_support(self, graphs: HeteroData) -> None:
         """Store mean, spread and range of the training features; values beyond the range are clipped."""
@@ -131,28 +109,12 @@ class TypedNetwork(ScaledNetwork):
                     name: own + functional.silu(norms[name](heard[name])) if name in heard else own
                     for name, own in hidden.items()
                 }
-        if form.recurrent:
-            hidden[form.readout] = hidden[form.readout] + self._recalled(graphs, hidden[form.readout])
         own = functional.silu(self.between(hidden[form.readout]))
         raw = self.usual + form.bound * torch.tanh(self.decode(own) / form.bound)
         given: Tensor = graphs[form.readout].baseline[:, None] if form.parts == 1 else graphs[form.readout].parts
         factor = 1.0 + functional.softplus(raw) if form.head == "slowdown" else raw.exp()
         answer: Tensor = (given * factor).sum(dim=1)
-        if form.edge_seconds:
-            for kind, _ in self._costly():
-                ends = hidden[form.readout][where[kind][0]], hidden[form.readout][where[kind][1]]
-                raw = self.costs["__".join(kind)](torch.cat([*ends, about[kind]], dim=1))[:, 0]
-                seconds = graphs[kind].seconds * (form.bound * torch.tanh(raw / form.bound)).exp()
-                answer = answer.index_add(0, where[kind][1], seconds)
         return answer
-
-    def _recalled(self, graphs: HeteroData, hidden: Tensor) -> Tensor:
-        """What the state says at each node; the first of two passes shows what a graph leaves to its next run."""
-        nodes = graphs[self.form.readout]
-        dense, known = to_dense_batch(hidden, nodes.batch if "batch" in nodes else None)
-        states, _ = self.state(torch.cat([dense, dense], dim=1))
-        recalled: Tensor = self.recall(states[:, dense.shape[1] :][known])
-        return recalled
 
     def totals(self, graphs: Batch, seconds: Tensor) -> Tensor:
         """Seconds of every graph, ``(graphs,)``: the sum over its nodes, plus a remainder."""

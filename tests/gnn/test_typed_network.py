@@ -60,18 +60,3 @@ def test_beyond_its_support_the_edge_of_it_counts() -> None:
     edge["op"].x = graph["op"].x.clone()
     edge["op"].x[0, 0] = graph["op"].x[:, 0].max()
     assert torch.allclose(network(far), network(edge))
-
-
-def test_edges_and_a_state_change_nothing_untrained() -> None:
-    """Seconds on edges are added as they are given, and a state passed along the order is heard by no factor yet."""
-    torch.manual_seed(0)
-    graph = _graph()
-    graph["op", "after", "op"].edge_index = torch.tensor([[0, 1], [1, 3]])
-    graph["op", "after", "op"].edge_attr, graph["op", "after", "op"].seconds = (
-        torch.randn(2, 1),
-        torch.tensor([1.0, 2.0]),
-    )
-    edges = {("op", "after", "op"): 1}
-    network = TypedNetwork(NetworkForm("op", {"op": 3}, edges, recurrent=True, edge_seconds=True))
-    network.set_support(graph)
-    assert torch.allclose(network(graph) - graph["op"].baseline, torch.tensor([0.0, 1.0, 0.0, 2.0]))

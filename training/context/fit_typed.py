@@ -29,7 +29,7 @@ class TypedFit:
         node_types: Types of nodes that it sees; None: all.
         node_weight: Of the loss on nodes.
         total_weight: Of the loss on whole graphs.
-        head, channels, layers, rest, bound, recurrent, edge_seconds: See ``NetworkForm``.
+        head, channels, layers, rest, bound: See ``NetworkForm``.
         concurrency: One of ``concurrency_network.WAYS``: a ``ConcurrencyNetwork``; empty: a ``TypedNetwork``.
         epochs: Passes over the graphs.
         batches: Steps of an epoch.
@@ -48,8 +48,6 @@ class TypedFit:
     layers: int = 2
     rest: bool = False
     bound: float = 2.0
-    recurrent: bool = False
-    edge_seconds: bool = False
     concurrency: str = ""
     epochs: int = 80
     batches: int = 4
@@ -163,7 +161,4 @@ def _form(graphs: HeteroData, fit: TypedFit) -> NetworkForm:
     nodes = {name: graphs[name].x.shape[1] for name in graphs.node_types}
     edges: dict[EdgeType, int] = {kind: graphs[kind].edge_attr.shape[1] for kind in graphs.edge_types}
     parts = graphs[fit.readout].parts.shape[1] if "parts" in graphs[fit.readout] else 1
-    return NetworkForm(
-        fit.readout, nodes, edges, fit.head, fit.channels, fit.layers, parts, fit.bound, fit.rest, fit.recurrent,
-        fit.edge_seconds,
-    )  # fmt: skip
+    return NetworkForm(fit.readout, nodes, edges, fit.head, fit.channels, fit.layers, parts, fit.bound, fit.rest)

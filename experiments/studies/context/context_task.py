@@ -123,7 +123,6 @@ class Design:
         node_types: Types of nodes that it sees; None: all.
         relations: Types of edges that it hears; None: all between these nodes.
         layers: Rounds of messages.
-        recurrent, edge_seconds: See ``NetworkForm``.
         concurrency: One of ``concurrency_network.WAYS``; empty: a ``TypedNetwork``.
     """
 
@@ -131,6 +130,4 @@ class Design:
     node_types: tuple[str, ...] | None = None
     relations: tuple[str, ...] | None = None
     layers: int = 2
-    recurrent: bool = False
-    edge_seconds: bool = False
     concurrency: str = ""
